@@ -1,4 +1,4 @@
-//! Generates messages, clients and servers from `proto/`; protox parses it, so nobody needs `protoc`.
+//! Generates messages, clients and servers from `proto/`; protox parses the files, so `protoc` is not needed.
 
 use std::error::Error;
 
@@ -24,7 +24,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let files = files.map(|name| format!("proto/{name}.proto"));
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
-    // Ordered maps: equal messages become equal bytes, and labels come out in the same order everywhere.
+    // Ordered maps make the encoding deterministic: equal messages have equal bytes, and labels have the same order
+    // everywhere.
     tonic_prost_build::configure()
         .btree_map(".")
         .codec_path("crate::codec::Codec")

@@ -1,4 +1,4 @@
--- After "--": how many bytes to post, none for a GET, and "close" for a new connection for each request.
+-- Arguments after "--": the number of bytes to post (none for a GET), and "close" for a new connection per request.
 function init(args)
    local bytes = tonumber(args[1])
    if bytes > 0 then
@@ -10,7 +10,7 @@ function init(args)
    end
 end
 
--- Prints what wrk measured as one line of JSON; times in microseconds.
+-- Prints the results as one line of JSON. Times are in microseconds.
 function done(summary, latency)
    local e = summary.errors
    io.write(string.format(

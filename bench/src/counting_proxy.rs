@@ -1,7 +1,7 @@
-//! The proxy with an allocator that counts: how many allocations a request costs cannot be seen from outside.
+//! The proxy with a counting allocator. Allocations per request cannot be observed from outside the process.
 //!
-//! It is configured as `tulle-proxy` is. Its one argument is an address on which it answers every connection with the number of
-//! allocations so far, and the bytes asked for, on one line.
+//! It is configured like `tulle-proxy`. Its only argument is a listen address: it answers every connection there with one line that
+//! has the number of allocations and of allocated bytes so far.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::Write as _;
@@ -9,8 +9,8 @@ use std::net::TcpListener;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
-use tulle_core::telemetry;
-use tulle_proxy::app::{App, Surroundings};
+use tulle_core::logging;
+use tulle_proxy::app::{App, ProcessContext};
 use tulle_proxy::env;
 
 fn main() -> anyhow::Result<()> {
@@ -23,19 +23,19 @@ fn main() -> anyhow::Result<()> {
             errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
         )
     })?;
-    let log = telemetry::init(&config.log.filter, config.log.format).context("starting the log")?;
-    App::build(config, Surroundings::redirected(Some(log), Default::default())).and_then(App::run)
+    let log = logging::init(&config.log.filter, config.log.format).context("starting the log")?;
+    App::build(config, ProcessContext::with_redirect(Some(log), Default::default())).and_then(App::run)
 }
 
 fn answer(listener: &TcpListener) {
     for mut stream in listener.incoming().flatten() {
         let (calls, bytes) = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
-        // Whoever asked and went away needs no answer.
+        // The client may have closed the connection already.
         let _ = writeln!(stream, "{calls} {bytes}");
     }
 }
 
-/// The system's allocator, counted. Growing counts as one allocation of the new size.
+/// The system allocator with counters. A reallocation counts as one allocation of the new size.
 struct Counting;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
@@ -46,29 +46,29 @@ fn count(bytes: usize) {
     BYTES.fetch_add(bytes as u64, Ordering::Relaxed);
 }
 
-// SAFETY: every call is passed on to the system's allocator as it came; counting neither allocates nor touches the memory.
+// SAFETY: every call is forwarded unchanged to the system allocator; counting neither allocates nor touches the memory.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc`.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc_zeroed`.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         count(new_size);
-        // SAFETY: the caller keeps the contract of `realloc`.
+        // SAFETY: the caller upholds the contract of `realloc`.
         unsafe { System.realloc(ptr, layout, new_size) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
 }

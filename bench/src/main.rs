@@ -22,15 +22,15 @@ enum Command {
     Serve(tulle_bench::serve::Args),
     /// Generates load and reports every outcome.
     Load(tulle_bench::load::Args),
-    /// Measures sidecars against each other in network namespaces; needs root.
+    /// Measures tulle and other sidecars in network namespaces; needs root.
     Run(tulle_bench::run::Args),
     /// Writes docs/benchmarks.md and its plots from the JSON of a run.
     Document(tulle_bench::run::DocumentArgs),
-    /// Counts what a request costs in instructions and allocations, and compares it with before; needs root and valgrind.
+    /// Counts the instructions and allocations per request and compares them with the baseline; needs root and valgrind.
     Costs(tulle_bench::run::costs::Args),
-    /// Sends the table of HTTP/1 bytes through sidecars in network namespaces, and says what becomes of them; needs root.
+    /// Sends the HTTP/1 conformance cases through sidecars in network namespaces and reports the results; needs root.
     Conformance(tulle_bench::run::ConformanceArgs),
-    /// Measures destination with many objects on an API server and many streams.
+    /// Measures the destination service with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
 

@@ -1,6 +1,7 @@
-//! `tulle-bench serve` and `tulle-bench load` as processes, against each other on the loopback.
+//! `tulle-bench serve` and `tulle-bench load` as processes that talk to each other over loopback.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // test helpers
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,7 +14,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 use tulle_bench::load::tally::{Counts, Kind, Report};
 
-/// A server process; killed when dropped.
+/// A server process. Dropping the value kills it.
 struct Server {
     process: Child,
     addrs: Vec<SocketAddr>,
@@ -82,7 +83,7 @@ fn output(target: &str, args: &str) -> Output {
         .unwrap()
 }
 
-/// Runs a load and returns its reports, the total last.
+/// Runs the load generator and returns its reports; the last one is the total.
 fn reports(target: &str, args: &str) -> Vec<Report> {
     let output = output(target, &format!("{args} --json"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -204,7 +205,7 @@ fn the_paths_of_the_http_server_answer_what_they_name() {
     assert!(head.starts_with("HTTP/1.1 426"), "{head}");
 }
 
-/// Head and body of an answer to a plain GET, spoken by hand.
+/// Sends a GET and returns the headers and the body of the response.
 fn get(addr: SocketAddr, path: &str, headers: &str) -> (String, String) {
     let mut stream = TcpStream::connect(addr).unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nhost: {addr}\r\nconnection: close\r\n{headers}\r\n");
@@ -230,7 +231,7 @@ fn a_new_connection_for_each_request_works_for_every_protocol() {
             target,
             &format!("--protocol {protocol} --reconnect --requests 20 --body-size 5"),
         );
-        // `/` answers any body, so all of these succeed.
+        // `/` accepts any body.
         assert_eq!((report.requests, report.failed), (20, 0), "{protocol}: {report}");
     }
 }
@@ -267,7 +268,7 @@ fn failures_are_counted_by_kind_and_never_sent_again() {
 #[test]
 fn an_open_loop_charges_a_stall_to_every_request_that_was_due_in_it() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--delay", "20ms"]);
-    // One connection answers 50 requests a second, and 100 are due: the last of them waits for about half of the run.
+    // One connection carries 50 requests per second, and 100 are due: the last one waits for about half of the run.
     let report = load(
         &server.addrs[0].to_string(),
         "--rate 100 --connections 1 --duration 1s --timeout 60s",
@@ -309,7 +310,7 @@ fn a_terminated_server_finishes_its_requests_and_ends() {
     let addr = server.addrs[0];
     let target = addr.to_string();
     let client = std::thread::spawn(move || load(&target, "--requests 1"));
-    // The request is under way, or will be refused and fail the test, once its connection is accepted.
+    // Once the connection is accepted, the request is in flight, or it is refused and the test fails.
     eventually(|| established(addr).then_some(()));
     server.terminate();
     assert_eq!(client.join().unwrap().outcomes, counts("2xx", 1));

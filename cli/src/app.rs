@@ -1,7 +1,9 @@
 //! The command line of `tulle`.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use clap_complete::Shell;
 
@@ -31,50 +33,50 @@ enum Command {
     /// Run a whole mesh on this machine, with a live table
     #[cfg(target_os = "linux")]
     Demo(demo::Args),
-    /// Check a cluster and the mesh on it; say what is wrong and what mends it
+    /// Check a cluster and its mesh, and print a fix for each problem
     Check(check::Args),
     /// Print the manifests of a control plane for `kubectl apply`
     Install(install::InstallArgs),
     /// Print the manifests of a control plane with some values changed
     Upgrade(install::UpgradeArgs),
-    /// Print what an upgrade left behind, for `kubectl delete`
+    /// Print the objects that an upgrade left behind, for `kubectl delete`
     Prune(install::PruneArgs),
-    /// Print all that belongs to a control plane, for `kubectl delete`
+    /// Print all objects of a control plane, for `kubectl delete`
     Uninstall(install::UninstallArgs),
-    /// Make trust anchors, issuers and join tokens
+    /// Create trust anchors, issuers and join tokens
     #[command(subcommand)]
     Trust(trust::Command),
     /// Add the mesh to manifests
     Inject(Box<inject::Args>),
     /// Remove the mesh from manifests
     Uninject(inject::UninjectArgs),
-    /// Ask a running control plane what it would tell a proxy
+    /// Query a running control plane as a proxy does
     #[command(visible_alias = "dg")]
     Diagnostics(diagnostics::Args),
     /// Show success, traffic and latency of workloads
     #[command(after_help = golden::STAT_EXAMPLES)]
     Stat(golden::Args),
-    /// Show who sends to whom, and whether it is mTLS
+    /// Show the clients and servers of workloads, and whether their connections use mTLS
     #[command(after_help = golden::EDGES_EXAMPLES)]
     Edges(golden::Args),
     /// Show success, traffic and latency of routes
     #[command(after_help = golden::ROUTES_EXAMPLES)]
     Routes(golden::Args),
-    /// Show which requests pass most, as they pass
+    /// Show the most frequent requests in real time
     #[command(after_help = top::EXAMPLES)]
     Top(top::Args),
-    /// Show requests as they pass
+    /// Show requests in real time
     #[command(after_help = tap::EXAMPLES)]
     Tap(tap::Args),
-    /// Say why a request failed and what to do, from what its response says
+    /// Explain why a request failed, from the headers of its response
     Explain(explain::Args),
     /// Show the certificates that the proxies of pods present
     Identity(identity::Args),
-    /// Show which authorizations speak of a workload's ports
+    /// Show the authorizations that apply to the ports of a workload
     Authz(authz::Args),
     /// Show the metrics of proxies
     Metrics(metrics::Proxies),
-    /// Make a ServiceProfile
+    /// Create a ServiceProfile
     Profile(profile::Args),
     /// Show the versions of this command, of the control plane and of proxies
     Version(version::Args),
@@ -84,14 +86,20 @@ enum Command {
         /// The shell
         shell: Shell,
     },
+    /// Write the manual pages of this command and of its subcommands into a directory
+    #[command(after_help = MAN)]
+    Man {
+        /// The directory; created if it does not exist
+        dir: PathBuf,
+    },
 }
 
-/// Runs what the command line asks for.
+/// Runs the command of the command line.
 ///
-/// Call it before there is any thread: the demo may start this program again.
+/// Must be called before any thread is started, because the demo can re-execute this program.
 ///
 /// # Errors
-/// What went wrong, with its causes.
+/// The error of the command, with its sources.
 pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let cluster = &cli.cluster;
     match &cli.command {
@@ -123,7 +131,14 @@ pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             crate::print(&String::from_utf8(script)?)?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Man { dir } => write_manual_pages(dir).map(|()| ExitCode::SUCCESS),
     }
+}
+
+fn write_manual_pages(dir: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+    clap_mangen::generate_to(Cli::command(), dir)
+        .with_context(|| format!("writing manual pages into {}", dir.display()))
 }
 
 const COMPLETION: &str = "\
@@ -131,6 +146,9 @@ const COMPLETION: &str = "\
   tulle completion bash > /etc/bash_completion.d/tulle               # all shells
   tulle completion zsh > \"${fpath[1]}/_tulle\"
   tulle completion fish > ~/.config/fish/completions/tulle.fish";
+
+const MAN: &str = "\
+  tulle man ~/.local/share/man/man1 && man tulle-check";
 
 #[cfg(test)]
 mod tests {
@@ -166,6 +184,25 @@ mod tests {
     }
 
     #[test]
+    fn every_command_has_a_manual_page() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("man1");
+        write_manual_pages(&dir).unwrap();
+        for (page, expected) in [
+            ("tulle.1", "tulle\\-check(1)"),
+            ("tulle-trust-create-anchor.1", "\\-\\-"),
+            ("tulle-completion.1", "source <(tulle completion bash)"),
+        ] {
+            let text = std::fs::read_to_string(dir.join(page)).unwrap();
+            assert!(text.contains(expected), "{page}: no {expected} in\n{text}");
+        }
+        for command in Cli::command().get_subcommands() {
+            let page = dir.join(format!("tulle-{}.1", command.get_name()));
+            assert!(page.is_file(), "there is no {}", page.display());
+        }
+    }
+
+    #[test]
     fn lines_of_the_documentation_are_understood() {
         for line in [
             "tulle demo",
@@ -197,6 +234,7 @@ mod tests {
             "tulle version --short --client",
             "tulle version --proxy -n shop",
             "tulle completion zsh",
+            "tulle man man1",
             "tulle install --crds --set installGatewayAPI=true",
             "tulle install --ha -f a.yaml -f b.yaml --set-string a=1 --set-file b=c -o json --ignore-cluster",
             "tulle upgrade --from-manifests all.yaml --force --controller-replicas 3",
@@ -236,6 +274,7 @@ mod tests {
             "tulle profile web",
             "tulle profile web --template --proto a.proto",
             "tulle completion tcsh",
+            "tulle man",
         ] {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }

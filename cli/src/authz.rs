@@ -1,4 +1,4 @@
-//! `tulle authz`: who may connect to the ports of a workload, and by which authorization.
+//! `tulle authz`: which clients may connect to the ports of a workload, and by which authorization.
 //!
 //! Computed from the objects by the same code as the policy service's answer to a proxy.
 
@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::Pod as KubernetesPod;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::Value;
-use tulle_control::cluster::inbound::{Key, Workload};
+use tulle_control::cluster::views::inbound::{Key, Workload};
 use tulle_control::cluster::{self, Cluster as State};
 use tulle_control::model::inbound::{Authorization, AuthorizationReference, Route, Routes, Server, ServerReference};
 use tulle_control::model::reference::Reference;
@@ -24,24 +24,23 @@ use tulle_control::resources::{self, Kind, Object};
 use tulle_core::metrics::Registry;
 use tulle_core::names::annotation;
 
-use crate::kubernetes::resource::{Kind as ResourceKind, Named};
+use crate::kubernetes::resource::{Kind as ResourceKind, ResourceRef};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::{config, runtime, table};
 
-/// Whose authorizations to show.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// A workload, or all of a type: deploy/web, pod/web-1, deploy
     #[arg(value_name = "TYPE/NAME", required = true, num_args = 1..=2)]
     resource: Vec<String>,
-    /// The namespace of the workload; that of the kubeconfig's context if not given
+    /// The namespace of the workload [default: the namespace of the kubeconfig's context]
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
 }
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    let named = Named::parse(&args.resource)?;
+    let named = ResourceRef::parse(&args.resource)?;
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let namespace = match (&named.kind, &named.name) {
@@ -59,12 +58,12 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             events.extend(list(&cluster, Some(namespace), kind).await?);
         }
         for kind in REFERENCED_KINDS {
-            // Authorizations may refer to those of other namespaces, which not everybody may read.
+            // Authorizations can refer to objects of other namespaces, which the user may not be allowed to read.
             let everywhere = list(&cluster, None, kind).await;
             events.extend(match everywhere {
                 Ok(found) => found,
                 Err(error) => {
-                    eprintln!("tulle: authorizations that refer to other namespaces may be missing: {error:#}");
+                    eprintln!("tulle: authorizations from other namespaces may be missing: {error:#}");
                     list(&cluster, Some(namespace), kind).await?
                 }
             });
@@ -79,7 +78,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     })
 }
 
-/// What the policy service was installed with, as far as it decides about authorizations.
+/// The installed configuration of the policy service, as far as it affects authorizations.
 fn settings(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Config> {
     let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let mut config = cluster::Config {
@@ -114,7 +113,7 @@ fn networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<IpNet
     .collect()
 }
 
-/// The objects of a kind in a namespace, or in all; none where the kind is not installed.
+/// Lists the objects of a kind in one namespace or in all. Returns an empty list if the kind is not installed.
 async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Event>> {
     let info = kind.info();
     let mut found = Vec::new();
@@ -141,10 +140,10 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
         let value = serde_json::to_value(&object).context("reading an object")?;
         match resources::decode(kind, &value) {
             Ok(object) => events.push(Event::Applied(object)),
-            // The policy service knows its last readable form, if there was one since it started.
+            // The policy service uses its last readable value, if it has read one since it started.
             Err(error) => {
                 eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", info.name);
-                let unreadable = Unreadable::of(kind, &value, &error.to_string());
+                let unreadable = Unreadable::from_value(kind, &value, &error.to_string());
                 events.extend(unreadable.map(|unreadable| Event::Unreadable(unreadable.into())));
             }
         }
@@ -152,7 +151,7 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
     Ok(events)
 }
 
-/// Route, server, AuthorizationPolicy, ServerAuthorization; `*` where a row speaks of all routes.
+/// Columns: route, server, AuthorizationPolicy, ServerAuthorization. `*` stands for all routes.
 fn rows(
     config: cluster::Config,
     mut events: Vec<Event>,
@@ -160,7 +159,7 @@ fn rows(
 ) -> anyhow::Result<BTreeSet<[String; 4]>> {
     let object = |event: &Event| match event {
         Event::Applied(object) => Some(object.clone()),
-        Event::Unreadable(unreadable) => unreadable.stand_in.clone(),
+        Event::Unreadable(unreadable) => unreadable.placeholder.clone(),
         Event::Deleted(..) | Event::Synced => None,
     };
     let servers: Vec<PortRef> = events
@@ -192,8 +191,8 @@ fn rows(
     Ok(rows)
 }
 
-/// The ports that the pod declares or a Server gives by number, and one of those that need an identity; any other one where
-/// there are none.
+/// The ports that the pod declares, that a Server selects by number, or that require an identity. If there are none, any other
+/// port.
 fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
     let numbers = servers.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
@@ -201,7 +200,7 @@ fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
     });
     let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
     if let Some(list) = pod.meta.annotation(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) {
-        // All that no Server selects have the same authorizations.
+        // All ports that no Server selects have the same authorizations.
         let listed = resolve_declared(&PortList::parse(list), &pod.ports).to_set();
         let other = listed.ranges().flatten().find(|port| !ports.contains(port));
         ports.extend(other);
@@ -225,10 +224,10 @@ fn server_rows(server: &Server) -> Vec<[String; 4]> {
     match &server.routes {
         Routes::Http(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
         Routes::Grpc(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
-        Routes::Nothing => {}
+        Routes::Opaque => {}
     }
     if rows.is_empty() {
-        rows.push(["*".to_owned(), name, NOBODY.to_owned(), String::new()]);
+        rows.push(["*".to_owned(), name, NO_CLIENT.to_owned(), String::new()]);
     }
     rows
 }
@@ -268,14 +267,14 @@ const REFERENCED_KINDS: [Kind; 2] = [Kind::MeshTlsAuthentication, Kind::NetworkA
 
 const TITLES: [&str; 4] = ["ROUTE", "SERVER", "AUTHORIZATION_POLICY", "SERVER_AUTHORIZATION"];
 
-/// Shown where no authorization speaks of a port.
-const NOBODY: &str = "(nobody)";
+/// Shown if no authorization applies to a port.
+const NO_CLIENT: &str = "(nobody)";
 
 const EXAMPLES: &str = "\
   tulle authz deploy/web -n shop
   tulle authz pod -n shop
 
-SERVER is default:POLICY for ports that no Server selects; a port that nobody may connect to says (nobody).";
+SERVER is default:POLICY for ports that no Server selects; (nobody) marks a port that refuses all clients.";
 
 #[cfg(test)]
 mod tests {

@@ -1,4 +1,4 @@
-//! Certificates of others, read: who they are for, how long, by which algorithms, and who signed them.
+//! Reads certificates of other parties: subject, validity, algorithms and issuer.
 
 use anyhow::{Context as _, ensure};
 use x509_parser::certificate::X509Certificate;
@@ -9,16 +9,15 @@ use x509_parser::oid_registry::{
 use x509_parser::prelude::{FromDer as _, GeneralName, ParsedExtension};
 use x509_parser::public_key::PublicKey;
 
-/// One certificate, parsed once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Certificate {
     pub(crate) der: Vec<u8>,
-    /// The common name, or all of the subject.
+    /// The common name, or the whole subject if it has none.
     pub(crate) name: String,
     pub(crate) dns_names: Vec<String>,
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     pub(crate) not_before: i64,
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     pub(crate) not_after: i64,
     pub(crate) key: Key,
     pub(crate) signature: Signature,
@@ -43,7 +42,7 @@ impl Certificate {
     /// Reads one certificate.
     ///
     /// # Errors
-    /// Bytes that are none.
+    /// Fails if the bytes are not a certificate.
     pub(crate) fn parse(der: &[u8]) -> anyhow::Result<Self> {
         let cert = x509(der)?;
         let common_name = cert
@@ -77,18 +76,18 @@ impl Certificate {
     /// Reads a PEM bundle, in its order.
     ///
     /// # Errors
-    /// No certificate in it, or one that cannot be read.
+    /// Fails if the text has no certificate, or one that cannot be parsed.
     pub(crate) fn parse_bundle(pem: &[u8]) -> anyhow::Result<Vec<Self>> {
-        let blocks = pem::parse_many(pem).context("it is not PEM")?;
+        let blocks = pem::parse_many(pem).context("parsing PEM")?;
         let certs = blocks.iter().filter(|block| block.tag() == "CERTIFICATE");
         let certs = certs
             .map(|block| Self::parse(block.contents()))
             .collect::<Result<Vec<_>, _>>()?;
-        ensure!(!certs.is_empty(), "there is no certificate in it");
+        ensure!(!certs.is_empty(), "no certificate found");
         Ok(certs)
     }
 
-    /// The certificate as PEM.
+    /// Whether the namespace exists.
     pub(crate) fn to_pem(&self) -> String {
         pem::encode_config(
             &pem::Pem::new("CERTIFICATE", self.der.clone()),
@@ -96,7 +95,7 @@ impl Certificate {
         )
     }
 
-    /// Whether the other's key signed this one.
+    /// Whether the key of `issuer` signed this certificate.
     pub(crate) fn signed_by(&self, issuer: &Self) -> bool {
         let (Ok(cert), Ok(issuer)) = (x509(&self.der), x509(&issuer.der)) else {
             return false;
@@ -105,8 +104,8 @@ impl Certificate {
     }
 }
 
-/// Whether the first of a chain leads to one of the anchors, through the others where needed.
-pub(crate) fn leads_to(chain: &[Certificate], anchors: &[Certificate]) -> bool {
+/// Whether the first certificate of the chain leads to one of the anchors, if necessary through the other certificates.
+pub(crate) fn chains_to(chain: &[Certificate], anchors: &[Certificate]) -> bool {
     let Some(mut current) = chain.first() else {
         return false;
     };
@@ -130,7 +129,7 @@ pub(crate) fn leads_to(chain: &[Certificate], anchors: &[Certificate]) -> bool {
 }
 
 fn x509(der: &[u8]) -> anyhow::Result<X509Certificate<'_>> {
-    let (_, cert) = X509Certificate::from_der(der).context("it is not a certificate")?;
+    let (_, cert) = X509Certificate::from_der(der).context("parsing the certificate")?;
     Ok(cert)
 }
 
@@ -178,11 +177,11 @@ mod tests {
         let other = trust::create_anchor("root", 100 * DAY).unwrap();
         let [anchor, issuer, other] =
             [&anchor, &issuer, &other].map(|ca| Certificate::parse_bundle(ca.certificate.as_bytes()).unwrap());
-        assert!(leads_to(&issuer, &anchor));
-        assert!(leads_to(&anchor, &anchor));
-        // The same name, but another key.
-        assert!(!leads_to(&issuer, &other));
-        assert!(!leads_to(&[], &anchor));
+        assert!(chains_to(&issuer, &anchor));
+        assert!(chains_to(&anchor, &anchor));
+        // Same name, different key.
+        assert!(!chains_to(&issuer, &other));
+        assert!(!chains_to(&[], &anchor));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What the control plane was installed with, as it says itself.
+//! The configuration of the installed control plane.
 
 use anyhow::{Context as _, anyhow};
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -10,17 +10,24 @@ use crate::kubernetes::{Cluster, reason};
 /// The values of the ConfigMap `linkerd-config`.
 ///
 /// # Errors
-/// No control plane in this namespace, or one that the user may not ask.
+/// Fails if the namespace has no control plane, or if the user has no permission to read its configuration.
 pub(crate) async fn values(cluster: &Cluster) -> anyhow::Result<Value> {
     let namespace = &cluster.control_plane;
     let api: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
-    let map = api.get_opt(MAP).await;
-    let map = map.map_err(|error| anyhow!("reading ConfigMap {MAP} of namespace {namespace}: {}", reason(&error)))?;
+    let map = api.get_opt(CONFIG_MAP_NAME).await;
+    let map = map.map_err(|error| {
+        anyhow!(
+            "reading ConfigMap {CONFIG_MAP_NAME} of namespace {namespace}: {}",
+            reason(&error)
+        )
+    })?;
     let yaml = map.and_then(|mut map| map.data.as_mut()?.remove("values"));
     let yaml = yaml.with_context(|| {
-        format!("there is no control plane in namespace {namespace} (no ConfigMap {MAP}); name another with -L")
+        format!(
+            "there is no control plane in namespace {namespace} (no ConfigMap {CONFIG_MAP_NAME}); name another with -L"
+        )
     })?;
-    serde_yaml_ng::from_str(&yaml).with_context(|| format!("reading the values in ConfigMap {MAP}"))
+    serde_yaml_ng::from_str(&yaml).with_context(|| format!("reading the values in ConfigMap {CONFIG_MAP_NAME}"))
 }
 
-const MAP: &str = "linkerd-config";
+const CONFIG_MAP_NAME: &str = "linkerd-config";

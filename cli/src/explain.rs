@@ -1,4 +1,4 @@
-//! `tulle explain`: why a request failed, from what its response says, and what to do. Asks nobody.
+//! `tulle explain`: explains why a request failed, from its response, and how to fix it. It makes no request.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -8,42 +8,41 @@ use anyhow::{Context as _, anyhow};
 use clap::ValueEnum;
 use regex::Regex;
 use serde_json::json;
-use tulle_core::causes::{self, Cause, Whose};
+use tulle_core::causes::{self, Cause, Responsible};
 
 use crate::table;
 
-/// What to explain.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// A code, the value of `l5d-proxy-cause`, a line of `tulle tap`, or a link to docs/errors.md; `-` reads a response
     /// or lines from standard input. Without it all codes are listed
     #[arg(value_name = "WHAT")]
-    what: Vec<String>,
-    /// How it is shown
+    input: Vec<String>,
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     output: Output,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// For people
+    /// Text for people
     Text,
-    /// For programs
+    /// JSON for programs
     Json,
 }
 
-/// A cause as a proxy told it.
-struct Told<'a> {
+/// A cause in the form in which a proxy reports it.
+struct ReportedCause<'a> {
     cause: &'static Cause,
-    /// What stands behind a colon after the code: who decided, mostly.
-    by: Option<&'a str>,
-    /// Which side of which proxy gave up, what it wanted to reach, and what else there is.
+    /// The text after the colon that follows the code, usually the object that made the decision.
+    detail: Option<&'a str>,
+    /// The proxy and direction that failed, its target, and further fields.
     fields: Vec<(&'a str, &'a str)>,
 }
 
 pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
-    let words = args.what.join(" ");
+    let words = args.input.join(" ");
     let text = match words.as_str() {
         "" => {
             crate::print(&all(args.output)?)?;
@@ -58,17 +57,17 @@ pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
         }
         _ => words,
     };
-    crate::print(&shown(&Told::parse(&text)?, args.output)?)?;
+    crate::print(&render(&ReportedCause::parse(&text)?, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-impl<'a> Told<'a> {
+impl<'a> ReportedCause<'a> {
     /// Finds the first cause in a text.
     ///
     /// # Errors
-    /// A text without one, and a code that there is not, with those that are most like it.
+    /// Fails if the text has no cause, or if the code is unknown. The error then lists similar codes.
     fn parse(text: &'a str) -> anyhow::Result<Self> {
-        let value = value(text)?;
+        let value = extract_cause(text)?;
         let mut parts = value.split(';').map(str::trim);
         let first = parts.next().unwrap_or_default();
         let (code, by) = first
@@ -76,13 +75,13 @@ impl<'a> Told<'a> {
             .map_or((first, None), |(code, by)| (code, Some(by.trim())));
         Ok(Self {
             cause: causes::find(code).ok_or_else(|| unknown(code))?,
-            by,
+            detail: by,
             fields: parts.filter_map(|part| part.split_once('=')).collect(),
         })
     }
 
-    /// What went before it, and is to be mended.
-    fn after(&self) -> Option<&'static Cause> {
+    /// The cause of the earlier failure that led to this one, and that has to be fixed.
+    fn preceding_cause(&self) -> Option<&'static Cause> {
         self.field("after").and_then(causes::find)
     }
 
@@ -91,8 +90,8 @@ impl<'a> Told<'a> {
         field.map(|(_, value)| *value)
     }
 
-    /// Which side of which proxy gave up, in words.
-    fn place(&self) -> Option<String> {
+    /// Describes which side of which proxy failed.
+    fn origin(&self) -> Option<String> {
         let side = match self.field("direction")? {
             "inbound" => "the server's proxy, before its application",
             "outbound" => "the client's proxy, on the way to the server",
@@ -105,14 +104,14 @@ impl<'a> Told<'a> {
     }
 }
 
-/// What `l5d-proxy-cause` says, wherever in the text it stands; or the text itself, if it is nothing but that.
-fn value(text: &str) -> anyhow::Result<&str> {
+/// Finds the value of `l5d-proxy-cause` anywhere in the text. If the text is only a value, returns it.
+fn extract_cause(text: &str) -> anyhow::Result<&str> {
     let text = text.trim();
-    // In lines of tap and heads of responses, in JSON, and in links.
+    // The forms in tap lines and response headers, in JSON, and in links.
     let marked =
         Regex::new(r#"(?i)(?:l5d-proxy-cause|\bcause)"?\s*[:=,]\s*(?:"valueStr"\s*:\s*)?"?([a-z][a-z_-]*[^"\r\n]*)"#)
-            .context("the pattern is none")?;
-    let link = Regex::new(r"^\S+://\S*#([a-z_-]+)$").context("the pattern is none")?;
+            .context("compiling the pattern")?;
+    let link = Regex::new(r"^\S+://\S*#([a-z_-]+)$").context("compiling the pattern")?;
     if let Some(found) = marked.captures(text).or_else(|| link.captures(text)) {
         return found
             .get(1)
@@ -127,8 +126,8 @@ fn value(text: &str) -> anyhow::Result<&str> {
     match is_code {
         true => Ok(text),
         false => Err(anyhow!(
-            "no cause is told there: the application has answered by itself, or the proxy tells its causes to clients with \
-             an identity only; expected a code such as no-endpoints, or a response with the header l5d-proxy-cause"
+            "no cause found: the response is from the application, or the proxy reports causes only to clients with \
+             an identity; expected a code such as no-endpoints, or a response with the header l5d-proxy-cause"
         )),
     }
 }
@@ -146,21 +145,25 @@ fn unknown(code: &str) -> anyhow::Error {
     )
 }
 
-fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
+fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String> {
     let Cause {
         code,
-        whose,
-        answers,
+        responsible: whose,
+        statuses: answers,
         meaning,
         advice,
-    } = told.cause;
+    } = reported.cause;
     if output == Output::Json {
-        let fields: serde_json::Map<_, _> = told.fields.iter().map(|(k, v)| ((*k).to_owned(), json!(v))).collect();
+        let fields: serde_json::Map<_, _> = reported
+            .fields
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), json!(v)))
+            .collect();
         let value = json!({
             "code": code, "whose": whose.name(), "answers": answers, "meaning": meaning, "advice": advice,
-            "by": told.by, "told": fields,
-            "after": told.after().map(|after| {
-                json!({ "code": after.code, "whose": after.whose.name(), "meaning": after.meaning, "advice": after.advice })
+            "by": reported.detail, "told": fields,
+            "after": reported.preceding_cause().map(|after| {
+                json!({ "code": after.code, "whose": after.responsible.name(), "meaning": after.meaning, "advice": after.advice })
             }),
         });
         return Ok(serde_json::to_string_pretty(&value).context("writing JSON")? + "\n");
@@ -174,23 +177,23 @@ fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
         let _ = writeln!(text, "{title:<14}{value}");
     };
     line("What to do", advice);
-    line("Whose it is", whose_in_words(*whose));
+    line("Whose it is", describe_responsible(*whose));
     line("Answered with", answers);
-    if let Some(by) = told.by {
+    if let Some(by) = reported.detail {
         line("Decided by", by);
     }
-    if let Some(place) = told.place() {
+    if let Some(place) = reported.origin() {
         line("Told by", &place);
     }
-    if let Some(target) = told.field("target") {
+    if let Some(target) = reported.field("target") {
         line("On the way", &format!("to {target}"));
     }
-    for (name, value) in &told.fields {
+    for (name, value) in &reported.fields {
         if !["direction", "hop", "target"].contains(name) {
             line(name, value);
         }
     }
-    if let Some(after) = told.after() {
+    if let Some(after) = reported.preceding_cause() {
         let _ = write!(
             text,
             "\n{}: {}\n\n{:<14}{}\n",
@@ -200,12 +203,12 @@ fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
     Ok(text)
 }
 
-fn whose_in_words(whose: Whose) -> &'static str {
+fn describe_responsible(whose: Responsible) -> &'static str {
     match whose {
-        Whose::Client => "client: who sent the request can mend it",
-        Whose::Server => "server: the workload that the request was for",
-        Whose::Policy => "policy: who wrote the policies and routes",
-        Whose::Mesh => "mesh: who runs the mesh",
+        Responsible::Client => "client: the sender of the request can fix it",
+        Responsible::Server => "server: the owner of the requested workload can fix it",
+        Responsible::Policy => "policy: the author of the policies and routes can fix it",
+        Responsible::Mesh => "mesh: the operator of the mesh can fix it",
     }
 }
 
@@ -213,13 +216,13 @@ fn all(output: Output) -> anyhow::Result<String> {
     if output == Output::Json {
         let all: Vec<_> = causes::ALL
             .iter()
-            .map(|cause| json!({ "code": cause.code, "whose": cause.whose.name(), "meaning": cause.meaning }))
+            .map(|cause| json!({ "code": cause.code, "whose": cause.responsible.name(), "meaning": cause.meaning }))
             .collect();
         return Ok(serde_json::to_string_pretty(&all).context("writing JSON")? + "\n");
     }
     let rows = causes::ALL
         .iter()
-        .map(|cause| [cause.code, cause.whose.name(), cause.meaning].map(str::to_owned));
+        .map(|cause| [cause.code, cause.responsible.name(), cause.meaning].map(str::to_owned));
     Ok(table::text(&["CAUSE", "WHOSE", "MEANING"], rows))
 }
 
@@ -236,27 +239,29 @@ mod tests {
 
     #[test]
     fn causes_are_found_wherever_they_stand() {
-        let told = "no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80";
-        let head = format!("HTTP/1.1 503 Service Unavailable\r\nL5d-Proxy-Cause: {told}\r\ncontent-length: 0\r\n\r\n");
-        let line = format!("rsp id=0:1 proxy=out src=10.0.0.1:5 :status=503 latency=9µs cause=\"{told}\"");
-        let json = format!(r#"{{"responseInitEvent":{{"httpStatus":503,"cause":"{told}"}}}}"#);
-        let headers = format!(r#"{{"headers":[{{"name":"l5d-proxy-cause","valueStr":"{told}"}}]}}"#);
-        for text in [told, &head, &line, &json, &headers] {
-            let told = Told::parse(text).unwrap();
-            assert_eq!(told.cause.code, "no-endpoints", "{text}");
-            assert_eq!(told.field("hop"), Some("web.shop"), "{text}");
-            assert_eq!(told.field("target"), Some("10.0.0.7:80"), "{text}");
+        let reported = "no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80";
+        let head =
+            format!("HTTP/1.1 503 Service Unavailable\r\nL5d-Proxy-Cause: {reported}\r\ncontent-length: 0\r\n\r\n");
+        let line = format!("rsp id=0:1 proxy=out src=10.0.0.1:5 :status=503 latency=9µs cause=\"{reported}\"");
+        let json = format!(r#"{{"responseInitEvent":{{"httpStatus":503,"cause":"{reported}"}}}}"#);
+        let headers = format!(r#"{{"headers":[{{"name":"l5d-proxy-cause","valueStr":"{reported}"}}]}}"#);
+        for text in [reported, &head, &line, &json, &headers] {
+            let reported = ReportedCause::parse(text).unwrap();
+            assert_eq!(reported.cause.code, "no-endpoints", "{text}");
+            assert_eq!(reported.field("hop"), Some("web.shop"), "{text}");
+            assert_eq!(reported.field("target"), Some("10.0.0.7:80"), "{text}");
         }
         for text in ["deadline", " deadline\n", "docs://x/errors.md#deadline"] {
-            assert_eq!(Told::parse(text).unwrap().cause.code, "deadline", "{text}");
+            assert_eq!(ReportedCause::parse(text).unwrap().cause.code, "deadline", "{text}");
         }
     }
 
     #[test]
     fn an_explanation_says_who_gave_up_and_what_to_do() {
-        let told =
-            Told::parse("policy-denied:Server/web; why=no-tls; direction=inbound; hop=web.shop; target=1.2.3.4:80");
-        let text = shown(&told.unwrap(), Output::Text).unwrap();
+        let reported = ReportedCause::parse(
+            "policy-denied:Server/web; why=no-tls; direction=inbound; hop=web.shop; target=1.2.3.4:80",
+        );
+        let text = render(&reported.unwrap(), Output::Text).unwrap();
         for part in [
             "policy-denied: No authorization",
             "What to do    `no-tls`",
@@ -271,11 +276,12 @@ mod tests {
 
     #[test]
     fn what_went_before_is_explained_too() {
-        let told = Told::parse("endpoints-unready; after=tls-identity-mismatch; direction=outbound").unwrap();
+        let reported =
+            ReportedCause::parse("endpoints-unready; after=tls-identity-mismatch; direction=outbound").unwrap();
         let mismatch = causes::find("tls-identity-mismatch").unwrap();
         for output in [Output::Text, Output::Json] {
-            let text = shown(&told, output).unwrap();
-            for part in [told.cause.advice, mismatch.meaning, mismatch.advice] {
+            let text = render(&reported, output).unwrap();
+            for part in [reported.cause.advice, mismatch.meaning, mismatch.advice] {
                 assert!(text.contains(part), "{part:?} is not in\n{text}");
             }
         }
@@ -283,21 +289,21 @@ mod tests {
 
     #[test]
     fn what_is_no_cause_is_answered_with_the_nearest_or_the_reason() {
-        let refused = |text: &str| Told::parse(text).err().unwrap().to_string();
+        let refused = |text: &str| ReportedCause::parse(text).err().unwrap().to_string();
         assert!(
             refused("no-endpoint").contains("no-endpoints"),
             "{}",
             refused("no-endpoint")
         );
-        assert!(refused("rsp id=0:1 proxy=in :status=500 latency=1ms").contains("answered by itself"));
-        assert!(refused("HTTP/1.1 200 OK\r\n\r\n").contains("answered by itself"));
+        assert!(refused("rsp id=0:1 proxy=in :status=500 latency=1ms").contains("from the application"));
+        assert!(refused("HTTP/1.1 200 OK\r\n\r\n").contains("from the application"));
     }
 
     #[test]
     fn every_code_explains_itself() {
         for cause in causes::ALL {
-            let told = Told::parse(cause.code).unwrap();
-            assert!(shown(&told, Output::Text).unwrap().contains(cause.advice));
+            let reported = ReportedCause::parse(cause.code).unwrap();
+            assert!(render(&reported, Output::Text).unwrap().contains(cause.advice));
         }
         assert_eq!(all(Output::Text).unwrap().lines().count(), causes::ALL.len() + 1);
     }

@@ -1,6 +1,6 @@
-//! `tulle identity`: the certificates that proxies present, learned by a handshake with each.
+//! `tulle identity`: the certificates that proxies present in a TLS handshake.
 //!
-//! What is presented is shown as it is, and not judged; `tulle check --proxy` does that.
+//! Certificates are printed without verification; `tulle check --proxy` verifies them.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -18,22 +18,21 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use crate::certificates::Certificate;
-use crate::kubernetes::forward::{self, Forwarded};
-use crate::kubernetes::resource::{self, Named};
-use crate::kubernetes::{self, Cluster, PATIENCE, reason};
+use crate::kubernetes::forward::{self, ForwardedPort};
+use crate::kubernetes::resource::{self, ResourceRef};
+use crate::kubernetes::{self, Cluster, REQUEST_TIMEOUT, reason};
 use crate::{config, runtime};
 
-/// Whose certificates to show.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Pods by name, or one workload such as deploy/web
+    /// Names of pods, or one workload such as deploy/web
     #[arg(value_name = "POD or TYPE/NAME", required_unless_present = "selector")]
     pods: Vec<String>,
-    /// Pods by label
+    /// Select pods by label
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pods")]
     selector: Option<String>,
-    /// The namespace of the pods; that of the kubeconfig's context if not given
+    /// The namespace of the pods [default: the namespace of the kubeconfig's context]
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
 }
@@ -43,7 +42,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         let cluster = flags.connect().await?;
         let namespace = args.namespace.as_deref().unwrap_or(&cluster.namespace);
         let pods = pods(args, &cluster, namespace).await?;
-        ensure!(!pods.is_empty(), "no pod of namespace {namespace} is meant");
+        ensure!(!pods.is_empty(), "no matching pod in namespace {namespace}");
         let trust_domain = config::values(&cluster)
             .await
             .map(|values| trust_domain(&values))
@@ -52,7 +51,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         let mut complete = true;
         for (number, pod) in pods.iter().enumerate() {
             let _ = writeln!(text, "POD {} ({} of {})\n", pod.name_any(), number + 1, pods.len());
-            match presented(&cluster, pod, &trust_domain).await {
+            match fetch_certificate_chain(&cluster, pod, &trust_domain).await {
                 Ok(chain) => {
                     let leaf = chain.first().map(Certificate::to_pem).unwrap_or_default();
                     let _ = writeln!(text, "{leaf}");
@@ -79,7 +78,7 @@ async fn pods(args: &Args, cluster: &Cluster, namespace: &str) -> anyhow::Result
     for name in &args.pods {
         if name.contains('/') {
             pods.extend(
-                Named::parse(std::slice::from_ref(name))?
+                ResourceRef::parse(std::slice::from_ref(name))?
                     .pods(cluster, namespace)
                     .await?,
             );
@@ -91,7 +90,7 @@ async fn pods(args: &Args, cluster: &Cluster, namespace: &str) -> anyhow::Result
     Ok(pods)
 }
 
-/// The trust domain that a control plane with these values serves.
+/// The trust domain of a control plane installed with these values.
 pub(crate) fn trust_domain(values: &Value) -> String {
     let text = |key: &str| values[key].as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     text("identityTrustDomain")
@@ -99,11 +98,15 @@ pub(crate) fn trust_domain(values: &Value) -> String {
         .unwrap_or_default()
 }
 
-/// The certificate chain that a pod's proxy presents, the leaf first.
+/// The certificate chain that a pod's proxy presents, with the leaf first.
 ///
 /// # Errors
-/// A pod without a proxy, and a proxy that cannot be reached or has no certificate.
-pub(crate) async fn presented(cluster: &Cluster, pod: &Pod, trust_domain: &str) -> anyhow::Result<Vec<Certificate>> {
+/// Fails if the pod has no proxy, or if the proxy cannot be reached or has no certificate.
+pub(crate) async fn fetch_certificate_chain(
+    cluster: &Cluster,
+    pod: &Pod,
+    trust_domain: &str,
+) -> anyhow::Result<Vec<Certificate>> {
     let (namespace, name) = (resource::namespace(pod), pod.name_any());
     let spec = pod.spec.as_ref().context("the pod has no spec")?;
     let mut containers = spec.init_containers.iter().flatten().chain(&spec.containers);
@@ -120,17 +123,17 @@ pub(crate) async fn presented(cluster: &Cluster, pod: &Pod, trust_domain: &str) 
         "{account}.{namespace}.serviceaccount.identity.{}.{trust_domain}",
         cluster.control_plane
     );
-    // The kubelet dials loopback inside the pod. There the inbound port would be a loop, and answers nobody without a
-    // certificate; the admin port shows its own to whoever asks.
+    // A forwarded port connects to loopback inside the pod. The inbound port would connect to itself there and requires a client
+    // certificate. The admin port presents the proxy's certificate to every client.
     handshake(cluster, namespace, &name, resource::admin_port(proxy), &identity).await
 }
 
-/// The certificate chain that a pod presents on a port, the leaf first.
+/// The certificate chain that a pod presents on a port, with the leaf first.
 ///
-/// Only the possession of its key is verified: who it says it is, is for the caller to judge.
+/// Verifies only that the server has the private key. The caller checks the identity.
 ///
 /// # Errors
-/// A port that cannot be reached, or does not speak TLS.
+/// Fails if the port cannot be reached or does not speak TLS.
 pub(crate) async fn handshake(
     cluster: &Cluster,
     namespace: &str,
@@ -138,23 +141,29 @@ pub(crate) async fn handshake(
     port: u16,
     server_name: &str,
 ) -> anyhow::Result<Vec<Certificate>> {
-    let provider = tulle_control::tls::provider();
+    let provider = tulle_control::tls::crypto_provider();
     let config = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
         .context("preparing TLS")?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyServerCert(provider)))
         .with_no_client_auth();
-    let name =
-        ServerName::try_from(server_name.to_owned()).with_context(|| format!("{server_name:?} is no server name"))?;
-    let Forwarded { stream, trouble } = forward::open(cluster, namespace, pod, port).await?;
-    let connecting = timeout(PATIENCE, TlsConnector::from(Arc::new(config)).connect(name, stream));
+    let name = ServerName::try_from(server_name.to_owned())
+        .with_context(|| format!("{server_name:?} is not a server name"))?;
+    let ForwardedPort {
+        stream,
+        error: forward_error,
+    } = forward::open(cluster, namespace, pod, port).await?;
+    let connecting = timeout(
+        REQUEST_TIMEOUT,
+        TlsConnector::from(Arc::new(config)).connect(name, stream),
+    );
     let connected = match connecting.await {
         Ok(connected) => connected.context("the handshake failed"),
-        Err(_) => Err(anyhow!("the handshake took longer than {PATIENCE:?}")),
+        Err(_) => Err(anyhow!("the handshake took longer than {REQUEST_TIMEOUT:?}")),
     };
-    let connected = trouble
-        .explain(connected)
+    let connected = forward_error
+        .add_context(connected)
         .with_context(|| format!("TLS with {server_name} on port {port} of pod {namespace}/{pod}"))?;
     let (_, connection) = connected.get_ref();
     let chain = connection.peer_certificates().unwrap_or_default();
@@ -165,11 +174,11 @@ pub(crate) async fn handshake(
     chain.iter().map(|cert| Certificate::parse(cert)).collect()
 }
 
-/// Takes any certificate, so that it can be looked at.
+/// Accepts every certificate, because the certificate is only inspected.
 #[derive(Debug)]
-struct Anybody(Arc<rustls::crypto::CryptoProvider>);
+struct AcceptAnyServerCert(Arc<rustls::crypto::CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyServerCert {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

@@ -1,4 +1,6 @@
 //! The `tulle` command: credentials, diagnostics, clusters, and the demo.
+
+#![cfg_attr(test, allow(clippy::too_many_lines))]
 #![allow(clippy::print_stdout, clippy::print_stderr)] // this is what a command does
 
 pub mod app;
@@ -28,7 +30,7 @@ use std::io::Write as _;
 
 use anyhow::Context as _;
 
-/// Prints the answer of a command; who reads no further, as `head` does, has read enough.
+/// Prints the output of a command. A closed pipe, such as a pipe to `head`, is not an error.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -39,7 +41,7 @@ fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// The runtime of a command that asks others; it ends with the command.
+/// Creates the runtime for a command that uses the network.
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,11 +1,11 @@
-//! Where the live table goes: redrawn in place on a terminal, a line now and then elsewhere.
+//! Output of the live table: redrawn in place on a terminal, otherwise one line from time to time.
 
 use std::io::{self, IsTerminal as _, Write as _};
 
 use terminal_size::{Height, Width, terminal_size_of};
 
 pub(crate) enum Screen {
-    /// How many lines the last drawing has.
+    /// Number of lines of the last drawing.
     Terminal {
         drawn: usize,
     },
@@ -24,16 +24,16 @@ impl Screen {
         matches!(self, Self::Terminal { .. })
     }
 
-    /// How many characters fit in a line.
+    /// The width of the terminal in characters.
     pub(crate) fn width() -> usize {
         terminal_size_of(io::stdout()).map_or(DEFAULT_WIDTH, |(Width(width), _)| width.into())
     }
 
-    /// Draws over what was drawn before.
+    /// Replaces the previous drawing.
     pub(crate) fn draw(&mut self, text: &str) {
         let Self::Terminal { drawn } = self else { return };
         let height = terminal_size_of(io::stdout()).map_or(usize::MAX, |(_, Height(height))| height.into());
-        // What has scrolled away cannot be drawn over: the lines that do not fit are left out, at the end.
+        // Lines that have scrolled off the screen cannot be redrawn, so lines that do not fit are left out.
         let lines: Vec<&str> = text.lines().take(height.saturating_sub(1)).collect();
         let up = match *drawn {
             0 => String::new(),
@@ -41,11 +41,11 @@ impl Screen {
         };
         *drawn = lines.len();
         let mut out = io::stdout().lock();
-        // Each line is cleared to its end, and then all below: clearing first would flicker.
+        // Clears each line to its end, and then everything below. Clearing the screen first would flicker.
         let body: String = lines.iter().map(|line| format!("{line}\x1b[K\n")).collect();
         let _ = write!(out, "{up}{body}\x1b[J").and_then(|()| out.flush());
     }
 }
 
-/// Wide enough for the whole table; files and pipes do not wrap.
+/// Characters. Wide enough for the whole table; files and pipes do not wrap lines.
 const DEFAULT_WIDTH: usize = 250;

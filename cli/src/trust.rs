@@ -1,4 +1,4 @@
-//! `tulle trust`: credentials for a mesh that no other authority serves.
+//! `tulle trust`: creates credentials for a mesh without another certificate authority.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,18 @@ use tulle_core::duration;
 #[cfg(target_os = "linux")]
 use crate::workload_api;
 
-/// What to make.
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make a trust anchor: the root that every member of the mesh trusts
+    /// Create a trust anchor: the root certificate that all members of the mesh trust
     #[command(name = "create-anchor")]
     Anchor(Anchor),
-    /// Make an issuer, signed by a trust anchor, for the identity service to sign with
+    /// Create an issuer, signed by a trust anchor, with which the identity service signs certificates
     #[command(name = "create-issuer")]
     Issuer(Issuer),
-    /// Make a join token, with which a workload proves who it is
+    /// Create a join token, with which a workload proves its identity
     #[command(name = "create-token")]
     Token(Token),
-    /// Serve the SPIFFE Workload API to a sidecar of this machine, where there is no SPIRE
+    /// Serve the SPIFFE Workload API to a sidecar on this machine, as a replacement for SPIRE
     #[cfg(target_os = "linux")]
     #[command(name = "serve-workload-api")]
     WorkloadApi(workload_api::Args),
@@ -36,13 +35,13 @@ pub(crate) struct Anchor {
     /// The common name of the certificate
     #[arg(long, default_value = "root.linkerd.cluster.local")]
     common_name: String,
-    /// Where the certificate goes; all may read it
+    /// Where to write the certificate; readable by all users
     #[arg(long, value_name = "FILE", default_value = "ca.crt")]
     cert: PathBuf,
-    /// Where the private key goes, readable by you only; keep it away from the mesh
+    /// Where to write the private key; readable by you only, keep it away from the mesh
     #[arg(long, value_name = "FILE", default_value = "ca.key")]
     key: PathBuf,
-    /// How long it is good for, such as 3650d
+    /// The lifetime of the certificate, such as 3650d
     #[arg(long, value_name = "DURATION", default_value = "3650d", value_parser = lifetime)]
     lifetime: Duration,
 }
@@ -53,8 +52,8 @@ pub(crate) struct Issuer {
     /// The common name of the certificate
     #[arg(long, default_value = "identity.linkerd.cluster.local")]
     common_name: String,
-    /// The SPIFFE identity of one workload outside of clusters, such as spiffe://root.linkerd.cluster.local/vm: the
-    /// issuer can sign its certificates and no others
+    /// Limit the issuer to certificates of this SPIFFE identity, for one workload outside of clusters, such as
+    /// spiffe://root.linkerd.cluster.local/vm
     #[arg(long, value_name = "URI", conflicts_with = "common_name")]
     identity: Option<String>,
     /// The trust anchor's certificate
@@ -63,10 +62,10 @@ pub(crate) struct Issuer {
     /// The trust anchor's private key
     #[arg(long, value_name = "FILE", default_value = "ca.key")]
     anchor_key: PathBuf,
-    /// The directory for crt.pem and key.pem; made if it is not there
+    /// The directory for crt.pem and key.pem; created if it does not exist
     #[arg(long, value_name = "DIR", default_value = "issuer")]
     dir: PathBuf,
-    /// How long it is good for; never longer than its anchor
+    /// The lifetime of the certificate, limited by that of the trust anchor
     #[arg(long, value_name = "DURATION", default_value = "365d", value_parser = lifetime)]
     lifetime: Duration,
 }
@@ -80,21 +79,21 @@ pub(crate) struct Token {
     /// The workload's namespace
     #[arg(long, value_name = "NAME", default_value = "default")]
     namespace: String,
-    /// The private key that signs tokens; made, with its public half, if it is not there
+    /// The private key that signs tokens; created together with its public key if it does not exist
     #[arg(long, value_name = "FILE", default_value = "token.key")]
     key: PathBuf,
-    /// The public half, in the directory that the control plane reads token keys from
+    /// The public key, in the directory from which the control plane reads token keys
     #[arg(long, value_name = "FILE", default_value = "token-keys/token.pem")]
     public_key: PathBuf,
-    /// Where the token goes, readable by you only
+    /// Where to write the token; readable by you only
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// How long it is good for; sidecars read the file anew for every certificate
+    /// The lifetime of the token; sidecars read the file again for every certificate
     #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = lifetime)]
     lifetime: Duration,
 }
 
-/// Makes what is asked for, and says where it is.
+/// Creates the requested credentials, and prints where they are.
 pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Anchor(args) => create_anchor(args),
@@ -107,11 +106,8 @@ pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
 
 fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
     trust::create_anchor(&args.common_name, args.lifetime)?.write(&args.cert, &args.key)?;
-    println!("{}  trust anchor, for everybody", args.cert.display());
-    println!(
-        "{}  its private key: needed to make issuers, and nowhere else",
-        args.key.display()
-    );
+    println!("{}  trust anchor, for all members of the mesh", args.cert.display());
+    println!("{}  its private key, needed only to create issuers", args.key.display());
     Ok(())
 }
 
@@ -125,12 +121,15 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
     let whose = args.identity.as_deref().unwrap_or("the control plane");
-    println!("{}  issuer, and beside it its private key, for {whose}", cert.display());
+    println!(
+        "{}  issuer for {whose}, with its private key in the same directory",
+        cert.display()
+    );
     Ok(())
 }
 
 fn create_token(args: &Token) -> anyhow::Result<()> {
-    // Looked at first: keys that were made for a token that cannot be written would only puzzle.
+    // Checked first, so that no keys are created for a token that cannot be written.
     ensure!(
         !args.out.exists(),
         "{:?} exists already, and credentials are never overwritten",
@@ -156,7 +155,7 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
             args.public_key.display()
         );
         println!(
-            "{}  private key: signs tokens for any workload, keep it to yourself",
+            "{}  private key, which signs tokens for any workload; keep it secret",
             args.key.display()
         );
         trust::write_secret(&args.out, &token)?;
@@ -171,13 +170,13 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
 }
 
 fn make_directory(dir: &Path) -> anyhow::Result<()> {
-    fs::create_dir_all(dir).with_context(|| format!("making the directory {dir:?}"))
+    fs::create_dir_all(dir).with_context(|| format!("creating the directory {dir:?}"))
 }
 
 pub(crate) fn lifetime(text: &str) -> Result<Duration, String> {
     match duration::parse(text) {
         Ok(lifetime) if !lifetime.is_zero() => Ok(lifetime),
-        Ok(_) => Err("a lifetime of nothing; expected one such as 24h or 365d".to_owned()),
+        Ok(_) => Err("the lifetime is zero; expected one such as 24h or 365d".to_owned()),
         Err(err) => Err(err.to_string()),
     }
 }
@@ -194,9 +193,9 @@ A mesh without Kubernetes needs one trust anchor, one issuer, and a token for ea
       --trust-anchors ca.crt --issuer ./issuer --token-keys ./token-keys
 
 The sidecar of `web` then gets ca.crt in LINKERD2_PROXY_IDENTITY_TRUST_ANCHORS and the path of web.token in
-LINKERD2_PROXY_IDENTITY_TOKEN_FILE, and is known as web.shop.serviceaccount.identity.linkerd.cluster.local.
-To rotate the issuer, make a new one elsewhere and move its two files over the old ones: nothing restarts.
-Nothing that exists is ever overwritten.";
+LINKERD2_PROXY_IDENTITY_TOKEN_FILE, and has the identity web.shop.serviceaccount.identity.linkerd.cluster.local.
+To rotate the issuer, create a new one elsewhere and move its two files over the old ones; no restart is needed.
+Existing files are never overwritten.";
 
 #[cfg(test)]
 mod tests {

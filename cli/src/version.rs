@@ -1,4 +1,4 @@
-//! `tulle version`: what this command, the control plane and the proxies are.
+//! `tulle version`: the versions of this command, of the control plane and of proxies.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -11,27 +11,26 @@ use kube::{Api, ResourceExt as _};
 use crate::kubernetes::{self, reason};
 use crate::{config, runtime};
 
-/// Which versions to show.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
-    /// Show the numbers only
+    /// Print only the version numbers
     #[arg(long)]
     short: bool,
-    /// Show the version of this command only, without asking a cluster
+    /// Show only the version of this command, without querying a cluster
     #[arg(long, conflicts_with = "proxy")]
     client: bool,
-    /// Show which versions of the proxy run, and how many of each
+    /// Show the versions of running proxies, and the number of each
     #[arg(long)]
     proxy: bool,
-    /// The namespace of the proxies (with --proxy); all if not given
+    /// The namespace of the proxies (with --proxy) [default: all]
     #[arg(short, long, value_name = "NAMESPACE", requires = "proxy")]
     namespace: Option<String>,
 }
 
-/// Shows what can be learned; a cluster that cannot be asked has unavailable versions.
+/// Prints all known versions. If the cluster cannot be queried, its versions are shown as unavailable.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let title = |text: &'static str| if args.short { "" } else { text };
-    println!("{}{CLIENT}", title("Client version: "));
+    println!("{}{CLI_VERSION}", title("Client version: "));
     if args.client {
         return Ok(ExitCode::SUCCESS);
     }
@@ -92,8 +91,7 @@ fn proxy_versions(pods: &[Pod]) -> BTreeMap<&str, usize> {
     versions
 }
 
-/// The version of this command.
-pub(crate) const CLIENT: &str = env!("CARGO_PKG_VERSION");
+pub(crate) const CLI_VERSION: &str = env!("CARGO_PKG_VERSION");
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
-//! A SPIFFE Workload API for a machine without SPIRE: key, certificate and trust anchors for the sidecar beside it.
+//! A SPIFFE Workload API for a machine without SPIRE: serves key, certificate and trust anchors to the local sidecar.
 //!
-//! SPIRE finds out who asks by looking at the process. Here the operator says it: whoever runs under one of the users
-//! that are named gets the identities that are named, and nobody else gets any.
+//! SPIRE attests the calling process. Here the operator configures user ids: processes of these users get the configured
+//! identities, and all other processes get an error.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -28,63 +28,63 @@ use tower::ServiceExt as _;
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::trust::{self, CertificateAuthority};
 use tulle_core::descriptors;
-use tulle_core::due::Due;
 use tulle_core::identity::Identity;
 use tulle_core::names::WORKLOAD_API_METADATA;
+use tulle_core::wall_clock::Deadline;
 use tulle_proto::workload::spiffe_workload_api_server::{SpiffeWorkloadApi, SpiffeWorkloadApiServer};
 use tulle_proto::workload::{X509BundlesRequest, X509BundlesResponse, X509svid, X509svidRequest, X509svidResponse};
 
 #[derive(ClapArgs, Clone, Debug)]
 #[command(after_help = EXAMPLE)]
 pub(crate) struct Args {
-    /// The identity that sidecars get, such as spiffe://root.linkerd.cluster.local/vm-1; several can be given
+    /// The identity of sidecars, such as spiffe://root.linkerd.cluster.local/vm-1; may be repeated
     #[arg(long = "identity", value_name = "URI", required = true, value_parser = spiffe)]
     identities: Vec<String>,
-    /// Where sidecars find the API: LINKERD2_PROXY_IDENTITY_SPIRE_SOCKET=unix://PATH
+    /// The socket of the API; sidecars use it with LINKERD2_PROXY_IDENTITY_SPIRE_SOCKET=unix://PATH
     #[arg(long, value_name = "PATH", default_value = "/run/tulle/workload-api.sock")]
     socket: PathBuf,
-    /// The directory of the issuer that signs, crt.pem and key.pem; read again when it changes
+    /// The directory with crt.pem and key.pem of the issuer; read again when they change
     #[arg(long, value_name = "DIR", default_value = "issuer")]
     issuer: PathBuf,
     /// The trust anchors of the mesh, a PEM bundle; read again when it changes
     #[arg(long, value_name = "FILE", default_value = "ca.crt")]
     trust_anchors: PathBuf,
-    /// A user whose processes are served, by its number; several can be given. By default, who runs this
+    /// The id of a user whose processes are served; may be repeated [default: the current user]
     #[arg(long = "uid", value_name = "UID")]
     uids: Vec<u32>,
-    /// How long certificates are good for; they are renewed after half of it
+    /// The lifetime of certificates; they are renewed after half of it
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = crate::trust::lifetime)]
     lifetime: Duration,
 }
 
-/// Serves until somebody ends it.
+/// Serves until the process is stopped.
 pub(crate) fn main(args: &Args) -> anyhow::Result<()> {
     crate::runtime()?.block_on(serve(args))
 }
 
-/// What every caller is told now.
+/// The responses that every authorized caller gets.
 #[derive(Clone)]
-struct Answers {
+struct SvidResponses {
     svids: X509svidResponse,
     bundles: X509BundlesResponse,
 }
 
-/// What answers are made from.
+/// The files from which the responses are made.
 #[derive(PartialEq)]
-struct Files {
-    issuer: CertificateAuthorityText,
+struct IssuerFiles {
+    issuer: CertificateAuthorityPem,
     anchors: Vec<u8>,
 }
 
 #[derive(PartialEq)]
-struct CertificateAuthorityText {
+struct CertificateAuthorityPem {
     certificate: String,
     key: String,
 }
 
 async fn serve(args: &Args) -> anyhow::Result<()> {
-    let mut files = Files::read(args)?;
-    let (sender, answers) = watch::channel(Arc::new(files.answers(args)?));
+    let mut files = IssuerFiles::read(args)?;
+    let (sender, answers) = watch::channel(Arc::new(files.issue(args)?));
     let socket = Socket::bind(&args.socket)?;
     println!(
         "serving {} at unix://{}",
@@ -92,55 +92,55 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
         args.socket.display()
     );
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let users = Users::new(match args.uids.is_empty() {
+    let users = ConnectionLimits::new(match args.uids.is_empty() {
         true => vec![nix::unistd::Uid::current().as_raw()],
         false => args.uids.clone(),
     });
-    descriptors::limit();
-    let mut due = Due::after(args.lifetime / 2, SystemTime::now);
-    let mut look = interval(LOOK_INTERVAL);
+    descriptors::raise_limit();
+    let mut due = Deadline::after(args.lifetime / 2, SystemTime::now);
+    let mut look = interval(FILE_POLL_INTERVAL);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut connections = JoinSet::new();
     let mut told = None;
     let mut accept_at = Instant::now();
-    let mut complaints = Complaints::default();
+    let mut client_log = RateLimitedLog::default();
     loop {
-        // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
+        // All branches only wait. No accepted connection is lost, because `accept` is cancel-safe.
         tokio::select! {
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
             Some(_) = connections.join_next() => {}
             accepted = accept_after(accept_at, &socket.listener) => match accepted {
                 Ok((stream, uid)) => match users.admit(uid) {
-                    Some((caller, place)) => {
-                        let api = Api { caller, answers: answers.clone() };
-                        connections.spawn(api.connection(stream, place));
+                    Some((caller, permit)) => {
+                        let api = Api { caller, responses: answers.clone() };
+                        connections.spawn(api.connection(stream, permit));
                     }
-                    None if users.is_served(uid) => complaints.tell(format_args!(
-                        "user {uid} has {MAX_CONNECTIONS_PER_USER} connections already; another one is closed"
+                    None if users.is_authorized(uid) => client_log.log(format_args!(
+                        "user {uid} already has {MAX_CONNECTIONS_PER_USER} connections; a new one is closed"
                     )),
-                    // Who is not served does not fill the log either.
+                    // Unauthorized clients do not fill the log.
                     None => {}
                 },
                 Err(error) => {
-                    complaints.tell(format_args!("accepting a connection failed: {error}"));
-                    // Out of descriptors, most likely: trying again at once would only burn the CPU.
-                    accept_at = Instant::now() + ACCEPT_PAUSE;
+                    client_log.log(format_args!("accepting a connection failed: {error}"));
+                    // The likely reason is a lack of file descriptors, so an immediate retry would only use CPU time.
+                    accept_at = Instant::now() + ACCEPT_ERROR_BACKOFF;
                 }
             },
-            _ = look.tick() => match renewed(args, &files, &due) {
+            _ = look.tick() => match renew_if_due(args, &files, &due) {
                 Ok(None) => {}
                 Ok(Some((new, answers))) => {
                     files = new;
-                    due = Due::after(args.lifetime / 2, SystemTime::now);
+                    due = Deadline::after(args.lifetime / 2, SystemTime::now);
                     told = None;
                     sender.send_replace(Arc::new(answers));
                 }
-                // What was said before stays in force.
+                // The previous responses stay valid.
                 Err(error) => {
                     let text = format!("{error:#}");
                     if told.as_ref() != Some(&text) {
-                        eprintln!("not renewed: {text}");
+                        eprintln!("renewing the certificates failed: {text}");
                     }
                     told = Some(text);
                 }
@@ -149,7 +149,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// The next connection, and whose it is; none is lost when this is dropped.
+/// Accepts the next connection and reads its user id. Cancel-safe: no connection is lost.
 async fn accept_after(at: Instant, listener: &UnixListener) -> io::Result<(UnixStream, u32)> {
     sleep_until(at).await;
     let (stream, _) = listener.accept().await?;
@@ -157,23 +157,27 @@ async fn accept_after(at: Instant, listener: &UnixListener) -> io::Result<(UnixS
     Ok((stream, uid))
 }
 
-/// New answers, when the files have changed or the certificates are half over.
-fn renewed(args: &Args, files: &Files, due: &Due) -> anyhow::Result<Option<(Files, Answers)>> {
-    let now = Files::read(args)?;
-    if now == *files && !due.is_now() {
+/// Makes new responses if the files have changed, or if half of the certificates' lifetime has passed.
+fn renew_if_due(
+    args: &Args,
+    files: &IssuerFiles,
+    due: &Deadline,
+) -> anyhow::Result<Option<(IssuerFiles, SvidResponses)>> {
+    let now = IssuerFiles::read(args)?;
+    if now == *files && !due.has_passed() {
         return Ok(None);
     }
-    let answers = now.answers(args)?;
+    let answers = now.issue(args)?;
     Ok(Some((now, answers)))
 }
 
-impl Files {
+impl IssuerFiles {
     fn read(args: &Args) -> anyhow::Result<Self> {
         let authority = CertificateAuthority::read(&args.issuer.join("crt.pem"), &args.issuer.join("key.pem"))
             .context("reading --issuer")?;
         let anchors = &args.trust_anchors;
         Ok(Self {
-            issuer: CertificateAuthorityText {
+            issuer: CertificateAuthorityPem {
                 certificate: authority.certificate,
                 key: authority.key,
             },
@@ -181,8 +185,8 @@ impl Files {
         })
     }
 
-    /// Certificates that lead to the trust anchors; others would be refused by every sidecar.
-    fn answers(&self, args: &Args) -> anyhow::Result<Answers> {
+    /// Signs certificates. Fails if they do not chain to the trust anchors, because every sidecar would reject them.
+    fn issue(&self, args: &Args) -> anyhow::Result<SvidResponses> {
         let anchors = TrustAnchors::parse(&self.anchors, &args.trust_anchors).context("--trust-anchors")?;
         let bundle: Vec<u8> = anchors.certs().iter().flat_map(|der| der.to_vec()).collect();
         let issuer = CertificateAuthority {
@@ -204,11 +208,11 @@ impl Files {
                 hint: String::new(),
             });
         }
-        Ok(Answers { svids, bundles })
+        Ok(SvidResponses { svids, bundles })
     }
 }
 
-/// The socket in the file system; removed at the end.
+/// The socket in the file system. Dropping this value removes it.
 struct Socket {
     listener: UnixListener,
     path: PathBuf,
@@ -217,20 +221,20 @@ struct Socket {
 impl Socket {
     fn bind(path: &Path) -> anyhow::Result<Self> {
         if let Some(dir) = path.parent() {
-            fs::create_dir_all(dir).with_context(|| format!("making the directory {dir:?}"))?;
+            fs::create_dir_all(dir).with_context(|| format!("creating the directory {dir:?}"))?;
         }
         if let Ok(found) = fs::symlink_metadata(path) {
             ensure!(
                 found.file_type().is_socket(),
-                "{path:?} is there and is no socket; choose another --socket"
+                "{path:?} exists and is not a socket; choose another --socket"
             );
             if StdUnixStream::connect(path).is_ok() {
-                bail!("{path:?} is served already; end that process or choose another --socket");
+                bail!("{path:?} is in use by another process; stop it or choose another --socket");
             }
-            fs::remove_file(path).with_context(|| format!("removing the abandoned socket {path:?}"))?;
+            fs::remove_file(path).with_context(|| format!("removing the unused socket {path:?}"))?;
         }
         let listener = UnixListener::bind(path).with_context(|| format!("listening on --socket {path:?}"))?;
-        // Who may connect is judged by user, for each connection.
+        // Every user can connect. Authorization is by user id, for each connection.
         fs::set_permissions(path, Permissions::from_mode(0o666)).with_context(|| format!("opening {path:?}"))?;
         Ok(Self {
             listener,
@@ -241,89 +245,95 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // A socket that stays is found abandoned at the next start.
+        // If removal fails, the next start detects that the socket is unused.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Who is served, and how many connections each user may have. The socket is open to every user of the machine: none of them
-/// may take the descriptors of this process from the others.
-struct Users {
-    served: Vec<(u32, Arc<Semaphore>)>,
-    /// Permits for the connections of all other users together. They have no identity, and are told so.
-    others: Arc<Semaphore>,
+/// Authorized users and the connection limit of each user. Every local user can connect to the socket, so limits prevent that one
+/// user exhausts the file descriptors of this process.
+struct ConnectionLimits {
+    authorized: Vec<(u32, Arc<Semaphore>)>,
+    /// Permits shared by the connections of all other users. They have no identity, and get an error.
+    unauthorized: Arc<Semaphore>,
 }
 
-impl Users {
+impl ConnectionLimits {
     fn new(uids: Vec<u32>) -> Self {
-        let places = |uid| (uid, Arc::new(Semaphore::new(MAX_CONNECTIONS_PER_USER)));
+        let permits = |uid| (uid, Arc::new(Semaphore::new(MAX_CONNECTIONS_PER_USER)));
         Self {
-            served: uids.into_iter().map(places).collect(),
-            others: Arc::new(Semaphore::new(MAX_REFUSALS)),
+            authorized: uids.into_iter().map(permits).collect(),
+            unauthorized: Arc::new(Semaphore::new(MAX_UNAUTHORIZED_CONNECTIONS)),
         }
     }
 
-    fn is_served(&self, uid: u32) -> bool {
-        self.served.iter().any(|(served, _)| *served == uid)
+    fn is_authorized(&self, uid: u32) -> bool {
+        self.authorized.iter().any(|(served, _)| *served == uid)
     }
 
-    /// A place for a connection of this user, if there is one.
+    /// Reserves a connection of this user, or returns `None` at the limit.
     fn admit(&self, uid: u32) -> Option<(Caller, OwnedSemaphorePermit)> {
-        let own = self.served.iter().find(|(served, _)| *served == uid);
+        let own = self.authorized.iter().find(|(served, _)| *served == uid);
         let is_served = own.is_some();
-        let places = own.map_or(&self.others, |(_, places)| places);
-        let place = places.clone().try_acquire_owned().ok()?;
-        Some((Caller { uid, is_served }, place))
+        let permits = own.map_or(&self.unauthorized, |(_, permits)| permits);
+        let permit = permits.clone().try_acquire_owned().ok()?;
+        Some((
+            Caller {
+                uid,
+                is_authorized: is_served,
+            },
+            permit,
+        ))
     }
 }
 
-/// Lines on standard error about clients, which clients can provoke at will: at most one a minute.
+/// Logs client errors on standard error, at most one line per minute because clients can trigger them.
 #[derive(Default)]
-struct Complaints {
+struct RateLimitedLog {
     last_at: Option<Instant>,
 }
 
-impl Complaints {
-    fn tell(&mut self, text: std::fmt::Arguments<'_>) {
-        if self.last_at.is_none_or(|at| at.elapsed() >= COMPLAINT_INTERVAL) {
+impl RateLimitedLog {
+    fn log(&mut self, text: std::fmt::Arguments<'_>) {
+        if self.last_at.is_none_or(|at| at.elapsed() >= MIN_LOG_INTERVAL) {
             eprintln!("{text}");
             self.last_at = Some(Instant::now());
         }
     }
 }
 
-/// The API as one connection sees it.
+/// The API for one connection.
 #[derive(Clone)]
 struct Api {
     caller: Caller,
-    answers: watch::Receiver<Arc<Answers>>,
+    responses: watch::Receiver<Arc<SvidResponses>>,
 }
 
 #[derive(Clone, Copy)]
 struct Caller {
     uid: u32,
-    is_served: bool,
+    is_authorized: bool,
 }
 
 impl Api {
-    /// Serves a connection for as long as it may last; its place is free again at the end.
-    async fn connection(self, stream: UnixStream, _place: OwnedSemaphorePermit) {
-        match self.caller.is_served {
+    /// Serves a connection up to its time limit, then releases its permit.
+    async fn connection(self, stream: UnixStream, _permit: OwnedSemaphorePermit) {
+        match self.caller.is_authorized {
             true => {
-                // An end of the stream, or an error, is for the server to see.
+                // If the stream has ended or failed, the server detects it.
                 if timeout(FIRST_BYTE_TIMEOUT, stream.readable()).await.is_ok() {
                     self.serve(stream).await;
                 }
             }
-            // Long enough to ask and to be told why not.
-            false => drop(timeout(REFUSAL_TIMEOUT, self.serve(stream)).await),
+            // Long enough for one request and its error response.
+            false => drop(timeout(UNAUTHORIZED_CONNECTION_TIMEOUT, self.serve(stream)).await),
         }
     }
 
     async fn serve(self, stream: UnixStream) {
         let api = SpiffeWorkloadApiServer::new(self);
         let service = service_fn(move |req| api.clone().oneshot(req));
-        // Sidecars come and go.
+        // An error only means that the sidecar disconnected.
         let _ = http2::Builder::new(TokioExecutor::new())
             .serve_connection(TokioIo::new(stream), service)
             .await;
@@ -339,26 +349,26 @@ impl Api {
                 "the request has no metadata {WORKLOAD_API_METADATA}: true"
             )));
         }
-        match self.caller.is_served {
+        match self.caller.is_authorized {
             true => Ok(()),
             false => Err(Status::permission_denied(format!(
-                "no identity for user {}; --uid names those who have one",
+                "no identity for user {}; pass --uid to serve this user",
                 self.caller.uid
             ))),
         }
     }
 
-    fn stream<T: Send + 'static>(&self, part: fn(&Answers) -> T) -> Answered<T> {
-        Box::pin(WatchStream::new(self.answers.clone()).map(move |answers| Ok(part(&answers))))
+    fn stream<T: Send + 'static>(&self, part: fn(&SvidResponses) -> T) -> ResponseStream<T> {
+        Box::pin(WatchStream::new(self.responses.clone()).map(move |answers| Ok(part(&answers))))
     }
 }
 
-type Answered<T> = std::pin::Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type ResponseStream<T> = std::pin::Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl SpiffeWorkloadApi for Api {
-    type FetchX509SVIDStream = Answered<X509svidResponse>;
-    type FetchX509BundlesStream = Answered<X509BundlesResponse>;
+    type FetchX509SVIDStream = ResponseStream<X509svidResponse>;
+    type FetchX509BundlesStream = ResponseStream<X509BundlesResponse>;
 
     async fn fetch_x509svid(
         &self,
@@ -377,7 +387,7 @@ impl SpiffeWorkloadApi for Api {
     }
 }
 
-/// `spiffe://<trust domain>`, without the path.
+/// Formats `spiffe://<trust domain>`, without the path.
 fn trust_domain(identity: &str) -> String {
     identity.splitn(4, '/').take(3).collect::<Vec<_>>().join("/")
 }
@@ -390,22 +400,22 @@ fn spiffe(text: &str) -> Result<String, String> {
     }
 }
 
-/// How late a changed file is noticed.
-const LOOK_INTERVAL: Duration = Duration::from_secs(2);
-/// A sidecar has one, and another one while it is replaced.
+/// Time within which a changed file is detected.
+const FILE_POLL_INTERVAL: Duration = Duration::from_secs(2);
+/// A sidecar has one connection, and a second one while it is replaced.
 const MAX_CONNECTIONS_PER_USER: usize = 32;
-/// Connections of users who are not served, at a time and of all of them.
-const MAX_REFUSALS: usize = 8;
-const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum concurrent connections of all unauthorized users together.
+const MAX_UNAUTHORIZED_CONNECTIONS: usize = 8;
+const UNAUTHORIZED_CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
 const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
+const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
+const MIN_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 const EXAMPLE: &str = "\
-A machine outside of the cluster that serves as spiffe://root.linkerd.cluster.local/vm-1:
+A machine outside of the cluster with the identity spiffe://root.linkerd.cluster.local/vm-1:
 
   tulle trust create-issuer --identity spiffe://root.linkerd.cluster.local/vm-1 --dir issuer
-      where the trust anchor's key is; copy only the result
+      run on the machine with the trust anchor's key; copy only the result
   tulle trust serve-workload-api --identity spiffe://root.linkerd.cluster.local/vm-1 \\
       --issuer /etc/tulle/issuer --trust-anchors /etc/tulle/ca.crt --uid 2102
 
@@ -415,7 +425,7 @@ Its sidecar runs as user 2102 and has
   LINKERD2_PROXY_IDENTITY_SERVER_ID=spiffe://root.linkerd.cluster.local/vm-1
   LINKERD2_PROXY_IDENTITY_SERVER_NAME=vm-1.cluster.local
 
-With SPIRE on the machine, name the socket of its agent instead. docs/vm.md has the whole story.";
+With SPIRE on the machine, use the socket of its agent instead. See docs/vm.md for details.";
 
 #[cfg(test)]
 mod tests {
@@ -464,15 +474,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         credentials(dir.path());
         let args = args(dir.path(), "spiffe://root/vm");
-        let answers = Files::read(&args).unwrap().answers(&args).unwrap();
+        let answers = IssuerFiles::read(&args).unwrap().issue(&args).unwrap();
         assert_eq!(answers.svids.svids.len(), 1);
         assert_eq!(answers.bundles.bundles.keys().collect::<Vec<_>>(), ["spiffe://root"]);
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         fs::write(&args.trust_anchors, foreign.certificate).unwrap();
-        let error = format!("{:#}", Files::read(&args).unwrap().answers(&args).err().unwrap());
+        let error = format!("{:#}", IssuerFiles::read(&args).unwrap().issue(&args).err().unwrap());
         assert!(error.contains("does not lead to the trust anchors"), "{error}");
         let other = self::args(dir.path(), "spiffe://root/other");
-        let error = format!("{:#}", Files::read(&other).unwrap().answers(&other).err().unwrap());
+        let error = format!("{:#}", IssuerFiles::read(&other).unwrap().issue(&other).err().unwrap());
         assert!(
             error.contains("may not sign a certificate for spiffe://root/other"),
             "{error}"
@@ -485,29 +495,29 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         credentials(dir.path());
         let args = args(dir.path(), "spiffe://root/vm");
-        let files = Files::read(&args).unwrap();
-        let due = Due::after(args.lifetime / 2, || {
+        let files = IssuerFiles::read(&args).unwrap();
+        let due = Deadline::after(args.lifetime / 2, || {
             UNIX_EPOCH + Duration::from_secs(NOW.load(Ordering::SeqCst))
         });
-        assert!(renewed(&args, &files, &due).unwrap().is_none());
-        // As on a machine that was suspended, and its timers with it.
+        assert!(renew_if_due(&args, &files, &due).unwrap().is_none());
+        // Simulates a suspended machine, whose timers were suspended too.
         NOW.store(1800, Ordering::SeqCst);
-        assert!(renewed(&args, &files, &due).unwrap().is_some());
+        assert!(renew_if_due(&args, &files, &due).unwrap().is_some());
     }
 
     #[test]
     fn no_user_takes_the_places_of_another() {
-        let users = Users::new(vec![2102, 2103]);
-        let places: Vec<_> = std::iter::from_fn(|| users.admit(2102)).collect();
-        assert_eq!(places.len(), MAX_CONNECTIONS_PER_USER);
-        assert!(places.iter().all(|(caller, _)| caller.is_served));
-        // Those who are not served share theirs.
+        let users = ConnectionLimits::new(vec![2102, 2103]);
+        let permits: Vec<_> = std::iter::from_fn(|| users.admit(2102)).collect();
+        assert_eq!(permits.len(), MAX_CONNECTIONS_PER_USER);
+        assert!(permits.iter().all(|(caller, _)| caller.is_authorized));
+        // Unauthorized users share their permits.
         let mut uids = 5000..;
         let others: Vec<_> = std::iter::from_fn(|| users.admit(uids.next()?)).collect();
-        assert_eq!(others.len(), MAX_REFUSALS);
-        assert!(others.iter().all(|(caller, _)| !caller.is_served));
+        assert_eq!(others.len(), MAX_UNAUTHORIZED_CONNECTIONS);
+        assert!(others.iter().all(|(caller, _)| !caller.is_authorized));
         assert!(users.admit(2103).is_some());
-        drop(places);
+        drop(permits);
         assert!(users.admit(2102).is_some());
     }
 
@@ -527,12 +537,18 @@ mod tests {
         let path = dir.path().join("run/api.sock");
         let first = Socket::bind(&path).unwrap();
         let error = Socket::bind(&path).err().unwrap().to_string();
-        assert!(error.contains("is served already"), "{error}");
+        assert!(error.contains("is in use by another process"), "{error}");
         drop(first);
         assert!(!path.exists());
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         Socket::bind(&path).unwrap();
         fs::write(&path, "x").unwrap();
-        assert!(Socket::bind(&path).err().unwrap().to_string().contains("is no socket"));
+        assert!(
+            Socket::bind(&path)
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("is not a socket")
+        );
     }
 }

@@ -1,5 +1,7 @@
 //! The demo as users start it: the shipped binaries, in namespaces, from start to an empty machine.
 
+#![allow(clippy::too_many_lines)]
+
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
@@ -28,7 +30,7 @@ fn tulle() -> Option<Command> {
 }
 
 /// What a demo with this process id has left: names of namespaces, files, processes.
-fn left_behind(demo: u32) -> Vec<String> {
+fn leftovers_of(demo: u32) -> Vec<String> {
     let names = |dir: &str| -> Vec<String> {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         entries
@@ -62,7 +64,7 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 /// Starts the demo and waits until its hosts are there.
-fn started() -> Option<Child> {
+fn start_demo() -> Option<Child> {
     let child = tulle()?
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -73,7 +75,7 @@ fn started() -> Option<Child> {
     Some(child)
 }
 
-fn ends(mut child: Child) -> (u32, ExitStatus) {
+fn wait_for_exit(mut child: Child) -> (u32, ExitStatus) {
     let mut status = None;
     eventually("the demo ends", || {
         status = child.try_wait().expect("it is our child");
@@ -113,23 +115,23 @@ fn traffic_flows_and_is_refused_as_promised_and_nothing_is_left_behind() {
         let _ = std::fs::remove_dir_all(format!("/tmp/tulle-demo-0/{pid}"));
     }
     assert_eq!(json["edges"].as_array().unwrap().len(), 7);
-    assert_eq!(left_behind(pid), Vec::<String>::new());
+    assert_eq!(leftovers_of(pid), Vec::<String>::new());
 }
 
 #[test]
 fn a_demo_that_is_told_to_end_leaves_nothing_behind() {
-    let Some(child) = started() else { return };
+    let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGTERM);
-    let (pid, _) = ends(child);
-    assert_eq!(left_behind(pid), Vec::<String>::new());
+    let (pid, _) = wait_for_exit(child);
+    assert_eq!(leftovers_of(pid), Vec::<String>::new());
 }
 
 #[test]
 fn a_demo_that_is_killed_leaves_nothing_behind() {
-    let Some(child) = started() else { return };
+    let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGKILL);
-    let (pid, _) = ends(child);
-    eventually("the janitor has cleaned up", || left_behind(pid).is_empty());
+    let (pid, _) = wait_for_exit(child);
+    eventually("leftovers are removed", || leftovers_of(pid).is_empty());
 }
 
 #[test]

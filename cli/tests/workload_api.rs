@@ -1,4 +1,6 @@
-//! The Workload API as a process, whose socket every user of the machine may connect to.
+//! Tests the Workload API as a process; every user of the machine may connect to its socket.
+
+#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
 use std::io::{Read, Write};
@@ -39,7 +41,7 @@ impl Server {
             .spawn()
             .unwrap();
         let server = Self { dir, child };
-        until("the socket is served", || UnixStream::connect(server.socket()).is_ok());
+        wait_until("the socket is served", || UnixStream::connect(server.socket()).is_ok());
         server
     }
 
@@ -49,7 +51,7 @@ impl Server {
 
     fn connect(&self) -> UnixStream {
         let stream = UnixStream::connect(self.socket()).unwrap();
-        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
         stream
     }
 
@@ -87,7 +89,7 @@ fn connections_of_a_user_who_is_not_served_are_closed_and_end_nothing() {
 fn a_process_without_descriptors_serves_again_once_it_has_some() {
     let mut server = Server::start(own_uid(), 24);
     let idle: Vec<_> = (0..40).map(|_| server.connect()).collect();
-    until("it has run out of descriptors", || {
+    wait_until("it has run out of descriptors", || {
         server.errors().contains("accepting a connection failed: ")
     });
     server.assert_runs();
@@ -105,7 +107,7 @@ fn own_uid() -> u32 {
     Uid::current().as_raw()
 }
 
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
+fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     for _ in 0..1000 {
         if condition() {
             return;
@@ -115,4 +117,4 @@ fn until(what: &str, mut condition: impl FnMut() -> bool) {
     panic!("not true in time: {what}");
 }
 
-const LIMIT: Duration = Duration::from_secs(20);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(20);

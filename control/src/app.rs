@@ -1,4 +1,4 @@
-//! Builds source, cluster and services once, runs them, and ends them together.
+//! Builds the source, the cluster and the services, runs them, and stops them together.
 
 use std::future::Future;
 use std::io;
@@ -22,34 +22,34 @@ use tracing::{info, warn};
 use tulle_core::admin::{Admin, text};
 use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
+use tulle_core::logging;
 use tulle_core::memory;
 use tulle_core::metrics::{Registry, process_metrics};
-use tulle_core::ready::{Latch, Readiness};
-use tulle_core::telemetry as logging;
+use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
-use crate::cluster::{Cluster, EndpointsFrom};
-use crate::config::{Admission, Certificates, Config, ListenAddr, Logs, Source, Tokens};
-use crate::identity::leaf::LeafKeeper;
+use crate::cluster::{Cluster, EndpointsSource};
+use crate::config::flags::ListenAddr;
+use crate::config::{Admission, Certificates, Config, LogConfig, ObjectSource, TokenVerification};
+use crate::identity::own_certificate::CertificateRenewer;
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
 use crate::identity::tokens::{Reviewer, StaticKeys};
-use crate::kubernetes::recorder::{self, Recorder, Reporter};
-use crate::resources::event::Writer;
+use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
+use crate::resources::event::EventWriter;
 use crate::serving::metrics::GrpcMetrics;
 use crate::serving::{self, Server};
-use crate::source::kubernetes::kinds::{Drives, Needs};
-use crate::source::{self, dir};
-use crate::tls::creds::{ClientCertificates, ServerCreds};
-use crate::webhook::creds::Creds;
+use crate::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use crate::source::{self, directory_source};
+use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
+use crate::webhook::certificate_controller::{self, CertificateController};
 use crate::webhook::https::{Port, Transport};
-use crate::webhook::keeper::{self, Keeper};
 use crate::webhook::metrics::HttpMetrics;
-use crate::webhook::mounted::Mounted;
+use crate::webhook::mounted_certificate::MountedCertificate;
+use crate::webhook::server_credentials::ServerCredentials;
 use crate::webhook::{self, Handler};
-use crate::{destination, injector, kubernetes, logs, policy, telemetry, writeback};
+use crate::{destination, injector_webhook, kubernetes, logs, policy, telemetry, writeback};
 
-/// A running control plane.
 pub struct App {
     addrs: Addrs,
     signal: Signal,
@@ -57,7 +57,6 @@ pub struct App {
     _webhook_thread: Option<WebhookThread>,
 }
 
-/// Where the services listen, as far as they run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Addrs {
     pub destination: Option<SocketAddr>,
@@ -73,25 +72,25 @@ pub struct Addrs {
     pub telemetry: Option<SocketAddr>,
 }
 
-/// A thread with a runtime, until it is dropped.
+/// A thread with its own runtime. It ends when this value is dropped.
 struct WebhookThread {
     runtime: Handle,
     _end: oneshot::Sender<()>,
 }
 
-/// What is on its way to become an [`App`].
+/// The parts of an [`App`] under construction.
 struct Parts {
     config: Config,
-    /// Present where anything asks the API server.
+    /// Set if anything needs the API server.
     client: Option<Client>,
-    /// Present where webhooks are served.
+    /// Set if webhooks are served.
     webhook_thread: Option<WebhookThread>,
-    /// Present where the injector runs.
-    audit_report: Option<injector::audit::Report>,
+    /// Set if the injector runs.
+    audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
     readiness: Readiness,
-    /// Why kinds are not known as the API server has them. It does not hold back readiness: whatever the API server
-    /// does, the last good state is served.
+    /// Reasons why kinds are stale. They do not affect readiness: while the API server fails, the last known state is
+    /// served.
     kinds: Readiness,
     grpc: GrpcMetrics,
     http: HttpMetrics,
@@ -103,8 +102,8 @@ struct Parts {
 /// Sends the logs of this process to standard error.
 ///
 /// # Errors
-/// A level that is none.
-pub fn start_logs(config: &Logs) -> Result<()> {
+/// Fails if the log level is invalid.
+pub fn start_logs(config: &LogConfig) -> Result<()> {
     let filter = logs::filter(&config.level);
     match config.format {
         logging::Format::Plain => logs::init(&filter),
@@ -114,11 +113,11 @@ pub fn start_logs(config: &Logs) -> Result<()> {
     }
 }
 
-/// Waits until somebody asks this process to end.
+/// Waits for SIGTERM or SIGINT.
 ///
 /// # Errors
-/// A process that cannot receive signals.
-pub async fn asked_to_end() -> Result<()> {
+/// Fails if the signal handlers cannot be installed.
+pub async fn shutdown_signal() -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("receiving SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("receiving SIGINT")?;
     let name = tokio::select! {
@@ -130,10 +129,10 @@ pub async fn asked_to_end() -> Result<()> {
 }
 
 impl App {
-    /// Opens all ports and starts everything behind them.
+    /// Opens all ports and starts all tasks.
     ///
     /// # Errors
-    /// Whatever cannot be opened or read, with its name.
+    /// Fails if something cannot be opened or read. The error has its name.
     pub async fn build(config: Config) -> Result<Self> {
         let registry = Registry::new();
         process_metrics(&registry);
@@ -172,18 +171,18 @@ impl App {
         self.addrs
     }
 
-    /// Runs until this future ends, which is the normal end.
+    /// Runs until `end` completes.
     ///
     /// # Errors
-    /// A part that ended by itself; the process is of no use without it.
+    /// Fails if `end` fails or a task ends earlier.
     pub async fn run_until(&mut self, end: impl Future<Output = Result<()>>) -> Result<()> {
         tokio::select! {
             ended = end => ended,
-            Some(task) = self.tasks.join_next() => Err(early_end(task)),
+            Some(task) = self.tasks.join_next() => Err(unexpected_exit(task)),
         }
     }
 
-    /// Ends streams and connections, within 5 seconds.
+    /// Ends streams and connections within 5 seconds.
     pub async fn drain(mut self) {
         let ended = timeout(DRAIN_LIMIT, async {
             self.signal.drain().await;
@@ -192,30 +191,35 @@ impl App {
         if ended.await.is_err() {
             warn!(
                 n_tasks = self.tasks.len(),
-                "ending what did not end within {DRAIN_LIMIT:?}"
+                "aborting tasks that did not end within {DRAIN_LIMIT:?}"
             );
         }
     }
 }
 
 impl Parts {
-    /// The identity service, if it runs here.
     async fn identity(&mut self) -> Result<Option<IdentityService>> {
-        let Certificates::Here { identity, tokens } = &self.config.certificates else {
+        let Certificates::Local { identity, tokens } = &self.config.certificates else {
             return Ok(None);
         };
         let reviewer = match (tokens, &self.client) {
-            (Tokens::Keys(dir), _) => Reviewer::StaticKeys(StaticKeys::open(dir.clone()).context("--token-keys")?),
-            (Tokens::TokenReview, Some(client)) => Reviewer::TokenReview(Box::new(TokenReviews::new(client.clone()))),
-            (Tokens::TokenReview, None) => bail!("there is no client of the API server to review tokens with"),
+            (TokenVerification::PublicKeyDir(dir), _) => {
+                Reviewer::StaticKeys(StaticKeys::open(dir.clone()).context("--token-keys")?)
+            }
+            (TokenVerification::TokenReview, Some(client)) => {
+                Reviewer::TokenReview(Box::new(TokenReviews::new(client.clone())))
+            }
+            (TokenVerification::TokenReview, None) => {
+                bail!("reviewing tokens needs a client of the API server")
+            }
         };
         let identity = identity.clone();
         if let Reviewer::TokenReview(_) = reviewer {
             let (client, drain) = (self.client()?, self.drain.clone());
-            let latch = self.readiness.latch("the right to review tokens");
-            self.start("asking for the right to review tokens", async move {
+            let latch = self.readiness.latch("the permission to review tokens");
+            self.start("checking the permission to review tokens", async move {
                 TokenReviews::until_permitted(client, latch, drain.clone()).await;
-                // Ending would be an early end.
+                // The task must not end before the drain.
                 drain.signaled().await;
                 Ok(())
             });
@@ -228,12 +232,12 @@ impl Parts {
             reload.run(drain).await;
             Ok(())
         });
-        // Who comes for a certificate has none yet.
-        let creds = Arc::new(ServerCreds::new(
+        // Proxies that request a certificate have none yet.
+        let creds = Arc::new(MeshCredentials::new(
             service.name().to_owned(),
             ClientCertificates::Optional,
         ));
-        self.keep(LeafKeeper::here(creds.clone(), service.clone()));
+        self.keep(CertificateRenewer::local(creds.clone(), service.clone()));
         let routes = Routes::new(service.server());
         self.addrs.identity = Some(
             self.serve("identity", self.config.listen.identity, creds, routes)
@@ -242,16 +246,16 @@ impl Parts {
         Ok(Some(service))
     }
 
-    /// Tells the readers of objects what a component does about them, where there are objects.
-    fn recorder(&mut self, component: &str) -> Recorder {
+    /// Returns an Event recorder for a component. Without a cluster it drops all notes.
+    fn recorder(&mut self, component: &str) -> EventRecorder {
         let Some(client) = self.client.clone() else {
-            return Recorder::default();
+            return EventRecorder::default();
         };
         let reporter = Reporter {
             controller: component.to_owned(),
             instance: self.config.pod_name.clone(),
         };
-        let (recorder, publisher) = recorder::recorder(client, reporter, &self.registry);
+        let (recorder, publisher) = event_recorder::new_recorder(client, reporter, &self.registry);
         let drain = self.drain.clone();
         self.start("publishing events", async move {
             publisher.run(drain).await;
@@ -260,19 +264,22 @@ impl Parts {
         recorder
     }
 
-    /// Destination and policy over the objects of the source.
-    async fn answers(&mut self, identity: Option<&IdentityService>) -> Result<Option<dir::Report>> {
+    /// Starts destination, policy and telemetry over the objects of the source.
+    async fn answers(
+        &mut self,
+        identity: Option<&IdentityService>,
+    ) -> Result<Option<directory_source::ManifestReport>> {
         let Some(source) = self.config.source.clone() else {
             return Ok(None);
         };
         let name = self.config.server_name("linkerd-destination");
-        let creds = Arc::new(ServerCreds::new(name, self.config.client_certificates));
+        let creds = Arc::new(MeshCredentials::new(name, self.config.client_certificates));
         let keeper = match (identity, &self.config.certificates) {
-            (Some(service), _) => LeafKeeper::here(creds.clone(), service.clone()),
+            (Some(service), _) => CertificateRenewer::local(creds.clone(), service.clone()),
             (None, Certificates::Remote(remote)) => {
-                LeafKeeper::remote(creds.clone(), remote.clone()).context("--trust-anchors")?
+                CertificateRenewer::remote(creds.clone(), remote.clone()).context("--trust-anchors")?
             }
-            (None, Certificates::Here { .. }) => return Err(anyhow!("the identity service is missing")),
+            (None, Certificates::Local { .. }) => return Err(anyhow!("the identity service is missing")),
         };
         self.keep(keeper);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
@@ -297,29 +304,29 @@ impl Parts {
         Ok(report)
     }
 
-    /// Telemetry, on `listen.telemetry`: for the API server on Kubernetes, and for this machine without it.
-    async fn telemetry(&mut self, cluster: &Cluster, creds: Arc<ServerCreds>) -> Result<()> {
-        let askers = match self.config.source {
-            Some(Source::Kubernetes) => telemetry::Askers::ApiServer,
-            _ => telemetry::Askers::ThisMachine,
+    /// Starts telemetry on `listen.telemetry`: for the API server on Kubernetes, otherwise for loopback clients.
+    async fn telemetry(&mut self, cluster: &Cluster, creds: Arc<MeshCredentials>) -> Result<()> {
+        let allowed_clients = match self.config.source {
+            Some(ObjectSource::Kubernetes) => telemetry::AllowedClients::ApiServer,
+            _ => telemetry::AllowedClients::ThisMachine,
         };
-        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, askers, &self.drain);
-        self.start("looking at sidecars", async move {
+        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
+        self.start("scraping sidecars", async move {
             record.await;
             Ok(())
         });
         let name = "linkerd-telemetry";
         let (listener, bound) = match bind(self.config.listen.telemetry) {
             Ok(bound) => bound,
-            // On a machine, others may have the port, and what traffic depends on is not to wait for it.
-            Err(err) if self.config.source != Some(Source::Kubernetes) => {
-                warn!(%err, "telemetry is not served; --telemetry-addr names another port");
+            // Outside of Kubernetes another program can use the port. That must not stop the other services.
+            Err(err) if self.config.source != Some(ObjectSource::Kubernetes) => {
+                warn!(%err, "telemetry is not served; set another port with --telemetry-addr");
                 return Ok(());
             }
             Err(err) => return Err(err).with_context(|| format!("serving {name}")),
         };
         let transport = match self.config.source {
-            Some(Source::Kubernetes) => Transport::Tls(self.aggregated_api()?),
+            Some(ObjectSource::Kubernetes) => Transport::Tls(self.aggregated_api()?),
             _ => Transport::Loopback,
         };
         info!(addr = %bound, "serving telemetry");
@@ -338,25 +345,25 @@ impl Parts {
         Ok(())
     }
 
-    /// Credentials for an API that the API server serves as one of its own.
-    fn aggregated_api(&mut self) -> Result<Arc<Creds>> {
-        let creds = Arc::new(Creds::for_verified_clients());
-        let believing = telemetry::believe_the_api_server(self.client()?, creds.clone(), self.drain.clone());
-        self.start("watching whom the API server is", async move {
-            believing.await;
+    /// Creates the credentials for an aggregated API.
+    fn aggregated_api(&mut self) -> Result<Arc<ServerCredentials>> {
+        let creds = Arc::new(ServerCredentials::for_verified_clients());
+        let task = telemetry::admit_api_server(self.client()?, creds.clone(), self.drain.clone());
+        self.start("watching the client CA of the API server", async move {
+            task.await;
             Ok(())
         });
-        // Proxies need no telemetry, so nothing that is missing for it keeps this process from being ready.
+        // Proxies do not need telemetry, so its certificate does not affect readiness.
         let latch = Readiness::new().latch("telemetry");
-        let certificate = keeper::Config::telemetry(self.config.cluster.controller_namespace.clone());
+        let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
         self.keep_certificate(certificate, creds.clone(), latch)?;
         Ok(creds)
     }
 
-    fn source(&mut self, source: Source, cluster: &Cluster) -> Result<Option<dir::Report>> {
+    fn source(&mut self, source: ObjectSource, cluster: &Cluster) -> Result<Option<directory_source::ManifestReport>> {
         let report = match source {
-            Source::Directory(manifests) => Some(self.directory(manifests, cluster)),
-            Source::Kubernetes => {
+            ObjectSource::Directory(manifests) => Some(self.directory(manifests, cluster)),
+            ObjectSource::Kubernetes => {
                 self.watch(cluster)?;
                 None
             }
@@ -371,16 +378,16 @@ impl Parts {
                 () = drain.signaled() => return Ok(()),
             }
             drop(latch);
-            // Ending would be an early end.
+            // The task must not end before the drain.
             drain.signaled().await;
             Ok(())
         });
         Ok(report)
     }
 
-    fn directory(&mut self, manifests: PathBuf, cluster: &Cluster) -> dir::Report {
-        let report = dir::Report::new(&self.registry);
-        let running = dir::run(manifests, cluster.writer(), report.clone(), self.drain.clone());
+    fn directory(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
+        let report = directory_source::ManifestReport::new(&self.registry);
+        let running = directory_source::run(manifests, cluster.writer(), report.clone(), self.drain.clone());
         self.start("reading manifests", async move { running.await.context("--manifests") });
         report
     }
@@ -389,16 +396,16 @@ impl Parts {
     fn watch(&mut self, cluster: &Cluster) -> Result<()> {
         let services = self.config.services;
         let config = source::kubernetes::Config {
-            needs: Needs {
+            requirements: WatchRequirements {
                 destination: services.destination || services.telemetry,
                 policy: services.policy,
-                drives: match self.config.cluster.endpoints_from {
-                    EndpointsFrom::Slices => Drives::Slices,
-                    EndpointsFrom::Endpoints => Drives::Endpoints,
+                endpoints_source: match self.config.cluster.endpoints_source {
+                    EndpointsSource::EndpointSlices => EndpointKind::EndpointSlices,
+                    EndpointsSource::Endpoints => EndpointKind::Endpoints,
                 },
             },
-            addr: self.config.cluster.addr.clone(),
-            kinds: self.kinds.clone(),
+            log_addr: self.config.cluster.log_addr.clone(),
+            kinds_readiness: self.kinds.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
         let writer = self.write_back(&client, cluster.writer());
@@ -407,9 +414,10 @@ impl Parts {
         Ok(())
     }
 
-    /// Starts what writes into the cluster; it hears of objects through what is returned.
-    fn write_back(&mut self, client: &Client, writer: Writer) -> Writer {
-        let (writer, tasks) = writeback::attach(client, self.config.writeback(), writer, &self.registry, &self.drain);
+    /// Starts the write-back controllers. Returns the writer that also passes events to them.
+    fn write_back(&mut self, client: &Client, writer: EventWriter) -> EventWriter {
+        let (writer, tasks) =
+            writeback::add_controllers(client, self.config.writeback(), writer, &self.registry, &self.drain);
         for task in tasks {
             self.start(task.name, async move {
                 task.run.await;
@@ -419,11 +427,10 @@ impl Parts {
         writer
     }
 
-    /// What the API server asks before it stores an object.
     async fn webhooks(&mut self) -> Result<()> {
         let services = self.config.services;
-        let on_kubernetes = self.config.source == Some(Source::Kubernetes);
-        if services.policy && on_kubernetes && self.config.webhooks.policy_admission == Admission::Check {
+        let on_kubernetes = self.config.source == Some(ObjectSource::Kubernetes);
+        if services.policy && on_kubernetes && self.config.webhooks.policy_admission == Admission::Enabled {
             self.policy_validator().await?;
         }
         if services.sp_validator {
@@ -435,32 +442,34 @@ impl Parts {
         Ok(())
     }
 
-    /// Admission of policies, on `listen.policy_validator`.
+    /// Starts the webhook for policies on `listen.policy_validator`.
     async fn policy_validator(&mut self) -> Result<()> {
-        let certificate = keeper::Config::policy_validator(self.config.cluster.controller_namespace.clone());
+        let certificate =
+            certificate_controller::Config::policy_validator(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.policy_validator;
         self.addrs.policy_validator = Some(self.webhook(PolicyValidator, addr, certificate).await?);
         Ok(())
     }
 
-    /// Admission of ServiceProfiles, on `listen.sp_validator`.
+    /// Starts the webhook for ServiceProfiles on `listen.sp_validator`.
     async fn sp_validator(&mut self) -> Result<()> {
-        let certificate = keeper::Config::sp_validator(self.config.cluster.controller_namespace.clone());
+        let certificate =
+            certificate_controller::Config::sp_validator(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.sp_validator;
         self.addrs.sp_validator = Some(self.webhook(ProfileValidator, addr, certificate).await?);
         Ok(())
     }
 
-    /// Injection of proxies, on `listen.proxy_injector`.
+    /// Starts the proxy injector on `listen.proxy_injector`.
     async fn proxy_injector(&mut self) -> Result<()> {
-        // Events go by a client of their own: reviews must not wait until many of them are told.
+        // The recorder has its own client, so that many Events do not delay reviews by the rate limit.
         let recorder = self.recorder("linkerd-proxy-injector");
         let client = kubernetes::client(&self.config.kubernetes, &self.registry).await?;
         let config = self.config.webhooks.injector.clone();
-        let parts = injector::open(config, &client, recorder, &self.registry)
+        let parts = injector_webhook::open(config, &client, recorder, &self.registry)
             .await
             .context("reading the configuration of the proxy injector")?;
-        let injector::Parts {
+        let injector_webhook::InjectorParts {
             injector,
             reload,
             watches,
@@ -469,7 +478,7 @@ impl Parts {
         } = parts;
         let latch = self.readiness.latch("caches");
         let drain = self.drain.clone();
-        self.start("reading the configuration of injection", async move {
+        self.start("reloading the injector configuration", async move {
             reload.run(drain).await;
             Ok(())
         });
@@ -484,23 +493,24 @@ impl Parts {
             Ok(())
         });
         self.audit_report = Some(report);
-        let certificate = keeper::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
+        let certificate =
+            certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.proxy_injector;
         self.addrs.proxy_injector = Some(self.webhook(injector, addr, certificate).await?);
         Ok(())
     }
 
-    /// Serves a handler to the API server, with the certificate that is mounted, or one of its own where none is.
+    /// Serves a handler to the API server, with a mounted certificate, or else with one that this process manages.
     async fn webhook<H: Handler>(
         &mut self,
         handler: H,
         addr: ListenAddr,
-        certificate: keeper::Config,
+        certificate: certificate_controller::Config,
     ) -> Result<SocketAddr> {
         let name = certificate.service;
         let (listener, bound) = bind(addr).with_context(|| format!("serving {name}"))?;
         info!(webhook = name, addr = %bound, "serving admission reviews");
-        let creds = Arc::new(Creds::new());
+        let creds = Arc::new(ServerCredentials::new());
         let latch = self.readiness.latch(name);
         self.keep_certificate(certificate, creds.clone(), latch)?;
         let server = webhook::Server::new(name, creds, handler, self.http.clone(), &self.registry);
@@ -514,7 +524,8 @@ impl Parts {
         Ok(bound)
     }
 
-    /// The thread of the webhooks: reviews of megabytes are decoded there, while others answer proxies and probes.
+    /// Returns the runtime of the webhooks' own thread. Decoding reviews of megabytes there does not delay proxies and
+    /// probes.
     fn webhook_thread(&mut self) -> Result<Handle> {
         if let Some(thread) = &self.webhook_thread {
             return Ok(thread.runtime.clone());
@@ -529,25 +540,30 @@ impl Parts {
         thread::Builder::new()
             .name("webhooks".to_owned())
             .spawn(move || {
-                // An error is the other side dropped, which is the end.
+                // An error means that the other side is dropped, which also ends the thread.
                 let _ = runtime.block_on(ended);
             })
             .context("starting the thread of webhooks")?;
         Ok(self.webhook_thread.insert(thread).runtime.clone())
     }
 
-    /// Shows the API server the certificate that is mounted, or one of our own where none is.
-    fn keep_certificate(&mut self, certificate: keeper::Config, creds: Arc<Creds>, latch: Latch) -> Result<()> {
+    /// Serves the mounted certificate, or else one that this process manages.
+    fn keep_certificate(
+        &mut self,
+        certificate: certificate_controller::Config,
+        creds: Arc<ServerCredentials>,
+        latch: Latch,
+    ) -> Result<()> {
         let drain = self.drain.clone();
-        if let Some(files) = self.config.webhooks.files.of(certificate.service) {
-            let mounted = Mounted::watch(files, creds).context("--server-tls-certs")?;
+        if let Some(files) = self.config.webhooks.certificate_paths.of(certificate.service) {
+            let mounted = MountedCertificate::watch(files, creds).context("--server-tls-certs")?;
             self.start("reading a webhook's certificate", async move {
                 mounted.run(latch, drain).await;
                 Ok(())
             });
         } else {
-            let keeper = Keeper::new(self.client()?, certificate, creds);
-            self.start("keeping a webhook's certificate", async move {
+            let keeper = CertificateController::new(self.client()?, certificate, creds);
+            self.start("managing a webhook's certificate", async move {
                 keeper.run(latch, drain).await;
                 Ok(())
             });
@@ -555,14 +571,13 @@ impl Parts {
         Ok(())
     }
 
-    /// The API server, where anything needs it.
     fn client(&self) -> Result<Client> {
         self.client
             .clone()
-            .context("nothing was expected to need the API server")
+            .context("the API server is needed but not configured")
     }
 
-    async fn admins(&mut self, report: Option<&dir::Report>) -> Result<()> {
+    async fn admins(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
         let services = self.config.services;
         if services.destination {
             self.addrs.metrics = Some(self.admin(self.config.listen.metrics, report).await?);
@@ -579,8 +594,12 @@ impl Parts {
         Ok(())
     }
 
-    /// An admin server with the paths and answers that Linkerd's probes expect.
-    async fn admin(&mut self, addr: ListenAddr, report: Option<&dir::Report>) -> Result<SocketAddr> {
+    /// Starts an admin server with the paths and responses that Linkerd's probes expect.
+    async fn admin(
+        &mut self,
+        addr: ListenAddr,
+        report: Option<&directory_source::ManifestReport>,
+    ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr)?;
         let (readiness, kinds) = (self.readiness.clone(), self.kinds.clone());
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
@@ -599,7 +618,7 @@ impl Parts {
         if let Some(report) = report.cloned() {
             admin = admin.route("/manifest-errors", move |_| {
                 let errors = report.errors();
-                let lines = errors.iter().map(ToString::to_string).chain(report.unread_kinds());
+                let lines = errors.iter().map(ToString::to_string).chain(report.unsupported_kinds());
                 let lines: String = lines.map(|line| format!("{line}\n")).collect();
                 std::future::ready(text(StatusCode::OK, lines))
             });
@@ -625,12 +644,12 @@ impl Parts {
         &mut self,
         service: &'static str,
         addr: ListenAddr,
-        creds: Arc<ServerCreds>,
+        creds: Arc<MeshCredentials>,
         routes: Routes,
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr).with_context(|| format!("serving {service}"))?;
         info!(service, addr = %bound, name = creds.name(), "serving gRPC");
-        let limits = serving::Limits::within(descriptors::limit(), memory::limit());
+        let limits = serving::Limits::from_resources(descriptors::raise_limit(), memory::limit());
         let server = Server::new(creds, routes, self.grpc.clone(), limits, &self.registry);
         let drain = self.drain.clone();
         self.start(service, async move {
@@ -640,7 +659,7 @@ impl Parts {
         Ok(bound)
     }
 
-    fn keep(&mut self, keeper: LeafKeeper) {
+    fn keep(&mut self, keeper: CertificateRenewer) {
         let latch = self.readiness.latch("certificate");
         let drain = self.drain.clone();
         self.start("renewing certificates", async move {
@@ -654,11 +673,11 @@ impl Parts {
     }
 }
 
-/// Binds; all addresses are those of both families where the machine has both.
+/// Opens a listener. `AllInterfaces` uses both IP families if the host has IPv6.
 fn bind(addr: ListenAddr) -> Result<(TcpListener, SocketAddr)> {
     let bound = match addr {
-        ListenAddr::At(addr) => listen(addr),
-        ListenAddr::All(port) => {
+        ListenAddr::Socket(addr) => listen(addr),
+        ListenAddr::AllInterfaces(port) => {
             listen((Ipv6Addr::UNSPECIFIED, port).into()).or_else(|_| listen((Ipv4Addr::UNSPECIFIED, port).into()))
         }
     };
@@ -677,14 +696,14 @@ fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-fn early_end(task: Result<(&'static str, Result<()>), JoinError>) -> anyhow::Error {
+fn unexpected_exit(task: Result<(&'static str, Result<()>), JoinError>) -> anyhow::Error {
     match task {
-        Ok((name, Ok(()))) => anyhow!("{name} ended by itself"),
+        Ok((name, Ok(()))) => anyhow!("{name} ended unexpectedly"),
         Ok((name, Err(err))) => err.context(name),
         Err(err) => anyhow::Error::new(err).context("a task failed"),
     }
 }
 
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
-/// Connections that may wait to be accepted. Where they are too few, a flood keeps others waiting for a second.
+/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second.
 const BACKLOG: u32 = 4096;

@@ -1,16 +1,16 @@
-//! The command line: which services, with which flags.
+//! The command line: services and flags.
 
 use std::ffi::OsString;
 
 use clap::{Parser, ValueEnum};
 
-use crate::config::Flags;
+use crate::config::flags::Flags;
 
-/// Serves what the proxies of a mesh ask for: endpoints and profiles, policies, certificates.
+/// Control plane of the mesh: endpoints, profiles, policies and certificates for proxies.
 #[derive(Debug, Parser)]
 #[command(name = "tulle-control", version, after_long_help = EXAMPLE)]
 pub struct Command {
-    /// Which services to run; several can be named.
+    /// Services to run; several can be named.
     #[arg(required = true, value_name = "SERVICE")]
     services: Vec<Name>,
     #[command(flatten)]
@@ -29,7 +29,7 @@ enum Name {
     SpValidator,
     /// Injection of proxies into pods, on port 8443.
     ProxyInjector,
-    /// Golden metrics and taps of workloads, on port 8089; without Kubernetes for this machine only.
+    /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
     /// Destination, identity, policy and telemetry in one process.
     AllInOne,
@@ -47,17 +47,17 @@ pub struct Services {
 }
 
 impl Services {
-    /// Whether one of them answers from the objects of the cluster.
+    /// Whether a service reads the objects of the cluster.
     pub fn need_source(self) -> bool {
         self.destination || self.policy || self.telemetry
     }
 }
 
 impl Command {
-    /// Reads a command line, the program's name first.
+    /// Parses a command line, with the program name first.
     ///
     /// # Errors
-    /// A line that is not understood, and requests for help, with the text to print.
+    /// Fails on invalid arguments, and on requests for help or version with the text to print.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
         Self::try_parse_from(line.into_iter().map(two_dashes))
     }
@@ -76,7 +76,7 @@ impl Command {
     }
 }
 
-/// Linkerd's Go programs write long flags with one dash; its charts do so too.
+/// Converts long flags with one dash, which Linkerd's Go programs and charts use.
 fn two_dashes(arg: OsString) -> OsString {
     match arg.to_str() {
         Some(text) if text.len() > 2 && text.starts_with('-') && !text.starts_with("--") => format!("-{text}").into(),
@@ -85,30 +85,30 @@ fn two_dashes(arg: OsString) -> OsString {
 }
 
 const EXAMPLE: &str = "\
-Flags are taken with one dash or two, and with '=value' or the value as the next argument.
+Flags can have one dash or two. The value follows after '=' or as the next argument.
 
-On Kubernetes objects are watched, with the service account of the pod or with -kubeconfig FILE:
+On Kubernetes, with the service account of the pod or with -kubeconfig FILE:
 
   tulle-control destination policy sp-validator
 
 A whole control plane on one machine, without Kubernetes:
 
-  tulle trust create-anchor ...   makes ca.crt and ca.key; keep ca.key to yourself
-  tulle trust create-issuer ...   makes issuer/crt.pem and issuer/key.pem, signed by it
-  tulle trust create-token  ...   makes a key pair once, and a token for each workload
+  tulle trust create-anchor ...   creates ca.crt and ca.key; keep ca.key secret
+  tulle trust create-issuer ...   creates issuer/crt.pem and issuer/key.pem, signed by ca.crt
+  tulle trust create-token  ...   creates a key pair once, and a token for each workload
 
   tulle-control all-in-one \\
       --manifests ./manifests \\
       --trust-anchors ca.crt --issuer ./issuer --token-keys ./token-keys
 
-  ./manifests    Services, Workloads and policies, the YAML that Kubernetes takes;
-                 read again when it changes, and reported on /manifest-errors when it is wrong
-  ./token-keys   the public halves of the keys that sign join tokens (*.pem, *.pub)
+  ./manifests    Services, workloads and policies as Kubernetes YAML; reloaded on
+                 change, errors are listed on /manifest-errors
+  ./token-keys   public keys for verifying join tokens (*.pem, *.pub)
 
-  tulle stat --control 127.0.0.1:8089  what the workloads do
-  curl localhost:9990/ready            whether everything is there
-  curl localhost:9996/metrics          what it does
-  curl localhost:9996/manifest-errors  which manifests are refused, and why";
+  tulle stat --control 127.0.0.1:8089  golden metrics of the workloads
+  curl localhost:9990/ready            readiness
+  curl localhost:9996/metrics          metrics of the control plane
+  curl localhost:9996/manifest-errors  invalid manifests";
 
 #[cfg(test)]
 mod tests {
@@ -142,8 +142,8 @@ mod tests {
         check("telemetry destination", [true, false, false, false, false, true]);
         check("proxy-injector", [false, false, false, false, true, false]);
         check("all-in-one", [true, true, true, false, false, true]);
-        for refused in ["", "--log-level debug", "proxy"] {
-            assert!(parse(refused).is_err(), "{refused}");
+        for invalid in ["", "--log-level debug", "proxy"] {
+            assert!(parse(invalid).is_err(), "{invalid}");
         }
     }
 

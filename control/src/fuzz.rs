@@ -1,5 +1,5 @@
-//! What must hold of manifests, metrics and what strangers send, whatever is in them: fuzz targets try it with bytes of their making, and the
-//! tests here with those that they found worth keeping.
+//! Invariants of parsers for manifests, metrics and network input. Fuzz targets check them with generated input, and
+//! the tests here with the saved corpus.
 
 use crate::identity::claims::Claims;
 use crate::identity::csr::SigningRequest;
@@ -8,15 +8,15 @@ use crate::source;
 use crate::telemetry::counts::Counts;
 use crate::webhook::review::{Answer, Review};
 
-/// A file of manifests is read or refused, at a line that it may have; and in the same way each time.
+/// Parsing a manifest file is deterministic, and errors have a valid line number.
 pub fn manifests(bytes: &[u8]) {
-    let (events, errors) = source::of_one_file(bytes);
+    let (events, errors) = source::load_single_file(bytes);
     for error in &errors {
-        // YAML has many a line break; and what is missing at the end is missing on the line behind it.
+        // YAML also counts other line breaks than `\n`. An error at the end of the file can be on the line after it.
         let may_exist = error.line.is_none_or(|line| (1..=bytes.len() + 2).contains(&line));
         assert!(may_exist, "{error:?} of {} bytes", bytes.len());
     }
-    let (again, errors_again) = source::of_one_file(bytes);
+    let (again, errors_again) = source::load_single_file(bytes);
     assert_eq!(errors, errors_again);
     assert_eq!(events.len(), again.len());
     for pair in events.iter().zip(&again) {
@@ -28,7 +28,8 @@ pub fn manifests(bytes: &[u8]) {
     }
 }
 
-/// The page of a sidecar is read, whatever is on it; nothing grows out of nothing, and everything out of what was not.
+/// Parsing metrics never panics. The rates between a page and itself are 0, and the rates since an empty page are its
+/// counts.
 pub fn metrics(bytes: &[u8]) {
     let counts = Counts::parse(&String::from_utf8_lossy(bytes));
     for tally in counts.since(&counts, 1.0).sources.values() {
@@ -50,7 +51,7 @@ pub fn metrics(bytes: &[u8]) {
     }
 }
 
-/// A token is read or refused before anybody has verified it, and no token becomes acceptable by getting older.
+/// Parsing an unverified token never panics, and an invalid token never becomes valid later.
 pub fn token(bytes: &[u8]) {
     if let Ok(claims) = Claims::parse(bytes) {
         let checked = [0, 1 << 32, u64::MAX].map(|now| claims.check(now, &[]));
@@ -58,7 +59,7 @@ pub fn token(bytes: &[u8]) {
     }
 }
 
-/// A signing request that is read asks for one identity at most.
+/// A signing request that can be parsed has at most one identity.
 pub fn signing_request(bytes: &[u8]) {
     if let Ok(request) = SigningRequest::parse(bytes) {
         let identities = ["web.shop.serviceaccount.identity.linkerd.cluster.local", ""];
@@ -67,7 +68,7 @@ pub fn signing_request(bytes: &[u8]) {
     }
 }
 
-/// A review that is read is answered, to whom has asked.
+/// Every review that can be parsed gets a response with its id.
 pub fn review(bytes: &[u8]) {
     if let Ok(review) = Review::parse(bytes) {
         let answer = Answer::deny("no").to_json(&review.id).expect("an answer is JSON");
@@ -82,27 +83,27 @@ mod tests {
     use std::{fs, path::Path};
 
     #[test]
-    fn manifests_that_were_kept_hold() {
+    fn saved_manifests_satisfy_the_invariants() {
         hold("manifests", super::manifests);
     }
 
     #[test]
-    fn metrics_that_were_kept_hold() {
+    fn saved_metrics_satisfy_the_invariants() {
         hold("metrics", super::metrics);
     }
 
     #[test]
-    fn tokens_that_were_kept_hold() {
+    fn saved_tokens_satisfy_the_invariants() {
         hold("token", super::token);
     }
 
     #[test]
-    fn signing_requests_that_were_kept_hold() {
+    fn saved_signing_requests_satisfy_the_invariants() {
         hold("signing_request", super::signing_request);
     }
 
     #[test]
-    fn reviews_that_were_kept_hold() {
+    fn saved_reviews_satisfy_the_invariants() {
         hold("review", super::review);
     }
 

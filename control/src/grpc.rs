@@ -1,7 +1,7 @@
-//! gRPC methods whose answers are encoded where they are made, so that all who get the same share the bytes.
+//! gRPC methods that encode a response once. Streams with the same response share the bytes.
 //!
-//! tonic's own servers encode each message once for each stream, into a buffer that lives as long as the stream.
-//! A control plane has tens of thousands of streams, and most of them tell the same.
+//! tonic's own servers encode each message once per stream, into a buffer that lives as long as the stream. A control
+//! plane has tens of thousands of streams, and most of them send the same messages.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -23,25 +23,25 @@ use tonic::{Code, Status};
 use tulle_core::identity::Identity;
 use tulle_proto::codec::Codec;
 
-/// Who calls a method, as far as the connection proves it; an extension of each request.
+/// The client of a call, as authenticated by the connection. An extension of each request.
 #[derive(Clone, Debug)]
 pub enum Caller {
-    /// A process of this machine, in plaintext.
+    /// A process on this host, in plaintext over loopback.
     ThisMachine,
-    /// A client by TLS, with the identities that its certificate carries. There are none where it has shown no certificate.
+    /// A TLS client with the identities in its certificate. The list is empty without a client certificate.
     Peer { ip: IpAddr, identities: Arc<[Identity]> },
 }
 
-/// What a service answers to the calls of its methods.
+/// The methods of a gRPC service.
 pub trait Methods: Clone + Send + Sync + 'static {
-    /// The name of the service with that of its package.
+    /// The full service name, including its package.
     const SERVICE: &'static str;
 
-    /// Answers a call, or refuses a method that there is not.
+    /// Handles a call. Unknown methods return the status Unimplemented.
     fn call(self, method: &str, req: Request<Body>) -> impl Future<Output = Response<Body>> + Send;
 }
 
-/// A service that can be added to a server.
+/// A gRPC service for tonic's router.
 #[derive(Clone, Debug)]
 pub struct Service<M>(pub(crate) M);
 
@@ -57,7 +57,7 @@ impl<M: Methods> tower::Service<Request<Body>> for Service<M> {
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let methods = self.0.clone();
         Box::pin(async move {
-            // Requests come here by the name of the service; the method is what follows.
+            // tonic routes requests by the service name. The last path segment is the method.
             let path = req.uri().path().to_owned();
             let method = path.rsplit('/').next().unwrap_or_default();
             Ok(methods.call(method, req).await)
@@ -69,27 +69,28 @@ impl<M: Methods> NamedService for Service<M> {
     const NAME: &'static str = M::SERVICE;
 }
 
-/// Refuses a method that there is not.
+/// The response to an unknown method.
 pub(crate) fn unimplemented() -> Response<Body> {
     Status::unimplemented("").into_http()
 }
 
-/// Messages one after the other, as they are on the wire.
+/// Encodes messages in sequence, in gRPC's wire format.
 pub(crate) fn encode<M: Message>(messages: &[M]) -> Bytes {
-    let length = messages.iter().map(|message| HEAD + message.encoded_len()).sum();
+    let length = messages
+        .iter()
+        .map(|message| FRAME_HEADER_LEN + message.encoded_len())
+        .sum();
     let mut bytes = BytesMut::with_capacity(length);
     for message in messages {
         bytes.put_u8(UNCOMPRESSED);
-        // Longer messages than this do not fit the memory of a control plane.
+        // Longer messages do not fit into memory.
         bytes.put_u32(u32::try_from(message.encoded_len()).unwrap_or(u32::MAX));
-        message
-            .encode(&mut bytes)
-            .expect("there is room for the length that was asked for");
+        message.encode(&mut bytes).expect("the buffer has the computed length");
     }
     bytes.freeze()
 }
 
-/// Answers a request of one message with a stream of encoded messages, which ends well when the stream ends.
+/// Responds to a request of one message with a stream of encoded messages. The status at the end of the stream is OK.
 pub(crate) async fn stream<M, S>(req: Request<Body>, method: impl FnOnce(M) -> Result<S, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,
@@ -101,7 +102,7 @@ where
     }
 }
 
-/// Answers a request of one message with one encoded message.
+/// Responds to a request of one message with one encoded message.
 pub(crate) async fn unary<M>(req: Request<Body>, method: impl FnOnce(M) -> Result<Bytes, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,
@@ -109,7 +110,7 @@ where
     stream(req, |message| method(message).map(|bytes| stream::iter([bytes]))).await
 }
 
-/// The one message of a request.
+/// Decodes the message of a unary request.
 async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M, Status> {
     let decoder = Codec::<M, M>::default().decoder();
     let mut messages = Streaming::new_request(decoder, req.into_body(), None, None);
@@ -122,22 +123,21 @@ async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M
 fn respond(messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>) -> Response<Body> {
     let mut rsp = Response::new(Body::new(Messages {
         messages,
-        progress: Progress::Open,
+        progress: BodyState::Open,
     }));
     rsp.headers_mut().insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
     rsp
 }
 
-/// The body of a response.
 struct Messages {
     messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>,
-    progress: Progress,
+    progress: BodyState,
 }
 
 #[derive(PartialEq, Eq)]
-enum Progress {
+enum BodyState {
     Open,
-    /// The trailers have been taken.
+    /// The trailers are sent.
     Ended,
 }
 
@@ -146,13 +146,13 @@ impl HttpBody for Messages {
     type Error = Status;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        if self.progress == Progress::Ended {
+        if self.progress == BodyState::Ended {
             return Poll::Ready(None);
         }
         Poll::Ready(Some(Ok(match ready!(self.messages.as_mut().poll_next(cx)) {
             Some(bytes) => Frame::data(bytes),
             None => {
-                self.progress = Progress::Ended;
+                self.progress = BodyState::Ended;
                 let ok = HeaderValue::from(Code::Ok as u16);
                 Frame::trailers(HeaderMap::from_iter([(Status::GRPC_STATUS, ok)]))
             }
@@ -160,12 +160,12 @@ impl HttpBody for Messages {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.progress == Progress::Ended
+        self.progress == BodyState::Ended
     }
 }
 
-/// What stands before each message: whether it is compressed, and its length.
-const HEAD: usize = 5;
+/// Length of the prefix of each message: a compression flag and the message length.
+const FRAME_HEADER_LEN: usize = 5;
 const UNCOMPRESSED: u8 = 0;
 
 #[cfg(test)]
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_encoded_here_is_decoded_by_others() {
+    async fn encoded_messages_are_decoded_by_tonic() {
         let encoded = encode(&[request("a"), request(&"b".repeat(70_000))]);
         let body = http_body_util::Full::new(encoded);
         let decoder = Codec::<GetDestination, GetDestination>::default().decoder();
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_response_has_the_bytes_themselves_and_ends_with_its_status() {
+    async fn a_response_shares_the_bytes_and_ends_with_its_status() {
         let answer = encode(&[request("answer")]);
         let asked = Request::new(Body::new(http_body_util::Full::new(encode(&[request("question")]))));
         let rsp = unary(asked, |request: GetDestination| {

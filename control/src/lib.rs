@@ -1,5 +1,7 @@
 //! The control plane of tulle: destination, policy and identity services over one source of objects.
 
+#![cfg_attr(test, allow(clippy::too_many_lines))]
+
 pub mod admission;
 pub mod app;
 pub mod cluster;
@@ -10,8 +12,8 @@ pub mod destination;
 pub mod fuzz;
 pub mod grpc;
 pub mod identity;
-pub mod inject;
-pub mod injector;
+pub mod injection;
+pub mod injector_webhook;
 pub mod kubernetes;
 mod logs;
 pub mod model;

@@ -1,4 +1,4 @@
-//! Log lines in the form of Linkerd's controllers: `time="…" level=… msg="…" key=value`.
+//! Log lines in the format of Linkerd's controllers: `time="…" level=… msg="…" key=value`.
 
 use std::fmt::{self, Write};
 
@@ -13,8 +13,9 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _};
+use tulle_core::error_chain::ErrorChain;
 
-/// Writes an event as one plain line.
+/// Formats an event as one line of text.
 pub(crate) struct Plain;
 
 impl<S, N> FormatEvent<S, N> for Plain
@@ -33,12 +34,12 @@ where
     }
 }
 
-/// Sends the logs of this process to standard error, once per process.
+/// Sends the logs of this process to standard error. Can be called once per process.
 ///
 /// # Errors
-/// A filter that cannot be parsed, and a process that logs already.
+/// Fails if the filter is invalid or logging is already set up.
 pub(crate) fn init(filter: &str) -> Result<()> {
-    // Filters for Linkerd's policy controller name its code `linkerd`; here they mean ours.
+    // Filters for Linkerd's policy controller use the target `linkerd`. Here they apply to `tulle`.
     let filter = filter.replace("linkerd=", "tulle=");
     let filter = EnvFilter::builder()
         .parse(&filter)
@@ -46,7 +47,7 @@ pub(crate) fn init(filter: &str) -> Result<()> {
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Plain)
         .with_writer(std::io::stderr)
-        // Who reads them may go away, which is to end nobody.
+        // If standard error is closed, the process must not stop.
         .log_internal_errors(false);
     tracing_subscriber::registry()
         .with(lines.with_filter(filter))
@@ -54,7 +55,7 @@ pub(crate) fn init(filter: &str) -> Result<()> {
         .map_err(|err| anyhow!(err).context("starting logs"))
 }
 
-/// The filter behind `-log-level`: a level of Linkerd's controllers is that of our code, and `warn` for what we use.
+/// Converts `-log-level` to a filter: a level of Linkerd's controllers applies to our code, and `warn` to dependencies.
 pub(crate) fn filter(level: &str) -> String {
     match level {
         "panic" | "fatal" | "error" => "error".to_owned(),
@@ -83,7 +84,7 @@ struct Line {
 impl Line {
     fn finish(self) -> String {
         let mut line = String::from("msg=");
-        // Always quoted, because a message is a sentence.
+        // Always quoted, because messages contain spaces.
         let _ = write!(line, "{:?}", self.message);
         line + &self.fields
     }
@@ -92,7 +93,7 @@ impl Line {
         if field.name() == "message" {
             return self.message.push_str(value);
         }
-        // Names of raw identifiers, such as `r#type`, are meant without the mark; writing to a string cannot fail.
+        // Removes the prefix of raw identifiers, such as `r#type`. Writing to a string cannot fail.
         let name = field.name().trim_start_matches("r#");
         let _ = match is_plain(value) {
             true => write!(self.fields, " {name}={value}"),
@@ -110,20 +111,12 @@ impl Visit for Line {
         self.add(field, &format!("{value:?}"));
     }
 
-    /// An error with all that caused it: the line is all that an operator has.
     fn record_error(&mut self, field: &Field, value: &(dyn std::error::Error + 'static)) {
-        let mut text = value.to_string();
-        let mut cause = value.source();
-        while let Some(err) = cause {
-            // Writing to a string cannot fail.
-            let _ = write!(text, ": {err}");
-            cause = err.source();
-        }
-        self.add(field, &text);
+        self.add(field, &ErrorChain(value).to_string());
     }
 }
 
-/// Whether a value is written without quotes; the characters are those of the library behind Linkerd's controllers.
+/// Returns whether a value needs no quotes. These are the rules of logrus, which Linkerd's controllers use.
 fn is_plain(value: &str) -> bool {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/@^+".contains(&b);
     !value.is_empty() && value.bytes().all(plain)
@@ -161,7 +154,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// What this logs on its thread, line by line.
+    /// Returns the log lines of a function on this thread.
     pub(crate) fn lines_of(run: impl FnOnce()) -> Vec<String> {
         let sink = Sink::default();
         let subscriber = tracing_subscriber::fmt()
@@ -192,7 +185,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn levels_of_controllers_are_those_of_our_code() {
+    fn controller_log_levels_apply_to_our_code() {
         assert_eq!(filter("fatal"), "error");
         assert_eq!(filter("debug"), "warn,tulle=debug");
         assert_eq!(filter("linkerd=info,warn"), "linkerd=info,warn");

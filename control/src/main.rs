@@ -8,14 +8,14 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::error;
 use tulle_control::app::{self, App};
 use tulle_control::cmd::Command;
-use tulle_control::config::{Config, Logs};
+use tulle_control::config::{Config, LogConfig};
 
 fn main() -> ExitCode {
     let command = match Command::parse_from_line(env::args_os()) {
         Ok(command) => command,
         Err(err) => err.exit(),
     };
-    if let Err(err) = app::start_logs(&Logs::new(&command)) {
+    if let Err(err) = app::start_logs(&LogConfig::new(&command)) {
         eprintln!("{err:#}");
         return ExitCode::FAILURE;
     }
@@ -31,8 +31,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// A thread for each four processors: what there is to do comes in pieces of microseconds, and threads that wake each
-/// other make them dearer (`docs/scale.md`). `TOKIO_WORKER_THREADS` asks for another number.
+/// One thread per four processors: tasks take microseconds, and threads that wake each other increase their cost
+/// (`docs/scale.md`). `TOKIO_WORKER_THREADS` sets another number.
 fn runtime() -> io::Result<Runtime> {
     let n_threads = thread::available_parallelism().map_or(1, usize::from) / 4;
     let mut builder = match n_threads {
@@ -48,8 +48,8 @@ fn runtime() -> io::Result<Runtime> {
 }
 
 async fn serve(command: &Command) -> Result<()> {
-    let mut app = App::build(Config::new(command)?).await?;
-    let ended = app.run_until(app::asked_to_end()).await;
+    let mut app = App::build(Config::from_command(command)?).await?;
+    let ended = app.run_until(app::shutdown_signal()).await;
     app.drain().await;
     ended
 }

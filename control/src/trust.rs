@@ -1,6 +1,6 @@
-//! Making credentials: trust anchors, issuers and join tokens, for meshes that no other authority serves.
+//! Creates credentials for meshes without another certificate authority: trust anchors, issuers and join tokens.
 //!
-//! Nothing that exists is overwritten, and private keys are readable by their owner only.
+//! Existing files are never overwritten, and only the owner can read private keys.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -17,8 +17,8 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::Serialize;
 use time::OffsetDateTime;
-use tulle_core::authority;
 use tulle_core::identity::Identity;
+use tulle_core::issuer_constraints;
 use tulle_core::names::TOKEN_AUDIENCE;
 
 /// A certificate authority: its certificate and its private key, both PEM.
@@ -28,15 +28,14 @@ pub struct CertificateAuthority {
     pub key: String,
 }
 
-/// A key pair that signs join tokens, both halves PEM.
+/// A key pair that signs join tokens, both PEM.
 #[derive(Clone)]
 pub struct TokenKeys {
-    /// Belongs into the directory that the control plane reads token keys from.
+    /// Goes into the directory of token keys of the control plane.
     pub public: String,
     pub private: String,
 }
 
-/// What a join token says.
 #[derive(Clone, Debug)]
 pub struct TokenSubject<'a> {
     pub service_account: &'a str,
@@ -70,13 +69,13 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    #[error("{what} is not usable; expected PEM, as this program writes it")]
+    #[error("{what} is not usable; expected PEM as created by this program")]
     Pem {
         what: &'static str,
         #[source]
         source: pem::Error,
     },
-    #[error("the authority's certificate cannot be read")]
+    #[error("parsing the authority's certificate")]
     Authority(#[source] x509_parser::error::X509Error),
     #[error("the authority expired at {0}")]
     AuthorityExpired(OffsetDateTime),
@@ -84,11 +83,11 @@ pub enum Error {
     AuthorityKey,
     #[error("{0:?} is not a SPIFFE identity; expected spiffe://<trust domain>/<path>")]
     Spiffe(String),
-    #[error("the authority may not sign a certificate for {identity}; make one for it with create-issuer --identity")]
+    #[error("the authority may not sign a certificate for {identity}; create one for it with create-issuer --identity")]
     NotItsWorkload {
         identity: String,
         #[source]
-        source: authority::Error,
+        source: issuer_constraints::Error,
     },
     #[error("{what} {value:?} is not a DNS label; expected letters, digits and '-', at most 63")]
     Label { what: &'static str, value: String },
@@ -100,10 +99,10 @@ pub enum Error {
     Token(#[source] jsonwebtoken::errors::Error),
 }
 
-/// A self-signed ECDSA P-256 authority, which every member of the mesh trusts.
+/// Creates a self-signed ECDSA P-256 certificate authority, the trust anchor of the mesh.
 ///
 /// # Errors
-/// A lifetime that no certificate can state.
+/// Fails if a certificate cannot express the lifetime.
 pub fn create_anchor(common_name: &str, lifetime: Duration) -> Result<CertificateAuthority, Error> {
     let key = KeyPair::generate().map_err(Error::Certificate)?;
     let params = authority(common_name, BasicConstraints::Unconstrained, not_after(lifetime)?);
@@ -114,12 +113,12 @@ pub fn create_anchor(common_name: &str, lifetime: Duration) -> Result<Certificat
     })
 }
 
-/// An ECDSA P-256 authority for the identity service, signed by a trust anchor.
+/// Creates an ECDSA P-256 issuer for the identity service, signed by a trust anchor.
 ///
-/// It lives no longer than its anchor, and signs leaves only.
+/// It expires with its anchor at the latest, and can sign leaf certificates only.
 ///
 /// # Errors
-/// An anchor that is not one, or has expired.
+/// Fails if the anchor is not a certificate authority or has expired.
 pub fn create_issuer(
     common_name: &str,
     lifetime: Duration,
@@ -130,14 +129,14 @@ pub fn create_issuer(
     })
 }
 
-/// An authority for one workload outside of clusters, which signs certificates of this SPIFFE identity and no others.
+/// Creates an issuer for one workload outside of clusters. It signs only certificates of this SPIFFE identity.
 ///
-/// Its name constraints exclude DNS names, by which workloads of clusters are known, and addresses: every verifier of
-/// X.509 holds it to that. It names the identity itself, and tulle's verifiers let it sign no other one
-/// ([`authority::may_sign`]).
+/// Its name constraints exclude addresses and DNS names, which identify workloads of clusters. All X.509 verifiers
+/// enforce these constraints. Verifiers of tulle also accept only certificates of the identity in the issuer's own
+/// certificate ([`authority::verify_issuers`]).
 ///
 /// # Errors
-/// An identity that is no SPIFFE URI with a path; otherwise as [`create_issuer`].
+/// Fails if the identity is not a SPIFFE URI with a path, or as [`create_issuer`].
 pub fn create_workload_issuer(
     identity: &str,
     lifetime: Duration,
@@ -164,7 +163,7 @@ pub fn create_workload_issuer(
     })
 }
 
-/// An ECDSA P-256 authority below an anchor, which ends with it.
+/// Creates an ECDSA P-256 authority below an anchor. It expires with the anchor at the latest.
 fn issuer(
     lifetime: Duration,
     anchor: &CertificateAuthority,
@@ -180,12 +179,12 @@ fn issuer(
     })
 }
 
-/// A certificate and a new ECDSA P-256 key for a workload with a SPIFFE identity.
+/// Creates a certificate and a new ECDSA P-256 key for a workload with a SPIFFE identity.
 ///
-/// It lives no longer than the authority that signs it.
+/// The certificate expires with its authority at the latest.
 ///
 /// # Errors
-/// An identity that is no SPIFFE URI, and an authority that is none, has expired, or is for another workload.
+/// Fails if the identity is not a SPIFFE URI, or if the authority is invalid, has expired, or is for another workload.
 pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAuthority) -> Result<Svid, Error> {
     if !matches!(identity.parse(), Ok(Identity::Uri(_))) {
         return Err(Error::Spiffe(identity.to_owned()));
@@ -202,7 +201,7 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
     params.not_before = OffsetDateTime::now_utc() - CLOCK_SKEW;
     params.not_after = not_after(lifetime)?.min(signer.not_after);
     let leaf = params.signed_by(&key, &signer.issuer).map_err(Error::Certificate)?;
-    authority::may_sign(leaf.der(), signer.chain.iter().map(AsRef::as_ref)).map_err(|source| {
+    issuer_constraints::verify_issuers(leaf.der(), signer.chain.iter().map(AsRef::as_ref)).map_err(|source| {
         Error::NotItsWorkload {
             identity: identity.to_owned(),
             source,
@@ -216,10 +215,10 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
     })
 }
 
-/// A new ECDSA P-256 key pair for join tokens.
+/// Creates an ECDSA P-256 key pair for join tokens.
 ///
 /// # Errors
-/// No randomness.
+/// Fails if the system has no randomness.
 pub fn create_token_keys() -> Result<TokenKeys, Error> {
     let key = KeyPair::generate().map_err(Error::Certificate)?;
     Ok(TokenKeys {
@@ -228,10 +227,10 @@ pub fn create_token_keys() -> Result<TokenKeys, Error> {
     })
 }
 
-/// A join token: an ES256 JWT that the identity service takes for this service account's.
+/// Creates a join token: an ES256 JWT that the identity service accepts for a service account.
 ///
 /// # Errors
-/// Names that no service account has, and a key that is none.
+/// Fails if a name is not valid for a service account, or if the key is invalid.
 pub fn create_token(private_key: &str, subject: &TokenSubject<'_>) -> Result<String, Error> {
     for (what, value) in [
         ("service account", subject.service_account),
@@ -258,10 +257,10 @@ pub fn create_token(private_key: &str, subject: &TokenSubject<'_>) -> Result<Str
 }
 
 impl CertificateAuthority {
-    /// Reads an authority that was written before.
+    /// Reads an existing authority.
     ///
     /// # Errors
-    /// Files that cannot be read.
+    /// Fails if a file cannot be read.
     pub fn read(certificate: &Path, key: &Path) -> Result<Self, Error> {
         Ok(Self {
             certificate: read(certificate)?,
@@ -272,17 +271,17 @@ impl CertificateAuthority {
     /// Writes both files, the key with mode 0600.
     ///
     /// # Errors
-    /// A file that exists or cannot be written; then neither is there afterwards.
+    /// Fails if a file exists or cannot be written. No file is created then.
     pub fn write(&self, certificate: &Path, key: &Path) -> Result<(), Error> {
         write_pair((certificate, &self.certificate), (key, &self.key))
     }
 }
 
 impl TokenKeys {
-    /// Writes both files, the private one with mode 0600.
+    /// Writes both files, the private key with mode 0600.
     ///
     /// # Errors
-    /// A file that exists or cannot be written; then neither is there afterwards.
+    /// Fails if a file exists or cannot be written. No file is created then.
     pub fn write(&self, public: &Path, private: &Path) -> Result<(), Error> {
         write_pair((public, &self.public), (private, &self.private))
     }
@@ -291,14 +290,14 @@ impl TokenKeys {
 /// Writes a secret, such as a token, with mode 0600.
 ///
 /// # Errors
-/// A file that exists or cannot be written.
+/// Fails if the file exists or cannot be written.
 pub fn write_secret(path: &Path, text: &str) -> Result<(), Error> {
     write_new(path, text, 0o600)
 }
 
-/// An authority that can sign now.
+/// A parsed authority that can sign.
 struct Signer {
-    /// Its certificate, then those above it.
+    /// Its certificate, then its issuers.
     chain: Vec<CertificateDer<'static>>,
     issuer: Issuer<'static, KeyPair>,
     not_after: OffsetDateTime,
@@ -366,7 +365,7 @@ fn not_after(lifetime: Duration) -> Result<OffsetDateTime, Error> {
         .ok_or(Error::Lifetime(lifetime))
 }
 
-/// Whether this is one label of a DNS name, as the names of namespaces are, and those of service accounts that have identities.
+/// Returns whether a text is one DNS label, as required for namespaces, and for service accounts with an identity.
 pub(crate) fn is_label(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
@@ -379,7 +378,7 @@ fn read(path: &Path) -> Result<String, Error> {
     })
 }
 
-/// The key goes first, so that a certificate without its key never lies about.
+/// The key is written first, so that a certificate never exists without its key.
 fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error> {
     for (path, _) in [public, private] {
         if path.exists() {
@@ -388,7 +387,7 @@ fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error
     }
     write_new(private.0, private.1, 0o600)?;
     write_new(public.0, public.1, 0o644).inspect_err(|_| {
-        // The first error is the one to tell; a key that stays behind is refused as existing next time.
+        // Returns the first error. If the key cannot be removed, the next attempt fails because it exists.
         let _ = fs::remove_file(private.0);
     })
 }
@@ -409,17 +408,17 @@ fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Error> {
     })
 }
 
-/// What the certificates of issuers for one workload are called; whose they are is in their alternative names.
+/// The common name of issuers for one workload. Their identity is in the subject alternative names.
 const WORKLOAD_ISSUER: &str = "tulle workload issuer";
 
-/// How long the clocks of those who read a new certificate may be behind ours.
+/// Maximum clock skew of hosts that verify a new certificate.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
 
-/// How long a trust anchor lives unless told otherwise: 10 years.
+/// Default lifetime of a trust anchor: 10 years.
 pub const ANCHOR_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-/// How long an issuer lives unless told otherwise: 1 year.
+/// Default lifetime of an issuer: 1 year.
 pub const ISSUER_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long a join token lives unless told otherwise: 1 day.
+/// Default lifetime of a join token: 1 day.
 pub const TOKEN_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 #[cfg(test)]
@@ -482,8 +481,8 @@ mod tests {
         assert!(
             !leaf.is_ca() && leaf.validity().not_after.to_datetime() == svid.not_after.replace_nanosecond(0).unwrap()
         );
-        for refused in ["vm.example.com", "spiffe://", ""] {
-            assert!(matches!(create_svid(refused, hour, &issuer), Err(Error::Spiffe(_))));
+        for invalid in ["vm.example.com", "spiffe://", ""] {
+            assert!(matches!(create_svid(invalid, hour, &issuer), Err(Error::Spiffe(_))));
         }
     }
 
@@ -491,9 +490,9 @@ mod tests {
     fn the_issuer_of_a_workload_is_for_a_spiffe_identity_with_a_path() {
         let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
         let hour = Duration::from_secs(3600);
-        for refused in ["spiffe://root.test", "vm", "spiffe://"] {
-            let made = create_workload_issuer(refused, hour, &anchor);
-            assert!(matches!(made, Err(Error::Spiffe(_))), "{refused}");
+        for invalid in ["spiffe://root.test", "vm", "spiffe://"] {
+            let made = create_workload_issuer(invalid, hour, &anchor);
+            assert!(matches!(made, Err(Error::Spiffe(_))), "{invalid}");
         }
         let issuer = create_workload_issuer("spiffe://root.test/vm", hour, &anchor).unwrap();
         let other = create_svid("spiffe://root.test/other", hour, &issuer);

@@ -1,8 +1,8 @@
-//! Messages that more than one service sends.
+//! Protobuf messages that several services send.
 
 use tulle_proto::http_types::{HttpMethod, http_method};
 
-/// A method by its number if it has one.
+/// Converts a method to its registered value, if it has one.
 pub(crate) fn http_method(method: &str) -> HttpMethod {
     use http_method::{Registered, Type};
     let registered = match method.to_ascii_uppercase().as_str() {

@@ -1,4 +1,6 @@
 //! A whole control plane without Kubernetes, as its clients see it: in process, and as the program that is shipped.
+
+#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests are tests
 
 use std::ffi::OsString;
@@ -20,7 +22,7 @@ use tulle_control::app::{Addrs, App};
 use tulle_control::config::Config;
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::client::{self, Channel, Peer};
-use tulle_control::tls::creds::Leaf;
+use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_control::trust::{self, TokenKeys, TokenSubject};
 use tulle_core::addr::Addr;
 use tulle_proto::destination::destination_client::DestinationClient;
@@ -118,7 +120,7 @@ impl Files {
         line
     }
 
-    async fn connect(&self, addr: Option<SocketAddr>, name: &str, leaf: Option<Leaf>) -> Channel {
+    async fn connect(&self, addr: Option<SocketAddr>, name: &str, leaf: Option<LeafWithKey>) -> Channel {
         let anchors = self.anchors();
         let peer = Peer {
             addr: &Addr::Socket(addr.unwrap()),
@@ -131,8 +133,8 @@ impl Files {
     }
 }
 
-fn copy(leaf: &Leaf) -> Leaf {
-    Leaf {
+fn copy(leaf: &LeafWithKey) -> LeafWithKey {
+    LeafWithKey {
         chain: leaf.chain.clone(),
         key: leaf.key.clone_key(),
     }
@@ -163,7 +165,7 @@ impl Running {
     async fn start(files: &Files) -> Self {
         let line = std::iter::once("tulle-control".into()).chain(files.line("all-in-one", &[]));
         let command = tulle_control::cmd::Command::parse_from_line(line).unwrap();
-        let mut app = App::build(Config::new(&command).unwrap()).await.unwrap();
+        let mut app = App::build(Config::from_command(&command).unwrap()).await.unwrap();
         let addrs = app.addrs();
         let (end, ended) = tokio::sync::oneshot::channel();
         let task = tokio::spawn(async move {
@@ -183,7 +185,7 @@ impl Running {
 }
 
 /// A certificate for `web`, as its proxy would get it.
-async fn certify(files: &Files, identity: Channel) -> Leaf {
+async fn certify(files: &Files, identity: Channel) -> LeafWithKey {
     let key = KeyPair::generate().unwrap();
     let mut params = CertificateParams::new([WEB.to_owned()]).unwrap();
     params.distinguished_name = DistinguishedName::new();
@@ -196,7 +198,7 @@ async fn certify(files: &Files, identity: Channel) -> Leaf {
     let bundle: Vec<_> = files.anchors().certs().iter().map(|cert| cert.to_vec()).collect();
     assert_eq!(rsp.trust_anchors, bundle);
     let chain = std::iter::once(rsp.leaf_certificate).chain(rsp.intermediate_certificates);
-    Leaf {
+    LeafWithKey {
         chain: chain.map(CertificateDer::from).collect(),
         key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())),
     }
@@ -438,7 +440,7 @@ async fn destination_waits_for_identity_and_goes_on_without_it() {
     let mut answers = Process::start(&files.line("destination", &more));
     let destination = answers.addr("service=destination").await;
     let admin = answers.addr("serving admin").await;
-    answers.line("our certificate is not renewed yet").await;
+    answers.line("renewing the certificate failed; it is retried").await;
     assert_eq!(get(Some(admin), "/ready").await.0, 500);
 
     let mut line = files.line("identity", &[]);
@@ -447,7 +449,7 @@ async fn destination_waits_for_identity_and_goes_on_without_it() {
         .find(|flag| flag.to_string_lossy().starts_with("-identity-addr="));
     *flag.unwrap() = format!("-identity-addr={addr}").into();
     let identity = Process::start(&line);
-    answers.line("our certificate is renewed").await;
+    answers.line("the certificate is renewed").await;
     eventually(async || (get(Some(admin), "/ready").await.0 == 200).then_some(())).await;
 
     assert_eq!(identity.end().await, Some(0));

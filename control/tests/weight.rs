@@ -1,4 +1,6 @@
 //! What an idle stream weighs, counted by the allocator: a control plane has tens of thousands of them.
+
+#![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -79,9 +81,9 @@ async fn an_idle_stream_weighs_less_than_a_kilobyte() {
     let writer = cluster.writer();
     writer.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
     let (_signal, drain) = drain::channel();
-    let mut gets = destination::server(cluster.clone(), destination::Config::default(), drain.clone());
-    let mut profiles = destination::server(cluster.clone(), destination::Config::default(), drain.clone());
-    let mut policies = policy::outbound_server(cluster, policy::Config::default(), drain);
+    let mut gets = destination::server(cluster.clone(), destination::config::Config::default(), drain.clone());
+    let mut profiles = destination::server(cluster.clone(), destination::config::Config::default(), drain.clone());
+    let mut policies = policy::outbound_server(cluster, policy::config::Config::default(), drain);
     let destination = GetDestination {
         path: "web.shop.svc.cluster.local:80".to_owned(),
         context_token: r#"{"ns": "shop", "nodeName": "a-node", "pod": "a-client"}"#.to_owned(),

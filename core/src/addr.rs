@@ -1,4 +1,4 @@
-//! Addresses that must not be taken for one another, and authorities.
+//! Socket addresses, DNS names with a port, and types that keep them apart.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -15,21 +15,22 @@ pub struct OrigDst(pub SocketAddr);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientAddr(pub SocketAddr);
 
-/// A DNS name and a port; the name is in lower case, and a final dot is kept because resolvers heed it.
+/// A DNS name and a port. The name is in lower case. A trailing dot is kept, because resolvers treat such names as
+/// absolute.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NameAddr {
     pub name: Arc<str>,
     pub port: u16,
 }
 
-/// Something that can be dialled: an address, or a name to look up first.
+/// A dial target: a socket address, or a name that is resolved first.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Addr {
     Socket(SocketAddr),
     Name(NameAddr),
 }
 
-/// Why a text is not an [`Addr`].
+/// The text is not an [`Addr`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not an address: {reason}; expected <ip>:<port>, [<ipv6>]:<port> or <name>:<port>")]
 pub struct ParseAddrError {
@@ -37,14 +38,14 @@ pub struct ParseAddrError {
     reason: &'static str,
 }
 
-/// The same address, with an IPv4 address that is written as IPv6 (`::ffff:10.0.0.1`) turned back.
+/// Converts an IPv4-mapped IPv6 address (`::ffff:10.0.0.1`) to IPv4.
 ///
-/// A listener on `[::]` sees IPv4 peers in the long form; policies and labels know them by the short one.
+/// A listener on `[::]` sees mapped addresses of IPv4 peers; policies and labels use the IPv4 form.
 pub fn canonical(addr: SocketAddr) -> SocketAddr {
     SocketAddr::new(addr.ip().to_canonical(), addr.port())
 }
 
-/// Whether an address is of one link alone, as that of a cloud's metadata server is.
+/// Whether the address is link-local, such as that of a cloud's metadata server (169.254.169.254).
 pub fn is_link_local(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.is_link_local(),
@@ -52,7 +53,8 @@ pub fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// Whether an address is of one host or one link alone, or of many: nobody is led there because they name it.
+/// Whether the address is loopback, unspecified, link-local, multicast or broadcast. The proxy does not forward to such an
+/// address because a client names it.
 pub fn is_local_or_multicast(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let is_broadcast = matches!(ip, IpAddr::V4(ip) if ip.is_broadcast());
@@ -120,7 +122,7 @@ impl FromStr for Addr {
         match text.parse::<SocketAddr>() {
             Ok(addr) if addr.port() == 0 => Err(ParseAddrError {
                 text: text.to_owned(),
-                reason: "nobody can be dialled at port 0",
+                reason: "port 0 cannot be dialled",
             }),
             Ok(addr) => Ok(Self::Socket(addr)),
             Err(_) => text.parse().map(Self::Name),
@@ -128,7 +130,7 @@ impl FromStr for Addr {
     }
 }
 
-/// A port from 1 to 65535 in plain digits; `u16::from_str` alone would also take `+80`.
+/// Parses a port from 1 to 65535 in plain digits. `u16::from_str` alone also accepts `+80`.
 pub(crate) fn parse_port(text: &str) -> Option<u16> {
     if !text.bytes().all(|b| b.is_ascii_digit()) {
         return None;
@@ -141,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_of_this_host_its_link_and_of_many_are_told_from_others() {
+    fn local_and_multicast_addresses_are_recognised() {
         for (ip, is_local) in [
             ("127.0.0.1", true),
             ("127.1.2.3", true),
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_and_names_are_told_apart() {
+    fn addresses_and_names_are_distinguished() {
         assert_eq!("10.0.0.1:80".parse(), Ok(Addr::Socket(([10, 0, 0, 1], 80).into())));
         assert_eq!("[::1]:80".parse::<Addr>().unwrap().to_string(), "[::1]:80");
         let name: Addr = "Web.shop.svc.cluster.local.:8086".parse().unwrap();
@@ -197,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn mapped_addresses_become_short() {
+    fn mapped_addresses_become_ipv4() {
         let mapped: SocketAddr = "[::ffff:10.0.0.1]:80".parse().unwrap();
         assert_eq!(canonical(mapped), "10.0.0.1:80".parse().unwrap());
         let v6: SocketAddr = "[fd00::1]:80".parse().unwrap();

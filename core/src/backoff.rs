@@ -1,37 +1,37 @@
-//! Jittered exponential backoff, for everything that dials in a loop.
+//! Jittered exponential backoff, for every loop that dials.
 
 use std::time::Duration;
 
-/// How long to wait between attempts.
+/// Parameters of the delay between attempts.
 ///
-/// The base doubles from `min` to `max`; the delay is drawn from `base` to `base * (1 + jitter)`.
-/// The jitter goes on top of `max` as well, so that a fleet that has waited long stays spread.
+/// The base doubles from `min` to `max`; the delay is drawn from `base` to `base * (1 + jitter)`. The jitter also applies
+/// to `max`, so that many clients do not retry at the same time after a long outage.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Backoff {
     pub min: Duration,
     pub max: Duration,
-    /// Part of the base that is added at most; nothing when it is not a positive number.
+    /// Maximum fraction of the base that is added; zero, negative and NaN add nothing.
     pub jitter: f64,
 }
 
-/// One run of attempts.
+/// The delays of one series of attempts.
 #[derive(Clone, Debug)]
-pub struct Steps {
+pub struct BackoffDelays {
     backoff: Backoff,
     base: Duration,
 }
 
 impl Backoff {
-    pub fn steps(&self) -> Steps {
-        Steps {
+    pub fn start(&self) -> BackoffDelays {
+        BackoffDelays {
             backoff: *self,
             base: self.min,
         }
     }
 
-    /// The same, with a base of no more than `limit`.
+    /// The same parameters, with `min` and `max` of at most `limit`.
     #[must_use]
-    pub fn at_most(self, limit: Duration) -> Self {
+    pub fn capped_at(self, limit: Duration) -> Self {
         Self {
             min: self.min.min(limit),
             max: self.max.min(limit),
@@ -40,8 +40,8 @@ impl Backoff {
     }
 }
 
-impl Steps {
-    /// The time to wait before the next attempt.
+impl BackoffDelays {
+    /// Returns the delay before the next attempt, and doubles the base.
     pub fn next_delay(&mut self) -> Duration {
         let base = self.base;
         self.base = base.saturating_mul(2).min(self.backoff.max).max(self.backoff.min);
@@ -49,7 +49,7 @@ impl Steps {
         base.saturating_add(Duration::try_from_secs_f64(extra).unwrap_or(Duration::ZERO))
     }
 
-    /// Starts over, after a success.
+    /// Starts again at `min`; called after a success.
     pub fn reset(&mut self) {
         self.base = self.backoff.min;
     }
@@ -66,18 +66,18 @@ mod tests {
             max: Duration::from_millis(350),
             jitter: 0.0,
         }
-        .steps();
+        .start();
         let delays: Vec<u128> = (0..4).map(|_| steps.next_delay().as_millis()).collect();
         assert_eq!(delays, [100, 200, 350, 350]);
         steps.reset();
         assert_eq!(steps.next_delay().as_millis(), 100);
-        let mut steps = steps.backoff.at_most(Duration::from_millis(150)).steps();
+        let mut steps = steps.backoff.capped_at(Duration::from_millis(150)).start();
         let delays: Vec<u128> = (0..3).map(|_| steps.next_delay().as_millis()).collect();
         assert_eq!(delays, [100, 150, 150]);
     }
 
     #[test]
-    fn jitter_only_adds_and_nonsense_adds_nothing() {
+    fn jitter_only_adds_and_invalid_values_add_nothing() {
         let second = Duration::from_secs(1);
         for _ in 0..100 {
             let delay = Backoff {
@@ -85,7 +85,7 @@ mod tests {
                 max: second,
                 jitter: 0.5,
             }
-            .steps()
+            .start()
             .next_delay();
             assert!((1.0..1.5001).contains(&delay.as_secs_f64()), "{delay:?}");
         }
@@ -95,7 +95,7 @@ mod tests {
                 max: Duration::MAX,
                 jitter,
             }
-            .steps();
+            .start();
             assert_eq!(steps.next_delay(), Duration::ZERO);
         }
     }

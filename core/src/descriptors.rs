@@ -1,16 +1,18 @@
-//! How many files this process may have open, sockets included.
+//! Limit of open files of this process, sockets included.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Raises the limit as far as we may, and tells it. What is lower than that is for programs that use `select(2)`, which we do not.
-pub fn limit() -> usize {
+/// Raises the soft limit of open files (`RLIMIT_NOFILE`) to the hard limit and returns it.
+///
+/// The soft limit is low by default, for programs that use `select(2)`; tulle does not use `select`.
+pub fn raise_limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
-        return usize::MAX; // then there is none that the kernel knows of
+        return usize::MAX; // `getrlimit` reports no limit
     };
     let limit = match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
         Ok(()) => hard,
         Err(error) => {
-            tracing::warn!(%error, soft, hard, "the limit of open files cannot be raised");
+            tracing::warn!(%error, soft, hard, "raising the limit of open files failed");
             soft
         }
     };

@@ -1,6 +1,6 @@
-//! Graceful shutdown: one signal, many watchers, and guards that hold the end open.
+//! Graceful shutdown: one signal, many watches, and guards that delay the end of the drain.
 //!
-//! The grace period is the caller's: it wraps [`Signal::drain`] in a timeout and then forces the end.
+//! The caller applies the grace period: it wraps [`Signal::drain`] in a timeout and then forces the end.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ pub struct Signal {
     shared: Arc<Shared>,
 }
 
-/// Learns of the drain; clones watch the same one.
+/// Observes the drain; clones observe the same one.
 #[derive(Clone, Debug)]
 pub struct Watch {
     shared: Arc<Shared>,
 }
 
-/// Holds the drain open while it is alive.
+/// Keeps the drain from ending until it is dropped.
 #[derive(Debug)]
 pub struct Guard {
     shared: Arc<Shared>,
@@ -30,11 +30,11 @@ pub struct Guard {
 struct Shared {
     signaled: watch::Sender<bool>,
     n_guards: AtomicUsize,
-    /// Told when there is no guard left.
+    /// Notified when the last guard is dropped.
     unguarded: Notify,
 }
 
-/// A signal and its watch. A signal that is dropped unused never fires.
+/// Creates a signal and its watch. If the signal is dropped without a drain, the watches never fire.
 pub fn channel() -> (Signal, Watch) {
     let shared = Arc::new(Shared {
         signaled: watch::Sender::new(false),
@@ -45,12 +45,12 @@ pub fn channel() -> (Signal, Watch) {
 }
 
 impl Signal {
-    /// Tells all watches, then waits until no guard is left.
+    /// Signals all watches, then waits until no guard is left.
     pub async fn drain(self) {
         self.shared.signaled.send_replace(true);
         loop {
             let mut unguarded = pin!(self.shared.unguarded.notified());
-            // From here on it is told; before it would not have been.
+            // Registers for notifications before the check below, so that none is missed.
             unguarded.as_mut().enable();
             if self.shared.n_guards.load(Ordering::Acquire) == 0 {
                 return;
@@ -61,9 +61,9 @@ impl Signal {
 }
 
 impl Watch {
-    /// Waits for the signal; at once when it has been given.
+    /// Waits for the signal; returns at once if it was sent before.
     pub async fn signaled(&self) {
-        // An error means that the sender is gone, and it outlives this borrow.
+        // `wait_for` fails only if the sender is dropped, and `self` keeps the sender alive.
         let _ = self.shared.signaled.subscribe().wait_for(|signaled| *signaled).await;
     }
 
@@ -71,7 +71,7 @@ impl Watch {
         *self.shared.signaled.borrow()
     }
 
-    /// Holds the drain open until the guard is dropped.
+    /// Keeps the drain from ending until the guard is dropped.
     pub fn guard(&self) -> Guard {
         self.shared.n_guards.fetch_add(1, Ordering::Relaxed);
         Guard {

@@ -1,18 +1,18 @@
-//! Durations as operators write them: `10s`, `100ms`.
+//! Durations in configuration: `10s`, `100ms`.
 
 use std::time::Duration;
 
-/// Why a text is not a duration.
+/// The text is not a duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a duration; expected digits and one of ms, s, m, h, d, such as 100ms, or 0")]
 pub struct ParseDurationError {
     text: String,
 }
 
-/// Parses digits and a unit (`ms`, `s`, `m`, `h`, `d`); only 0 needs no unit, blanks around are ignored.
+/// Parses digits and a unit (`ms`, `s`, `m`, `h`, `d`). Only 0 needs no unit. Surrounding white space is ignored.
 ///
 /// # Errors
-/// Anything else, and what does not fit into 64 bits of milliseconds.
+/// If the text has another form, or the value in milliseconds does not fit into 64 bits.
 pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
     parse_millis(text.trim())
         .map(Duration::from_millis)

@@ -1,10 +1,10 @@
-//! Who a workload is: the name that its certificate carries.
+//! The identity of a workload: the name in its certificate.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// A TLS identity, equal when it is the same kind of name spelled the same way.
+/// A TLS identity. Two identities are equal if they have the same kind and spelling.
 ///
 /// DNS names are kept in lower case.
 /// Source: `TlsIdentity` in `destination.proto`.
@@ -16,7 +16,7 @@ pub enum Identity {
     Uri(Arc<str>),
 }
 
-/// Why a text is not an identity.
+/// The text is not an identity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not an identity: {reason}; expected a DNS name or spiffe://<trust domain>/<path>")]
 pub struct ParseIdentityError {
@@ -24,7 +24,7 @@ pub struct ParseIdentityError {
     reason: &'static str,
 }
 
-/// The DNS identity that a service account's certificate carries.
+/// The DNS identity in the certificate of a service account.
 pub fn service_account(sa: &str, ns: &str, control_ns: &str, trust_domain: &str) -> String {
     format!("{sa}.{ns}.serviceaccount.identity.{control_ns}.{trust_domain}")
 }
@@ -79,7 +79,7 @@ pub(crate) fn check_dns(name: &str) -> Result<(), &'static str> {
             return Err("a DNS label neither starts nor ends with '-'");
         }
     }
-    // Otherwise 10.0.0.1 would be a name, and nobody who wrote it meant one.
+    // Otherwise an IP address such as 10.0.0.1 would be accepted as a DNS name.
     let last = name.rsplit('.').next().unwrap_or(name);
     if last.bytes().all(|b| b.is_ascii_digit()) {
         return Err("the last DNS label is a number");
@@ -87,7 +87,7 @@ pub(crate) fn check_dns(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Checks what follows the scheme, by the rules of the SPIFFE ID standard.
+/// Checks the part after the scheme by the rules of the SPIFFE ID standard.
 fn check_spiffe(rest: &str) -> Result<(), &'static str> {
     if rest.len() > 2048 {
         return Err("a SPIFFE URI has at most 2048 characters");

@@ -1,32 +1,34 @@
-//! The few things that every tulle binary needs.
+//! Shared basics of all tulle binaries: values and small servers.
 //!
-//! Code enters this crate when a second crate needs it, not before.
-//! It knows nothing of proxying, of policies or of Kubernetes: values and small servers only.
-//! Nothing here reads the environment; the binaries do that and pass values in.
+//! Code moves into this crate when a second crate needs it, not before. It does not know proxying, policies or Kubernetes.
+//! It does not read the environment: the binaries do, and pass values in.
+
+#![cfg_attr(test, allow(clippy::too_many_lines))]
 
 pub mod addr;
 pub mod admin;
-pub mod authority;
 pub mod backoff;
 #[cfg(target_os = "linux")]
-pub mod caps;
+pub mod capabilities;
 pub mod causes;
 pub mod connections;
 pub mod descriptors;
 pub mod drain;
-pub mod due;
 pub mod duration;
+pub mod error_chain;
 pub mod identity;
+pub mod issuer_constraints;
 pub mod listener;
 pub mod log_limit;
+pub mod logging;
 pub mod memory;
 pub mod metrics;
 pub mod names;
 #[cfg(target_os = "linux")]
 pub mod netns;
-pub mod nets;
+pub mod networks;
 pub mod ports;
 pub mod probes;
-pub mod ready;
+pub mod readiness;
 pub mod retry;
-pub mod telemetry;
+pub mod wall_clock;

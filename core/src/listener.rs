@@ -1,4 +1,5 @@
-//! The accept loop of servers whose clients speak first: places shared by address, and no place for those who say nothing.
+//! Accept loop with a fair connection limit per client address and a timeout for the first byte; for protocols in which the
+//! client sends first.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,55 +11,58 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::addr::canonical;
-use crate::connections::{self, ConnectionLimiter, Place, Within};
+use crate::connections::{self, ConnectionLimiter, ConnectionPermit, FullLimitPolicy};
 use crate::metrics::{Counter, Registry};
 
-/// One port, and how much it takes on.
+/// A listening socket with its connection limit.
 pub struct Listener {
     name: &'static str,
     tcp: TcpListener,
     limiter: Arc<ConnectionLimiter>,
-    drain_limit: Duration,
-    silent: Arc<Counter>,
+    drain_timeout: Duration,
+    first_byte_timeouts: Arc<Counter>,
 }
 
-/// A connection that has said something, of which nothing has been read.
-pub struct Accepted {
+/// An accepted connection whose first byte was peeked, not consumed.
+pub struct AcceptedConnection {
     pub stream: TcpStream,
-    /// In its short form.
+    /// IPv4-mapped addresses are converted to IPv4.
     pub client: SocketAddr,
-    pub place: Place,
+    pub permit: ConnectionPermit,
     pub first_byte: u8,
 }
 
-impl Accepted {
-    /// Whether the client begins a TLS handshake.
+impl AcceptedConnection {
+    /// Whether the first byte starts a TLS handshake.
     pub fn is_tls(&self) -> bool {
-        self.first_byte == TLS_HANDSHAKE
+        self.first_byte == TLS_RECORD_HANDSHAKE
     }
 }
 
 impl Listener {
-    /// A listener with `max` places; metrics and logs know it by its name.
+    /// A listener for at most `max` connections. Metrics and logs use its name.
     pub fn new(name: &'static str, tcp: TcpListener, max: usize, registry: &Registry) -> Self {
         Self {
             name,
             tcp,
-            limiter: ConnectionLimiter::new(name, max, Within::Replace, registry),
-            drain_limit: DRAIN_LIMIT,
-            silent: connections::closed(name, "silent", registry),
+            limiter: ConnectionLimiter::new(name, max, FullLimitPolicy::CloseIdlest, registry),
+            drain_timeout: DRAIN_TIMEOUT,
+            first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
         }
     }
 
-    /// Another time that connections may go on; default 5 s.
-    pub fn drain_within(mut self, limit: Duration) -> Self {
-        self.drain_limit = limit;
+    /// Sets how long connections may continue after the end of accepting; 5 seconds by default.
+    pub fn with_drain_timeout(mut self, limit: Duration) -> Self {
+        self.drain_timeout = limit;
         self
     }
 
-    /// Serves until `stop` ends, then lets connections end, bounded.
-    pub async fn run<F>(self, stop: impl Future<Output = ()>, serve: impl Fn(Accepted) -> F + Send + Sync + 'static)
-    where
+    /// Serves until `stop` completes, then waits for the open connections until the drain timeout.
+    pub async fn run<F>(
+        self,
+        stop: impl Future<Output = ()>,
+        serve: impl Fn(AcceptedConnection) -> F + Send + Sync + 'static,
+    ) where
         F: Future<Output = ()> + Send + 'static,
     {
         let (serve, mut connections) = (Arc::new(serve), JoinSet::new());
@@ -72,23 +76,23 @@ impl Listener {
                 Some(_) = connections.join_next() => {}
                 accepted = self.tcp.accept() => match accepted {
                     Ok((stream, client)) => {
-                        self.start(&mut connections, stream, canonical(client), &serve);
+                        self.spawn_connection(&mut connections, stream, canonical(client), &serve);
                         n_accepted += 1;
-                        // Others are served while many come, before they lose their places to these.
-                        if n_accepted.is_multiple_of(ACCEPTED_AT_ONCE) {
+                        // Lets accepted connections make progress before later ones evict them.
+                        if n_accepted.is_multiple_of(MAX_ACCEPTS_PER_TURN) {
                             tokio::task::yield_now().await;
                         }
                     }
                     Err(err) => {
                         warn!(%err, server = self.name, "accepting a connection failed");
-                        // Out of descriptors, most likely: trying again at once would only burn the CPU.
-                        sleep(ACCEPT_PAUSE).await;
+                        // The usual reason is that no file descriptor is left; an immediate retry would only use CPU.
+                        sleep(ACCEPT_ERROR_BACKOFF).await;
                     }
                 },
             }
         }
         drop(self.tcp);
-        let ended = timeout(self.drain_limit, async {
+        let ended = timeout(self.drain_timeout, async {
             while connections.join_next().await.is_some() {}
         })
         .await;
@@ -96,31 +100,36 @@ impl Listener {
             warn!(
                 server = self.name,
                 n_connections = connections.len(),
-                "cutting connections that did not end"
+                "closing connections that did not end within the drain timeout"
             );
         }
     }
 
-    fn start<S, F>(&self, connections: &mut JoinSet<()>, stream: TcpStream, client: SocketAddr, serve: &Arc<S>)
-    where
-        S: Fn(Accepted) -> F + Send + Sync + 'static,
+    fn spawn_connection<S, F>(
+        &self,
+        connections: &mut JoinSet<()>,
+        stream: TcpStream,
+        client: SocketAddr,
+        serve: &Arc<S>,
+    ) where
+        S: Fn(AcceptedConnection) -> F + Send + Sync + 'static,
         F: Future<Output = ()> + Send + 'static,
     {
-        let Some(place) = self.limiter.admit(client.ip()) else {
-            return debug!(%client, server = self.name, "there is no place for a connection");
+        let Some(permit) = self.limiter.admit(client.ip()) else {
+            return debug!(%client, server = self.name, "connection limit reached, connection refused");
         };
-        let activity = place.activity();
-        let (name, serve, silent) = (self.name, serve.clone(), self.silent.clone());
+        let activity = permit.activity();
+        let (name, serve, silent) = (self.name, serve.clone(), self.first_byte_timeouts.clone());
         let task = connections.spawn(async move {
             let mut first = [0];
             match timeout(FIRST_BYTE_TIMEOUT, stream.peek(&mut first)).await {
-                Ok(Ok(0)) => debug!(%client, server = name, "a client left before it said anything"),
+                Ok(Ok(0)) => debug!(%client, server = name, "the client closed the connection before its first byte"),
                 Ok(Ok(_)) => {
                     let [first_byte] = first;
-                    let accepted = Accepted {
+                    let accepted = AcceptedConnection {
                         stream,
                         client,
-                        place,
+                        permit,
                         first_byte,
                     };
                     serve(accepted).await;
@@ -128,22 +137,22 @@ impl Listener {
                 Ok(Err(err)) => debug!(%client, server = name, %err, "reading the first byte failed"),
                 Err(_) => {
                     silent.inc();
-                    debug!(%client, server = name, "a client said nothing for {FIRST_BYTE_TIMEOUT:?}");
+                    debug!(%client, server = name, "the client sent no byte within {FIRST_BYTE_TIMEOUT:?}");
                 }
             }
         });
-        activity.served_by(task);
+        activity.set_task(task);
     }
 }
 
-/// How long a client may take to say its first byte.
+/// Maximum time from accepting a connection to its first byte.
 pub const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The type of the first TLS record.
-const TLS_HANDSHAKE: u8 = 22;
-/// Connections that are accepted before those that are there have a turn.
-const ACCEPTED_AT_ONCE: usize = 16;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-const DRAIN_LIMIT: Duration = Duration::from_secs(5);
+/// The TLS record type of a handshake.
+const TLS_RECORD_HANDSHAKE: u8 = 22;
+/// Number of connections accepted before the accept loop yields to other tasks.
+const MAX_ACCEPTS_PER_TURN: usize = 16;
+const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
@@ -152,8 +161,8 @@ mod tests {
 
     use super::*;
 
-    /// A listener that tells of those it serves, and keeps their connections.
-    async fn start(max: usize) -> (SocketAddr, mpsc::UnboundedReceiver<Accepted>, Registry) {
+    /// Starts a listener that sends its connections to a channel, which keeps them open.
+    async fn start(max: usize) -> (SocketAddr, mpsc::UnboundedReceiver<AcceptedConnection>, Registry) {
         let registry = Registry::new();
         let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = tcp.local_addr().unwrap();
@@ -167,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_that_speaks_is_served_while_silent_ones_hold_all_places() {
+    async fn a_client_that_sends_is_served_while_silent_clients_fill_the_limit() {
         let (addr, mut serving, registry) = start(4).await;
         let mut silent = Vec::new();
         for _ in 0..12 {
@@ -185,18 +194,18 @@ mod tests {
             assert_eq!(closed.read(&mut [0]).await.unwrap(), 0);
         }
         let text = registry.render();
-        let line = "tulle_connections_closed_total{server=\"test\",cause=\"place_taken\"} 10\n";
+        let line = "tulle_connections_closed_total{server=\"test\",cause=\"evicted\"} 10\n";
         assert!(text.contains(line), "{text}");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_says_nothing_for_five_seconds_is_closed() {
+    async fn a_connection_without_a_byte_is_closed_after_five_seconds() {
         let (addr, _serving, registry) = start(4).await;
         let mut client = TcpStream::connect(addr).await.unwrap();
         let closed = timeout(2 * FIRST_BYTE_TIMEOUT, client.read(&mut [0])).await;
         assert_eq!(closed.unwrap().unwrap(), 0);
         let text = registry.render();
-        let line = "tulle_connections_closed_total{server=\"test\",cause=\"silent\"} 1\n";
+        let line = "tulle_connections_closed_total{server=\"test\",cause=\"first_byte_timeout\"} 1\n";
         assert!(text.contains(line), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! Keeps those who can be made to write lines into the log from filling it: one line a minute for each source.
+//! Limits log lines that clients can cause: one line a minute for each kind of line and client address.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Who had a line, and when.
+/// Counts the lines of the current minute by source.
 #[derive(Default)]
 pub struct LogLimiter {
     state: Mutex<State>,
@@ -15,66 +15,70 @@ pub struct LogLimiter {
 
 #[derive(Default)]
 struct State {
-    /// Since when the sources are counted.
-    began_at: Option<Instant>,
-    /// Lines left out, for each source that has had one.
+    /// The start of the current minute.
+    window_started_at: Option<Instant>,
+    /// Number of suppressed lines of each source that had a line.
     sources: HashMap<(&'static str, IpAddr), u64>,
-    /// Lines of sources that are one too many.
-    n_left_out: u64,
+    /// Number of suppressed lines of sources above the maximum.
+    n_suppressed: u64,
 }
 
 impl LogLimiter {
-    /// Whether a line of this kind about this client is to be written; with how many were left out since the last minute's first.
+    /// Whether to write a line of this kind about this client. `Some` carries the number of lines suppressed in the
+    /// previous window.
     ///
-    /// A kind is a word of the caller's for one line of the code. There are 256 sources a minute at most, then lines are left out,
-    /// whoever they are about.
-    pub fn permits(&self, kind: &'static str, client: IpAddr) -> Option<LeftOut> {
+    /// `kind` is a constant that identifies the log statement. At most 256 sources have a line in a minute; lines of
+    /// further sources are suppressed.
+    pub fn allow(&self, kind: &'static str, client: IpAddr) -> Option<SuppressedLines> {
         let now = Instant::now();
         let mut state = self.state.lock();
         let mut n_before = 0;
-        if state.began_at.is_none_or(|began_at| now - began_at >= INTERVAL) {
-            n_before = state.sources.values().sum::<u64>() + state.n_left_out;
+        if state
+            .window_started_at
+            .is_none_or(|began_at| now - began_at >= LOG_WINDOW)
+        {
+            n_before = state.sources.values().sum::<u64>() + state.n_suppressed;
             *state = State {
-                began_at: Some(now),
+                window_started_at: Some(now),
                 ..State::default()
             };
         }
-        let is_full = state.sources.len() >= MAX_SOURCES;
+        let is_full = state.sources.len() >= MAX_SOURCES_PER_WINDOW;
         match state.sources.get_mut(&(kind, client)) {
             Some(n_left_out) => *n_left_out += 1,
-            None if is_full => state.n_left_out += 1,
+            None if is_full => state.n_suppressed += 1,
             None => {
                 state.sources.insert((kind, client), 0);
-                return Some(LeftOut(n_before));
+                return Some(SuppressedLines(n_before));
             }
         }
         None
     }
 }
 
-/// How many lines, of all sources, were left out in the minute before.
+/// The number of lines, of all sources, that were suppressed in the previous minute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeftOut(u64);
+pub struct SuppressedLines(u64);
 
-impl LeftOut {
-    /// What a line says of it: nothing where there were none.
-    pub fn shown(self) -> Option<u64> {
+impl SuppressedLines {
+    /// The number for a log field; `None` if no line was suppressed.
+    pub fn count(self) -> Option<u64> {
         (self.0 > 0).then_some(self.0)
     }
 }
 
-/// Writes a line of level `info` about a client, as far as a [`LogLimiter`] permits it; the message is its kind.
+/// Writes an `info` line about a client if the [`LogLimiter`] permits it; the message is its kind.
 #[macro_export]
 macro_rules! info_limited {
     ($limiter:expr, $client:expr, $message:literal $(, $($fields:tt)+)?) => {
-        if let Some(left_out) = $limiter.permits($message, $client) {
-            ::tracing::info!(left_out = left_out.shown(), $($($fields)+,)? $message);
+        if let Some(suppressed) = $limiter.allow($message, $client) {
+            ::tracing::info!(left_out = suppressed.count(), $($($fields)+,)? $message);
         }
     };
 }
 
-const INTERVAL: Duration = Duration::from_secs(60);
-const MAX_SOURCES: usize = 256;
+const LOG_WINDOW: Duration = Duration::from_secs(60);
+const MAX_SOURCES_PER_WINDOW: usize = 256;
 
 #[cfg(test)]
 mod tests {
@@ -87,13 +91,13 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_source_has_a_line_a_minute_and_there_are_no_more_than_256_sources() {
         let limiter = LogLimiter::default();
-        let permits = |kind, n: u32| limiter.permits(kind, Ipv4Addr::from(n).into());
-        assert_eq!(permits("refused", 1), Some(LeftOut(0)));
+        let permits = |kind, n: u32| limiter.allow(kind, Ipv4Addr::from(n).into());
+        assert_eq!(permits("refused", 1), Some(SuppressedLines(0)));
         assert_eq!(permits("refused", 1), None);
-        assert_eq!(permits("handshake", 1), Some(LeftOut(0)));
+        assert_eq!(permits("handshake", 1), Some(SuppressedLines(0)));
         let n_lines = (0..10_000).filter(|n| permits("refused", *n).is_some()).count();
         assert_eq!(n_lines, 254);
-        advance(INTERVAL).await;
-        assert_eq!(permits("refused", 1), Some(LeftOut(9747)), "all but those 256");
+        advance(LOG_WINDOW).await;
+        assert_eq!(permits("refused", 1), Some(SuppressedLines(9747)), "all but those 256");
     }
 }

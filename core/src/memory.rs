@@ -1,48 +1,48 @@
-//! How much memory this process may use, and how much of that is used.
+//! Memory limit and memory usage of this process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The control group of this process, which has a limit.
+/// The control group of this process, if it has a memory limit.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct MemoryCgroup {
     /// In bytes.
-    pub limit: u64,
+    pub limit_bytes: u64,
     usage: PathBuf,
     stat: PathBuf,
-    /// The name in `stat` of what the kernel can drop.
-    droppable: &'static str,
+    /// The key in `stat` of page cache that the kernel can reclaim.
+    reclaimable_key: &'static str,
 }
 
-/// In bytes: the limit of our control group, or what the machine has; nothing where neither is known.
+/// The limit of the control group, or the memory of the machine, in bytes; `None` if neither is known.
 pub fn limit() -> Option<u64> {
-    Group::own().map(|group| group.limit).or_else(|| {
+    MemoryCgroup::current().map(|group| group.limit_bytes).or_else(|| {
         let machine = fs::read_to_string("/proc/meminfo").ok()?;
-        Some(named(&machine, "MemTotal:")? * 1024)
+        Some(parse_field(&machine, "MemTotal:")? * 1024)
     })
 }
 
-/// The number behind a name, in lines of names and numbers.
-pub fn named(text: &str, name: &str) -> Option<u64> {
+/// The number after a name, in text with a name and a number on each line.
+pub fn parse_field(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_ascii_whitespace);
     lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok())?)
 }
 
-impl Group {
-    /// That of this process, if it has a limit.
-    pub fn own() -> Option<Self> {
+impl MemoryCgroup {
+    /// The control group of this process; `None` if it has no limit.
+    pub fn current() -> Option<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").ok()?;
         Self::find(Path::new("/sys/fs/cgroup"), &own)
     }
 
-    /// What the kernel counts towards the limit, without the files that it can drop, in bytes.
-    pub fn used(&self) -> Option<u64> {
+    /// Memory that counts towards the limit, without reclaimable page cache, in bytes.
+    pub fn usage_bytes(&self) -> Option<u64> {
         let used: u64 = fs::read_to_string(&self.usage).ok()?.trim().parse().ok()?;
         let stat = fs::read_to_string(&self.stat).ok()?;
-        Some(used.saturating_sub(named(&stat, self.droppable).unwrap_or(0)))
+        Some(used.saturating_sub(parse_field(&stat, self.reclaimable_key).unwrap_or(0)))
     }
 
-    /// In either version of control groups.
+    /// Finds the control group, version 1 or 2.
     fn find(mount: &Path, own: &str) -> Option<Self> {
         own.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
@@ -57,24 +57,24 @@ impl Group {
                 ),
                 _ => return None,
             };
-            // A container may see its own group as the root, whatever it is called outside.
+            // In a container, its own control group may be mounted as the root, regardless of its name on the host.
             let own = [root.join(path), root]
                 .into_iter()
                 .find(|dir| dir.join(usage).exists())?;
             let limit = fs::read_to_string(own.join(limit)).ok()?.trim().parse().ok()?;
             let group = Self {
-                limit,
+                limit_bytes: limit,
                 usage: own.join(usage),
                 stat: own.join("memory.stat"),
-                droppable,
+                reclaimable_key: droppable,
             };
-            (limit < NO_LIMIT).then_some(group)
+            (limit < CGROUP_V1_UNLIMITED).then_some(group)
         })
     }
 }
 
-/// A limit so high is none: version 1 has no other way to say so.
-const NO_LIMIT: u64 = 1 << 60;
+/// Control groups version 1 express "no limit" as a very high limit; values from here on count as unlimited.
+const CGROUP_V1_UNLIMITED: u64 = 1 << 60;
 
 #[cfg(test)]
 mod tests {
@@ -96,7 +96,7 @@ mod tests {
         write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 100\n");
         write("free/memory.current", "1\n");
         write("free/memory.max", "max\n");
-        let found = |own| Group::find(mount.path(), own).map(|group| (group.used(), group.limit));
+        let found = |own| MemoryCgroup::find(mount.path(), own).map(|group| (group.usage_bytes(), group.limit_bytes));
         assert_eq!(found("0::/pod\n"), Some((Some(3000), 8000)));
         assert_eq!(
             found("5:cpu:/x\n4:memory:/kubepods/of/outside\n0::/\n"),

@@ -1,49 +1,49 @@
-//! Every string and number that others can see, spelled once.
+//! Externally visible names and numbers (headers, ports, annotations, labels), each defined once.
 
-/// What the TLS handshake offers when a transport header follows it.
+/// The ALPN protocol of a TLS handshake that is followed by a transport header.
 pub const TRANSPORT_ALPN: &[u8] = b"transport.l5d.io/v1";
 
-/// The audience that identity tokens must be made for.
+/// The audience of identity tokens.
 pub const TOKEN_AUDIENCE: &str = "identity.l5d.io";
 
-/// The metadata that every request to a SPIFFE Workload API carries, with the value `true`.
+/// The metadata key of every request to a SPIFFE Workload API; its value is `true`.
 pub const WORKLOAD_API_METADATA: &str = "workload.spiffe.io";
 
-/// HTTP headers that proxies speak to each other and to applications.
+/// HTTP headers between proxies, and between proxies and applications.
 pub mod header {
     use http::HeaderName;
 
-    /// The mTLS identity of the client; set by the inbound side, never believed from outside.
+    /// The mTLS identity of the client. The inbound proxy sets it and removes values that clients send.
     pub const L5D_CLIENT_ID: HeaderName = HeaderName::from_static("l5d-client-id");
-    /// The version and form of an HTTP/1 request that travels over HTTP/2.
+    /// The version and URI form of an HTTP/1 request that is carried over HTTP/2.
     pub const L5D_ORIG_PROTO: HeaderName = HeaderName::from_static("l5d-orig-proto");
-    /// The logical name of the destination, on the service profile path.
+    /// The logical name of the destination, for ServiceProfiles.
     pub const L5D_DST_CANONICAL: HeaderName = HeaderName::from_static("l5d-dst-canonical");
-    /// The identity that the application demands of the server.
+    /// The server identity that the application requires.
     pub const L5D_REQUIRE_ID: HeaderName = HeaderName::from_static("l5d-require-id");
-    /// What went wrong, on a response that a proxy made.
+    /// The error text of a response that a proxy generates.
     pub const L5D_PROXY_ERROR: HeaderName = HeaderName::from_static("l5d-proxy-error");
-    /// Why a proxy answered itself, by a code that stays what it is, and who says so: [`causes`](crate::causes).
+    /// The cause of a response that a proxy generates, as a stable code with parameters: [`causes`](crate::causes).
     pub const L5D_PROXY_CAUSE: HeaderName = HeaderName::from_static("l5d-proxy-cause");
-    /// `close` asks the peer's proxy to end the connection of its application as well.
+    /// `close` asks the peer's proxy to close its application's connection.
     pub const L5D_PROXY_CONNECTION: HeaderName = HeaderName::from_static("l5d-proxy-connection");
-    /// The authority to send to, in ingress mode.
+    /// The authority to send the request to, in ingress mode.
     pub const L5D_DST_OVERRIDE: HeaderName = HeaderName::from_static("l5d-dst-override");
-    /// Which HTTP statuses this request is retried on.
+    /// The HTTP statuses on which this request is retried.
     pub const L5D_RETRY_HTTP: HeaderName = HeaderName::from_static("l5d-retry-http");
-    /// Which gRPC statuses this request is retried on.
+    /// The gRPC statuses on which this request is retried.
     pub const L5D_RETRY_GRPC: HeaderName = HeaderName::from_static("l5d-retry-grpc");
-    /// How often this request is retried at most.
+    /// The maximum number of retries of this request.
     pub const L5D_RETRY_LIMIT: HeaderName = HeaderName::from_static("l5d-retry-limit");
-    /// How long one try of this request may take.
+    /// The timeout of one attempt of this request.
     pub const L5D_RETRY_TIMEOUT: HeaderName = HeaderName::from_static("l5d-retry-timeout");
-    /// How long this request and its response may take.
+    /// The timeout of this request and its response.
     pub const L5D_TIMEOUT: HeaderName = HeaderName::from_static("l5d-timeout");
     /// The older name of [`L5D_TIMEOUT`].
     pub const L5D_REQUEST_TIMEOUT: HeaderName = HeaderName::from_static("l5d-request-timeout");
-    /// How long the response may take once the request is sent.
+    /// The timeout of the response after the request is sent.
     pub const L5D_RESPONSE_TIMEOUT: HeaderName = HeaderName::from_static("l5d-response-timeout");
-    /// Headers whose values let whoever knows them act for somebody else: taps show that they are there, and no more.
+    /// Headers that can contain credentials: taps show their names without their values.
     pub const CREDENTIALS: [HeaderName; 4] = [
         http::header::AUTHORIZATION,
         http::header::PROXY_AUTHORIZATION,
@@ -54,69 +54,69 @@ pub mod header {
 
 /// TCP ports of proxies and of the control plane.
 pub mod port {
-    /// Where the proxy takes connections for its application.
+    /// The proxy's port for connections to its application.
     pub const INBOUND: u16 = 4143;
-    /// Where the proxy takes connections of its application.
+    /// The proxy's port for connections from its application.
     pub const OUTBOUND: u16 = 4140;
-    /// Where the proxy serves tap.
+    /// The proxy's port for tap.
     pub const TAP: u16 = 4190;
-    /// Where the proxy serves metrics and probes.
+    /// The proxy's port for metrics and probes.
     pub const ADMIN: u16 = 4191;
-    /// Where the control plane signs certificates.
+    /// The control plane's port for certificate signing.
     pub const IDENTITY: u16 = 8080;
-    /// Where the control plane serves endpoints and profiles.
+    /// The control plane's port for endpoints and profiles.
     pub const DESTINATION: u16 = 8086;
-    /// Where the control plane serves policies.
+    /// The control plane's port for policies.
     pub const POLICY: u16 = 8090;
-    /// Where the control plane serves telemetry.
+    /// The control plane's port for telemetry.
     pub const TELEMETRY: u16 = 8089;
 }
 
-/// Probes of applications that the proxy makes in the kubelet's place.
+/// Application probes that the proxy makes instead of the kubelet.
 pub mod probes {
-    /// The proxy's variable that declares them, a JSON list of [`DeclaredProbe`](crate::probes::DeclaredProbe).
+    /// The proxy's environment variable with the probes, a JSON list of [`DeclaredProbe`](crate::probes::DeclaredProbe).
     pub const VARIABLE: &str = "TULLE_PROXY_PROBES";
-    /// Where the proxy's admin server makes them; `<container>/<startup|readiness|liveness>` follows.
+    /// The path prefix of the probes on the proxy's admin server; `<container>/<startup|readiness|liveness>` follows.
     ///
-    /// The kubelet asks here without an identity, as it asks `/live` and `/ready`.
+    /// The kubelet calls these paths without an identity, as it calls `/live` and `/ready`.
     pub const PATH_PREFIX: &str = "/probes/";
 }
 
-/// The telemetry API of the control plane, which Kubernetes serves as one of its own.
+/// The telemetry API of the control plane, an aggregated API of Kubernetes.
 pub mod telemetry {
     pub const GROUP: &str = "telemetry.tulle.dev";
     pub const VERSION: &str = "v1alpha1";
-    /// Under which name Kubernetes knows it.
+    /// The name of its APIService object.
     pub const API_SERVICE: &str = "v1alpha1.telemetry.tulle.dev";
     /// Golden metrics of workloads.
     pub const WORKLOADS: &str = "workloads";
-    /// Who sends to whom.
+    /// Pairs of clients and servers.
     pub const EDGES: &str = "edges";
     /// Golden metrics of routes.
     pub const ROUTES: &str = "routes";
-    /// Requests as they pass; to be watched.
+    /// A live stream of requests; supports watch only.
     pub const TAPS: &str = "taps";
 }
 
-/// Annotations of Kubernetes objects and of their copies in a directory.
+/// Annotations of Kubernetes objects, and of manifests in a directory.
 pub mod annotation {
     pub const INJECT: &str = "linkerd.io/inject";
-    /// What users sometimes write instead of [`INJECT`]; it injects nothing.
+    /// A common mistake for [`INJECT`]; it has no effect.
     pub const INJECTED_TYPO: &str = "linkerd.io/injected";
     pub const CREATED_BY: &str = "linkerd.io/created-by";
     pub const PROXY_VERSION: &str = "linkerd.io/proxy-version";
     pub const TRUST_ROOT_SHA256: &str = "linkerd.io/trust-root-sha256";
     pub const DISABLE_TAP: &str = "viz.linkerd.io/disable-tap";
-    /// `disabled` on a namespace keeps all admission webhooks away from it.
+    /// `disabled` on a namespace exempts it from all admission webhooks.
     pub const ADMISSION_WEBHOOKS: &str = "config.linkerd.io/admission-webhooks";
     pub const OPAQUE_PORTS: &str = "config.linkerd.io/opaque-ports";
     pub const SKIP_INBOUND_PORTS: &str = "config.linkerd.io/skip-inbound-ports";
     pub const SKIP_OUTBOUND_PORTS: &str = "config.linkerd.io/skip-outbound-ports";
-    /// `tproxy` lets the application see its clients' addresses; ours alone.
+    /// `tproxy` preserves the client's address for the application. Not in Linkerd.
     pub const INBOUND_MODE: &str = "config.tulle.dev/inbound-mode";
-    /// `allow` lets inbound IPv6 bypass the proxy where IPv6 is not redirected; ours alone.
+    /// `allow` lets inbound IPv6 bypass the proxy where IPv6 is not redirected. Not in Linkerd.
     pub const UNREDIRECTED_IPV6: &str = "config.tulle.dev/unredirected-ipv6";
-    /// `false` leaves all probes as they are declared; ours alone.
+    /// `false` leaves all probes as they are declared. Not in Linkerd.
     pub const REWRITE_PROBES: &str = "config.tulle.dev/rewrite-probes";
     pub const DEFAULT_INBOUND_POLICY: &str = "config.linkerd.io/default-inbound-policy";
     pub const REQUIRE_IDENTITY_INBOUND_PORTS: &str = "config.linkerd.io/proxy-require-identity-inbound-ports";
@@ -168,7 +168,7 @@ pub mod annotation {
     pub const ALPHA_ENABLE_NATIVE_SIDECAR: &str = "config.alpha.linkerd.io/proxy-enable-native-sidecar";
     pub const BETA_ENABLE_NATIVE_SIDECAR: &str = "config.beta.linkerd.io/proxy-enable-native-sidecar";
     pub const ALPHA_WAIT_BEFORE_EXIT_SECONDS: &str = "config.alpha.linkerd.io/proxy-wait-before-exit-seconds";
-    /// The prefix of attributes for traces; the attribute's name follows.
+    /// The prefix of trace attributes; the attribute's name follows.
     pub const TRACE_RESOURCE_PREFIX: &str = "resource.opentelemetry.io/";
     pub const RETRY_HTTP: &str = "retry.linkerd.io/http";
     pub const RETRY_GRPC: &str = "retry.linkerd.io/grpc";
@@ -189,13 +189,13 @@ pub mod annotation {
     pub const PENALIZE_FAILURES: &str = "balancer.alpha.linkerd.io/penalize-failures";
     pub const LOAD_BIASER_PENALTY: &str = "balancer.alpha.linkerd.io/load-biaser-penalty";
     pub const LOAD_BIASER_MAX_RETRY_AFTER: &str = "balancer.alpha.linkerd.io/load-biaser-max-retry-after";
-    /// The name of a Service in its own cluster, on the Endpoints of its mirror.
+    /// The name of the Service in its own cluster, on the Endpoints of its mirror.
     pub const REMOTE_SERVICE_NAME: &str = "mirror.linkerd.io/remote-svc-fq-name";
-    /// The identity of the gateway that the addresses of a mirror belong to.
+    /// The identity of the gateway to which the addresses of a mirror belong.
     pub const REMOTE_GATEWAY_IDENTITY: &str = "mirror.linkerd.io/remote-gateway-identity";
 }
 
-/// Labels of Kubernetes objects and of their copies in a directory.
+/// Labels of Kubernetes objects, and of manifests in a directory.
 pub mod label {
     pub const CONTROL_PLANE_NS: &str = "linkerd.io/control-plane-ns";
     pub const WORKLOAD_NS: &str = "linkerd.io/workload-ns";
@@ -204,15 +204,15 @@ pub mod label {
     pub const CNI_RESOURCE: &str = "linkerd.io/cni-resource";
     pub const APP_INSTANCE: &str = "app.kubernetes.io/instance";
     pub const APP_NAME: &str = "app.kubernetes.io/name";
-    /// The label that the API server gives each namespace.
+    /// The label that the API server sets on each namespace.
     pub const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
     pub const ZONE: &str = "topology.kubernetes.io/zone";
     pub const SERVICE_NAME: &str = "kubernetes.io/service-name";
     pub const HEADLESS: &str = "service.kubernetes.io/headless";
     pub const SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
     pub const POD_TEMPLATE_HASH: &str = "pod-template-hash";
-    /// The prefix of the labels that name a workload's owner; the owner's kind in lower case follows.
+    /// The prefix of the labels with a workload's owner; the owner's kind in lower case follows.
     pub const PROXY_OWNER_PREFIX: &str = "linkerd.io/proxy-";
-    /// The cluster that a mirror mirrors.
+    /// The name of the mirrored cluster.
     pub const MIRRORED_CLUSTER: &str = "mirror.linkerd.io/cluster-name";
 }

@@ -1,8 +1,8 @@
 //! Network namespaces for the redirect rules, the demo, the tests and the bench.
 //!
-//! A [`Namespace`] has a name under `/run/netns`, so that `ip netns` and `nsenter` see it, and vanishes with its value.
-//! A [`Lab`] is a bridge in a namespace of its own with hosts around it; nothing of it touches the host's network.
-//! Links and addresses are made by the `ip` program: speaking rtnetlink ourselves would save a few milliseconds a host.
+//! A [`Namespace`] has a name under `/run/netns`, so that `ip netns` and `nsenter` find it; dropping the value removes it.
+//! A [`VirtualNetwork`] is a bridge in its own namespace with hosts attached. It does not change the host's network.
+//! Links and addresses are created by the `ip` program: rtnetlink would save only a few milliseconds per host.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -23,33 +23,33 @@ use nix::sys::signalfd::SignalFd;
 use nix::unistd::{Gid, Pid, Uid, getgid, getuid, setgroups, setresgid, setresuid};
 use tokio::time::Instant;
 
-/// A named network namespace; dropping it removes the name and, once nothing runs inside, all that was in it.
+/// A named network namespace. Dropping it removes the name; the kernel removes the content when no process is inside.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
     fd: Arc<OwnedFd>,
 }
 
-/// A bridge in a namespace of its own, and hosts joined to it; dropping the lab removes them all.
+/// A bridge in its own namespace, with hosts attached. Dropping it removes them all.
 #[derive(Debug)]
-pub struct Lab {
-    stem: String,
+pub struct VirtualNetwork {
+    name_prefix: String,
     bridge: Namespace,
     hosts: Vec<Arc<Namespace>>,
 }
 
-/// One host of a [`Lab`].
+/// One host of a [`VirtualNetwork`].
 #[derive(Clone, Copy, Debug)]
 pub struct Host<'a> {
-    /// Distinguishes the host within its lab; part of the namespace's name.
+    /// Unique within the network; part of the namespace's name.
     pub name: &'a str,
     /// Addresses of `eth0`, IPv4 and IPv6, each with its prefix length (`10.77.0.5/24`).
     pub addrs: &'a [&'a str],
-    /// Default routes; none keeps the host on its link.
+    /// Default routes. Without one, the host reaches only its own link.
     pub gateways: &'a [&'a str],
 }
 
-/// What went wrong with a network namespace.
+/// An operation on a network namespace failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetnsError {
@@ -77,7 +77,7 @@ pub enum NetnsError {
         #[source]
         source: nix::Error,
     },
-    #[error("link {link} of {name} is not up after {LINK_UP_TIMEOUT:?}: {state}; is its other end up?")]
+    #[error("link {link} of {name} is not up after {LINK_UP_TIMEOUT:?}: {state}; is its peer up?")]
     LinkDown {
         name: String,
         link: &'static str,
@@ -117,10 +117,10 @@ impl Namespace {
     /// Creates an empty namespace with `lo` up.
     ///
     /// # Errors
-    /// When the name is taken or this process may not create namespaces.
+    /// If the name is taken, or this process may not create namespaces.
     pub fn create(name: &str) -> Result<Self, NetnsError> {
         ip(Command::new(IP), &format!("netns add {name}\n"))?;
-        let namespace = Self::open(name).inspect_err(|_| unname(name))?;
+        let namespace = Self::open(name).inspect_err(|_| remove_name(name))?;
         namespace.ip("link set lo up\n")?;
         Ok(namespace)
     }
@@ -130,17 +130,17 @@ impl Namespace {
         &self.name
     }
 
-    /// What `nsenter --net=` takes.
+    /// The path for `nsenter --net=`.
     pub fn path(&self) -> PathBuf {
         Path::new(RUN_NETNS).join(&self.name)
     }
 
-    /// Runs a closure on a thread of its own inside the namespace; sockets made there stay there.
+    /// Runs a closure on a new thread inside the namespace. Sockets that it creates stay in the namespace.
     ///
     /// A panic of the closure continues in the caller.
     ///
     /// # Errors
-    /// Only when the namespace cannot be entered; the closure has not run then.
+    /// If the namespace cannot be entered; the closure did not run.
     pub fn run<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> Result<T, NetnsError> {
         let on_thread = || setns(self.fd.as_fd(), CloneFlags::CLONE_NEWNET).map(|()| inside());
         match thread::scope(|scope| scope.spawn(on_thread).join()) {
@@ -153,7 +153,7 @@ impl Namespace {
         }
     }
 
-    /// A command that starts inside the namespace; the rest of the system is as the caller sees it.
+    /// A command that runs inside the network namespace. Its other namespaces are those of the caller.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         let fd = self.fd.clone();
@@ -161,18 +161,18 @@ impl Namespace {
         command
     }
 
-    /// Runs lines of `ip -batch` inside the namespace (`link add …`, `route add …`), up to the first that fails.
+    /// Runs lines of `ip -batch` inside the namespace (`link add …`, `route add …`), until one fails.
     ///
     /// # Errors
-    /// What `ip` answers.
+    /// If `ip` fails, with its output.
     pub fn ip(&self, lines: &str) -> Result<(), NetnsError> {
         ip(self.command(IP), lines)
     }
 
-    /// Waits until the kernel has taken notice that a link and its other end are up.
+    /// Waits until the kernel reports a link and its peer as up.
     ///
-    /// The kernel does so after `ip` has returned, and changes the IPv6 routes of the link then. Meanwhile it may take
-    /// an address of the namespace itself for one of its neighbours.
+    /// The kernel does this after `ip` has returned, and then changes the IPv6 routes of the link. Until then it may treat
+    /// an address of the namespace itself as a neighbour's.
     fn wait_for_link(&self, link: &'static str) -> Result<(), NetnsError> {
         let deadline = Instant::now() + LINK_UP_TIMEOUT;
         loop {
@@ -210,32 +210,33 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        unname(&self.name);
+        remove_name(&self.name);
     }
 }
 
-impl Lab {
-    /// Makes the bridge. Names start with the prefix and carry this process's id, so labs of parallel tests never meet.
+impl VirtualNetwork {
+    /// Creates the bridge. Namespace names contain the prefix and the id of this process, so that parallel tests do not
+    /// collide.
     ///
     /// # Errors
     /// As [`Namespace::create`].
     pub fn new(prefix: &str) -> Result<Self, NetnsError> {
-        let n = LABS.fetch_add(1, Ordering::Relaxed);
-        let stem = format!("{prefix}{}-{n}-", process::id());
-        let bridge = Namespace::create(&format!("{stem}bridge"))?;
-        // Snooping would need a querier to let neighbour discovery through; a link without one floods.
+        let n = NEXT_NETWORK_ID.fetch_add(1, Ordering::Relaxed);
+        let name_prefix = format!("{prefix}{}-{n}-", process::id());
+        let bridge = Namespace::create(&format!("{name_prefix}bridge"))?;
+        // With snooping, neighbour discovery needs a multicast querier; without it, the bridge floods.
         bridge.ip("link add br0 type bridge mcast_snooping 0\nlink set br0 up\n")?;
         Ok(Self {
-            stem,
+            name_prefix,
             bridge,
             hosts: Vec::new(),
         })
     }
 
-    /// Joins a host with one IPv4 address, and perhaps one IPv6 address, and no default route.
+    /// Adds a host with one IPv4 address, an optional IPv6 address, and no default route.
     ///
     /// # Errors
-    /// As [`Lab::add`].
+    /// As [`VirtualNetwork::add`].
     pub fn host(&mut self, name: &str, ip4: &str, ip6: Option<&str>) -> Result<Arc<Namespace>, NetnsError> {
         let addrs: Vec<&str> = [ip4].into_iter().chain(ip6).collect();
         self.add(Host {
@@ -245,19 +246,19 @@ impl Lab {
         })
     }
 
-    /// Joins a host: a namespace whose `eth0` is on the lab's bridge.
+    /// Adds a host: a namespace whose `eth0` is attached to the bridge.
     ///
     /// # Errors
-    /// When the name is taken within the lab or an address is malformed.
+    /// If the name is taken within the network, or an address is malformed.
     pub fn add(&mut self, host: Host<'_>) -> Result<Arc<Namespace>, NetnsError> {
-        let namespace = self.bare(host.name)?;
+        let namespace = self.add_isolated(host.name)?;
         let port = format!("port{}", self.hosts.len());
         let name = namespace.name();
         self.bridge.ip(&format!(
             "link add {port} type veth peer name eth0 netns {name}\nlink set {port} master br0 up\n"
         ))?;
         let addrs = host.addrs.iter().map(|addr| match addr.contains(':') {
-            // Duplicate address detection would leave the address unusable for its first second.
+            // Duplicate address detection makes an address unusable for one second.
             true => format!("addr add {addr} dev eth0 nodad\n"),
             false => format!("addr add {addr} dev eth0\n"),
         });
@@ -271,39 +272,40 @@ impl Lab {
         Ok(namespace)
     }
 
-    /// Adds a namespace that is joined to nothing.
+    /// Adds a namespace without a link to the bridge.
     ///
     /// # Errors
     /// As [`Namespace::create`].
-    pub fn bare(&mut self, name: &str) -> Result<Arc<Namespace>, NetnsError> {
-        let namespace = Arc::new(Namespace::create(&format!("{}{name}", self.stem))?);
+    pub fn add_isolated(&mut self, name: &str) -> Result<Arc<Namespace>, NetnsError> {
+        let namespace = Arc::new(Namespace::create(&format!("{}{name}", self.name_prefix))?);
         self.hosts.push(namespace.clone());
         Ok(namespace)
     }
 }
 
-impl Drop for Lab {
-    /// Hosts that somebody still holds lose their name now as well: a lab never outlives its test in `ip netns`.
+impl Drop for VirtualNetwork {
+    /// Also removes the names of hosts that are still referenced, so that no name remains in `ip netns` after a test.
     fn drop(&mut self) {
         for host in &self.hosts {
-            unname(&host.name);
+            remove_name(&host.name);
         }
     }
 }
 
-/// Removes namespaces that a killed process left behind, and says which.
+/// Removes namespaces that a killed process left behind, and returns their names.
 ///
-/// Takes those whose name starts with the prefix, except labs of other processes that are alive.
+/// Removes namespaces whose name starts with the prefix, except those of a [`VirtualNetwork`] of another process that is
+/// still alive.
 ///
 /// # Errors
-/// When the names cannot be listed; without any namespace there is nothing to list and no error.
-pub fn sweep(prefix: &str) -> Result<Vec<String>, NetnsError> {
+/// If the names cannot be listed. A missing directory is not an error.
+pub fn remove_stale(prefix: &str) -> Result<Vec<String>, NetnsError> {
     let entries = match fs::read_dir(RUN_NETNS) {
         Ok(entries) => entries,
         Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(source) => return Err(NetnsError::List { source }),
     };
-    let mut swept = Vec::new();
+    let mut removed = Vec::new();
     for entry in entries {
         let name = entry.map_err(|source| NetnsError::List { source })?.file_name();
         let Some(name) = name.to_str() else { continue };
@@ -314,20 +316,20 @@ pub fn sweep(prefix: &str) -> Result<Vec<String>, NetnsError> {
         if maker.is_some_and(|pid| pid != process::id() && Path::new(&format!("/proc/{pid}")).exists()) {
             continue;
         }
-        unname(name);
-        swept.push(name.to_owned());
+        remove_name(name);
+        removed.push(name.to_owned());
     }
-    Ok(swept)
+    Ok(removed)
 }
 
-/// Makes this process root of a user namespace of its own, with an empty `/run/netns`, unless it is root already.
+/// Makes this process root in a new user namespace, with an empty `/run/netns`, unless it is root already.
 ///
-/// Returns only to root. Otherwise the program is started again with the same arguments in new user, network and mount
-/// namespaces, where 0 is the caller and the given ids (users and groups alike) are subordinate ids of the caller;
-/// signals are passed on, and this process ends as that one does. Call it first thing, before any thread exists.
+/// Returns only as root. Otherwise the program is started again with the same arguments in new user, network and mount
+/// namespaces. There, id 0 is the caller, and the given ids (for users and groups) are subordinate ids of the caller. This
+/// process forwards signals, and exits with the status of the new one. It must be called before any thread is started.
 ///
 /// # Errors
-/// When `newuidmap` or `newgidmap` is missing, too few subordinate ids are granted, or the kernel forbids it.
+/// If `newuidmap` or `newgidmap` is missing, too few subordinate ids are granted, or the kernel forbids user namespaces.
 pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
     if Uid::effective().is_root() {
         return Ok(());
@@ -340,23 +342,23 @@ pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
         source,
     };
 
-    // The child reports its pid once it has its namespaces, and goes on once its ids are mapped.
+    // The child sends its pid after it has created its namespaces, and continues after its ids are mapped.
     let (mut from_child, to_parent) = io::pipe().map_err(failed)?;
     let (from_parent, mut to_child) = io::pipe().map_err(failed)?;
     let mut command = Command::new(&program);
     command.args(std::env::args_os().skip(1));
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD]);
     before_exec(&mut command, move || {
-        signals.thread_unblock()?; // blocked here, and inherited
+        signals.thread_unblock()?; // the parent blocks them, and the child inherits the mask
         become_root_inside(&to_parent, &from_parent)
     });
     signals.thread_block().map_err(|errno| failed(errno.into()))?;
     let child = thread::scope(|scope| {
-        // `spawn` returns only after exec, so the maps are written from a thread beside it.
+        // `spawn` returns only after exec, so another thread writes the maps.
         let mapper = scope.spawn(move || {
             let mut pid = [0; 4];
             if from_child.read_exact(&mut pid).is_err() {
-                return Ok(()); // the child got no namespaces, and `spawn` says why
+                return Ok(()); // the child failed to create its namespaces; `spawn` returns the error
             }
             let pid = i32::from_ne_bytes(pid);
             let mapped =
@@ -365,16 +367,16 @@ pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
             mapped
         });
         let spawned = command.spawn();
-        drop(command); // and with it the child's ends of the pipes, so that the mapper cannot wait for ever
+        drop(command); // closes the child's ends of the pipes, so that the mapper does not wait for ever
         mapper
             .join()
             .unwrap_or_else(|panicked| panic::resume_unwind(panicked))?;
         spawned.map_err(failed)
     })?;
-    follow(child, &signals).map_err(|source| NetnsError::Wait { source })
+    forward_signals(child, &signals).map_err(|source| NetnsError::Wait { source })
 }
 
-/// Runs in the child between fork and exec: own namespaces, ids from outside, then root with a private `/run/netns`.
+/// Runs in the child between fork and exec: creates the namespaces, waits for its ids, becomes root, mounts `/run/netns`.
 fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::PipeReader) -> io::Result<()> {
     unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
     to_parent.write_all(&Pid::this().as_raw().to_ne_bytes())?;
@@ -391,7 +393,7 @@ fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::Pipe
     let none = None::<&Path>;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
     let tmpfs = |at: &str| mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"));
-    // Where nobody has made a namespace yet the directory is missing, and only a /run of our own can hold it.
+    // `/run/netns` does not exist before the first `ip netns add`; it can then be created only in a private `/run`.
     match tmpfs(RUN_NETNS) {
         Err(nix::Error::ENOENT) => {
             tmpfs("/run")?;
@@ -402,8 +404,8 @@ fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::Pipe
     Ok(())
 }
 
-/// Passes signals on until the child ends, then ends as it did.
-fn follow(mut child: process::Child, signals: &SigSet) -> io::Result<()> {
+/// Forwards signals until the child ends, then exits with its status.
+fn forward_signals(mut child: process::Child, signals: &SigSet) -> io::Result<()> {
     let arrived = SignalFd::new(signals)?;
     let pid = Pid::from_raw(child.id().cast_signed());
     loop {
@@ -413,37 +415,38 @@ fn follow(mut child: process::Child, signals: &SigSet) -> io::Result<()> {
         }
         let Some(info) = arrived.read_signal()? else { continue };
         let signal = Signal::try_from(info.ssi_signo.cast_signed())?;
-        // The terminal has sent its own to the child as well; twice would mean "hurry" to it.
+        // The kernel sends a signal of the terminal (Ctrl-C) to the child too. The child treats a second one as a request
+        // to exit at once.
         if signal != Signal::SIGCHLD && info.ssi_code != SI_KERNEL {
             kill(pid, signal)?;
         }
     }
 }
 
-/// Which of the two maps of a user namespace.
+/// The program and the file for one of the two id maps of a user namespace.
 #[derive(Clone, Copy)]
 struct MapTool {
     program: &'static str,
-    grants: &'static str,
+    subid_file: &'static str,
     what: &'static str,
 }
 
 impl MapTool {
     const USERS: Self = Self {
         program: "newuidmap",
-        grants: "/etc/subuid",
+        subid_file: "/etc/subuid",
         what: "program for user ids",
     };
     const GROUPS: Self = Self {
         program: "newgidmap",
-        grants: "/etc/subgid",
+        subid_file: "/etc/subgid",
         what: "program for group ids",
     };
 }
 
 /// The lines `inside outside 1` for 0 (the caller's own id) and the wanted ids (subordinate ones).
 fn id_map(tool: MapTool, own: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsError> {
-    let grants = fs::read_to_string(tool.grants).unwrap_or_default();
+    let grants = fs::read_to_string(tool.subid_file).unwrap_or_default();
     let user = nix::unistd::User::from_uid(getuid())
         .ok()
         .flatten()
@@ -453,7 +456,7 @@ fn id_map(tool: MapTool, own: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsEr
     let outside: Vec<u32> = subordinate_ids(&grants, &[&user, &number]).take(ids.len()).collect();
     if outside.len() < ids.len() {
         return Err(NetnsError::NoSubordinateIds {
-            file: tool.grants,
+            file: tool.subid_file,
             wanted: ids.len(),
             user,
         });
@@ -505,7 +508,7 @@ fn ip(mut command: Command, lines: &str) -> Result<(), NetnsError> {
         .stderr(Stdio::piped());
     let mut child = command.spawn().map_err(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A batch that is refused early closes the pipe; its answer says more than the broken pipe does.
+        // If `ip` rejects the batch early, it closes the pipe; its output explains the failure better than `EPIPE`.
         let _ = stdin.write_all(lines.as_bytes());
     }
     let output = child.wait_with_output().map_err(failed)?;
@@ -520,18 +523,18 @@ fn ip(mut command: Command, lines: &str) -> Result<(), NetnsError> {
     })
 }
 
-/// Removes a name; what cannot be removed is left to [`sweep`], as drops have nobody to tell.
-fn unname(name: &str) {
+/// Removes a name. Errors are ignored, because drops cannot report them; [`remove_stale`] removes what remains.
+fn remove_name(name: &str) {
     let path = Path::new(RUN_NETNS).join(name);
     let _ = umount2(&path, MntFlags::MNT_DETACH);
     let _ = fs::remove_file(path);
 }
 
-/// Adds a step to run in the child between fork and exec.
+/// Adds a step that runs in the child between fork and exec.
 #[allow(unsafe_code)]
 fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Send + Sync + 'static) {
-    // SAFETY: after fork only async-signal-safe functions may run. Both callers in this module make system calls alone
-    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl, sigprocmask), allocate nothing and take no lock.
+    // SAFETY: after fork only async-signal-safe functions may run. Both callers in this module only make system calls
+    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl, sigprocmask); they do not allocate and take no lock.
     unsafe {
         command.pre_exec(step);
     }
@@ -541,9 +544,9 @@ const IP: &str = "ip";
 const RUN_NETNS: &str = "/run/netns";
 const LINK_UP_TIMEOUT: Duration = Duration::from_secs(5);
 const LINK_UP_INTERVAL: Duration = Duration::from_millis(1);
-/// `si_code` of a signal that the kernel sent, as for Ctrl-C.
+/// `si_code` of a signal from the kernel, such as that of Ctrl-C.
 const SI_KERNEL: i32 = 0x80;
-static LABS: AtomicU32 = AtomicU32::new(0);
+static NEXT_NETWORK_ID: AtomicU32 = AtomicU32::new(0);
 
 #[cfg(test)]
 mod tests {
@@ -561,13 +564,13 @@ mod tests {
     }
 
     #[test]
-    fn hosts_of_a_lab_reach_each_other_over_both_families_and_leave_nothing_behind() {
+    fn hosts_of_a_network_reach_each_other_over_both_families_and_are_removed() {
         if !root() {
             return;
         }
-        let mut lab = Lab::new("ti-core-").unwrap();
-        let a = lab.host("a", "10.77.0.1/24", Some("fd77::1/64")).unwrap();
-        let b = lab.host("b", "10.77.0.2/24", Some("fd77::2/64")).unwrap();
+        let mut network = VirtualNetwork::new("ti-core-").unwrap();
+        let a = network.host("a", "10.77.0.1/24", Some("fd77::1/64")).unwrap();
+        let b = network.host("b", "10.77.0.2/24", Some("fd77::2/64")).unwrap();
         for addr in ["10.77.0.2:80", "[fd77::2]:80"] {
             let listener = b.run(|| TcpListener::bind(addr)).unwrap().unwrap();
             a.run(|| TcpStream::connect(addr)).unwrap().unwrap();
@@ -575,14 +578,14 @@ mod tests {
         }
         let output = b.command("ip").args(["-br", "addr", "show", "eth0"]).output().unwrap();
         assert!(String::from_utf8_lossy(&output.stdout).contains("10.77.0.2/24"));
-        let paths = [a.path(), b.path(), lab.bridge.path()];
+        let paths = [a.path(), b.path(), network.bridge.path()];
         assert!(paths.iter().all(|path| path.exists()));
-        drop(lab);
+        drop(network);
         assert!(!paths.iter().any(|path| path.exists()));
     }
 
     #[test]
-    fn a_panic_inside_continues_outside_and_still_cleans_up() {
+    fn a_panic_inside_continues_in_the_caller_and_the_namespace_is_removed() {
         if !root() {
             return;
         }
@@ -596,19 +599,19 @@ mod tests {
     }
 
     #[test]
-    fn sweeping_takes_leftovers_and_spares_the_labs_of_living_processes() {
+    fn remove_stale_keeps_the_namespaces_of_living_processes() {
         if !root() {
             return;
         }
         let prefix = format!("ti-core-sweep-{}-", process::id());
         let leak = |name: &str| std::mem::forget(Namespace::create(&format!("{prefix}{name}")).unwrap());
         leak("plain");
-        leak("1-0-living"); // process 1 always lives
-        leak("4194999-0-dead"); // beyond the largest pid
-        let mut swept = sweep(&prefix).unwrap();
-        swept.sort();
-        assert_eq!(swept, [format!("{prefix}4194999-0-dead"), format!("{prefix}plain")]);
-        unname(&format!("{prefix}1-0-living"));
+        leak("1-0-living"); // process 1 is always alive
+        leak("4194999-0-dead"); // larger than the largest pid
+        let mut removed = remove_stale(&prefix).unwrap();
+        removed.sort();
+        assert_eq!(removed, [format!("{prefix}4194999-0-dead"), format!("{prefix}plain")]);
+        remove_name(&format!("{prefix}1-0-living"));
     }
 
     #[test]

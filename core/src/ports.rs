@@ -1,4 +1,4 @@
-//! Sets of TCP ports, written as `80,90-100`; empty entries of such a list say nothing.
+//! Sets of TCP ports, written as `80,90-100`; empty list entries are ignored.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -6,13 +6,13 @@ use std::str::FromStr;
 
 use crate::addr::parse_port;
 
-/// A set of ports, kept as sorted ranges that neither overlap nor touch.
+/// A set of ports, stored as sorted ranges that neither overlap nor touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PortSet {
     ranges: Vec<(u16, u16)>,
 }
 
-/// Why a text is not a [`PortSet`].
+/// The text is not a [`PortSet`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{part:?} is not a port or a range of ports; expected a comma list such as 80,90-100 of ports from 1 to 65535")]
 pub struct ParsePortsError {
@@ -44,7 +44,7 @@ impl PortSet {
             return;
         }
         let (mut first, mut last) = range.into_inner();
-        // Everything that overlaps or touches melts into the new range.
+        // Ranges that overlap or touch the new one are merged into it.
         self.ranges.retain(|(low, high)| {
             let apart = high.checked_add(1).is_some_and(|next| next < first)
                 || last.checked_add(1).is_some_and(|next| next < *low);
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_lists_are_refused() {
         for text in ["0", "65536", "a", "80;90", "9-8", "1-", "-1", "+1", "1-2-3"] {
             assert!(text.parse::<PortSet>().is_err(), "{text}");
         }

@@ -1,7 +1,8 @@
-//! Declared probes: what an injector takes out of a pod's containers, and the proxy makes in the kubelet's place.
+//! Declared probes: probes that the injector removes from a pod's containers, and that the proxy makes instead of the
+//! kubelet.
 //!
-//! A list of them is a variable of the proxy, as JSON; the handler of each is as the manifest has it, so that the manifest can
-//! be restored.
+//! The proxy receives them as a JSON list in an environment variable. Each handler is the one of the manifest, so that the
+//! manifest can be restored.
 
 use std::fmt;
 use std::num::{NonZeroU16, NonZeroU32};
@@ -16,15 +17,15 @@ use crate::names;
 pub struct DeclaredProbe {
     pub container: String,
     pub probe: Kind,
-    /// The port that the handler names.
+    /// The port in the handler.
     pub port: NonZeroU16,
-    /// How long the probe may take, in seconds.
+    /// The timeout of the probe, in seconds.
     pub timeout_seconds: NonZeroU32,
     #[serde(flatten)]
     pub handler: Handler,
 }
 
-/// What a probe decides about its container.
+/// The kind of a probe, as in Kubernetes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -33,19 +34,19 @@ pub enum Kind {
     Liveness,
 }
 
-/// How a probe is made, with the names and values of Kubernetes.
+/// The handler of a probe, with the field names and values of Kubernetes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
 pub enum Handler {
-    /// A TCP connection that is established.
+    /// Succeeds if a TCP connection is established.
     TcpSocket { port: Port },
-    /// `grpc.health.v1.Health/Check` in the clear, answered `SERVING`.
+    /// Succeeds if `grpc.health.v1.Health/Check` in plaintext returns `SERVING`.
     Grpc {
         port: NonZeroU16,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         service: Option<String>,
     },
-    /// A GET over TLS, whose certificate is not verified, with a status from 200 to 399.
+    /// Succeeds if a GET over TLS returns a status from 200 to 399; the certificate is not verified.
     HttpGet {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         path: Option<String>,
@@ -56,7 +57,7 @@ pub enum Handler {
     },
 }
 
-/// A port as a manifest writes it.
+/// A port as in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Port {
@@ -64,14 +65,14 @@ pub enum Port {
     Name(String),
 }
 
-/// The scheme of the HTTP probes that a proxy makes.
+/// The scheme of HTTP probes that a proxy makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Scheme {
     Https,
 }
 
-/// A header of a probe's request. Values may be credentials, so `Debug` hides them.
+/// A header of a probe's request. Values can be credentials, so `Debug` hides them.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
     pub name: String,
@@ -80,7 +81,7 @@ pub struct Header {
 }
 
 impl DeclaredProbe {
-    /// Where the proxy's admin server makes this probe.
+    /// The path of this probe on the proxy's admin server.
     pub fn path(&self) -> String {
         format!("{}{}/{}", names::probes::PATH_PREFIX, self.container, self.probe)
     }
@@ -89,7 +90,7 @@ impl DeclaredProbe {
 impl Kind {
     pub const ALL: [Self; 3] = [Self::Startup, Self::Readiness, Self::Liveness];
 
-    /// The field of a container that declares it.
+    /// The container field that declares a probe of this kind.
     pub fn field(self) -> &'static str {
         match self {
             Self::Startup => "startupProbe",
@@ -100,7 +101,7 @@ impl Kind {
 }
 
 impl Handler {
-    /// The field of a probe that declares it.
+    /// The probe field that contains this handler.
     pub fn field(&self) -> &'static str {
         match self {
             Self::TcpSocket { .. } => "tcpSocket",

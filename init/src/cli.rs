@@ -1,4 +1,4 @@
-//! Flags to jobs: all that Linkerd's init and validator take, and ours.
+//! Command line: the flags of Linkerd's init and validator, and those of tulle.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -6,20 +6,21 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use tulle_core::duration;
-use tulle_core::telemetry::Format;
+use tulle_core::logging::Format;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
 use crate::options::{
     self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, InboundMode, Invalid, OptionError, Options, Scope,
 };
 use crate::redirect::{Backend, CleanMode, Ipv6, Job, Mode};
-use crate::validate::Trial;
+use crate::validate::ValidateConfig;
 
 /// Redirects the TCP traffic of a network namespace through the tulle proxy.
 ///
-/// Run it once in the namespace, before the application starts. Connections from outside then arrive at the proxy's
-/// inbound port, and connections of the application at its outbound port; the proxy's own connections, loopback, UDP
-/// and all that is skipped stay direct. Running it again changes nothing, or replaces the rules in one step.
+/// Run it once in the namespace, before the application starts. Inbound connections then arrive at the proxy's inbound
+/// port, and connections of the application at its outbound port. The proxy's own connections, loopback, UDP and skipped
+/// traffic are not redirected. A further run with the same flags changes nothing; with other flags it replaces the rules in
+/// one step.
 #[derive(Debug, Parser)]
 #[command(
     name = "tulle-init",
@@ -37,50 +38,51 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Subcommands {
-    /// Proves that traffic of this namespace is redirected: exit code 0 if it is, 95 if not
+    /// Check that traffic of this namespace is redirected: exit code 0 if it is, 95 if not
     Validate(ValidateArgs),
 }
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("mode").args(["simulate", "check", "clean"]))]
 pub struct RedirectArgs {
-    /// Port on which the proxy takes inbound connections (required, except by --clean)
+    /// Proxy port for inbound connections (required, except with --clean)
     #[arg(short = 'p', long, value_name = "PORT", default_value_t = -1, allow_negative_numbers = true, overrides_with = "incoming_proxy_port")]
     incoming_proxy_port: i64,
-    /// Port on which the proxy takes outbound connections (required, except by --clean)
+    /// Proxy port for outbound connections (required, except with --clean)
     #[arg(short = 'o', long, value_name = "PORT", default_value_t = -1, allow_negative_numbers = true, overrides_with = "outgoing_proxy_port")]
     outgoing_proxy_port: i64,
-    /// User as which the proxy runs; its connections stay direct
+    /// User of the proxy; its connections are not redirected
     #[arg(short = 'u', long, value_name = "UID", default_value_t = -1, allow_negative_numbers = true, overrides_with = "proxy_uid")]
     proxy_uid: i64,
-    /// Group as which the proxy runs; its connections stay direct
+    /// Group of the proxy; its connections are not redirected
     #[arg(short = 'g', long, value_name = "GID", default_value_t = -1, allow_negative_numbers = true, overrides_with = "proxy_gid")]
     proxy_gid: i64,
     /// Redirect only these inbound ports [default: all]
     #[arg(short = 'r', long, value_name = "PORTS")]
     ports_to_redirect: Vec<String>,
-    /// Inbound ports and ranges that stay direct, those that the proxy serves itself included [default: 4190,4191]
+    /// Inbound ports and ranges that are not redirected; must include ports that the proxy itself serves [default:
+    /// 4190,4191]
     #[arg(long, value_name = "PORTS")]
     inbound_ports_to_ignore: Vec<String>,
-    /// Outbound ports and ranges that stay direct
+    /// Outbound ports and ranges that are not redirected
     #[arg(long, value_name = "PORTS")]
     outbound_ports_to_ignore: Vec<String>,
-    /// Networks whose inbound connections stay direct, of either family
+    /// Source networks, IPv4 or IPv6, whose inbound connections are not redirected
     #[arg(long, value_name = "CIDRS")]
     subnets_to_ignore: Vec<String>,
-    /// Networks to which outbound connections stay direct, of either family
+    /// Destination networks, IPv4 or IPv6, to which outbound connections are not redirected
     #[arg(long, value_name = "CIDRS")]
     outbound_subnets_to_ignore: Vec<String>,
-    /// Print what would be applied, and do nothing
+    /// Print the rules without applying them
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, overrides_with = "simulate")]
     simulate: Option<bool>,
-    /// Work in this network namespace, such as /run/netns/pod
+    /// Network namespace to work in, such as /run/netns/pod
     #[arg(long, value_name = "PATH", overrides_with = "netns")]
     netns: Option<PathBuf>,
-    /// Accepted for compatibility: locks are always waited for
+    /// Accepted for compatibility; tulle-init always waits for locks
     #[arg(short = 'w', long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, overrides_with = "use_wait_flag")]
     use_wait_flag: Option<bool>,
-    /// Set how long connection tracking keeps connections in CLOSE_WAIT; 0 leaves it
+    /// Connection tracking timeout for connections in CLOSE_WAIT; 0 keeps the kernel's value
     #[arg(
         long,
         value_name = "SECONDS",
@@ -88,7 +90,7 @@ pub struct RedirectArgs {
         overrides_with = "timeout_close_wait_secs"
     )]
     timeout_close_wait_secs: u32,
-    /// Form of log lines
+    /// Format of log lines
     #[arg(
         long,
         value_name = "plain|json",
@@ -96,7 +98,7 @@ pub struct RedirectArgs {
         overrides_with = "log_format"
     )]
     log_format: String,
-    /// Least important log lines to show
+    /// Minimum level of log lines
     #[arg(
         long,
         value_name = "LEVEL",
@@ -107,65 +109,65 @@ pub struct RedirectArgs {
         overrides_with = "log_level"
     )]
     log_level: String,
-    /// Use iptables' programs of this flavour, as Linkerd's init does
+    /// Use the iptables programs of this flavour, as Linkerd's init does
     #[arg(long, value_name = "legacy|nft|plain", overrides_with = "iptables_mode")]
     iptables_mode: Option<String>,
-    /// The same, by the name of the program: iptables-legacy, iptables-nft or iptables
+    /// As --iptables-mode, by the name of the program: iptables-legacy, iptables-nft or iptables
     #[arg(long, value_name = "NAME", overrides_with = "firewall_bin_path")]
     firewall_bin_path: Option<String>,
-    /// Accepted for compatibility: follows from the flavour
+    /// Accepted for compatibility; the flavour determines the program
     #[arg(long, value_name = "NAME", overrides_with = "firewall_save_bin_path")]
     firewall_save_bin_path: Option<String>,
-    /// Redirect IPv6 too [default: true, where the namespace has it]; see --unredirected-ipv6
+    /// Redirect IPv6 as well [default: true if the namespace has IPv6]; see --unredirected-ipv6
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, overrides_with = "ipv6")]
     ipv6: Option<bool>,
 
-    /// Who holds the rules; auto is nftables spoken natively, else iptables' programs
-    #[arg(long, value_enum, value_name = "BACKEND", help_heading = OURS)]
+    /// Firewall backend; auto uses nftables over netlink if available, otherwise the iptables programs
+    #[arg(long, value_enum, value_name = "BACKEND", help_heading = TULLE_OPTIONS_HEADING)]
     backend: Option<BackendArg>,
-    /// Remove the rules, ours and Linkerd's; drain waits for open connections
-    #[arg(long, value_enum, value_name = "now|drain", num_args = 0..=1, require_equals = true, default_missing_value = "now", help_heading = OURS)]
+    /// Remove the rules of tulle and of Linkerd; drain first waits for open connections
+    #[arg(long, value_enum, value_name = "now|drain", num_args = 0..=1, require_equals = true, default_missing_value = "now", help_heading = TULLE_OPTIONS_HEADING)]
     clean: Option<CleanArg>,
-    /// How long --clean=drain waits at most
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration::parse, help_heading = OURS)]
+    /// Maximum time that --clean=drain waits
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration::parse, help_heading = TULLE_OPTIONS_HEADING)]
     drain_timeout: Duration,
     /// Compare the live rules with these options: exit code 0 equal, 3 different, 4 absent
-    #[arg(long, help_heading = OURS)]
+    #[arg(long, help_heading = TULLE_OPTIONS_HEADING)]
     check: bool,
-    /// Prove the redirection after applying, unless the proxy holds its port already [default: true]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = OURS)]
+    /// Check the redirection after applying the rules; skipped if the proxy already listens on its port [default: true]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = TULLE_OPTIONS_HEADING)]
     verify: Option<bool>,
-    /// Whether traffic that is only forwarded through the namespace counts as inbound (all) or not (local)
-    #[arg(long, value_enum, value_name = "local|all", default_value = "local", help_heading = OURS)]
+    /// Whether forwarded traffic counts as inbound: all redirects it, local does not
+    #[arg(long, value_enum, value_name = "local|all", default_value = "local", help_heading = TULLE_OPTIONS_HEADING)]
     inbound_scope: ScopeArg,
-    /// How inbound connections get to the proxy: redirect translates them; tproxy leaves them as they are, so that the
+    /// How inbound connections reach the proxy: redirect translates the destination; tproxy does not, so that the
     /// application sees its clients' addresses. The proxy then needs TULLE_PROXY_INBOUND_MODE=tproxy and NET_RAW
-    #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = OURS, overrides_with = "inbound_mode")]
+    #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "inbound_mode")]
     inbound_mode: InboundModeArg,
-    /// What happens to inbound IPv6 connections with --ipv6=false, where the namespace has IPv6: drop, or allow, which
-    /// lets them bypass the proxy and its policies
-    #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = OURS, overrides_with = "unredirected_ipv6")]
+    /// Inbound IPv6 connections with --ipv6=false, if the namespace has IPv6: drop them, or allow them, which lets them
+    /// bypass the proxy and its policies
+    #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "unredirected_ipv6")]
     unredirected_ipv6: UnredirectedArg,
-    /// Drop TCP packets that belong to no known connection, instead of letting them provoke resets
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = OURS)]
+    /// Drop TCP packets without a known connection, because the kernel would answer them with resets
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = TULLE_OPTIONS_HEADING)]
     drop_invalid: Option<bool>,
-    /// Priority of the NAT chains; -101 goes before other redirects. Only with nftables
-    #[arg(long, value_name = "NUMBER", default_value_t = DEFAULT_PRIORITY, allow_negative_numbers = true, help_heading = OURS)]
+    /// Priority of the NAT chains; -101 is evaluated before other redirects. Only with nftables
+    #[arg(long, value_name = "NUMBER", default_value_t = DEFAULT_PRIORITY, allow_negative_numbers = true, help_heading = TULLE_OPTIONS_HEADING)]
     priority: i32,
-    /// Print one JSON object about the run on standard output
-    #[arg(long, value_enum, value_name = "json", help_heading = OURS)]
+    /// Print one JSON object about the run to standard output
+    #[arg(long, value_enum, value_name = "json", help_heading = TULLE_OPTIONS_HEADING)]
     report: Option<ReportArg>,
-    /// How long to wait for locks and for other writers of rules
-    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_WAIT_SECS, help_heading = OURS)]
+    /// Time to wait for locks and for other processes that change rules
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_WAIT_SECS, help_heading = TULLE_OPTIONS_HEADING)]
     wait_secs: u64,
-    /// Leave bad port entries out with a warning instead of refusing them, as Linkerd's init does
-    #[arg(long, help_heading = OURS)]
+    /// Skip invalid port entries with a warning instead of failing, as Linkerd's init does
+    #[arg(long, help_heading = TULLE_OPTIONS_HEADING)]
     lenient: bool,
 }
 
 #[derive(Debug, Args)]
 pub struct ValidateArgs {
-    /// Where the proxy would take connections of its application
+    /// Address to listen on in place of the proxy's outbound port
     #[arg(
         long,
         value_name = "ADDR",
@@ -173,7 +175,7 @@ pub struct ValidateArgs {
         overrides_with = "listen_addr"
     )]
     listen_addr: SocketAddr,
-    /// Whom to dial: routable, and nobody
+    /// Address to connect to; must be routable and unused
     #[arg(
         long,
         value_name = "ADDR",
@@ -181,10 +183,10 @@ pub struct ValidateArgs {
         overrides_with = "connect_addr"
     )]
     connect_addr: SocketAddr,
-    /// How long to try
+    /// Time limit of the check
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration::parse, overrides_with = "timeout")]
     timeout: Duration,
-    /// Form of log lines
+    /// Format of log lines
     #[arg(
         long,
         env = "LINKERD_NETWORK_VALIDATOR_LOG_FORMAT",
@@ -193,7 +195,7 @@ pub struct ValidateArgs {
         overrides_with = "log_format"
     )]
     log_format: String,
-    /// Least important log lines to show
+    /// Minimum level of log lines
     #[arg(
         long,
         env = "LINKERD_NETWORK_VALIDATOR_LOG_LEVEL",
@@ -204,12 +206,12 @@ pub struct ValidateArgs {
     log_level: String,
 }
 
-/// The validator under Linkerd's name for it.
+/// The validator under the name of Linkerd's program.
 #[derive(Debug, Parser)]
 #[command(
     name = "linkerd2-network-validator",
     version,
-    about = "Proves that traffic of this namespace is redirected"
+    about = "Checks that traffic of this namespace is redirected"
 )]
 pub struct Validator {
     #[command(flatten)]
@@ -256,10 +258,10 @@ enum ReportArg {
 }
 
 impl RedirectArgs {
-    /// Checks the flags and makes them the work to do.
+    /// Validates the flags and converts them to a job.
     ///
     /// # Errors
-    /// The first flag whose value makes no sense, with what would.
+    /// If a flag has an invalid value; the error names the flag and the valid values.
     pub fn job(&self) -> Result<Job, OptionError> {
         let on = |flag: Option<bool>| flag == Some(true);
         let mode = match self.clean {
@@ -336,7 +338,8 @@ impl RedirectArgs {
             (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError {
                 flag: "--inbound-scope",
                 value: "all".to_owned(),
-                reason: "does not go with --inbound-mode tproxy: who answers forwarded traffic is not here".to_owned(),
+                reason: "does not go with --inbound-mode tproxy: forwarded traffic is answered by another host"
+                    .to_owned(),
             }),
             (InboundModeArg::Tproxy, ScopeArg::Local) => Ok((InboundMode::Tproxy, Scope::Local)),
             (InboundModeArg::Redirect, ScopeArg::Local) => Ok((InboundMode::Redirect, Scope::Local)),
@@ -344,7 +347,7 @@ impl RedirectArgs {
         }
     }
 
-    /// Who may hold the rules, the best first.
+    /// The permitted backends, in order of preference.
     fn backends(&self) -> Result<Vec<Backend>, OptionError> {
         let flavour = match (self.backend, self.flavour()?) {
             (Some(BackendArg::Nft), _) => return self.only(Backend::Native),
@@ -365,7 +368,7 @@ impl RedirectArgs {
             None => backends.insert(0, Backend::Native),
         }
         if self.priority != DEFAULT_PRIORITY {
-            backends.retain(|backend| *backend == Backend::Native); // iptables cannot choose
+            backends.retain(|backend| *backend == Backend::Native); // iptables has fixed priorities
         }
         Ok(backends)
     }
@@ -375,13 +378,15 @@ impl RedirectArgs {
             return Err(OptionError {
                 flag: "--priority",
                 value: self.priority.to_string(),
-                reason: format!("needs --backend nft: iptables' chains are always at {DEFAULT_PRIORITY}"),
+                reason: format!(
+                    "needs --backend nft, because the priority of iptables chains is always {DEFAULT_PRIORITY}"
+                ),
             });
         }
         Ok(vec![backend])
     }
 
-    /// What the flags of Linkerd's init ask for; the mode wins over the name of a program.
+    /// The iptables flavour of the Linkerd flags; `--iptables-mode` takes precedence over the program's name.
     fn flavour(&self) -> Result<Option<Flavour>, OptionError> {
         let mode = self.iptables_mode.as_deref().unwrap_or_default();
         let program = self.firewall_bin_path.as_deref().unwrap_or_default();
@@ -389,7 +394,7 @@ impl RedirectArgs {
             Err(OptionError {
                 flag,
                 value: value.to_owned(),
-                reason: format!("is not known; expected {expected}"),
+                reason: format!("is unknown; expected {expected}"),
             })
         };
         match (mode, program) {
@@ -408,8 +413,8 @@ impl RedirectArgs {
 }
 
 impl ValidateArgs {
-    pub fn trial(&self) -> Trial {
-        Trial {
+    pub fn trial(&self) -> ValidateConfig {
+        ValidateConfig {
             listen: self.listen_addr,
             connect: self.connect_addr,
             timeout: self.timeout,
@@ -421,15 +426,15 @@ impl ValidateArgs {
     }
 }
 
-/// The names of logrus, because that is what Linkerd's init takes.
+/// Level names of logrus, because Linkerd's init uses them.
 const LOG_LEVELS: [&str; 8] = ["trace", "debug", "info", "warn", "warning", "error", "fatal", "panic"];
 
-/// Anything but json is plain, as with Linkerd's init.
+/// As in Linkerd's init, every value except `json` means plain.
 fn log_format(format: &str) -> Format {
     if format == "json" { Format::Json } else { Format::Plain }
 }
 
-/// Charts pass Linkerd's level names, also none; an unknown one must not keep a pod from starting.
+/// Charts pass Linkerd's level names, including none. An unknown level must not prevent a pod from starting.
 fn log_filter(level: &str) -> &'static str {
     match level.to_ascii_lowercase().as_str() {
         "trace" => "trace",
@@ -440,7 +445,7 @@ fn log_filter(level: &str) -> &'static str {
     }
 }
 
-/// The truth values that flags of Go programs take.
+/// Parses booleans in the forms that flags of Go programs accept.
 fn go_bool(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -449,29 +454,29 @@ fn go_bool(text: &str) -> Result<bool, String> {
     }
 }
 
-const OURS: &str = "Options that Linkerd's init does not have";
+const TULLE_OPTIONS_HEADING: &str = "Options that Linkerd's init does not have";
 
 const EXAMPLES: &str = "\
 Examples:
   tulle-init -p 4143 -o 4140 -u 2102
-      Redirect all but the proxy's own traffic, as in a pod.
+      Redirect all traffic except the proxy's own, as in a pod.
   tulle-init -p 4143 -o 4140 -u 2102 --outbound-ports-to-ignore 25,3306 --subnets-to-ignore 10.9.0.0/16,fd09::/16
-      The same, but leave mail and MySQL direct, and all that comes from a monitoring network.
+      The same, except SMTP, MySQL and connections from a monitoring network.
   tulle-init -p 4143 -o 4140 -u 2102 --check; echo $?
-      0: these rules are live; 3: others are; 4: none are.
+      0: these rules are live; 3: other rules are live; 4: no rules.
   tulle-init -p 4143 -o 4140 -u 2102 --simulate
-      Print the rules as text that nft reads.
+      Print the rules as a script for nft.
   tulle-init --netns /run/netns/pod --clean=drain
-      Take the rules away without breaking open connections.
+      Wait for open connections, then remove the rules.
   tulle-init -p 4143 -o 4140 -u 2102 --inbound-mode tproxy
-      Redirect, and let the application see its clients' addresses.
+      Redirect, and preserve client addresses for the application.
   tulle-init validate --timeout 5s
-      Prove that traffic is redirected.
+      Check that traffic is redirected.
 
-Exit codes: 0 done, or nothing to do; 1 refused or failed, and the former rules stay; 3, 4 see --check;
+Exit codes: 0 success, or nothing to do; 1 invalid flags or failure, the previous rules stay; 3, 4 see --check;
 95 traffic is not redirected although the rules are in place.
 
-Needs the capability NET_ADMIN; iptables' legacy programs need NET_RAW too, and --netns needs SYS_ADMIN.";
+Needs the capability NET_ADMIN; the iptables-legacy programs also need NET_RAW, and --netns needs SYS_ADMIN.";
 
 #[cfg(test)]
 mod tests {
@@ -490,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn what_linkerds_chart_passes_is_understood() {
+    fn flags_of_linkerds_chart_are_accepted() {
         let job = job(
             "--firewall-bin-path iptables-nft --firewall-save-bin-path iptables-nft-save --ipv6=false \
              --incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
@@ -510,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_that_is_none_is_refused_with_those_there_are() {
+    fn an_unknown_log_level_is_refused_with_the_known_ones() {
         let refused = Cli::try_parse_from(["tulle-init", "-p4143", "-o4140", "--log-level", "loud"]).unwrap_err();
         let text = refused.to_string();
         assert!(text.contains("loud") && text.contains("warning"), "{text}");
@@ -518,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn forwarded_traffic_does_not_keep_its_address() {
+    fn tproxy_excludes_forwarded_traffic() {
         let flags = "-p 4143 -o 4140 --inbound-mode tproxy";
         assert_eq!(options(flags).inbound_mode, InboundMode::Tproxy);
         let words = format!("tulle-init {flags} --inbound-scope all");
@@ -534,18 +539,18 @@ mod tests {
     }
 
     #[test]
-    fn short_flags_repeated_flags_and_absent_owners_are_taken_as_linkerds_init_takes_them() {
+    fn short_repeated_and_absent_flags_mean_the_same_as_in_linkerds_init() {
         let options = options(
             "-p 1 -p 4143 -o4140 -u -1 -g=-1 -r 80,90-91 -r 100 --outbound-ports-to-ignore 1 --outbound-ports-to-ignore 2",
         );
-        assert_eq!(options.inbound_port.get(), 4143); // the last one counts
+        assert_eq!(options.inbound_port.get(), 4143); // the last value takes precedence
         assert_eq!((options.proxy_uid, options.proxy_gid), (None, None));
         assert_eq!(options.inbound, Inbound::Listed("80,90-91,100".parse().unwrap()));
-        assert_eq!(options.outbound_skip_ports.to_string(), "1-2"); // lists add up
+        assert_eq!(options.outbound_skip_ports.to_string(), "1-2"); // lists are merged
     }
 
     #[test]
-    fn backends_are_tried_in_the_right_order() {
+    fn backends_are_tried_in_order_of_preference() {
         let backends = |flags: &str| job(&format!("-p 4143 -o 4140 {flags}")).backends;
         let [nft, plain, legacy] = [Flavour::Nft, Flavour::Plain, Flavour::Legacy].map(Backend::Iptables);
         assert_eq!(backends("--ipv6"), [Backend::Native, nft, plain, legacy]);
@@ -564,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_exclude_each_other_and_cleaning_needs_no_ports() {
+    fn modes_exclude_each_other_and_clean_needs_no_ports() {
         assert!(matches!(job("--clean").mode, Mode::Clean(CleanMode::Now)));
         let draining = job("--clean=drain --drain-timeout 5s").mode;
         assert!(matches!(draining, Mode::Clean(CleanMode::Drain(limit)) if limit == Duration::from_secs(5)));

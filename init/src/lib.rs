@@ -1,18 +1,20 @@
-//! Redirects the TCP traffic of a network namespace through the proxy, and checks that it is.
+//! Redirects the TCP traffic of a network namespace through the proxy, and checks the redirection.
 //!
-//! [`options`] are checked flags, [`rules`] makes them one list, and [`redirect`] has that list carried out by
-//! [`netlink`] or by [`iptables`]. [`verify`] and [`validate`] prove the result from inside the namespace.
-//! Nothing here knows the proxy, but for its ports.
+//! [`options`] are validated flags, [`rules`] converts them to a list of rules, and [`redirect`] applies the list with
+//! [`netlink`] or [`iptables`]. [`verify`] and [`validate`] check the result from inside the namespace. This crate depends
+//! on nothing of the proxy except its ports.
+
+#![cfg_attr(test, allow(clippy::too_many_lines))]
 
 pub mod cli;
 pub mod iptables;
 pub mod lock;
 pub mod netlink;
-pub mod nft_text;
+pub mod netns_settings;
+pub mod nft_script;
 pub mod options;
 pub mod redirect;
 pub mod report;
 pub mod rules;
-pub mod surroundings;
 pub mod validate;
 pub mod verify;

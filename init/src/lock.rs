@@ -1,4 +1,4 @@
-//! One init at a time in a network namespace.
+//! A lock that allows one init at a time in a network namespace.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -9,26 +9,26 @@ use std::time::Duration;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use tokio::time::Instant;
 
-/// Held while rules are read and written; gone with the process and the programs it has started, however they end.
+/// Held while rules are read and written. Released when this process and the programs that it started have ended.
 #[derive(Debug)]
 pub struct Lock {
     _name: UnixListener,
 }
 
-/// Takes the lock of the current network namespace; `None` if another process keeps it for that long.
+/// Takes the lock of the current network namespace; `None` if another process holds it longer than `wait`.
 ///
-/// The lock is an abstract socket name: those belong to the network namespace, as the rules do, and need neither a
-/// file system nor a permission.
+/// The lock is an abstract socket address. Like the rules, these belong to the network namespace; they need neither a file
+/// system nor permissions.
 ///
 /// # Errors
-/// When sockets cannot be made at all.
+/// If the socket cannot be created.
 pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
     let name = SocketAddr::from_abstract_name(NAME)?;
     let deadline = Instant::now() + wait;
     loop {
         match UnixListener::bind_addr(&name) {
             Ok(name) => {
-                // A program that writes rules goes on if we are killed, and nobody else may write meanwhile.
+                // Child processes inherit the lock: if this process is killed, they continue to write rules.
                 fcntl(&name, FcntlArg::F_SETFD(FdFlag::empty()))?;
                 return Ok(Some(Lock { _name: name }));
             }

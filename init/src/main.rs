@@ -1,4 +1,4 @@
-//! `tulle-init`: redirects traffic to the proxy, or, as `validate`, proves that it is redirected.
+//! `tulle-init`: redirects traffic to the proxy, or, with `validate`, checks the redirection.
 
 use std::error::Error;
 use std::ffi::OsStr;
@@ -7,14 +7,14 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
-use tulle_core::telemetry;
+use tulle_core::logging;
 use tulle_init::cli::{Cli, RedirectArgs, Subcommands, ValidateArgs, Validator};
-use tulle_init::redirect::{self, End};
+use tulle_init::redirect::{self, Outcome};
 use tulle_init::report::Report;
 use tulle_init::validate;
 
 fn main() -> ExitCode {
-    // Images call the one program by the names of the two that it replaces.
+    // Images start this program under the names of Linkerd's two programs.
     let name = std::env::args_os().next().unwrap_or_default();
     if Path::new(&name).file_name() == Some(OsStr::new(VALIDATOR)) {
         return parse::<Validator>().map_or_else(|code| code, |validator| run_validate(&validator.args));
@@ -32,10 +32,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Every mistake in the flags ends with 1: other codes mean something to those who call us.
+/// Invalid flags end with exit code 1, because other codes have a defined meaning.
 fn parse<P: Parser>() -> Result<P, ExitCode> {
     P::try_parse().map_err(|error| {
-        // Nobody is left to tell when the terminal is gone.
+        // If the terminal is closed, the error cannot be reported.
         let _ = error.print();
         match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::SUCCESS,
@@ -46,17 +46,17 @@ fn parse<P: Parser>() -> Result<P, ExitCode> {
 
 fn run_redirect(args: &RedirectArgs) -> ExitCode {
     let (format, filter) = args.log();
-    if let Err(error) = telemetry::init(filter, format) {
+    if let Err(error) = logging::init(filter, format) {
         return fail(&error);
     }
     let mut report = Report::default();
     let job = args.job().map_err(anyhow::Error::new);
     let end = job.and_then(|job| redirect::run(job, &mut report));
     let code = match &end {
-        Ok(End::Done) => ExitCode::SUCCESS,
-        Ok(End::Different) => ExitCode::from(3),
-        Ok(End::Absent) => ExitCode::from(4),
-        Ok(End::NotRedirected) => ExitCode::from(validate::NOT_REDIRECTED),
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Different) => ExitCode::from(3),
+        Ok(Outcome::Absent) => ExitCode::from(4),
+        Ok(Outcome::NotRedirected) => ExitCode::from(validate::NOT_REDIRECTED),
         Err(error) => {
             report.result = "failed";
             report.error = Some(format!("{error:#}"));
@@ -71,7 +71,7 @@ fn run_redirect(args: &RedirectArgs) -> ExitCode {
 
 fn run_validate(args: &ValidateArgs) -> ExitCode {
     let (format, filter) = args.log();
-    if let Err(error) = telemetry::init(filter, format) {
+    if let Err(error) = logging::init(filter, format) {
         return fail(&error);
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
@@ -94,7 +94,7 @@ fn run_validate(args: &ValidateArgs) -> ExitCode {
     }
 }
 
-#[allow(clippy::print_stdout)] // what --report asks for
+#[allow(clippy::print_stdout)] // the output of --report
 fn print_report(report: &Report) {
     match serde_json::to_string(report) {
         Ok(json) => println!("{json}"),
@@ -104,7 +104,7 @@ fn print_report(report: &Report) {
     }
 }
 
-/// Says what went wrong and why, on one line.
+/// Prints an error and its causes on one line.
 fn fail(error: &dyn Error) -> ExitCode {
     let mut text = error.to_string();
     let mut cause = error.source();

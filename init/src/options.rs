@@ -1,82 +1,83 @@
-//! What to redirect, checked: nothing behind this module validates again.
+//! Validated options; other modules do not validate them again.
 
 use std::num::NonZeroU16;
 
 use ipnet::IpNet;
 use tulle_core::names::port;
-use tulle_core::nets;
+use tulle_core::networks;
 use tulle_core::ports::PortSet;
 
-/// Which traffic of one network namespace goes where.
+/// Selects the traffic of a network namespace that is redirected, and its targets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Where the proxy takes connections for the application.
+    /// The proxy's port for inbound connections.
     pub inbound_port: NonZeroU16,
-    /// Where the proxy takes connections of the application.
+    /// The proxy's port for outbound connections.
     pub outbound_port: NonZeroU16,
-    /// The user whose connections are never redirected: the proxy's.
+    /// The proxy's user; its connections are not redirected.
     pub proxy_uid: Option<u32>,
-    /// The group whose connections are never redirected.
+    /// The proxy's group; its connections are not redirected.
     pub proxy_gid: Option<u32>,
     pub inbound: Inbound,
     pub inbound_mode: InboundMode,
-    /// Inbound ports that stay direct, those of the proxy's own servers included.
+    /// Inbound ports that are not redirected, including those of the proxy's own servers.
     pub inbound_skip_ports: PortSet,
-    /// Source networks, of both families.
+    /// Source networks of both families.
     pub inbound_skip_nets: Vec<IpNet>,
     pub outbound_skip_ports: PortSet,
-    /// Destination networks, of both families.
+    /// Destination networks of both families.
     pub outbound_skip_nets: Vec<IpNet>,
     pub scope: Scope,
     pub invalid: Invalid,
-    /// Of the NAT chains; lower runs earlier. Only nftables can choose.
+    /// Priority of the NAT chains; lower values are evaluated earlier. Configurable only with nftables.
     pub priority: i32,
     pub families: Families,
 }
 
-/// Which inbound TCP ports are redirected.
+/// The inbound TCP ports that are redirected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Inbound {
     All,
     Listed(PortSet),
 }
 
-/// How connections that arrive get to the proxy.
+/// How inbound connections reach the proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InboundMode {
-    /// Translated to the proxy's address; connection tracking knows what was dialled.
+    /// The destination is translated to the proxy's port; connection tracking knows the original destination.
     Redirect,
-    /// As they are, to a proxy that takes connections for any address and dials the application as the client.
+    /// Packets are unchanged. The proxy accepts connections to any address, and dials the application from the client's
+    /// address.
     Tproxy,
 }
 
-/// Whether packets that are only forwarded through this namespace are taken as inbound.
+/// Whether forwarded packets count as inbound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Only packets for an address of this namespace.
+    /// Only packets to an address of this namespace.
     Local,
-    /// All that arrive, as Linkerd's init does.
+    /// All packets that arrive, as with Linkerd's init.
     All,
 }
 
-/// What happens to TCP packets that connection tracking cannot place.
+/// Handling of TCP packets whose connection tracking state is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invalid {
     Pass,
     Drop,
 }
 
-/// Which address families are redirected, and what happens to IPv6 where it is not.
+/// The address families that are redirected, and the handling of IPv6 if it is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Families {
-    /// IPv4 is redirected; IPv6 is left alone.
+    /// IPv4 is redirected; IPv6 is ignored.
     V4,
-    /// IPv4 is redirected; inbound IPv6 connections are dropped, because they would bypass the proxy and its policies.
+    /// IPv4 is redirected. Inbound IPv6 connections are dropped, because they would bypass the proxy and its policies.
     V4DropV6,
     Both,
 }
 
-/// A flag with a value that we refuse.
+/// A flag with an invalid value.
 #[derive(Debug, thiserror::Error)]
 #[error("{flag} {value:?} {reason}")]
 pub struct OptionError {
@@ -85,15 +86,15 @@ pub struct OptionError {
     pub reason: String,
 }
 
-/// What becomes of list entries that cannot be read.
+/// Handling of invalid list entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BadEntry {
     Refuse,
-    /// Left out with a warning, as Linkerd's init does.
+    /// Skip it with a warning, as Linkerd's init does.
     Skip,
 }
 
-/// The inbound ports that stay direct unless a list is given: tap and admin, which the proxy serves itself.
+/// The default of skipped inbound ports: tap and admin, which the proxy itself serves.
 #[must_use]
 pub fn default_inbound_skip_ports() -> PortSet {
     let mut ports = PortSet::default();
@@ -101,13 +102,13 @@ pub fn default_inbound_skip_ports() -> PortSet {
     ports
 }
 
-/// Priority of the NAT chains unless chosen: where iptables has its own.
+/// Default priority of the NAT chains; the same as that of iptables.
 pub const DEFAULT_PRIORITY: i32 = -100;
 
-/// Reads a proxy port.
+/// Parses a proxy port.
 ///
 /// # Errors
-/// Anything but 1 to 65535; -1 is how Linkerd's init says that the flag was not given.
+/// If the value is not between 1 and 65535. Linkerd's init uses -1 for an absent flag.
 pub fn proxy_port(flag: &'static str, value: i64) -> Result<NonZeroU16, OptionError> {
     let port = u16::try_from(value).ok().and_then(NonZeroU16::new);
     port.ok_or_else(|| OptionError {
@@ -117,10 +118,10 @@ pub fn proxy_port(flag: &'static str, value: i64) -> Result<NonZeroU16, OptionEr
     })
 }
 
-/// Reads a user or group id; -1 is nobody.
+/// Parses a user or group id; -1 means none.
 ///
 /// # Errors
-/// What is neither -1 nor an id.
+/// If the value is neither -1 nor an id.
 pub fn owner(flag: &'static str, value: i64) -> Result<Option<u32>, OptionError> {
     match (value, u32::try_from(value)) {
         (-1, _) => Ok(None),
@@ -128,21 +129,21 @@ pub fn owner(flag: &'static str, value: i64) -> Result<Option<u32>, OptionError>
         _ => Err(OptionError {
             flag,
             value: value.to_string(),
-            reason: "is no id; expected 0 to 4294967294, or -1 for none".to_owned(),
+            reason: "is not an id; expected 0 to 4294967294, or -1 for none".to_owned(),
         }),
     }
 }
 
-/// Reads comma lists of ports and ranges.
+/// Parses comma-separated lists of ports and ranges.
 ///
 /// # Errors
-/// The first bad entry, unless such entries are skipped.
+/// If an entry is invalid and such entries are not skipped.
 pub fn ports(flag: &'static str, lists: &[String], bad: BadEntry) -> Result<PortSet, OptionError> {
     let mut set = PortSet::default();
     for entry in lists.iter().flat_map(|list| list.split(',')).map(str::trim) {
         match entry.parse::<PortSet>() {
             Ok(ports) if !ports.is_empty() => ports.ranges().for_each(|range| set.insert_range(range)),
-            _ if bad == BadEntry::Skip => tracing::warn!(flag, entry, "left out: neither a port nor a range of ports"),
+            _ if bad == BadEntry::Skip => tracing::warn!(flag, entry, "skipped: not a port or a range of ports"),
             _ => {
                 return Err(OptionError {
                     flag,
@@ -156,14 +157,14 @@ pub fn ports(flag: &'static str, lists: &[String], bad: BadEntry) -> Result<Port
     Ok(set)
 }
 
-/// Reads comma lists of networks, of both families, and joins those that overlap.
+/// Parses comma-separated lists of networks of both families, and merges overlapping ones.
 ///
 /// # Errors
-/// The first that is not in CIDR notation.
+/// If an entry is not in CIDR notation.
 pub fn networks(flag: &'static str, lists: &[String]) -> Result<Vec<IpNet>, OptionError> {
     let mut all = Vec::new();
     for entry in lists.iter().flat_map(|list| list.split(',')) {
-        let parsed = nets::parse_networks(entry).ok().filter(|parsed| !parsed.is_empty());
+        let parsed = networks::parse_networks(entry).ok().filter(|parsed| !parsed.is_empty());
         let parsed = parsed.ok_or_else(|| OptionError {
             flag,
             value: entry.to_owned(),
@@ -181,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read_and_joined() {
+    fn lists_are_parsed_and_merged() {
         let lists = ["80, 90-100".to_owned(), "101".to_owned()];
         assert_eq!(ports("--f", &lists, BadEntry::Refuse).unwrap().to_string(), "80,90-101");
         let lists = ["10.0.0.0/9,10.128.0.0/9".to_owned(), "fd00::1".to_owned()];

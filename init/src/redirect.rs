@@ -1,4 +1,5 @@
-//! The order of work: enter, lock, choose a backend, apply, take other backends' rules away, prove.
+//! Runs a job: enters the namespace, takes the lock, selects a backend, applies the rules, removes those of other backends,
+//! and verifies.
 
 use std::path::PathBuf;
 use std::thread;
@@ -8,26 +9,26 @@ use anyhow::{Context, bail};
 use tokio::time::Instant;
 
 use crate::iptables::{self, Flavour, IptablesError};
-use crate::netlink::native::{self, Change, Live, Whose};
-use crate::netlink::wire::{Socket, WireError};
-use crate::netlink::{conntrack, foreign, routing};
+use crate::netlink::nftables::{self, Change, Live, RuleOwner};
+use crate::netlink::socket::{NetlinkError, Socket};
+use crate::netlink::{conntrack, iptables_nft, routing};
 use crate::options::{DEFAULT_PRIORITY, Families, Options};
 use crate::report::{Counts, Report};
 use crate::rules::{self, Rules};
 use crate::verify::{self, Verdict};
-use crate::{lock, nft_text, surroundings};
+use crate::{lock, netns_settings, nft_script};
 
-/// One run.
+/// One run of `tulle-init`.
 #[derive(Debug)]
 pub struct Job {
     pub mode: Mode,
-    /// Who may hold the rules, the best first; never empty.
+    /// The permitted backends, in order of preference; never empty.
     pub backends: Vec<Backend>,
     pub ipv6: Ipv6,
-    /// Another network namespace to work in.
+    /// The network namespace to work in; `None` is the current one.
     pub netns: Option<PathBuf>,
     pub close_wait_secs: Option<u32>,
-    /// How long to wait for locks and for other writers.
+    /// Maximum time to wait for locks and for concurrent changes of rules.
     pub wait: Duration,
 }
 
@@ -56,15 +57,15 @@ pub enum Backend {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ipv6 {
-    /// Not having it is an error.
+    /// Fails if the namespace has no IPv6.
     Required,
     IfPresent,
     Off,
 }
 
-/// How the process ends.
+/// The result of a run, which determines the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum Outcome {
     Done,
     Different,
     Absent,
@@ -74,48 +75,48 @@ pub enum End {
 #[derive(Debug, thiserror::Error)]
 enum BackendError {
     #[error(transparent)]
-    Native(#[from] WireError),
+    Native(#[from] NetlinkError),
     #[error(transparent)]
     Iptables(#[from] IptablesError),
 }
 
-/// Does the work; what it came to is in the report, also when it fails.
+/// Runs the job. The report is filled in even if it fails.
 ///
 /// # Errors
-/// When rules could not be read or changed; the former ones stay then.
-pub fn run(job: Job, report: &mut Report) -> anyhow::Result<End> {
+/// If rules could not be read or changed; then the previous rules stay.
+pub fn run(job: Job, report: &mut Report) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     if let (Some(path), false) = (&job.netns, matches!(job.mode, Mode::Simulate(_))) {
-        surroundings::enter(path)?;
+        netns_settings::enter(path)?;
     }
     let end = match &job.mode {
         Mode::Simulate(options) => {
             simulate(&job, options);
             report.result = "simulated";
-            Ok(End::Done)
+            Ok(Outcome::Done)
         }
         Mode::Check(options) => check(&job, options, report),
-        Mode::Clean(mode) => clean(&job, *mode, report).map(|()| End::Done),
-        Mode::Apply(options) => apply(&job, options, report).map(|_| End::Done),
-        Mode::ApplyAndVerify(options) => apply(&job, options, report).map(|options| prove(&options, report)),
+        Mode::Clean(mode) => clean(&job, *mode, report).map(|()| Outcome::Done),
+        Mode::Apply(options) => apply(&job, options, report).map(|_| Outcome::Done),
+        Mode::ApplyAndVerify(options) => apply(&job, options, report).map(|options| verify(&options, report)),
     };
-    report.took("all", started.elapsed());
+    report.record_duration("all", started.elapsed());
     end
 }
 
-/// Prints what would be applied where nothing is yet; starts and changes nothing.
-#[allow(clippy::print_stdout)] // the answer of this mode
+/// Prints the rules for an empty namespace; it starts no program and changes nothing.
+#[allow(clippy::print_stdout)] // the output of this mode
 fn simulate(job: &Job, options: &Options) {
-    let rules = rules::plan(options);
+    let rules = rules::build_rules(options);
     match job.backends.first() {
         Some(Backend::Iptables(flavour)) => {
             for (command, script) in iptables::scripts(*flavour, &rules) {
                 print!("# {command}\n{script}");
             }
         }
-        _ => print!("{}", nft_text::script(&rules)),
+        _ => print!("{}", nft_script::script(&rules)),
     }
-    if rules.keep_clients() {
+    if rules.preserves_client_addr() {
         for command in routing::commands(rules.families) {
             println!("# {command}");
         }
@@ -123,34 +124,34 @@ fn simulate(job: &Job, options: &Options) {
 }
 
 fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
-    let options = with_present_families(job, options, report)?;
-    let rules = rules::plan(&options);
+    let options = resolve_families(job, options, report)?;
+    let rules = rules::build_rules(&options);
     describe(&options, &rules, report);
-    let _lock = locked(job.wait, report)?;
+    let _lock = take_lock(job.wait, report)?;
     if let Some(seconds) = job.close_wait_secs {
-        surroundings::set_close_wait(seconds)?;
+        netns_settings::set_close_wait(seconds)?;
     }
     let started = Instant::now();
-    // First: without rules that mark packets it has no effect.
-    let routed = match rules.keep_clients() {
-        true => routing::put(rules.families).context("routing answers back to the proxy")?,
+    // First, because the routes have no effect without rules that mark packets.
+    let routed = match rules.preserves_client_addr() {
+        true => routing::ensure(rules.families).context("adding routes for replies to the proxy")?,
         false => Change::Unchanged,
     };
     let (backend, change) = apply_to_best(job, &rules, report)?;
     let change = if routed == Change::Applied { routed } else { change };
-    report.took("apply", started.elapsed());
+    report.record_duration("apply", started.elapsed());
     report.backend = Some(backend.to_string());
     report.result = match change {
         Change::Applied => "applied",
         Change::Unchanged => "unchanged",
     };
-    // The new rules are live, so there is no moment without any.
+    // After the new rules are live, so that there is no moment without rules.
     remove_others(job, backend, report);
-    if !rules.keep_clients() {
+    if !rules.preserves_client_addr() {
         remove_routing(report);
     }
-    warn_of_strangers(options.priority, report);
-    warn_of_programs_of_the_proxy_s_user(&options, report);
+    warn_about_other_redirects(options.priority, report);
+    warn_about_proxy_uid_processes(&options, report);
     tracing::info!(
         %backend, result = report.result, families = ?report.families, rules = rules.list.len(), "redirect rules are in place"
     );
@@ -164,22 +165,22 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // A permission that is missing here is missing everywhere, and the first answer says it best.
-        let hopeless = matches!(&error, BackendError::Native(error) if !error.unsupported());
+        // Other backends would lack the permission too, and the first error explains it best.
+        let hopeless = matches!(&error, BackendError::Native(error) if !error.is_unsupported());
         if hopeless || job.backends.len() == 1 {
             return Err(anyhow::Error::new(error).context(format!("applying rules with {backend}")));
         }
         let error = anyhow::Error::new(error);
-        report.warn(format!("{backend} cannot be used, trying the next: {error:#}"));
+        report.warn(format!("{backend} cannot be used, trying the next backend: {error:#}"));
         failed = failed.or(Some(error.context(format!("applying rules with {backend}"))));
     }
-    Err(failed.unwrap_or_else(|| anyhow::anyhow!("no backend may be used")))
+    Err(failed.unwrap_or_else(|| anyhow::anyhow!("no backend is permitted")))
 }
 
 fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report) -> Result<Change, BackendError> {
     match backend {
         Backend::Native => {
-            let applied = native::apply(&mut Socket::open()?, rules, wait)?;
+            let applied = nftables::apply(&mut Socket::open()?, rules, wait)?;
             applied.warnings.into_iter().for_each(|warning| report.warn(warning));
             Ok(applied.change)
         }
@@ -187,80 +188,80 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
     }
 }
 
-/// Takes our rules away from backends that do not hold them any more; what stays would only be evaluated in vain.
+/// Removes our rules from the other backends; they would only cost time.
 fn remove_others(job: &Job, holder: Backend, report: &mut Report) {
     let native = match holder {
-        Backend::Native => Some(Whose::Xtables),
-        // The plain programs are one of the other two.
-        Backend::Iptables(Flavour::Nft | Flavour::Plain) => Some(Whose::Native),
-        Backend::Iptables(Flavour::Legacy) => Some(Whose::All),
+        Backend::Native => Some(RuleOwner::Xtables),
+        // The plain programs are either the nft or the legacy flavour.
+        Backend::Iptables(Flavour::Nft | Flavour::Plain) => Some(RuleOwner::Native),
+        Backend::Iptables(Flavour::Legacy) => Some(RuleOwner::All),
     };
     let removed =
-        native.map(|whose| Socket::open().and_then(|mut socket| native::remove(&mut socket, job.wait, whose)));
+        native.map(|owner| Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner)));
     match removed {
         Some(Ok(removed)) => report.removed.extend(removed),
-        // iptables works on kernels that have nothing else, and then nothing else has rules.
-        Some(Err(error)) if error.unsupported() => tracing::debug!(%error, "no nftables here"),
-        Some(Err(error)) => report.warn(format!("old rules in nftables were not removed: {error}")),
+        // A kernel without nftables has no rules in it.
+        Some(Err(error)) if error.is_unsupported() => tracing::debug!(%error, "no nftables here"),
+        Some(Err(error)) => report.warn(format!("removing old rules from nftables failed: {error}")),
         None => {}
     }
     let legacy_holds = matches!(holder, Backend::Iptables(Flavour::Legacy | Flavour::Plain));
     if !legacy_holds && iptables::legacy_in_use() {
         match iptables::remove(Flavour::Legacy, job.wait) {
             Ok(removed) => report.removed.extend(removed),
-            Err(error) => report.warn(format!("old rules in iptables-legacy may remain: {error}")),
+            Err(error) => report.warn(format!("removing old rules from iptables-legacy failed: {error}")),
         }
     }
     if !report.removed.is_empty() {
         let removed = report.removed.join(", ");
-        report.warn(format!("rules in other places were replaced and removed: {removed}"));
+        report.warn(format!("rules in other backends were replaced and removed: {removed}"));
     }
 }
 
-/// Takes away how answers were routed that no rule marks any more.
+/// Removes the routes for replies, which no rule uses any more.
 fn remove_routing(report: &mut Report) {
     match routing::remove() {
         Ok(removed) => report.removed.extend(removed),
-        Err(error) => report.warn(format!("old routes of answers may remain: {error}")),
+        Err(error) => report.warn(format!("removing old routes for replies failed: {error}")),
     }
 }
 
-/// Applications whose connections the rules leave alone, because they run as the proxy's user. To refuse them would leave the others
-/// without rules, too.
-fn warn_of_programs_of_the_proxy_s_user(options: &Options, report: &mut Report) {
+/// Warns about processes that run with the proxy's uid, because their connections are not redirected. An error here would
+/// leave all other processes without rules.
+fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
     let Some(uid) = options.proxy_uid else { return };
-    let programs = surroundings::programs_of(uid);
+    let programs = netns_settings::processes_of_user(uid);
     if !programs.is_empty() {
         report.warn(format!(
-            "the connections of {} bypass the proxy: --proxy-uid {uid} is their user, too; run them as another user, or the proxy as \
+            "the connections of {} bypass the proxy: they run as --proxy-uid {uid}; run them as another user, or the proxy as \
              a user of its own",
             programs.join(", ")
         ));
     }
 }
 
-fn warn_of_strangers(priority: i32, report: &mut Report) {
-    let mut strangers = Socket::open()
-        .and_then(|mut socket| foreign::redirectors(&mut socket))
+fn warn_about_other_redirects(priority: i32, report: &mut Report) {
+    let mut others = Socket::open()
+        .and_then(|mut socket| iptables_nft::redirectors(&mut socket))
         .unwrap_or_default();
     if iptables::legacy_in_use() {
-        strangers.extend(iptables::redirectors(Flavour::Legacy).unwrap_or_default());
+        others.extend(iptables::redirectors(Flavour::Legacy).unwrap_or_default());
     }
-    for stranger in strangers {
+    for other in others {
         let advice = if priority < DEFAULT_PRIORITY {
             ""
         } else {
-            "; --backend nft --priority -101 goes before it"
+            "; --backend nft --priority -101 takes precedence over it"
         };
         report.warn(format!(
-            "{stranger} redirects too, and may take connections that ours leave alone{advice}"
+            "{other} redirects connections too, possibly before these rules{advice}"
         ));
     }
 }
 
-fn prove(options: &Options, report: &mut Report) -> End {
+fn verify(options: &Options, report: &mut Report) -> Outcome {
     let started = Instant::now();
-    let mut end = End::Done;
+    let mut end = Outcome::Done;
     for (family, verdict) in verify::families(options) {
         let family = family.name();
         let said = match verdict {
@@ -271,66 +272,69 @@ fn prove(options: &Options, report: &mut Report) -> End {
             }
             Verdict::NotRedirected(how) => {
                 tracing::error!(family, how, "traffic is not redirected although the rules are in place");
-                end = End::NotRedirected;
+                end = Outcome::NotRedirected;
                 format!("not redirected: {how}")
             }
         };
         report.verified.insert(family, said);
     }
-    report.took("verify", started.elapsed());
+    report.record_duration("verify", started.elapsed());
     end
 }
 
-fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<End> {
-    let options = with_present_families(job, options, report)?;
-    let rules = rules::plan(&options);
+fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Outcome> {
+    let options = resolve_families(job, options, report)?;
+    let rules = rules::build_rules(&options);
     describe(&options, &rules, report);
     let mut best: Option<(Live, Backend)> = None;
     for backend in &job.backends {
         let live = match check_in(*backend, &rules) {
             Ok(live) => live,
-            // Where a backend is missing it holds no rules; with others to ask that is no failure.
-            Err(error) if job.backends.len() > 1 && missing(&error) => continue,
+            // A missing backend has no rules; this is not an error if others can be checked.
+            Err(error) if job.backends.len() > 1 && is_backend_missing(&error) => continue,
             Err(error) => return Err(anyhow::Error::new(error).context(format!("reading the rules of {backend}"))),
         };
-        if best.is_none_or(|(known, _)| rank(live) < rank(known)) {
+        if best.is_none_or(|(known, _)| severity(live) < severity(known)) {
             best = Some((live, *backend));
         }
     }
     let Some((mut live, backend)) = best else {
-        bail!("no backend could be asked for its rules")
+        bail!("reading the rules failed for every backend")
     };
-    if live == Live::Equal && rules.keep_clients() && !routing::is_there(rules.families).context("reading routes")? {
+    if live == Live::Equal
+        && rules.preserves_client_addr()
+        && !routing::exists(rules.families).context("reading routes")?
+    {
         live = Live::Different;
     }
     let (result, end) = match live {
-        Live::Equal => ("equal", End::Done),
-        Live::Different => ("different", End::Different),
-        Live::Absent => ("absent", End::Absent),
+        Live::Equal => ("equal", Outcome::Done),
+        Live::Different => ("different", Outcome::Different),
+        Live::Absent => ("absent", Outcome::Absent),
     };
     report.result = result;
     report.backend = (live != Live::Absent).then(|| backend.to_string());
-    tracing::info!(result, backend = report.backend, "rules were compared");
+    tracing::info!(result, backend = report.backend, "compared the rules");
     Ok(end)
 }
 
 fn check_in(backend: Backend, rules: &Rules) -> Result<Live, BackendError> {
     match backend {
-        Backend::Native => Ok(native::check(&mut Socket::open()?, rules)?),
-        // Asking legacy programs about a namespace without legacy tables would make some.
+        Backend::Native => Ok(nftables::check(&mut Socket::open()?, rules)?),
+        // The legacy programs create tables when they list them.
         Backend::Iptables(Flavour::Legacy) if !iptables::legacy_in_use() => Ok(Live::Absent),
         Backend::Iptables(flavour) => Ok(iptables::check(flavour, rules)?),
     }
 }
 
-fn missing(error: &BackendError) -> bool {
+fn is_backend_missing(error: &BackendError) -> bool {
     match error {
-        BackendError::Native(error) => error.unsupported(),
+        BackendError::Native(error) => error.is_unsupported(),
         BackendError::Iptables(error) => matches!(error, IptablesError::Missing { .. }),
     }
 }
 
-fn rank(live: Live) -> u8 {
+fn severity(live: Live) -> u8 {
     match live {
         Live::Equal => 0,
         Live::Different => 1,
@@ -339,19 +343,23 @@ fn rank(live: Live) -> u8 {
 }
 
 fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> {
-    let _lock = locked(job.wait, report)?;
+    let _lock = take_lock(job.wait, report)?;
     let mut socket = Socket::open().context("removing rules")?;
     let legacy = iptables::legacy_in_use();
     if let CleanMode::Drain(limit) = mode {
         let started = Instant::now();
-        let mut ports = native::let_pass(&mut socket, job.wait).context("letting connections pass")?;
+        let mut ports = nftables::bypass_new_connections(&mut socket, job.wait)
+            .context("letting new connections bypass the proxy")?;
         if legacy {
-            ports.extend(iptables::let_pass(Flavour::Legacy, job.wait).context("letting connections pass")?);
+            ports.extend(
+                iptables::bypass_new_connections(Flavour::Legacy, job.wait)
+                    .context("letting new connections bypass the proxy")?,
+            );
         }
-        wait_for_end(&mut socket, &ports, limit, report);
-        report.took("drain", started.elapsed());
+        wait_for_connections(&mut socket, &ports, limit, report);
+        report.record_duration("drain", started.elapsed());
     }
-    report.removed = native::remove(&mut socket, job.wait, Whose::All).context("removing rules")?;
+    report.removed = nftables::remove(&mut socket, job.wait, RuleOwner::All).context("removing rules")?;
     if legacy {
         report
             .removed
@@ -359,19 +367,19 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
     }
     report.removed.extend(routing::remove().context("removing routes")?);
     report.result = if report.removed.is_empty() { "absent" } else { "removed" };
-    tracing::info!(removed = ?report.removed, "no rules are left");
+    tracing::info!(removed = ?report.removed, "removed the rules");
     Ok(())
 }
 
-/// Waits until no open connection needs the rules any more, or the time is up.
-fn wait_for_end(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mut Report) {
+/// Waits until no open connection needs the rules, or the time limit is reached.
+fn wait_for_connections(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mut Report) {
     let deadline = Instant::now() + limit;
     loop {
         let open = match conntrack::open(socket, ports) {
             Ok(0) => return,
             Ok(open) => Some(open),
             Err(error) => {
-                tracing::debug!(%error, "open connections cannot be counted");
+                tracing::debug!(%error, "counting open connections failed");
                 None
             }
         };
@@ -386,8 +394,8 @@ fn wait_for_end(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mu
     }
 }
 
-fn with_present_families(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
-    if options.families == Families::V4 || surroundings::has_ipv6() {
+fn resolve_families(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
+    if options.families == Families::V4 || netns_settings::has_ipv6() {
         if options.families == Families::V4DropV6 {
             tracing::info!(
                 "IPv6 is not redirected: inbound IPv6 connections are dropped, apart from skipped ports and networks; \
@@ -397,10 +405,11 @@ fn with_present_families(job: &Job, options: &Options, report: &mut Report) -> a
         return Ok(options.clone());
     }
     if job.ipv6 == Ipv6::Required {
-        bail!("--ipv6 was asked for, but this network namespace has no IPv6 or has it disabled; use --ipv6=false");
+        bail!("--ipv6 is set, but this network namespace has no IPv6, or IPv6 is disabled in it; use --ipv6=false");
     }
     if job.ipv6 != Ipv6::Off {
-        report.warn("this network namespace has no IPv6 or has it disabled: only IPv4 is redirected".to_owned());
+        report
+            .warn("this network namespace has no IPv6, or IPv6 is disabled in it: only IPv4 is redirected".to_owned());
     }
     Ok(Options {
         families: Families::V4,
@@ -408,12 +417,12 @@ fn with_present_families(job: &Job, options: &Options, report: &mut Report) -> a
     })
 }
 
-fn locked(wait: Duration, report: &mut Report) -> anyhow::Result<Option<lock::Lock>> {
-    let lock = lock::take(wait).context("making the lock of this network namespace")?;
+fn take_lock(wait: Duration, report: &mut Report) -> anyhow::Result<Option<lock::Lock>> {
+    let lock = lock::take(wait).context("creating the lock of this network namespace")?;
     if lock.is_none() {
-        // Anything in the namespace can take the name, and must not be able to stop us with it.
+        // Any process in the namespace can bind this name, and must not be able to block init with it.
         report.warn(format!(
-            "another process has held the lock of init for {wait:?}; going on without it"
+            "another process held the init lock for {wait:?}; continuing without it"
         ));
     }
     Ok(lock)
@@ -427,7 +436,7 @@ fn describe(options: &Options, rules: &Rules, report: &mut Report) {
             .sum()
     };
     report.families = options.families.each().map(rules::Family::name).collect();
-    report.hash = Some(nft_text::hash(rules));
+    report.hash = Some(nft_script::hash(rules));
     report.counts = Some(Counts {
         rules: rules.list.len(),
         inbound_skip_ports: count(&options.inbound_skip_ports),

@@ -1,4 +1,4 @@
-//! What a run came to, as one JSON object.
+//! The result of a run, as one JSON object.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,23 +9,23 @@ use serde::Serialize;
 pub struct Report {
     /// `applied`, `unchanged`, `equal`, `different`, `absent`, `removed`, or `failed`.
     pub result: &'static str,
-    /// Who holds the rules.
+    /// The backend that holds the rules.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backend: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub families: Vec<&'static str>,
-    /// What the wanted rules are recognised by.
+    /// The hash that identifies the wanted rules.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hash: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub counts: Option<Counts>,
-    /// A verdict a family: `redirected`, or why not proven.
+    /// The result for each family: `redirected`, or the reason why it is not proven.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub verified: BTreeMap<&'static str, String>,
-    /// Where rules of ours or of Linkerd's were taken away.
+    /// Places from which rules of tulle or Linkerd were removed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub removed: Vec<String>,
-    /// Milliseconds a step.
+    /// Duration of each step, in milliseconds.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub durations_ms: BTreeMap<&'static str, f64>,
     pub warnings: Vec<String>,
@@ -43,13 +43,13 @@ pub struct Counts {
 }
 
 impl Report {
-    /// Logs a warning and keeps it.
+    /// Logs a warning and adds it to the report.
     pub fn warn(&mut self, warning: String) {
         tracing::warn!("{warning}");
         self.warnings.push(warning);
     }
 
-    pub fn took(&mut self, step: &'static str, time: Duration) {
+    pub fn record_duration(&mut self, step: &'static str, time: Duration) {
         self.durations_ms.insert(step, time.as_secs_f64() * 1e3);
     }
 }

@@ -1,60 +1,62 @@
-//! Options to one ordered list of rules, pure; every backend renders the same list.
+//! Converts options to one ordered list of rules; a pure function. All backends render the same list.
 //!
-//! Two chains decide (inbound and outbound) and two hand them what they decide on (prerouting and output), as
-//! connections start: only a segment that opens one is ever looked at. A connection that was open before the rules
-//! came therefore lives on, where rules for all packets would pick it up half way and reset it.
+//! Two chains decide (inbound and outbound), and two base chains jump to them (prerouting and output). Only the first
+//! segment of a connection is matched. So a connection that was open before the rules is not affected; rules for all
+//! packets would match it halfway and reset it.
 //!
-//! Where connections keep their client's address, nothing is translated: the first segment marks the connection, and
-//! the marked ones are handed to the proxy's socket. The proxy dials the application as the client, so that the
-//! application's answers would leave for the client; those are marked too, and routed back.
+//! In tproxy mode nothing is translated. The first segment marks the connection, and packets of marked connections are
+//! delivered to the proxy's socket. The proxy dials the application from the client's address, so the application's replies
+//! would leave for the client; they are marked too, and routed back to the proxy.
 
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
 use crate::options::{Families, Inbound, InboundMode, Invalid, Options, Scope};
 
-/// The rules in the order of their evaluation, chain by chain.
+/// The rules in the order of evaluation, chain by chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     pub list: Vec<Rule>,
     pub families: Families,
-    /// Of the NAT chains.
+    /// Priority of the NAT chains.
     pub priority: i32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub chain: Chain,
-    /// `None` is both.
+    /// `None` means both.
     pub family: Option<Family>,
-    /// All must hold.
-    pub tests: Vec<Test>,
+    /// The rule matches if all of these match.
+    pub tests: Vec<Match>,
     pub action: Action,
-    /// What the rule is for, as shown in listings (after `proxy-init/`).
+    /// The purpose of the rule, shown in listings after `proxy-init/`.
     pub comment: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chain {
-    /// Decides on connections that arrive.
+    /// Decides on inbound connections.
     Inbound,
-    /// Decides on connections that processes here open.
+    /// Decides on connections that processes of this namespace open.
     Outbound,
-    /// Hands to [`Chain::Inbound`]; hooked before routing.
+    /// Jumps to [`Chain::Inbound`]; hooked before routing.
     Prerouting,
-    /// Hands to [`Chain::Outbound`]; hooked where local packets leave.
+    /// Jumps to [`Chain::Outbound`]; hooked at local output.
     Output,
-    /// Decides on connections that arrive and keep their client's address.
+    /// Decides on inbound connections in tproxy mode.
     TproxyInbound,
-    /// Hands to [`Chain::TproxyInbound`], then to the proxy's socket what that has marked; hooked before routing.
+    /// Jumps to [`Chain::TproxyInbound`], then delivers packets of marked connections to the proxy's socket; hooked before
+    /// routing.
     Tproxy,
-    /// Brings back what the application answers to a proxy that dialled it as the client; hooked where local packets leave.
-    Answers,
-    /// Drops inbound connections of a family that is not redirected, apart from skipped ports and networks.
+    /// Marks the application's replies to connections that the proxy dialled from the client's address; hooked at local
+    /// output.
+    TproxyReplies,
+    /// Drops inbound connections of a family that is not redirected, except skipped ports and networks.
     UnredirectedInbound,
-    /// Hands to [`Chain::UnredirectedInbound`]; hooked before routing.
+    /// Jumps to [`Chain::UnredirectedInbound`]; hooked before routing.
     Unredirected,
-    /// Drops what connection tracking cannot place; hooked before routing, ahead of NAT.
+    /// Drops packets in an invalid connection tracking state; hooked before routing, before NAT.
     Invalid,
 }
 
@@ -65,21 +67,21 @@ pub enum Family {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Test {
+pub enum Match {
     Tcp,
     /// The segment opens a connection: SYN without FIN, RST or ACK.
-    Opens,
+    NewConnection,
     /// The destination is an address of this namespace.
     ToLocal,
-    /// The packet leaves over `lo`.
+    /// The outgoing interface is `lo`.
     OverLoopback,
-    /// The packet comes over `lo`.
+    /// The incoming interface is `lo`.
     FromLoopback,
-    /// The source is no address of this namespace.
-    FromForeign,
-    /// The connection has this mark, and the packet goes this way of it.
-    Marked(u32, Way),
-    /// The destination port is one of these; `set` names them where the backend has sets.
+    /// The source is not an address of this namespace.
+    FromNonLocal,
+    /// The connection has this mark, and the packet has this direction.
+    Marked(u32, Direction),
+    /// The destination port is one of these; `set` is the name for backends with named sets.
     Ports {
         set: &'static str,
         ports: PortSet,
@@ -94,7 +96,7 @@ pub enum Test {
     User(u32),
     /// The socket belongs to this group.
     Group(u32),
-    /// Connection tracking cannot place the packet.
+    /// The connection tracking state is invalid.
     Invalid,
 }
 
@@ -104,50 +106,44 @@ pub enum Side {
     Destination,
 }
 
-/// The way of a packet within its connection.
+/// The direction of a packet within its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// From who has opened it.
+pub enum Direction {
+    /// From the side that opened the connection.
     Original,
     Reply,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Leave the connection as it is.
+    /// Does not redirect the connection.
     Return,
-    /// To this port of this namespace.
+    /// Redirects to this local port.
     Redirect(u16),
-    /// To the socket that has the connection, else to the one that listens on this port for any address; else go on.
+    /// Delivers to the socket of the connection, else to a transparent listener on this port; without one, evaluation
+    /// continues.
     Tproxy(u16),
-    /// Mark the connection.
+    /// Marks the connection.
     MarkConnection(u32),
-    /// Mark the packet, and route it again.
+    /// Marks the packet, and routes it again.
     MarkPacket(u32),
     Jump(Chain),
     Drop,
 }
 
-/// The rules that carry these options out.
+/// The rules for these options.
 #[must_use]
-pub fn plan(options: &Options) -> Rules {
+pub fn build_rules(options: &Options) -> Rules {
     let mut list = Vec::new();
     list.extend(inbound(options));
     list.extend(outbound(options));
-    let hooked = |chain, tests, action, comment: &str| Rule {
-        chain,
-        // One table serves both families; without IPv6 its hooks must leave IPv6 alone.
-        family: (!options.families.contain(Family::V6)).then_some(Family::V4),
-        tests,
-        action,
-        comment: comment.to_owned(),
-    };
     let arrives = match options.scope {
-        Scope::Local => vec![Test::Opens, Test::ToLocal],
-        Scope::All => vec![Test::Opens],
+        Scope::Local => vec![Match::NewConnection, Match::ToLocal],
+        Scope::All => vec![Match::NewConnection],
     };
     if options.inbound_mode == InboundMode::Redirect {
         list.push(hooked(
+            options,
             Chain::Prerouting,
             arrives.clone(),
             Action::Jump(Chain::Inbound),
@@ -155,56 +151,23 @@ pub fn plan(options: &Options) -> Rules {
         ));
     }
     list.push(hooked(
+        options,
         Chain::Output,
-        vec![Test::Opens],
+        vec![Match::NewConnection],
         Action::Jump(Chain::Outbound),
         "install-proxy-init-output",
     ));
     if options.inbound_mode == InboundMode::Tproxy {
-        let taken = || vec![Test::Tcp, Test::Marked(TAKEN, Way::Original)];
-        let dialled = vec![Test::Opens, Test::OverLoopback, Test::FromForeign];
-        let answers = vec![Test::Tcp, Test::Marked(AS_CLIENT, Way::Reply)];
-        let tproxy = Action::Tproxy(options.inbound_port.get());
-        for (chain, tests, action, comment) in [
-            // What the proxy dials here is for the application.
-            (
-                Chain::Tproxy,
-                vec![Test::FromLoopback],
-                Action::Return,
-                "ignore-loopback",
-            ),
-            (
-                Chain::Tproxy,
-                arrives,
-                Action::Jump(Chain::TproxyInbound),
-                "choose-incoming",
-            ),
-            (Chain::Tproxy, taken(), tproxy, "hand-incoming-to-proxy-port"),
-            // Without a proxy it must not go on to the application.
-            (Chain::Tproxy, taken(), Action::Drop, "drop-without-proxy"),
-            (
-                Chain::Answers,
-                dialled,
-                Action::MarkConnection(AS_CLIENT),
-                "remember-dialled-as-client",
-            ),
-            (
-                Chain::Answers,
-                answers,
-                Action::MarkPacket(AS_CLIENT),
-                "return-answers-to-proxy",
-            ),
-        ] {
-            list.push(hooked(chain, tests, action, comment));
-        }
+        list.extend(tproxy(options, arrives));
     }
     if options.families == Families::V4DropV6 {
         list.extend(drop_unredirected(options));
     }
     if options.invalid == Invalid::Drop {
         list.push(hooked(
+            options,
             Chain::Invalid,
-            vec![Test::Tcp, Test::Invalid],
+            vec![Match::Tcp, Match::Invalid],
             Action::Drop,
             "drop-invalid",
         ));
@@ -216,6 +179,60 @@ pub fn plan(options: &Options) -> Rules {
     }
 }
 
+/// A rule in one of the hooks.
+fn hooked(options: &Options, chain: Chain, tests: Vec<Match>, action: Action, comment: &str) -> Rule {
+    Rule {
+        chain,
+        // One table serves both families. Without IPv6, its hooks must ignore IPv6.
+        family: (!options.families.contain(Family::V6)).then_some(Family::V4),
+        tests,
+        action,
+        comment: comment.to_owned(),
+    }
+}
+
+/// Hands inbound connections to the proxy without changing their addresses; `arrives` matches them.
+fn tproxy(options: &Options, arrives: Vec<Match>) -> Vec<Rule> {
+    let taken = || vec![Match::Tcp, Match::Marked(INBOUND_MARK, Direction::Original)];
+    let dialled = vec![Match::NewConnection, Match::OverLoopback, Match::FromNonLocal];
+    let answers = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
+    let tproxy = Action::Tproxy(options.inbound_port.get());
+    let rules = [
+        // Connections that the proxy opens here are for the application.
+        (
+            Chain::Tproxy,
+            vec![Match::FromLoopback],
+            Action::Return,
+            "ignore-loopback",
+        ),
+        (
+            Chain::Tproxy,
+            arrives,
+            Action::Jump(Chain::TproxyInbound),
+            "choose-incoming",
+        ),
+        (Chain::Tproxy, taken(), tproxy, "hand-incoming-to-proxy-port"),
+        // If the proxy does not listen, the packet must not reach the application.
+        (Chain::Tproxy, taken(), Action::Drop, "drop-without-proxy"),
+        (
+            Chain::TproxyReplies,
+            dialled,
+            Action::MarkConnection(TPROXY_CLIENT_MARK),
+            "remember-dialled-as-client",
+        ),
+        (
+            Chain::TproxyReplies,
+            answers,
+            Action::MarkPacket(TPROXY_CLIENT_MARK),
+            "return-answers-to-proxy",
+        ),
+    ];
+    rules
+        .into_iter()
+        .map(|(chain, tests, action, comment)| hooked(options, chain, tests, action, comment))
+        .collect()
+}
+
 fn inbound(options: &Options) -> Vec<Rule> {
     let tproxy = options.inbound_mode == InboundMode::Tproxy;
     let chain = if tproxy { Chain::TproxyInbound } else { Chain::Inbound };
@@ -225,9 +242,9 @@ fn inbound(options: &Options) -> Vec<Rule> {
     let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
     let (test, comment) = match &options.inbound {
-        Inbound::All => (Test::Tcp, "redirect-all-incoming-to-proxy-port"),
+        Inbound::All => (Match::Tcp, "redirect-all-incoming-to-proxy-port"),
         Inbound::Listed(ports) => (
-            Test::Ports {
+            Match::Ports {
                 set: "in_ports",
                 ports: ports.clone(),
             },
@@ -235,13 +252,13 @@ fn inbound(options: &Options) -> Vec<Rule> {
         ),
     };
     list.push(match tproxy {
-        true => rule(chain, test, Action::MarkConnection(TAKEN), "take-incoming"),
+        true => rule(chain, test, Action::MarkConnection(INBOUND_MARK), "take-incoming"),
         false => rule(chain, test, Action::Redirect(options.inbound_port.get()), comment),
     });
     list
 }
 
-/// Drops inbound IPv6 connections to every port that would be redirected; loopback and what is skipped stay direct.
+/// Drops inbound IPv6 connections to every port that would be redirected, except loopback and skipped ports and networks.
 fn drop_unredirected(options: &Options) -> Vec<Rule> {
     let chain = Chain::UnredirectedInbound;
     let mut list = Vec::new();
@@ -249,18 +266,18 @@ fn drop_unredirected(options: &Options) -> Vec<Rule> {
     let sets = [(Family::V6, "v6_skip_src")];
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
     let dropped = match &options.inbound {
-        Inbound::All => Test::Tcp,
-        Inbound::Listed(ports) => Test::Ports {
+        Inbound::All => Match::Tcp,
+        Inbound::Listed(ports) => Match::Ports {
             set: "v6_ports",
             ports: ports.clone(),
         },
     };
     list.push(rule(chain, dropped, Action::Drop, "drop-unredirected-ipv6"));
     let hook = Chain::Unredirected;
-    list.push(rule(hook, Test::FromLoopback, Action::Return, "ignore-loopback"));
+    list.push(rule(hook, Match::FromLoopback, Action::Return, "ignore-loopback"));
     list.push(Rule {
-        tests: vec![Test::Opens, Test::ToLocal],
-        ..rule(hook, Test::Opens, Action::Jump(chain), "choose-unredirected")
+        tests: vec![Match::NewConnection, Match::ToLocal],
+        ..rule(hook, Match::NewConnection, Action::Jump(chain), "choose-unredirected")
     });
     for rule in &mut list {
         rule.family = Some(Family::V6);
@@ -272,22 +289,22 @@ fn outbound(options: &Options) -> Vec<Rule> {
     let chain = Chain::Outbound;
     let user = options
         .proxy_uid
-        .map(|uid| rule(chain, Test::User(uid), Action::Return, "ignore-proxy-user-id"));
+        .map(|uid| rule(chain, Match::User(uid), Action::Return, "ignore-proxy-user-id"));
     let group = options
         .proxy_gid
-        .map(|gid| rule(chain, Test::Group(gid), Action::Return, "ignore-proxy-group-id"));
+        .map(|gid| rule(chain, Match::Group(gid), Action::Return, "ignore-proxy-group-id"));
     let mut list: Vec<Rule> = user.into_iter().chain(group).collect();
-    list.push(rule(chain, Test::OverLoopback, Action::Return, "ignore-loopback"));
+    list.push(rule(chain, Match::OverLoopback, Action::Return, "ignore-loopback"));
     list.extend(skip_ports(chain, "out_skip_ports", &options.outbound_skip_ports));
     let sets = [(Family::V4, "out_skip_dst4"), (Family::V6, "out_skip_dst6")];
     let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
     list.extend(skip_nets(chain, sets, Side::Destination, &options.outbound_skip_nets));
     let redirect = Action::Redirect(options.outbound_port.get());
-    list.push(rule(chain, Test::Tcp, redirect, "redirect-all-outgoing-to-proxy-port"));
+    list.push(rule(chain, Match::Tcp, redirect, "redirect-all-outgoing-to-proxy-port"));
     list
 }
 
-fn rule(chain: Chain, test: Test, action: Action, comment: &str) -> Rule {
+fn rule(chain: Chain, test: Match, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
         family: None,
@@ -299,10 +316,10 @@ fn rule(chain: Chain, test: Test, action: Action, comment: &str) -> Rule {
 
 fn skip_ports(chain: Chain, set: &'static str, ports: &PortSet) -> Option<Rule> {
     let ports = (!ports.is_empty()).then(|| ports.clone())?;
-    Some(rule(chain, Test::Ports { set, ports }, Action::Return, "ignore-port"))
+    Some(rule(chain, Match::Ports { set, ports }, Action::Return, "ignore-port"))
 }
 
-/// One rule a family that has networks to skip.
+/// One rule for each family with networks to skip.
 fn skip_nets<'a>(
     chain: Chain,
     sets: impl IntoIterator<Item = (Family, &'static str)> + 'a,
@@ -314,14 +331,14 @@ fn skip_nets<'a>(
         let skips = !nets.is_empty();
         let rule = Rule {
             family: Some(family),
-            ..rule(chain, Test::Nets { set, side, nets }, Action::Return, "ignore-subnet")
+            ..rule(chain, Match::Nets { set, side, nets }, Action::Return, "ignore-subnet")
         };
         skips.then_some(rule)
     })
 }
 
 impl Rules {
-    /// The rules that one family sees, in order.
+    /// The rules that apply to one family, in order.
     pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
         let redirected = self.families.contain(family);
         self.list
@@ -335,24 +352,24 @@ impl Rules {
         families.filter(|family| self.of(*family).next().is_some())
     }
 
-    /// Whether connections that arrive keep their client's address.
+    /// Whether the rules are for tproxy mode.
     #[must_use]
-    pub fn keep_clients(&self) -> bool {
+    pub fn preserves_client_addr(&self) -> bool {
         self.list.iter().any(|rule| rule.chain == Chain::Tproxy)
     }
 
-    /// The same without the test that the destination is local, for kernels that have none; `None` if it is not used,
-    /// or cannot be done without.
+    /// The rules without the match on local destinations, for kernels that lack it; `None` if it is not used, or is
+    /// required.
     #[must_use]
-    pub fn any_destination(&self) -> Option<Self> {
-        if self.keep_clients() {
+    pub fn without_local_test(&self) -> Option<Self> {
+        if self.preserves_client_addr() {
             return None;
         }
         let mut rules = self.clone();
         rules
             .list
             .iter_mut()
-            .for_each(|rule| rule.tests.retain(|test| *test != Test::ToLocal));
+            .for_each(|rule| rule.tests.retain(|test| *test != Match::ToLocal));
         (rules != *self).then_some(rules)
     }
 }
@@ -364,7 +381,7 @@ impl Families {
         self == Self::Both || family == Family::V4
     }
 
-    /// The families that are redirected, IPv4 first.
+    /// The redirected families, IPv4 first.
     pub fn each(self) -> impl Iterator<Item = Family> {
         [Family::V4, Family::V6]
             .into_iter()
@@ -390,13 +407,13 @@ impl Family {
     }
 }
 
-/// The mark of connections that arrive and that the proxy takes.
-pub const TAKEN: u32 = 0x2043;
-/// The mark of connections that the proxy dials as their client, and of the packets that answer them.
+/// The mark of inbound connections that the proxy accepts.
+pub const INBOUND_MARK: u32 = 0x2043;
+/// The mark of connections that the proxy dials from the client's address, and of packets that reply to them.
 ///
-/// Neither has a bit of those that Kubernetes (0xc000), Cilium (0xf00), Calico and Tailscale (above 0xffff) use.
-pub const AS_CLIENT: u32 = 0x2044;
-/// What every comment of ours starts with; Linkerd's tools look for it too.
+/// The marks share no bit with those of Kubernetes (0xc000), Cilium (0xf00), Calico and Tailscale (above 0xffff).
+pub const TPROXY_CLIENT_MARK: u32 = 0x2044;
+/// The prefix of all comments of our rules; Linkerd's tools search for it too.
 pub const COMMENT_PREFIX: &str = "proxy-init/";
 
 #[cfg(test)]
@@ -429,10 +446,10 @@ pub(crate) mod tests {
         options::ports("--ports", &[list.to_owned()], BadEntry::Refuse).unwrap()
     }
 
-    /// The order of the table in the specification: (chain, comment, family).
+    /// (chain, comment, family) in the order that the redirection depends on.
     #[test]
-    fn rules_come_in_the_order_that_decides_right() {
-        let rules = plan(&Options {
+    fn rules_have_the_right_order() {
+        let rules = build_rules(&Options {
             proxy_gid: Some(7),
             invalid: Invalid::Drop,
             ..example()
@@ -464,8 +481,8 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn connections_that_keep_their_clients_address_are_marked_and_answered_through_the_proxy() {
-        let rules = plan(&Options {
+    fn tproxy_connections_are_marked_and_their_replies_go_through_the_proxy() {
+        let rules = build_rules(&Options {
             inbound_mode: InboundMode::Tproxy,
             ..example()
         });
@@ -486,16 +503,16 @@ pub(crate) mod tests {
                 &(Chain::Tproxy, "choose-incoming"),
                 &(Chain::Tproxy, "hand-incoming-to-proxy-port"),
                 &(Chain::Tproxy, "drop-without-proxy"),
-                &(Chain::Answers, "remember-dialled-as-client"),
-                &(Chain::Answers, "return-answers-to-proxy"),
+                &(Chain::TproxyReplies, "remember-dialled-as-client"),
+                &(Chain::TproxyReplies, "return-answers-to-proxy"),
             ]
         );
-        assert!(rules.keep_clients() && rules.any_destination().is_none());
+        assert!(rules.preserves_client_addr() && rules.without_local_test().is_none());
     }
 
     #[test]
-    fn without_ipv6_nothing_touches_ipv6() {
-        let rules = plan(&Options {
+    fn without_ipv6_no_rule_applies_to_ipv6() {
+        let rules = build_rules(&Options {
             families: Families::V4,
             ..example()
         });
@@ -507,7 +524,7 @@ pub(crate) mod tests {
 
     #[test]
     fn inbound_ipv6_that_is_not_redirected_is_dropped_apart_from_what_is_skipped() {
-        let rules = plan(&Options {
+        let rules = build_rules(&Options {
             families: Families::V4DropV6,
             ..example()
         });
@@ -525,7 +542,7 @@ pub(crate) mod tests {
                 (Chain::Unredirected, "choose-unredirected"),
             ]
         );
-        let v4 = plan(&Options {
+        let v4 = build_rules(&Options {
             families: Families::V4,
             ..example()
         });
@@ -541,11 +558,11 @@ pub(crate) mod tests {
                 .chain(v6.iter().map(|(ip, len)| format!("{}/{}", std::net::Ipv6Addr::from(*ip), len % 129)))
                 .collect::<Vec<_>>();
             let inbound_skip_nets = options::networks("-s", &nets).unwrap();
-            let rules = plan(&Options { inbound_skip_nets, ..example() });
+            let rules = build_rules(&Options { inbound_skip_nets, ..example() });
             for family in [Family::V4, Family::V6] {
                 for rule in rules.of(family) {
                     for test in &rule.tests {
-                        if let Test::Nets { nets, .. } = test {
+                        if let Match::Nets { nets, .. } = test {
                             prop_assert!(nets.iter().all(|net| Family::of(net) == family));
                         }
                     }

@@ -1,4 +1,5 @@
-//! The network validator: is the traffic of this pod redirected? Answers by exit code, for init containers.
+//! The network validator for init containers: checks whether the traffic of this pod is redirected; the exit code is the
+//! result.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -8,17 +9,17 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time;
 
-/// What is tried.
+/// Parameters of the check.
 #[derive(Clone, Copy, Debug)]
-pub struct Trial {
-    /// Where the proxy would take connections of its application.
+pub struct ValidateConfig {
+    /// The address to listen on, in place of the proxy's outbound port.
     pub listen: SocketAddr,
-    /// Who is dialled; must be routable, and should not exist.
+    /// The address to connect to; must be routable, and should not exist.
     pub connect: SocketAddr,
     pub timeout: Duration,
 }
 
-/// Why redirection is not proven.
+/// The reason why redirection is not proven.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValidateError {
@@ -28,15 +29,15 @@ pub enum ValidateError {
         #[source]
         source: std::io::Error,
     },
-    #[error("preparing for signals")]
+    #[error("registering signal handlers")]
     Signals(#[source] std::io::Error),
-    #[error("there is no route to {addr}, so rules cannot be asked; choose another --connect-addr")]
+    #[error("there is no route to {addr}; choose another --connect-addr")]
     NoRoute {
         addr: SocketAddr,
         #[source]
         source: std::io::Error,
     },
-    #[error("dialling {addr}, which rules should have led here")]
+    #[error("dialling {addr}, which should be redirected to this process")]
     Connect {
         addr: SocketAddr,
         #[source]
@@ -48,8 +49,8 @@ pub enum ValidateError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{addr} answered {answer:?}, which is not what we say; traffic is not redirected")]
-    Stranger { addr: SocketAddr, answer: String },
+    #[error("{addr} answered {answer:?} instead of the expected token; traffic is not redirected")]
+    UnexpectedAnswer { addr: SocketAddr, answer: String },
     #[error("no answer within {0:?}; traffic is not redirected")]
     Timeout(Duration),
     #[error("stopped by {0} before redirection was proven")]
@@ -57,18 +58,18 @@ pub enum ValidateError {
 }
 
 impl ValidateError {
-    /// Whether the namespace is to blame, which repairing it can cure; otherwise the trial could not be made.
+    /// Whether the namespace is not redirected, which repairing it can fix; otherwise the check could not run.
     #[must_use]
     pub fn is_verdict(&self) -> bool {
         !matches!(self, Self::Listen { .. } | Self::Signals(_))
     }
 }
 
-/// Stands in for the proxy, dials, and expects to meet itself.
+/// Listens on the proxy's port, connects to `connect`, and checks that the connection arrives at its own listener.
 ///
 /// # Errors
-/// Whatever keeps it from doing so in time, signals included.
-pub async fn run(trial: Trial) -> Result<(), ValidateError> {
+/// If the connection does not arrive there within the timeout, or a signal ends the check.
+pub async fn run(trial: ValidateConfig) -> Result<(), ValidateError> {
     let mut interrupted = signal(SignalKind::interrupt()).map_err(ValidateError::Signals)?;
     let mut terminated = signal(SignalKind::terminate()).map_err(ValidateError::Signals)?;
     let listening = TcpListener::bind(trial.listen).await;
@@ -79,7 +80,7 @@ pub async fn run(trial: Trial) -> Result<(), ValidateError> {
     let token: String = std::iter::repeat_with(fastrand::alphanumeric).take(TOKEN_LEN).collect();
     tokio::select! {
         never = serve(&listener, &token) => match never {},
-        asked = time::timeout(trial.timeout, ask(trial.connect, &token)) => {
+        asked = time::timeout(trial.timeout, check_answer(trial.connect, &token)) => {
             asked.unwrap_or(Err(ValidateError::Timeout(trial.timeout)))
         }
         _ = interrupted.recv() => Err(ValidateError::Signal("SIGINT")),
@@ -87,26 +88,26 @@ pub async fn run(trial: Trial) -> Result<(), ValidateError> {
     }
 }
 
-/// Says the token to everybody who comes.
+/// Sends the token to every client.
 async fn serve(listener: &TcpListener, token: &str) -> std::convert::Infallible {
     loop {
         match listener.accept().await {
             Ok((mut stream, peer)) => {
                 tracing::debug!(%peer, "accepted");
-                // Fits into the socket's buffer, so a peer that does not read holds nobody up.
+                // The token fits into the socket buffer, so a client that does not read cannot block this loop.
                 if let Err(error) = stream.write_all(format!("{token}\n").as_bytes()).await {
-                    tracing::debug!(%peer, %error, "the peer has gone");
+                    tracing::debug!(%peer, %error, "the peer closed the connection");
                 }
             }
             Err(error) => {
                 tracing::warn!(%error, "accepting failed");
-                time::sleep(ACCEPT_PAUSE).await;
+                time::sleep(ACCEPT_ERROR_BACKOFF).await;
             }
         }
     }
 }
 
-async fn ask(addr: SocketAddr, token: &str) -> Result<(), ValidateError> {
+async fn check_answer(addr: SocketAddr, token: &str) -> Result<(), ValidateError> {
     use std::io::ErrorKind::{AddrNotAvailable, HostUnreachable, NetworkUnreachable};
     let stream = TcpStream::connect(addr).await.map_err(|source| match source.kind() {
         NetworkUnreachable | HostUnreachable | AddrNotAvailable => ValidateError::NoRoute { addr, source },
@@ -119,39 +120,39 @@ async fn ask(addr: SocketAddr, token: &str) -> Result<(), ValidateError> {
     if answer == format!("{token}\n").as_bytes() {
         return Ok(());
     }
-    Err(ValidateError::Stranger {
+    Err(ValidateError::UnexpectedAnswer {
         addr,
         answer: String::from_utf8_lossy(&answer).into_owned(),
     })
 }
 
-/// Of the process when traffic is not redirected; repair controllers look for it.
+/// Exit code if traffic is not redirected; repair controllers depend on it.
 pub const NOT_REDIRECTED: u8 = 95;
 const TOKEN_LEN: usize = 63;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_stranger_is_told_from_ourselves() {
-        let stranger = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let addr = stranger.local_addr().unwrap();
+    async fn an_answer_of_another_server_is_recognised() {
+        let other_server = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = other_server.local_addr().unwrap();
         let speaks = tokio::spawn(async move {
-            let (mut stream, _) = stranger.accept().await.unwrap();
+            let (mut stream, _) = other_server.accept().await.unwrap();
             stream.write_all(b"220 mail ready\n").await.unwrap();
         });
-        let error = ask(addr, "token").await.unwrap_err();
-        assert!(matches!(error, ValidateError::Stranger { .. }), "{error}");
+        let error = check_answer(addr, "token").await.unwrap_err();
+        assert!(matches!(error, ValidateError::UnexpectedAnswer { .. }), "{error}");
         speaks.await.unwrap();
 
-        let ours = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let addr = ours.local_addr().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
         let token = "a".repeat(TOKEN_LEN);
         tokio::select! {
-            never = serve(&ours, &token) => match never {},
-            asked = ask(addr, &token) => asked.unwrap(),
+            never = serve(&listener, &token) => match never {},
+            asked = check_answer(addr, &token) => asked.unwrap(),
         }
     }
 }

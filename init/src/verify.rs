@@ -1,4 +1,4 @@
-//! Proves that connections of this namespace reach the proxy's port, by standing in for the proxy.
+//! Checks that connections of this namespace reach the proxy's port, by listening there in place of the proxy.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -12,38 +12,38 @@ use socket2::{Domain, Socket, Type};
 use crate::options::{InboundMode, Options};
 use crate::rules::Family;
 
-/// What one family's trial came to.
+/// The result for one family.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
     Redirected,
     NotRedirected(String),
-    /// Nothing was proven, for this reason.
+    /// The check could not run, for this reason.
     Skipped(String),
 }
 
-/// Dials an address that nobody has, in each family, and sees who answers.
+/// Connects to an unused address in each family, and checks which listener accepts.
 ///
-/// Of the inbound half, which needs somebody outside, only this is proven: what the application would answer to a client
-/// that the proxy dials it as comes back.
+/// The inbound direction would need a client outside. Only one part of it is checked, in tproxy mode: the replies of the
+/// application to a connection from a client's address are routed back.
 #[must_use]
 pub fn families(options: &Options) -> Vec<(Family, Verdict)> {
     let families = options.families.each();
     families
         .map(|family| {
-            let verdict = trial(options, family).unwrap_or_else(|verdict| verdict);
+            let verdict = verify_family(options, family).unwrap_or_else(|verdict| verdict);
             match (verdict, options.inbound_mode) {
                 (verdict @ Verdict::NotRedirected(_), _) | (verdict, InboundMode::Redirect) => (family, verdict),
-                (verdict, InboundMode::Tproxy) => (family, answers(family).err().unwrap_or(verdict)),
+                (verdict, InboundMode::Tproxy) => (family, verify_replies(family).err().unwrap_or(verdict)),
             }
         })
         .collect()
 }
 
-/// Dials ourselves as a client that nobody is.
-fn answers(family: Family) -> Result<(), Verdict> {
+/// Connects to a local address from an unused client address.
+fn verify_replies(family: Family) -> Result<(), Verdict> {
     let client = addresses(family)[0];
     let failed = |what: &str, error: io::Error| Verdict::Skipped(format!("{what}: {error}"));
-    // The address by which clients know us is the one that would lead to them.
+    // The local address that would be used towards the client.
     let local = UdpSocket::bind(SocketAddr::new(unspecified(family), 0)).and_then(|socket| {
         socket.connect(SocketAddr::new(client, PORTS[0]))?;
         socket.local_addr()
@@ -53,14 +53,12 @@ fn answers(family: Family) -> Result<(), Verdict> {
     let listens = application.local_addr().map_err(|error| failed("listening", error))?;
     let dialled = || {
         let socket = Socket::new(Domain::for_address(listens), Type::STREAM, None)?;
-        socket.set_ip_transparent_v4(true)?; // of either family
+        socket.set_ip_transparent_v4(true)?; // applies to both families
         socket.bind(&SocketAddr::new(client, 0).into())?;
-        socket.connect_timeout(&listens.into(), LIMIT)
+        socket.connect_timeout(&listens.into(), CONNECT_TIMEOUT)
     };
     dialled().map_err(|error| {
-        Verdict::NotRedirected(format!(
-            "what {listens} answers to {client} does not come back: {error}"
-        ))
+        Verdict::NotRedirected(format!("replies of {listens} to {client} are not routed back: {error}"))
     })
 }
 
@@ -71,31 +69,32 @@ fn unspecified(family: Family) -> IpAddr {
     }
 }
 
-fn trial(options: &Options, family: Family) -> Result<Verdict, Verdict> {
+fn verify_family(options: &Options, family: Family) -> Result<Verdict, Verdict> {
     let skipped = |reason: String| Verdict::Skipped(reason);
     if options.proxy_uid == Some(geteuid().as_raw()) || options.proxy_gid == Some(getegid().as_raw()) {
         return Err(skipped(
-            "this process runs as the proxy, whose connections stay direct".to_owned(),
+            "this process runs as the proxy's user or group, whose connections are not redirected".to_owned(),
         ));
     }
-    let target = target(options, family).ok_or_else(|| skipped("every address to try stays direct".to_owned()))?;
+    let target =
+        target(options, family).ok_or_else(|| skipped("every test address is skipped by the rules".to_owned()))?;
     let port = options.outbound_port.get();
     let loopback: IpAddr = match family {
         Family::V4 => Ipv4Addr::LOCALHOST.into(),
         Family::V6 => Ipv6Addr::LOCALHOST.into(),
     };
     let listener = TcpListener::bind((loopback, port)).map_err(|error| match error.kind() {
-        io::ErrorKind::AddrInUse => skipped(format!("port {port} is held, by the proxy it seems")),
+        io::ErrorKind::AddrInUse => skipped(format!("port {port} is in use, probably by the proxy")),
         _ => skipped(format!("listening on {loopback}:{port}: {error}")),
     })?;
-    let dialled = match TcpStream::connect_timeout(&target, LIMIT) {
+    let dialled = match TcpStream::connect_timeout(&target, CONNECT_TIMEOUT) {
         Ok(stream) => stream
             .local_addr()
             .map_err(|error| Verdict::NotRedirected(error.to_string()))?,
         Err(error) if NO_ROUTE.contains(&error.kind()) => return Err(skipped(format!("no route: {error}"))),
         Err(error) => return Err(Verdict::NotRedirected(format!("dialling {target}: {error}"))),
     };
-    // The connection is complete, so if it is ours it waits to be accepted.
+    // The handshake is complete, so a redirected connection is already in the accept queue.
     let mut ready = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
     let accepted = poll(&mut ready, PollTimeout::from(ACCEPT_LIMIT_MILLIS))
         .ok()
@@ -104,12 +103,12 @@ fn trial(options: &Options, family: Family) -> Result<Verdict, Verdict> {
     match peer {
         Some(peer) if peer == dialled => Ok(Verdict::Redirected),
         _ => Err(Verdict::NotRedirected(format!(
-            "{target} answered itself, not port {port} here"
+            "the connection to {target} did not arrive at port {port} of this namespace"
         ))),
     }
 }
 
-/// Addresses of documentation, which nobody has.
+/// Addresses for documentation (RFC 5737, RFC 3849, RFC 9637), which are not in use.
 fn addresses(family: Family) -> [IpAddr; 2] {
     match family {
         Family::V4 => [
@@ -123,7 +122,7 @@ fn addresses(family: Family) -> [IpAddr; 2] {
     }
 }
 
-/// An address that nobody has and that the rules do not leave direct.
+/// An unused address that the rules redirect.
 fn target(options: &Options, family: Family) -> Option<SocketAddr> {
     let direct = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
     let ip = addresses(family).into_iter().find(|ip| !direct(ip))?;
@@ -134,7 +133,7 @@ fn target(options: &Options, family: Family) -> Option<SocketAddr> {
 }
 
 const PORTS: [u16; 3] = [1404, 20001, 9];
-const LIMIT: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const ACCEPT_LIMIT_MILLIS: u16 = 500;
 const NO_ROUTE: [io::ErrorKind; 3] = [
     io::ErrorKind::NetworkUnreachable,

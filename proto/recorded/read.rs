@@ -1,26 +1,26 @@
-//! Reads the recordings beside this file, for the tests that include it.
+//! Parses the recordings in this directory, for the tests that include this file.
 
 use std::fs;
 
-/// A question to Linkerd's control plane, and what came of it.
+/// A request to Linkerd's control plane, and the response.
 pub(crate) struct Recorded {
     /// `policy`, `port`, `profile` or `get`.
     pub(crate) kind: String,
     pub(crate) target: String,
-    /// In the encoding of the wire.
+    /// Encoded messages.
     pub(crate) messages: Vec<Vec<u8>>,
-    /// The gRPC status that ended the stream, if it did; `Silence` where nothing came at all.
+    /// The gRPC status that ended the stream, if it ended; `Silence` if no message was received.
     pub(crate) status: Option<String>,
 }
 
 impl Recorded {
-    /// As the file names it.
+    /// The request in the form of the file.
     pub(crate) fn question(&self) -> String {
         format!("{} {}", self.kind, self.target)
     }
 }
 
-/// The answers in one of the files.
+/// The responses in one of the files.
 pub(crate) fn recorded(name: &str) -> Vec<Recorded> {
     let text = fs::read_to_string(path(&format!("{name}.txt"))).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
@@ -29,7 +29,7 @@ pub(crate) fn recorded(name: &str) -> Vec<Recorded> {
     all
 }
 
-/// The path of a file beside this one.
+/// The path of a file in this directory.
 pub(crate) fn path(file: &str) -> String {
     format!("{}/../proto/recorded/{file}", env!("CARGO_MANIFEST_DIR"))
 }
@@ -46,7 +46,7 @@ fn line(line: &str) -> Recorded {
     }
 }
 
-/// Bytes from hexadecimal digits; no bytes are written as `empty`.
+/// Decodes hexadecimal digits; the word `empty` means no bytes.
 fn bytes(digits: &str) -> Vec<u8> {
     let pairs = digits.strip_prefix("empty").unwrap_or(digits).as_bytes().chunks(2);
     let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();

@@ -1,4 +1,4 @@
-//! How messages become bytes: protobuf, with buffers that are small until a message needs more.
+//! The protobuf codec, with buffers that are small until a message needs more.
 
 use std::marker::PhantomData;
 
@@ -6,10 +6,10 @@ use prost::Message;
 use tonic::codec::{BufferSettings, Codec as TonicCodec};
 use tonic_prost::ProstCodec;
 
-/// Protobuf for one method.
+/// Protobuf codec for one method.
 ///
-/// tonic keeps a buffer for every stream, of 8 KiB unless told otherwise: most of what an idle stream weighs, and a
-/// control plane has tens of thousands of them.
+/// tonic allocates an 8 KiB buffer for every stream by default, which is most of the memory of an idle stream. A control
+/// plane has tens of thousands of streams.
 #[derive(Clone, Debug)]
 pub struct Codec<T, U>(PhantomData<(T, U)>);
 
@@ -42,8 +42,8 @@ fn settings() -> BufferSettings {
     BufferSettings::new(BUFFER_SIZE, YIELD_THRESHOLD)
 }
 
-/// Buffers grow by this; the header of a message and a short message fit.
+/// Initial size and growth of buffers, in bytes; a frame header and a short message fit.
 const BUFFER_SIZE: usize = 512;
 
-/// tonic's own: a full buffer goes out before the next message is looked for.
+/// tonic's default: a buffer that reaches this size is sent before the next message is polled.
 const YIELD_THRESHOLD: usize = 32 * 1024;

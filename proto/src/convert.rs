@@ -1,6 +1,6 @@
-//! Between messages and the standard library's addresses, networks and durations.
+//! Conversions between messages and the types of std for addresses, networks and durations.
 //!
-//! Towards messages nothing can fail; from them everything is checked, because anybody may have sent them.
+//! Conversions to messages cannot fail. Conversions from messages check everything, because peers send them.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
@@ -9,11 +9,11 @@ use ipnet::IpNet;
 
 use crate::net::{IPv6, IpAddress, IpNetwork, TcpAddress, ip_address::Ip};
 
-/// Why a message says nothing sensible.
+/// The message has an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    #[error("an address without its IP")]
+    #[error("the address has no IP")]
     NoIp,
     #[error("port {0} is above 65535")]
     Port(u32),
@@ -23,7 +23,7 @@ pub enum ConvertError {
     Duration { seconds: i64, nanos: i32 },
 }
 
-/// A duration as messages carry it; what is longer than they can say becomes the longest.
+/// Converts a duration to a message; longer durations become the longest that a message can carry.
 pub fn wire_duration(duration: Duration) -> prost_types::Duration {
     let duration = duration.min(LONGEST);
     prost_types::Duration {
@@ -32,14 +32,13 @@ pub fn wire_duration(duration: Duration) -> prost_types::Duration {
     }
 }
 
-/// The standard's bound of durations in messages, about 10 000 years: what is longer is as good as for ever, and can be added to
-/// any time without an overflow.
+/// Maximum of `google.protobuf.Duration`, about 10 000 years. It can be added to any time without overflow.
 const LONGEST: Duration = Duration::from_secs(315_576_000_000);
 
-/// A duration that a message carried; what is longer than it should be able to say becomes the longest.
+/// Converts a duration from a message; durations beyond the maximum become the maximum.
 ///
 /// # Errors
-/// Negative durations, and nanoseconds that are a second or more.
+/// If the duration is negative, or its nanoseconds are a second or more.
 pub fn std_duration(duration: &prost_types::Duration) -> Result<Duration, ConvertError> {
     let parts = (u64::try_from(duration.seconds), u32::try_from(duration.nanos));
     match parts {
@@ -132,8 +131,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn addresses_networks_and_durations_survive_the_way(addr: SocketAddr, prefix_len in 0u8..=32, nanos: u64) {
-            // A scope id has no place in a message.
+        fn addresses_networks_and_durations_survive_a_round_trip(addr: SocketAddr, prefix_len in 0u8..=32, nanos: u64) {
+            // Messages have no scope id.
             let addr = SocketAddr::new(addr.ip(), addr.port());
             prop_assert_eq!(SocketAddr::try_from(TcpAddress::from(addr)), Ok(addr));
             let net = IpNet::new(addr.ip(), prefix_len).unwrap();
@@ -154,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_numbers_with_the_first_octet_on_top() {
+    fn the_first_octet_of_an_address_is_the_most_significant() {
         assert_eq!(
             IpAddress::from(IpAddr::from([10, 0, 0, 1])).ip,
             Some(Ip::Ipv4(0x0a00_0001))
@@ -170,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_messages_are_refused() {
         let ip = IpAddress::from(IpAddr::from([10, 0, 0, 1]));
         assert_eq!(
             SocketAddr::try_from(TcpAddress { ip: None, port: 1 }),

@@ -1,14 +1,16 @@
-//! The wire API between proxies and the control plane, generated from the `.proto` files beside this crate.
+//! The gRPC API between proxies and the control plane, generated from the `.proto` files of this crate.
 //!
-//! Package names, message names and field numbers are a contract with proxies and control planes that are not ours.
-//! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`, what has no
-//! package, the SPIFFE Workload API, is module `workload`, the collector of OpenTelemetry is module `trace`, and gRPC's health
-//! checks are module `health`.
+//! Package names, message names and field numbers are a contract with Linkerd's proxies and control plane. Package
+//! `io.linkerd.proxy.<name>` is module `<name>`, and package `transport.l5d.io` is module `transport`. The SPIFFE Workload
+//! API, which has no package, is module `workload`. The OpenTelemetry collector is module `trace`, and gRPC health checks
+//! are module `health`.
+
+#![cfg_attr(test, allow(clippy::too_many_lines))]
 
 pub mod codec;
 pub mod convert;
 
-/// Makes a module of one generated file, which our lints do not judge.
+/// Makes a module from one generated file, without our lints.
 macro_rules! generated {
     ($(#[$doc:meta])* $module:ident, $package:literal) => {
         $(#[$doc])*
@@ -21,22 +23,22 @@ macro_rules! generated {
 }
 
 generated!(
-    /// Where a destination's endpoints are, and what its profile says.
+    /// Endpoints and profiles of destinations.
     destination,
     "io.linkerd.proxy.destination"
 );
 generated!(
-    /// How gRPC calls are matched.
+    /// Matches on gRPC calls.
     grpc_route,
     "io.linkerd.proxy.grpc_route"
 );
 generated!(
-    /// Whether a gRPC server's services are up, as applications tell the kubelet.
+    /// gRPC health checks, as the kubelet uses them.
     health,
     "grpc.health.v1"
 );
 generated!(
-    /// How HTTP requests are matched and changed.
+    /// Matches on HTTP requests, and filters.
     http_route,
     "io.linkerd.proxy.http_route"
 );
@@ -51,12 +53,12 @@ generated!(
     "io.linkerd.proxy.identity"
 );
 generated!(
-    /// What a workload's port speaks, and who may reach it.
+    /// Server policies: protocol and authorization of a workload's port.
     inbound,
     "io.linkerd.proxy.inbound"
 );
 generated!(
-    /// Which resource stands behind a decision.
+    /// The resource behind a decision.
     meta,
     "io.linkerd.proxy.meta"
 );
@@ -66,32 +68,32 @@ generated!(
     "io.linkerd.proxy.net"
 );
 generated!(
-    /// Why connections of bytes are refused.
+    /// Reasons to refuse opaque connections.
     opaque_route,
     "io.linkerd.proxy.opaque_route"
 );
 generated!(
-    /// How traffic to a destination is routed, balanced and retried.
+    /// Client policies: routing, load balancing and retries for a destination.
     outbound,
     "io.linkerd.proxy.outbound"
 );
 generated!(
-    /// A live view of requests.
+    /// A live stream of requests.
     tap,
     "io.linkerd.proxy.tap"
 );
 generated!(
-    /// How TLS connections that stay encrypted are matched.
+    /// Matches on TLS connections that are not terminated.
     tls_route,
     "io.linkerd.proxy.tls_route"
 );
 generated!(
-    /// Spans of traces, for collectors of OpenTelemetry.
+    /// Trace spans, for OpenTelemetry collectors.
     trace,
     "opentelemetry.proto.collector.trace.v1"
 );
 generated!(
-    /// What proxies tell each other before the bytes of a connection.
+    /// The transport header that a proxy sends at the start of a connection to another proxy.
     transport,
     "transport.l5d.io"
 );

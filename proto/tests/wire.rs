@@ -1,6 +1,8 @@
-//! Pins the bytes of messages, written by hand: every key below is `field number << 3 | wire type`.
+//! Fixes the encoding of messages, with bytes written by hand. Each key is `field number << 3 | wire type`.
 //!
 //! Wire types: 0 is a varint, 1 is 64 bits, 2 is a length and bytes, 5 is 32 bits.
+
+#![allow(clippy::too_many_lines)]
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -11,7 +13,7 @@ use prost::Message;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::{destination, http_route, http_types, identity, inbound, meta, net, outbound, transport};
 
-/// Bytes behind their key and length.
+/// Bytes after their key and length.
 fn len(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
     let body = parts.concat();
     let length = u8::try_from(body.len())
@@ -35,7 +37,7 @@ fn addr(text: &str) -> net::TcpAddress {
     text.parse::<SocketAddr>().expect("an address").into()
 }
 
-/// 10.0.0.1:8080: the IP is field 1 with `fixed32 ipv4 = 1`, which is little-endian on the wire; the port is field 2.
+/// 10.0.0.1:8080. The IP is field 1 with `fixed32 ipv4 = 1`, which is little-endian; the port is field 2.
 const ADDR: &[u8] = &[0x0a, 0x05, 0x0d, 0x01, 0x00, 0x00, 0x0a, 0x10, 0x90, 0x3f];
 
 fn built_in(name: &str) -> meta::Metadata {
@@ -83,7 +85,7 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
         resource_ref: Some(built_in("r")),
     };
     let identity = len(&[0x2a], &[&[0x1a, 3, 0x0a, 1, b'u'], &[0x22, 3, 0x0a, 1, b'n']]);
-    // Field 3 comes before field 2: prost writes a choice where its lowest number stands, and readers take any order.
+    // Field 3 precedes field 2: prost encodes a oneof at the position of its lowest number, and decoders accept any order.
     let hint = len(&[0x32], &[&[0x1a, 0], &[0x12, 3, 0x08, 0xaf, 0x20]]);
     let http2 = len(
         &[0x42],
@@ -303,7 +305,7 @@ fn outbound_policy_has_its_numbers() {
 }
 
 #[test]
-fn odd_corners_of_outbound_have_their_numbers() {
+fn rare_messages_of_outbound_have_their_numbers() {
     use outbound::grpc_route::retry::Conditions;
     use outbound::proxy_protocol::{Grpc, Http2, Kind, Opaque, Tls};
     let conditions = Conditions {
@@ -467,7 +469,7 @@ fn the_transport_header_has_its_numbers() {
 }
 
 #[test]
-fn certify_has_its_numbers_and_ours_is_skipped_by_others() {
+fn certify_has_its_numbers() {
     let request = identity::CertifyRequest {
         identity: "i".into(),
         token: b"t".to_vec(),

@@ -1,4 +1,4 @@
-//! What the process is told at start: a tree of plain values that never changes afterwards.
+//! The configuration of the process: a tree of plain values that never changes after start.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -6,104 +6,104 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use tulle_core::backoff::Backoff;
+use tulle_core::logging::Format;
 use tulle_core::ports::PortSet;
-use tulle_core::telemetry::Format;
 
 use crate::admin;
 use crate::api;
 use crate::api::destination::{ProfileScope, Suffixes};
-use crate::http::access_log;
+use crate::http::stack::access_log;
 use crate::identity;
 use crate::tap;
 use crate::trace;
 
-/// Everything; see [`crate::env::load`] for where it comes from.
+/// The whole configuration; [`crate::env::load`] reads it.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub outbound: Outbound,
     pub inbound: Inbound,
     pub admin: admin::Config,
-    /// A live view of requests, where somebody may have one.
+    /// Tap, if it is enabled.
     pub tap: Option<tap::server::Config>,
-    /// Where spans of traces go, if anywhere.
+    /// Export of trace spans, if it is enabled.
     pub trace: Option<trace::export::Config>,
     pub control: Control,
     pub identity: identity::Config,
     pub workers: Workers,
     pub log: Log,
-    /// Upper bound of the drain; 2 minutes.
+    /// Maximum duration of the drain; default 2 minutes.
     pub shutdown_grace_period: Duration,
-    /// Memory that the proxy may use, in bytes; that of its control group, if there is a limit.
-    pub memory_limit: Option<u64>,
-    /// How long metric series outlive their owner; 10 minutes.
+    /// Memory limit in bytes; default the limit of the cgroup, if it has one.
+    pub memory_limit_bytes: Option<u64>,
+    /// How long metric series stay after their owner is gone; default 10 minutes.
     pub metrics_retain_idle: Duration,
-    /// Variables that ask for something that this proxy does not do; the process warns of them once.
-    pub ignored: Vec<String>,
+    /// Variables with no effect in this proxy; each causes a warning at start.
+    pub unsupported_variables: Vec<String>,
 }
 
-/// From the application.
+/// The outbound side: from the application.
 #[derive(Clone, Debug)]
 pub struct Outbound {
-    /// One or two; `127.0.0.1:4140`.
+    /// One or two addresses; default `127.0.0.1:4140`.
     pub listen: Vec<SocketAddr>,
     pub direction: Direction,
-    /// Connections that wait for an endpoint at most; 10 000.
+    /// Maximum number of connections that wait for an endpoint; default 10 000.
     pub tcp_queue_capacity: usize,
-    /// How long a connection waits for an endpoint; 3 seconds.
+    /// Maximum time that a connection waits for an endpoint; default 3 s.
     pub tcp_failfast_timeout: Duration,
-    /// Whether responses tell the application what went wrong; shown unless in ingress mode.
+    /// Whether responses have headers that explain errors to the application; default shown, except in ingress mode.
     pub informational_headers: Visibility,
-    /// Whether route metrics have a `hostname`; hidden.
+    /// Whether route metrics have the label `hostname`; default hidden.
     pub hostname_labels: Visibility,
-    pub ingress: Ingress,
-    /// Where applications say themselves what they want to reach, on this machine only; nowhere.
-    pub explicit: Option<SocketAddr>,
-    pub balancing: Balancing,
+    pub ingress_mode: IngressMode,
+    /// Listener for explicit proxying (HTTP CONNECT and SOCKS5), on loopback only; default none.
+    pub explicit_listen: Option<SocketAddr>,
+    pub load_balancing: LoadBalancing,
 }
 
-/// To the application.
+/// The inbound side: to the application.
 #[derive(Clone, Debug)]
 pub struct Inbound {
-    /// `0.0.0.0:4143`.
+    /// Default `0.0.0.0:4143`.
     pub listen: SocketAddr,
     pub mode: InboundMode,
     pub direction: Direction,
-    /// How long a request waits for the profile of its name; 500 ms.
+    /// Maximum time that a request waits for the profile of its name; default 500 ms.
     pub profile_timeout: Duration,
-    /// Whether metrics have an `authority`; hidden, because clients choose it.
+    /// Whether metrics have the label `authority`; default hidden, because clients choose the value.
     pub authority_labels: Visibility,
-    /// What holds for a port whose policy the control plane has not told; it is refused.
+    /// What happens on a port whose policy is not known; default refuse.
     pub unknown_policy: UnknownPolicy,
-    /// The environment's default for such ports; everybody may.
+    /// The default policy of such ports; default all-unauthenticated.
     pub default_policy: DefaultPolicy,
-    /// Ports whose policy is watched from the start and for good.
-    pub ports: PortSet,
-    /// Ports that are opaque by the environment's default.
+    /// Ports whose policy is watched from the start.
+    pub watched_ports: PortSet,
+    /// Ports that are opaque by default.
     pub opaque_ports: PortSet,
-    /// Our own addresses; empty when they are not known.
-    pub ips: BTreeSet<IpAddr>,
-    /// Names that other clusters may reach through us.
+    /// The proxy's own addresses; empty if unknown.
+    pub local_ips: BTreeSet<IpAddr>,
+    /// Suffixes of the names that other clusters may reach through this gateway.
     pub gateway_suffixes: Suffixes,
 }
 
-/// What both directions have, each with its own values.
+/// Settings that both directions have, with separate values.
 #[derive(Clone, Debug)]
 pub struct Direction {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
-    /// Idempotent ones.
-    pub resend: Resend,
+    /// Which requests are sent again; default idempotent ones.
+    pub resend_policy: ResendPolicy,
     pub http1_server: Http1Server,
     pub http2_server: Http2Server,
     pub http2_client: Http2Windows,
-    /// Concurrent HTTP requests before shedding; 100 000.
-    pub max_in_flight: usize,
-    /// Requests that wait for an endpoint at most; 10 000.
+    /// Maximum concurrent HTTP requests; further ones are shed. Default 100 000.
+    pub max_in_flight_requests: usize,
+    /// Maximum number of requests that wait for an endpoint; default 10 000.
     pub http_queue_capacity: usize,
-    /// How long a request waits for an endpoint; inbound 1 s, outbound 3 s.
+    /// Maximum time that a request waits for an endpoint; default 1 s inbound, 3 s outbound.
     pub http_failfast_timeout: Duration,
-    /// How long what was discovered stays without use; inbound 90 s, outbound 5 s.
+    /// Discovery results that are unused for this time are dropped; default 90 s inbound, 5 s outbound.
     pub discovery_idle_timeout: Duration,
 }
 
@@ -112,7 +112,7 @@ pub struct Accept {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
     pub backlog: Option<u32>,
-    /// How long to look for a protocol; 10 s.
+    /// Timeout of protocol detection; default 10 s.
     pub detect_timeout: Duration,
 }
 
@@ -120,62 +120,63 @@ pub struct Accept {
 pub struct Connect {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
-    /// TCP and TLS together; inbound 300 ms, outbound 1 s.
+    /// Timeout of TCP and TLS together; default 300 ms inbound, 1 s outbound.
     pub timeout: Duration,
-    /// Between attempts; from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
+    /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http1Pool {
-    /// 10 000.
+    /// Maximum idle connections for each endpoint; default 10 000.
     pub max_idle_per_endpoint: usize,
-    /// 3 s.
+    /// How long an idle connection is kept; default 3 s.
     pub idle_timeout: Duration,
 }
 
-/// Which requests are sent again that a lost connection has left without a response, though they may have been processed.
+/// Which requests are sent again if the connection was lost before the response, although the server may have processed them.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Resend {
+pub enum ResendPolicy {
     Never,
     /// `GET`, `HEAD`, `OPTIONS` and `TRACE`.
-    Safe,
-    /// These, `PUT` and `DELETE`.
-    Idempotent,
+    SafeMethods,
+    /// The safe methods, `PUT` and `DELETE`.
+    IdempotentMethods,
 }
 
-/// Settings of HTTP/1 servers; the timeouts are those of HTTP/2 as well.
+/// Settings of HTTP/1 servers; the timeouts also apply to HTTP/2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http1Server {
-    /// Most bytes of a request head; 64 KiB.
-    pub max_head_size: usize,
-    /// How long a request head may take from its first byte on, or the first request of an HTTP/2 connection; 30 s.
-    pub head_timeout: Duration,
-    /// How long a connection may be without a request, or a request with a body without anything that passes; 1 h.
+    /// Maximum size of a request head, in bytes; default 64 KiB.
+    pub max_header_bytes: usize,
+    /// Timeout of a request head, from its first byte, or of the first request of an HTTP/2 connection; default 30 s.
+    pub header_read_timeout: Duration,
+    /// Timeout of a connection without requests, or of a request with a body without any data transfer; default 1 h.
     pub idle_timeout: Duration,
 }
 
 /// Initial flow-control windows, in bytes.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Http2Windows {
-    /// 1 MiB.
+    /// Default 1 MiB.
     pub stream: u32,
-    /// 4 MiB.
+    /// Default 4 MiB.
     pub connection: u32,
 }
 
-/// Settings of HTTP/2 servers; what is `None` stays as the library has it.
+/// Settings of HTTP/2 servers; `None` means the default of the library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http2Server {
     pub windows: Http2Windows,
     pub flow_control: FlowControl,
     pub keep_alive: Option<KeepAlive>,
-    /// On one connection; 16 384. That is for memory's sake alone: a peer's proxy sends all requests of a worker on one.
+    /// For each connection; default 16 384. The limit only protects memory: a peer's proxy sends all requests of a worker on
+    /// one connection.
     pub max_concurrent_streams: u32,
     pub max_frame_size: Option<u32>,
-    pub max_header_list_size: Option<u32>,
-    pub max_pending_accept_reset_streams: Option<usize>,
-    pub max_send_buf_size: Option<usize>,
+    pub max_header_list_bytes: Option<u32>,
+    pub max_pending_reset_streams: Option<usize>,
+    pub max_send_buffer_bytes: Option<usize>,
 }
 
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
@@ -196,44 +197,45 @@ pub enum Visibility {
     Hidden,
 }
 
-/// How connections get to the inbound listener.
+/// How connections reach the inbound listener.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum InboundMode {
-    /// Translated to its address; the kernel knows what was dialled, and the application sees us.
+    /// Translated to its address (REDIRECT). The kernel knows the original destination; the application sees the proxy's
+    /// address.
     #[default]
     Redirect,
-    /// As they are; it takes them for any address, and the application sees its client.
+    /// Untranslated (TPROXY). The listener accepts any address; the application sees the client's address.
     Tproxy,
 }
 
-/// Whether the target of a request is told by its headers (an ingress) or by what was dialled.
+/// Whether the target of a request comes from its headers (ingress mode) or from the original destination.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Ingress {
+pub enum IngressMode {
     Off,
     On,
 }
 
-/// How one of several endpoints is chosen.
+/// How an endpoint is chosen.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub enum Balancing {
-    /// The cheaper of two, by latency and requests in flight.
+pub enum LoadBalancing {
+    /// The cheaper of two random endpoints, by latency and requests in flight.
     #[default]
     PeakEwma,
-    /// One after the other, for comparison.
+    /// Round robin, for comparison.
     RoundRobin,
 }
 
-/// What becomes of connections to a port whose policy the control plane has not told.
+/// What happens to connections to a port whose policy is not known.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum UnknownPolicy {
-    /// They wait for it, and are refused when it does not come.
+    /// They wait for the policy, and are refused if it does not arrive in time.
     #[default]
     Refuse,
-    /// The environment's default holds, as in Linkerd's proxy.
+    /// The default policy applies, as in Linkerd's proxy.
     Default,
 }
 
-/// Who may use a port by the environment's default.
+/// The default policy of a port.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum DefaultPolicy {
     Deny,
@@ -242,7 +244,7 @@ pub enum DefaultPolicy {
     AllUnauthenticated,
     ClusterAuthenticated,
     ClusterUnauthenticated,
-    /// Everybody may, and it is logged.
+    /// Every client is permitted and logged.
     Audit,
 }
 
@@ -255,21 +257,21 @@ pub struct Control {
     pub context_token: String,
     /// Sent with every policy lookup, verbatim.
     pub workload: String,
-    /// What GetProfile is asked for.
+    /// The targets that may have a profile.
     pub profiles: ProfileScope,
-    /// What the cluster-wide default policies call the cluster.
+    /// The cluster's networks, used by the `cluster-*` default policies.
     pub cluster_networks: Vec<IpNet>,
     pub stream_limits: api::watch::StreamLimits,
     pub dns: api::dns::Config,
 }
 
-/// How many workers there are, given how many CPUs.
+/// Number of workers, relative to the number of CPUs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workers {
-    /// 1; also what `LINKERD2_PROXY_CORES` says.
+    /// Default 1; also set by `LINKERD2_PROXY_CORES`.
     pub min: usize,
     pub max: Option<usize>,
-    /// A share of the CPUs, above 0 and at most 1; `max` wins.
+    /// A fraction of the CPUs, above 0 and at most 1; `max` takes precedence.
     pub max_ratio: Option<f64>,
 }
 
@@ -277,40 +279,40 @@ pub struct Workers {
 pub struct Log {
     pub filter: String,
     pub format: Format,
-    /// Of requests, where it is wanted, and of which directions.
-    pub access: Option<access_log::Format>,
-    pub access_directions: Directions,
+    /// Format of the access log, and its directions; default none.
+    pub access_log_format: Option<access_log::Format>,
+    pub access_directions: AccessLogDirections,
 }
 
-/// Which requests have lines in the access log.
+/// The directions that the access log covers.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub enum Directions {
+pub enum AccessLogDirections {
     #[default]
     Inbound,
     Outbound,
     Both,
 }
 
-impl Directions {
-    pub fn inbound(self) -> bool {
+impl AccessLogDirections {
+    pub fn includes_inbound(self) -> bool {
         self != Self::Outbound
     }
 
-    pub fn outbound(self) -> bool {
+    pub fn includes_outbound(self) -> bool {
         self != Self::Inbound
     }
 }
 
 impl Workers {
-    /// At least one, at least `min` if there are that many CPUs, and never more than there are.
+    /// At least `min`, but never fewer than 1 or more than `cpus`.
     pub fn count(&self, cpus: usize) -> usize {
-        let share = self.max_ratio.map(|ratio| (cpus as f64 * ratio).round() as usize);
-        self.max.or(share).unwrap_or(1).max(self.min).min(cpus).max(1)
+        let ratio_workers = self.max_ratio.map(|ratio| (cpus as f64 * ratio).round() as usize);
+        self.max.or(ratio_workers).unwrap_or(1).max(self.min).min(cpus).max(1)
     }
 }
 
 impl DefaultPolicy {
-    /// Whether it speaks of the cluster's networks, and therefore needs them.
+    /// Whether the policy uses the cluster's networks, which must then be configured.
     pub fn needs_cluster_networks(self) -> bool {
         matches!(
             self,
@@ -324,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_stay_between_their_bounds_and_the_machine() {
+    fn the_number_of_workers_is_within_its_bounds_and_the_cpus() {
         for (min, max, max_ratio, cpus, expected) in [
             (1, None, None, 8, 1),
             (2, None, None, 8, 2),

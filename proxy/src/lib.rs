@@ -1,4 +1,6 @@
-//! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
+//! The data plane: a sidecar proxy that carries a workload's traffic, with identity, policy and load balancing.
+
+#![cfg_attr(test, allow(clippy::too_many_lines))]
 
 mod admin;
 mod api;

@@ -2,27 +2,27 @@
 
 use std::process::ExitCode;
 
-use tulle_core::telemetry;
+use tulle_core::logging;
 use tulle_proxy::{
-    app::{App, Surroundings},
+    app::{App, ProcessContext},
     env,
 };
 
-/// The exit status of a wrong configuration, as in `sysexits.h`.
+/// Exit status for an invalid configuration, as in `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
-/// Free memory that a thread keeps for what comes next, in bytes. By default the C library gives all but 128 KiB back at
-/// once, and has every page of it cleared for the next large body: a twelfth of what such a body costs. What is larger
-/// than 128 KiB itself is given back all the same.
+/// Free memory that the C library keeps, in bytes. By default it returns all but 128 KiB to the kernel, and the kernel must
+/// zero each page again for the next large body, which costs one twelfth of the time for such a body. An allocation larger than
+/// 128 KiB is still returned at once.
 #[cfg(target_env = "gnu")]
-const KEPT: libc::c_int = 2 << 20;
+const MALLOC_TRIM_BYTES: libc::c_int = 2 << 20;
 
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
-fn keep_memory() {
-    // SAFETY: it takes numbers alone, and there is no other thread yet.
+fn set_malloc_trim_threshold() {
+    // SAFETY: it takes only numbers, and no other thread exists yet.
     unsafe {
-        libc::mallopt(libc::M_TRIM_THRESHOLD, KEPT);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, MALLOC_TRIM_BYTES);
     }
 }
 
@@ -30,7 +30,7 @@ fn keep_memory() {
 fn keep_memory() {}
 
 fn main() -> ExitCode {
-    keep_memory();
+    set_malloc_trim_threshold();
     let lookup = |name: &str| std::env::var(name).ok();
     let config = match env::load(lookup) {
         Ok(config) => config,
@@ -41,18 +41,18 @@ fn main() -> ExitCode {
             return ExitCode::from(EX_USAGE);
         }
     };
-    let log = match telemetry::init(&config.log.filter, config.log.format) {
+    let log = match logging::init(&config.log.filter, config.log.format) {
         Ok(log) => log,
         Err(error) => {
             eprintln!("tulle-proxy: {error}");
             return ExitCode::from(EX_USAGE);
         }
     };
-    for ignored in &config.ignored {
-        tracing::info!("{ignored} is set, but what it asks for is not supported yet: it has no effect");
+    for ignored in &config.unsupported_variables {
+        tracing::info!("{ignored} is set, but it is not supported and has no effect");
     }
-    let surroundings = Surroundings::redirected(Some(log), env::shown(std::env::vars()));
-    match App::build(config, surroundings).and_then(App::run) {
+    let context = ProcessContext::with_redirect(Some(log), env::public_variables(std::env::vars()));
+    match App::build(config, context).and_then(App::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");

@@ -1,5 +1,6 @@
 //! The proxy as it is started: what stops it, and how it says so.
 
+#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
 use std::net::TcpListener;

@@ -1,5 +1,6 @@
 //! `linkerd-await` as hooks and jobs call it, with an admin server that plays a proxy.
 
+#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
 use std::io::{BufRead as _, BufReader, Write as _};

@@ -1,4 +1,4 @@
-//! Applications: echo servers, servers of a test's own making, and their sudden end.
+//! Test applications: echo servers, servers with custom handlers, and abrupt termination.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -19,9 +19,9 @@ use tokio::task::{JoinHandle, JoinSet};
 use tulle_bench::serve;
 
 use crate::client::{AnyBody, any};
-use crate::mesh::{HTTP, Mesh, OPAQUE, TCP};
+use crate::mesh::{self, HTTP, Mesh, OPAQUE, TCP};
 
-/// An application; ends, and cuts its connections, when it is dropped.
+/// A running application. Dropping it stops it and closes its connections.
 pub struct App(JoinHandle<()>);
 
 impl Drop for App {
@@ -31,7 +31,7 @@ impl Drop for App {
 }
 
 impl App {
-    /// Ends the application at once and waits until its port is free.
+    /// Stops the application at once and waits until its port is free.
     pub async fn kill(mut self) {
         self.0.abort();
         let ended = (&mut self.0).await;
@@ -42,12 +42,11 @@ impl App {
     }
 }
 
-/// Echo servers at all ports of a workload: HTTP of all versions, gRPC and WebSocket at [`HTTP`], bytes at [`TCP`] and
-/// [`OPAQUE`].
+/// Starts echo servers on all ports of a workload: HTTP/1, HTTP/2, gRPC and WebSocket on [`HTTP`], bytes on [`TCP`] and [`OPAQUE`].
 pub async fn echo(mesh: &Mesh, workload: &str) {
     let ip = mesh.ip(workload);
     serve(serve::Args {
-        http: vec![mesh.app(workload, HTTP)],
+        http: vec![mesh.app_addr(workload, HTTP)],
         tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
         https: Vec::new(),
         tcp_speaks_first: Vec::new(),
@@ -58,7 +57,17 @@ pub async fn echo(mesh: &Mesh, workload: &str) {
     .await;
 }
 
-/// An echo server of HTTP that is no workload.
+/// Runs a test with `client` and the echo server `web`, both meshed, once for each `ProxyTransport`.
+pub fn run_with_pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh::mesh(), mesh::mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            echo(mesh, "web").await;
+            test(mesh).await;
+        });
+    }
+}
+
+/// Starts an HTTP echo server that is not a workload.
 pub async fn echo_at(name: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: vec![addr],
@@ -72,8 +81,8 @@ pub async fn echo_at(name: &str, addr: SocketAddr) {
     .await;
 }
 
-/// A server that greets first and echoes then.
-pub async fn greeter(workload: &str, addr: SocketAddr) {
+/// Starts a server that sends a greeting first and then echoes.
+pub async fn server_speaks_first(workload: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: Vec::new(),
         tcp: Vec::new(),
@@ -88,22 +97,22 @@ pub async fn greeter(workload: &str, addr: SocketAddr) {
 
 async fn serve(args: serve::Args) {
     let server = serve::Server::bind(&args).await.expect("each port is listened on once");
-    // Ends with the runtime of the test.
+    // The task ends with the runtime of the test.
     tokio::spawn(server.run(std::future::pending()));
 }
 
-/// Runs `serve` for every connection.
-pub fn raw<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F + Send + 'static) -> App
+/// Runs `serve` for each connection.
+pub fn serve_tcp<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F + Send + 'static) -> App
 where
     F: Future<Output = ()> + Send + 'static,
 {
     App(tokio::spawn(async move {
-        // Owned by the task, so that connections end with it.
+        // The task owns the connections, so that they end with it.
         let mut connections = JoinSet::new();
         loop {
             tokio::select! {
                 accepted = listener.accept() => {
-                    let (stream, _) = accepted.expect("descriptors are left");
+                    let (stream, _) = accepted.expect("file descriptors are available");
                     stream.set_nodelay(true).expect("a TCP socket");
                     connections.spawn(serve(stream));
                 }
@@ -113,13 +122,13 @@ where
     }))
 }
 
-/// An HTTP server of both versions.
+/// An HTTP server for HTTP/1 and HTTP/2.
 pub fn http<F>(listener: TcpListener, answer: impl Fn(Request<Incoming>) -> F + Send + Sync + 'static) -> App
 where
     F: Future<Output = Response<AnyBody>> + Send + 'static,
 {
     let answer = Arc::new(answer);
-    raw(listener, move |stream| {
+    serve_tcp(listener, move |stream| {
         let answer = answer.clone();
         async move {
             let service = service_fn(move |req| {
@@ -127,7 +136,7 @@ where
                 async move { Ok::<_, Infallible>(answer.await) }
             });
             let builder = auto::Builder::new(TokioExecutor::new());
-            // A peer that goes away is not the application's failure.
+            // A peer that closes the connection is not a failure of the application.
             let _ = builder
                 .serve_connection_with_upgrades(TokioIo::new(stream), service)
                 .await;
@@ -141,14 +150,14 @@ where
 pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     // An incomplete request gets the same response.
     let _ = req.into_body().collect().await;
-    let mut rsp = dripping(0, Duration::ZERO, false);
+    let mut rsp = slow_response(0, Duration::ZERO, false);
     let kind = HeaderValue::from_static("application/grpc");
     rsp.headers_mut().insert("content-type", kind);
     rsp
 }
 
-/// A response in pieces of one byte, with so long between them, and an end or none.
-pub fn dripping(pieces: usize, each: Duration, end: bool) -> Response<AnyBody> {
+/// A response body of `pieces` one-byte frames, `each` apart. Without `end` the body never ends.
+pub fn slow_response(pieces: usize, each: Duration, end: bool) -> Response<AnyBody> {
     let frames = stream::unfold(0, move |n| async move {
         if n < pieces {
             tokio::time::sleep(if n == 0 { Duration::ZERO } else { each }).await;

@@ -1,4 +1,4 @@
-//! HTTP clients over a given connection.
+//! HTTP clients on a given connection.
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode, Version};
@@ -10,12 +10,12 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::TcpStream;
 
-/// What requests and responses of tests are made of.
+/// The body type of requests and responses in tests.
 pub type AnyBody = BoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
 
-/// A response that has come to its end.
+/// A response that has been read to its end.
 #[derive(Debug)]
-pub struct Answer {
+pub struct CollectedResponse {
     pub version: Version,
     pub status: StatusCode,
     pub headers: HeaderMap,
@@ -23,12 +23,12 @@ pub struct Answer {
     pub trailers: HeaderMap,
 }
 
-impl Answer {
+impl CollectedResponse {
     /// Reads a response to its end.
     ///
     /// # Errors
-    /// The body is cut off.
-    pub async fn of(rsp: Response<Incoming>) -> hyper::Result<Self> {
+    /// Fails if the body is truncated.
+    pub async fn collect(rsp: Response<Incoming>) -> hyper::Result<Self> {
         let (head, body) = rsp.into_parts();
         let body = body.collect().await?;
         Ok(Self {
@@ -44,13 +44,13 @@ impl Answer {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// The code in `l5d-proxy-cause`; empty without it.
+    /// The code in `l5d-proxy-cause`; empty if the header is missing.
     pub fn cause(&self) -> &str {
-        let told = self.header("l5d-proxy-cause");
-        told.split([';', ':']).next().unwrap_or_default()
+        let value = self.header("l5d-proxy-cause");
+        value.split([';', ':']).next().unwrap_or_default()
     }
 
-    /// The value of a header; empty without it.
+    /// The value of a header; empty if it is missing.
     pub fn header(&self, name: &str) -> &str {
         self.headers
             .get(name)
@@ -58,12 +58,11 @@ impl Answer {
     }
 }
 
-/// An HTTP/1.1 connection.
 pub struct Http1(http1::SendRequest<AnyBody>);
 
 impl Http1 {
-    /// Begins to speak HTTP/1.1.
-    pub async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
+    /// Starts HTTP/1.1 on a connection.
+    pub async fn handshake(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
         let (sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .expect("nothing is sent yet");
@@ -71,7 +70,7 @@ impl Http1 {
         Self(sender)
     }
 
-    /// Whether another request may be sent.
+    /// Whether another request can be sent.
     pub fn is_open(&self) -> bool {
         !self.0.is_closed()
     }
@@ -79,35 +78,34 @@ impl Http1 {
     /// Sends a request and reads the response to its end.
     ///
     /// # Errors
-    /// There is none, or not all of it.
-    pub async fn ask(&mut self, req: Request<AnyBody>) -> hyper::Result<Answer> {
-        Answer::of(self.send(req).await?).await
+    /// Fails if there is no response, or if it is truncated.
+    pub async fn fetch(&mut self, req: Request<AnyBody>) -> hyper::Result<CollectedResponse> {
+        CollectedResponse::collect(self.send(req).await?).await
     }
 
     /// Sends a request.
     ///
     /// # Errors
-    /// There is no response.
+    /// Fails if there is no response.
     pub async fn send(&mut self, req: Request<AnyBody>) -> hyper::Result<Response<Incoming>> {
         self.0.ready().await?;
         self.0.send_request(req).await
     }
 }
 
-/// An HTTP/2 connection.
 #[derive(Clone)]
 pub struct Http2(http2::SendRequest<AnyBody>);
 
 impl Http2 {
-    /// Begins to speak HTTP/2, by prior knowledge.
-    pub async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
+    /// Starts HTTP/2 on a connection, with prior knowledge.
+    pub async fn handshake(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
         let handshake = http2::Builder::new(TokioExecutor::new()).handshake(TokioIo::new(stream));
         let (sender, connection) = handshake.await.expect("the proxy speaks HTTP/2");
         tokio::spawn(connection);
         Self(sender)
     }
 
-    /// Whether another request may be sent.
+    /// Whether another request can be sent.
     pub fn is_open(&self) -> bool {
         !self.0.is_closed()
     }
@@ -115,35 +113,35 @@ impl Http2 {
     /// Sends a request and reads the response to its end.
     ///
     /// # Errors
-    /// There is none, or not all of it.
-    pub async fn ask(&mut self, req: Request<AnyBody>) -> hyper::Result<Answer> {
-        Answer::of(self.send(req).await?).await
+    /// Fails if there is no response, or if it is truncated.
+    pub async fn fetch(&mut self, req: Request<AnyBody>) -> hyper::Result<CollectedResponse> {
+        CollectedResponse::collect(self.send(req).await?).await
     }
 
     /// Sends a request.
     ///
     /// # Errors
-    /// There is no response.
+    /// Fails if there is no response.
     pub async fn send(&mut self, req: Request<AnyBody>) -> hyper::Result<Response<Incoming>> {
         self.0.ready().await?;
         self.0.send_request(req).await
     }
 }
 
-/// `GET` as the only request of a connection.
+/// Sends `GET` as the only request of a connection.
 ///
 /// # Panics
-/// Without a response.
-pub async fn get(stream: TcpStream, path: &str) -> Answer {
+/// Panics if there is no response.
+pub async fn get(stream: TcpStream, path: &str) -> CollectedResponse {
     try_get(stream, path).await.expect("a response")
 }
 
-/// As [`get`], for connections that may be closed instead.
+/// As [`get`], for connections that may be closed without a response.
 ///
 /// # Errors
-/// There is no response, or not all of it.
-pub async fn try_get(stream: TcpStream, path: &str) -> hyper::Result<Answer> {
-    Http1::over(stream).await.ask(request(path)).await
+/// Fails if there is no response, or if it is truncated.
+pub async fn try_get(stream: TcpStream, path: &str) -> hyper::Result<CollectedResponse> {
+    Http1::handshake(stream).await.fetch(request(path)).await
 }
 
 /// `GET http://web.test<path>`, in origin form for HTTP/1.
@@ -158,7 +156,6 @@ pub fn request2(path: &str) -> Request<AnyBody> {
     req.body(empty()).expect("a path")
 }
 
-/// No body.
 pub fn empty() -> AnyBody {
     any(Empty::<Bytes>::new())
 }
@@ -168,7 +165,7 @@ pub fn full(bytes: impl Into<Bytes>) -> AnyBody {
     any(Full::new(bytes.into()))
 }
 
-/// Any body as the one type.
+/// Converts any body to [`AnyBody`].
 pub fn any<B>(body: B) -> AnyBody
 where
     B: Body<Data = Bytes> + Send + Sync + 'static,
@@ -177,10 +174,10 @@ where
     body.map_err(Into::into).boxed()
 }
 
-/// Reads until what was read ends so.
+/// Reads until the text that was read ends with `end`.
 ///
 /// # Panics
-/// The connection ends before, or carries no text.
+/// Panics if the connection ends earlier, or the bytes are not UTF-8.
 pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut read = Vec::new();
     while !read.ends_with(end.as_bytes()) {

@@ -1,4 +1,4 @@
-//! The control plane of a mesh: the real one, fed from a directory of manifests.
+//! The control plane of a mesh: the real one, with a directory of manifests as its source.
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,26 +15,25 @@ use tulle_control::cmd::Command;
 use tulle_control::config::Config;
 use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
-/// Where the control plane listens.
 pub const CONTROL_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 0, 1);
-/// Namespace of the control plane, as identities name it.
+/// Namespace of the control plane in identities.
 pub const CONTROL_NS: &str = "linkerd";
 
-/// Everything that a control plane reads: credentials and manifests.
-pub struct Files {
+/// The files that a control plane reads: credentials and manifests.
+pub struct ControlPlaneFiles {
     dir: tempfile::TempDir,
     keys: TokenKeys,
-    /// The authority that all proxies trust from the start.
+    /// The CA that all proxies trust from the start.
     pub anchor: CertificateAuthority,
     /// Its certificate, PEM.
     pub anchors: String,
 }
 
-impl Files {
-    /// Makes new credentials and no manifests.
+impl ControlPlaneFiles {
+    /// Creates new credentials and no manifests.
     ///
     /// # Errors
-    /// The temporary directory cannot be written.
+    /// Fails if the temporary directory cannot be written.
     pub fn new() -> anyhow::Result<Self> {
         let keys = trust::create_token_keys()?;
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME)?;
@@ -46,22 +45,24 @@ impl Files {
             anchor: anchor.clone(),
         };
         for name in ["issuer", "keys", "manifests", "tokens"] {
-            fs::create_dir(files.at(name))?;
+            fs::create_dir(files.path(name))?;
         }
-        anchor.write(&files.at("ca.crt"), &files.at("ca.key"))?;
-        issuer.write(&files.at("issuer/crt.pem"), &files.at("issuer/key.pem"))?;
-        files.keys.write(&files.at("keys/join.pub"), &files.at("join.key"))?;
+        anchor.write(&files.path("ca.crt"), &files.path("ca.key"))?;
+        issuer.write(&files.path("issuer/crt.pem"), &files.path("issuer/key.pem"))?;
+        files
+            .keys
+            .write(&files.path("keys/join.pub"), &files.path("join.key"))?;
         Ok(files)
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Replaces the trust anchors that the control plane reads, PEM.
+    /// Replaces the trust anchors (PEM) that the control plane reads.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn replace_anchors(&self, bundle: &str) -> anyhow::Result<()> {
         self.replace("ca.crt", bundle)
     }
@@ -69,33 +70,33 @@ impl Files {
     /// Replaces the issuer of the control plane.
     ///
     /// # Errors
-    /// The files cannot be written.
+    /// Fails if the files cannot be written.
     pub fn replace_issuer(&self, issuer: &CertificateAuthority) -> anyhow::Result<()> {
         self.replace("issuer/key.pem", &issuer.key)?;
         self.replace("issuer/crt.pem", &issuer.certificate)
     }
 
-    /// Replaces a file at once.
+    /// Replaces a file atomically.
     fn replace(&self, name: &str, text: &str) -> anyhow::Result<()> {
-        let partial = self.at("partial");
+        let partial = self.path("partial");
         fs::write(&partial, text)?;
-        Ok(fs::rename(partial, self.at(name))?)
+        Ok(fs::rename(partial, self.path(name))?)
     }
 
-    /// Writes a manifest, or replaces it at once.
+    /// Writes a manifest, or replaces it atomically.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn write(&self, name: &str, yaml: &str) -> anyhow::Result<()> {
-        let partial = self.at("partial");
+        let partial = self.path("partial");
         fs::write(&partial, yaml)?;
         Ok(fs::rename(partial, self.manifest(name))?)
     }
 
-    /// The text of a manifest.
+    /// Reads a manifest.
     ///
     /// # Errors
-    /// There is none.
+    /// Fails if the manifest does not exist.
     pub fn read(&self, name: &str) -> anyhow::Result<String> {
         Ok(fs::read_to_string(self.manifest(name))?)
     }
@@ -103,43 +104,43 @@ impl Files {
     /// Removes a manifest.
     ///
     /// # Errors
-    /// There is none.
+    /// Fails if the manifest does not exist.
     pub fn remove(&self, name: &str) -> anyhow::Result<()> {
         Ok(fs::remove_file(self.manifest(name))?)
     }
 
     fn manifest(&self, name: &str) -> PathBuf {
-        self.at("manifests").join(format!("{name}.yaml"))
+        self.path("manifests").join(format!("{name}.yaml"))
     }
 
-    /// A file with a join token for a workload of one service account.
+    /// Writes a file with a join token for a workload of one service account.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn token(&self, workload: &str, service_account: &str, namespace: &str) -> anyhow::Result<PathBuf> {
         let subject = TokenSubject {
             service_account,
             namespace,
             lifetime: Duration::from_secs(3600),
         };
-        let path = self.at("tokens").join(workload);
+        let path = self.path("tokens").join(workload);
         fs::write(&path, trust::create_token(&self.keys.private, &subject)?)?;
         Ok(path)
     }
 }
 
-/// A control plane that runs on a thread of its own until it is dropped.
+/// A control plane on its own thread. Dropping it stops it.
 pub struct ControlPlane {
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl ControlPlane {
-    /// Starts all services at [`CONTROL_IP`], with `flags` besides those that name the files.
+    /// Starts all services at [`CONTROL_IP`], with `flags` in addition to those for the files.
     ///
     /// # Errors
-    /// What the control plane says to its flags and files.
-    pub fn start(files: &Files, flags: &[String]) -> anyhow::Result<Self> {
+    /// Fails if the control plane refuses its flags or files.
+    pub fn start(files: &ControlPlaneFiles, flags: &[String]) -> anyhow::Result<Self> {
         let mut line: Vec<OsString> = vec!["tulle-control".into(), "all-in-one".into()];
         for (flag, name) in [
             ("--manifests", "manifests"),
@@ -147,7 +148,7 @@ impl ControlPlane {
             ("--issuer", "issuer"),
             ("--token-keys", "keys"),
         ] {
-            line.extend([flag.into(), files.at(name).into()]);
+            line.extend([flag.into(), files.path(name).into()]);
         }
         for (flag, port) in [
             ("destination", 8086),
@@ -161,14 +162,14 @@ impl ControlPlane {
         line.push("--cluster-domain=cluster.local".into());
         line.extend(flags.iter().map(OsString::from));
         let command = Command::parse_from_line(line).context("flags of the control plane")?;
-        let config = Config::new(&command)?;
+        let config = Config::from_command(&command)?;
         let (end, ended) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let mut app = runtime.block_on(App::build(config))?;
         let thread = thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
                 let end = async {
-                    // An error is the other side dropped, which is the end as well.
+                    // An error means that the sender was dropped, which also means the end.
                     let _ = ended.await;
                     Ok(())
                 };

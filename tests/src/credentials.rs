@@ -1,4 +1,4 @@
-//! Trust anchor, issuer, join tokens, and certificates that the control plane would never make.
+//! Trust anchor, issuer, join tokens, and certificates that the control plane would never issue.
 
 #![allow(clippy::unwrap_used)] // only tests call this
 
@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair};
 use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
-/// What proves something in one scene.
 pub struct Credentials {
     dir: PathBuf,
     pub anchor: CertificateAuthority,
@@ -17,27 +16,26 @@ pub struct Credentials {
     tokens: TokenKeys,
 }
 
-/// A leaf, its key and what leads to its root, as files.
+/// Files of a leaf certificate, its key and its chain.
 pub struct Leaf {
     pub certificate: PathBuf,
     pub chain: PathBuf,
     pub key: PathBuf,
-    /// The certificate itself, PEM.
+    /// The leaf certificate, PEM.
     pub pem: String,
 }
 
-/// Until when a certificate is valid.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Validity {
     Current,
-    Over,
+    Expired,
 }
 
 impl Credentials {
-    /// Makes new ones below `dir`.
+    /// Creates new credentials below `dir`.
     ///
     /// # Panics
-    /// When something cannot be made or written.
+    /// Panics if a credential cannot be created or written.
     pub fn create(dir: &Path) -> Self {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();
@@ -73,7 +71,7 @@ impl Credentials {
         self.dir.join("token-keys")
     }
 
-    /// A join token, in a file that the proxy's user can read.
+    /// Writes a join token to a file that the proxy's user can read.
     pub fn token(&self, service_account: &str) -> PathBuf {
         let subject = TokenSubject {
             service_account,
@@ -86,12 +84,12 @@ impl Credentials {
         path
     }
 
-    /// A certificate of the mesh.
+    /// A leaf certificate of this mesh.
     pub fn leaf(&self, name: &str, validity: Validity) -> Leaf {
         self.sign(&self.issuer, name, validity)
     }
 
-    /// A certificate of another mesh, whose authorities have the same names as ours.
+    /// A leaf certificate of another mesh, whose CAs have the same names.
     pub fn foreign_leaf(&self, name: &str) -> Leaf {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();
@@ -102,14 +100,14 @@ impl Credentials {
         let mut params = CertificateParams::new([name.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        if validity == Validity::Over {
+        if validity == Validity::Expired {
             params.not_before = rcgen::date_time_ymd(2020, 1, 1);
             params.not_after = rcgen::date_time_ymd(2021, 1, 1);
         }
         let key = KeyPair::generate().unwrap();
         let signer = Issuer::from_ca_cert_pem(&issuer.certificate, KeyPair::from_pem(&issuer.key).unwrap()).unwrap();
         let pem = params.signed_by(&key, &signer).unwrap().pem();
-        // Several leaves of a test may have the same name.
+        // Several leaf certificates of a test may have the same name.
         let n = fs::read_dir(self.dir.join("leaves")).unwrap().count();
         let file = |ending: &str, text: &str| {
             let path = self.dir.join(format!("leaves/{n}-{ending}.pem"));

@@ -1,23 +1,23 @@
-//! Waiting for a condition instead of for a time.
+//! Polling for a condition instead of a fixed sleep.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Asks again and again until there is an answer.
+/// Polls `ask` until it returns a value.
 ///
 /// # Panics
-/// When there is none within twenty seconds; `what` says what was waited for.
+/// Panics if there is no value within 20 seconds; the message contains `what`.
 pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(answer) = ask().await {
             return answer;
         }
-        assert!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
-        tokio::time::sleep(PAUSE).await;
+        assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(20);
-const PAUSE: Duration = Duration::from_millis(10);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);

@@ -1,4 +1,4 @@
-//! What tests do on a host, which is a network namespace.
+//! Actions on a host, which is a network namespace.
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
@@ -9,27 +9,26 @@ use std::time::Duration;
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
-/// A command that starts inside a namespace, with these settings of `setpriv`, and ends with who started it, whatever way
-/// that ends.
+/// A command in a namespace, with these options of `setpriv`. It is killed when its parent dies for any reason.
 pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
     let mut command = host.command("setpriv");
     command.arg("--pdeathsig=KILL").args(settings).arg(program);
     command
 }
 
-/// What the admin server of a host's sidecar says with success.
+/// The body of a successful response of the admin server of a host's sidecar.
 ///
 /// # Errors
-/// When nobody answers, or with another status.
-pub fn admin(host: &Namespace, path: &str) -> io::Result<String> {
-    page(host, port::ADMIN, path)
+/// Fails if the server does not answer, or answers with another status.
+pub fn admin_get(host: &Namespace, path: &str) -> io::Result<String> {
+    http_get(host, port::ADMIN, path)
 }
 
-/// What an HTTP server on the loopback address of a host says with success, the headers of its answer included.
+/// A successful response, with headers, of an HTTP server on the loopback address of a host.
 ///
 /// # Errors
-/// When nobody answers, or with another status.
-pub fn page(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
+/// Fails if the server does not answer, or answers with another status.
+pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
     let ask = || {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;

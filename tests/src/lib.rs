@@ -1,4 +1,6 @@
-//! The harness of the whole-mesh tests: a control plane, proxies and applications in one process, or real Kubernetes.
+//! The test harness: a control plane, proxies and applications in one process, or real Kubernetes.
+
+#![allow(clippy::too_many_lines)]
 
 pub mod apps;
 pub mod charts;

@@ -1,4 +1,4 @@
-//! Requests without a pause, from several clients, while something happens.
+//! Continuous requests from several clients while an event happens.
 
 use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
@@ -8,31 +8,31 @@ use futures_util::future::{join, join_all};
 use crate::client::{Http1, request};
 use crate::mesh::Mesh;
 
-/// What became of the requests.
+/// The results of the requests.
 #[derive(Debug, Default)]
-pub struct Outcome {
+pub struct LoadOutcome {
     pub n_ok: usize,
-    /// What went wrong, one line each.
+    /// Failures, one line each.
     pub failures: Vec<String>,
 }
 
-/// Sends `GET /` from `n_clients` connections of `workload` to `dst` until `during` has ended.
+/// Sends `GET /` to `dst` on `n_clients` connections of `workload` until `during` ends.
 pub async fn load(
     mesh: &Mesh,
     workload: &str,
     dst: SocketAddr,
     n_clients: usize,
     during: impl Future<Output = ()>,
-) -> Outcome {
+) -> LoadOutcome {
     let (ended, n_ok, failures) = (Cell::new(false), Cell::new(0), RefCell::new(Vec::new()));
     let client = async || {
         let mut kept: Option<Http1> = None;
         while !ended.get() {
             let mut connection = match kept.take() {
                 Some(connection) if connection.is_open() => connection,
-                _ => Http1::over(mesh.dial(workload, dst).await).await,
+                _ => Http1::handshake(mesh.dial(workload, dst).await).await,
             };
-            match connection.ask(request("/")).await {
+            match connection.fetch(request("/")).await {
                 Ok(answer) if answer.status == 200 => {
                     n_ok.set(n_ok.get() + 1);
                     kept = Some(connection).filter(|_| answer.header("connection") != "close");
@@ -53,15 +53,15 @@ pub async fn load(
         ended.set(true);
     };
     join(clients, during).await;
-    Outcome {
+    LoadOutcome {
         n_ok: n_ok.get(),
         failures: failures.into_inner(),
     }
 }
 
-impl Outcome {
+impl LoadOutcome {
     /// # Panics
-    /// When a request failed, or none was sent.
+    /// Panics if a request failed, or none was sent.
     pub fn assert_all_ok(&self) {
         let some: Vec<_> = self.failures.iter().take(5).collect();
         assert!(

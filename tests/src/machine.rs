@@ -1,5 +1,4 @@
-//! A machine outside of the cluster, set up with the files and commands of `docs/vm.md`; only addresses and directories
-//! are replaced.
+//! A machine outside the cluster, set up with the files and commands of `docs/vm.md`. Only addresses and directories are replaced.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -17,14 +16,13 @@ use tulle_core::netns::Namespace;
 
 use crate::{hosts, programs};
 
-/// Who the page says that the machine is.
+/// The identity of the machine in the guide.
 pub const IDENTITY: &str = "spiffe://root.linkerd.cluster.local/proxy-harness";
-const PAGE: &str = include_str!("../../docs/vm.md");
+const VM_GUIDE: &str = include_str!("../../docs/vm.md");
 
 /// The machine and its files, below a directory of the test.
-pub struct Machine {
+pub struct ExternalMachine {
     host: Arc<Namespace>,
-    /// Its address.
     addr: Ipv4Addr,
     root: PathBuf,
     files: BTreeMap<String, String>,
@@ -32,13 +30,13 @@ pub struct Machine {
 
 type Unit = BTreeMap<String, String>;
 
-impl Machine {
-    /// Writes the page's files below `root`, and makes the machine's issuer with the page's command.
+impl ExternalMachine {
+    /// Writes the files of the guide below `root`, and creates the machine's issuer with the command of the guide.
     ///
-    /// `control` is where the control plane is.
+    /// `control` is the address of the control plane.
     ///
     /// # Errors
-    /// When a file cannot be written, or what `tulle trust` says.
+    /// Fails if a file cannot be written, or `tulle trust` fails.
     pub fn new(
         host: Arc<Namespace>,
         addr: Ipv4Addr,
@@ -50,7 +48,7 @@ impl Machine {
             host,
             addr,
             root,
-            files: files(PAGE),
+            files: files(VM_GUIDE),
         };
         for dir in ["/etc/tulle", "/etc/systemd/system", "/usr/local/bin"] {
             fs::create_dir_all(machine.at(dir))?;
@@ -69,9 +67,9 @@ impl Machine {
 
         let etc = machine.at("/etc/tulle");
         anchor.write(&machine.root.join("ca.crt"), &machine.root.join("ca.key"))?;
-        let line = command_of(PAGE, "tulle trust create-issuer").context("the page's command for an issuer")?;
+        let line = command_of(VM_GUIDE, "tulle trust create-issuer").context("the guide's command for an issuer")?;
         let made = machine
-            .line(&format!("{}/{line}", machine.at("/usr/local/bin").display()))
+            .command(&format!("{}/{line}", machine.at("/usr/local/bin").display()))
             .current_dir(&machine.root)
             .output()?;
         ensure!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
@@ -82,12 +80,12 @@ impl Machine {
         Ok(machine)
     }
 
-    /// A file of the page, by the name that it has there.
+    /// The content of a file of the guide, by its path in the guide.
     pub fn file(&self, name: &str) -> &str {
         &self.files[name]
     }
 
-    /// A path of the page, here.
+    /// The local path of a path in the guide.
     pub fn at(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
@@ -111,7 +109,7 @@ impl Machine {
         text
     }
 
-    /// The settings of a unit.
+    /// The settings of a systemd unit.
     pub fn unit(&self, name: &str) -> Unit {
         let text = self.files[&format!("/etc/systemd/system/{name}")].replace("\\\n", "");
         let settings = text.lines().filter_map(|line| line.split_once('='));
@@ -120,10 +118,10 @@ impl Machine {
             .collect()
     }
 
-    /// Starts a service as its unit says.
+    /// Starts a service as its unit describes.
     ///
     /// # Errors
-    /// When its program does not start.
+    /// Fails if its program does not start.
     pub fn start(&self, name: &str) -> anyhow::Result<Process> {
         let unit = self.unit(name);
         if name.contains("workload-api") {
@@ -149,7 +147,7 @@ impl Machine {
     /// Starts the Workload API with a command line, and waits for its socket.
     ///
     /// # Errors
-    /// When it does not start.
+    /// Fails if the process does not start.
     pub fn serve_workload_api(&self, line: &str) -> anyhow::Result<Process> {
         let mut words = line.split_whitespace();
         let mut command = hosts::command(&self.host, &[], Path::new(words.next().context("a program")?));
@@ -160,20 +158,20 @@ impl Machine {
         Ok(process)
     }
 
-    /// The server whose port the page speaks of.
+    /// Starts a server on the application port of the guide.
     ///
     /// # Errors
-    /// When it does not start.
+    /// Fails if the process does not start.
     pub fn application(&self) -> anyhow::Result<Process> {
-        let mut command = hosts::command(&self.host, &[], &programs::built("tulle-bench")?);
+        let mut command = hosts::command(&self.host, &[], &programs::built_binary("tulle-bench")?);
         command.args(["serve", "--http", &SocketAddr::from((self.addr, 80)).to_string()]);
         let mut application = Process::start("vm-application", command, &self.root)?;
-        application.listening(&[80])?;
+        application.wait_for_ports(&[80])?;
         Ok(application)
     }
 
-    /// A command line, on the machine.
-    pub fn line(&self, line: &str) -> Command {
+    /// A command line on the machine.
+    pub fn command(&self, line: &str) -> Command {
         let mut words = line.split_whitespace();
         let mut command = self.host.command(words.next().unwrap_or_default());
         command.args(words);
@@ -183,16 +181,16 @@ impl Machine {
     /// Runs a command line on the machine.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Fails if the command fails; the error contains its output.
     pub fn run(&self, line: &str) -> anyhow::Result<()> {
-        let output = self.line(line).output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{line}: {said}");
+        let output = self.command(line).output()?;
+        let stderr_text = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{line}: {stderr_text}");
         Ok(())
     }
 }
 
-/// The files of a page: blocks that stand behind a line with nothing but a name.
+/// The files of a guide: code blocks after a line that consists of a path.
 fn files(page: &str) -> BTreeMap<String, String> {
     let mut files = BTreeMap::new();
     let mut parts = page.split("\n```");
@@ -208,7 +206,7 @@ fn files(page: &str) -> BTreeMap<String, String> {
     files
 }
 
-/// The command of a page that starts so, on one line.
+/// The command of a guide that starts with `start`, joined to one line.
 fn command_of(page: &str, start: &str) -> Option<String> {
     let (_, text) = page.split_once(&format!("\n{start}"))?;
     let (text, _) = text.split_once("\n```")?;
@@ -220,12 +218,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_has_its_files_and_commands() {
-        let files = files(PAGE);
+    fn the_guide_has_its_files_and_commands() {
+        let files = files(VM_GUIDE);
         for name in ["external.yaml", "policy.yaml", "/etc/tulle/proxy.env"] {
             assert!(files.contains_key(name), "{name}");
         }
-        let line = command_of(PAGE, "tulle trust create-issuer").unwrap();
+        let line = command_of(VM_GUIDE, "tulle trust create-issuer").unwrap();
         assert!(line.ends_with("--dir proxy-harness-issuer"), "{line}");
     }
 }

@@ -1,9 +1,9 @@
-//! A whole mesh in this process: the real control plane, real proxies, and applications that a test gives it.
+//! A whole mesh in this process: the real control plane, real proxies, and applications of the test.
 //!
-//! Every mesh has a network namespace of its own in which all of 10.66.0.0/16 is local, so that each workload has an
-//! address, all may use the same ports, and nothing touches the host's network. There are no redirect rules: a test says
-//! what a connection dials, and the proxies believe it as they believe the kernel. Between proxies, connections go to
-//! the inbound port with a transport header, which needs no redirect either.
+//! Every mesh has its own network namespace in which all of 10.66.0.0/16 is local. Each workload has its own address,
+//! all can use the same ports, and the host's network is not affected. There are no redirect rules: the test sets the
+//! original destination of a connection, and the proxies use it in place of the kernel's. Between proxies, connections
+//! go to the inbound port with a transport header, which needs no redirect either.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write as _};
@@ -22,57 +22,55 @@ use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
 use tulle_core::addr::OrigDst;
+use tulle_core::logging::{self, Format};
 use tulle_core::netns::{self, Namespace};
-use tulle_core::telemetry::{self, Format};
-use tulle_proxy::app::{App, Surroundings};
+use tulle_proxy::app::{App, ProcessContext};
 
-use crate::apps;
-use crate::client::{self, Answer};
-use crate::control::{CONTROL_IP, CONTROL_NS, ControlPlane, Files};
+use crate::client::{self, CollectedResponse};
+use crate::control::{CONTROL_IP, CONTROL_NS, ControlPlane, ControlPlaneFiles};
 use crate::eventually::eventually;
 
-/// Namespace of all workloads.
 pub const NS: &str = "shop";
-/// Where applications speak HTTP.
+/// HTTP port of applications.
 pub const HTTP: u16 = 8080;
-/// Where applications speak anything; nobody told the mesh what.
+/// Port of applications with any protocol; the mesh has no information about it.
 pub const TCP: u16 = 9000;
-/// Where applications speak what the mesh was told not to look at.
+/// Port of applications that is marked opaque.
 pub const OPAQUE: u16 = 3306;
-/// An address of no workload.
-pub const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 9);
+/// An address that belongs to no workload.
+pub const UNMESHED_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 9);
 
-/// A mesh to be; see [`mesh`].
+/// Configuration of a mesh; see [`mesh`].
 pub struct Builder {
     workloads: Vec<Workload>,
     manifests: Vec<(String, String)>,
-    transport: Transport,
+    transport: ProxyTransport,
     flags: Vec<String>,
     env: Vec<(String, String)>,
-    /// Of services, by their app, between commas.
+    /// Annotations of services by app, separated by commas.
     annotations: BTreeMap<String, String>,
-    /// Whom proxies ask for names.
+    /// The DNS server of the proxies.
     dns: Option<IpAddr>,
     limit: Duration,
 }
 
-/// How proxies reach one another.
+/// How proxies connect to each other.
 #[derive(Copy, Clone, PartialEq, Eq)]
-enum Transport {
-    /// At the inbound port, with a header that says the application's port.
+enum ProxyTransport {
+    /// To the inbound port, with a transport header that names the application's port.
     Header,
-    /// At the application's HTTP port, where redirect rules would lead to the proxy. Without such rules the proxy listens
-    /// there itself, and the application one port further. Other ports are not reached.
+    /// To the application's HTTP port. There are no redirect rules in these tests, so the proxy listens on this port
+    /// and the application on the next one. Other ports are not reachable.
     Transparent,
 }
 
 #[derive(Clone)]
 struct Workload {
     name: String,
-    /// Service account, `app` label and name of its service.
+    /// Service account, `app` label and service name.
     app: String,
     sidecar: Sidecar,
-    teller: Teller,
+    orig_dst_source: OrigDstSource,
     env: Vec<(String, String)>,
 }
 
@@ -82,41 +80,39 @@ enum Sidecar {
     Absent,
 }
 
-/// Who tells a proxy what a connection has dialled.
+/// Which component tells a proxy the original destination of a connection.
 #[derive(Copy, Clone, PartialEq, Eq)]
-enum Teller {
+enum OrigDstSource {
     Test,
     Kernel,
 }
 
-/// A running mesh.
 pub struct Mesh {
-    files: Files,
-    transport: Transport,
+    files: ControlPlaneFiles,
+    transport: ProxyTransport,
     flags: Vec<String>,
     control: Mutex<Option<ControlPlane>>,
     ips: BTreeMap<String, Ipv4Addr>,
     services: BTreeMap<String, Ipv4Addr>,
     proxies: BTreeMap<String, Proxy>,
-    /// What connections dialled, by their own address.
-    dialled: Dialled,
+    /// Original destinations by the local address of the client.
+    orig_dsts: OrigDsts,
 }
 
-type Dialled = Arc<Mutex<HashMap<SocketAddr, SocketAddr>>>;
+type OrigDsts = Arc<Mutex<HashMap<SocketAddr, SocketAddr>>>;
 
-/// One proxy on its threads.
 struct Proxy {
     outbound: SocketAddr,
     inbound: SocketAddr,
     admin: SocketAddr,
-    /// What it shows for a certificate.
+    /// The token with which it requests a certificate.
     token: PathBuf,
     shutdown: Arc<Notify>,
     thread: Mutex<Option<JoinHandle<anyhow::Result<()>>>>,
 }
 
-/// Workers stand still until it is dropped.
-pub struct Stalled {
+/// Workers are blocked until this is dropped.
+pub struct StalledWorkers {
     _release: mpsc::Sender<()>,
 }
 
@@ -125,26 +121,15 @@ pub fn mesh() -> Builder {
     Builder {
         workloads: Vec::new(),
         manifests: Vec::new(),
-        transport: Transport::Header,
+        transport: ProxyTransport::Header,
         flags: Vec::new(),
         env: Vec::new(),
         annotations: BTreeMap::new(),
         dns: None,
-        limit: LIMIT,
+        limit: DEFAULT_TEST_TIMEOUT,
     }
 }
 
-/// Runs a test with `client` and the echo server `web`, both meshed, in both ways in which proxies reach one another.
-pub fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
-    for mesh in [mesh(), mesh().transparent()] {
-        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
-            test(mesh).await;
-        });
-    }
-}
-
-/// The identity of an app's workloads.
 pub fn identity(app: &str) -> String {
     tulle_core::identity::service_account(app, NS, CONTROL_NS, "cluster.local")
 }
@@ -152,25 +137,27 @@ pub fn identity(app: &str) -> String {
 impl Builder {
     /// Adds a workload with a sidecar, and a service of the same name.
     pub fn workload(self, name: &str) -> Self {
-        self.add(name, name, Sidecar::Present)
+        self.add_workload(name, name, Sidecar::Present)
     }
 
-    /// Adds several workloads with sidecars, `<app>-0` and so on, behind one service.
+    /// Adds workloads with sidecars, `<app>-0` and so on, behind one service.
     pub fn replicas(self, app: &str, n: usize) -> Self {
-        (0..n).fold(self, |mesh, i| mesh.add(&format!("{app}-{i}"), app, Sidecar::Present))
+        (0..n).fold(self, |mesh, i| {
+            mesh.add_workload(&format!("{app}-{i}"), app, Sidecar::Present)
+        })
     }
 
     /// Adds a workload without a sidecar, and a service of the same name.
     pub fn unmeshed(self, name: &str) -> Self {
-        self.add(name, name, Sidecar::Absent)
+        self.add_workload(name, name, Sidecar::Absent)
     }
 
-    fn add(mut self, name: &str, app: &str, sidecar: Sidecar) -> Self {
+    fn add_workload(mut self, name: &str, app: &str, sidecar: Sidecar) -> Self {
         self.workloads.push(Workload {
             name: name.into(),
             app: app.into(),
             sidecar,
-            teller: Teller::Test,
+            orig_dst_source: OrigDstSource::Test,
             env: Vec::new(),
         });
         self
@@ -182,15 +169,16 @@ impl Builder {
         self
     }
 
-    /// Sets a variable of the workload that was added last.
-    pub fn its_env(mut self, name: &str, value: &str) -> Self {
+    /// Sets a variable of the last added workload.
+    pub fn workload_env(mut self, name: &str, value: &str) -> Self {
         self.last().env.push((full(name), value.into()));
         self
     }
 
-    /// Has the proxy of the workload that was added last ask the kernel what was dialled; without rules that is the proxy itself.
-    pub fn asks_the_kernel(mut self) -> Self {
-        self.last().teller = Teller::Kernel;
+    /// Makes the proxy of the last added workload read the original destination from the kernel. Without redirect rules, this is
+    /// the proxy's own address.
+    pub fn orig_dst_from_kernel(mut self) -> Self {
+        self.last().orig_dst_source = OrigDstSource::Kernel;
         self
     }
 
@@ -198,48 +186,48 @@ impl Builder {
         self.workloads.last_mut().expect("a workload was added before")
     }
 
-    /// Lets proxies reach one another without transport headers, at HTTP ports only.
+    /// Connects proxies to each other without transport headers, on HTTP ports only.
     pub fn transparent(mut self) -> Self {
-        self.transport = Transport::Transparent;
+        self.transport = ProxyTransport::Transparent;
         self
     }
 
-    /// Starts the control plane with a flag.
+    /// Adds a flag of the control plane.
     pub fn flag(mut self, flag: &str) -> Self {
         self.flags.push(flag.into());
         self
     }
 
-    /// Annotates the service of an app: `key: value`, between commas.
+    /// Annotates the service of an app: `key: value`, separated by commas.
     pub fn annotated(mut self, app: &str, annotations: &str) -> Self {
         self.annotations.insert(app.into(), annotations.into());
         self
     }
 
-    /// Lets all of the mesh ask this DNS server, at port 53; without it nobody answers.
+    /// Uses this DNS server on port 53 for the whole mesh; without it no DNS server answers.
     pub fn dns(mut self, server: impl Into<IpAddr>) -> Self {
         self.dns = Some(server.into());
         self
     }
 
-    /// Lets the test take longer than others.
-    pub fn within(mut self, limit: Duration) -> Self {
+    /// Replaces the default timeout of the test.
+    pub fn timeout(mut self, limit: Duration) -> Self {
         self.limit = limit;
         self
     }
 
-    /// Starts with a manifest besides those of workloads and services.
+    /// Adds a manifest besides those of workloads and services.
     pub fn manifest(mut self, name: &str, yaml: &str) -> Self {
         self.manifests.push((name.into(), yaml.into()));
         self
     }
 
-    /// Starts the mesh, runs the test and ends the mesh.
+    /// Starts the mesh, runs the test and stops the mesh.
     ///
-    /// Without root there are no network namespaces, and the test is skipped with a word, but not in CI.
+    /// Network namespaces need root. Without root the test is skipped with a message, except in CI.
     ///
     /// # Panics
-    /// When the mesh cannot be started, the test fails, or takes more than half a minute where nothing else is said.
+    /// Panics if the mesh cannot be started, the test fails, or takes longer than its timeout (half a minute by default).
     pub fn run(self, test: impl AsyncFnOnce(&Mesh) + Send) {
         if !nix::unistd::Uid::effective().is_root() {
             let reason = "a mesh needs a network namespace, and only root may make one";
@@ -251,16 +239,16 @@ impl Builder {
         let limit = self.limit;
         let inside = || -> anyhow::Result<()> {
             if let Some(server) = self.dns {
-                ask_dns(server).context("replacing /etc/resolv.conf")?;
+                use_dns_server(server).context("replacing /etc/resolv.conf")?;
             }
             let mesh = self.start()?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 mesh.ready().await;
                 let limited = tokio::time::timeout(limit, test(&mesh));
-                limited.await.expect("the test ends in time");
+                limited.await.expect("the test ends before its timeout");
             });
-            // Connections of the test end before the proxies do, so that nothing holds their drain open.
+            // Connections of the test end before the proxies do, so that they do not delay the drain.
             drop(runtime);
             Ok(())
         };
@@ -274,7 +262,7 @@ impl Builder {
         start_logs();
         self.flags
             .push(format!("--outbound-transport-mode={}", self.transport.flag()));
-        let files = Files::new()?;
+        let files = ControlPlaneFiles::new()?;
         let (mut ips, mut services) = (BTreeMap::new(), BTreeMap::new());
         for (workload, last) in self.workloads.iter().zip(10..) {
             let ip = Ipv4Addr::new(10, 66, 0, last);
@@ -286,18 +274,18 @@ impl Builder {
         }
         for (app, ip) in &services {
             let annotations = self.annotations.get(app).map_or("", String::as_str);
-            files.write(&format!("service-{app}"), &service(app, *ip, annotations))?;
+            files.write(&format!("service-{app}"), &service_addr(app, *ip, annotations))?;
         }
         for (name, yaml) in &self.manifests {
             files.write(name, yaml)?;
         }
         let control = ControlPlane::start(&files, &self.flags)?;
-        let dialled = Dialled::default();
+        let dialled = OrigDsts::default();
         let mut proxies = BTreeMap::new();
         for workload in &self.workloads {
             if workload.sidecar == Sidecar::Present {
                 let variables = workload.variables(ips[&workload.name], &files, self.transport, &self.env)?;
-                let proxy = Proxy::start(&variables, workload.surroundings(dialled.clone(), self.transport))
+                let proxy = Proxy::start(&variables, workload.process_context(dialled.clone(), self.transport))
                     .with_context(|| format!("starting the proxy of {}", workload.name))?;
                 proxies.insert(workload.name.clone(), proxy);
             }
@@ -310,13 +298,12 @@ impl Builder {
             ips,
             services,
             proxies,
-            dialled,
+            orig_dsts: dialled,
         })
     }
 }
 
-impl Transport {
-    /// Of the control plane.
+impl ProxyTransport {
     fn flag(self) -> &'static str {
         match self {
             Self::Header => "transport-header",
@@ -324,7 +311,6 @@ impl Transport {
         }
     }
 
-    /// The inbound port of proxies.
     fn inbound(self) -> u16 {
         match self {
             Self::Header => 4143,
@@ -332,7 +318,7 @@ impl Transport {
         }
     }
 
-    /// Where the application listens that others dial at `port`.
+    /// The port that the application listens on when clients dial `port`.
     fn app(self, port: u16) -> u16 {
         match self {
             Self::Transparent if port == HTTP => HTTP + 1,
@@ -373,8 +359,8 @@ status: {{podIP: {ip}}}
     fn variables(
         &self,
         ip: Ipv4Addr,
-        files: &Files,
-        transport: Transport,
+        files: &ControlPlaneFiles,
+        transport: ProxyTransport,
         more: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
         let control = |account| tulle_core::identity::service_account(account, CONTROL_NS, CONTROL_NS, "cluster.local");
@@ -412,41 +398,43 @@ status: {{podIP: {ip}}}
             .collect())
     }
 
-    fn surroundings(&self, dialled: Dialled, transport: Transport) -> Surroundings {
-        let redirected = Surroundings::redirected(None, BTreeMap::new());
-        if self.teller == Teller::Kernel {
+    fn process_context(&self, dialled: OrigDsts, transport: ProxyTransport) -> ProcessContext {
+        let redirected = ProcessContext::with_redirect(None, BTreeMap::new());
+        if self.orig_dst_source == OrigDstSource::Kernel {
             return redirected;
         }
         let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
-            if let Some(said) = dialled.lock().get(&client) {
-                return Ok(OrigDst(*said));
+            if let Some(orig_dst) = dialled.lock().get(&client) {
+                return Ok(OrigDst(*orig_dst));
             }
-            // Another proxy: it has dialled where it arrived, or where that stands for.
+            // A connection from another proxy: the original destination is its local address, with the port of the application.
             let mut local = stream.local_addr()?;
             local.set_port(transport.app(local.port()));
             Ok(OrigDst(local))
         };
-        Surroundings {
+        ProcessContext {
             orig_dst: Arc::new(orig_dst),
             ..redirected
         }
     }
 }
 
-/// A connection whose other side has reset it.
-async fn reset() -> TcpStream {
+/// A connection that its peer has reset.
+async fn reset_connection() -> TcpStream {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .await
-        .expect("ports are left");
+        .expect("a port is free");
     let addr = listener.local_addr().expect("the socket is bound");
-    let stream = TcpStream::connect(addr).await.expect("it is listened there");
-    let (accepted, _) = listener.accept().await.expect("it has connected");
+    let stream = TcpStream::connect(addr)
+        .await
+        .expect("the listener accepts connections");
+    let (accepted, _) = listener.accept().await.expect("the client has connected");
     accepted.set_zero_linger().expect("the socket is open");
     stream
 }
 
 impl Mesh {
-    /// Waits until every proxy that has a token has its certificate.
+    /// Waits until every proxy with a token has its certificate.
     async fn ready(&self) {
         for (name, proxy) in self.proxies.iter().filter(|(_, proxy)| proxy.token.exists()) {
             eventually(&format!("the proxy of {name} is ready"), async || {
@@ -462,18 +450,16 @@ impl Mesh {
         assert_eq!(errors, "", "manifests of the test");
     }
 
-    /// The address of a workload.
     pub fn ip(&self, workload: &str) -> Ipv4Addr {
         self.ips[workload]
     }
 
-    /// The address that clients of a service dial.
-    pub fn service(&self, app: &str, port: u16) -> SocketAddr {
+    pub fn service_addr(&self, app: &str, port: u16) -> SocketAddr {
         (self.services[app], port).into()
     }
 
-    /// Where the application of a workload listens that others dial at `port`.
-    pub fn app(&self, workload: &str, port: u16) -> SocketAddr {
+    /// The address that a workload's application listens on when clients dial `port`.
+    pub fn app_addr(&self, workload: &str, port: u16) -> SocketAddr {
         let port = match self.proxies.contains_key(workload) {
             true => self.transport.app(port),
             false => port,
@@ -481,14 +467,14 @@ impl Mesh {
         (self.ips[workload], port).into()
     }
 
-    /// Listens as the application of a workload.
+    /// Listens in place of a workload's application.
     pub async fn listen(&self, workload: &str, port: u16) -> TcpListener {
-        TcpListener::bind(self.app(workload, port))
+        TcpListener::bind(self.app_addr(workload, port))
             .await
             .expect("each port is listened on once")
     }
 
-    /// A connection that the application of `workload` makes to `dst`, through its proxy.
+    /// A connection of the application of `workload` to `dst`, through its proxy.
     pub async fn dial(&self, workload: &str, dst: SocketAddr) -> TcpStream {
         self.connect(self.ips[workload], dst, self.proxies[workload].outbound)
             .await
@@ -496,56 +482,57 @@ impl Mesh {
 
     /// As [`Self::dial`], where the connection may be refused.
     ///
-    /// # Errors
-    /// It is, before it is known to be established.
+    /// The connection is refused or reset before it is established.
+    /// The connection is refused before it is known to be established.
     pub async fn try_dial(&self, workload: &str, dst: SocketAddr) -> io::Result<TcpStream> {
         self.try_connect(self.ips[workload], dst, self.proxies[workload].outbound)
             .await
     }
 
-    /// As [`Self::arrive`], where the connection may be refused.
+    /// As [`Self::dial_inbound`], where the connection may be refused.
     ///
-    /// # Errors
-    /// It is, before it is known to be established.
-    pub async fn try_arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> io::Result<TcpStream> {
-        self.try_connect(from, self.app(workload, port), self.proxies[workload].inbound)
+    /// The connection is refused or reset before it is established.
+    /// The connection is refused before it is known to be established.
+    pub async fn try_dial_inbound(&self, from: Ipv4Addr, workload: &str, port: u16) -> io::Result<TcpStream> {
+        self.try_connect(from, self.app_addr(workload, port), self.proxies[workload].inbound)
             .await
     }
 
-    /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
-    pub async fn arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
-        self.stray(from, workload, self.app(workload, port)).await
+    /// A connection from an address without a proxy to a port of `workload`, through the proxy of `workload`.
+    pub async fn dial_inbound(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
+        self.dial_inbound_as(from, workload, self.app_addr(workload, port))
+            .await
     }
 
-    /// A connection that arrives at the proxy of `workload`, whatever it has dialled.
-    pub async fn stray(&self, from: Ipv4Addr, workload: &str, dst: SocketAddr) -> TcpStream {
+    /// A connection to the proxy of `workload` with any original destination.
+    pub async fn dial_inbound_as(&self, from: Ipv4Addr, workload: &str, dst: SocketAddr) -> TcpStream {
         self.connect(from, dst, self.proxies[workload].inbound).await
     }
 
-    /// `GET` over a connection of its own, from the application of `workload` to `dst`.
-    pub async fn get(&self, workload: &str, dst: SocketAddr, path: &str) -> Answer {
+    /// Sends `GET` on its own connection, from the application of `workload` to `dst`.
+    pub async fn get(&self, workload: &str, dst: SocketAddr, path: &str) -> CollectedResponse {
         client::get(self.dial(workload, dst).await, path).await
     }
 
-    /// A connection that the proxy resets may be gone before it is known to be established: then one that is reset stands for it.
+    /// Connects to a proxy. If the proxy resets the connection before `connect` returns, the result is another connection that was
+    /// reset.
     async fn connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> TcpStream {
         match self.try_connect(from, dst, listener).await {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => reset().await,
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => reset_connection().await,
             connected => connected.expect("the proxy listens"),
         }
     }
 
     async fn try_connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> io::Result<TcpStream> {
-        let socket = TcpSocket::new_v4().expect("descriptors are left");
+        let socket = TcpSocket::new_v4().expect("file descriptors are available");
         socket.bind((from, 0).into()).expect("all addresses are local");
         let local = socket.local_addr().expect("the socket is bound");
-        self.dialled.lock().insert(local, dst);
+        self.orig_dsts.lock().insert(local, dst);
         let stream = socket.connect(listener).await?;
         stream.set_nodelay(true)?;
         Ok(stream)
     }
 
-    /// The metrics page of a workload's proxy.
     pub async fn metrics(&self, workload: &str) -> String {
         let admin = self.proxies[workload].admin;
         let stream = TcpStream::connect(admin).await.expect("the admin server listens");
@@ -563,8 +550,8 @@ impl Mesh {
             .sum()
     }
 
-    /// Of the outbound and the inbound listener of a workload's proxy: connections that wait to be accepted, and how many may.
-    pub fn waiting(&self, workload: &str) -> [(u32, u32); 2] {
+    /// For the outbound and the inbound listener of a workload's proxy: the connections in the accept queue, and its limit.
+    pub fn accept_queues(&self, workload: &str) -> [(u32, u32); 2] {
         let ss = Command::new("ss").arg("-Hltn").output().expect("iproute2 is installed");
         let lines = String::from_utf8_lossy(&ss.stdout);
         let proxy = &self.proxies[workload];
@@ -573,35 +560,36 @@ impl Mesh {
             let mut lines = lines.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
             let found = lines.find(|columns| columns.get(3) == Some(&listener.as_str()));
             let numbers = found.and_then(|columns| Some((columns[1].parse().ok()?, columns[2].parse().ok()?)));
-            numbers.unwrap_or_else(|| panic!("nobody listens at {listener}"))
+            numbers.unwrap_or_else(|| panic!("no listener at {listener}"))
         })
     }
 
-    /// Has workers stand still that accept a connection from now on; meanwhile the test can dial nothing.
-    pub fn stall(&self) -> Stalled {
-        let dialled = self.dialled.clone();
+    /// Blocks every worker that accepts a new connection. The test cannot dial until the value is dropped.
+    pub fn stall_workers(&self) -> StalledWorkers {
+        let dialled = self.orig_dsts.clone();
         let (release, released) = mpsc::channel::<()>();
         let (held, holds) = mpsc::channel();
         thread::spawn(move || {
             let _dialled = dialled.lock();
-            held.send(()).expect("it is waited for");
+            held.send(()).expect("the receiver waits");
             released.recv().expect_err("nothing is sent");
         });
-        holds.recv().expect("the thread says so");
-        Stalled { _release: release }
+        holds.recv().expect("the thread sends");
+        StalledWorkers { _release: release }
     }
 
-    /// What the control plane reads.
-    pub fn files(&self) -> &Files {
+    /// The files of the control plane.
+    pub fn files(&self) -> &ControlPlaneFiles {
         &self.files
     }
 
     /// Writes a manifest, or replaces it.
     pub fn write(&self, name: &str, yaml: &str) {
-        self.files.write(name, yaml).expect("the temporary directory is ours");
+        self.files
+            .write(name, yaml)
+            .expect("the temporary directory is writable");
     }
 
-    /// The text of a manifest.
     pub fn manifest(&self, name: &str) -> String {
         self.files.read(name).expect("the manifest was written before")
     }
@@ -611,13 +599,13 @@ impl Mesh {
         self.files.remove(name).expect("the manifest was written before");
     }
 
-    /// Asks a proxy to end, as its `/shutdown` does.
+    /// Shuts a proxy down, as its `/shutdown` does.
     pub fn shut_down(&self, workload: &str) {
         self.proxies[workload].shutdown.notify_one();
     }
 
-    /// Waits until the proxy that was asked to end has ended.
-    pub async fn ended(&self, workload: &str) {
+    /// Waits until a proxy that was shut down has ended.
+    pub async fn wait_for_exit(&self, workload: &str) {
         let proxy = &self.proxies[workload];
         eventually("the proxy has ended", async || {
             proxy
@@ -630,26 +618,24 @@ impl Mesh {
         .await;
     }
 
-    /// Ends the control plane.
     pub async fn stop_control(&self) {
         let control = self.control.lock().take();
         tokio::task::spawn_blocking(move || drop(control))
             .await
-            .expect("the control plane ends well");
+            .expect("the control plane stops without a panic");
     }
 
-    /// Starts the control plane again.
     pub async fn start_control(&self) {
         let control = thread::scope(|scope| scope.spawn(|| ControlPlane::start(&self.files, &self.flags)).join());
         let control = control
             .expect("starting does not panic")
-            .expect("it was started before");
+            .expect("it has started with these files before");
         *self.control.lock() = Some(control);
     }
 }
 
 impl Proxy {
-    fn start(variables: &HashMap<String, String>, surroundings: Surroundings) -> anyhow::Result<Self> {
+    fn start(variables: &HashMap<String, String>, surroundings: ProcessContext) -> anyhow::Result<Self> {
         let config = tulle_proxy::env::load(|name| variables.get(name).cloned())
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
         let app = App::build(config, surroundings)?;
@@ -681,8 +667,8 @@ impl Drop for Proxy {
     }
 }
 
-/// Lets this thread, and those that it starts, find this server in `/etc/resolv.conf`.
-fn ask_dns(server: IpAddr) -> anyhow::Result<()> {
+/// Uses this server in `/etc/resolv.conf` for this thread and the threads that it starts.
+fn use_dns_server(server: IpAddr) -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     let none = None::<&str>;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
@@ -696,24 +682,25 @@ fn ask_dns(server: IpAddr) -> anyhow::Result<()> {
 fn namespace() -> Namespace {
     static SWEPT: std::sync::Once = std::sync::Once::new();
     static NAMESPACES: AtomicU32 = AtomicU32::new(0);
-    SWEPT.call_once(|| drop(netns::sweep(PREFIX)));
+    SWEPT.call_once(|| drop(netns::remove_stale(NAMESPACE_PREFIX)));
     let n = NAMESPACES.fetch_add(1, Ordering::Relaxed);
-    let namespace = Namespace::create(&format!("{PREFIX}{}-{n}", std::process::id())).expect("root may");
+    let namespace = Namespace::create(&format!("{NAMESPACE_PREFIX}{}-{n}", std::process::id()))
+        .expect("root can create namespaces");
     namespace.ip("route add local 10.66.0.0/16 dev lo\n").expect("lo is up");
     namespace
 }
 
-/// `TULLE_TEST_LOG=debug cargo test …` shows what proxies and control plane say.
+/// `TULLE_TEST_LOG=debug cargo test …` shows the logs of proxies and control plane.
 fn start_logs() {
     static STARTED: std::sync::Once = std::sync::Once::new();
     STARTED.call_once(|| {
         if let Ok(filter) = std::env::var("TULLE_TEST_LOG") {
-            telemetry::init(&filter, Format::Plain).expect("TULLE_TEST_LOG is a log filter");
+            logging::init(&filter, Format::Plain).expect("TULLE_TEST_LOG is a log filter");
         }
     });
 }
 
-fn service(app: &str, ip: Ipv4Addr, annotations: &str) -> String {
+fn service_addr(app: &str, ip: Ipv4Addr, annotations: &str) -> String {
     format!(
         "\
 apiVersion: v1
@@ -740,7 +727,7 @@ fn full(name: &str) -> String {
     }
 }
 
-/// Of the names of network namespaces.
-const PREFIX: &str = "tulletest";
-/// What a test should not need.
-const LIMIT: Duration = Duration::from_secs(30);
+/// Prefix of network namespace names.
+const NAMESPACE_PREFIX: &str = "tulletest";
+/// Maximum duration of a test by default.
+const DEFAULT_TEST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! A policy service that says what a test has it say, for what no manifest leads to.
+//! A policy service whose answers the test sets, for policies that no manifest can produce.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::Pin;
@@ -12,7 +12,7 @@ use tonic::service::Routes;
 use tonic::{Code, Request, Response, Status};
 use tulle_control::serving;
 use tulle_control::serving::metrics::GrpcMetrics;
-use tulle_control::tls::creds::{ClientCertificates, ServerCreds};
+use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
@@ -20,41 +20,41 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec};
 
-/// What a workload has as its `POLICY_SVC_ADDR` that listens to this service.
+/// The `POLICY_SVC_ADDR` of a workload that uses this service.
 pub const ADDR: &str = "127.0.0.1:8090";
 
-/// What is said of each port and of each destination: the same of all, or a refusal.
-pub struct Policies {
+/// The answer for every port, and the answer for every destination: a policy or an error status.
+pub struct FakePolicyService {
     ports: watch::Sender<Result<Server, Code>>,
     destinations: watch::Sender<Result<OutboundPolicy, Code>>,
-    /// Held so that nothing ends.
+    /// Held so that the service does not drain.
     _signal: drain::Signal,
 }
 
-impl Policies {
-    /// Serves in the namespace of the mesh, until the runtime ends; at first it knows nothing.
+impl FakePolicyService {
+    /// Serves in the namespace of the mesh until the runtime ends. At first it has no policy.
     pub async fn serve() -> Self {
         let (ports, of_ports) = watch::channel(Err(Code::Unavailable));
         let (destinations, of_destinations) = watch::channel(Err(Code::NotFound));
-        let says = Says {
+        let policy_server = PolicyServer {
             of_ports,
             of_destinations,
         };
-        let routes = Routes::new(InboundServerPoliciesServer::new(says.clone()));
+        let routes = Routes::new(InboundServerPoliciesServer::new(policy_server.clone()));
         let registry = Registry::new();
         let limits = serving::Limits {
             connections: 1000,
-            streams_per_client: serving::STREAMS_PER_CLIENT,
+            streams_per_client: serving::MAX_STREAMS_PER_CLIENT,
         };
         let server = serving::Server::new(
-            Arc::new(ServerCreds::new("nobody".into(), ClientCertificates::Required)),
-            routes.add_service(OutboundPoliciesServer::new(says)),
+            Arc::new(MeshCredentials::new("nobody".into(), ClientCertificates::Required)),
+            routes.add_service(OutboundPoliciesServer::new(policy_server)),
             GrpcMetrics::new(&registry),
             limits,
             &registry,
         );
         let addr: SocketAddr = ADDR.parse().expect("an address");
-        assert_eq!(addr.ip(), Ipv4Addr::LOCALHOST, "only there it is believed in the clear");
+        assert_eq!(addr.ip(), Ipv4Addr::LOCALHOST, "plaintext is trusted on loopback only");
         let listener = TcpListener::bind(addr).await.expect("each port is listened on once");
         let (signal, drain) = drain::channel();
         tokio::spawn(server.serve("policy", listener, drain));
@@ -65,60 +65,60 @@ impl Policies {
         }
     }
 
-    /// Says this of every port from now on.
-    pub fn say_of_ports(&self, said: Result<Server, Code>) {
-        let _former = self.ports.send_replace(said);
+    /// Sets the policy of every port.
+    pub fn set_port_policy(&self, policy: Result<Server, Code>) {
+        let _former = self.ports.send_replace(policy);
     }
 
-    /// Says this of every destination from now on.
-    pub fn say_of_destinations(&self, said: Result<OutboundPolicy, Code>) {
-        let _former = self.destinations.send_replace(said);
+    /// Sets the policy of every destination.
+    pub fn set_destination_policy(&self, policy: Result<OutboundPolicy, Code>) {
+        let _former = self.destinations.send_replace(policy);
     }
 }
 
 #[derive(Clone)]
-struct Says {
+struct PolicyServer {
     of_ports: watch::Receiver<Result<Server, Code>>,
     of_destinations: watch::Receiver<Result<OutboundPolicy, Code>>,
 }
 
-type Said<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-fn say<T>(what: &watch::Receiver<Result<T, Code>>) -> Result<Response<Said<T>>, Status>
+fn stream_response<T>(what: &watch::Receiver<Result<T, Code>>) -> Result<Response<ResponseStream<T>>, Status>
 where
     T: Clone + Send + Sync + 'static,
 {
     if let Err(code) = &*what.borrow() {
-        return Err(Status::new(*code, "as told"));
+        return Err(Status::new(*code, "set by the test"));
     }
     let changes = WatchStream::new(what.clone());
-    Ok(Response::new(Box::pin(
-        changes.map(|said| said.map_err(|code| Status::new(code, "as told"))),
-    )))
+    Ok(Response::new(Box::pin(changes.map(|policy| {
+        policy.map_err(|code| Status::new(code, "set by the test"))
+    }))))
 }
 
 #[tonic::async_trait]
-impl InboundServerPolicies for Says {
-    type WatchPortStream = Said<Server>;
+impl InboundServerPolicies for PolicyServer {
+    type WatchPortStream = ResponseStream<Server>;
 
     async fn get_port(&self, _: Request<PortSpec>) -> Result<Response<Server>, Status> {
         Err(Status::unimplemented("proxies watch"))
     }
 
     async fn watch_port(&self, _: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
-        say(&self.of_ports)
+        stream_response(&self.of_ports)
     }
 }
 
 #[tonic::async_trait]
-impl OutboundPolicies for Says {
-    type WatchStream = Said<OutboundPolicy>;
+impl OutboundPolicies for PolicyServer {
+    type WatchStream = ResponseStream<OutboundPolicy>;
 
     async fn get(&self, _: Request<TrafficSpec>) -> Result<Response<OutboundPolicy>, Status> {
         Err(Status::unimplemented("proxies watch"))
     }
 
     async fn watch(&self, _: Request<TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {
-        say(&self.of_destinations)
+        stream_response(&self.of_destinations)
     }
 }

@@ -1,14 +1,14 @@
-//! Where programs are: those of a cluster, and our own.
+//! Paths of third-party programs, and of the binaries of this build.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 
-/// The path of a program: from `PATH`, from where `./run setup` puts what it builds, or from where only root looks.
+/// The path of a program: on the `PATH`, in the directory of programs that `./run setup` builds, or in `/usr/sbin` or `/sbin`.
 ///
 /// # Errors
-/// When it is in none of these places.
+/// Fails if the program is in none of these places.
 pub fn find(program: &str) -> anyhow::Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let built = cache().map(|cache| cache.join("bin"));
@@ -26,11 +26,11 @@ pub fn find(program: &str) -> anyhow::Result<PathBuf> {
         })
 }
 
-/// A binary of this build.
+/// The path of a binary of this build.
 ///
 /// # Errors
-/// When it is not built.
-pub fn built(name: &str) -> anyhow::Result<PathBuf> {
+/// Fails if the binary is not built.
+pub fn built_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program")?;
     // Cargo puts tests into `<profile>/deps`.
     let profile = own.ancestors().nth(2).context("the directory of the build")?;
@@ -43,29 +43,30 @@ pub fn built(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Where `./run test` and `./run cluster` leave the static binaries that they put into images: below the target directory that this program was built in.
+/// The directory where `./run test` and `./run cluster` build the static binaries for images: below the target
+/// directory of this program.
 ///
 /// # Errors
-/// When they are not built.
-pub fn shipped() -> anyhow::Result<PathBuf> {
+/// Fails if the binaries are not built.
+pub fn static_binaries_dir() -> anyhow::Result<PathBuf> {
     let here = std::env::current_exe().context("the path of this program")?;
     let built = format!("{}-unknown-linux-gnu/quick", std::env::consts::ARCH);
     let dir = here.ancestors().map(|dir| dir.join(&built)).find(|dir| dir.is_dir());
     dir.with_context(|| format!("no {built} above {}; `./run test` builds it", here.display()))
 }
 
-/// Puts a binary of this build where the proxy's user can start it: that user may have no right to the directory it was
-/// built in.
+/// Copies a binary of this build to a directory where the proxy's user can start it. That user may have no access to
+/// the build directory.
 ///
 /// # Errors
-/// When it is not built, or cannot be copied.
+/// Fails if the binary is not built, or cannot be copied.
 pub fn install(name: &str, into: &Path) -> anyhow::Result<PathBuf> {
-    let (from, to) = (built(name)?, into.join(name));
+    let (from, to) = (built_binary(name)?, into.join(name));
     fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop))?;
     Ok(to)
 }
 
-/// What `./run` keeps between runs.
+/// The cache directory of `./run`.
 fn cache() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?;

@@ -1,4 +1,4 @@
-//! The application of a row: reads requests by the letter, remembers them, and answers with the bytes it is told.
+//! The test application: parses requests strictly, records them, and answers with the configured bytes.
 
 use std::io;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use tokio::task::JoinSet;
 use super::cases::OK;
 use super::message::{self, Message};
 
-/// What rows share with the application.
+/// State that the application shares with the test.
 #[derive(Default)]
 pub(super) struct State {
     pub(super) answer: Vec<u8>,
     pub(super) requests: Vec<Message>,
 }
 
-/// Serves until it is dropped.
+/// Accepts and serves connections until the future is dropped.
 pub(super) async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
     let mut connections = JoinSet::new();
     loop {
@@ -33,12 +33,12 @@ pub(super) async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-/// Answers until the answer is one that ends its connection.
+/// Answers requests until a response ends the connection.
 async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<()> {
     let mut bytes = Vec::new();
     loop {
         let request = loop {
-            if let Some((request, used)) = message::read(&bytes, message::End::Unknown) {
+            if let Some((request, used)) = message::read(&bytes, message::StreamEnd::Unknown) {
                 bytes.drain(..used);
                 break request;
             }
@@ -54,7 +54,7 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<(
             state.answer.clone()
         };
         stream.write_all(&answer).await?;
-        // Whatever is not whole by itself ends with its connection, and so does a row's own answer.
+        // A response other than `OK` ends its connection, because it may be delimited by the end of the connection.
         if answer != OK.as_bytes() {
             return stream.shutdown().await;
         }

@@ -1,30 +1,30 @@
-//! HTTP/1 messages as a plain reader sees them: one that takes nothing but what everybody agrees on.
+//! A strict parser of HTTP/1 messages: it accepts only syntax that every implementation reads in the same way.
 
-/// A message with its trailers among its headers.
+/// A message. Its trailers are among its header lines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Message {
     pub(super) first_line: String,
-    /// Names in small letters.
+    /// Names in lower case.
     pub(super) lines: Vec<(String, String)>,
     pub(super) body: Vec<u8>,
-    /// Whether all of it has come.
+    /// Whether the message is complete.
     pub(super) is_whole: bool,
 }
 
-/// What is known of what follows the bytes.
+/// What is known about the bytes after the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// More may come.
+pub(super) enum StreamEnd {
+    /// More bytes can follow.
     Unknown,
-    /// Nothing does.
-    Here,
-    /// The message has a head only.
+    /// The connection has ended.
+    Eof,
+    /// The message has no body, as in a response to HEAD.
     AfterHead,
 }
 
 impl Message {
-    /// What is not a whole message, nor will be.
-    pub(super) fn unread(bytes: &[u8]) -> Self {
+    /// A message from bytes that cannot be parsed completely.
+    pub(super) fn unparsed(bytes: &[u8]) -> Self {
         let (first_line, lines) = head(bytes);
         Self {
             first_line,
@@ -43,8 +43,8 @@ impl Message {
         line.map(|(_, value)| value.as_str())
     }
 
-    /// What of `wanted`, as in the table, is not so.
-    pub(super) fn lacks<'a>(&self, wanted: &[&'a str]) -> Option<&'a str> {
+    /// Returns the first condition of `wanted` that the message does not satisfy. Conditions have the form of `Request::lines`.
+    pub(super) fn first_unmet_condition<'a>(&self, wanted: &[&'a str]) -> Option<&'a str> {
         wanted.iter().copied().find(|line| match line.strip_prefix('!') {
             Some(absent) => match absent.split_once(": ") {
                 Some((name, value)) => self.lines.iter().any(|(n, v)| n == name && v == value),
@@ -58,8 +58,8 @@ impl Message {
     }
 }
 
-/// The first message in `bytes` and its length; `None` while it is not whole and more may come.
-pub(super) fn read(bytes: &[u8], end: End) -> Option<(Message, usize)> {
+/// Returns the first message in `bytes` and its length, or `None` if it is incomplete and more bytes can follow.
+pub(super) fn read(bytes: &[u8], end: StreamEnd) -> Option<(Message, usize)> {
     let head_end = bytes.windows(4).position(|four| four == b"\r\n\r\n")? + 4;
     let (first_line, lines) = head(&bytes[..head_end]);
     let mut message = Message {
@@ -68,7 +68,7 @@ pub(super) fn read(bytes: &[u8], end: End) -> Option<(Message, usize)> {
         ..Message::default()
     };
     let rest = &bytes[head_end..];
-    let body = if end == End::AfterHead || has_no_body(&message) {
+    let body = if end == StreamEnd::AfterHead || has_no_body(&message) {
         Some(Body::default())
     } else if message.value("transfer-encoding").is_some() {
         chunks(rest)
@@ -76,7 +76,7 @@ pub(super) fn read(bytes: &[u8], end: End) -> Option<(Message, usize)> {
         let length = length.parse().ok()?;
         rest.get(..length).map(plain)
     } else if message.first_line.starts_with("HTTP/") {
-        (end == End::Here).then(|| plain(rest))
+        (end == StreamEnd::Eof).then(|| plain(rest))
     } else {
         Some(Body::default())
     };
@@ -87,7 +87,7 @@ pub(super) fn read(bytes: &[u8], end: End) -> Option<(Message, usize)> {
             message.is_whole = true;
             Some((message, head_end + body.len))
         }
-        None if end == End::Here => {
+        None if end == StreamEnd::Eof => {
             message.body = rest.to_vec();
             Some((message, bytes.len()))
         }
@@ -106,7 +106,7 @@ fn head(bytes: &[u8]) -> (String, Vec<(String, String)>) {
     (first, lines.map(line).collect())
 }
 
-/// Bytes as characters.
+/// Decodes bytes as Latin-1.
 fn text(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
@@ -116,12 +116,12 @@ fn line(text: &str) -> (String, String) {
     (name.to_ascii_lowercase(), value.trim_matches(' ').to_owned())
 }
 
-/// A whole body.
+/// A complete body.
 #[derive(Default)]
 struct Body {
     data: Vec<u8>,
     trailers: Vec<(String, String)>,
-    /// Bytes that it takes.
+    /// Length in the buffer, including framing.
     len: usize,
 }
 
@@ -172,23 +172,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_read_one_by_one() {
+    fn pipelined_messages_are_read_in_turn() {
         let text = b"POST / HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\n\r\nhiGET / HTTP/1.1\r\n\r\n";
-        let (first, used) = read(text, End::Unknown).unwrap();
+        let (first, used) = read(text, StreamEnd::Unknown).unwrap();
         assert_eq!(
-            (first.body.as_slice(), first.lacks(&["host: x", "!a"])),
+            (first.body.as_slice(), first.first_unmet_condition(&["host: x", "!a"])),
             (&b"hi"[..], None)
         );
-        let (second, rest) = read(&text[used..], End::Unknown).unwrap();
+        let (second, rest) = read(&text[used..], StreamEnd::Unknown).unwrap();
         assert_eq!(
             (second.first_line.as_str(), used + rest),
             ("GET / HTTP/1.1", text.len())
         );
-        assert!(read(&text[..used - 1], End::Unknown).is_none());
+        assert!(read(&text[..used - 1], StreamEnd::Unknown).is_none());
     }
 
     #[test]
-    fn a_cut_response_is_told_from_a_whole_one() {
+    fn truncated_responses_are_not_whole() {
         for (text, is_whole) in [
             ("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", true),
             ("HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", false),
@@ -207,7 +207,11 @@ mod tests {
                 false,
             ),
         ] {
-            assert_eq!(read(text.as_bytes(), End::Here).unwrap().0.is_whole, is_whole, "{text}");
+            assert_eq!(
+                read(text.as_bytes(), StreamEnd::Eof).unwrap().0.is_whole,
+                is_whole,
+                "{text}"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What becomes of raw bytes on their way through proxies: a table from RFC 9112, and who keeps to it.
+//! HTTP/1 conformance: sends raw bytes through proxies, by a table of cases from RFC 9112, and reports the deviations.
 
 mod app;
 pub mod cases;
@@ -15,56 +15,55 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use self::app::State;
-use self::cases::{CASES, Case, Wanted};
-use self::message::{End, Message};
+use self::cases::{CASES, Case, Expected};
+use self::message::{Message, StreamEnd};
 
-/// What came of one row.
+/// The result of one case.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub case: Case,
-    /// In a few words.
-    pub found: String,
-    /// What was done instead of what was wanted, in a few words; nothing if it was that.
-    pub instead: Option<String>,
-    /// The same, with all messages.
-    pub wrong: Option<String>,
+    /// Short description of what happened.
+    pub observed: String,
+    /// Short description of the deviation from the expected result; `None` if there is no deviation.
+    pub deviation: Option<String>,
+    /// The deviation with all messages.
+    pub deviation_details: Option<String>,
 }
 
-/// The application of all rows, at one address.
+/// The test application of all cases, at one address.
 pub struct App {
     state: Arc<Mutex<State>>,
-    serving: JoinHandle<()>,
+    task: JoinHandle<()>,
 }
 
 impl App {
-    /// Starts it.
     pub fn start(listener: TcpListener) -> Self {
         let state = Arc::<Mutex<State>>::default();
-        let serving = tokio::spawn(app::serve(listener, state.clone()));
-        Self { state, serving }
+        let task = tokio::spawn(app::serve(listener, state.clone()));
+        Self { state, task }
     }
 
-    /// Has every row sent to the application over a connection that `dial` opens, through whatever is on the way.
-    pub async fn try_all(&self, dial: impl AsyncFn() -> TcpStream) -> Vec<Outcome> {
+    /// Sends every case to the application, each over a connection that `dial` opens through the proxies under test.
+    pub async fn run_all(&self, dial: impl AsyncFn() -> TcpStream) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         for case in CASES {
             {
                 let mut state = self.state.lock();
-                state.answer = latin1(case.answers);
+                state.answer = latin1(case.application_response);
                 state.requests.clear();
             }
 
             let mut tries = 0;
             let answer = loop {
                 tries += 1;
-                match client(dial().await, case).await {
-                    // A proxy may not be ready, or use a connection that the answer of the row before has ended.
-                    None if tries < MOST_TRIES => tokio::time::sleep(PAUSE).await,
+                match run_client(dial().await, case).await {
+                    // The proxy may not be ready yet, or it may reuse an upstream connection that the previous case has closed.
+                    None if tries < MAX_ATTEMPTS => tokio::time::sleep(WRITE_INTERVAL).await,
                     answer => break answer.unwrap_or_default(),
                 }
             };
             let requests = self.state.lock().requests.clone();
-            outcomes.push(judge(case, &requests, &answer));
+            outcomes.push(evaluate(case, &requests, &answer));
         }
         outcomes
     }
@@ -72,75 +71,78 @@ impl App {
 
 impl Drop for App {
     fn drop(&mut self) {
-        self.serving.abort();
+        self.task.abort();
     }
 }
 
-/// Characters of the table are bytes.
+/// Encodes text as Latin-1: each character is one byte.
 fn latin1(text: &str) -> Vec<u8> {
     let byte = |c| u8::try_from(u32::from(c)).unwrap_or(b'?');
     text.chars().map(byte).collect()
 }
 
-/// What a client got.
+/// What the client received.
 #[derive(Default)]
-struct Answer {
+struct ClientObservation {
     responses: Vec<Message>,
-    /// Whether more could come, had it waited longer.
+    /// Whether the connection was still open when the case timed out.
     is_open: bool,
 }
 
-/// Sends what a row says, and returns all responses: those it must get, or all there are until the connection ends; nothing
-/// if the connection was no good from the beginning.
-async fn client(mut stream: TcpStream, case: &Case) -> Option<Answer> {
-    let n_wanted = match case.wanted {
-        Wanted::Requests(requests) => requests.len(),
-        Wanted::Response(_) | Wanted::BadGateway(_) => 1,
-        // Both end the connection.
-        Wanted::Refused(_) | Wanted::Cut => usize::MAX,
+/// Sends the bytes of a case and returns the responses: the expected number of them, or all until the connection ends. Returns
+/// `None` if the warm-up request fails.
+async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservation> {
+    let n_wanted = match case.expected {
+        Expected::Requests(requests) => requests.len(),
+        Expected::Response(_) | Expected::BadGateway(_) => 1,
+        // These cases wait for the end of the connection.
+        Expected::Refused(_) | Expected::TruncatedResponse => usize::MAX,
     };
-    // Once a connection is known to be one of HTTP, nobody takes what is bad HTTP for something else.
-    tokio::time::timeout(PATIENCE, first(&mut stream)).await.ok()?.ok()?;
+    // A valid request first, so that the proxy detects HTTP and does not treat the invalid bytes as an opaque protocol.
+    tokio::time::timeout(CASE_TIMEOUT, send_warm_up_request(&mut stream))
+        .await
+        .ok()?
+        .ok()?;
     let mut bytes = Vec::new();
     let exchange = async {
-        for (n, piece) in case.sends.iter().enumerate() {
+        for (n, piece) in case.client_writes.iter().enumerate() {
             let mut piece = latin1(piece);
-            if n + 1 == case.sends.len() && matches!(case.wanted, Wanted::Refused(_)) {
-                piece.extend_from_slice(SMUGGLED.as_bytes());
+            if n + 1 == case.client_writes.len() && matches!(case.expected, Expected::Refused(_)) {
+                piece.extend_from_slice(SMUGGLED_REQUEST.as_bytes());
             }
             stream.write_all(&piece).await?;
             stream.flush().await?;
-            if case.sends.len() > 1 {
-                // So that the pieces arrive as such; that they do decides nothing.
-                tokio::time::sleep(PAUSE).await;
+            if case.client_writes.len() > 1 {
+                // The pause makes it likely that the pieces arrive separately. No result depends on it.
+                tokio::time::sleep(WRITE_INTERVAL).await;
             }
         }
-        while finals(&read_all(&bytes, case, End::Unknown).0) < n_wanted {
+        while n_final_responses(&read_all(&bytes, case, StreamEnd::Unknown).0) < n_wanted {
             if stream.read_buf(&mut bytes).await? == 0 {
-                return Ok(End::Here);
+                return Ok(StreamEnd::Eof);
             }
         }
-        Ok::<_, io::Error>(End::Unknown)
+        Ok::<_, io::Error>(StreamEnd::Unknown)
     };
-    let exchanged = tokio::time::timeout(PATIENCE, exchange).await;
+    let exchanged = tokio::time::timeout(CASE_TIMEOUT, exchange).await;
     let is_open = exchanged.is_err();
     let end = match exchanged {
         Ok(Ok(end)) => end,
-        Ok(Err(_)) | Err(_) => End::Unknown,
+        Ok(Err(_)) | Err(_) => StreamEnd::Unknown,
     };
     let (mut responses, len) = read_all(&bytes, case, end);
     if len < bytes.len() {
-        responses.push(Message::unread(&bytes[len..]));
+        responses.push(Message::unparsed(&bytes[len..]));
     }
-    Some(Answer { responses, is_open })
+    Some(ClientObservation { responses, is_open })
 }
 
-/// Has a request answered that nothing is wrong with.
-async fn first(stream: &mut TcpStream) -> io::Result<()> {
-    stream.write_all(FIRST.as_bytes()).await?;
+/// Sends a valid request and waits for its response.
+async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
+    stream.write_all(WARM_UP_REQUEST.as_bytes()).await?;
     let mut bytes = Vec::new();
     loop {
-        if let Some((rsp, _)) = message::read(&bytes, End::Unknown) {
+        if let Some((rsp, _)) = message::read(&bytes, StreamEnd::Unknown) {
             return match rsp.status() {
                 200 => Ok(()),
                 _ => Err(io::ErrorKind::ConnectionRefused.into()),
@@ -152,10 +154,10 @@ async fn first(stream: &mut TcpStream) -> io::Result<()> {
     }
 }
 
-/// All responses, and how many bytes they are.
-fn read_all(bytes: &[u8], case: &Case, end: End) -> (Vec<Message>, usize) {
-    let is_head = case.sends.iter().any(|piece| piece.starts_with("HEAD "));
-    let end = if is_head { End::AfterHead } else { end };
+/// Parses all responses and returns them with the number of bytes parsed.
+fn read_all(bytes: &[u8], case: &Case, end: StreamEnd) -> (Vec<Message>, usize) {
+    let is_head = case.client_writes.iter().any(|piece| piece.starts_with("HEAD "));
+    let end = if is_head { StreamEnd::AfterHead } else { end };
     let (mut messages, mut at) = (Vec::new(), 0);
     while let Some((message, used)) = message::read(&bytes[at..], end) {
         at += used;
@@ -164,76 +166,80 @@ fn read_all(bytes: &[u8], case: &Case, end: End) -> (Vec<Message>, usize) {
     (messages, at)
 }
 
-fn finals(messages: &[Message]) -> usize {
+fn n_final_responses(messages: &[Message]) -> usize {
     messages.iter().filter(|message| message.status() >= 200).count()
 }
 
-fn judge(case: &Case, requests: &[Message], Answer { responses, is_open }: &Answer) -> Outcome {
+fn evaluate(
+    case: &Case,
+    requests: &[Message],
+    ClientObservation { responses, is_open }: &ClientObservation,
+) -> Outcome {
     let last = responses.last();
     let statuses: Vec<u16> = responses.iter().map(Message::status).collect();
-    let told = |statuses: &[u16]| statuses.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
+    let list = |statuses: &[u16]| statuses.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
     let n_good = responses.iter().filter(|rsp| rsp.status() == 200).count();
-    let said = match last {
+    let answer = match last {
         None => "no answer".to_owned(),
         Some(last) if last.status() == 0 => "other bytes".to_owned(),
-        Some(last) if !last.is_whole => format!("{}, cut", told(&statuses)),
-        Some(_) => told(&statuses),
+        Some(last) if !last.is_whole => format!("{}, cut", list(&statuses)),
+        Some(_) => list(&statuses),
     };
-    let found = match (requests.len(), &case.wanted) {
-        (_, Wanted::Response(_) | Wanted::BadGateway(_) | Wanted::Cut) => said,
-        (0, _) => said,
-        (n, Wanted::Requests(wanted)) if n == wanted.len() && n_good == n => "passed".to_owned(),
-        (n, Wanted::Refused(_)) if n_good == n => "passed".to_owned(),
-        (n, _) => format!("{n} passed, {said}"),
+    let observed = match (requests.len(), &case.expected) {
+        (_, Expected::Response(_) | Expected::BadGateway(_) | Expected::TruncatedResponse) => answer,
+        (0, _) => answer,
+        (n, Expected::Requests(wanted)) if n == wanted.len() && n_good == n => "passed".to_owned(),
+        (n, Expected::Refused(_)) if n_good == n => "passed".to_owned(),
+        (n, _) => format!("{n} passed, {answer}"),
     };
-    let instead = match &case.wanted {
-        Wanted::Requests(wanted) if requests.len() == wanted.len() && n_good == requests.len() => {
+    let deviation = match &case.expected {
+        Expected::Requests(wanted) if requests.len() == wanted.len() && n_good == requests.len() => {
             wanted.iter().zip(requests).find_map(|(wanted, got)| {
                 let line = (got.first_line != wanted.line).then(|| format!("sends `{}`", got.first_line));
                 line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
-                    .or_else(|| got.lacks(wanted.lines).map(but))
+                    .or_else(|| got.first_unmet_condition(wanted.lines).map(unmet_condition))
             })
         }
-        Wanted::Requests(_) => Some(match requests.len() {
-            0 => found.clone(),
-            n => format!("passes {n}, {}", told(&statuses)),
+        Expected::Requests(_) => Some(match requests.len() {
+            0 => observed.clone(),
+            n => format!("passes {n}, {}", list(&statuses)),
         }),
-        Wanted::Refused(wanted) => match (requests.len(), last.map(Message::status)) {
-            (0, Some(status)) if wanted.contains(&status) => is_open.then(|| format!("{found}, left open")),
-            (0, _) => Some(found.clone()),
-            _ if found == "passed" => Some("passes it".to_owned()),
-            _ => Some(found.clone()),
+        Expected::Refused(wanted) => match (requests.len(), last.map(Message::status)) {
+            (0, Some(status)) if wanted.contains(&status) => is_open.then(|| format!("{observed}, left open")),
+            (0, _) => Some(observed.clone()),
+            _ if observed == "passed" => Some("passes it".to_owned()),
+            _ => Some(observed.clone()),
         },
-        Wanted::Response(wanted) => match last {
-            Some(last) if statuses != wanted.statuses || !last.is_whole => Some(found.clone()),
+        Expected::Response(wanted) => match last {
+            Some(last) if statuses != wanted.statuses || !last.is_whole => Some(observed.clone()),
             Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
-            Some(last) => last.lacks(wanted.lines).map(but),
-            None => Some(found.clone()),
+            Some(last) => last.first_unmet_condition(wanted.lines).map(unmet_condition),
+            None => Some(observed.clone()),
         },
-        Wanted::BadGateway(wanted) => match last {
+        Expected::BadGateway(wanted) => match last {
             Some(last) if wanted.contains(&last.status()) => None,
-            _ => Some(found.clone()),
+            _ => Some(observed.clone()),
         },
-        Wanted::Cut => match last {
+        Expected::TruncatedResponse => match last {
             Some(last) if last.is_whole && last.status() < 400 => Some("looks whole".to_owned()),
             Some(_) if *is_open => Some("left open".to_owned()),
             Some(_) => None,
             None => Some("no answer".to_owned()),
         },
     };
-    let wrong = instead
+    let details = deviation
         .as_ref()
-        .map(|instead| format!("{instead}; at the application {requests:?}, at the client {responses:?}"));
+        .map(|deviation| format!("{deviation}; at the application {requests:?}, at the client {responses:?}"));
     Outcome {
         case: *case,
-        found,
-        instead,
-        wrong,
+        observed,
+        deviation,
+        deviation_details: details,
     }
 }
 
-/// What of the table's lines is not so.
-fn but(line: &str) -> String {
+/// Describes an unsatisfied condition.
+fn unmet_condition(line: &str) -> String {
     match line.strip_prefix('!') {
         Some(absent) => format!("with `{absent}`"),
         None => format!("without `{line}`"),
@@ -245,20 +251,20 @@ impl fmt::Display for Outcome {
         write!(
             f,
             "{} (RFC 9112 §{}): {}",
-            self.case.name, self.case.section, self.found
+            self.case.name, self.case.section, self.observed
         )?;
-        match &self.wrong {
+        match &self.deviation_details {
             Some(why) => write!(f, ", wrong: {why}"),
             None => Ok(()),
         }
     }
 }
 
-/// What each connection begins with; the application says OK and forgets it.
-const FIRST: &str = "GET /first HTTP/1.1\r\nhost: web.test\r\n\r\n";
-/// What comes right behind each request that is to be refused, which must not be taken for another one.
-const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nhost: web.test\r\n\r\n";
-const PAUSE: Duration = Duration::from_millis(5);
-/// How long a row may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-const MOST_TRIES: u32 = 100;
+/// The first request of each connection. The application answers it with OK and does not record it.
+const WARM_UP_REQUEST: &str = "GET /first HTTP/1.1\r\nhost: web.test\r\n\r\n";
+/// Sent directly after each request that must be refused. No proxy may process it as a request of its own.
+const SMUGGLED_REQUEST: &str = "GET /smuggled HTTP/1.1\r\nhost: web.test\r\n\r\n";
+const WRITE_INTERVAL: Duration = Duration::from_millis(5);
+/// Timeout of the warm-up request and of each case.
+const CASE_TIMEOUT: Duration = Duration::from_secs(5);
+const MAX_ATTEMPTS: u32 = 100;

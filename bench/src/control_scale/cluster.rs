@@ -1,4 +1,4 @@
-//! Objects on an API server: services, their EndpointSlices, and pods that run without a node.
+//! Test objects on an API server: Services, EndpointSlices, and pods without a node.
 
 use std::io;
 use std::path::Path;
@@ -9,12 +9,13 @@ use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, stream};
 use http::{Method, Request};
 use kube::Client;
 use serde_json::{Value, json};
-use tulle_control::kubernetes::{self, Rate};
+use tulle_control::kubernetes;
+use tulle_control::kubernetes::client_layer::RequestRate;
 use tulle_core::metrics::Registry;
 
 use super::streams::Address;
 
-/// How many objects there are.
+/// Numbers of objects.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
     pub(super) services: usize,
@@ -32,13 +33,13 @@ impl Cluster {
     pub(super) async fn connect(kubeconfig: &Path, size: Size) -> anyhow::Result<Self> {
         let config = kubernetes::Config {
             kubeconfig: Some(kubeconfig.to_owned()),
-            rate: Rate { qps: 1e5, burst: 1000 },
+            request_rate: RequestRate { qps: 1e5, burst: 1000 },
         };
         let client = kubernetes::client(&config, &Registry::new()).await?;
         Ok(Self { client, size })
     }
 
-    /// Creates everything, 32 requests at a time.
+    /// Creates all objects, with up to 32 concurrent requests.
     pub(super) async fn create(&self) -> anyhow::Result<()> {
         self.post("/api/v1/namespaces", &json!({"metadata": {"name": "scale"}}))
             .await?;
@@ -55,7 +56,7 @@ impl Cluster {
         });
         self.all(slices).await?;
         let n_pods = self.size.services * self.size.endpoints + self.size.other_pods;
-        // Pods without a service account are not admitted.
+        // The API server does not admit a pod without a service account.
         let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
             (path, json!({"metadata": {"name": app(n)}}))
@@ -70,14 +71,14 @@ impl Cluster {
         finish(statuses).await
     }
 
-    /// Gives the first endpoint of a service another address, by an update as the EndpointSlice controller sends it.
+    /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
     pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
         let path = format!("/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices/svc-{service}-x");
         let slice = slice(service, self.size.endpoints, Some(addr));
         self.send(Method::PUT, &path, &slice).await
     }
 
-    /// A watch of the slices, as lines of JSON: those that there are, then changes.
+    /// Watches the EndpointSlices. Each item is one line of JSON: first the existing objects, then changes.
     pub(super) async fn watch(&self) -> anyhow::Result<impl Stream<Item = io::Result<String>> + Send + use<>> {
         let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices?watch=1&resourceVersion=0";
         let req = Request::get(path).body(Vec::new()).context("making a request")?;
@@ -153,7 +154,7 @@ fn slice(n: usize, endpoints: usize, first: Option<Address>) -> Value {
     })
 }
 
-/// A meshed pod as an injector leaves it, as far as the control plane and its memory are concerned.
+/// A pod with an injected proxy, reduced to the fields that the control plane reads or stores.
 fn pod(n: usize, endpoints: usize) -> Value {
     let variables = [
         ("LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "[::]:4143"),
@@ -212,7 +213,7 @@ fn status(n: usize) -> Value {
     }})
 }
 
-/// The workload of a service, and its service account.
+/// Name of the workload and the service account of a Service.
 fn app(service: usize) -> String {
     format!("app-{service}")
 }

@@ -1,10 +1,10 @@
-//! Destination at scale: many objects on a real API server, many streams, a steady rate of changes.
+//! Scale test of the destination service: many objects on a real API server, many streams, and a steady rate of changes.
 //!
-//! Objects are created on the API server that a kubeconfig names, which needs no nodes; use one that can be thrown away.
-//! Printed are memory with and without streams, how soon all streams are answered, the time from write to subscriber, and
-//! CPU time for each delivered update.
+//! The objects are created on the API server of the kubeconfig. It needs no nodes and should be a disposable one. The output has
+//! the memory with and without streams, the time until all streams have their first message, the latency from a write to the
+//! subscriber, and the CPU time per delivered update.
 
-#![allow(clippy::print_stdout)] // figures are what it is for
+#![allow(clippy::print_stdout)] // the command prints its results
 
 mod cluster;
 mod streams;
@@ -24,44 +24,44 @@ use crate::control_scale::cluster::{Cluster, Size};
 use crate::control_scale::streams::{Address, Streams};
 use crate::run::process::Process;
 
-/// What to create, and how much to ask.
+/// Numbers of objects, clients and changes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The API server; everything below namespace `scale` is ours there.
+    /// Kubeconfig of the API server. The run owns the namespace `scale` there.
     #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
     kubeconfig: PathBuf,
-    /// The program that is measured; by default the one beside this.
+    /// The tulle-control binary to measure; by default the one beside this program.
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
     #[arg(long, default_value_t = 1000)]
     services: usize,
-    /// Endpoints of each service, all pods.
+    /// Endpoints of each Service; each endpoint is a pod.
     #[arg(long, default_value_t = 10)]
     endpoints: usize,
-    /// Pods that belong to no service, beside those that do.
+    /// Additional pods that belong to no Service.
     #[arg(long, default_value_t = 1000)]
     other_pods: usize,
-    /// Clients, each with a connection of its own over TLS.
+    /// Clients, each with its own TLS connection.
     #[arg(long, default_value_t = 200)]
     clients: usize,
-    /// `Get` streams of each client.
+    /// `Get` streams per client.
     #[arg(long, default_value_t = 50)]
     streams: usize,
-    /// Changes of EndpointSlices a second.
+    /// EndpointSlice changes per second.
     #[arg(long, default_value_t = 41)]
     rate: u32,
-    /// How long changes go on.
+    /// Duration of the changes, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 20)]
     seconds: u32,
-    /// Objects are there from an earlier run.
+    /// Use the objects of an earlier run instead of creating them.
     #[arg(long)]
     keep: bool,
 }
 
-/// Measures and prints.
+/// Runs the scale test and prints the results.
 ///
 /// # Errors
-/// What cannot be created, started or reached, and updates that never arrive.
+/// Fails if the setup fails, a connection or stream fails, or an update is not delivered.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tokio::runtime::Runtime::new()
         .context("starting a runtime")?
@@ -83,10 +83,10 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let dir = tempfile::tempdir().context("making a directory")?;
     let mut control = start_control(args, dir.path())?;
     let start = Instant::now();
-    control.listening(&[DESTINATION])?;
+    control.wait_for_ports(&[DESTINATION])?;
     ready().await?;
     println!("ready after {:.1?}", start.elapsed());
-    sleep(PAUSE).await;
+    sleep(MEMORY_SETTLE_DELAY).await;
     print_use("with objects", &control)?;
 
     let anchors = TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?;
@@ -98,12 +98,12 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         start.elapsed(),
         control.cpu()? - cpu
     );
-    sleep(PAUSE).await;
+    sleep(MEMORY_SETTLE_DELAY).await;
     print_use("with streams", &control)?;
 
     streams.compare(cluster.watch().await?);
     let cpu = control.cpu()?;
-    let changes = change(args, &cluster, &streams).await?;
+    let changes = run_changes(args, &cluster, &streams).await?;
     let used = control.cpu()? - cpu;
     let (latency, expected) = changes;
     println!(
@@ -125,9 +125,9 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Moves one endpoint of one service after another, at a steady rate; returns latencies in microseconds, and how many
-/// there should be.
-async fn change(args: &Args, cluster: &Cluster, streams: &Streams) -> anyhow::Result<(Histogram<u64>, u64)> {
+/// Changes one endpoint per Service in turn, at a steady rate. Returns the latencies in microseconds and the expected number of
+/// updates.
+async fn run_changes(args: &Args, cluster: &Cluster, streams: &Streams) -> anyhow::Result<(Histogram<u64>, u64)> {
     let n_changes = args.rate * args.seconds;
     let start = Instant::now();
     let mut writes = tokio::task::JoinSet::new();
@@ -135,15 +135,15 @@ async fn change(args: &Args, cluster: &Cluster, streams: &Streams) -> anyhow::Re
     for n in 0..n_changes {
         tokio::time::sleep_until(start + Duration::from_secs(1) * n / args.rate).await;
         let service = n as usize % args.services;
-        expected += streams.followers(service);
+        expected += streams.subscribers(service);
         let (cluster, addr) = (cluster.clone(), Address::of_change(n));
-        streams.wrote(addr, Instant::now());
+        streams.record_write(addr, Instant::now());
         writes.spawn(async move { cluster.change(service, addr).await });
     }
     while let Some(written) = writes.join_next().await {
         written.context("a write failed")??;
     }
-    streams.wait_for(expected, SETTLE_LIMIT).await;
+    streams.wait_for(expected, UPDATE_TIMEOUT).await;
     Ok((streams.latencies(), expected))
 }
 
@@ -169,7 +169,7 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     let mut command = Command::new(program);
     command
         .args(["destination", "identity", "-enable-ipv6=false"])
-        .arg("-client-certificates=optional") // its clients are no workloads
+        .arg("-client-certificates=optional") // the clients of this test have no certificates
         .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()])
         .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
         .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])
@@ -182,7 +182,7 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     Process::start("tulle-control", command, dir)
 }
 
-/// Waits until the control plane knows everything.
+/// Waits until the control plane reports that it is ready.
 async fn ready() -> anyhow::Result<()> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -215,6 +215,6 @@ const DESTINATION: u16 = 18086;
 const METRICS: u16 = 19996;
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
-/// Lets what follows the first answers pass before memory is read.
-const PAUSE: Duration = Duration::from_secs(2);
-const SETTLE_LIMIT: Duration = Duration::from_secs(30);
+/// Wait before memory is read, so that work after the first responses has finished.
+const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
+const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! Clients that follow services, and when each change reaches them.
+//! Clients that subscribe to Services, and the latency of each change.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,7 +20,7 @@ use tulle_core::addr::Addr;
 use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::destination::{GetDestination, Update, update};
 
-/// The address that one change brings, and no other.
+/// The address that one change writes. It is unique to that change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Address(Ipv4Addr);
 
@@ -38,15 +38,15 @@ impl fmt::Display for Address {
 
 pub(super) struct Streams {
     shared: Arc<Shared>,
-    followers: Vec<u64>,
+    subscribers: Vec<u64>,
     tasks: JoinSet<()>,
 }
 
 struct Shared {
     written_at: Mutex<HashMap<Address, Instant>>,
-    /// Microseconds from write to subscriber, and to a watch of the API server itself.
+    /// Latencies from a write to a subscriber, in microseconds. `watch_latencies` are those to a watch of the API server.
     latencies: Mutex<Histogram<u64>>,
-    watched: Mutex<Histogram<u64>>,
+    watch_latencies: Mutex<Histogram<u64>>,
 }
 
 impl Streams {
@@ -58,11 +58,11 @@ impl Streams {
         streams: usize,
         services: usize,
     ) -> anyhow::Result<Self> {
-        // With bounds, because one that grows does not grow for values that are clamped.
-        let latencies = Histogram::new_with_max(LONGEST, 3).context("making a histogram")?;
+        // A fixed maximum, because an auto-resizing histogram does not grow for clamped values.
+        let latencies = Histogram::new_with_max(MAX_LATENCY_US, 3).context("making a histogram")?;
         let shared = Arc::new(Shared {
             written_at: Mutex::default(),
-            watched: Mutex::new(latencies.clone()),
+            watch_latencies: Mutex::new(latencies.clone()),
             latencies: Mutex::new(latencies),
         });
         let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
@@ -85,12 +85,12 @@ impl Streams {
         }
         Ok(Self {
             shared,
-            followers,
+            subscribers: followers,
             tasks,
         })
     }
 
-    /// Notes when changes come by this watch, too.
+    /// Also records when changes arrive through `watch`, for comparison.
     pub(super) fn compare(&mut self, watch: impl Stream<Item = io::Result<String>> + Send + 'static) {
         let shared = self.shared.clone();
         self.tasks.spawn(async move {
@@ -98,21 +98,21 @@ impl Streams {
             while let Some(Ok(line)) = watch.next().await {
                 let now = Instant::now();
                 let addrs = line.split('"').filter_map(|text| text.parse().ok());
-                addrs.for_each(|ip| shared.arrived(&shared.watched, Address(ip), now));
+                addrs.for_each(|ip| shared.arrived(&shared.watch_latencies, Address(ip), now));
             }
         });
     }
 
-    pub(super) fn followers(&self, service: usize) -> u64 {
-        self.followers[service]
+    pub(super) fn subscribers(&self, service: usize) -> u64 {
+        self.subscribers[service]
     }
 
-    /// Notes when an address is written.
-    pub(super) fn wrote(&self, addr: Address, at: Instant) {
+    /// Records the time at which an address is written.
+    pub(super) fn record_write(&self, addr: Address, at: Instant) {
         self.shared.written_at.lock().insert(addr, at);
     }
 
-    /// Waits until so many updates have arrived, or nothing has for long enough.
+    /// Waits until `n_updates` updates have arrived, at most for `limit`.
     pub(super) async fn wait_for(&self, n_updates: u64, limit: Duration) {
         let deadline = Instant::now() + limit;
         while self.shared.latencies.lock().len() < n_updates && Instant::now() < deadline {
@@ -120,14 +120,14 @@ impl Streams {
         }
     }
 
-    /// Microseconds from write to subscriber.
+    /// Latencies from write to subscriber, in microseconds.
     pub(super) fn latencies(&self) -> Histogram<u64> {
         self.shared.latencies.lock().clone()
     }
 
-    /// Microseconds from write to the watch that is compared with.
+    /// Latencies from write to the watch given to `compare`, in microseconds.
     pub(super) fn watched(&self) -> Histogram<u64> {
-        self.shared.watched.lock().clone()
+        self.shared.watch_latencies.lock().clone()
     }
 }
 
@@ -193,5 +193,5 @@ async fn open_client(
     Ok(streams)
 }
 
-/// A minute, in microseconds.
-const LONGEST: u64 = 60_000_000;
+/// One minute, in microseconds.
+const MAX_LATENCY_US: u64 = 60_000_000;

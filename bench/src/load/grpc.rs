@@ -1,4 +1,4 @@
-//! gRPC: calls of `tulle.bench.Echo` on an HTTP/2 connection, framed here so that nothing is hidden behind a client library.
+//! gRPC client for `tulle.bench.Echo` over HTTP/2. It frames messages itself, so that no client library hides retries or errors.
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use futures_util::{StreamExt as _, stream};
@@ -13,14 +13,14 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 
-use super::Method;
+use super::args::Method;
 use super::http::{Http2, head};
-use super::outcome::{Answer, Failure, Verdict};
+use super::outcome::{ExchangeResponse, Failure, ResponseStatus};
 use super::target::Target;
 use crate::echo::{EchoReply, EchoRequest};
 
-/// One call, from its head to its trailers.
-pub(super) async fn exchange(client: &Http2) -> Result<Answer, Failure> {
+/// Performs one call and reads its response up to the trailers.
+pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure> {
     let target = client.target();
     let path = PathAndQuery::from_static(match target.method {
         Method::Unary => "/tulle.bench.Echo/Unary",
@@ -34,9 +34,9 @@ pub(super) async fn exchange(client: &Http2) -> Result<Answer, Failure> {
     if rsp.status() != http::StatusCode::OK {
         return Ok(answer);
     }
-    // An error known at once comes without a body: its status is in the head.
+    // A trailers-only response has no body; its status is in the response headers.
     let mut status = status(rsp.headers());
-    let mut replies = Replies {
+    let mut replies = ReplyStream {
         body: rsp.into_body(),
         buf: BytesMut::new(),
     };
@@ -46,8 +46,8 @@ pub(super) async fn exchange(client: &Http2) -> Result<Answer, Failure> {
             Event::Reply(reply) => {
                 messages += 1;
                 answer.received += reply.payload.len() as u64;
-                if let Some(why) = wrong(target, &reply) {
-                    return Err(Failure::Wrong(why.into()));
+                if let Some(why) = validate_reply(target, &reply) {
+                    return Err(Failure::UnexpectedResponse(why.into()));
                 }
                 if let Some(pacer) = &mut pacer {
                     pacer.next().await?;
@@ -60,10 +60,12 @@ pub(super) async fn exchange(client: &Http2) -> Result<Answer, Failure> {
         }
     }
     let code = status.ok_or(Failure::Closed)?;
-    answer.verdict = Verdict::Grpc(code);
-    answer.sent = target.payload.len() as u64 * u64::from(sends(target));
+    answer.status = ResponseStatus::Grpc(code);
+    answer.sent = target.payload.len() as u64 * u64::from(n_request_messages(target));
     if code == 0 && messages != expected_replies(target) {
-        return Err(Failure::Wrong(format!("{messages} messages in the stream").into()));
+        return Err(Failure::UnexpectedResponse(
+            format!("{messages} messages in the stream").into(),
+        ));
     }
     Ok(answer)
 }
@@ -75,8 +77,8 @@ fn headers() -> HeaderMap {
     ])
 }
 
-/// How many messages a call sends.
-fn sends(target: &Target) -> u32 {
+/// Number of request messages of a call.
+fn n_request_messages(target: &Target) -> u32 {
     match target.method {
         Method::Unary | Method::ServerStream => 1,
         Method::ClientStream | Method::Bidi => target.messages,
@@ -91,7 +93,7 @@ fn expected_replies(target: &Target) -> u32 {
     }
 }
 
-fn wrong(target: &Target, reply: &EchoReply) -> Option<&'static str> {
+fn validate_reply(target: &Target, reply: &EchoReply) -> Option<&'static str> {
     match target.method {
         Method::ClientStream => {
             (reply.messages != u64::from(target.messages)).then_some("messages were lost on the way")
@@ -100,8 +102,8 @@ fn wrong(target: &Target, reply: &EchoReply) -> Option<&'static str> {
     }
 }
 
-/// The request body; for a bidirectional stream also what sends its further messages.
-fn body(target: &Target) -> Result<(Body, Option<Pacer>), Failure> {
+/// The request body, and for a bidirectional stream the sender of its further messages.
+fn body(target: &Target) -> Result<(Body, Option<MessageSender>), Failure> {
     let message = encode(target);
     match target.method {
         Method::Unary | Method::ServerStream => Ok((Body::new(Full::new(message)), None)),
@@ -117,7 +119,7 @@ fn body(target: &Target) -> Result<(Body, Option<Pacer>), Failure> {
         Method::Bidi => {
             let (tx, rx) = mpsc::channel(1);
             let frames = ReceiverStream::new(rx).map(|m| Ok::<_, tonic::Status>(Frame::data(m)));
-            let mut pacer = Pacer {
+            let mut pacer = MessageSender {
                 message,
                 left: target.messages,
                 tx: Some(tx),
@@ -128,21 +130,20 @@ fn body(target: &Target) -> Result<(Body, Option<Pacer>), Failure> {
     }
 }
 
-/// Sends the messages of a bidirectional stream one by one, each after the reply to the one before.
-struct Pacer {
+/// Sends the messages of a bidirectional stream. Each message waits for the reply to the previous one.
+struct MessageSender {
     message: Bytes,
     left: u32,
     tx: Option<mpsc::Sender<Bytes>>,
 }
 
-impl Pacer {
-    /// Puts the first message into the empty channel.
+impl MessageSender {
+    /// Sends the first message. The channel has capacity for it.
     fn start(&mut self) {
         match self.left.checked_sub(1) {
             Some(left) => {
                 self.left = left;
                 if let Some(tx) = &self.tx {
-                    // The channel holds one message and has none yet.
                     let _ = tx.try_send(self.message.clone());
                 }
             }
@@ -163,21 +164,21 @@ impl Pacer {
     }
 }
 
-/// A request message with gRPC's five bytes in front: not compressed, and the length.
+/// Encodes a request message with gRPC's five-byte prefix: flag "not compressed", and the length.
 fn encode(target: &Target) -> Bytes {
     let message = EchoRequest {
         payload: target.payload.clone(),
         repeat: target.messages,
     };
-    let mut framed = BytesMut::with_capacity(PREFIX + message.encoded_len());
+    let mut framed = BytesMut::with_capacity(MESSAGE_HEADER_BYTES + message.encoded_len());
     framed.put_u8(0);
     framed.put_u32(message.encoded_len() as u32);
     message.encode_raw(&mut framed);
     framed.freeze()
 }
 
-/// The messages of a response body.
-struct Replies {
+/// Reader of the messages of a response body.
+struct ReplyStream {
     body: Incoming,
     buf: BytesMut,
 }
@@ -187,11 +188,12 @@ enum Event {
     Trailers(HeaderMap),
 }
 
-impl Replies {
+impl ReplyStream {
     async fn next(&mut self) -> Result<Option<Event>, Failure> {
         loop {
             if let Some(message) = split_message(&mut self.buf)? {
-                let reply = EchoReply::decode(message).map_err(|error| Failure::Wrong(error.to_string().into()))?;
+                let reply = EchoReply::decode(message)
+                    .map_err(|error| Failure::UnexpectedResponse(error.to_string().into()))?;
                 return Ok(Some(Event::Reply(reply)));
             }
             let Some(frame) = self.body.frame().await else {
@@ -205,22 +207,22 @@ impl Replies {
     }
 }
 
-/// Takes a whole message off the front of `buf`.
+/// Removes one complete message from the front of `buf`. Returns `None` if it is incomplete.
 fn split_message(buf: &mut BytesMut) -> Result<Option<Bytes>, Failure> {
-    let Some(head) = buf.first_chunk::<PREFIX>() else {
+    let Some(head) = buf.first_chunk::<MESSAGE_HEADER_BYTES>() else {
         return Ok(None);
     };
     let [compressed, length @ ..] = *head;
     let length = u32::from_be_bytes(length) as usize;
-    if compressed != 0 || length > LARGEST_MESSAGE {
-        return Err(Failure::Wrong(
+    if compressed != 0 || length > MAX_MESSAGE_BYTES {
+        return Err(Failure::UnexpectedResponse(
             format!("message with flag {compressed} and length {length}").into(),
         ));
     }
-    if buf.len() < PREFIX + length {
+    if buf.len() < MESSAGE_HEADER_BYTES + length {
         return Ok(None);
     }
-    buf.advance(PREFIX);
+    buf.advance(MESSAGE_HEADER_BYTES);
     Ok(Some(buf.split_to(length).freeze()))
 }
 
@@ -229,15 +231,15 @@ fn status(headers: &HeaderMap) -> Option<u16> {
 }
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-const PREFIX: usize = 5;
-const LARGEST_MESSAGE: usize = 64 << 20;
+const MESSAGE_HEADER_BYTES: usize = 5;
+const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_taken_off_only_when_whole() {
+    fn incomplete_messages_stay_in_the_buffer() {
         let mut buf = BytesMut::from(&[0, 0, 0, 0, 2, b'a'][..]);
         assert_eq!(split_message(&mut buf), Ok(None));
         buf.extend_from_slice(b"bc");

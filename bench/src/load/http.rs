@@ -1,4 +1,4 @@
-//! HTTP/1 and HTTP/2 clients: hyper's connections, held by us.
+//! HTTP/1 and HTTP/2 clients on hyper's connections, without a connection pool.
 
 use std::sync::Arc;
 
@@ -13,9 +13,9 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::sync::Mutex;
 use tonic::body::Body;
 
-use super::outcome::{Answer, Failure, Verdict, proxy_reason};
+use super::connect::connect;
+use super::outcome::{ExchangeResponse, Failure, ResponseStatus, proxy_reason};
 use super::target::Target;
-use super::worker;
 
 /// One HTTP/1.1 connection.
 pub(super) struct Http1 {
@@ -23,11 +23,11 @@ pub(super) struct Http1 {
     sender: Option<http1::SendRequest<Full<Bytes>>>,
 }
 
-/// One HTTP/2 connection, shared by the workers that are its streams.
+/// One HTTP/2 connection, shared by the workers that use its streams.
 #[derive(Clone)]
 pub(super) struct Http2 {
     target: Arc<Target>,
-    /// The lock is held while connecting, so that the streams of one connection do not dial one each.
+    /// Locked while connecting, so that the streams of one connection share one dial.
     sender: Arc<Mutex<Option<http2::SendRequest<Body>>>>,
 }
 
@@ -40,8 +40,8 @@ impl Http1 {
         &self.target
     }
 
-    pub(super) async fn exchange(&mut self) -> Result<Answer, Failure> {
-        // A connection that the server closed while it was idle carries nothing, so a new one is not a retry.
+    pub(super) async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
+        // An idle connection that the server has closed carried no part of this request, so a new connection is not a retry.
         let idle = match self.sender.take() {
             Some(mut sender) => sender.ready().await.is_ok().then_some(sender),
             None => None,
@@ -66,9 +66,9 @@ impl Http1 {
     }
 
     async fn connect(&self) -> Result<http1::SendRequest<Full<Bytes>>, Failure> {
-        let io = TokioIo::new(worker::connect(&self.target).await?);
+        let io = TokioIo::new(connect(&self.target).await?);
         let (mut sender, connection) = http1::handshake(io).await?;
-        // Ends when the sender is dropped. Its error is also the error of the request in flight.
+        // The task ends when the sender is dropped. Its error is also the error of the request in flight.
         tokio::spawn(async move { drop(connection.await) });
         sender.ready().await?;
         Ok(sender)
@@ -87,7 +87,7 @@ impl Http2 {
         &self.target
     }
 
-    pub(super) async fn exchange(&self) -> Result<Answer, Failure> {
+    pub(super) async fn exchange(&self) -> Result<ExchangeResponse, Failure> {
         let body = Body::new(Full::new(self.target.payload.clone()));
         let rsp = self
             .send(method(&self.target), self.target.path.clone(), HeaderMap::new(), body)
@@ -134,11 +134,11 @@ impl Http2 {
     }
 
     async fn connect(&self) -> Result<http2::SendRequest<Body>, Failure> {
-        let io = TokioIo::new(worker::connect(&self.target).await?);
+        let io = TokioIo::new(connect(&self.target).await?);
         let (mut sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
-            .initial_stream_window_size(WINDOW)
-            .initial_connection_window_size(WINDOW)
+            .initial_stream_window_size(HTTP2_WINDOW_BYTES)
+            .initial_connection_window_size(HTTP2_WINDOW_BYTES)
             .handshake(io)
             .await?;
         tokio::spawn(async move { drop(connection.await) });
@@ -147,8 +147,8 @@ impl Http2 {
     }
 }
 
-/// Reads a response to its end.
-async fn read(rsp: Response<Incoming>, sent: u64) -> Result<Answer, Failure> {
+/// Reads a response body to its end and counts its bytes.
+async fn read(rsp: Response<Incoming>, sent: u64) -> Result<ExchangeResponse, Failure> {
     let mut answer = head(&rsp);
     answer.sent = sent;
     let mut body = rsp.into_body();
@@ -160,10 +160,10 @@ async fn read(rsp: Response<Incoming>, sent: u64) -> Result<Answer, Failure> {
     Ok(answer)
 }
 
-/// What the head of a response says.
-pub(super) fn head<B>(rsp: &Response<B>) -> Answer {
-    Answer {
-        verdict: Verdict::Status(rsp.status().as_u16()),
+/// Status, replica and proxy error from the response headers.
+pub(super) fn head<B>(rsp: &Response<B>) -> ExchangeResponse {
+    ExchangeResponse {
+        status: ResponseStatus::Status(rsp.status().as_u16()),
         replica: rsp
             .headers()
             .get(X_REPLICA)
@@ -187,4 +187,4 @@ fn host(target: &Target) -> Result<HeaderValue, Failure> {
 }
 
 const X_REPLICA: HeaderName = HeaderName::from_static("x-replica");
-const WINDOW: u32 = 4 << 20;
+const HTTP2_WINDOW_BYTES: u32 = 4 << 20;

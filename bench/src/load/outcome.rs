@@ -1,4 +1,4 @@
-//! What became of one request.
+//! The outcome of one request.
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -8,13 +8,13 @@ use std::io;
 use http::{HeaderMap, HeaderName};
 use tulle_core::names::header::{L5D_PROXY_CAUSE, L5D_PROXY_ERROR};
 
-/// An exchange that ended with an answer, be it a refusal.
+/// A request that got a complete response, successful or not.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Answer {
-    pub(super) verdict: Verdict,
-    /// Who answered: `x-replica`, or the name in a TCP greeting.
+pub(super) struct ExchangeResponse {
+    pub(super) status: ResponseStatus,
+    /// Name of the server that answered, from `x-replica` or the TCP greeting.
     pub(super) replica: Option<String>,
-    /// What a proxy said about a failure.
+    /// The error message of a proxy.
     pub(super) reason: Option<String>,
     /// Payload bytes.
     pub(super) sent: u64,
@@ -22,64 +22,64 @@ pub(super) struct Answer {
 }
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Verdict {
-    /// The bytes came back as sent.
+pub(super) enum ResponseStatus {
+    /// The payload came back unchanged.
     #[default]
     Echoed,
     Status(u16),
-    /// A gRPC status; 0 is OK.
+    /// A gRPC status code; 0 is OK.
     Grpc(u16),
 }
 
-/// An exchange that ended without a whole answer.
+/// A request without a complete response.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Failure {
-    /// The connection could not be made.
+    /// The connection could not be opened.
     Connect(Cow<'static, str>),
     /// The peer reset the connection or the stream.
     Reset(Cow<'static, str>),
-    /// The connection ended before the answer did.
+    /// The connection ended before the response did.
     Closed,
     Timeout,
-    /// The answer is not what was sent, or not the protocol.
-    Wrong(Cow<'static, str>),
+    /// The response has the wrong payload or violates the protocol.
+    UnexpectedResponse(Cow<'static, str>),
     Other(String),
 }
 
-impl Answer {
+impl ExchangeResponse {
     pub(super) fn succeeded(&self) -> bool {
-        match self.verdict {
-            Verdict::Echoed => true,
-            Verdict::Status(status) => status < 400,
-            Verdict::Grpc(code) => code == 0,
+        match self.status {
+            ResponseStatus::Echoed => true,
+            ResponseStatus::Status(status) => status < 400,
+            ResponseStatus::Grpc(code) => code == 0,
         }
     }
 
-    /// The kind this answer is counted under.
+    /// The label under which this response is counted.
     pub(super) fn label(&self) -> Cow<'static, str> {
-        match self.verdict {
-            Verdict::Echoed => "echoed".into(),
-            Verdict::Status(status) => match status / 100 {
+        match self.status {
+            ResponseStatus::Echoed => "echoed".into(),
+            ResponseStatus::Status(status) => match status / 100 {
                 2 => "2xx".into(),
                 3 => "3xx".into(),
                 4 => "4xx".into(),
                 5 => "5xx".into(),
                 _ => "other status".into(),
             },
-            Verdict::Grpc(0) => "grpc ok".into(),
-            Verdict::Grpc(code) => format!("grpc {code}").into(),
+            ResponseStatus::Grpc(0) => "grpc ok".into(),
+            ResponseStatus::Grpc(code) => format!("grpc {code}").into(),
         }
     }
 
-    /// The reason this answer is a failure: the status, and the proxy's words if there are any.
+    /// The reason this response is a failure: its status and the error message of the proxy, if any. `None` if it succeeded.
     pub(super) fn error(&self) -> Option<String> {
         if self.succeeded() {
             return None;
         }
-        let status = match self.verdict {
-            Verdict::Echoed => String::new(),
-            Verdict::Status(status) => format!("status {status}"),
-            Verdict::Grpc(code) => format!("grpc status {code}"),
+        let status = match self.status {
+            ResponseStatus::Echoed => String::new(),
+            ResponseStatus::Status(status) => format!("status {status}"),
+            ResponseStatus::Grpc(code) => format!("grpc status {code}"),
         };
         Some(match &self.reason {
             Some(reason) => format!("{status}: {reason}"),
@@ -89,20 +89,20 @@ impl Answer {
 }
 
 impl Failure {
-    /// The kind this failure is counted under.
+    /// The label under which this failure is counted.
     pub(super) fn label(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect error",
             Self::Reset(_) => "reset",
             Self::Closed => "closed",
             Self::Timeout => "timeout",
-            Self::Wrong(_) => "wrong answer",
+            Self::UnexpectedResponse(_) => "wrong answer",
             Self::Other(_) => "other error",
         }
     }
 
-    /// Classifies what happened while connecting.
-    pub(super) fn connecting(error: &io::Error) -> Self {
+    /// Classifies an error of `connect`.
+    pub(super) fn from_connect_error(error: &io::Error) -> Self {
         Self::Connect(match error.kind() {
             io::ErrorKind::ConnectionRefused => "refused".into(),
             io::ErrorKind::ConnectionReset => "reset".into(),
@@ -117,7 +117,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Connect(why) => write!(f, "connect error: {why}"),
             Self::Reset(why) => write!(f, "reset: {why}"),
-            Self::Wrong(why) => write!(f, "wrong answer: {why}"),
+            Self::UnexpectedResponse(why) => write!(f, "wrong answer: {why}"),
             Self::Other(why) => write!(f, "other error: {why}"),
             Self::Closed | Self::Timeout => f.write_str(self.label()),
         }
@@ -139,7 +139,7 @@ impl From<hyper::Error> for Failure {
     }
 }
 
-/// Finds the socket's or the stream's error in a chain of causes.
+/// Finds the error of the socket or the stream in a chain of sources.
 pub(super) fn classify(error: &(dyn Error + 'static)) -> Failure {
     let mut cause = Some(error);
     while let Some(error) = cause {
@@ -156,7 +156,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Failure {
         if let Some(reason) = error.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
             return Failure::Reset(reason.description().to_owned().into());
         }
-        // The source of an error inside an I/O error is that of the inner one, which would be skipped.
+        // `source()` of an I/O error skips the error that it wraps, so that one is taken with `get_ref`.
         let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         cause = inner
             .map(|inner| inner as &(dyn Error + 'static))
@@ -165,7 +165,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Failure {
     Failure::Other(error.to_string())
 }
 
-/// What a proxy says about an error of its own: message and cause.
+/// The message and the cause that a proxy adds to its own error responses.
 pub(super) fn proxy_reason(headers: &HeaderMap) -> Option<String> {
     let text = |name: HeaderName| {
         headers
@@ -188,17 +188,17 @@ mod tests {
     #[test]
     fn statuses_from_400_and_grpc_codes_other_than_0_are_failures() {
         for (verdict, succeeded, label) in [
-            (Verdict::Status(204), true, "2xx"),
-            (Verdict::Status(302), true, "3xx"),
-            (Verdict::Status(404), false, "4xx"),
-            (Verdict::Status(503), false, "5xx"),
-            (Verdict::Grpc(0), true, "grpc ok"),
-            (Verdict::Grpc(14), false, "grpc 14"),
-            (Verdict::Echoed, true, "echoed"),
+            (ResponseStatus::Status(204), true, "2xx"),
+            (ResponseStatus::Status(302), true, "3xx"),
+            (ResponseStatus::Status(404), false, "4xx"),
+            (ResponseStatus::Status(503), false, "5xx"),
+            (ResponseStatus::Grpc(0), true, "grpc ok"),
+            (ResponseStatus::Grpc(14), false, "grpc 14"),
+            (ResponseStatus::Echoed, true, "echoed"),
         ] {
-            let answer = Answer {
-                verdict,
-                ..Answer::default()
+            let answer = ExchangeResponse {
+                status: verdict,
+                ..ExchangeResponse::default()
             };
             assert_eq!(
                 (answer.succeeded(), &*answer.label()),
@@ -209,18 +209,18 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_of_a_proxy_stands_in_the_error() {
+    fn errors_contain_the_message_of_the_proxy() {
         let mut headers = HeaderMap::new();
         headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
         headers.insert(L5D_PROXY_CAUSE, "fail-fast; direction=outbound".parse().unwrap());
-        let answer = Answer {
-            verdict: Verdict::Status(503),
+        let answer = ExchangeResponse {
+            status: ResponseStatus::Status(503),
             reason: proxy_reason(&headers),
-            ..Answer::default()
+            ..ExchangeResponse::default()
         };
         assert_eq!(answer.error().unwrap(), "status 503: no endpoints (fail-fast)");
-        let success = Answer {
-            verdict: Verdict::Status(200),
+        let success = ExchangeResponse {
+            status: ResponseStatus::Status(200),
             ..answer
         };
         assert_eq!(success.error(), None);

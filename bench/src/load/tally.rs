@@ -1,4 +1,4 @@
-//! Counts and latencies of the requests of one interval, and the reports made of them.
+//! Counts and latencies of one interval, and the reports of them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
-use super::outcome::{Answer, Failure};
+use super::outcome::{ExchangeResponse, Failure};
 
-/// What the requests of a stretch of time came to. Two tallies add up.
-pub(super) struct Tally {
-    /// Nanoseconds.
+/// Counts and latencies of the requests of one interval.
+pub(super) struct IntervalStats {
+    /// Latencies in nanoseconds.
     latencies: Histogram<u64>,
     requests: u64,
     succeeded: u64,
@@ -22,28 +22,28 @@ pub(super) struct Tally {
     errors: Counts,
 }
 
-/// A report over a stretch of time, as printed in JSON.
+/// The report of an interval or of the whole run, as printed in JSON.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Report {
     pub kind: Kind,
-    /// Seconds from the start of the run to the end of this stretch.
+    /// Seconds from the start of the run to the end of the interval.
     pub at: f64,
-    /// Length of this stretch in seconds.
+    /// Length of the interval in seconds.
     pub seconds: f64,
     pub requests: u64,
     pub succeeded: u64,
     pub failed: u64,
     pub requests_per_second: f64,
-    /// Payload bytes, without heads and framing.
+    /// Payload bytes, without headers and framing.
     pub sent_bytes: u64,
     pub received_bytes: u64,
     pub received_bytes_per_second: f64,
-    /// Microseconds from the time due to the end of the answer, over answers and timeouts;
-    /// absent when there was neither.
+    /// Latency in microseconds from the due time to the end of the response, over responses and timeouts. Absent if there were
+    /// none.
     pub latency_us: Option<Latency>,
-    /// Answers by the server that gave them.
+    /// Responses by replica.
     pub replicas: Counts,
-    /// All requests by kind of outcome.
+    /// All requests by outcome.
     pub outcomes: Counts,
     /// Failed requests by reason.
     pub errors: Counts,
@@ -52,7 +52,7 @@ pub struct Report {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// One of the reports asked for by `--report-every`.
+    /// A report of `--report-every`.
     Interval,
     /// The whole run.
     Total,
@@ -71,10 +71,11 @@ pub struct Latency {
 
 pub type Counts = BTreeMap<String, u64>;
 
-impl Tally {
+impl IntervalStats {
     pub(super) fn new() -> Self {
         Self {
-            latencies: Histogram::new_with_bounds(1, LONGEST.as_nanos() as u64, 3).expect("bounds of a constant"),
+            latencies: Histogram::new_with_bounds(1, MAX_LATENCY.as_nanos() as u64, 3)
+                .expect("the bounds are constants"),
             requests: 0,
             succeeded: 0,
             sent: 0,
@@ -85,8 +86,8 @@ impl Tally {
         }
     }
 
-    /// Counts one request; `latency` from the time it was due.
-    pub(super) fn record(&mut self, latency: Duration, outcome: &Result<Answer, Failure>) {
+    /// Counts one request. `latency` counts from its due time.
+    pub(super) fn record(&mut self, latency: Duration, outcome: &Result<ExchangeResponse, Failure>) {
         self.requests += 1;
         let timed = match outcome {
             Ok(answer) => {
@@ -105,7 +106,7 @@ impl Tally {
             Err(failure) => {
                 add(&mut self.outcomes, failure.label(), 1);
                 add(&mut self.errors, &failure.to_string(), 1);
-                // A timeout lasted at least this long; a refused connection says nothing about how long answers take.
+                // A timeout is a lower bound of the response time. A refused connection says nothing about it.
                 *failure == Failure::Timeout
             }
         };
@@ -177,12 +178,16 @@ impl Tally {
     }
 }
 
-/// Adds to a count by name. Names beyond the limit share one entry, so that a server that invents them cannot fill memory.
+/// Adds `n` to the count of `name`. Names beyond the limit share one entry, so that a server with many names cannot exhaust memory.
 fn add(counts: &mut Counts, name: &str, n: u64) {
     if let Some(count) = counts.get_mut(name) {
         *count += n;
     } else {
-        let name = if counts.len() < MOST_NAMES { name } else { "others" };
+        let name = if counts.len() < MAX_DISTINCT_NAMES {
+            name
+        } else {
+            "others"
+        };
         *counts.entry(name.to_owned()).or_default() += n;
     }
 }
@@ -191,12 +196,12 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{} requests in {:.1} s, {:.0} a second; {} succeeded, {} failed",
+            "{} requests in {:.1} s, {:.0} per second; {} succeeded, {} failed",
             self.requests, self.seconds, self.requests_per_second, self.succeeded, self.failed
         )?;
         writeln!(
             f,
-            "payload sent {:.1} MiB, received {:.1} MiB, {:.1} MiB a second",
+            "payload sent {:.1} MiB, received {:.1} MiB, {:.1} MiB per second",
             mib(self.sent_bytes as f64),
             mib(self.received_bytes as f64),
             mib(self.received_bytes_per_second)
@@ -231,18 +236,18 @@ fn mib(bytes: f64) -> f64 {
     bytes / f64::from(1 << 20)
 }
 
-const LONGEST: Duration = Duration::from_secs(600);
-const MOST_NAMES: usize = 64;
+const MAX_LATENCY: Duration = Duration::from_secs(600);
+const MAX_DISTINCT_NAMES: usize = 64;
 
 #[cfg(test)]
 mod tests {
-    use super::super::outcome::Verdict;
+    use super::super::outcome::ResponseStatus;
     use super::*;
 
-    fn answer(status: u16, replica: &str) -> Result<Answer, Failure> {
-        let verdict = Verdict::Status(status);
-        Ok(Answer {
-            verdict,
+    fn answer(status: u16, replica: &str) -> Result<ExchangeResponse, Failure> {
+        let verdict = ResponseStatus::Status(status);
+        Ok(ExchangeResponse {
+            status: verdict,
             replica: Some(replica.into()),
             reason: None,
             sent: 10,
@@ -252,7 +257,7 @@ mod tests {
 
     #[test]
     fn every_request_is_counted_under_one_outcome() {
-        let mut tally = Tally::new();
+        let mut tally = IntervalStats::new();
         tally.record(Duration::from_millis(1), &answer(200, "a"));
         tally.record(Duration::from_millis(1), &answer(200, "b"));
         tally.record(Duration::from_millis(1), &answer(503, "b"));
@@ -273,7 +278,7 @@ mod tests {
 
     #[test]
     fn percentiles_are_those_of_the_recorded_latencies() {
-        let mut tally = Tally::new();
+        let mut tally = IntervalStats::new();
         for ms in 1..=1000 {
             tally.record(Duration::from_millis(ms), &answer(200, "a"));
         }
@@ -292,8 +297,8 @@ mod tests {
     }
 
     #[test]
-    fn refused_connections_do_not_shorten_latencies_and_timeouts_lengthen_them() {
-        let mut tally = Tally::new();
+    fn latencies_include_timeouts_but_not_refused_connections() {
+        let mut tally = IntervalStats::new();
         tally.record(Duration::from_micros(50), &Err(Failure::Connect("refused".into())));
         assert_eq!(
             tally.report(Kind::Total, Duration::ZERO, Duration::ZERO).latency_us,
@@ -309,32 +314,33 @@ mod tests {
 
     #[test]
     fn merged_tallies_report_as_one() {
-        let (mut one, mut two, mut both) = (Tally::new(), Tally::new(), Tally::new());
+        let (mut one, mut two, mut both) = (IntervalStats::new(), IntervalStats::new(), IntervalStats::new());
         for ms in 1..100 {
             let sample = answer(if ms % 7 == 0 { 500 } else { 200 }, if ms % 2 == 0 { "a" } else { "b" });
             if ms % 3 == 0 { &mut one } else { &mut two }.record(Duration::from_millis(ms), &sample);
             both.record(Duration::from_millis(ms), &sample);
         }
         one.merge(&two);
-        let report = |tally: &Tally| tally.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
+        let report =
+            |tally: &IntervalStats| tally.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         assert_eq!(report(&one), report(&both));
     }
 
     #[test]
-    fn invented_names_share_one_entry_beyond_the_limit() {
+    fn names_beyond_the_limit_share_one_entry() {
         let mut counts = Counts::new();
         for n in 0..1000 {
             add(&mut counts, &n.to_string(), 1);
         }
         assert_eq!(
             (counts.len(), counts["others"]),
-            (MOST_NAMES + 1, 1000 - MOST_NAMES as u64)
+            (MAX_DISTINCT_NAMES + 1, 1000 - MAX_DISTINCT_NAMES as u64)
         );
     }
 
     #[test]
     fn reports_survive_json() {
-        let mut tally = Tally::new();
+        let mut tally = IntervalStats::new();
         tally.record(Duration::from_millis(3), &answer(200, "a"));
         let report = tally.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         let json = serde_json::to_string(&report).unwrap();

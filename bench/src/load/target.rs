@@ -1,18 +1,17 @@
-//! The target and the request, parsed once.
+//! The target and the request, parsed once at the start.
 
 use std::net::SocketAddr;
-use std::str::FromStr;
 
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
 use hickory_resolver::{ResolverBuilder, TokioResolver};
 use http::uri::{Authority, PathAndQuery};
-use http::{HeaderMap, HeaderName, HeaderValue, Uri};
+use http::{HeaderMap, Uri};
 use tulle_core::addr::Addr;
 
-use super::{Args, Method, Protocol};
+use super::args::{Args, Method, Protocol};
 
-/// Everything a client needs to know to send its requests.
+/// The resolved target, and the request that every client sends to it.
 pub(super) struct Target {
     pub(super) protocol: Protocol,
     pub(super) addr: SocketAddr,
@@ -27,13 +26,13 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Reads the target and looks its name up; the first address is used for the whole run.
+    /// Parses the target and resolves its name. The run uses the first address only.
     pub(super) async fn resolve(args: &Args) -> anyhow::Result<Self> {
         let (host, path) = split(&args.target, args.protocol);
         let addr = look_up(host).await?;
         let authority = args.authority.as_deref().unwrap_or(host);
         if args.protocol == Protocol::Tcp && !args.headers.is_empty() {
-            bail!("--header has no place in a TCP stream");
+            bail!("--header is not supported for TCP");
         }
         Ok(Self {
             protocol: args.protocol,
@@ -55,7 +54,7 @@ impl Target {
         })
     }
 
-    /// `http://authority/path`, as HTTP/2 and WebSocket clients want it.
+    /// `http://authority/path`, for the HTTP/2 and WebSocket clients.
     pub(super) fn uri(&self, scheme: &str) -> Result<Uri, http::Error> {
         Uri::builder()
             .scheme(scheme)
@@ -65,7 +64,7 @@ impl Target {
     }
 }
 
-/// The first address of `HOST:PORT`, found without getaddrinfo, which static binaries do not have.
+/// Resolves `HOST:PORT` to its first address, without getaddrinfo, which static binaries do not have.
 async fn look_up(host: &str) -> anyhow::Result<SocketAddr> {
     let addr: Addr = host.parse().with_context(|| format!("{host:?} is not HOST:PORT"))?;
     let name = match addr {
@@ -84,7 +83,7 @@ async fn look_up(host: &str) -> anyhow::Result<SocketAddr> {
     Ok(SocketAddr::new(ip, name.port))
 }
 
-/// Host and path of a target, which may have a scheme in front.
+/// Splits a target, with or without a scheme, into host and path.
 fn split(target: &str, protocol: Protocol) -> (&str, &str) {
     let rest = target.split_once("://").map_or(target, |(_, rest)| rest);
     let default = if protocol == Protocol::Ws { "/ws" } else { "/" };
@@ -94,29 +93,14 @@ fn split(target: &str, protocol: Protocol) -> (&str, &str) {
     }
 }
 
-/// Bytes that show when some are lost or doubled: the period is a prime, so no power of two of them looks like another.
+/// A payload in which lost or repeated bytes show: its period is a prime number, so shifts by a power of two are visible.
 fn pattern(size: usize) -> Bytes {
     (0..size).map(|i| (i % 251) as u8).collect()
 }
 
-/// A header as given on the command line.
-#[derive(Clone, Debug)]
-pub struct Header(HeaderName, HeaderValue);
-
-impl FromStr for Header {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let refused = |why: String| format!("{text:?} is not a header: {why}; give \"name: value\"");
-        let (name, value) = text.split_once(':').ok_or_else(|| refused("it has no colon".into()))?;
-        let name = HeaderName::from_str(name.trim()).map_err(|e| refused(e.to_string()))?;
-        let value = HeaderValue::from_str(value.trim()).map_err(|e| refused(e.to_string()))?;
-        Ok(Self(name, value))
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::args::Header;
     use super::*;
 
     #[test]

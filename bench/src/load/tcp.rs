@@ -1,4 +1,4 @@
-//! TCP: a greeting if one is expected, then messages that must come back as they were sent.
+//! TCP client: reads an optional greeting, then sends messages and expects them back unchanged.
 
 use std::sync::Arc;
 
@@ -6,14 +6,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::ReadHalf;
 
-use super::outcome::{Answer, Failure, Verdict};
+use super::connect;
+use super::outcome::{ExchangeResponse, Failure, ResponseStatus};
 use super::target::Target;
-use super::worker;
 
-/// One connection.
 pub(super) struct Tcp {
     target: Arc<Target>,
-    /// With the name in the greeting.
+    /// The connection, with the name from its greeting.
     connection: Option<(TcpStream, Option<String>)>,
     buf: Vec<u8>,
 }
@@ -31,19 +30,19 @@ impl Tcp {
         &self.target
     }
 
-    pub(super) async fn exchange(&mut self) -> Result<Answer, Failure> {
+    pub(super) async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
         let (mut stream, name) = match self.connection.take() {
             Some(connection) => connection,
             None => connect(&self.target).await?,
         };
         let payload = &self.target.payload;
         let (mut reader, mut writer) = stream.split();
-        // At the same time: neither side may have to hold the whole message.
+        // Sends and receives concurrently, so that no side has to buffer the whole message.
         let send = async { Ok(writer.write_all(payload).await?) };
         tokio::try_join!(send, expect(&mut reader, payload, &mut self.buf))?;
         let bytes = payload.len() as u64;
-        let answer = Answer {
-            verdict: Verdict::Echoed,
+        let answer = ExchangeResponse {
+            status: ResponseStatus::Echoed,
             replica: name.clone(),
             reason: None,
             sent: bytes,
@@ -56,25 +55,25 @@ impl Tcp {
     }
 }
 
-/// Connects, and reads the greeting if there has to be one.
+/// Connects, and reads the greeting if one is expected.
 async fn connect(target: &Target) -> Result<(TcpStream, Option<String>), Failure> {
-    let mut stream = worker::connect(target).await?;
+    let mut stream = connect::connect(target).await?;
     let Some(expected) = &target.greeting else {
         return Ok((stream, None));
     };
     let line = read_line(&mut stream).await?;
     if !line.starts_with(expected.as_str()) {
-        return Err(Failure::Wrong(format!("greeting {line:?}").into()));
+        return Err(Failure::UnexpectedResponse(format!("greeting {line:?}").into()));
     }
     let name = line.split_whitespace().next_back().map(str::to_owned);
     Ok((stream, name))
 }
 
-/// Reads one line and nothing after it.
+/// Reads one line, and no byte after it.
 async fn read_line(stream: &mut TcpStream) -> Result<String, Failure> {
     let mut line = Vec::new();
-    let mut seen = [0; LONGEST_LINE];
-    while line.len() < LONGEST_LINE {
+    let mut seen = [0; MAX_GREETING_BYTES];
+    while line.len() < MAX_GREETING_BYTES {
         let n = stream.peek(&mut seen).await?;
         if n == 0 {
             return Err(Failure::Closed);
@@ -87,12 +86,12 @@ async fn read_line(stream: &mut TcpStream) -> Result<String, Failure> {
             return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
         }
     }
-    Err(Failure::Wrong(
-        format!("no end of line in the first {LONGEST_LINE} bytes").into(),
+    Err(Failure::UnexpectedResponse(
+        format!("no end of line in the first {MAX_GREETING_BYTES} bytes").into(),
     ))
 }
 
-/// Reads exactly `expected`.
+/// Reads as many bytes as `expected` has and compares them.
 async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> Result<(), Failure> {
     let mut rest = expected;
     while !rest.is_empty() {
@@ -102,7 +101,7 @@ async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> R
             return Err(Failure::Closed);
         }
         if buf[..n] != rest[..n] {
-            return Err(Failure::Wrong("other bytes than those sent".into()));
+            return Err(Failure::UnexpectedResponse("other bytes than those sent".into()));
         }
         rest = &rest[n..];
     }
@@ -110,4 +109,4 @@ async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> R
 }
 
 const BUFFER: usize = 64 * 1024;
-const LONGEST_LINE: usize = 256;
+const MAX_GREETING_BYTES: usize = 256;

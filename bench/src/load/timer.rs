@@ -1,4 +1,4 @@
-//! Waiting to the microsecond: tokio's timer counts in milliseconds, which would be part of every latency of an open loop.
+//! A timer with microsecond precision. Tokio's timer has millisecond precision, which would distort the latencies of an open loop.
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd, RawFd};
@@ -9,7 +9,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::Instant;
 
-/// A kernel timer that one task waits for.
+/// A timerfd for one waiting task.
 pub(super) struct Timer(AsyncFd<Fd>);
 
 impl Timer {
@@ -19,16 +19,17 @@ impl Timer {
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC,
         )?);
-        // SAFETY: `Fd` owns its descriptor, always names the same one, and `AsyncFd` keeps it until it deregisters it.
+        // SAFETY: `Fd` owns its descriptor and always returns the same one, and `AsyncFd` keeps `Fd` alive until it is
+        // deregistered.
         Ok(Self(unsafe {
             AsyncFd::register_with_interest(fd, Interest::READABLE)
         }?))
     }
 
-    /// Waits until `at`; returns at once when it has passed.
+    /// Waits until `at`. Returns at once if it has passed.
     pub(super) async fn until(&self, at: Instant) -> io::Result<()> {
         let left = at.saturating_duration_since(Instant::now());
-        // Zero would disarm the timer.
+        // A value of zero would disarm the timer.
         if left.is_zero() {
             return Ok(());
         }
@@ -38,7 +39,7 @@ impl Timer {
     }
 }
 
-/// `AsyncFd` asks for the older of the two descriptor traits.
+/// Implements `AsRawFd`, which `AsyncFd` requires.
 struct Fd(TimerFd);
 
 impl AsRawFd for Fd {

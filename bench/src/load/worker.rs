@@ -1,19 +1,23 @@
-//! One worker: takes a request when it is due, sends it, counts what became of it.
+//! A worker: takes a request when it is due, sends it, and counts the outcome.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::TcpStream;
+use parking_lot::Mutex;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::outcome::{Answer, Failure};
-use super::schedule::Ticket;
+use super::args::Protocol;
+use super::outcome::{ExchangeResponse, Failure};
+use super::schedule::Schedule;
+use super::schedule::ScheduledRequest;
+use super::tally::IntervalStats;
 use super::target::Target;
 use super::timer::Timer;
-use super::{Protocol, Run, grpc, http, tcp, ws};
+use super::{grpc, http, tcp, ws};
 
-/// The connection of a worker, or its part of one. Connects when used, and again after a failure.
+/// The connection of a worker, or its stream of a shared connection. It connects on first use and after a failure.
 pub(super) enum Client {
     Http1(http::Http1),
     Http2(http::Http2),
@@ -34,7 +38,7 @@ impl Client {
         }
     }
 
-    /// A client for another worker: on the same connection where the protocol has streams.
+    /// A client for another worker, on the same connection if the protocol has streams.
     pub(super) fn another_stream(&self) -> Self {
         match self {
             Self::Http1(client) => Self::Http1(http::Http1::new(client.target().clone())),
@@ -45,8 +49,8 @@ impl Client {
         }
     }
 
-    /// One request and its whole answer. Dropped halfway, it takes the connection or the stream with it.
-    async fn exchange(&mut self) -> Result<Answer, Failure> {
+    /// Sends one request and reads the complete response. Dropping the future closes the connection or the stream.
+    async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
         match self {
             Self::Http1(client) => client.exchange().await,
             Self::Http2(client) => client.exchange().await,
@@ -57,20 +61,32 @@ impl Client {
     }
 }
 
-/// Works until the schedule or the run ends. Fails only when the kernel gives no timer.
-pub(super) async fn work(mut run: Run, mut client: Client) -> io::Result<()> {
+/// State that the workers of one thread share.
+#[derive(Clone)]
+pub(super) struct Run {
+    pub(super) target: Arc<Target>,
+    pub(super) schedule: Arc<Schedule>,
+    /// The time at which the run was stopped.
+    pub(super) stopping: watch::Receiver<Option<Instant>>,
+    pub(super) stats: Arc<Mutex<IntervalStats>>,
+    pub(super) start: Instant,
+    pub(super) timeout: Duration,
+}
+
+/// Runs until the schedule or the run ends. Fails only if a timer cannot be created or read.
+pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<()> {
     let timer = Timer::new()?;
-    while let Some(ticket) = run.schedule.claim() {
+    while let Some(ticket) = run.schedule.next_request() {
         let due = match ticket {
-            Ticket::Now if run.stopping.borrow().is_some() => return Ok(()),
-            Ticket::Now => Instant::now(),
-            Ticket::At(offset) => run.start + offset,
+            ScheduledRequest::Now if run.stopping.borrow().is_some() => return Ok(()),
+            ScheduledRequest::Now => Instant::now(),
+            ScheduledRequest::At(offset) => run.start + offset,
         };
         if due > Instant::now() {
             tokio::select! {
                 biased;
                 waited = timer.until(due) => waited?,
-                // Not due before the end, so not part of the run.
+                // A request that is not due before the end is not part of the run.
                 _ = run.stopping.wait_for(Option::is_some) => return Ok(()),
             }
         } else if run
@@ -78,30 +94,21 @@ pub(super) async fn work(mut run: Run, mut client: Client) -> io::Result<()> {
             .borrow()
             .is_some_and(|stopped| stopped + run.timeout < Instant::now())
         {
-            // Nobody waits longer than the timeout for requests that nobody took in time.
-            run.tally.lock().record_unsent(1);
+            // The request has waited for a free worker for longer than its timeout, so it counts as not sent.
+            run.stats.lock().record_unsent(1);
             continue;
         }
         let outcome = match tokio::time::timeout(run.timeout, client.exchange()).await {
             Ok(outcome) => outcome,
             Err(_) => Err(Failure::Timeout),
         };
-        run.tally.lock().record(due.elapsed(), &outcome);
-        if matches!((&outcome, ticket), (Err(Failure::Connect(_)), Ticket::Now)) {
-            // A closed loop against nobody would otherwise only measure how fast connections are refused.
-            tokio::time::sleep(REFUSED_PAUSE).await;
+        run.stats.lock().record(due.elapsed(), &outcome);
+        if matches!((&outcome, ticket), (Err(Failure::Connect(_)), ScheduledRequest::Now)) {
+            // Without a pause, a closed loop against a closed port would only measure how fast connections are refused.
+            tokio::time::sleep(CONNECT_ERROR_BACKOFF).await;
         }
     }
     Ok(())
 }
 
-/// Connects without Nagle's delay.
-pub(super) async fn connect(target: &Target) -> Result<TcpStream, Failure> {
-    let stream = TcpStream::connect(target.addr)
-        .await
-        .map_err(|error| Failure::connecting(&error))?;
-    stream.set_nodelay(true).map_err(|error| Failure::connecting(&error))?;
-    Ok(stream)
-}
-
-const REFUSED_PAUSE: Duration = Duration::from_millis(10);
+const CONNECT_ERROR_BACKOFF: Duration = Duration::from_millis(10);

@@ -1,4 +1,4 @@
-//! WebSocket: binary messages that must come back as they were sent.
+//! WebSocket client: sends binary messages and expects them back unchanged.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::{Error, Message};
 
-use super::outcome::{Answer, Failure, Verdict, classify};
+use super::connect::connect;
+use super::http as client;
+use super::outcome::{ExchangeResponse, Failure, ResponseStatus, classify};
 use super::target::Target;
-use super::{http as client, worker};
 
-/// One WebSocket.
 pub(super) struct Ws {
     target: Arc<Target>,
-    /// With the head of the answer to the upgrade.
-    connection: Option<(WebSocketStream<TcpStream>, Answer)>,
+    /// The connection, with the status and headers of the upgrade response.
+    connection: Option<(WebSocketStream<TcpStream>, ExchangeResponse)>,
 }
 
 impl Ws {
@@ -32,7 +32,7 @@ impl Ws {
         &self.target
     }
 
-    pub(super) async fn exchange(&mut self) -> Result<Answer, Failure> {
+    pub(super) async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
         let (mut socket, head) = match self.connection.take() {
             Some(connection) => connection,
             None => match self.connect().await? {
@@ -50,10 +50,10 @@ impl Ws {
             }
         };
         if echoed != *payload {
-            return Err(Failure::Wrong("other bytes than those sent".into()));
+            return Err(Failure::UnexpectedResponse("other bytes than those sent".into()));
         }
         let bytes = payload.len() as u64;
-        let answer = Answer {
+        let answer = ExchangeResponse {
             sent: bytes,
             received: bytes,
             ..head.clone()
@@ -71,11 +71,11 @@ impl Ws {
             .map_err(|error| Failure::Other(error.to_string()))?;
         let mut req: Request<()> = req.into_client_request().map_err(failure)?;
         req.headers_mut().extend(self.target.headers.clone());
-        let stream = worker::connect(&self.target).await?;
+        let stream = connect(&self.target).await?;
         match tokio_tungstenite::client_async(req, stream).await {
             Ok((socket, rsp)) => {
-                let head = Answer {
-                    verdict: Verdict::Echoed,
+                let head = ExchangeResponse {
+                    status: ResponseStatus::Echoed,
                     ..client::head(&rsp)
                 };
                 Ok(Upgrade::Done(Box::new((socket, head))))
@@ -86,16 +86,16 @@ impl Ws {
     }
 }
 
-/// A server or a proxy may answer the upgrade with an ordinary response.
+/// The result of an upgrade request. The server or a proxy may refuse it with an ordinary response.
 enum Upgrade {
-    Done(Box<(WebSocketStream<TcpStream>, Answer)>),
-    Refused(Answer),
+    Done(Box<(WebSocketStream<TcpStream>, ExchangeResponse)>),
+    Refused(ExchangeResponse),
 }
 
 fn failure(error: Error) -> Failure {
     match error {
         Error::ConnectionClosed | Error::AlreadyClosed => Failure::Closed,
-        Error::Protocol(error) => Failure::Wrong(error.to_string().into()),
+        Error::Protocol(error) => Failure::UnexpectedResponse(error.to_string().into()),
         error => classify(&error),
     }
 }

@@ -1,29 +1,29 @@
-//! The bounds of `budgets.toml`, and whether a run keeps them.
+//! The bounds of `budgets.toml`, and their check.
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum as _;
 
-use super::drive::Metric;
-use super::peer::Peer;
+use super::metric::Metric;
 use super::rows::Row;
+use super::setup::Peer;
 
-/// The bounds this program was built with.
-pub(super) const COMMITTED: &str = include_str!("../../budgets.toml");
+/// The content of `budgets.toml` at build time.
+pub(super) const COMMITTED_BOUNDS: &str = include_str!("../../budgets.toml");
 
-/// One line of the file.
+/// One line of `budgets.toml`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Bound {
     pub(super) row: Row,
     pub(super) metric: Metric,
     pub(super) side: Side,
     pub(super) limit: f64,
-    /// The limit is this multiple of another figure.
+    /// If present, the limit is a multiple of this value.
     pub(super) of: Option<Reference>,
-    /// As written.
+    /// The text in the file.
     pub(super) text: String,
 }
 
-/// Whose figure: a peer's of the same row, or our own of another row.
+/// The value a limit is relative to: the same metric of another peer, or of tulle in another row.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reference {
     Peer(Peer),
@@ -37,7 +37,7 @@ pub(super) enum Side {
 }
 
 impl Bound {
-    /// Whether a figure keeps the bound, where `reference` is the figure it is a multiple of.
+    /// Whether `value` satisfies the bound. `reference` is the value that the limit is a multiple of.
     pub(super) fn holds(&self, value: f64, reference: Option<f64>) -> bool {
         let limit = self.limit * reference.unwrap_or(1.0);
         match self.side {
@@ -47,7 +47,7 @@ impl Bound {
     }
 }
 
-/// Reads the bounds: of TOML only comments and lines `row.metric = "text"`, which is all this file has.
+/// Parses the bounds. Only a subset of TOML is supported: comments, and lines of the form `row.metric = "text"`.
 pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Bound>> {
     let lines = text
         .lines()
@@ -55,11 +55,11 @@ pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Bound>> {
         .enumerate()
         .filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
     lines
-        .map(|(n, line)| bound(line).with_context(|| format!("line {} of budgets.toml, {line:?}", n + 1)))
+        .map(|(n, line)| parse_bound(line).with_context(|| format!("line {} of budgets.toml, {line:?}", n + 1)))
         .collect()
 }
 
-fn bound(line: &str) -> anyhow::Result<Bound> {
+fn parse_bound(line: &str) -> anyhow::Result<Bound> {
     let (key, value) = line.split_once('=').context("has no \"=\"")?;
     let (row, metric) = key.trim().split_once('.').context("the key is not row.metric")?;
     let row = Row::from_str(row, false).map_err(|_| anyhow::anyhow!("there is no row {row:?}"))?;
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn the_committed_bounds_are_readable() {
-        let bounds = parse(COMMITTED).unwrap();
+        let bounds = parse(COMMITTED_BOUNDS).unwrap();
         assert!(
             bounds
                 .iter()
@@ -123,7 +123,7 @@ mod tests {
             ("at most 16", 15.9, None, true),
             ("at most 16", 16.1, None, false),
         ] {
-            let bound = bound(&format!("grpc.p50_us = \"{text}\"")).unwrap();
+            let bound = parse_bound(&format!("grpc.p50_us = \"{text}\"")).unwrap();
             assert_eq!(bound.holds(value, reference), holds, "{value} {text}");
         }
     }

@@ -1,4 +1,4 @@
-//! What a process does between two moments, counted by callgrind: instructions, by function and by file, and allocations.
+//! Counts the instructions and allocations of a process between two points in time with callgrind, by function and by source file.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -6,31 +6,35 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-/// Arguments that have `program` run under callgrind, with its dumps at `out`.
+use super::scene::Testbed;
+use super::setup::Side;
+
+/// Arguments that run a program under callgrind, with its dump files at `out`.
 pub(super) fn arguments(out: &Path) -> [String; 4] {
     [
         "--tool=callgrind".to_owned(),
-        // Its pipes would be in a directory that is not the proxy's.
+        // By default, valgrind creates its pipes in a directory that the proxy's user cannot write to.
         format!("--vgdb-prefix={}-vgdb", out.display()),
         format!("--callgrind-out-file={}", out.display()),
         "--dump-line=no".to_owned(),
     ]
 }
 
-/// What was counted between two dumps.
+/// Counts between two dumps.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Counts {
-    /// Instructions by the function that has them, without those it calls.
+    /// Instructions by function, without its callees.
     pub(super) functions: BTreeMap<String, u64>,
-    /// Instructions by the source file that they are of, wherever that was inlined; none for programs without line tables.
+    /// Instructions by source file, including inlined code. Empty if the binary has no line tables.
     pub(super) files: BTreeMap<String, u64>,
-    /// Allocations by the function that asked for them.
+    /// Allocations by calling function.
     pub(super) allocations: BTreeMap<String, u64>,
 }
 
-/// Has the process write what it has counted since the last dump, and start again from zero.
+/// Makes the process write its counts since the last dump, resets them to zero, and reads the dump.
 ///
-/// `control` is `callgrind_control` as the user and with the environment of the process: it finds it by both.
+/// `control` runs `callgrind_control`. It must have the same user and environment as the process, because it finds the process by
+/// them.
 pub(super) fn dump(mut control: Command, pid: u32, out: &Path, number: u32) -> anyhow::Result<Counts> {
     control
         .arg(format!("--vgdb-prefix={}-vgdb", out.display()))
@@ -54,7 +58,7 @@ pub(super) fn dump(mut control: Command, pid: u32, out: &Path, number: u32) -> a
     Ok(parse(&text))
 }
 
-/// Reads a dump. Its format is in the manual of valgrind, "Callgrind Format Specification".
+/// Parses a dump. The format is in the valgrind manual, "Callgrind Format Specification".
 fn parse(text: &str) -> Counts {
     let mut names: HashMap<&str, String> = HashMap::new();
     let mut paths: HashMap<&str, String> = HashMap::new();
@@ -67,7 +71,7 @@ fn parse(text: &str) -> Counts {
         if let Some(path) = ["fl=", "fi=", "fe="].iter().find_map(|start| line.strip_prefix(start)) {
             file = named(&mut paths, path);
         } else if let Some(path) = ["cfi=", "cfl="].iter().find_map(|start| line.strip_prefix(start)) {
-            named(&mut paths, path); // it may say here first what a number stands for
+            named(&mut paths, path); // the line can define a number that later lines refer to
         } else if let Some(name) = line.strip_prefix("fn=") {
             function = named(&mut names, name);
         } else if let Some(name) = line.strip_prefix("cfn=") {
@@ -79,7 +83,7 @@ fn parse(text: &str) -> Counts {
                 *counts.allocations.entry(function.clone()).or_default() += calls.unwrap_or(0_u64);
             }
         } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first)) {
-            // The line after "calls=" is what the called function cost, which is counted there.
+            // The line after "calls=" is the inclusive cost of the callee, which is counted at the callee.
             if !std::mem::take(&mut is_call) {
                 let cost = line.split_whitespace().nth(1).and_then(|cost| cost.parse().ok());
                 *counts.functions.entry(function.clone()).or_default() += cost.unwrap_or(0_u64);
@@ -90,7 +94,7 @@ fn parse(text: &str) -> Counts {
     counts
 }
 
-/// `(12) name` where a name first stands, `(12)` afterwards.
+/// Resolves a compressed name: `(12) name` defines number 12, and `(12)` refers to it.
 fn named<'a>(names: &mut HashMap<&'a str, String>, text: &'a str) -> String {
     let Some((number, name)) = text.split_once(')') else {
         return text.to_owned();
@@ -103,7 +107,7 @@ fn named<'a>(names: &mut HashMap<&'a str, String>, text: &'a str) -> String {
     name
 }
 
-/// A name without what differs from build to build: the hash at the end, and which of several recursions it is.
+/// Removes the parts of a name that vary: the hash at the end, and the recursion level.
 fn plain(name: &str) -> String {
     let name = name.split('\'').next().unwrap_or(name);
     match name.rsplit_once("::h") {
@@ -114,7 +118,7 @@ fn plain(name: &str) -> String {
     }
 }
 
-/// What hands out memory, in C and in Rust. One of them that calls another is one allocation.
+/// Allocation functions of C and Rust. A call from one of them to another does not count as a further allocation.
 const ALLOCATORS: [&str; 14] = [
     "malloc",
     "calloc",
@@ -132,12 +136,20 @@ const ALLOCATORS: [&str; 14] = [
     "__rustc::__rdl_realloc",
 ];
 
+/// Path prefix of the dumps of a sidecar.
+pub(super) fn out(scene: &Testbed, side: Side) -> PathBuf {
+    scene.dir.path().join(DUMP_DIR).join(side.name())
+}
+
+/// Directory of the dumps, in the directory of the testbed. The proxy's user can write to it.
+pub(super) const DUMP_DIR: &str = "callgrind";
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn costs_are_counted_where_they_are_and_calls_of_allocators_once() {
+    fn costs_are_exclusive_and_nested_allocator_calls_count_once() {
         let dump = "# callgrind format\nversion: 1\nevents: Ir\npositions: line\n\n\
             ob=(1) /proxy\nfl=(1) a.rs\nfn=(1) a::b::h0123456789abcdef\n0 10\n\
             cfi=(2) malloc.c\ncfn=(2) malloc\ncalls=3 0\n0 300\nfi=(3) b.rs\n0 5\n\n\

@@ -1,4 +1,4 @@
-//! Certificates of one run: an authority, and a leaf for each side.
+//! Certificates of one run: a certificate authority, and a leaf certificate for each side.
 
 use std::path::{Path, PathBuf};
 
@@ -7,15 +7,15 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
 };
 
-/// Files in PEM.
+/// Paths of the PEM files.
 pub(super) struct Files {
     pub(super) anchors: PathBuf,
-    /// Certificate and key in one file, as HAProxy wants them.
+    /// Certificate and key in one file, the format that HAProxy requires.
     pub(super) client: PathBuf,
     pub(super) server: PathBuf,
 }
 
-/// Makes everything anew in `dir`; P-256, the curve the mesh uses.
+/// Creates all certificates in `dir`, with P-256 keys as in the mesh.
 pub(super) fn make(dir: &Path) -> anyhow::Result<Files> {
     let key = KeyPair::generate().context("making the authority's key")?;
     let mut params = CertificateParams::default();

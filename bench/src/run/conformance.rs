@@ -1,26 +1,27 @@
-//! The table of HTTP/1 bytes, sent through the sidecars of each peer.
+//! Runs the HTTP/1 conformance cases with the sidecars of each peer.
 
 use std::fmt::Write as _;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
 use anyhow::Context as _;
 
-use super::peer::Peer;
-use super::report::name;
+use super::peer;
 use super::rows::Row;
-use super::scene::{self, HTTP_PORT, SERVER, SERVICE, Scene};
+use super::scene::{HTTP_PORT, SERVER, SERVICE, Testbed};
+use super::setup::Peer;
+use super::setup::name;
 use crate::conformance::cases::CASES;
 use crate::conformance::{App, Outcome};
 
-/// Tries the table with each peer, and says in Markdown what came of it.
+/// Runs the cases with each peer and returns the results as Markdown.
 pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
-    scene::prepare(peers, &[])?;
+    peer::check_requirements(peers, &[])?;
     let columns = peers
         .iter()
         .map(|peer| {
             eprintln!("trying {peer:?}");
             let outcomes = try_all(*peer).with_context(|| format!("trying {peer:?}"))?;
-            for outcome in outcomes.iter().filter(|outcome| outcome.instead.is_some()) {
+            for outcome in outcomes.iter().filter(|outcome| outcome.deviation.is_some()) {
                 eprintln!("{outcome}");
             }
             Ok(Column {
@@ -33,16 +34,16 @@ pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
     Ok(markdown(&columns))
 }
 
-/// What came of one peer.
+/// The results of one peer.
 struct Column {
     name: String,
     version: String,
-    /// Of each row of the table, in its order.
+    /// In the order of `CASES`.
     outcomes: Vec<Outcome>,
 }
 
 fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
-    let scene = Scene::without_app()?;
+    let scene = Testbed::without_app()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("starting a runtime")?.block_on(async {
         let listening = || -> std::io::Result<TcpListener> {
@@ -53,16 +54,17 @@ fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
         let app = App::start(tokio::net::TcpListener::from_std(listener)?);
         let setup = Row::HttpC1.setup();
         let _sidecars = peer.start(&scene, &setup).context("starting")?;
-        // What everybody's rows begin with is tried until the sidecars know each other.
+        // The warm-up request of each case is retried until the sidecars are ready.
         let outcomes = app
-            .try_all(async || dial(&scene).await.expect("the sidecar listens"))
+            .run_all(async || dial(&scene).await.expect("the sidecar listens"))
             .await;
         peer.verify(&scene, &setup).context("checking").map(|()| outcomes)
     })
 }
 
-/// A connection of the client to the service. Its sidecar accepts it, or the kernel for it, so this does not wait for long.
-async fn dial(scene: &Scene) -> anyhow::Result<tokio::net::TcpStream> {
+/// Connects from the client's namespace to the service. The client's sidecar accepts the connection, so this does not block for
+/// long.
+async fn dial(scene: &Testbed) -> anyhow::Result<tokio::net::TcpStream> {
     let dialing = || -> std::io::Result<TcpStream> {
         let stream = TcpStream::connect(addr(SERVICE)?)?;
         stream.set_nonblocking(true).map(|()| stream)
@@ -78,19 +80,19 @@ fn addr(host: &str) -> std::io::Result<SocketAddr> {
 
 fn markdown(columns: &[Column]) -> String {
     let mut out = String::from(HEAD);
-    out.push_str("\n| | Version | Differs in |\n|---|---|---:|\n");
+    out.push_str("\n| Proxy | Version | Deviations |\n|---|---|---:|\n");
     for column in columns {
         let n_differing = column
             .outcomes
             .iter()
-            .filter(|outcome| outcome.instead.is_some() && !is_departure(outcome.case.name))
+            .filter(|outcome| outcome.deviation.is_some() && !is_intentional_deviation(outcome.case.name))
             .count();
         let _ = writeln!(
             out,
             "| {} | {} | {n_differing} of {} |",
             column.name,
             column.version,
-            CASES.len() - DEPARTURES.len()
+            CASES.len() - INTENTIONAL_DEVIATIONS.len()
         );
     }
     out.push_str("\n| Section | Case |");
@@ -106,7 +108,7 @@ fn markdown(columns: &[Column]) -> String {
             let instead = column
                 .outcomes
                 .get(index)
-                .and_then(|outcome| outcome.instead.as_deref());
+                .and_then(|outcome| outcome.deviation.as_deref());
             let _ = write!(out, " {} |", instead.unwrap_or("ok"));
         }
         out.push('\n');
@@ -115,42 +117,45 @@ fn markdown(columns: &[Column]) -> String {
 }
 
 fn mark(name: &str) -> &'static str {
-    if is_departure(name) { " (*)" } else { "" }
+    if is_intentional_deviation(name) { " (*)" } else { "" }
 }
 
-fn is_departure(name: &str) -> bool {
-    DEPARTURES.contains(&name)
+fn is_intentional_deviation(name: &str) -> bool {
+    INTENTIONAL_DEVIATIONS.contains(&name)
 }
 
-/// Rows in which tulle does otherwise than the RFC says, on purpose; they count for nobody.
-const DEPARTURES: [&str; 2] = ["no host", "HTTP/1.0"];
+/// Cases in which tulle deviates from the RFC on purpose. They are not counted for any peer.
+const INTENTIONAL_DEVIATIONS: [&str; 2] = ["no Host header", "HTTP/1.0"];
 
-const HEAD: &str = "# HTTP/1 to the letter
+const HEAD: &str = "# HTTP/1 conformance
 
-What becomes of raw bytes of clients and applications on their way through two sidecars with mutual TLS between them.
-The sidecars are tulle's, and others with the configurations of `bench/peers`, which are lean and otherwise leave everything at its default.
-Between their sidecars tulle, HAProxy and Envoy speak HTTP/2, nginx speaks HTTP/1.
-`tulle-bench conformance --to docs/conformance.md` makes this file; it needs root, and what `./run bench` installs.
-The rows are in `bench/src/conformance/cases.rs`, with all bytes; tests try them with both sidecars of tulle and with each alone.
-HTTP/2 is tried by h2spec, in `tests/tests/clients/h2spec.rs`: both sidecars pass its 145 cases on a port that is said to speak it.
-Where that has to be found out, one fails (3.5/2): what does not begin as HTTP/2 is none, and goes to the application as it is; HAProxy fails it, too, where it finds out.
+The results of sending raw HTTP/1 bytes of clients and applications through two sidecars with mutual TLS between them.
+The sidecars are those of tulle and of other proxies. The configurations of the others are in `bench/peers`; they are minimal and leave every other option at its default.
+Between the two sidecars, tulle, HAProxy and Envoy use HTTP/2, and nginx uses HTTP/1.
+`tulle-bench conformance --to docs/conformance.md` writes this file. It needs root and the programs that `./run bench` installs.
+The cases, with all their bytes, are in `bench/src/conformance/cases.rs`. Tests run them with both sidecars of tulle and with each sidecar alone.
+HTTP/2 is tested with h2spec, in `tests/tests/clients/h2spec.rs`: both sidecars pass all 145 cases on a port that is declared as HTTP/2.
+On a port with protocol detection, one case fails (3.5/2): bytes that do not begin with the HTTP/2 preface are forwarded to the application as opaque bytes. HAProxy fails this case, too, when it detects the protocol.
 
-The table is our reading of RFC 9112, and a strict one: where the RFC leaves a choice, it has ours.
-So a difference of others is shown here, not judged.
-Some are as good as ours, a path in place of an absolute target for instance; with others two readers may disagree on where a request ends.
-In the rows with a (*) it is tulle that departs from the RFC, and they are not counted: a request without a host goes on to the address that it was sent to, and HTTP/1.0 stays HTTP/1.0, because an application that has lived with either has to go on doing so in a mesh.
+The expected results are a strict reading of RFC 9112. Where the RFC leaves a choice, they are what tulle does.
+So this file shows the differences of other proxies and does not judge them.
+Some differences are harmless, such as a path in place of an absolute target. Others can make two parsers disagree about where a request ends.
+In the cases with a (*), tulle deviates from the RFC, and they are not counted. A request without a Host header is forwarded to its original destination, and HTTP/1.0 stays HTTP/1.0, because an application that works with either must also work in a mesh.
 
-Each connection begins with a plain request that is answered, then come the bytes of the row.
-`ok` is what the table wants: a request that arrives as it was sent, a refusal by 400 (or 501 for a coding that nobody knows), an answer that arrives, 502 in place of one that is none, an end that cannot be taken for a good one.
-Otherwise the cell says what happened:
+Each connection begins with a valid request and its response, then the bytes of the case follow.
+`ok` means the expected result: the request arrives as it was sent, the proxy refuses it with 400 (or 501 for an unknown transfer coding), the response arrives, the proxy sends 502 in place of bytes that are not a response, or the client can tell that a response is truncated.
+Otherwise the cell describes the result:
 
-- statuses that the client saw, or no answer within five seconds or before the connection ended;
-- \"passes it\": the application got what should have been refused;
-- \"looks whole\": the client cannot tell that the answer was cut;
-- \"left open\": the client still waits for the rest of an answer that was cut;
-- \"sends\": the request line that the application got;
-- \"with\" and \"without\": a header line that should not, or should, have arrived;
-- \"other bytes\": something that is no answer of HTTP/1.1.
+- status codes: those that the client received;
+- \"no answer\": the client received nothing within five seconds, or before the connection ended;
+- \"cut\": the response was truncated;
+- \"passes it\": the application received a request that the proxy should have refused;
+- \"looks whole\": the client cannot tell that the response was truncated;
+- \"left open\": the connection stays open, and the client waits for the rest of a truncated response;
+- \"sends\": the request line that the application received;
+- \"with\": a header line that should have been removed;
+- \"without\": a header line that should have arrived;
+- \"other bytes\": the client received bytes that are not an HTTP/1.1 response.
 ";
 
 #[cfg(test)]
@@ -158,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_committed_table_is_of_these_cases_and_has_nothing_wrong_of_ours() {
+    fn the_committed_table_has_these_cases_and_no_deviation_of_tulle() {
         let rows: Vec<&str> = include_str!("../../../docs/conformance.md")
             .lines()
             .skip_while(|line| !line.starts_with("| Section | Case | tulle |"))
@@ -172,13 +177,13 @@ mod tests {
     }
 
     #[test]
-    fn each_case_has_a_line_with_what_each_peer_did() {
+    fn each_case_has_a_line_with_the_result_of_each_peer() {
         let outcomes = |instead: Option<&str>| {
             let outcome = |case: &crate::conformance::cases::Case| Outcome {
                 case: *case,
-                found: "passed".to_owned(),
-                instead: instead.map(str::to_owned),
-                wrong: None,
+                observed: "passed".to_owned(),
+                deviation: instead.map(str::to_owned),
+                deviation_details: None,
             };
             CASES.iter().map(outcome).collect()
         };
@@ -189,15 +194,15 @@ mod tests {
         };
         let text = markdown(&[column("tulle", None), column("other", Some("502"))]);
         assert!(
-            DEPARTURES
+            INTENTIONAL_DEVIATIONS
                 .iter()
                 .all(|name| CASES.iter().any(|case| case.name == *name))
         );
-        let n = CASES.len() - DEPARTURES.len();
+        let n = CASES.len() - INTENTIONAL_DEVIATIONS.len();
         for part in [
             format!("| tulle | tulle 1 | 0 of {n} |"),
             format!("| other | other 1 | {n} of {n} |"),
-            "| 3.2 | no host (*) | ok | 502 |".to_owned(),
+            "| 3.2 | no Host header (*) | ok | 502 |".to_owned(),
             "| 2.1 | a plain request | ok | 502 |".to_owned(),
         ] {
             assert!(text.contains(&part), "no {part:?} in {text}");

@@ -7,13 +7,14 @@ use std::path::Path;
 use anyhow::Context as _;
 use clap::ValueEnum as _;
 
-use super::drive::Metric;
-use super::peer::Peer;
+use super::metric::Metric;
 use super::plot::{Bars, Group};
-use super::report::{Line, Report, name};
+use super::report::{Line, Report};
 use super::rows::Row;
+use super::setup::Peer;
+use super::setup::name;
 
-/// Writes `benchmarks.md`, and the plots into `benchmarks/` beside it.
+/// Writes `benchmarks.md` to `dir`, and the plots to its subdirectory `benchmarks`.
 pub(super) fn write(report: &Report, dir: &Path) -> anyhow::Result<()> {
     let plots = dir.join("benchmarks");
     std::fs::create_dir_all(&plots).with_context(|| format!("making {}", plots.display()))?;
@@ -25,13 +26,13 @@ pub(super) fn write(report: &Report, dir: &Path) -> anyhow::Result<()> {
     put(&dir.join("benchmarks.md"), markdown(report))
 }
 
-/// One picture: a figure of some rows, for each peer.
+/// One plot: a figure of some rows, for each peer.
 struct Plot {
     file: &'static str,
     title: &'static str,
     unit: &'static str,
     rows: &'static [Row],
-    /// Added up: both sidecars, where a figure is of one.
+    /// These metrics are added up, such as the CPU time of both sidecars.
     metrics: &'static [Metric],
 }
 
@@ -39,7 +40,7 @@ impl Plot {
     fn bars(&self, report: &Report) -> Bars {
         let value = |row, peer| {
             let figures = self.metrics.iter().map(|metric| report.median(row, peer, *metric));
-            // Of a row with one sidecar there is one figure, of a row without any there is none.
+            // A row with one sidecar has one of the metrics, and a row without sidecars has none.
             figures.flatten().reduce(|a, b| a + b)
         };
         let groups = self.rows.iter().map(|row| Group {
@@ -60,7 +61,7 @@ impl Plot {
 const PLOTS: [Plot; 5] = [
     Plot {
         file: "cpu",
-        title: "CPU time of both sidecars for each request (less is better)",
+        title: "CPU time of both sidecars per request (less is better)",
         unit: "µs",
         rows: &[
             Row::HttpC1,
@@ -95,14 +96,14 @@ const PLOTS: [Plot; 5] = [
     },
     Plot {
         file: "bytes",
-        title: "Payload of one direction, while as much goes in the other (more is better)",
+        title: "Payload per direction, with the same load in the other direction (more is better)",
         unit: "MiB/s",
         rows: &[Row::Post1Kib, Row::Post32Kib, Row::Post1Mib, Row::Bulk],
         metrics: &[Metric::MibPerSecond],
     },
     Plot {
         file: "idle",
-        title: "Memory of both sidecars for each idle connection (less is better)",
+        title: "Memory of both sidecars per idle connection (less is better)",
         unit: "KiB",
         rows: &[Row::Idle, Row::IdleOpaque],
         metrics: &[Metric::ClientIdleKib, Metric::ServerIdleKib],
@@ -114,7 +115,7 @@ fn markdown(report: &Report) -> String {
     let machine = &report.machine;
     let _ = write!(
         out,
-        "\n## Where and what\n\n{}, {} CPUs, {} MiB of memory, Linux {}, {}. The load average in the minute before was {}.\n\n\
+        "\n## Test environment\n\n{}, {} CPUs, {} MiB of memory, Linux {}, {}. The load average of the minute before the run was {}.\n\n\
          `tulle-bench {}`\n\n",
         machine.processor,
         machine.cpus,
@@ -136,7 +137,7 @@ fn markdown(report: &Report) -> String {
     for version in &machine.versions {
         let _ = writeln!(out, "- {version}");
     }
-    out.push_str("\n## Pictures\n\n");
+    out.push_str("\n## Plots\n\n");
     for plot in PLOTS {
         let _ = writeln!(out, "![{}](benchmarks/{}.svg)\n", plot.title, plot.file);
     }
@@ -147,7 +148,7 @@ fn markdown(report: &Report) -> String {
             table(&mut out, *row, &lines);
         }
     }
-    out.push_str("\n## Bounds\n\nWhat `bench/budgets.toml` demands of this run.\n\n| Figure | tulle | Ratio | Wanted | |\n|---|---|---|---|---|\n");
+    out.push_str("\n## Bounds\n\nThe bounds of `bench/budgets.toml`, checked with this run.\n\n| Metric | tulle | Ratio | Bound | Result |\n|---|---|---|---|---|\n");
     for check in &report.bounds {
         let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         let _ = writeln!(
@@ -164,7 +165,7 @@ fn markdown(report: &Report) -> String {
     out
 }
 
-/// The figures of one row, a line for each peer.
+/// Writes the table of one row, with one line per peer.
 fn table(out: &mut String, row: Row, lines: &[&Line]) {
     let columns: Vec<(Metric, &str, usize)> = COLUMNS
         .into_iter()
@@ -191,7 +192,7 @@ fn table(out: &mut String, row: Row, lines: &[&Line]) {
     }
 }
 
-/// Metric, title and decimals.
+/// Metric, column title, number of decimals.
 const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
     (Metric::SpeedPercent, "% of undisturbed", 0),
@@ -200,9 +201,9 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::P99Times, "× undisturbed", 1),
     (Metric::MibPerSecond, "MiB/s", 0),
     (Metric::ClientCpuUs, "client's µs CPU", 1),
-    (Metric::ClientKernelPercent, "of it kernel %", 0),
+    (Metric::ClientKernelPercent, "of that kernel %", 0),
     (Metric::ServerCpuUs, "server's µs CPU", 1),
-    (Metric::ServerKernelPercent, "of it kernel %", 0),
+    (Metric::ServerKernelPercent, "of that kernel %", 0),
     (Metric::ClientRssMib, "client's MiB", 1),
     (Metric::ServerRssMib, "server's MiB", 1),
     (Metric::ClientIdleKib, "client's KiB each", 1),
@@ -216,34 +217,34 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
 
 const HEAD: &str = "# Benchmarks
 
-Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, nginx and Envoy in turns, and no proxy at all. Everything \
-that a mesh needs is on in tulle: certificates of the identity service, a policy that authorizes every request by the identity of its \
-client, discovery, balancing, metrics. The others have configurations as lean as their documentation makes them, without logs, \
-statistics and checks; they are in `bench/peers`, with the reason for each choice. In the rows `outbound-only` and `inbound-only` there \
-is one sidecar, without TLS. nginx has no row with two workers: its only balance between processes is the kernel's, by chance.
+Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, nginx and Envoy in turn, and no proxy at all.
+In tulle, all features of a mesh are enabled: certificates of the identity service, a policy that authorizes every request by the identity of its client, discovery, balancing and metrics.
+The other proxies have minimal configurations, as their documentation recommends, without logs, statistics and health checks. The configurations are in `bench/peers`, with the reason for each choice.
+The rows `outbound-only` and `inbound-only` have one sidecar, without TLS.
+nginx has no row with two workers, because only the kernel distributes connections between its processes, at random.
 
-Client and server each share a network namespace with their sidecar, as in a pod, on one bridge, with TCP's `reno` (unless the \
-machine has `cubic`): others pace what they send, which bodies then wait for. Ports and connection tracking are reused \
-after a second, so that rows of new connections do not run out of them.
+Client and server each share a network namespace with their sidecar, as in a pod. The namespaces are connected by one bridge.
+The congestion control is `reno`, or `cubic` if the machine uses it, because others pace the data they send, which delays bodies.
+Ports and connection tracking entries are reused after one second, so that rows with new connections do not run out of them.
 
-This file is made from the JSON of one run, by `tulle-bench document docs/benchmarks.json`; `./run bench --json docs/benchmarks.json` \
-makes that. Rows are measured in turns, peer after peer; the tables have medians, and after ± half the \
-distance of the extremes. The client, both sidecars and the application share the machine: requests/s say how much all of them cost \
-together, CPU times what the sidecars cost. On other machines expect the ratios, not the figures.
+`tulle-bench document docs/benchmarks.json` makes this file from the JSON of one run. `./run bench --json docs/benchmarks.json` makes that JSON.
+For each row, the peers are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
+The client, both sidecars and the application share the machine. Requests/s depend on the cost of all of them, CPU times on the cost of the sidecars only.
+On other machines, expect similar ratios, not similar values.
 
-`tulle` is as its images have it (`./run images`): the compiler has optimised it with a profile of most of these rows. \
-`tulle-no-profile` is built without one. The others are as Debian and Envoy's makers have built them.
+`tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these rows.
+`tulle-no-profile` is built without a profile. The other proxies are the builds of Debian and of the Envoy project.
 ";
 
 #[cfg(test)]
 mod tests {
     use super::super::bounds;
-    use super::super::drive::Sample;
+    use super::super::metric::Sample;
     use super::super::report::Results;
     use super::*;
 
     #[test]
-    fn the_document_in_the_repository_is_made_of_its_figures() {
+    fn the_committed_document_matches_the_committed_figures() {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
         let report = Report::read(&docs.join("benchmarks.json")).unwrap();
         let text = std::fs::read_to_string(docs.join("benchmarks.md")).unwrap();
@@ -254,14 +255,14 @@ mod tests {
     }
 
     #[test]
-    fn the_document_has_what_was_measured_and_where() {
+    fn the_document_has_the_figures_and_the_machine() {
         let mut results = Results::new(vec!["HAProxy version 9".into()]);
         for (peer, cpu) in [(Peer::Tulle, 10.0), (Peer::Haproxy, 9.0)] {
             results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, cpu)]));
         }
         let dir = tempfile::tempdir().unwrap();
         let json = dir.path().join("run.json");
-        results.report(bounds::COMMITTED).unwrap().write(&json).unwrap();
+        results.report(bounds::COMMITTED_BOUNDS).unwrap().write(&json).unwrap();
         write(&Report::read(&json).unwrap(), dir.path()).unwrap();
 
         let text = std::fs::read_to_string(dir.path().join("benchmarks.md")).unwrap();

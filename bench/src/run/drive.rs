@@ -1,65 +1,33 @@
-//! One measurement: drive the traffic, and read what it cost the sidecars.
+//! One measurement: generates traffic and reads its cost in the sidecars.
 
-use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::generators::{BULK_SIZE, Driven, Http1, Ours, ghz, h2load, load, wrk};
-use super::peer::{Side, Sidecars};
+use super::generators::{BULK_SIZE, Http1, LoadProfile, LoadResult, ghz, h2load, load, wrk};
+use super::memory::Memory;
+use super::metric::{Metric, Sample};
 use super::process::Process;
-use super::rows::{Row, Setup, Traffic};
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
+use super::rows::Row;
+use super::scene::{HTTP_PORT, SERVER, SERVICE, TCP_PORT, Testbed};
+use super::setup::Side;
+use super::setup::{Setup, Traffic};
+use super::sidecars::Sidecars;
 use super::{hostile, slow, tulle};
 
-/// What one measurement found.
-pub(super) type Sample = BTreeMap<Metric, f64>;
-
-/// What is measured; the names stand in the JSON and in `budgets.toml`.
-#[derive(serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Metric {
-    RequestsPerSecond,
-    /// The same by what it is without what the row is about, just before.
-    SpeedPercent,
-    P50Us,
-    P99Us,
-    /// How many times as much that is as without what the row is about, just before.
-    P99Times,
-    /// Payload of one direction.
-    MibPerSecond,
-    /// CPU time of the client's sidecar per request, in microseconds; of bulk and of streams per message.
-    ClientCpuUs,
-    ServerCpuUs,
-    /// How much of that the kernel took, in percent.
-    ClientKernelPercent,
-    ServerKernelPercent,
-    ClientRssMib,
-    ServerRssMib,
-    ClientIdleKib,
-    ServerIdleKib,
-    /// Allocations per request.
-    ClientAllocations,
-    ServerAllocations,
-    /// Bytes of them.
-    ClientAllocatedBytes,
-    ServerAllocatedBytes,
-    /// Requests without a good answer.
-    Failed,
-}
-
-/// Dials what there is to dial, so that no measurement contains the first handshake.
-pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
+/// Opens all connections, so that no measurement contains the first handshake.
+pub(super) fn warm_up(scene: &Testbed, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
     let host = host(sidecars);
     let driven = match setup.traffic {
         Traffic::Http1 => wrk(scene, host, Http1::get(if setup.workers > 1 { 64 } else { 1 }), WARM_UP)?,
         Traffic::Http2 => ghz(scene, host, WARM_UP)?,
         Traffic::Opaque => {
-            // Connections are authorized when they open, the very first ones before the policy of their port is known.
-            load(scene, host, Ours::Bulk, WARM_UP)?;
-            load(scene, host, Ours::Bulk, WARM_UP)?
+            // The sidecar authorizes an opaque connection when it opens. The first ones open before the policy of their port is
+            // known.
+            load(scene, host, LoadProfile::Bulk, WARM_UP)?;
+            load(scene, host, LoadProfile::Bulk, WARM_UP)?
         }
     };
     ensure!(
@@ -73,12 +41,12 @@ pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, setup: &Setup)
 /// Measures one row.
 pub(super) fn measure(
     row: Row,
-    scene: &Scene,
+    scene: &Testbed,
     sidecars: Option<&Sidecars>,
     duration: Duration,
 ) -> anyhow::Result<Sample> {
     let host = host(sidecars);
-    let http1 = |load| loaded(sidecars, || wrk(scene, host, load, duration));
+    let http1 = |load| measure_load(sidecars, || wrk(scene, host, load, duration));
     let post = |connections, body| {
         let load = Http1 {
             body,
@@ -86,14 +54,14 @@ pub(super) fn measure(
         };
         http1(load).map(|sample| with_bytes(sample, body as u64))
     };
-    let ours = |what| loaded(sidecars, || load(scene, host, what, duration));
+    let ours = |what| measure_load(sidecars, || load(scene, host, what, duration));
     match row {
         Row::HttpC1 => http1(Http1::get(1)),
         Row::HttpC16 => http1(Http1::get(16)),
         Row::HttpC64
         | Row::OutboundOnly
         | Row::InboundOnly
-        | Row::Unruled
+        | Row::HttpC64Baseline
         | Row::Routed
         | Row::Profiled
         | Row::OneWorker
@@ -105,11 +73,11 @@ pub(super) fn measure(
             close: true,
             ..Http1::get(16)
         }),
-        Row::Http2 => loaded(sidecars, || h2load(scene, host, duration)),
-        Row::Grpc => loaded(sidecars, || ghz(scene, host, duration)),
-        Row::GrpcStream => ours(Ours::Streams),
-        Row::Bulk => ours(Ours::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
-        Row::NewMtls => ours(Ours::Reconnect),
+        Row::Http2 => measure_load(sidecars, || h2load(scene, host, duration)),
+        Row::Grpc => measure_load(sidecars, || ghz(scene, host, duration)),
+        Row::GrpcStream => ours(LoadProfile::Streams),
+        Row::Bulk => ours(LoadProfile::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
+        Row::NewMtls => ours(LoadProfile::Reconnect),
         Row::Idle => idle(scene, sidecars, idle_http),
         Row::IdleOpaque => idle(scene, sidecars, idle_opaque),
         Row::SlowHeads => slow::measure(scene, sidecars.context("there is no sidecar")?, duration),
@@ -118,15 +86,18 @@ pub(super) fn measure(
     }
 }
 
-/// Adds what the requests carried, each `bytes` in each direction.
+/// Adds the throughput; each request carries `bytes` in each direction.
 fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
     let requests = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
     sample.insert(Metric::MibPerSecond, requests * bytes as f64 / f64::from(1 << 20));
     sample
 }
 
-/// Drives traffic, and reads what it cost the sidecars.
-fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Driven>) -> anyhow::Result<Sample> {
+/// Generates load and measures the cost of it in the sidecars.
+fn measure_load(
+    sidecars: Option<&Sidecars>,
+    drive: impl FnOnce() -> anyhow::Result<LoadResult>,
+) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
     let cost = || {
         sides
@@ -138,7 +109,7 @@ fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Dr
     let driven = drive()?;
     let after = cost()?;
     let requests = driven.requests as f64;
-    ensure!(driven.requests > 0, "not one request ended");
+    ensure!(driven.requests > 0, "no request completed");
 
     let mut sample = Sample::from([
         (Metric::RequestsPerSecond, requests / driven.seconds),
@@ -162,10 +133,10 @@ fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Dr
     Ok(sample)
 }
 
-/// What a process has used so far.
+/// Resources that a process has used so far.
 struct Cost {
     cpu: Duration,
-    /// Of user mode and of the kernel.
+    /// Clock ticks in user mode and in the kernel.
     ticks: (u64, u64),
 }
 
@@ -178,7 +149,7 @@ impl Cost {
     }
 }
 
-/// What clients dial: the service, which only the client's sidecar knows the endpoint of, or the server itself.
+/// The address that clients dial: the service if the client has a sidecar, which discovers the endpoint, otherwise the server.
 fn host(sidecars: Option<&Sidecars>) -> &'static str {
     if sidecars.is_some_and(|sidecars| sidecars.client.is_some()) {
         SERVICE
@@ -187,9 +158,9 @@ fn host(sidecars: Option<&Sidecars>) -> &'static str {
     }
 }
 
-/// Memory that idle clients cost: each has had one answer and keeps its connection.
+/// Memory per idle client. Each client has received one response and keeps its connection open.
 fn idle(
-    scene: &Scene,
+    scene: &Testbed,
     sidecars: Option<&Sidecars>,
     client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
 ) -> anyhow::Result<Sample> {
@@ -203,33 +174,14 @@ fn idle(
     Ok(grown)
 }
 
-/// What sidecars held at one moment, in KiB.
-pub(super) struct Memory(Vec<u64>);
-
-impl Memory {
-    pub(super) fn of(sides: &[(Side, &Process)]) -> anyhow::Result<Self> {
-        let rss = sides.iter().map(|(_, process)| process.rss_kib());
-        rss.collect::<anyhow::Result<_>>().map(Self)
-    }
-
-    /// How much more they hold now, for each of so many clients.
-    pub(super) fn grown(&self, sides: &[(Side, &Process)], clients: u32) -> anyhow::Result<Sample> {
-        let now = Self::of(sides)?;
-        let both = sides.iter().zip(self.0.iter().zip(now.0));
-        let each = both.map(|((side, _), (before, now))| {
-            let metric = match side {
-                Side::Client => Metric::ClientIdleKib,
-                Side::Server => Metric::ServerIdleKib,
-            };
-            (metric, (now as f64 - *before as f64) / f64::from(clients))
-        });
-        Ok(each.collect())
-    }
-}
-
-/// Allocations per request at 64 connections, by the difference of two counts of the counting build.
-fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
-    let count = || anyhow::Ok((tulle::allocated(&scene.client)?, tulle::allocated(&scene.server)?));
+/// Allocations per request at 64 connections: the difference of two readings of the counting build.
+fn allocations(scene: &Testbed, duration: Duration) -> anyhow::Result<Sample> {
+    let count = || {
+        anyhow::Ok((
+            tulle::read_allocations(&scene.client)?,
+            tulle::read_allocations(&scene.server)?,
+        ))
+    };
     let before = count()?;
     let driven = wrk(scene, SERVICE, Http1::get(64), duration)?;
     let after = count()?;
@@ -252,7 +204,7 @@ fn idle_opaque() -> anyhow::Result<TcpStream> {
     idle_client(TCP_PORT, b"hello", b"hello")
 }
 
-/// A connection that has had one answer.
+/// Opens a connection and waits for one response.
 fn idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<TcpStream> {
     let mut stream = TcpStream::connect((SERVICE, port)).context("opening an idle connection")?;
     stream

@@ -1,6 +1,6 @@
-//! The load generators, each a program of its own in the client's namespace, and what they report.
+//! The load generators and their results. Each is a separate program in the client's namespace.
 //!
-//! All are closed loops: their percentiles are those of a client that waits, not of one on a schedule.
+//! All run in a closed loop, so their percentiles do not include the delay that requests on a fixed schedule would have.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -9,11 +9,11 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use serde::Deserialize;
 
-use super::scene::{HTTP_PORT, Scene, TCP_PORT};
+use super::scene::{HTTP_PORT, TCP_PORT, Testbed};
 use crate::load::tally::Report;
 
-/// What a load generator says.
-pub(super) struct Driven {
+/// The result of a load generator.
+pub(super) struct LoadResult {
     pub(super) requests: u64,
     pub(super) seconds: f64,
     pub(super) p50_us: f64,
@@ -21,13 +21,13 @@ pub(super) struct Driven {
     pub(super) failed: u64,
 }
 
-/// Requests of HTTP/1 as wrk sends them.
+/// HTTP/1 requests of wrk.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Http1 {
     pub(super) connections: u32,
-    /// Bytes to post to the echo; none for a GET.
+    /// Request body size in bytes, for a POST to the echo path; 0 for a GET.
     pub(super) body: usize,
-    /// A new connection for each request.
+    /// Open a new connection for each request.
     pub(super) close: bool,
 }
 
@@ -41,8 +41,8 @@ impl Http1 {
     }
 }
 
-/// HTTP/1 by wrk.
-pub(super) fn wrk(scene: &Scene, host: &str, load: Http1, duration: Duration) -> anyhow::Result<Driven> {
+/// HTTP/1 load with wrk.
+pub(super) fn wrk(scene: &Testbed, host: &str, load: Http1, duration: Duration) -> anyhow::Result<LoadResult> {
     #[derive(Deserialize)]
     struct Summary {
         requests: u64,
@@ -73,7 +73,7 @@ pub(super) fn wrk(scene: &Scene, host: &str, load: Http1, duration: Duration) ->
         .find(|line| line.starts_with('{'))
         .with_context(|| format!("wrk printed {text:?}"))?;
     let s: Summary = serde_json::from_str(json).with_context(|| format!("wrk printed {json:?}"))?;
-    Ok(Driven {
+    Ok(LoadResult {
         requests: s.requests,
         seconds: s.seconds,
         p50_us: s.p50_us,
@@ -82,8 +82,8 @@ pub(super) fn wrk(scene: &Scene, host: &str, load: Http1, duration: Duration) ->
     })
 }
 
-/// HTTP/2 by h2load, which tells the time of each request in a file.
-pub(super) fn h2load(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
+/// HTTP/2 load with h2load, which writes the duration of each request to a file.
+pub(super) fn h2load(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
     let log = scene.file("h2load.tsv");
     if log.exists() {
         std::fs::remove_file(&log).context("removing the log of an earlier h2load")?;
@@ -95,7 +95,7 @@ pub(super) fn h2load(scene: &Scene, host: &str, duration: Duration) -> anyhow::R
         .arg(format!("http://{host}:{HTTP_PORT}/"));
     let text = output(command)?;
     let log = std::fs::read_to_string(&log).with_context(|| format!("h2load printed {text:?}"))?;
-    // When each began, its status, how long it took; times in microseconds.
+    // Columns: start time, status, duration. Times are in microseconds.
     let mut failed = 0;
     let mut times: Vec<u64> = log
         .lines()
@@ -109,7 +109,7 @@ pub(super) fn h2load(scene: &Scene, host: &str, duration: Duration) -> anyhow::R
     times.sort_unstable();
     ensure!(!times.is_empty(), "h2load printed {text:?}");
     let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
-    Ok(Driven {
+    Ok(LoadResult {
         requests: times.len() as u64,
         seconds: duration.as_secs_f64(),
         p50_us: at(50),
@@ -118,8 +118,8 @@ pub(super) fn h2load(scene: &Scene, host: &str, duration: Duration) -> anyhow::R
     })
 }
 
-/// gRPC unary calls by ghz.
-pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
+/// gRPC unary calls with ghz.
+pub(super) fn ghz(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct Summary {
@@ -133,7 +133,7 @@ pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Resu
     #[derive(Deserialize)]
     struct Percentile {
         percentage: u32,
-        /// Nanoseconds.
+        /// In nanoseconds.
         latency: f64,
     }
     let mut command = scene.client.command("ghz");
@@ -168,7 +168,7 @@ pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Resu
             .with_context(|| format!("ghz reports no percentile {wanted}: {text}"))
     };
     let succeeded = s.status_code_distribution.get("OK").copied().unwrap_or_default();
-    Ok(Driven {
+    Ok(LoadResult {
         requests: s.count,
         seconds: s.count as f64 / s.rps,
         p50_us: at(50)?,
@@ -177,8 +177,8 @@ pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Resu
     })
 }
 
-/// So many requests of HTTP/1, one after the other on one connection.
-pub(super) fn one_by_one(scene: &Scene, host: &str, requests: u32) -> anyhow::Result<()> {
+/// Sends this many HTTP/1 requests, one at a time, on one connection.
+pub(super) fn send_sequential_requests(scene: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
     let mut command = scene.client.command("h2load");
     command
         .args(["--h1", "-c1", "-n", &requests.to_string()])
@@ -191,8 +191,8 @@ pub(super) fn one_by_one(scene: &Scene, host: &str, requests: u32) -> anyhow::Re
     Ok(())
 }
 
-/// The same with a connection for each, which h2load does not make.
-pub(super) fn reconnecting(scene: &Scene, host: &str, requests: u32) -> anyhow::Result<()> {
+/// Sends this many HTTP/1 requests, each on a new connection. h2load cannot do this.
+pub(super) fn send_requests_on_new_connections(scene: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
     let mut command = scene
         .client
         .command(std::env::current_exe().context("finding this program")?);
@@ -203,40 +203,40 @@ pub(super) fn reconnecting(scene: &Scene, host: &str, requests: u32) -> anyhow::
     let report = report(command)?;
     ensure!(
         report.requests == u64::from(requests) && report.failed == 0,
-        "the load generator says: {report}"
+        "the load generator reports: {report}"
     );
     Ok(())
 }
 
-/// What our own load generator sends.
+/// The load that the load generator of this program sends.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Ours {
-    /// Messages of 1 MiB, echoed: both directions are loaded at the same time.
+pub(super) enum LoadProfile {
+    /// Messages of 1 MiB, echoed, so that both directions carry load at the same time.
     Bulk,
-    /// A connection for each message.
+    /// One message per connection.
     Reconnect,
-    /// Streams of gRPC messages in both directions.
+    /// Bidirectional gRPC streams.
     Streams,
 }
 
-/// Our own load generator.
-pub(super) fn load(scene: &Scene, host: &str, what: Ours, duration: Duration) -> anyhow::Result<Driven> {
+/// Load with the load generator of this program.
+pub(super) fn load(scene: &Testbed, host: &str, what: LoadProfile, duration: Duration) -> anyhow::Result<LoadResult> {
     let mut command = scene
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
     let (args, port, messages) = match what {
-        Ours::Bulk => (
+        LoadProfile::Bulk => (
             format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
             TCP_PORT,
             1,
         ),
-        Ours::Reconnect => (
+        LoadProfile::Reconnect => (
             "--protocol tcp --connections 16 --body-size 64 --reconnect".to_owned(),
             TCP_PORT,
             1,
         ),
-        Ours::Streams => (
+        LoadProfile::Streams => (
             format!(
                 "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES}"
             ),
@@ -249,7 +249,7 @@ pub(super) fn load(scene: &Scene, host: &str, what: Ours, duration: Duration) ->
     let latency = report
         .latency_us
         .with_context(|| format!("no message came back: {report}"))?;
-    Ok(Driven {
+    Ok(LoadResult {
         requests: report.requests * messages,
         seconds: report.seconds,
         p50_us: latency.p50,
@@ -263,7 +263,7 @@ fn report(command: Command) -> anyhow::Result<Report> {
     serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))
 }
 
-/// An option with whole seconds, at least one.
+/// A command line option in whole seconds, at least one.
 fn seconds(option: &str, duration: Duration) -> String {
     format!("{option}{}", duration.as_secs().max(1))
 }
@@ -283,5 +283,5 @@ fn output(mut command: Command) -> anyhow::Result<String> {
 }
 
 pub(super) const BULK_SIZE: u64 = 1 << 20;
-/// Of each gRPC stream.
+/// Messages per gRPC stream.
 const MESSAGES: u64 = 100;

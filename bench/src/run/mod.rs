@@ -1,8 +1,8 @@
-//! The reference scenario: two sidecars with mutual TLS between a client and a server, in namespaces of one machine.
+//! The benchmark: two sidecars with mutual TLS between a client and a server, in network namespaces of one machine.
 //!
-//! Each peer has such a stage of its own. Rows that need the same sidecars share a start of them, and peers take turns with
-//! each row, so that whatever else the machine does hits all of them; medians are reported.
-//! The client, both sidecars and the application share the machine's cores: trust the ratios, not the absolutes.
+//! Each peer has its own testbed. Rows that need the same sidecars share one start of them. Peers take turns within each row, so
+//! that other load on the machine affects all of them alike. The report has medians. The client, both sidecars and the application
+//! share the CPUs of the machine, so ratios between peers are more reliable than absolute values.
 
 mod bounds;
 mod callgrind;
@@ -13,6 +13,8 @@ mod document;
 mod drive;
 mod generators;
 mod hostile;
+mod memory;
+mod metric;
 mod others;
 mod peer;
 mod plot;
@@ -20,6 +22,8 @@ pub mod process;
 mod report;
 mod rows;
 mod scene;
+mod setup;
+mod sidecars;
 mod slow;
 mod tap;
 mod throttle;
@@ -32,33 +36,33 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::ValueEnum as _;
 
-use self::peer::{Peer, Sidecars};
 use self::report::{Report, Results};
-use self::rows::{Row, Setup};
-use self::scene::Scene;
+use self::rows::Row;
+use self::scene::Testbed;
+use self::setup::Peer;
+use self::setup::Setup;
+use self::sidecars::Sidecars;
 
-/// Renders what `run --json` wrote.
 #[derive(clap::Args, Clone, Debug)]
 pub struct DocumentArgs {
-    /// What "tulle-bench run --json" wrote.
+    /// JSON file that "tulle-bench run --json" wrote.
     json: PathBuf,
-    /// Where benchmarks.md and its plots go.
+    /// Directory for benchmarks.md and its plots.
     #[arg(long, value_name = "DIRECTORY", default_value = "docs")]
     to: PathBuf,
 }
 
-/// Whom to try the table of HTTP/1 with.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ConformanceArgs {
-    /// Which sidecars to try, with commas between them.
+    /// Sidecars to test, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Peer::Tulle, Peer::Haproxy, Peer::Nginx, Peer::Envoy])]
     peers: Vec<Peer>,
-    /// Where the document goes; default: standard output.
+    /// Output file; default: standard output.
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
 }
 
-/// Tries the table with each peer, and writes what came of it.
+/// Runs the HTTP/1 conformance cases with each peer and writes the results.
 pub fn conformance(args: &ConformanceArgs) -> anyhow::Result<()> {
     let text = conformance::document(&args.peers)?;
     match &args.to {
@@ -67,76 +71,81 @@ pub fn conformance(args: &ConformanceArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Writes the document and its plots.
+/// Writes `benchmarks.md` and its plots.
 pub fn document(args: &DocumentArgs) -> anyhow::Result<()> {
     document::write(&Report::read(&args.json)?, &args.to)
 }
 
-/// What to compare, and for how long.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// Which sidecars to measure, with commas between them.
+    /// Sidecars to measure, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Peer::value_variants().to_vec())]
     peers: Vec<Peer>,
-    /// Which rows to measure, with commas between them.
+    /// Rows to measure, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Row::value_variants().to_vec())]
     rows: Vec<Row>,
-    /// How often each row is measured for each peer.
+    /// Number of measurements of each row and peer.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
-    /// How long each measurement takes, in whole seconds.
+    /// Duration of each measurement, in whole seconds.
     #[arg(long, default_value = "4s", value_parser = tulle_core::duration::parse)]
     duration: Duration,
-    /// Also write everything measured to this file, as JSON.
+    /// Also write all results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Succeed whatever the figures are, if only all could be measured.
+    /// Do not fail if a bound is broken.
     #[arg(long)]
     unbounded: bool,
 }
 
-/// Measures, prints the table, writes the JSON, and fails when a bound is broken.
+/// Runs the measurements, prints the table and writes the JSON. Fails if a bound is broken or a measurement was left out.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
-    scene::prepare(&args.peers, &["wrk", "ghz", "h2load"])?;
-    let stages = args.peers.iter().map(|peer| Ok((*peer, Scene::build()?)));
-    let mut stages = stages.collect::<anyhow::Result<Vec<_>>>()?;
-    let mut results = Results::new(tools::versions(&args.peers)?);
+    peer::check_requirements(&args.peers, &["wrk", "ghz", "h2load"])?;
+    let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build()?)));
+    let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
+    let mut results = Results::new(peer::versions(&args.peers)?);
     let mut left_out = 0;
     for repeat in 1..=args.repeats {
         for group in rows::groups(&args.rows) {
             eprintln!("repeat {repeat} of {}: {group:?}", args.repeats);
-            left_out += measure(&stages, &group, args.duration, &mut results)?;
+            left_out += measure(&testbeds, &group, args.duration, &mut results)?;
         }
-        // Whatever it means to be the first or the last, each is.
-        stages.rotate_left(1);
-        // Also after each repeat: a long run that fails at its end has not been for nothing.
+        // Each peer is first and last equally often, in case the order matters.
+        testbeds.rotate_left(1);
+        // Written after each repeat, so that a long run that fails later still has results.
         if let Some(path) = &args.json {
-            results.report(bounds::COMMITTED)?.write(path)?;
+            results.report(bounds::COMMITTED_BOUNDS)?.write(path)?;
         }
     }
-    let report = results.report(bounds::COMMITTED)?;
+    let report = results.report(bounds::COMMITTED_BOUNDS)?;
     tools::print(&report.to_string())?;
     anyhow::ensure!(
         left_out == 0,
-        "{left_out} measurements were left out; what was said meanwhile has the reasons"
+        "{left_out} measurements were left out; the reasons are printed above"
     );
     anyhow::ensure!(args.unbounded || report.passed(), "a bound of budgets.toml is broken");
     Ok(())
 }
 
-/// Starts the sidecars of all peers, and measures one row after the other. Says how many were left out on the way: another
-/// that serves nothing any more has no figure, and costs no others theirs; nor has what this machine has not the means for.
-fn measure(stages: &[(Peer, Scene)], rows: &[Row], duration: Duration, results: &mut Results) -> anyhow::Result<u32> {
+/// Starts the sidecars of all peers and measures the rows in turn. Returns the number of measurements that were left out: those of
+/// another peer that fails, and those that this machine does not support. A failure of tulle or of the row without a proxy is an
+/// error.
+fn measure(
+    testbeds: &[(Peer, Testbed)],
+    rows: &[Row],
+    duration: Duration,
+    results: &mut Results,
+) -> anyhow::Result<u32> {
     let Some(setup) = rows.first().map(|row| row.setup()) else {
         return Ok(0);
     };
     if setup.throttle.is_some() && !throttle::available() {
-        eprintln!("left out: only the cpu controller of cgroup v1 can hold single threads to a share of a core");
+        eprintln!("left out: this row needs the cpu controller of cgroup v1, which can limit single threads");
         return Ok(1);
     }
     let mut left_out = 0;
-    let mut unless_left_out = |peer: Peer, failed: anyhow::Error| {
+    let mut leave_out_or_fail = |peer: Peer, failed: anyhow::Error| {
         let error = failed.context(format!("measuring {rows:?} of {peer:?}"));
         if matches!(peer, Peer::Tulle | Peer::TulleNoProfile | Peer::None) {
             return Err(error);
@@ -146,34 +155,34 @@ fn measure(stages: &[(Peer, Scene)], rows: &[Row], duration: Duration, results: 
         Ok(())
     };
     let mut running = Vec::new();
-    for (peer, scene) in stages {
+    for (peer, scene) in testbeds {
         if rows.iter().any(|row| row.applies_to(*peer)) {
             match start(scene, *peer, &setup) {
                 Ok(sidecars) => running.push(Some((*peer, scene, sidecars))),
-                Err(error) => unless_left_out(*peer, error)?,
+                Err(error) => leave_out_or_fail(*peer, error)?,
             }
         }
     }
     for row in rows {
         eprintln!("  {}", row.name());
-        for place in &mut running {
-            let Some((peer, scene, sidecars)) = place.take_if(|(peer, ..)| row.applies_to(*peer)) else {
+        for slot in &mut running {
+            let Some((peer, scene, sidecars)) = slot.take_if(|(peer, ..)| row.applies_to(*peer)) else {
                 continue;
             };
             match drive::measure(*row, scene, sidecars.as_ref(), duration) {
                 Ok(sample) => {
                     results.add(*row, peer, sample);
-                    *place = Some((peer, scene, sidecars));
+                    *slot = Some((peer, scene, sidecars));
                 }
-                Err(error) => unless_left_out(peer, error.context(format!("measuring {row:?}")))?,
+                Err(error) => leave_out_or_fail(peer, error.context(format!("measuring {row:?}")))?,
             }
         }
     }
     Ok(left_out)
 }
 
-/// Starts the sidecars of one peer, and sees that traffic takes their way.
-fn start(scene: &Scene, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+/// Starts the sidecars of one peer and verifies that traffic passes through them.
+fn start(scene: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
     let sidecars = peer.start(scene, setup).context("starting")?;
     drive::warm_up(scene, sidecars.as_ref(), setup).context("warming up")?;
     peer.verify(scene, setup).context("checking")?;

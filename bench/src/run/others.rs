@@ -1,5 +1,5 @@
-//! Peers that take neither their user nor addresses from the environment: they are started as the proxy's user, with
-//! configurations that are filled in for the run.
+//! nginx and Envoy. They read neither their user nor addresses from the environment, so they are started as the proxy's user with
+//! configuration files that are rendered for the run.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::chown;
@@ -8,39 +8,40 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-use super::peer::{Side, Sidecars};
 use super::process::Process;
-use super::rows::{Path, Setup, Traffic};
-use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
+use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
+use super::setup::Side;
+use super::setup::{Path, Setup, Traffic};
+use super::sidecars::Sidecars;
 
-/// nginx, one process a side.
-pub(super) fn nginx(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+/// Starts nginx, with one process per side.
+pub(super) fn nginx(scene: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let kind = match setup.traffic {
         Traffic::Http1 => "http",
         Traffic::Http2 => "grpc",
         Traffic::Opaque => "tcp",
     };
-    // nginx wants to write its process number and makes directories for files it will not use.
+    // nginx needs a directory for its pid file, and for temporary files even if it does not use them.
     let dir = scene.dir.path().join("nginx");
     std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
     chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving nginx its directory")?;
     let dir = dir.display().to_string();
     start(scene, setup, |sidecar| {
-        let text = sidecar.filled(&match setup.path {
+        let text = sidecar.render_config(&match setup.path {
             Path::Both => format!("nginx-{kind}-{}.conf", sidecar.side.name()),
             Path::Outbound | Path::Inbound => "nginx-plain.conf".to_owned(),
         })?;
         let text = text.replace("@DIR@", &dir);
         let mut command = scene::as_proxy(scene.namespace(sidecar.side), "nginx");
-        command.arg("-c").arg(sidecar.written("conf", &text)?);
-        // One process that is all there is.
+        command.arg("-c").arg(sidecar.write_config("conf", &text)?);
+        // Without a master process, there is exactly one process to measure.
         command.args(["-g", "master_process off;"]);
         Ok(command)
     })
 }
 
-/// Envoy.
-pub(super) fn start_envoy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+/// Starts Envoy.
+pub(super) fn start_envoy(scene: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let (kind, codec, app_protocol) = match setup.traffic {
         Traffic::Http1 => ("http", "HTTP1", "http_protocol_options"),
         Traffic::Http2 => ("http", "HTTP2", "http2_protocol_options"),
@@ -48,24 +49,24 @@ pub(super) fn start_envoy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sideca
     };
     let program = scene.dir.path().join("envoy");
     if !program.exists() {
-        // Where it is installed, only its owner may look.
+        // The installation directory is accessible to its owner only.
         std::fs::copy(envoy()?, &program).context("copying envoy")?;
     }
     start(scene, setup, |sidecar| {
-        let text = sidecar.filled(&match setup.path {
+        let text = sidecar.render_config(&match setup.path {
             Path::Both => format!("envoy-{kind}-{}.yaml", sidecar.side.name()),
             Path::Outbound | Path::Inbound => "envoy-plain.yaml".to_owned(),
         })?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
         let mut command = scene::as_proxy(scene.namespace(sidecar.side), &program);
-        command.arg("-c").arg(sidecar.written("yaml", &text)?);
+        command.arg("-c").arg(sidecar.write_config("yaml", &text)?);
         command.args(["--concurrency", &setup.workers.to_string()]);
         command.args(["--disable-hot-restart", "--log-level", "warning"]);
         Ok(command)
     })
 }
 
-/// The program inside the Python package, whose own `envoy` is a script that starts it.
+/// The binary inside the Python package. The `envoy` command of the package is a script that starts it.
 pub(super) fn envoy() -> anyhow::Result<PathBuf> {
     let script = "import envoy, pathlib; print(pathlib.Path(envoy.__file__).parent / '_bin/envoy')";
     let output = Command::new("python3").args(["-c", script]).output();
@@ -78,17 +79,16 @@ pub(super) fn envoy() -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// One of the two sidecars.
 struct Sidecar<'a> {
-    scene: &'a Scene,
+    scene: &'a Testbed,
     side: Side,
     listener: SocketAddr,
     app_port: u16,
 }
 
-/// Starts what the setup wants and waits until it listens.
+/// Starts the sidecars that the setup needs and waits until they listen.
 fn start(
-    scene: &Scene,
+    scene: &Testbed,
     setup: &Setup,
     command: impl Fn(&Sidecar<'_>) -> anyhow::Result<Command>,
 ) -> anyhow::Result<Sidecars> {
@@ -104,13 +104,13 @@ fn start(
             },
         };
         let mut process = Process::start(side.name(), command(&sidecar)?, scene.dir.path())?;
-        process.listening(&[sidecar.listener.port()]).map(|()| process)
+        process.wait_for_ports(&[sidecar.listener.port()]).map(|()| process)
     })
 }
 
 impl Sidecar<'_> {
-    /// A committed configuration with the addresses and files of this run.
-    fn filled(&self, name: &str) -> anyhow::Result<String> {
+    /// Renders a committed configuration with the addresses and files of this run.
+    fn render_config(&self, name: &str) -> anyhow::Result<String> {
         let path = self.scene.file(name);
         let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
         Ok(text
@@ -125,8 +125,8 @@ impl Sidecar<'_> {
             ))
     }
 
-    /// Writes it under a name of the same kind: Envoy goes by its end.
-    fn written(&self, kind: &str, text: &str) -> anyhow::Result<PathBuf> {
+    /// Writes the configuration. The file extension matters: Envoy derives the format from it.
+    fn write_config(&self, kind: &str, text: &str) -> anyhow::Result<PathBuf> {
         let path = self.scene.file(&format!("running-{}.{kind}", self.side.name()));
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)

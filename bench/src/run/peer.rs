@@ -1,112 +1,39 @@
-//! The sidecars that are compared, each pair started the same way.
+//! The sidecars that are compared. Each pair is started in the same way.
 
 use std::process::Command;
 
+use anyhow::Context as _;
+
 use super::process::Process;
-use super::rows::{Path, Setup, Traffic};
-use super::scene::{self, HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
-use super::throttle::Throttle;
+use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
+use super::setup::{Path, Peer, Setup, Traffic, name};
+use super::sidecars::Sidecars;
 use super::{others, tools, tulle};
 
-/// Who carries the traffic.
-#[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Peer {
-    /// As its images have it: built with a profile.
-    Tulle,
-    /// tulle, built without a profile.
-    TulleNoProfile,
-    Haproxy,
-    Nginx,
-    Envoy,
-    /// Nobody: what the client and the application can do alone.
-    None,
-}
-
-/// One of the two sidecars.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Side {
-    Client,
-    Server,
-}
-
-impl Side {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Client => "client",
-            Self::Server => "server",
-        }
-    }
-}
-
-/// Running sidecars with their redirect rules.
-pub(super) struct Sidecars {
-    // Dropped in this order: processes before the limits on them.
-    pub(super) client: Option<Process>,
-    pub(super) server: Option<Process>,
-    _throttles: Vec<Throttle>,
-    /// Runs while they do; its cost is not theirs.
-    _control: Option<Process>,
-    _redirect: Redirect,
-}
-
-impl Sidecars {
-    /// Starts what the setup wants, the server's first, then redirects the traffic of its side.
-    pub(super) fn start(
-        scene: &Scene,
-        setup: &Setup,
-        control: Option<Process>,
-        start: impl Fn(Side) -> anyhow::Result<Process>,
-    ) -> anyhow::Result<Self> {
-        let server = (setup.path != Path::Outbound)
-            .then(|| start(Side::Server))
-            .transpose()?;
-        let client = (setup.path != Path::Inbound).then(|| start(Side::Client)).transpose()?;
-        let throttle = |process| setup.throttle.map(|percent| Throttle::threads_of(process, percent));
-        Ok(Self {
-            _throttles: [&client, &server]
-                .into_iter()
-                .flatten()
-                .filter_map(throttle)
-                .collect::<anyhow::Result<_>>()?,
-            _redirect: scene.redirect(setup.path)?,
-            client,
-            server,
-            _control: control,
-        })
-    }
-
-    pub(super) fn sides(&self) -> Vec<(Side, &Process)> {
-        let client = self.client.iter().map(|process| (Side::Client, process));
-        let server = self.server.iter().map(|process| (Side::Server, process));
-        client.chain(server).collect()
-    }
-}
-
 impl Peer {
-    /// Fails when a program is missing, before anything is started.
+    /// Fails if a required program is missing.
     pub(super) fn check(self) -> anyhow::Result<()> {
         match self {
             Self::Tulle => tulle::check(tulle::PROXY),
             Self::TulleNoProfile => tulle::check(tulle::PROXY_NO_PROFILE),
-            Self::Haproxy => tools::installed("haproxy"),
-            Self::Nginx => tools::installed("nginx"),
+            Self::Haproxy => tools::check_installed("haproxy"),
+            Self::Nginx => tools::check_installed("nginx"),
             Self::Envoy => others::envoy().map(drop),
             Self::None => Ok(()),
         }
     }
 
-    /// Fails when the traffic of the warm-up did not go the way that is measured.
-    pub(super) fn verify(self, scene: &Scene, setup: &Setup) -> anyhow::Result<()> {
+    /// Fails if the warm-up traffic did not pass through the sidecars.
+    pub(super) fn verify(self, scene: &Testbed, setup: &Setup) -> anyhow::Result<()> {
         match self {
             Self::Tulle | Self::TulleNoProfile => tulle::verify(scene, setup.path),
-            // Nobody else answers at the service's address, and the sidecar accepts nothing but certificates of ours.
+            // Only the sidecar answers at the service's address, and it accepts only certificates of this run.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
 
     /// Starts the sidecars and waits until they listen.
-    pub(super) fn start(self, scene: &Scene, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+    pub(super) fn start(self, scene: &Testbed, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
         match self {
             Self::Tulle => tulle::start(scene, setup, tulle::PROXY).map(Some),
             Self::TulleNoProfile => tulle::start(scene, setup, tulle::PROXY_NO_PROFILE).map(Some),
@@ -117,7 +44,7 @@ impl Peer {
         }
     }
 
-    /// What it calls itself, with its version.
+    /// Name and version, as the program reports them.
     pub(super) fn version(self) -> anyhow::Result<String> {
         match self {
             Self::Tulle | Self::TulleNoProfile => {
@@ -126,7 +53,7 @@ impl Peer {
                 let commit = commit.map(|output| format!(" ({})", String::from_utf8_lossy(&output.stdout).trim()));
                 Ok(format!(
                     "{} {}{}",
-                    super::report::name(self),
+                    name(self),
                     env!("CARGO_PKG_VERSION"),
                     commit.unwrap_or_default()
                 ))
@@ -135,7 +62,7 @@ impl Peer {
             Self::Nginx => tools::first_line("nginx", &["-v"]),
             Self::Envoy => {
                 let line = tools::first_line(others::envoy()?, &["--version"])?;
-                // It begins with where the program is.
+                // The line begins with the path of the program.
                 Ok(line
                     .split_once("version:")
                     .map_or_else(|| line.clone(), |(_, version)| format!("envoy version:{version}")))
@@ -145,7 +72,7 @@ impl Peer {
     }
 }
 
-fn haproxy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+fn haproxy(scene: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let (mode, proto, app_port) = match setup.traffic {
         Traffic::Http1 => ("http", "h1", HTTP_PORT),
         Traffic::Http2 => ("http", "h2", HTTP_PORT),
@@ -170,6 +97,35 @@ fn haproxy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
             .env("ANCHORS", &scene.certs.anchors)
             .env("CERTIFICATE", scene.certificate(side));
         let mut process = Process::start(&format!("haproxy-{name}"), command, scene.dir.path())?;
-        process.listening(&[listener.port()]).map(|()| process)
+        process.wait_for_ports(&[listener.port()]).map(|()| process)
     })
+}
+
+/// Checks that the programs of `peers` and the load generators `programs` are installed, and removes leftovers of an earlier run.
+pub(super) fn check_requirements(peers: &[Peer], programs: &[&str]) -> anyhow::Result<()> {
+    programs
+        .iter()
+        .try_for_each(|program| tools::check_installed(program))?;
+    peers.iter().try_for_each(|peer| peer.check())?;
+    tools::sibling_binary(scene::INIT)?;
+    tulle_core::netns::remove_stale(scene::PREFIX).context("removing leftovers of an earlier run")?;
+    Ok(())
+}
+
+/// Names and versions of peers and load generators, as they report them.
+pub(super) fn versions(peers: &[Peer]) -> anyhow::Result<Vec<String>> {
+    let peers = peers
+        .iter()
+        .filter(|peer| **peer != Peer::None)
+        .map(|peer| peer.version());
+    let generators: [(&str, &[&str]); 3] = [("wrk", &["-v"]), ("h2load", &["--version"]), ("ghz", &["--version"])];
+    let generators = generators.iter().map(|(program, args)| {
+        let line = tools::first_line(program, args)?;
+        Ok(if line.starts_with(program) {
+            line
+        } else {
+            format!("{program} {line}")
+        })
+    });
+    peers.chain(generators).collect()
 }

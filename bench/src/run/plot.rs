@@ -3,21 +3,22 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// Groups of bars, one beside the other.
+/// A chart with groups of bars.
 pub(super) struct Bars {
     pub(super) title: String,
     pub(super) unit: String,
     pub(super) groups: Vec<Group>,
 }
 
-/// Bars with a common label, each with the name of its series.
+/// A labelled group of bars. Each bar has the name of its series and a value.
 pub(super) struct Group {
     pub(super) label: String,
     pub(super) bars: Vec<(String, f64)>,
 }
 
 impl Bars {
-    /// The chart. Each group has its own scale, because rows differ by orders of magnitude; the figures stand on the bars.
+    /// Renders the chart. Each group has its own scale, because rows differ by orders of magnitude. Values are printed above the
+    /// bars.
     pub(super) fn svg(&self) -> String {
         let mut colours: BTreeMap<&str, &str> = BTreeMap::new();
         for (name, _) in self.groups.iter().flat_map(|group| &group.bars) {
@@ -85,7 +86,7 @@ impl Bars {
     }
 }
 
-/// As short as fits on a bar: "7.3", "128", "45k".
+/// Formats a value so that it fits above a bar: "7.3", "128", "45k".
 fn short(value: f64) -> String {
     match value {
         value if value >= 10_000.0 => format!("{:.0}k", value / 1000.0),

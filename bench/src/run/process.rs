@@ -1,4 +1,4 @@
-//! A process that is measured, or only has to run: its CPU time, memory, and when it listens.
+//! A child process with its CPU time, memory and listening ports.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -37,34 +37,34 @@ impl Process {
     }
 
     /// Waits until the process's namespace has a listener on each of `ports`.
-    pub fn listening(&mut self, ports: &[u16]) -> anyhow::Result<()> {
+    pub fn wait_for_ports(&mut self, ports: &[u16]) -> anyhow::Result<()> {
         self.wait_for(&format!("listeners on {ports:?}"), |process| {
-            let mut open = listeners(&process.proc("net/tcp")?);
-            open.extend(listeners(&process.proc("net/tcp6").unwrap_or_default()));
+            let mut open = listening_ports(&process.proc("net/tcp")?);
+            open.extend(listening_ports(&process.proc("net/tcp6").unwrap_or_default()));
             Ok(ports.iter().all(|port| open.contains(port)))
         })
     }
 
-    /// Waits until `condition` holds; fails when the process ends or the time is over.
+    /// Waits until `condition` holds. Fails if the process ends or the timeout is reached.
     pub fn wait_for(
         &mut self,
         what: &str,
         mut condition: impl FnMut(&Self) -> anyhow::Result<bool>,
     ) -> anyhow::Result<()> {
-        for _ in 0..START_TRIES {
+        for _ in 0..MAX_START_POLLS {
             if let Some(status) = self.child.try_wait().context("waiting for a child")? {
-                bail!("{} ended with {status}: {}", self.name, self.last_words());
+                bail!("{} ended with {status}: {}", self.name, self.log_tail());
             }
             if condition(self)? {
                 return Ok(());
             }
-            std::thread::sleep(START_PAUSE);
+            std::thread::sleep(START_POLL_INTERVAL);
         }
         bail!(
             "{} has no {what} after {:?}: {}",
             self.name,
-            START_PAUSE * START_TRIES,
-            self.last_words()
+            START_POLL_INTERVAL * MAX_START_POLLS,
+            self.log_tail()
         )
     }
 
@@ -76,7 +76,7 @@ impl Process {
         self.child.id()
     }
 
-    /// The numbers of all living threads.
+    /// Ids of all running threads.
     pub fn threads(&self) -> anyhow::Result<Vec<u64>> {
         let dir = format!("/proc/{}/task", self.child.id());
         let number = |entry: std::io::Result<std::fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
@@ -84,11 +84,11 @@ impl Process {
         Ok(threads.filter_map(number).collect())
     }
 
-    /// CPU time of all living threads, from the scheduler: exact to the nanosecond, where utime counts ticks.
+    /// CPU time of all running threads, from the scheduler. Its unit is nanoseconds, whereas utime counts clock ticks.
     pub fn cpu(&self) -> anyhow::Result<Duration> {
         let mut nanos = 0;
         for thread in self.threads()? {
-            // A thread that ended in between is no longer counted; sidecars keep theirs.
+            // A thread that has ended is no longer counted. The threads of sidecars do not end.
             let Ok(text) = self.proc(&format!("task/{thread}/schedstat")) else {
                 continue;
             };
@@ -97,10 +97,10 @@ impl Process {
         Ok(Duration::from_nanos(nanos))
     }
 
-    /// CPU time in user mode and in the kernel so far, in ticks.
+    /// CPU time in user mode and in the kernel so far, in clock ticks.
     pub fn ticks(&self) -> anyhow::Result<(u64, u64)> {
         let stat = self.proc("stat")?;
-        // The second field is the program's name, which may contain anything but is closed by the last bracket.
+        // The second field is the program's name. It can contain any character, and the last bracket closes it.
         let fields: Vec<&str> = stat
             .rsplit_once(')')
             .map_or_else(Vec::new, |(_, rest)| rest.split_whitespace().collect());
@@ -116,7 +116,7 @@ impl Process {
         self.status("VmRSS:")
     }
 
-    /// The most that was ever resident, in KiB.
+    /// Maximum resident memory so far, in KiB.
     pub fn peak_rss_kib(&self) -> anyhow::Result<u64> {
         self.status("VmHWM:")
     }
@@ -134,9 +134,9 @@ impl Process {
     }
 
     /// The end of the log.
-    pub fn last_words(&self) -> String {
+    pub fn log_tail(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
-        String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..])
+        String::from_utf8_lossy(&log[log.len().saturating_sub(LOG_TAIL_BYTES)..])
             .trim()
             .to_owned()
     }
@@ -144,29 +144,29 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let asked_at = Instant::now();
+        let started_at = Instant::now();
         let pid = i32::try_from(self.child.id()).map(Pid::from_raw);
-        while matches!(self.child.try_wait(), Ok(None)) && asked_at.elapsed() < PATIENCE {
-            // Asking and killing fail only when it has ended already. Asked once, a server's sidecar serves on for as long as the
-            // application listens, which may be longer than this process has patience; asked again, it ends.
+        while matches!(self.child.try_wait(), Ok(None)) && started_at.elapsed() < EXIT_TIMEOUT {
+            // Signals fail only if the process has already ended. After one SIGTERM, the server's sidecar serves until the
+            // application stops listening, which can exceed the timeout here. A second SIGTERM ends it.
             let _ = pid.map(|pid| kill(pid, Signal::SIGTERM));
-            std::thread::sleep(ASK_AGAIN);
+            std::thread::sleep(SIGTERM_INTERVAL);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// How long it may take to end by itself, as it has to where it writes something at its end.
-const PATIENCE: Duration = Duration::from_secs(2);
-const ASK_AGAIN: Duration = Duration::from_millis(20);
+/// Time to exit after SIGTERM before the process is killed. Some programs write results when they exit.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+const SIGTERM_INTERVAL: Duration = Duration::from_millis(20);
 
 fn first_number(text: &str) -> Option<u64> {
     text.split_whitespace().next()?.parse().ok()
 }
 
 /// Local ports in state LISTEN of a table like `/proc/net/tcp`.
-fn listeners(table: &str) -> Vec<u16> {
+fn listening_ports(table: &str) -> Vec<u16> {
     let port = |line: &str| {
         let mut fields = line.split_whitespace().skip(1);
         let (local, _, state) = (fields.next()?, fields.next()?, fields.next()?);
@@ -177,22 +177,22 @@ fn listeners(table: &str) -> Vec<u16> {
     table.lines().filter_map(port).collect()
 }
 
-/// Under callgrind a start takes some seconds.
-const START_TRIES: u32 = 6000;
-const START_PAUSE: Duration = Duration::from_millis(10);
-const LAST_WORDS: usize = 2000;
+/// Under callgrind, a start takes several seconds.
+const MAX_START_POLLS: u32 = 6000;
+const START_POLL_INTERVAL: Duration = Duration::from_millis(10);
+const LOG_TAIL_BYTES: usize = 2000;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn listeners_are_told_from_connections() {
+    fn connections_do_not_count_as_listeners() {
         let table = "  sl  local_address rem_address   st tx_queue\n   \
                      0: 0100007F:102C 00000000:0000 0A 00000000:00000000\n   \
                      1: 0100007F:1F90 0100007F:D431 01 00000000:00000000\n";
-        assert_eq!(listeners(table), [4140]);
-        assert!(listeners("garbage\n: : 0A").is_empty());
+        assert_eq!(listening_ports(table), [4140]);
+        assert!(listening_ports("garbage\n: : 0A").is_empty());
     }
 
     #[test]
@@ -205,7 +205,7 @@ mod tests {
         ]);
         let mut process = Process::start("loop", command, dir.path()).unwrap();
         process
-            .wait_for("done", |process| Ok(process.last_words() == "done"))
+            .wait_for("done", |process| Ok(process.log_tail() == "done"))
             .unwrap();
         assert!(process.cpu().unwrap() > Duration::from_millis(1));
         assert!(process.rss_kib().unwrap() > 100);
@@ -215,33 +215,33 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_wants_to_be_asked_twice_ends_by_itself() {
+    fn a_process_that_needs_two_sigterms_exits_without_being_killed() {
         let dir = tempfile::tempdir().unwrap();
         let written = dir.path().join("written");
-        let at_the_second = format!("echo all > {}; exit", written.display());
+        let on_second_term = format!("echo all > {}; exit", written.display());
         let mut command = Command::new("sh");
         command.args([
             "-c",
             "trap 'trap \"$1\" TERM' TERM; echo ready; while :; do sleep 0.01; done",
             "sh",
-            &at_the_second,
+            &on_second_term,
         ]);
         let mut process = Process::start("patient", command, dir.path()).unwrap();
         process
-            .wait_for("handler", |process| Ok(process.last_words() == "ready"))
+            .wait_for("handler", |process| Ok(process.log_tail() == "ready"))
             .unwrap();
         drop(process);
         assert_eq!(std::fs::read_to_string(written).unwrap(), "all\n");
     }
 
     #[test]
-    fn a_process_that_ends_is_reported_with_its_last_words() {
+    fn a_process_that_ends_is_reported_with_the_end_of_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such file >&2; exit 3"]);
         let error = Process::start("broken", command, dir.path())
             .unwrap()
-            .listening(&[1])
+            .wait_for_ports(&[1])
             .unwrap_err()
             .to_string();
         assert!(

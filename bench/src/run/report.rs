@@ -1,4 +1,4 @@
-//! Medians over the repeats, ratios, and the verdict on each bound.
+//! The report of a run: medians over the repeats, ratios, and the result of each bound.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,28 +8,28 @@ use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
 
 use super::bounds::{self, Bound, Reference};
-use super::drive::{Metric, Sample};
-use super::peer::Peer;
+use super::metric::{Metric, Sample};
 use super::rows::Row;
+use super::setup::{Peer, name};
 
-/// Samples as they come in.
+/// The samples of a run.
 pub(super) struct Results {
     machine: Machine,
     samples: BTreeMap<(Row, Peer), Vec<Sample>>,
 }
 
-/// What is printed and written.
+/// The report, as printed and written to JSON.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Report {
     pub(super) machine: Machine,
     pub(super) lines: Vec<Line>,
-    pub(super) bounds: Vec<Check>,
+    pub(super) bounds: Vec<BoundCheck>,
 }
 
-/// Where it was measured, and what.
+/// The machine and the programs of a run.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Machine {
-    /// "2026-11-22".
+    /// Date as "2026-11-22".
     pub(super) date: String,
     pub(super) processor: String,
     pub(super) cpus: usize,
@@ -37,13 +37,13 @@ pub(super) struct Machine {
     pub(super) kernel: String,
     /// Load average of the minute before the run.
     pub(super) load: f64,
-    /// Peers and load generators, as they call themselves.
+    /// Names and versions of peers and load generators, as they report them.
     pub(super) versions: Vec<String>,
-    /// The arguments of the run.
+    /// Command line arguments of the run.
     pub(super) command: String,
 }
 
-/// One row of one peer.
+/// The metrics of one row and peer.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Line {
     pub(super) row: Row,
@@ -51,7 +51,7 @@ pub(super) struct Line {
     pub(super) metrics: BTreeMap<Metric, Cell>,
 }
 
-/// One figure over the repeats.
+/// One metric over the repeats.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Cell {
     pub(super) median: f64,
@@ -60,32 +60,32 @@ pub(super) struct Cell {
     pub(super) n: usize,
 }
 
-/// One bound and what was measured.
+/// A bound and the measured value.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) struct Check {
+pub(super) struct BoundCheck {
     pub(super) row: Row,
     pub(super) metric: Metric,
     pub(super) bound: String,
     pub(super) value: Option<f64>,
-    /// Value by that of the peer or row the bound is relative to.
+    /// The value divided by that of the peer or row that the bound refers to.
     pub(super) ratio: Option<f64>,
-    pub(super) verdict: Verdict,
+    pub(super) verdict: BoundResult,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
-pub(super) enum Verdict {
+pub(super) enum BoundResult {
     Pass,
     Fail,
-    /// The run did not measure what the bound is about.
+    /// The run did not measure a value that the bound needs.
     Skipped,
 }
 
 impl Results {
-    /// Before anything is measured: how busy the machine is without us stands in the report.
+    /// Must be called before the measurements, because the report contains the load of the idle machine.
     pub(super) fn new(versions: Vec<String>) -> Self {
         Self {
-            machine: Machine::look(versions),
+            machine: Machine::detect(versions),
             samples: BTreeMap::new(),
         }
     }
@@ -94,7 +94,7 @@ impl Results {
         self.samples.entry((row, peer)).or_default().push(sample);
     }
 
-    /// Reduces the samples to medians and judges them by `bounds`.
+    /// Reduces the samples to medians and checks them against `bounds`.
     pub(super) fn report(&self, bounds: &str) -> anyhow::Result<Report> {
         let lines: Vec<Line> = self
             .samples
@@ -118,7 +118,7 @@ impl Results {
 }
 
 impl Machine {
-    fn look(versions: Vec<String>) -> Self {
+    fn detect(versions: Vec<String>) -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
         let field = |text: &str, name: &str| {
             let line = text.lines().find(|line| line.starts_with(name));
@@ -151,14 +151,14 @@ impl Report {
         serde_json::from_slice(&json).with_context(|| format!("{} is not what \"run --json\" writes", path.display()))
     }
 
-    /// The median of a figure.
+    /// The median of a metric.
     pub(super) fn median(&self, row: Row, peer: Peer, metric: Metric) -> Option<f64> {
         median(&self.lines, row, peer, metric)
     }
 
-    /// Whether no bound is broken; what was not measured breaks nothing.
+    /// Whether no bound is broken. Skipped bounds count as passed.
     pub(super) fn passed(&self) -> bool {
-        self.bounds.iter().all(|check| check.verdict != Verdict::Fail)
+        self.bounds.iter().all(|check| check.verdict != BoundResult::Fail)
     }
 }
 
@@ -174,7 +174,7 @@ fn cells(samples: &[Sample]) -> BTreeMap<Metric, Cell> {
 }
 
 impl Line {
-    /// Whether it is about requests; the other rows have figures of their own.
+    /// Whether the row measures request throughput. The other rows have their own metrics.
     fn is_load(&self) -> bool {
         self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }
@@ -195,7 +195,7 @@ impl Cell {
         Some(Self { median, min, max, n })
     }
 
-    /// Distance of the extremes in percent of the median.
+    /// Difference of maximum and minimum in percent of the median.
     pub(super) fn spread(&self) -> f64 {
         if self.median == 0.0 {
             0.0
@@ -205,7 +205,7 @@ impl Cell {
     }
 }
 
-fn check(lines: &[Line], bound: &Bound) -> Check {
+fn check(lines: &[Line], bound: &Bound) -> BoundCheck {
     let value = median(lines, bound.row, Peer::Tulle, bound.metric);
     let reference = bound.of.map(|of| match of {
         Reference::Peer(peer) => median(lines, bound.row, peer, bound.metric),
@@ -214,9 +214,9 @@ fn check(lines: &[Line], bound: &Bound) -> Check {
     let (ratio, verdict) = match (value, reference) {
         (Some(value), None) => (None, verdict(bound.holds(value, None))),
         (Some(value), Some(Some(reference))) => (Some(value / reference), verdict(bound.holds(value, Some(reference)))),
-        (None, _) | (_, Some(None)) => (None, Verdict::Skipped),
+        (None, _) | (_, Some(None)) => (None, BoundResult::Skipped),
     };
-    Check {
+    BoundCheck {
         row: bound.row,
         metric: bound.metric,
         bound: bound.text.clone(),
@@ -226,8 +226,8 @@ fn check(lines: &[Line], bound: &Bound) -> Check {
     }
 }
 
-fn verdict(holds: bool) -> Verdict {
-    if holds { Verdict::Pass } else { Verdict::Fail }
+fn verdict(holds: bool) -> BoundResult {
+    if holds { BoundResult::Pass } else { BoundResult::Fail }
 }
 
 fn median(lines: &[Line], row: Row, peer: Peer, metric: Metric) -> Option<f64> {
@@ -239,13 +239,13 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "medians, and in brackets the distance of the extremes; {} CPUs, Linux {}, load {} before the run",
+            "medians, and in brackets the difference of maximum and minimum; {} CPUs, Linux {}, load {} before the run",
             self.machine.cpus, self.machine.kernel, self.machine.load
         )?;
-        if self.machine.load > QUIET {
+        if self.machine.load > MAX_IDLE_LOAD {
             writeln!(
                 f,
-                "the machine was busy in the minute before; if it still was, requests/s and latencies say little, CPU times more"
+                "the machine was busy in the minute before the run; if it still was, trust CPU times more than requests/s and latencies"
             )?;
         }
         writeln!(f)?;
@@ -285,17 +285,9 @@ impl fmt::Display for Report {
     }
 }
 
-/// The name a value has in JSON.
-pub(super) fn name(value: impl Serialize) -> String {
-    match serde_json::to_value(value) {
-        Ok(serde_json::Value::String(name)) => name,
-        other => format!("{other:?}"),
-    }
-}
-
-/// Above this load others may have taken part in the measurement.
-const QUIET: f64 = 0.5;
-/// Metric, title and decimals of the table's columns.
+/// With a higher load average, other processes may have influenced the measurement.
+const MAX_IDLE_LOAD: f64 = 0.5;
+/// Metric, column title, number of decimals.
 const COLUMNS: [(Metric, &str, usize); 9] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
     (Metric::P50Us, "p50 µs", 0),
@@ -325,7 +317,7 @@ mod tests {
     const BOUND: &str = "http-c64.client_cpu_us = \"at most 1.3 x haproxy\"";
 
     #[test]
-    fn medians_take_the_middle_or_the_mean_of_the_two_in_the_middle() {
+    fn medians_of_even_counts_are_the_mean_of_the_middle_two() {
         let cell = Cell::of(vec![9.0, 1.0, 2.0]).unwrap();
         assert_eq!(
             cell,
@@ -346,16 +338,16 @@ mod tests {
         let passed = results(&[11.0, 12.0, 99.0], &[10.0, 10.0, 1.0]).report(BOUND).unwrap();
         assert_eq!(
             (passed.bounds[0].ratio, passed.bounds[0].verdict),
-            (Some(1.2), Verdict::Pass)
+            (Some(1.2), BoundResult::Pass)
         );
         let failed = results(&[14.0], &[10.0]).report(BOUND).unwrap();
         assert!(!failed.passed() && failed.to_string().contains("FAIL"), "{failed}");
     }
 
     #[test]
-    fn what_was_not_measured_is_skipped() {
+    fn bounds_without_a_measurement_are_skipped() {
         let report = results(&[11.0], &[]).report(BOUND).unwrap();
-        assert_eq!(report.bounds[0].verdict, Verdict::Skipped);
+        assert_eq!(report.bounds[0].verdict, BoundResult::Skipped);
         assert!(report.passed());
     }
 

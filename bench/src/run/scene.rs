@@ -1,5 +1,5 @@
-//! The stage: namespaces, redirect rules, the application, certificates; the same for every peer, but one for each, so that
-//! all of them can be there at once.
+//! The testbed: network namespaces, redirect rules, the application and certificates. Each peer has its own testbed with the same
+//! structure, so that all of them can run at the same time.
 
 use std::ffi::OsStr;
 use std::fs::Permissions;
@@ -12,36 +12,27 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use tempfile::TempDir;
 use tulle_core::names::port;
-use tulle_core::netns::{Lab, Namespace};
+use tulle_core::netns::{Namespace, VirtualNetwork};
 
-use super::peer::{Peer, Side};
 use super::process::Process;
-use super::rows::Path;
+use super::setup::Path;
+use super::setup::Side;
 use super::{certs, tools};
 
-/// Everything but the sidecars. Dropping it removes it all.
-pub(super) struct Scene {
-    // Dropped in this order: processes before the namespaces they live in.
+/// The testbed without the sidecars. Dropping it removes everything.
+pub(super) struct Testbed {
+    // Field order is drop order: processes end before their namespaces are removed.
     _app: Option<Process>,
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) control: Arc<Namespace>,
     pub(super) certs: certs::Files,
     pub(super) dir: TempDir,
-    _lab: Lab,
+    _network: VirtualNetwork,
 }
 
-/// Checks that all that `peers` need is there, and the programs that drive them, and clears what an earlier run left behind.
-pub(super) fn prepare(peers: &[Peer], programs: &[&str]) -> anyhow::Result<()> {
-    programs.iter().try_for_each(|program| tools::installed(program))?;
-    peers.iter().try_for_each(|peer| peer.check())?;
-    tools::beside(INIT)?;
-    tulle_core::netns::sweep(PREFIX).context("removing what an earlier run left behind")?;
-    Ok(())
-}
-
-impl Scene {
-    /// Builds the stage.
+impl Testbed {
+    /// Builds the testbed with its application.
     pub(super) fn build() -> anyhow::Result<Self> {
         let mut scene = Self::without_app()?;
         let mut command = scene
@@ -55,25 +46,25 @@ impl Scene {
             &format!("{SERVER}:{TCP_PORT}"),
         ]);
         let mut app = Process::start("app", command, scene.dir.path())?;
-        app.listening(&[HTTP_PORT, TCP_PORT])?;
+        app.wait_for_ports(&[HTTP_PORT, TCP_PORT])?;
         scene._app = Some(app);
         Ok(scene)
     }
 
-    /// The stage for an application of the caller's.
+    /// Builds the testbed without an application; the caller provides one.
     pub(super) fn without_app() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir().context("making a directory")?;
-        // The sidecars run as a user of their own and have to read what is in it.
+        // The sidecars run as another user and must be able to read the directory.
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
         let certs = certs::make(dir.path())?;
         for (name, text) in FILES {
             std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
         }
-        let mut lab = Lab::new(PREFIX)?;
-        let client = lab.host("client", &format!("{CLIENT}/24"), None)?;
-        let server = lab.host("server", &format!("{SERVER}/24"), None)?;
-        let control = lab.host("control", &format!("{CONTROL}/24"), None)?;
-        // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
+        let mut virtual_network = VirtualNetwork::new(PREFIX)?;
+        let client = virtual_network.host("client", &format!("{CLIENT}/24"), None)?;
+        let server = virtual_network.host("server", &format!("{SERVER}/24"), None)?;
+        let control = virtual_network.host("control", &format!("{CONTROL}/24"), None)?;
+        // The address of the service belongs to no host. A packet needs a route to reach the redirect rules.
         client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
         for namespace in [&client, &server] {
             namespace.run(tcp_settings)?.context("setting TCP up")?;
@@ -85,11 +76,11 @@ impl Scene {
             control,
             certs,
             dir,
-            _lab: lab,
+            _network: virtual_network,
         })
     }
 
-    /// Sends the traffic of the sides that have one through their sidecars until the value is dropped.
+    /// Redirects traffic to the sidecars of `path` until the returned value is dropped.
     pub(super) fn redirect(&self, path: Path) -> anyhow::Result<Redirect> {
         let (client, server) = (self.client.clone(), self.server.clone());
         let redirect = Redirect(match path {
@@ -107,7 +98,7 @@ impl Scene {
         Ok(redirect)
     }
 
-    /// Where a sidecar runs.
+    /// The namespace of a sidecar.
     pub(super) fn namespace(&self, side: Side) -> &Namespace {
         match side {
             Side::Client => &self.client,
@@ -115,7 +106,7 @@ impl Scene {
         }
     }
 
-    /// The certificate of a sidecar that gets it from us, with its key.
+    /// The file with the certificate and the key of a sidecar that does not get them from the identity service.
     pub(super) fn certificate(&self, side: Side) -> &std::path::Path {
         match side {
             Side::Client => &self.certs.client,
@@ -123,13 +114,13 @@ impl Scene {
         }
     }
 
-    /// The path of one of [`FILES`].
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 }
 
-/// A program as the user whose traffic is not redirected: entering the namespace needs root, so the user changes after it.
+/// Runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root, so the user changes
+/// after that.
 pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
     let mut command = namespace.command("setpriv");
     command
@@ -142,7 +133,7 @@ pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Com
     command
 }
 
-/// Where a sidecar listens.
+/// Listen address of a sidecar.
 pub(super) fn listener(side: Side) -> SocketAddr {
     match side {
         Side::Client => (Ipv4Addr::LOCALHOST, port::OUTBOUND).into(),
@@ -150,7 +141,7 @@ pub(super) fn listener(side: Side) -> SocketAddr {
     }
 }
 
-/// Redirect rules in force.
+/// Installed redirect rules. Dropping the value removes them.
 pub(super) struct Redirect(Vec<Arc<Namespace>>);
 
 impl Drop for Redirect {
@@ -163,19 +154,21 @@ impl Drop for Redirect {
     }
 }
 
-/// Settings of TCP, the same for every peer.
+/// TCP settings, the same for every peer.
 fn tcp_settings() -> std::io::Result<()> {
-    // Some machines have BBR instead of Linux's default. It paces by what it has measured, and on one busy machine that is how long
-    // processes waited for a processor: bodies come in jerks of 40 ms. A namespace may not choose cubic, but reno, which is the same
-    // where nothing is lost.
+    // Some machines use BBR instead of Linux's default. BBR paces by its measurements, which on one busy machine reflected
+    // scheduling delays: bodies arrived in bursts 40 ms apart. A namespace cannot select cubic, but it can select reno, which
+    // behaves the same without packet loss.
     let control = "/proc/sys/net/ipv4/tcp_congestion_control";
     if std::fs::read_to_string(control)?.trim() != "cubic" {
         std::fs::write(control, "reno")?;
     }
-    // Rows with a connection for each request go through more of them than there are ports, and each lingers for a minute.
+    // Rows with a connection per request use more connections per minute than there are ports, and each closed one stays in
+    // TIME_WAIT.
     std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "1024 65535")?;
     std::fs::write("/proc/sys/net/ipv4/tcp_tw_reuse", "1")?;
-    // There once there are redirect rules; the sidecar's ports must not run out because of what is long over.
+    // This file exists once redirect rules are installed. The short timeout prevents that closed connections use up the sidecar's
+    // ports.
     let tracked = std::path::Path::new("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_time_wait");
     if tracked.exists() {
         std::fs::write(tracked, "1")?;
@@ -183,10 +176,10 @@ fn tcp_settings() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Programs the rules with the shipped binary, for every peer the same.
+/// Installs redirect rules with the shipped `tulle-init`, in the same way for every peer.
 fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
     let output = namespace
-        .command(tools::beside(INIT)?)
+        .command(tools::sibling_binary(INIT)?)
         .args(args)
         .output()
         .context("starting tulle-init")?;
@@ -199,27 +192,26 @@ fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-const INIT: &str = "tulle-init";
+pub(super) const INIT: &str = "tulle-init";
 pub(super) const CLIENT: &str = "10.88.0.10";
 pub(super) const SERVER: &str = "10.88.0.20";
-/// The control plane of tulle.
+/// Address of tulle's control plane.
 pub(super) const CONTROL: &str = "10.88.0.30";
-/// The cluster IP of the service that the server is the only endpoint of.
+/// Cluster IP of the service. The server is its only endpoint.
 pub(super) const SERVICE: &str = "10.99.0.1";
 pub(super) const HTTP_PORT: u16 = 8080;
 pub(super) const TCP_PORT: u16 = 9000;
-/// The user whose traffic is not redirected.
 pub(super) const PROXY_UID: u32 = 2102;
-const PREFIX: &str = "tb-";
+pub(super) const PREFIX: &str = "tb-";
 
-/// A file of `peers/`.
+/// Name and content of a file in `peers/`.
 macro_rules! peer_file {
     ($name:literal) => {
         ($name, include_str!(concat!("../../peers/", $name)))
     };
 }
 
-/// Committed files that the programs of a run read.
+/// Committed files that a run needs.
 const FILES: [(&str, &str); 19] = [
     peer_file!("haproxy-http-client.cfg"),
     peer_file!("haproxy-http-server.cfg"),

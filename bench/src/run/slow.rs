@@ -1,4 +1,4 @@
-//! Clients that take their time: each sends a request line and then a byte of its head a second, and never ends.
+//! Slow clients: each sends a request line and then one byte of its headers per second, without end.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpStream};
@@ -11,50 +11,60 @@ use tokio::task::JoinSet;
 use tokio::time::{self, Instant};
 use tulle_core::netns::Namespace;
 
-use super::drive::{Memory, Metric, Sample};
-use super::generators::{Driven, Http1, wrk};
-use super::peer::Sidecars;
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene};
+use super::generators::{Http1, LoadResult, wrk};
+use super::memory::Memory;
+use super::metric::{Metric, Sample};
+use super::rows::HEAD_TIMEOUT;
+use super::scene::{HTTP_PORT, SERVER, SERVICE, Testbed};
+use super::sidecars::Sidecars;
 
-/// Measures memory and the requests of others while there are slow clients: of the client's sidecar, and as many of the
-/// server's, which come without one. Fails unless each of them is told in time.
-pub(super) fn measure(scene: &Scene, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
-    let duration = duration.min(LONGEST);
+/// Measures the memory and the throughput of normal clients while slow clients are connected: some to the client's sidecar, and the
+/// same number, without a sidecar of their own, to the server's. Fails unless each slow client gets a 408 in time.
+pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
+    let duration = duration.min(MAX_MEASUREMENT);
     let others = || wrk(scene, SERVICE, Http1::get(16), duration);
     let alone = others()?;
     let sides = sidecars.sides();
     let memory = Memory::of(&sides)?;
     let (open, opened) = mpsc::channel();
-    let (beside, grown, told) = std::thread::scope(|scope| {
+    let (beside, grown, results) = std::thread::scope(|scope| {
         let groups = [(&scene.client, SERVICE), (&scene.control, SERVER)];
         let groups = groups.map(|(namespace, host)| {
             let open = open.clone();
             scope.spawn(move || clients(namespace, host, open))
         });
         drop(open);
-        // Nobody says so when clients fail; the reason comes when they are joined.
+        // If the clients fail, the channel closes early, and joining their thread returns the error.
         let n_open = opened.iter().take(groups.len()).count();
         let measured = (n_open == groups.len())
-            .then(|| anyhow::Ok((memory.grown(&sides, CLIENTS)?, others()?)))
+            .then(|| anyhow::Ok((memory.grown(&sides, N_SLOW_CLIENTS)?, others()?)))
             .transpose();
-        let mut told = Vec::new();
+        let mut results = Vec::new();
         for group in groups {
-            told.extend(group.join().map_err(|_| anyhow::anyhow!("slow clients panicked"))??);
+            results.extend(
+                group
+                    .join()
+                    .map_err(|_| anyhow::anyhow!("the slow clients panicked"))??,
+            );
         }
-        let (grown, beside) = measured?.context("slow clients did not open")?;
-        anyhow::Ok((beside, grown, told))
+        let (grown, beside) = measured?.context("the slow clients could not connect")?;
+        anyhow::Ok((beside, grown, results))
     })?;
-    let on_time = HEAD_TIMEOUT..HEAD_TIMEOUT + LATEST;
-    let n_told = told.iter().filter(|told| told.status == 408).count();
-    let n_on_time = told.iter().filter(|told| on_time.contains(&told.after)).count();
+    let on_time = HEAD_TIMEOUT..HEAD_TIMEOUT + MAX_TIMEOUT_DELAY;
+    let n_timed_out = results.iter().filter(|result| result.status == 408).count();
+    let n_on_time = results
+        .iter()
+        .filter(|result| on_time.contains(&result.elapsed))
+        .count();
     ensure!(
-        (n_told, n_on_time) == (told.len(), told.len()),
-        "of {} slow clients {n_told} got 408, and {n_on_time} something in time; one {:?}",
-        told.len(),
-        told.iter()
-            .find(|told| told.status != 408 || !on_time.contains(&told.after))
+        (n_timed_out, n_on_time) == (results.len(), results.len()),
+        "of {} slow clients, {n_timed_out} got 408 and {n_on_time} got a response in time; one has {:?}",
+        results.len(),
+        results
+            .iter()
+            .find(|result| result.status != 408 || !on_time.contains(&result.elapsed))
     );
-    let rate = |driven: &Driven| driven.requests as f64 / driven.seconds;
+    let rate = |driven: &LoadResult| driven.requests as f64 / driven.seconds;
     let mut sample = grown;
     sample.extend([
         (Metric::RequestsPerSecond, rate(&beside)),
@@ -66,30 +76,29 @@ pub(super) fn measure(scene: &Scene, sidecars: &Sidecars, duration: Duration) ->
     Ok(sample)
 }
 
-/// What a slow client was told.
+/// The response of a slow client.
 #[derive(Clone, Copy, Debug)]
-struct Told {
-    /// 0 for none.
+struct SlowClientResult {
+    /// The status code; 0 without a response.
     status: u16,
-    /// How long after its first byte.
-    after: Duration,
+    /// Time from the first byte to the response.
+    elapsed: Duration,
 }
 
-/// Opens all, says so once each has sent some bytes, and returns what they were told.
-fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow::Result<Vec<Told>> {
+/// Opens all connections, signals `open` once each has sent some bytes, and returns the responses.
+fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow::Result<Vec<SlowClientResult>> {
     let addr = SocketAddr::new(host.parse().context("the address is a literal")?, HTTP_PORT);
     let running = async move {
         let mut clients = JoinSet::new();
-        for n in 0..CLIENTS {
+        for n in 0..N_SLOW_CLIENTS {
             let stream = TcpStream::connect(addr).context("opening a slow connection")?;
             stream.set_nonblocking(true)?;
             let stream = tokio::net::TcpStream::from_std(stream)?;
-            clients.spawn(client(stream, EVERY * n / CLIENTS));
-            // One that is silent until all are open would be taken for a client of a server that speaks first.
+            clients.spawn(client(stream, BYTE_INTERVAL * n / N_SLOW_CLIENTS));
+            // Lets the client send its first bytes. The proxy would take a silent client for one of a server-speaks-first protocol.
             tokio::task::yield_now().await;
         }
-        time::sleep(EVERY * 2).await;
-        // Nobody listens only when all is over.
+        time::sleep(BYTE_INTERVAL * 2).await;
         let _ = open.send(());
         anyhow::Ok(clients.join_all().await)
     };
@@ -99,45 +108,43 @@ fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow:
     })?
 }
 
-/// Sends until it is told something, or the connection ends. Bytes of different clients are not sent at the same time.
-async fn client(mut stream: tokio::net::TcpStream, shift: Duration) -> Told {
+/// Sends bytes until a response arrives or the connection ends. `shift` spreads the clients over time.
+async fn client(mut stream: tokio::net::TcpStream, shift: Duration) -> SlowClientResult {
     let begun = Instant::now();
     let mut answer = Vec::new();
     let (mut read, mut write) = stream.split();
     let reading = async {
-        let told = read.read_buf(&mut answer).await;
-        (told, begun.elapsed())
+        let read_result = read.read_buf(&mut answer).await;
+        (read_result, begun.elapsed())
     };
     let sending = async {
-        let (mut bytes, mut next) = (BEGINNING, begun + shift);
+        let (mut bytes, mut next) = (REQUEST_PREFIX, begun + shift);
         while write.write_all(bytes.as_bytes()).await.is_ok() {
-            next += EVERY;
+            next += BYTE_INTERVAL;
             time::sleep_until(next).await;
             bytes = "a";
         }
-        // What is not read yet may say why.
+        // The write failed. Wait for the reader, because a response may be buffered.
         std::future::pending::<Infallible>().await
     };
     let (_, after) = tokio::select! {
-        told = reading => told,
+        result = reading => result,
         never = sending => match never {},
     };
     let status = std::str::from_utf8(&answer)
         .ok()
         .and_then(|text| text.split(' ').nth(1)?.parse().ok());
-    Told {
+    SlowClientResult {
         status: status.unwrap_or_default(),
-        after,
+        elapsed: after,
     }
 }
 
-/// Of each sidecar.
-const CLIENTS: u32 = 2000;
-const BEGINNING: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
-const EVERY: Duration = Duration::from_secs(1);
-/// What the sidecars of this row are told; the default is 30 s.
-pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// How much later a busy machine may be.
-const LATEST: Duration = Duration::from_secs(5);
-/// All of the measurement has to be over before the slow clients are.
-const LONGEST: Duration = Duration::from_secs(5);
+/// Slow clients of each sidecar.
+const N_SLOW_CLIENTS: u32 = 2000;
+const REQUEST_PREFIX: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
+const BYTE_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum delay of the timeout on a busy machine.
+const MAX_TIMEOUT_DELAY: Duration = Duration::from_secs(5);
+/// The measurement must end before the timeout closes the slow connections.
+const MAX_MEASUREMENT: Duration = Duration::from_secs(5);

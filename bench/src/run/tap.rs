@@ -1,4 +1,4 @@
-//! Somebody who watches requests, so that it can be told what that costs.
+//! A tap client, for measuring the cost of tap.
 
 use std::convert::Infallible;
 use std::net::{Ipv4Addr, TcpStream};
@@ -16,22 +16,22 @@ use tulle_proto::tap::ObserveRequest;
 use tulle_proto::tap::observe_request::{Match, r#match as kinds};
 use tulle_proto::tap::tap_client::TapClient;
 
-/// A tap, until it is dropped.
-pub(super) struct Watching {
+/// A running tap. Dropping the value ends it.
+pub(super) struct TapSession {
     events: Arc<AtomicU64>,
-    /// Ends it by its end.
-    _until: oneshot::Sender<Infallible>,
+    /// Dropping the sender ends the tap.
+    _stop: oneshot::Sender<Infallible>,
 }
 
-impl Watching {
-    /// Events that have come.
+impl TapSession {
+    /// Number of events received so far.
     pub(super) fn events(&self) -> u64 {
         self.events.load(Ordering::Relaxed)
     }
 }
 
-/// Watches one of so many requests of the sidecar in a namespace.
-pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<Watching> {
+/// Starts a tap of one in `one_in` requests at the sidecar in a namespace.
+pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSession> {
     let stream = namespace.run(|| TcpStream::connect((Ipv4Addr::LOCALHOST, port::TAP)))?;
     let stream = stream.context("dialling the tap of a sidecar")?;
     stream.set_nonblocking(true)?;
@@ -47,13 +47,13 @@ pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<Watchi
                 _ = ended => Ok(()),
             }
         });
-        let _ = begun.send(watched); // whoever still listens has to know
+        let _ = begun.send(watched); // reports an error if the tap has not begun
     });
     beginning
         .recv()
         .context("the tap panicked")?
         .context("tapping a sidecar")?;
-    Ok(Watching { events, _until: until })
+    Ok(TapSession { events, _stop: until })
 }
 
 async fn watch(

@@ -1,4 +1,4 @@
-//! Holds each thread of a process to a share of a core, by the cpu controller of cgroup v1, which can take single threads.
+//! Limits each thread of a process to a share of a core, with the cpu controller of cgroup v1, which can limit single threads.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,16 +7,16 @@ use anyhow::Context as _;
 
 use super::process::Process;
 
-/// Limits in force. Removed when dropped, which works only once the process has ended.
+/// Active limits. Dropping the value removes them, which requires that the process has ended.
 pub(super) struct Throttle(Vec<PathBuf>);
 
-/// Whether this machine can do it.
+/// Whether this machine has the cpu controller of cgroup v1.
 pub(super) fn available() -> bool {
     Path::new(ROOT).join("cpu.cfs_quota_us").exists()
 }
 
 impl Throttle {
-    /// Limits all present threads of the process.
+    /// Limits all current threads of the process.
     pub(super) fn threads_of(process: &Process, percent: u16) -> anyhow::Result<Self> {
         let mut throttle = Self(Vec::new());
         for thread in process.threads()? {
@@ -25,7 +25,7 @@ impl Throttle {
                 fs::write(dir.join(file), value.to_string())
                     .with_context(|| format!("writing {file} of {}", dir.display()))
             };
-            // One of an earlier run that was killed is as good: the thread that it held is gone.
+            // A directory left by an earlier run that was killed can be reused, because the thread in it has ended.
             fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
             throttle.0.push(dir.clone());
             write("cpu.cfs_period_us", PERIOD_US)?;
@@ -47,5 +47,5 @@ impl Drop for Throttle {
 }
 
 const ROOT: &str = "/sys/fs/cgroup/cpu";
-/// Short, so that a connection does not wait long for its worker's next turn.
+/// In microseconds. Short, so that a throttled worker continues soon.
 const PERIOD_US: u64 = 10_000;

@@ -1,7 +1,7 @@
-//! The peer that this is about: the shipped binaries, with a control plane of their own.
+//! tulle as a peer: the shipped binaries, with their own control plane.
 //!
-//! Nothing is left out to be faster: certificates come from the identity service, policy authorizes every request by the client's
-//! identity, discovery and balancing are on, metrics are counted.
+//! All features of a mesh are enabled: certificates come from the identity service, policy authorizes every request by the client's
+//! identity, discovery and balancing are active, and metrics are counted.
 
 use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
@@ -15,29 +15,30 @@ use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
-use super::peer::{Side, Sidecars};
 use super::process::Process;
-use super::rows::{Build, Path, Rules, Setup};
-use super::scene::{self, CONTROL, PROXY_UID, Scene};
-use super::{callgrind, costs, tools};
+use super::scene::{self, CONTROL, PROXY_UID, Testbed};
+use super::setup::Side;
+use super::setup::{Build, Path, Rules, Setup};
+use super::sidecars::Sidecars;
+use super::{callgrind, tools};
 
-/// The proxy as images have it.
+/// The proxy as in its images, built with profile-guided optimization.
 pub(super) const PROXY: &str = "tulle-proxy";
-/// The proxy, built without a profile.
+/// The proxy, built without profile-guided optimization.
 pub(super) const PROXY_NO_PROFILE: &str = "tulle-proxy-no-profile";
-/// The proxy with an allocator that counts.
+/// The proxy with a counting allocator.
 const COUNTING_PROXY: &str = "tulle-bench-proxy";
 const CONTROL_PLANE: &str = "tulle-control";
 
-/// Fails when a program that measuring `proxy` needs is not beside this one.
+/// Fails if a program that is needed to measure `proxy` is missing in the directory of this program.
 pub(super) fn check(proxy: &str) -> anyhow::Result<()> {
     [proxy, COUNTING_PROXY, CONTROL_PLANE]
         .into_iter()
-        .try_for_each(|name| tools::beside(name).map(drop))
+        .try_for_each(|name| tools::sibling_binary(name).map(drop))
 }
 
-/// Starts a control plane, and sidecars of the program `program`; waits until both have their certificates.
-pub(super) fn start(scene: &Scene, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
+/// Starts a control plane and the sidecars, and waits until both have their certificates.
+pub(super) fn start(scene: &Testbed, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
     let manifests = match setup.path {
         Path::Both => include_str!("../../peers/mesh.yaml"),
         Path::Outbound | Path::Inbound => include_str!("../../peers/mesh-plain.yaml"),
@@ -48,10 +49,10 @@ pub(super) fn start(scene: &Scene, setup: &Setup, program: &str) -> anyhow::Resu
         Rules::Profile => include_str!("../../peers/mesh-profiled.yaml"),
     };
     let mesh = Mesh::create(scene.dir.path(), &format!("{manifests}---\n{rules}"))?;
-    let mut command = scene.control.command(tools::beside(CONTROL_PLANE)?);
+    let mut command = scene.control.command(tools::sibling_binary(CONTROL_PLANE)?);
     command.args(mesh.control_args());
     let mut control = Process::start("tulle-control", command, scene.dir.path())?;
-    control.listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
+    control.wait_for_ports(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
     let proxies = Proxies {
         scene,
         setup,
@@ -61,7 +62,7 @@ pub(super) fn start(scene: &Scene, setup: &Setup, program: &str) -> anyhow::Resu
     Sidecars::start(scene, setup, Some(control), |side| proxies.start(side))
 }
 
-/// Files of one mesh.
+/// The generated files of one mesh.
 struct Mesh {
     dir: PathBuf,
     anchors: String,
@@ -69,7 +70,7 @@ struct Mesh {
 }
 
 impl Mesh {
-    /// Makes trust anchor, issuer, token keys and manifests anew.
+    /// Creates trust anchor, issuer, token keys and manifests.
     fn create(dir: &std::path::Path, manifests: &str) -> anyhow::Result<Self> {
         let dir = dir.join("mesh");
         if dir.exists() {
@@ -110,7 +111,7 @@ impl Mesh {
         ]
     }
 
-    /// A join token in a file that the proxy's user can read.
+    /// Creates a join token in a file that the proxy's user can read.
     fn token(&self, service_account: &str) -> anyhow::Result<PathBuf> {
         let subject = TokenSubject {
             service_account,
@@ -123,25 +124,25 @@ impl Mesh {
     }
 }
 
-/// Starts proxies of one program.
+/// Starts the proxies of one mesh.
 struct Proxies<'a> {
-    scene: &'a Scene,
+    scene: &'a Testbed,
     setup: &'a Setup,
     mesh: &'a Mesh,
     program: &'a str,
 }
 
-/// A copy of a program where every user can start it: what was built below a home directory need not be such a place.
-fn runnable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
+/// Copies a program to a directory that every user can access. Binaries built below a home directory may not be accessible.
+fn copy_executable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
     let copy = dir.join(program);
     if !copy.exists() {
-        std::fs::copy(tools::beside(program)?, &copy).with_context(|| format!("copying {program}"))?;
+        std::fs::copy(tools::sibling_binary(program)?, &copy).with_context(|| format!("copying {program}"))?;
     }
     Ok(copy)
 }
 
 impl Proxies<'_> {
-    /// Starts one side's proxy, and waits for its certificate.
+    /// Starts the proxy of one side and waits for its certificate.
     fn start(&self, side: Side) -> anyhow::Result<Process> {
         let Self {
             scene,
@@ -150,7 +151,7 @@ impl Proxies<'_> {
             program,
         } = *self;
         let (name, namespace) = (side.name(), scene.namespace(side));
-        let installed = |program| runnable(program, scene.dir.path());
+        let installed = |program| copy_executable(program, scene.dir.path());
         let mut command = match setup.build {
             Build::Shipped => scene::as_proxy(namespace, installed(program)?),
             Build::Counting => {
@@ -159,16 +160,16 @@ impl Proxies<'_> {
                 command
             }
             Build::Callgrind => {
-                let dir = scene.dir.path().join(costs::DIRECTORY);
+                let dir = scene.dir.path().join(callgrind::DUMP_DIR);
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
                 chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
                 let mut command = scene::as_proxy(namespace, "valgrind");
-                command.args(callgrind::arguments(&costs::out(scene, side)));
+                command.args(callgrind::arguments(&callgrind::out(scene, side)));
                 command.arg(installed(program)?);
                 command
             }
         };
-        // For valgrind alone.
+        // PATH is for valgrind.
         command.env_clear().env("PATH", "/usr/bin:/bin");
         let identity = |account: &str, namespace: &str| {
             tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
@@ -203,21 +204,21 @@ impl Proxies<'_> {
             }
         }
         let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
-        process.wait_for("certificate, by its /ready", |_| {
+        process.wait_for("certificate (not ready at /ready)", |_| {
             namespace.run(ready).context("asking for readiness")
         })?;
         Ok(process)
     }
 }
 
-/// What the counting proxy has asked its allocator for so far.
-pub(super) struct Allocated {
+/// Allocations of the counting proxy so far.
+pub(super) struct AllocationCounts {
     pub(super) calls: u64,
     pub(super) bytes: u64,
 }
 
-/// Asks the counting proxy in a namespace.
-pub(super) fn allocated(namespace: &Namespace) -> anyhow::Result<Allocated> {
+/// Reads the counters of the counting proxy in a namespace.
+pub(super) fn read_allocations(namespace: &Namespace) -> anyhow::Result<AllocationCounts> {
     let read = || -> std::io::Result<String> {
         let mut answer = String::new();
         TcpStream::connect(COUNTER)?.read_to_string(&mut answer)?;
@@ -229,20 +230,20 @@ pub(super) fn allocated(namespace: &Namespace) -> anyhow::Result<Allocated> {
         .filter_map(|number| number.parse().ok())
         .collect();
     match numbers[..] {
-        [calls, bytes] => Ok(Allocated { calls, bytes }),
-        _ => anyhow::bail!("the counting proxy says {answer:?}"),
+        [calls, bytes] => Ok(AllocationCounts { calls, bytes }),
+        _ => anyhow::bail!("unexpected answer of the counting proxy: {answer:?}"),
     }
 }
 
-/// Fails unless the sidecars have done their work: what is not meshed would look fast.
-pub(super) fn verify(scene: &Scene, path: Path) -> anyhow::Result<()> {
+/// Fails unless metrics show that the sidecars processed the traffic. Traffic that bypasses the mesh would look fast.
+pub(super) fn verify(scene: &Testbed, path: Path) -> anyhow::Result<()> {
     let (namespace, labels): (_, &[&str]) = match path {
-        Path::Both => (&scene.server, &AUTHORIZED),
-        Path::Inbound => (&scene.server, &AUTHORIZED[..2]),
-        Path::Outbound => (&scene.client, &BALANCED),
+        Path::Both => (&scene.server, &AUTHORIZED_SERIES),
+        Path::Inbound => (&scene.server, &AUTHORIZED_SERIES[..2]),
+        Path::Outbound => (&scene.client, &BALANCED_SERIES),
     };
     let metrics = namespace
-        .run(|| ask("/metrics"))?
+        .run(|| admin_get("/metrics"))?
         .context("reading the sidecar's metrics")?;
     anyhow::ensure!(
         metrics
@@ -253,13 +254,13 @@ pub(super) fn verify(scene: &Scene, path: Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the admin server of the namespace's proxy says that it is ready.
+/// Whether the proxy in the current namespace reports that it is ready.
 fn ready() -> bool {
-    ask("/ready").is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+    admin_get("/ready").is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
 }
 
-/// Asks the admin server of the namespace this runs in.
-fn ask(path: &str) -> std::io::Result<String> {
+/// Sends a request to the admin server in the current namespace.
+fn admin_get(path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port::ADMIN))?;
     stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
     stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n").as_bytes())?;
@@ -268,24 +269,24 @@ fn ask(path: &str) -> std::io::Result<String> {
     Ok(answer)
 }
 
-/// Writes a file that every user can read: the keys in it live for one run.
+/// Writes a file that every user can read. Keys in it are valid for one run only.
 fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
     std::fs::write(path, text)
         .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(0o644)))
         .with_context(|| format!("writing {}", path.display()))
 }
 
-/// Where the counting proxy tells its count.
+/// Listen address for the counters of the counting proxy.
 const COUNTER: &str = "127.0.0.1:4199";
 const NAMESPACE: &str = "bench";
 const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
-/// Labels of a counter that only a verified certificate and an AuthorizationPolicy move.
-const AUTHORIZED: [&str; 4] = [
+/// Labels of a counter that is incremented only for a verified client certificate and an AuthorizationPolicy.
+const AUTHORIZED_SERIES: [&str; 4] = [
     "authz_allow_total{",
     "authz_kind=\"authorizationpolicy\"",
     "tls=\"true\"",
     "client_id=\"client.bench.",
 ];
-/// Labels of a counter that only a service's endpoint moves.
-const BALANCED: [&str; 3] = ["request_total{", "direction=\"outbound\"", "dst_service=\"server\""];
+/// Labels of a counter that is incremented only for requests to an endpoint of a service.
+const BALANCED_SERIES: [&str; 3] = ["request_total{", "direction=\"outbound\"", "dst_service=\"server\""];
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(2);

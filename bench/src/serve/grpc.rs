@@ -1,4 +1,4 @@
-//! The gRPC service `tulle.bench.Echo`, and gRPC's health checks, which all services pass.
+//! The gRPC service `tulle.bench.Echo`, and the gRPC health service, which reports every service as healthy.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,22 +17,20 @@ use tulle_proto::health::{HealthCheckRequest, HealthCheckResponse};
 use crate::echo::echo_server::{Echo, EchoServer};
 use crate::echo::{EchoReply, EchoRequest};
 
-use super::App;
+use super::app::App;
 
-pub(super) type Service = EchoServer<Replies>;
+pub(super) type Service = EchoServer<EchoService>;
 
-/// Paths that belong to this service.
 pub(super) const PREFIX: &str = "/tulle.bench.Echo/";
-/// Paths of health checks.
 pub(super) const HEALTH_PREFIX: &str = "/grpc.health.v1.Health/";
 
 pub(super) fn service(app: Arc<App>) -> Service {
-    EchoServer::new(Replies { app })
+    EchoServer::new(EchoService { app })
         .max_decoding_message_size(MAX_MESSAGE)
         .max_encoding_message_size(MAX_MESSAGE)
 }
 
-/// Answers one call. Clones are two reference counts.
+/// Answers one call. Cloning the service is cheap: it holds two `Arc`s.
 pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<Body> {
     match service.clone().call(req).await {
         Ok(rsp) => rsp,
@@ -61,11 +59,11 @@ impl Health for Healthy {
     }
 }
 
-pub(super) struct Replies {
+pub(super) struct EchoService {
     app: Arc<App>,
 }
 
-impl Replies {
+impl EchoService {
     fn reply(&self, payload: Bytes, messages: u64, bytes: u64) -> EchoReply {
         EchoReply {
             payload,
@@ -79,7 +77,7 @@ impl Replies {
 type Outgoing = Pin<Box<dyn Stream<Item = Result<EchoReply, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl Echo for Replies {
+impl Echo for EchoService {
     type ServerStreamStream = Outgoing;
     type BidiStream = Outgoing;
 
@@ -123,5 +121,5 @@ impl Echo for Replies {
     }
 }
 
-/// Larger than gRPC's 4 MiB, so that bulk calls are possible, and bounded.
+/// Maximum message size in bytes. It is larger than gRPC's default of 4 MiB, for bulk calls.
 const MAX_MESSAGE: usize = 64 << 20;

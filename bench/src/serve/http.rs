@@ -1,4 +1,4 @@
-//! The HTTP side: one service for HTTP/1 and HTTP/2, gRPC calls passed on, WebSocket upgrades taken over.
+//! The HTTP server: HTTP/1 and HTTP/2, gRPC calls and WebSocket upgrades on one port.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -22,9 +22,10 @@ use tokio_tungstenite::tungstenite::protocol::Role;
 use tonic::body::Body;
 use tulle_core::drain::Watch;
 
-use super::{App, grpc};
+use super::app::App;
+use super::grpc;
 
-/// Serves one connection to its end, or to the end of its requests once the process drains.
+/// Serves one connection until it ends, or until its requests complete after the process starts to drain.
 pub(super) async fn serve<IO>(stream: IO, app: Arc<App>, watch: Watch)
 where
     IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -32,7 +33,7 @@ where
     let Ok(replica) = HeaderValue::from_str(&app.name) else {
         return;
     };
-    let site = Arc::new(Site {
+    let site = Arc::new(ConnectionHandler {
         calls: grpc::service(app.clone()),
         app,
         replica,
@@ -47,8 +48,8 @@ where
     builder
         .http2()
         .timer(TokioTimer::new())
-        .initial_stream_window_size(WINDOW)
-        .initial_connection_window_size(WINDOW);
+        .initial_stream_window_size(HTTP2_WINDOW_BYTES)
+        .initial_connection_window_size(HTTP2_WINDOW_BYTES);
     let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
     let ended = tokio::select! {
         ended = connection.as_mut() => Some(ended),
@@ -56,27 +57,27 @@ where
     };
     if ended.is_none() {
         connection.as_mut().graceful_shutdown();
-        // A peer that breaks the protocol or goes away is the peer's affair; its load generator counts it.
+        // Errors of the peer are ignored here; the load generator counts them.
         let _ = connection.await;
     }
 }
 
-/// What one connection answers from.
-struct Site {
+/// Handles the requests of one connection.
+struct ConnectionHandler {
     app: Arc<App>,
     calls: grpc::Service,
     replica: HeaderValue,
     watch: Watch,
 }
 
-impl Site {
+impl ConnectionHandler {
     async fn answer(&self, req: Request<Incoming>) -> Response<Body> {
-        super::pause(self.app.delay).await;
+        super::app::delay_response(self.app.delay).await;
         let is_head = req.method() == Method::HEAD;
         let mut rsp = self.route(req).await;
         rsp.headers_mut().insert(X_REPLICA, self.replica.clone());
         if is_head {
-            // Over HTTP/2, hyper would send the body.
+            // hyper would send the body of a response to HEAD over HTTP/2.
             if let Some(length) = rsp.body().size_hint().exact() {
                 rsp.headers_mut().insert(CONTENT_LENGTH, length.into());
             }
@@ -117,7 +118,7 @@ impl Site {
         }
     }
 
-    /// Switches an HTTP/1.1 request to a WebSocket that echoes its messages.
+    /// Upgrades an HTTP/1.1 request to a WebSocket that echoes its messages.
     fn websocket(&self, mut req: Request<Incoming>) -> Response<Body> {
         let key = req
             .headers()
@@ -139,7 +140,7 @@ impl Site {
         let upgrade = hyper::upgrade::on(&mut req);
         let (delay, watch, guard) = (self.app.delay, self.watch.clone(), self.watch.guard());
         tokio::spawn(async move {
-            // The client that goes away between request and switch has nothing to be told.
+            // The client may close the connection before the upgrade completes.
             let Ok(io) = upgrade.await else { return };
             let socket = WebSocketStream::from_raw_socket(TokioIo::new(io), Role::Server, None).await;
             echo_messages(socket, delay, watch).await;
@@ -164,10 +165,10 @@ async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgra
             message = socket.next() => message,
             () = watch.signaled() => break,
         };
-        // Pings and the closing handshake are answered inside the library while it is read.
+        // The library answers pings and the closing handshake while the socket is read.
         let Some(Ok(message)) = message else { return };
         if message.is_text() || message.is_binary() {
-            super::pause(delay).await;
+            super::app::delay_response(delay).await;
             if socket.send(message).await.is_err() {
                 return;
             }
@@ -176,7 +177,7 @@ async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgra
     let _ = socket.close(None).await;
 }
 
-/// `/bytes/17` is `("bytes", 17)`.
+/// Splits a path with a number: `/bytes/17` is `("bytes", 17)`.
 fn argument(path: &str) -> Option<(&str, u64)> {
     let (name, value) = path.strip_prefix('/')?.split_once('/')?;
     Some((name, value.parse().ok()?))
@@ -190,7 +191,7 @@ fn text(status: StatusCode, text: String) -> Response<Body> {
     rsp
 }
 
-/// Streams the request body back as it comes, so that nothing is held and interleaving is visible.
+/// Streams the request body back as it arrives, without buffering it.
 fn echo(req: Request<Incoming>) -> Response<Body> {
     let content_type = req.headers().get(CONTENT_TYPE).cloned();
     let mut rsp = Response::new(Body::new(req.into_body()));
@@ -213,7 +214,7 @@ fn bytes(n: u64) -> Response<Body> {
     rsp
 }
 
-/// The request's headers as a JSON object of arrays.
+/// The request headers as a JSON object of arrays.
 fn headers(headers: &HeaderMap) -> Response<Body> {
     let mut fields: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (name, value) in headers {
@@ -229,8 +230,7 @@ fn headers(headers: &HeaderMap) -> Response<Body> {
     rsp
 }
 
-/// Names the server that answered.
 const X_REPLICA: HeaderName = HeaderName::from_static("x-replica");
-/// HTTP/2 windows: large enough for bulk over a local network.
-const WINDOW: u32 = 4 << 20;
+/// HTTP/2 window size, large enough for bulk transfers over a local network.
+const HTTP2_WINDOW_BYTES: u32 = 4 << 20;
 static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];

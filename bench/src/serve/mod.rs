@@ -1,9 +1,10 @@
-//! Echo servers for tests, the demo and the bench: every listener of one process, and how they end.
+//! Echo servers for tests, the demo and the benchmark.
 //!
-//! On SIGTERM or SIGINT the listeners close at once, HTTP connections finish their requests, byte streams finish the bytes
-//! they have read; what is still open after ten seconds is cut.
-//! Everything runs on one `current_thread` runtime: a server must not be faster than one core only because it has several.
+//! On SIGTERM or SIGINT, the listeners close at once. HTTP connections finish their requests, and TCP connections echo the bytes
+//! that they have read. Connections that are still open after ten seconds are closed. All servers run on one `current_thread`
+//! runtime, so that a server uses at most one core on every machine.
 
+mod app;
 mod grpc;
 mod http;
 mod tcp;
@@ -22,38 +23,32 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tulle_core::drain::{self, Watch};
 
-/// Which servers to run, and how they answer.
+use self::app::App;
+
+/// Arguments of `tulle-bench serve`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// Serve HTTP/1.1, HTTP/2 by prior knowledge, gRPC and WebSocket here (repeatable; port 0 takes a free one).
+    /// Serve HTTP/1.1, HTTP/2 by prior knowledge, gRPC and WebSocket at this address (repeatable; port 0 selects a free one).
     #[arg(long, value_name = "ADDR")]
     pub http: Vec<SocketAddr>,
-    /// The same over TLS, with a certificate that nobody has signed.
+    /// The same over TLS, with a self-signed certificate.
     #[arg(long, value_name = "ADDR")]
     pub https: Vec<SocketAddr>,
-    /// Echo bytes here.
+    /// Echo TCP bytes at this address.
     #[arg(long, value_name = "ADDR")]
     pub tcp: Vec<SocketAddr>,
-    /// Send a line with this server's name first, then echo bytes, here.
+    /// Send a greeting line with the server's name, then echo TCP bytes, at this address.
     #[arg(long, value_name = "ADDR")]
     pub tcp_speaks_first: Vec<SocketAddr>,
-    /// Wait this long before every answer ("50ms").
+    /// Wait this long before every response, such as "50ms".
     #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = tulle_core::duration::parse)]
     pub delay: Duration,
-    /// The name in `x-replica`, in gRPC replies and in greetings.
+    /// Server name in `x-replica`, in gRPC replies and in greetings.
     #[arg(long, default_value = "tulle-bench")]
     pub name: String,
-    /// Write the "listening" lines to this file once all listeners accept.
+    /// Write the "listening" lines to this file once all listeners accept connections.
     #[arg(long, value_name = "FILE")]
     pub ready_file: Option<PathBuf>,
-}
-
-/// What every connection of this process knows.
-struct App {
-    name: String,
-    delay: Duration,
-    /// Where something is served by TLS.
-    tls: Option<TlsAcceptor>,
 }
 
 #[derive(Clone, Copy)]
@@ -64,7 +59,7 @@ enum Protocol {
     TcpSpeaksFirst,
 }
 
-/// Listeners that are bound and not yet served.
+/// Bound listeners, not served yet.
 pub struct Server {
     app: Arc<App>,
     listeners: Vec<(Protocol, TcpListener)>,
@@ -98,7 +93,7 @@ fn signal(kind: tokio::signal::unix::SignalKind) -> anyhow::Result<tokio::signal
 }
 
 impl Server {
-    /// Binds every listener of `args`.
+    /// Binds the listeners of `args`.
     pub async fn bind(args: &Args) -> anyhow::Result<Self> {
         let wanted = (args.http.iter().map(|addr| (Protocol::Http, addr)))
             .chain(args.https.iter().map(|addr| (Protocol::Https, addr)))
@@ -147,7 +142,7 @@ impl Server {
             .and_then(|()| out.flush())
             .context("writing to standard output")?;
         let Some(path) = ready_file else { return Ok(()) };
-        // Written beside and renamed, so that whoever waits for the file never reads half of it.
+        // Written to a temporary file and renamed, so that readers never see a partial file.
         let partial = path.with_extension("partial");
         std::fs::write(&partial, lines)
             .and_then(|()| std::fs::rename(&partial, path))
@@ -162,10 +157,10 @@ impl Server {
             accepting.spawn(accept(protocol, listener, self.app.clone(), watch.clone()));
         }
         stop.await;
-        // No listener is left when the first connection ends.
+        // Listeners close before any connection is drained.
         accepting.shutdown().await;
-        // Whatever is left when the time is over ends with the process.
-        let _ = tokio::time::timeout(GRACE, signal.drain()).await;
+        // Connections that are still open after the timeout end with the process.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, signal.drain()).await;
     }
 }
 
@@ -186,25 +181,25 @@ async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch:
             Ok((stream, _)) => {
                 tokio::spawn(serve(protocol, stream, app.clone(), watch.clone()));
             }
-            // Out of descriptors, most likely: the connections that end will free some.
+            // The usual cause is the limit of file descriptors. Connections that end release some.
             Err(error) => {
                 eprintln!("tulle-bench: accepting on {}: {error}", protocol.name());
-                tokio::time::sleep(ACCEPT_PAUSE).await;
+                tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
             }
         }
     }
 }
 
 async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watch) {
-    // Small answers must not wait for the acknowledgement of the one before. A dead socket shows at the first read.
+    // Small responses must not wait for the acknowledgement of the previous one. An error shows again at the first read.
     let _ = stream.set_nodelay(true);
     let _guard = watch.guard();
     match protocol {
         Protocol::Http => http::serve(stream, app, watch).await,
         Protocol::Https => {
             let Some(acceptor) = &app.tls else { return };
-            // A client that does not finish its handshake has nothing to be told.
-            let Ok(Ok(tls)) = tokio::time::timeout(GRACE, acceptor.accept(stream)).await else {
+            // A failed handshake needs no response.
+            let Ok(Ok(tls)) = tokio::time::timeout(DRAIN_TIMEOUT, acceptor.accept(stream)).await else {
                 return;
             };
             http::serve(tls, app.clone(), watch).await;
@@ -214,7 +209,7 @@ async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watc
     }
 }
 
-/// Ends TLS with a certificate of its own, which clients cannot verify.
+/// Terminates TLS with a self-signed certificate.
 fn acceptor() -> anyhow::Result<TlsAcceptor> {
     let made = rcgen::generate_simple_self_signed(["tulle-bench".to_owned()]).context("making a certificate")?;
     let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).map_err(anyhow::Error::msg)?;
@@ -226,12 +221,5 @@ fn acceptor() -> anyhow::Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// Waits the configured delay; nothing when there is none.
-async fn pause(delay: Duration) {
-    if !delay.is_zero() {
-        tokio::time::sleep(delay).await;
-    }
-}
-
-const GRACE: Duration = Duration::from_secs(10);
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(20);

@@ -1,15 +1,15 @@
-//! Byte echo, with and without a greeting.
+//! TCP echo, with and without a greeting.
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use tulle_core::drain::Watch;
 
-use super::App;
+use super::app::App;
 
 /// Sends `hello from <name>\n`, then echoes.
 pub(super) async fn greet_and_echo(mut stream: TcpStream, app: &App, watch: Watch) {
-    super::pause(app.delay).await;
+    super::app::delay_response(app.delay).await;
     if stream
         .write_all(format!("hello from {}\n", app.name).as_bytes())
         .await
@@ -19,12 +19,12 @@ pub(super) async fn greet_and_echo(mut stream: TcpStream, app: &App, watch: Watc
     }
 }
 
-/// Sends every byte back until the peer ends, an error, or the drain.
+/// Echoes bytes until the peer closes, an error occurs, or the process drains.
 pub(super) async fn echo(mut stream: TcpStream, app: &App, watch: Watch) {
     let mut buf = vec![0; BUFFER];
     loop {
         let read = tokio::select! {
-            // What has arrived before the drain is still answered.
+            // Bytes that arrived before the drain are still echoed.
             biased;
             read = stream.read(&mut buf) => read,
             () = watch.signaled() => break,
@@ -34,14 +34,14 @@ pub(super) async fn echo(mut stream: TcpStream, app: &App, watch: Watch) {
             Ok(n) => n,
             Err(_) => return,
         };
-        super::pause(app.delay).await;
+        super::app::delay_response(app.delay).await;
         if stream.write_all(&buf[..n]).await.is_err() {
             return;
         }
     }
-    // The peer may be gone already; nobody else is interested.
+    // The peer may have closed the connection already.
     let _ = stream.shutdown().await;
 }
 
-/// Large enough that bulk measurements find the proxies, not this loop.
+/// In bytes. Large enough that this loop does not limit bulk measurements.
 const BUFFER: usize = 64 * 1024;

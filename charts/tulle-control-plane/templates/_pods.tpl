@@ -1,4 +1,4 @@
-{{/* What the Deployments of the components share. .root, and .component where it matters. */}}
+{{/* Parts that the Deployments of the components share. .root, and .component if needed. */}}
 
 {{- define "tulle.deployment-metadata" -}}
 name: linkerd-{{ .component }}
@@ -27,7 +27,7 @@ strategy:
     maxUnavailable: {{ $values.deploymentStrategy.rollingUpdate.maxUnavailable }}
 {{- end }}
 
-{{/* Metadata of pods: .annotations are those of the component. */}}
+{{/* Metadata of pods. .annotations: annotations of the component */}}
 {{- define "tulle.pod-metadata" -}}
 {{- $values := .root.Values -}}
 annotations:
@@ -120,7 +120,7 @@ securityContext:
     type: RuntimeDefault
 {{- end }}
 
-{{/* Probes on the admin port .port, with the component's values .of */}}
+{{/* Probes. .port: admin port, .of: values of the component */}}
 {{- define "tulle.probes" -}}
 livenessProbe:
   httpGet:
@@ -132,13 +132,13 @@ readinessProbe:
   httpGet:
     path: /ready
     port: {{ .port }}
-  # A pod that has become ready is used at once, and one that no longer is, not for long.
+  # Changes of readiness take effect quickly: 1 second to become ready, 7 seconds to become unready.
   periodSeconds: 1
   failureThreshold: 7
   timeoutSeconds: {{ .of.readinessProbe.timeoutSeconds }}
 {{- end }}
 
-{{/* The flags that every component takes; .kubeAPI is what a component has of its own. */}}
+{{/* Flags of all components. .kubeAPI: overrides of the component */}}
 {{- define "tulle.common-args" -}}
 {{- $kubeAPI := .root.Values.kubeAPI -}}
 {{- $own := .kubeAPI | default dict -}}
@@ -149,7 +149,7 @@ readinessProbe:
 - -kube-apiclient-burst={{ $own.clientBurst | default $kubeAPI.clientBurst }}
 {{- end }}
 
-{{/* Arguments and variables that values of a component add: .of is a list of such values. */}}
+{{/* Additional arguments of components. .of: list of their values */}}
 {{- define "tulle.added-args" -}}
 {{- range .of }}
 {{- range concat .additionalArgs .experimentalArgs }}
@@ -169,7 +169,7 @@ env:
 {{- end }}
 {{- end }}
 
-{{/* What a client of the API server needs; the pod mounts it itself, so that nothing else is. */}}
+{{/* Credentials of a client of the API server, instead of the default mount of a service account. */}}
 {{- define "tulle.kube-api-access" -}}
 - name: kube-api-access
   projected:

@@ -1,6 +1,6 @@
 {{/*
-Values that are accepted and have no effect, each with its default and with the reason; one without a default is absent
-from values.yaml.
+Values that are accepted and have no effect, with their default and the reason. Those without a default are not in
+values.yaml.
 */}}
 {{- define "tulle.unused" -}}
 {{- $noProbe := dict "timeoutSeconds" 1 }}
@@ -9,15 +9,15 @@ from values.yaml.
 {{- $ofPolicy := dict "cpu" $none "memory" $none "ephemeral-storage" $none }}
 {{- $untraced := dict "enabled" false "collector" (dict "endpoint" "") }}
 {{- $sidecars := "the control plane has no sidecars" }}
-{{- $one := "the components of destination are one container: destinationResources are its own" }}
-{{- $probed := "the components of destination are one container: its probes are destinationController's" }}
-{{- $heartbeat := "nothing is reported to anybody" }}
-{{- $written := "only Linkerd's own tools write it" }}
-{{- $injector := "the injector decides it" }}
-{{- $told := "the proxy is told, and tulle's does not have it" }}
+{{- $one := "the components of destination are one container with destinationResources" }}
+{{- $probed := "the components of destination are one container with the probes of destinationController" }}
+{{- $heartbeat := "the control plane reports nothing to third parties" }}
+{{- $linkerdTools := "only Linkerd's tools use it" }}
+{{- $injector := "the injector determines it" }}
+{{- $unsupported := "tulle's proxy does not support it" }}
 {{- toYaml (list
-  (dict "value" "enablePprof" "default" false "because" "there is no profile to serve")
-  (dict "value" "enablePSP" "default" false "because" "PodSecurityPolicy is gone from Kubernetes")
+  (dict "value" "enablePprof" "default" false "because" "the control plane serves no pprof profiles")
+  (dict "value" "enablePSP" "default" false "because" "Kubernetes has removed PodSecurityPolicy")
   (dict "value" "controller.tracing" "default" $untraced "because" "the control plane sends no traces")
   (dict "value" "disableHeartBeat" "default" true "because" $heartbeat)
   (dict "value" "heartbeatSchedule" "default" "" "because" $heartbeat)
@@ -41,22 +41,22 @@ from values.yaml.
   (dict "value" "proxy.loadTrustBundleFromConfigMap" "because" $injector)
   (dict "value" "proxy.podInboundPorts" "because" $injector)
   (dict "value" "proxy.saMountPath" "because" $injector)
-  (dict "value" "proxy.tracing.protocol" "because" "it is opentelemetry")
-  (dict "value" "proxy.requireTLSOnInboundPorts" "default" "" "because" "no proxy reads it: a Server says who may connect")
-  (dict "value" "proxy.inbound.server.http2.adaptiveFlowControl" "because" $told)
-  (dict "value" "proxy.inbound.server.http2.maxPendingAcceptResetStreams" "because" $told)
-  (dict "value" "proxy.outbound.server.http2.adaptiveFlowControl" "because" $told)
-  (dict "value" "proxy.outbound.server.http2.maxPendingAcceptResetStreams" "because" $told)
+  (dict "value" "proxy.tracing.protocol" "because" "the protocol is always opentelemetry")
+  (dict "value" "proxy.requireTLSOnInboundPorts" "default" "" "because" "proxies do not read it; use a Server with an AuthorizationPolicy")
+  (dict "value" "proxy.inbound.server.http2.adaptiveFlowControl" "because" $unsupported)
+  (dict "value" "proxy.inbound.server.http2.maxPendingAcceptResetStreams" "because" $unsupported)
+  (dict "value" "proxy.outbound.server.http2.adaptiveFlowControl" "because" $unsupported)
+  (dict "value" "proxy.outbound.server.http2.maxPendingAcceptResetStreams" "because" $unsupported)
   (dict "value" "networkValidator.enableSecurityContext" "because" "the network validator always has one")
-  (dict "value" "configs" "because" $written)
+  (dict "value" "configs" "because" $linkerdTools)
   (dict "value" "image" "because" "see controllerImageVersion and proxy.image.version")
-  (dict "value" "partials" "because" $written)
-  (dict "value" "proxyContainerName" "because" $written)
-  (dict "value" "stage" "because" $written)
+  (dict "value" "partials" "because" $linkerdTools)
+  (dict "value" "proxyContainerName" "because" $linkerdTools)
+  (dict "value" "stage" "because" $linkerdTools)
 ) }}
 {{- end }}
 
-{{/* Those that were set to something else, a line each. */}}
+{{/* One line for each of them that is set to another value. */}}
 {{- define "tulle.unused-lines" -}}
 {{- range fromYamlArray (include "tulle.unused" .) }}
 {{- $is := $.Values }}

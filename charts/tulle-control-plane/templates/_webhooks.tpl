@@ -1,6 +1,6 @@
-{{/* Parts of webhooks: their Secret and where their CA comes from. .of: the values, .service, .component, .root */}}
+{{/* Parts of webhooks: Secret and CA. .of: values, .service, .component, .root */}}
 
-{{/* The Secret of a webhook whose certificate is given; without one, the webhook makes it. */}}
+{{/* Secret of a webhook with a certificate in the values. Otherwise the webhook generates one. */}}
 {{- define "tulle.webhook-secret" -}}
 {{- if and .of.crtPEM (not .of.externalSecret) }}
 ---
@@ -29,7 +29,7 @@ annotations:
   {{- end }}
 {{- end }}
 
-{{/* The fields that the webhooks share, but for rules and selectors. */}}
+{{/* Fields of all webhooks except rules and selectors. */}}
 {{- define "tulle.webhook-client" -}}
 name: {{ .service }}.linkerd.io
 clientConfig:
@@ -45,7 +45,7 @@ admissionReviewVersions: [v1, v1beta1]
 sideEffects: None
 {{- end }}
 
-{{/* Whether the certificate of a webhook is given, and so mounted: .of */}}
+{{/* Volume of an externally managed certificate. .of: values of the webhook */}}
 {{- define "tulle.webhook-volume" -}}
 {{- if or .of.externalSecret .of.crtPEM }}
 - name: {{ .service }}-tls

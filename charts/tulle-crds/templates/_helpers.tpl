@@ -1,4 +1,4 @@
-{{/* Metadata that every definition of this chart carries. */}}
+{{/* Metadata of all definitions of this chart. */}}
 {{- define "tulle-crds.labels" -}}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 linkerd.io/control-plane-ns: {{ .Release.Namespace }}
@@ -8,7 +8,7 @@ linkerd.io/control-plane-ns: {{ .Release.Namespace }}
 linkerd.io/created-by: tulle/helm {{ .Chart.AppVersion }}
 {{- end }}
 
-{{/* Whether a set of routes is installed: its own value, or else the one for all. */}}
+{{/* Whether a group of routes is installed. .value: its own value, .all: the value for all groups */}}
 {{- define "tulle-crds.routes" -}}
 {{- if kindIs "invalid" .value }}{{ .all }}{{ else }}{{ .value }}{{ end }}
 {{- end }}
@@ -37,7 +37,7 @@ properties:
             type: string
 {{- end }}
 
-{{/* Networks, each without some of its parts. */}}
+{{/* A list of networks with exceptions. */}}
 {{- define "tulle-crds.networks" -}}
 type: array
 items:
@@ -54,7 +54,7 @@ items:
         type: string
 {{- end }}
 
-{{/* A reference to an object; .namespace: whether it may be in another namespace. */}}
+{{/* A reference to an object. .namespace: whether it can be in another namespace */}}
 {{- define "tulle-crds.reference" -}}
 type: object
 required: [kind, name]
@@ -112,7 +112,7 @@ items:
       maxLength: 32768
 {{- end }}
 
-{{/* A deprecated version, and which one to write instead: .kind, .group, .version, .use */}}
+{{/* A deprecated version. .kind, .group, .version, .use: the version to use instead */}}
 {{- define "tulle-crds.deprecated" -}}
 deprecated: true
 deprecationWarning: {{ .group }}/{{ .version }} {{ .kind }} is deprecated; use {{ .group }}/{{ .use }} {{ .kind }}

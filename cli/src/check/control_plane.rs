@@ -1,4 +1,4 @@
-//! Checks of the control plane: is everything there, does it run, and does it know the cluster's networks.
+//! Checks of the control plane: its objects exist, its pods run, and its configuration covers the cluster's networks.
 
 use std::net::IpAddr;
 
@@ -7,8 +7,9 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::{Resource, ResourceExt as _};
 use serde_json::Value;
 
-use super::snapshot::{CONFIG, Listed, Snapshot, value};
-use super::verdict::{Category, Check, Judgement, Problem, error, listing, warning};
+use super::problem::{CheckResult, Problem, error, listing, warning};
+use super::snapshot::{CONFIG, ListResult, Snapshot, value};
+use super::verdict::{Category, Check};
 use crate::kubernetes::resource;
 
 pub(super) fn crds() -> Category {
@@ -22,7 +23,7 @@ pub(super) fn config() -> Category {
     Category {
         name: "linkerd-config",
         checks: vec![
-            Check::new("control plane Namespace exists", namespace_exists).ends_the_run(),
+            Check::new("control plane Namespace exists", namespace_exists).fatal(),
             Check::new("control plane ClusterRoles exist", |s| {
                 exist(s, "ClusterRole", &s.cluster_roles, &roles(s))
             }),
@@ -66,9 +67,9 @@ pub(super) fn existence() -> Category {
             Check::new("control plane Deployments exist", |s| {
                 exist(s, "Deployment", &s.deployments, &DEPLOYMENTS.map(str::to_owned))
             }),
-            Check::new("control plane replica sets are ready", replica_sets_are_ready).settles(),
-            Check::new("no unschedulable pods", nothing_is_unschedulable).settles(),
-            Check::new("control plane pods are ready", pods_are_ready).settles(),
+            Check::new("control plane replica sets are ready", replica_sets_are_ready).with_retry(),
+            Check::new("no unschedulable pods", all_pods_are_schedulable).with_retry(),
+            Check::new("control plane pods are ready", pods_are_ready).with_retry(),
             Check::new(
                 "cluster networks contains all node podCIDRs",
                 networks_contain_pod_cidrs,
@@ -95,32 +96,32 @@ pub(super) fn version() -> Category {
 pub(super) fn high_availability() -> Category {
     Category {
         name: "linkerd-ha-checks",
-        checks: vec![Check::new("multiple replicas of control plane pods", several_replicas)],
+        checks: vec![Check::new(
+            "multiple replicas of control plane pods",
+            has_multiple_replicas,
+        )],
     }
 }
 
 pub(super) fn cni() -> Category {
     Category {
         name: "linkerd-cni-plugin",
-        checks: vec![Check::new("cni plugin pod is running on all nodes", cni_is_ready).settles()],
+        checks: vec![Check::new("cni plugin pod is running on all nodes", cni_is_ready).with_retry()],
     }
 }
 
-fn namespace_exists(snapshot: &Snapshot) -> Judgement {
+fn namespace_exists(snapshot: &Snapshot) -> CheckResult {
     let name = &snapshot.scope.control_plane;
     if snapshot.has_namespace(name)? {
         return Ok(());
     }
     Err(error(
-        format!("there is no namespace {name}, so there is no control plane in it"),
-        format!(
-            "{}; if it is in another namespace, name it with -L",
-            snapshot.scope.install_command()
-        ),
+        format!("namespace {name} does not exist, so it has no control plane"),
+        format!("{}; use -L for another namespace", snapshot.scope.install_command()),
     ))
 }
 
-fn crds_exist(snapshot: &Snapshot) -> Judgement {
+fn crds_exist(snapshot: &Snapshot) -> CheckResult {
     let crds = snapshot.crds.as_ref()?;
     let mut problems = Vec::new();
     for (name, needed) in CRDS {
@@ -142,11 +143,14 @@ fn crds_exist(snapshot: &Snapshot) -> Judgement {
     }
     Err(error(
         listing("CustomResourceDefinitions:", &problems),
-        format!("{} --crds | kubectl apply -f -", snapshot.scope.tulle("install")),
+        format!(
+            "{} --crds | kubectl apply -f -",
+            snapshot.scope.tulle_command("install")
+        ),
     ))
 }
 
-fn exist<K: Resource>(snapshot: &Snapshot, kind: &str, listed: &Listed<K>, wanted: &[String]) -> Judgement {
+fn exist<K: Resource>(snapshot: &Snapshot, kind: &str, listed: &ListResult<K>, wanted: &[String]) -> CheckResult {
     let found = listed.as_ref()?;
     let missing: Vec<_> = wanted
         .iter()
@@ -178,7 +182,7 @@ fn role_names(snapshot: &Snapshot) -> Vec<String> {
         .to_vec()
 }
 
-fn init_is_root_under_docker(snapshot: &Snapshot) -> Judgement {
+fn init_is_root_under_docker(snapshot: &Snapshot) -> CheckResult {
     let docker = snapshot.nodes.as_ref()?.iter().find(|node| {
         let info = node.status.as_ref().and_then(|status| status.node_info.as_ref());
         info.is_some_and(|info| info.container_runtime_version.starts_with("docker:"))
@@ -198,12 +202,12 @@ fn init_is_root_under_docker(snapshot: &Snapshot) -> Judgement {
         ),
         format!(
             "{} --set proxyInit.runAsRoot=true | kubectl apply -f -",
-            snapshot.scope.tulle("upgrade")
+            snapshot.scope.tulle_command("upgrade")
         ),
     ))
 }
 
-fn replica_sets_are_ready(snapshot: &Snapshot) -> Judgement {
+fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
     let sets = snapshot.replica_sets.as_ref()?.iter();
     let late: Vec<_> = sets
         .filter(|set| set.labels().contains_key(COMPONENT))
@@ -230,7 +234,6 @@ fn describe_pods(snapshot: &Snapshot) -> String {
     )
 }
 
-/// The pods of the control plane.
 pub(super) fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let pods = snapshot.pods.as_ref()?.iter();
     let ours =
@@ -238,7 +241,7 @@ pub(super) fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     Ok(pods.filter(ours).collect())
 }
 
-fn nothing_is_unschedulable(snapshot: &Snapshot) -> Judgement {
+fn all_pods_are_schedulable(snapshot: &Snapshot) -> CheckResult {
     let mut stuck = Vec::new();
     for pod in pods(snapshot)? {
         let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
@@ -253,12 +256,12 @@ fn nothing_is_unschedulable(snapshot: &Snapshot) -> Judgement {
         return Ok(());
     }
     Err(error(
-        listing("no node takes these pods:", &stuck),
+        listing("no node has room for these pods:", &stuck),
         "add nodes or free resources; kubectl get nodes shows which there are",
     ))
 }
 
-fn pods_are_ready(snapshot: &Snapshot) -> Judgement {
+fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
     let pods = pods(snapshot)?;
     let mut late = Vec::new();
     for component in COMPONENTS {
@@ -282,7 +285,7 @@ fn pods_are_ready(snapshot: &Snapshot) -> Judgement {
     Err(error(listing("not ready:", &late), describe_pods(snapshot)))
 }
 
-/// Why a pod is not ready; a container that cannot start says more than the pod.
+/// Why a pod is not ready. The state of a container that cannot start is more specific than the pod's conditions.
 fn not_ready(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref());
@@ -323,7 +326,7 @@ fn networks(snapshot: &Snapshot) -> Result<Vec<IpNet>, Problem> {
         .map(|net| {
             net.parse().map_err(|_| {
                 error(
-                    format!("clusterNetworks contains {net:?}, which is no network such as 10.0.0.0/8"),
+                    format!("clusterNetworks contains {net:?}, which is not a network such as 10.0.0.0/8"),
                     networks_fix(snapshot, "NETWORKS"),
                 )
             })
@@ -334,12 +337,12 @@ fn networks(snapshot: &Snapshot) -> Result<Vec<IpNet>, Problem> {
 fn networks_fix(snapshot: &Snapshot, networks: &str) -> String {
     format!(
         "{} --set clusterNetworks=\"{networks}\" | kubectl apply -f - (commas written as \\,)",
-        snapshot.scope.tulle("upgrade")
+        snapshot.scope.tulle_command("upgrade")
     )
 }
 
-/// What is outside of the cluster's networks is not looked up in the mesh, and travels in plaintext.
-fn outside(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> Judgement {
+/// Addresses outside the cluster's networks are not looked up in the mesh, so their traffic is plaintext.
+fn check_outside_networks(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> CheckResult {
     let networks = networks(snapshot)?;
     let contained = |address: &str| {
         if let Ok(net) = address.parse::<IpNet>() {
@@ -364,7 +367,7 @@ fn outside(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> 
     ))
 }
 
-fn networks_contain_pod_cidrs(snapshot: &Snapshot) -> Judgement {
+fn networks_contain_pod_cidrs(snapshot: &Snapshot) -> CheckResult {
     let mut found = Vec::new();
     for node in snapshot.nodes.as_ref()? {
         let Some(spec) = &node.spec else { continue };
@@ -376,13 +379,13 @@ fn networks_contain_pod_cidrs(snapshot: &Snapshot) -> Judgement {
                 .map(|cidr| (format!("node {}", node.name_any()), cidr)),
         );
     }
-    outside(snapshot, "clusterNetworks do not contain the pods of:", found)
+    check_outside_networks(snapshot, "clusterNetworks do not contain the pods of:", found)
 }
 
-fn networks_contain_pods(snapshot: &Snapshot) -> Judgement {
+fn networks_contain_pods(snapshot: &Snapshot) -> CheckResult {
     let mut found = Vec::new();
     for pod in snapshot.pods.as_ref()? {
-        // A pod in the host's network has its node's address, which need not be in the cluster's networks.
+        // A host-network pod has the address of its node, which can be outside the cluster's networks.
         let host = pod.spec.as_ref().and_then(|spec| spec.host_network).unwrap_or(false);
         let status = pod.status.as_ref();
         let running = status.and_then(|status| status.phase.as_deref()) == Some("Running");
@@ -393,10 +396,10 @@ fn networks_contain_pods(snapshot: &Snapshot) -> Judgement {
         let name = || format!("pod {}/{}", resource::namespace(pod), pod.name_any());
         found.extend(ips.map(|ip| (name(), ip.ip.clone())));
     }
-    outside(snapshot, "clusterNetworks do not contain:", found)
+    check_outside_networks(snapshot, "clusterNetworks do not contain:", found)
 }
 
-fn networks_contain_services(snapshot: &Snapshot) -> Judgement {
+fn networks_contain_services(snapshot: &Snapshot) -> CheckResult {
     let mut found = Vec::new();
     for service in snapshot.services.as_ref()? {
         let Some(spec) = &service.spec else { continue };
@@ -410,10 +413,10 @@ fn networks_contain_services(snapshot: &Snapshot) -> Judgement {
         );
         found.extend(ips.into_iter().map(|ip| (name.clone(), ip)));
     }
-    outside(snapshot, "clusterNetworks do not contain:", found)
+    check_outside_networks(snapshot, "clusterNetworks do not contain:", found)
 }
 
-/// The version of the control plane, by its configuration.
+/// The version of the control plane, from its configuration.
 pub(super) fn control_plane_version(snapshot: &Snapshot) -> Result<String, Problem> {
     let values = snapshot.values()?;
     match value(&values, "linkerdVersion").as_str() {
@@ -425,26 +428,26 @@ pub(super) fn control_plane_version(snapshot: &Snapshot) -> Result<String, Probl
     }
 }
 
-fn is_expected_version(snapshot: &Snapshot) -> Judgement {
+fn is_expected_version(snapshot: &Snapshot) -> CheckResult {
     let found = control_plane_version(snapshot)?;
     match &snapshot.scope.expected_version {
         Some(expected) if *expected != found => Err(warning(
-            format!("the control plane is {found}, and {expected} is expected"),
+            format!("the control plane is {found}, expected {expected}"),
             snapshot.scope.upgrade_command(),
         )),
         _ => Ok(()),
     }
 }
 
-fn matches_cli(snapshot: &Snapshot) -> Judgement {
+fn matches_cli(snapshot: &Snapshot) -> CheckResult {
     let found = control_plane_version(snapshot)?;
-    if found == crate::version::CLIENT {
+    if found == crate::version::CLI_VERSION {
         return Ok(());
     }
     Err(warning(
         format!(
             "the control plane is {found}, and this command is {}",
-            crate::version::CLIENT
+            crate::version::CLI_VERSION
         ),
         format!(
             "upgrade the older of the two: `{}`, or install the matching tulle",
@@ -453,7 +456,7 @@ fn matches_cli(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-fn several_replicas(snapshot: &Snapshot) -> Judgement {
+fn has_multiple_replicas(snapshot: &Snapshot) -> CheckResult {
     let values = snapshot.values()?;
     if value(&values, "highAvailability") != &Value::Bool(true) {
         return Ok(());
@@ -477,11 +480,11 @@ fn several_replicas(snapshot: &Snapshot) -> Judgement {
     }
     Err(warning(
         listing("one failure away from an outage:", &single),
-        format!("{} --ha | kubectl apply -f -", snapshot.scope.tulle("upgrade")),
+        format!("{} --ha | kubectl apply -f -", snapshot.scope.tulle_command("upgrade")),
     ))
 }
 
-fn cni_is_ready(snapshot: &Snapshot) -> Judgement {
+fn cni_is_ready(snapshot: &Snapshot) -> CheckResult {
     let sets = snapshot.cni_daemon_sets.as_ref()?;
     let namespace = &snapshot.scope.cni_namespace;
     let Some(status) = sets
@@ -513,7 +516,7 @@ pub(super) const VALIDATOR_WEBHOOKS: [&str; 2] = [
     "linkerd-policy-validator-webhook-config",
 ];
 
-/// The kinds of the mesh, each with the version that the control plane reads.
+/// The kinds of the mesh and the version of each that the control plane reads.
 pub(super) const CRDS: &[(&str, &str)] = &[
     ("authorizationpolicies.policy.linkerd.io", "v1alpha1"),
     ("egressnetworks.policy.linkerd.io", "v1alpha1"),

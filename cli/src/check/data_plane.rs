@@ -1,32 +1,35 @@
-//! Checks of the data plane: proxies that run, pods that should have one, and annotations that fit together.
+//! Checks of the data plane: proxies are ready, pods that need a proxy have one, and annotations are consistent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, Service};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
-use tulle_control::inject;
-use tulle_control::injector::audit;
+use tulle_control::injection;
+use tulle_control::injector_webhook::audit;
 use tulle_control::resources::port_list::{PortList, ResolvedPorts};
 use tulle_control::resources::workload::{resolve_ports, running_containers};
 use tulle_core::names::{annotation, label};
 
 use super::control_plane::{COMPONENT, control_plane_version};
+use super::problem::{CheckResult, MAX_LISTED_FINDINGS, Problem, error, listing, warning};
 use super::snapshot::Snapshot;
-use super::verdict::{Category, Check, Judgement, Problem, SHOWN, error, listing, warning};
+use super::verdict::{Category, Check};
 use crate::kubernetes::resource;
 
 pub(super) fn data_plane() -> Category {
     Category {
         name: "linkerd-data-plane",
         checks: vec![
-            Check::new("data plane namespace exists", namespace_exists).ends_the_run(),
-            Check::new("data plane proxies are ready", proxies_are_ready).settles(),
+            Check::new("data plane namespace exists", namespace_exists).fatal(),
+            Check::new("data plane proxies are ready", proxies_are_ready).with_retry(),
             Check::new("data plane pods are injected", pods_are_injected),
             Check::new("proxy injector audit is clean", audit_is_clean),
-            Check::new("data plane is up-to-date", |s| proxies_run(s, Against::Expected)),
+            Check::new("data plane is up-to-date", |s| {
+                proxy_versions_match(s, ReferenceVersion::Expected)
+            }),
             Check::new("data plane and control plane versions match", |s| {
-                proxies_run(s, Against::ControlPlane)
+                proxy_versions_match(s, ReferenceVersion::ControlPlane)
             }),
             Check::new("data plane pod labels are configured correctly", pod_labels),
             Check::new("data plane service labels are configured correctly", service_labels),
@@ -42,7 +45,7 @@ pub(super) fn opaque_ports() -> Category {
     }
 }
 
-fn namespace_exists(snapshot: &Snapshot) -> Judgement {
+fn namespace_exists(snapshot: &Snapshot) -> CheckResult {
     let Some(name) = &snapshot.scope.namespace else {
         return Ok(());
     };
@@ -55,16 +58,16 @@ fn namespace_exists(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-/// The pods of applications that are looked at: of one namespace, or of all.
+/// The application pods to check, of one namespace or of all.
 fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let pods = snapshot.pods.as_ref()?.iter();
-    let asked = |pod: &&Pod| {
+    let is_in_scope = |pod: &&Pod| {
         let namespace = snapshot.scope.namespace.as_deref();
         namespace.is_none_or(|namespace| namespace == resource::namespace(pod))
             && !pod.labels().contains_key(COMPONENT)
-            && !finished(pod)
+            && !is_terminated(pod)
     };
-    Ok(pods.filter(asked).collect())
+    Ok(pods.filter(is_in_scope).collect())
 }
 
 /// The pods with a proxy of this control plane.
@@ -76,7 +79,7 @@ pub(super) fn meshed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     Ok(pods)
 }
 
-fn finished(pod: &Pod) -> bool {
+fn is_terminated(pod: &Pod) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     matches!(phase, Some("Succeeded" | "Failed")) || pod.metadata.deletion_timestamp.is_some()
 }
@@ -87,7 +90,7 @@ fn has_proxy(pod: &Pod) -> bool {
     containers.into_iter().any(|container| container.name == PROXY)
 }
 
-/// The proxy's status, be it a native sidecar or a classic one.
+/// The status of the proxy container, native sidecar or ordinary container.
 fn proxy_status(pod: &Pod) -> Option<&ContainerStatus> {
     let status = pod.status.as_ref()?;
     let mut containers = status
@@ -102,7 +105,7 @@ fn full_name(pod: &Pod) -> String {
     format!("{}/{}", resource::namespace(pod), pod.name_any())
 }
 
-fn proxies_are_ready(snapshot: &Snapshot) -> Judgement {
+fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed(snapshot)?;
     if pods.is_empty() {
         let place = match &snapshot.scope.namespace {
@@ -128,12 +131,12 @@ fn proxies_are_ready(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-/// Pods that should have a proxy and have none, decided as the injector decides.
-fn missed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
-    let config = inject::Config {
+/// Pods without a proxy that the injector would inject, decided by the injector's code.
+fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+    let config = injection::Config {
         values: snapshot.injection()?,
         control_plane_namespace: snapshot.scope.control_plane.clone(),
-        origin: inject::Origin::Webhook,
+        origin: injection::InjectionOrigin::Webhook,
     };
     let injector = &config.values.proxy_injector;
     let nothing = BTreeMap::new();
@@ -147,50 +150,50 @@ fn missed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             .iter()
             .find(|namespace| namespace.name_any() == name);
         let labels = namespace.map_or(&nothing, |namespace| namespace.labels());
-        let asked = audit::is_selected(injector, labels, pod.labels());
-        let subject = inject::Subject {
-            root: &[],
+        let is_in_scope = audit::is_selected(injector, labels, pod.labels());
+        let subject = injection::InjectionTarget {
+            pointer: &[],
             metadata: Some(&pod.metadata),
             spec,
             namespace: name,
             namespace_annotations: namespace.map_or(&nothing, |namespace| namespace.annotations()),
             owner: None,
         };
-        if asked && matches!(inject::decide(&config, &subject), inject::Decision::Inject(_)) {
+        if is_in_scope && matches!(injection::decide(&config, &subject), injection::Decision::Inject(_)) {
             missed.push(pod);
         }
     }
     Ok(missed)
 }
 
-/// What an admission webhook that was away has missed.
-fn pods_are_injected(snapshot: &Snapshot) -> Judgement {
-    let missed = missed(snapshot)?;
+/// Reports pods that have no proxy because the injector was unavailable when they were created.
+fn pods_are_injected(snapshot: &Snapshot) -> CheckResult {
+    let missed = find_uninjected_pods(snapshot)?;
     if missed.is_empty() {
         return Ok(());
     }
     Err(error(
-        listing("these pods are to be injected, and have no proxy:", &names(&missed)),
-        making_anew(&missed),
+        listing("these pods should be injected, but have no proxy:", &names(&missed)),
+        recreate_commands(&missed),
     ))
 }
 
-/// What the injector has found itself, besides what the check before this names.
+/// Reports the findings of the injector's audit that `pods_are_injected` does not report.
 ///
-/// The injector knows the cluster where this user may not look, but it looks every five minutes only: pods that have gone
-/// since then are left out.
-fn audit_is_clean(snapshot: &Snapshot) -> Judgement {
+/// The injector can read objects that this user cannot, but its audit runs only every five minutes. Pods deleted since then are
+/// ignored.
+fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     let findings = match &snapshot.injection_audit {
         None => return Ok(()),
         Some(Ok(findings)) => findings,
         Some(Err(why)) => {
             return Err(warning(
-                format!("what the injector has found cannot be read: {why}"),
-                "act as a user who may forward ports of the control plane (--as USER, --context NAME)",
+                format!("cannot read the injector's audit: {why}"),
+                "act as a user with permission to forward ports of the control plane (--as USER, --context NAME)",
             ));
         }
     };
-    let decided = missed(snapshot);
+    let decided = find_uninjected_pods(snapshot);
     let named: BTreeSet<_> = decided.iter().flatten().map(|pod| full_name(pod)).collect();
     let found: BTreeSet<_> = findings
         .missing
@@ -207,13 +210,13 @@ fn audit_is_clean(snapshot: &Snapshot) -> Judgement {
     }
     let audited_at = findings.audited_at.as_deref().unwrap_or("an unknown time");
     let what = listing(
-        &format!("by the injector's audit of {audited_at} these pods are to be injected, and have no proxy:"),
+        &format!("by the injector's audit of {audited_at} these pods should be injected, but have no proxy:"),
         &names(&left),
     );
     Err(match decided {
-        Err(_) => error(what, making_anew(&left)),
-        // Annotations that were changed since, or values that the injector has not read yet.
-        Ok(_) => warning(what, making_anew(&left)),
+        Err(_) => error(what, recreate_commands(&left)),
+        // The annotations changed after the audit, or the injector has not read the new values yet.
+        Ok(_) => warning(what, recreate_commands(&left)),
     })
 }
 
@@ -221,17 +224,17 @@ fn names(pods: &[&Pod]) -> Vec<String> {
     pods.iter().map(|pod| full_name(pod)).collect()
 }
 
-/// The commands that have these pods made anew, each once.
-fn making_anew(pods: &[&Pod]) -> String {
-    let commands: BTreeSet<_> = pods.iter().map(|pod| make_anew(pod)).collect();
-    let mut shown: Vec<_> = commands.iter().take(SHOWN).cloned().collect();
-    if commands.len() > SHOWN {
-        shown.push(format!("… and {} more", commands.len() - SHOWN));
+/// The commands that recreate these pods, without duplicates.
+fn recreate_commands(pods: &[&Pod]) -> String {
+    let commands: BTreeSet<_> = pods.iter().map(|pod| recreate_command(pod)).collect();
+    let mut shown: Vec<_> = commands.iter().take(MAX_LISTED_FINDINGS).cloned().collect();
+    if commands.len() > MAX_LISTED_FINDINGS {
+        shown.push(format!("… and {} more", commands.len() - MAX_LISTED_FINDINGS));
     }
     shown.join("\n")
 }
 
-fn make_anew(pod: &Pod) -> String {
+fn recreate_command(pod: &Pod) -> String {
     let (namespace, name) = (resource::namespace(pod), pod.name_any());
     let restart = |kind: &str, name: &str| format!("kubectl rollout restart {kind}/{name} -n {namespace}");
     let owner = pod
@@ -241,29 +244,29 @@ fn make_anew(pod: &Pod) -> String {
     let Some(owner) = owner else {
         return format!("kubectl get pod {name} -n {namespace} -o yaml | kubectl replace --force -f -");
     };
-    // A Deployment names its ReplicaSets after itself and the hash of the template.
+    // The name of a ReplicaSet is the name of its Deployment and the hash of the pod template.
     let hash = pod.labels().get("pod-template-hash").map(|hash| format!("-{hash}"));
     let deployment = hash.and_then(|hash| owner.name.strip_suffix(&hash).map(str::to_owned));
     match (owner.kind.as_str(), deployment) {
         ("ReplicaSet", Some(deployment)) => restart("deployment", &deployment),
         ("DaemonSet", _) => restart("daemonset", &owner.name),
         ("StatefulSet", _) => restart("statefulset", &owner.name),
-        // Whoever owns it makes another.
+        // The owner creates a new pod.
         _ => format!("kubectl delete pod {name} -n {namespace}"),
     }
 }
 
 #[derive(Clone, Copy)]
-enum Against {
+enum ReferenceVersion {
     Expected,
     ControlPlane,
 }
 
-fn proxies_run(snapshot: &Snapshot, against: Against) -> Judgement {
+fn proxy_versions_match(snapshot: &Snapshot, against: ReferenceVersion) -> CheckResult {
     let wanted = match (against, &snapshot.scope.expected_version) {
-        (Against::Expected, Some(version)) => version.clone(),
-        (Against::Expected, None) => return Ok(()),
-        (Against::ControlPlane, _) => control_plane_version(snapshot)?,
+        (ReferenceVersion::Expected, Some(version)) => version.clone(),
+        (ReferenceVersion::Expected, None) => return Ok(()),
+        (ReferenceVersion::ControlPlane, _) => control_plane_version(snapshot)?,
     };
     let other: Vec<_> = meshed(snapshot)?
         .iter()
@@ -281,36 +284,36 @@ fn proxies_run(snapshot: &Snapshot, against: Against) -> Judgement {
     ))
 }
 
-fn pod_labels(snapshot: &Snapshot) -> Judgement {
+fn pod_labels(snapshot: &Snapshot) -> CheckResult {
     let pods = pods(snapshot)?;
     let wrong = pods
         .iter()
-        .flat_map(|pod| misplaced(&format!("pod {}", full_name(pod)), pod.labels().keys()));
-    annotate_instead(wrong.collect())
+        .flat_map(|pod| find_misplaced_labels(&format!("pod {}", full_name(pod)), pod.labels().keys()));
+    report_misplaced_labels(wrong.collect())
 }
 
-fn service_labels(snapshot: &Snapshot) -> Judgement {
+fn service_labels(snapshot: &Snapshot) -> CheckResult {
     let services = services(snapshot)?;
     let wrong = services.iter().flat_map(|service| {
         let name = format!("service {}", service_name(service));
-        misplaced(&name, service.labels().keys())
+        find_misplaced_labels(&name, service.labels().keys())
     });
-    annotate_instead(wrong.collect())
+    report_misplaced_labels(wrong.collect())
 }
 
-/// Labels that only mean something as annotations.
-fn misplaced<'a>(object: &str, keys: impl Iterator<Item = &'a String>) -> Vec<String> {
-    let meant = |key: &&String| {
+/// Labels that have an effect only as annotations.
+fn find_misplaced_labels<'a>(object: &str, keys: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let is_misplaced = |key: &&String| {
         *key == annotation::INJECT
             || key.starts_with("config.linkerd.io/")
             || key.starts_with("config.alpha.linkerd.io/")
     };
-    keys.filter(meant)
+    keys.filter(is_misplaced)
         .map(|key| format!("{object} has the label {key}"))
         .collect()
 }
 
-fn annotate_instead(wrong: Vec<String>) -> Judgement {
+fn report_misplaced_labels(wrong: Vec<String>) -> CheckResult {
     if wrong.is_empty() {
         return Ok(());
     }
@@ -320,7 +323,7 @@ fn annotate_instead(wrong: Vec<String>) -> Judgement {
     ))
 }
 
-fn annotations(snapshot: &Snapshot) -> Judgement {
+fn annotations(snapshot: &Snapshot) -> CheckResult {
     let mut wrong = Vec::new();
     let mut look = |object: String, annotations: &BTreeMap<String, String>| {
         for (key, value) in annotations {
@@ -332,7 +335,7 @@ fn annotations(snapshot: &Snapshot) -> Judgement {
                     "{object}: {key} is {value:?}; expected enabled, ingress or disabled"
                 ));
             }
-            if let Err(reason) = inject::check_annotation(key, value) {
+            if let Err(reason) = injection::check_annotation(key, value) {
                 wrong.push(format!("{object}: {reason}"));
             }
         }
@@ -342,12 +345,17 @@ fn annotations(snapshot: &Snapshot) -> Judgement {
     }
     for namespace in snapshot.namespaces.as_ref()? {
         let name = namespace.name_any();
-        if snapshot.scope.namespace.as_ref().is_none_or(|asked| *asked == name) {
+        if snapshot
+            .scope
+            .namespace
+            .as_ref()
+            .is_none_or(|is_in_scope| *is_in_scope == name)
+        {
             look(format!("namespace {name}"), namespace.annotations());
         }
     }
     for service in services(snapshot)? {
-        for item in marked_opaque(service).unknown {
+        for item in opaque_ports_of(service).unknown {
             wrong.push(format!(
                 "service {}: {} names {item:?}, which is neither a port of it, nor a range such as 3306-3309",
                 service_name(service),
@@ -360,26 +368,26 @@ fn annotations(snapshot: &Snapshot) -> Judgement {
     }
     Err(warning(
         listing("annotations:", &wrong),
-        "kubectl annotate --overwrite them as said",
+        "set the expected values with kubectl annotate --overwrite",
     ))
 }
 
 fn services(snapshot: &Snapshot) -> Result<Vec<&Service>, Problem> {
     let services = snapshot.services.as_ref()?.iter();
-    let asked = |service: &&Service| {
+    let is_in_scope = |service: &&Service| {
         let namespace = snapshot.scope.namespace.as_deref();
         namespace.is_none_or(|namespace| Some(namespace) == service.metadata.namespace.as_deref())
             && !service.labels().contains_key(COMPONENT)
     };
-    Ok(services.filter(asked).collect())
+    Ok(services.filter(is_in_scope).collect())
 }
 
 fn service_name(service: &Service) -> String {
     format!("{}/{}", service.namespace().unwrap_or_default(), service.name_any())
 }
 
-/// A client's proxy goes by the Service, and the server's by the pod; both have to take the same bytes for opaque.
-fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
+/// The client's proxy reads the Service's annotation and the server's proxy the pod's, so both must list the same opaque ports.
+fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed(snapshot)?;
     let mut problems = BTreeSet::new();
     for service in services(snapshot)? {
@@ -388,7 +396,7 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
         if selector.is_empty() {
             continue;
         }
-        let of_service = marked_opaque(service).to_set();
+        let of_service = opaque_ports_of(service).to_set();
         let behind = pods.iter().filter(|pod| {
             Some(resource::namespace(pod)) == service.metadata.namespace.as_deref()
                 && selector.iter().all(|(key, value)| pod.labels().get(key) == Some(value))
@@ -435,12 +443,12 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
     }
     Err(warning(
         listing("services and pods disagree:", &problems.into_iter().collect::<Vec<_>>()),
-        "annotate them as said; ports that both annotations list are not looked into",
+        "set these annotations; ports that both annotations list are not checked",
     ))
 }
 
 /// The ports that a Service's annotation lists, by number or by name.
-fn marked_opaque(service: &Service) -> ResolvedPorts {
+fn opaque_ports_of(service: &Service) -> ResolvedPorts {
     let text = service.annotations().get(annotation::OPAQUE_PORTS);
     PortList::parse(text.map_or("", String::as_str)).resolve(|name| {
         let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());

@@ -1,4 +1,4 @@
-//! Takes a snapshot of a cluster: lists what the checks look at, and asks pods what they present.
+//! Takes a snapshot of a cluster: lists the objects that the checks need, and fetches certificates from pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -13,16 +13,17 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::{ListParams, PostParams};
 use kube::{Api, ResourceExt as _};
 use serde::de::DeserializeOwned;
-use tulle_control::injector::audit::Findings;
+use tulle_control::injector_webhook::audit::AuditFindings;
 
-use super::snapshot::{Access, AccessScope, Listed, Snapshot, Unreadable};
+use super::scope::{Mode, Scope};
+use super::snapshot::{Access, AccessScope, ListError, ListResult, Snapshot};
 use super::trust::WEBHOOKS;
-use super::{Mode, Scope, control_plane, data_plane, platform};
+use super::{control_plane, data_plane, platform};
 use crate::certificates::Certificate;
 use crate::kubernetes::{Cluster, forward, reason, resource};
 use crate::{identity, kubernetes};
 
-/// Looks at everything that the checks of this mode need.
+/// Reads everything that the checks of this mode need.
 pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope.clone(), system_time());
     let cluster = match cluster {
@@ -43,11 +44,11 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
         }
     }
     Box::pin(list_everything(cluster, &mut snapshot)).await;
-    ask_pods(cluster, &mut snapshot).await;
+    fetch_from_pods(cluster, &mut snapshot).await;
     snapshot
 }
 
-/// Lists anew only what checks wait for: the control plane's own objects, and pods where the data plane is looked at.
+/// Lists again only what can change while checks are repeated: the control plane's objects, and pods for data plane checks.
 pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
     let (client, home) = (&cluster.client, &cluster.control_plane);
     let cni = snapshot.scope.cni_namespace.clone();
@@ -60,30 +61,30 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
         snapshot.replica_sets,
         snapshot.cni_daemon_sets,
     ) = tokio::join!(
-        all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
-        all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
-        all(cluster, "apiservices", Api::all(client.clone())),
-        of(cluster, "secrets", home),
-        of(cluster, "deployments", home),
-        of(cluster, "replicasets", home),
-        of(cluster, "daemonsets", &cni),
+        list_all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
+        list_all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
+        list_all(cluster, "apiservices", Api::all(client.clone())),
+        list_namespaced(cluster, "secrets", home),
+        list_namespaced(cluster, "deployments", home),
+        list_namespaced(cluster, "replicasets", home),
+        list_namespaced(cluster, "daemonsets", &cni),
     );
     match (snapshot.scope.mode, snapshot.scope.namespace.clone()) {
-        (Mode::Proxy, None) => snapshot.pods = all(cluster, "pods", Api::all(client.clone())).await,
+        (Mode::Proxy, None) => snapshot.pods = list_all(cluster, "pods", Api::all(client.clone())).await,
         (mode, namespace) => {
             let asked = namespace.filter(|_| mode == Mode::Proxy);
             let namespaces: BTreeSet<String> = [home.clone(), cni].into_iter().chain(asked).collect();
             for namespace in namespaces {
-                let listed = of(cluster, "pods", &namespace).await;
+                let listed = list_namespaced(cluster, "pods", &namespace).await;
                 replace_pods(&mut snapshot.pods, &namespace, listed);
             }
         }
     }
-    ask_pods(cluster, snapshot).await;
+    fetch_from_pods(cluster, snapshot).await;
 }
 
-/// Puts the pods of one namespace in place of those that were listed before.
-fn replace_pods(pods: &mut Listed<Pod>, namespace: &str, listed: Listed<Pod>) {
+/// Replaces the listed pods of one namespace.
+fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<Pod>) {
     match (pods.as_mut(), listed) {
         (Ok(pods), Ok(listed)) => {
             pods.retain(|pod| resource::namespace(pod) != namespace);
@@ -94,10 +95,10 @@ fn replace_pods(pods: &mut Listed<Pod>, namespace: &str, listed: Listed<Pod>) {
     }
 }
 
-/// What pods say themselves.
-async fn ask_pods(cluster: &Cluster, snapshot: &mut Snapshot) {
+/// Reads certificates and the injection audit from pods.
+async fn fetch_from_pods(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
-        Mode::Pre => snapshot.access = accesses(cluster).await,
+        Mode::Pre => snapshot.access = check_access(cluster).await,
         Mode::Crds => {}
         Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await,
         Mode::Proxy => {
@@ -113,7 +114,7 @@ fn system_time() -> i64 {
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }
 
-/// The version of the API server, and its clock in seconds since 1970.
+/// The version of the API server, and its clock as Unix time in seconds.
 async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
     let request = Request::get("/version")
         .body(kube::client::Body::empty())
@@ -138,12 +139,12 @@ async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
             serde_json::from_slice(&body).map_err(|error| format!("the API server's version is not JSON: {error}"))?;
         Ok((info["gitVersion"].as_str().unwrap_or_default().to_owned(), date))
     };
-    tokio::time::timeout(PATIENCE, asking)
+    tokio::time::timeout(REQUEST_TIMEOUT, asking)
         .await
-        .map_err(|_elapsed| format!("the API server did not answer within {PATIENCE:?}"))?
+        .map_err(|_elapsed| format!("the API server did not answer within {REQUEST_TIMEOUT:?}"))?
 }
 
-/// Seconds since 1970 of `Sat, 21 Nov 2026 12:00:00 GMT`.
+/// Parses a date such as `Sat, 21 Nov 2026 12:00:00 GMT` to Unix time in seconds.
 fn http_date(text: &str) -> Option<i64> {
     let utc = format!("{}+0000", text.strip_suffix("GMT")?);
     let time = time::OffsetDateTime::parse(&utc, &time::format_description::well_known::Rfc2822).ok()?;
@@ -163,15 +164,15 @@ async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
         snapshot.nodes,
         snapshot.node_leases,
     ) = tokio::join!(
-        all(cluster, "namespaces", Api::all(client.clone())),
-        all(cluster, "customresourcedefinitions", Api::all(client.clone())),
-        all(cluster, "clusterroles", Api::all(client.clone())),
-        all(cluster, "clusterrolebindings", Api::all(client.clone())),
-        all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
-        all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
-        all(cluster, "apiservices", Api::all(client.clone())),
-        all(cluster, "nodes", Api::all(client.clone())),
-        all(
+        list_all(cluster, "namespaces", Api::all(client.clone())),
+        list_all(cluster, "customresourcedefinitions", Api::all(client.clone())),
+        list_all(cluster, "clusterroles", Api::all(client.clone())),
+        list_all(cluster, "clusterrolebindings", Api::all(client.clone())),
+        list_all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
+        list_all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
+        list_all(cluster, "apiservices", Api::all(client.clone())),
+        list_all(cluster, "nodes", Api::all(client.clone())),
+        list_all(
             cluster,
             "leases of kube-node-lease",
             Api::namespaced(client.clone(), "kube-node-lease")
@@ -187,33 +188,37 @@ async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
         snapshot.replica_sets,
         snapshot.cni_daemon_sets,
     ) = tokio::join!(
-        all(cluster, "pods", Api::all(client.clone())),
-        all(cluster, "services", Api::all(client.clone())),
-        of(cluster, "configmaps", home),
-        of(cluster, "secrets", home),
-        of(cluster, "serviceaccounts", home),
-        of(cluster, "deployments", home),
-        of(cluster, "replicasets", home),
-        of(cluster, "daemonsets", &snapshot.scope.cni_namespace),
+        list_all(cluster, "pods", Api::all(client.clone())),
+        list_all(cluster, "services", Api::all(client.clone())),
+        list_namespaced(cluster, "configmaps", home),
+        list_namespaced(cluster, "secrets", home),
+        list_namespaced(cluster, "serviceaccounts", home),
+        list_namespaced(cluster, "deployments", home),
+        list_namespaced(cluster, "replicasets", home),
+        list_namespaced(cluster, "daemonsets", &snapshot.scope.cni_namespace),
     );
 }
 
-async fn of<K>(cluster: &Cluster, what: &'static str, namespace: &str) -> Listed<K>
+async fn list_namespaced<K>(cluster: &Cluster, what: &'static str, namespace: &str) -> ListResult<K>
 where
     K: kube::Resource<Scope = NamespaceResourceScope, DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
-    all(cluster, what, Api::namespaced(cluster.client.clone(), namespace)).await
+    list_all(cluster, what, Api::namespaced(cluster.client.clone(), namespace)).await
 }
 
-async fn all<K: Clone + DeserializeOwned + Debug>(cluster: &Cluster, what: &'static str, api: Api<K>) -> Listed<K> {
+async fn list_all<K: Clone + DeserializeOwned + Debug>(
+    cluster: &Cluster,
+    what: &'static str,
+    api: Api<K>,
+) -> ListResult<K> {
     let listed = cluster.list(&api, &ListParams::default()).await;
-    listed.map_err(|error| Unreadable {
-        what,
-        why: reason(&error),
+    listed.map_err(|error| ListError {
+        kind: what,
+        reason: reason(&error),
     })
 }
 
-async fn accesses(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
+async fn check_access(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
     let api: Api<SelfSubjectAccessReview> = Api::all(cluster.client.clone());
     let asking = platform::accesses().into_iter().map(|access| {
         let api = api.clone();
@@ -240,11 +245,13 @@ async fn accesses(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
             (access, allowed.map_err(|error| reason(&error)))
         }
     });
-    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+    stream::iter(asking)
+        .buffer_unordered(MAX_CONCURRENT_REQUESTS)
+        .collect()
+        .await
 }
 
-/// A running pod of a component of the control plane.
-fn running<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a Pod> {
+fn find_running_pod<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a Pod> {
     let mut pods = control_plane::pods(snapshot).unwrap_or_default().into_iter();
     pods.find(|pod| {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
@@ -252,10 +259,10 @@ fn running<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a Pod> {
     })
 }
 
-/// Asks a running pod of each webhook; where none runs, the checks go by the Secrets.
+/// Reads the certificate of a running pod of each webhook. If none runs, the checks use the Secret.
 async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
     let asking = WEBHOOKS.iter().filter_map(|webhook| {
-        let pod = running(snapshot, webhook.component)?.name_any();
+        let pod = find_running_pod(snapshot, webhook.component)?.name_any();
         let name = format!("{}.{}.svc", webhook.service, cluster.control_plane);
         Some(async move {
             let chain = identity::handshake(cluster, &cluster.control_plane, &pod, webhook.port, &name).await;
@@ -266,7 +273,10 @@ async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMa
         })
     });
     let asking: Vec<_> = asking.collect();
-    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+    stream::iter(asking)
+        .buffer_unordered(MAX_CONCURRENT_REQUESTS)
+        .collect()
+        .await
 }
 
 async fn proxy_certificates(
@@ -286,17 +296,20 @@ async fn proxy_certificates(
         .map(|pod| {
             let trust_domain = trust_domain.clone();
             async move {
-                let chain = identity::presented(cluster, pod, &trust_domain).await;
+                let chain = identity::fetch_certificate_chain(cluster, pod, &trust_domain).await;
                 let name = format!("{}/{}", resource::namespace(pod), pod.name_any());
                 (name, chain.map_err(|error| format!("{error:#}")))
             }
         })
         .collect();
-    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+    stream::iter(asking)
+        .buffer_unordered(MAX_CONCURRENT_REQUESTS)
+        .collect()
+        .await
 }
 
-async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Result<Findings, String>> {
-    let pod = running(snapshot, "proxy-injector")?;
+async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Result<AuditFindings, String>> {
+    let pod = find_running_pod(snapshot, "proxy-injector")?;
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     let (_, port) = containers
         .flat_map(resource::ports)
@@ -314,9 +327,9 @@ async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Resul
     Some(findings.map_err(|error| format!("{error:#}")))
 }
 
-/// How many questions are on their way at once.
-const AT_ONCE: usize = 16;
-const PATIENCE: std::time::Duration = kubernetes::PATIENCE;
+/// Maximum number of concurrent requests to the cluster.
+const MAX_CONCURRENT_REQUESTS: usize = 16;
+const REQUEST_TIMEOUT: std::time::Duration = kubernetes::REQUEST_TIMEOUT;
 
 #[cfg(test)]
 mod tests {

@@ -1,13 +1,15 @@
-//! `tulle check`: is a cluster ready for a mesh, is the mesh well, and if not, which command mends it.
+//! `tulle check`: checks that a cluster is ready for a mesh or that its mesh is healthy, and prints a fix for each problem.
 //!
-//! [`gather`] takes a snapshot of the cluster; checks are pure functions of it, so each verdict is tested on objects.
-//! What time may heal is looked at again until it is well or the wait is over. Nothing is changed.
+//! [`gather`] takes a snapshot of the cluster. Checks are pure functions of it, so each one is tested on plain objects.
+//! Checks that can succeed later are repeated until they succeed or the wait time ends. Checks do not modify the cluster.
 
 mod control_plane;
 mod data_plane;
 mod gather;
 mod platform;
+mod problem;
 mod report;
+mod scope;
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -22,12 +24,12 @@ use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
 use self::report::{CategoryReport, CheckReport};
+use self::scope::{Mode, Scope};
 use self::snapshot::Snapshot;
-use self::verdict::{Category, Patience, Weight};
+use self::verdict::{Category, FailureMode, RetryPolicy};
 use crate::kubernetes::{self, Cluster};
 use crate::runtime;
 
-/// What to check, and how to show it.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -43,16 +45,16 @@ pub(crate) struct Args {
     /// The namespace whose proxies are checked (with --proxy)
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// How long to wait for what is about to become ready
+    /// How long to wait for parts that are not ready yet
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     wait: Duration,
-    /// How the result is shown
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// The version that everything should have
+    /// The expected version of all components
     #[arg(long, value_name = "VERSION")]
     expected_version: Option<String>,
-    /// Check the CNI plugin; implied where the control plane is configured for it
+    /// Check the CNI plugin; default if the control plane is configured for it
     #[arg(long)]
     linkerd_cni_enabled: bool,
     /// The namespace of the CNI plugin
@@ -64,35 +66,14 @@ pub(crate) struct Args {
 enum Output {
     Table,
     Json,
-    /// Only what is not well
+    /// Only problems
     Short,
 }
 
-/// What is checked, and where.
-#[derive(Clone, Debug)]
-struct Scope {
-    mode: Mode,
-    /// The namespace of the control plane.
-    control_plane: String,
-    /// The namespace whose proxies are checked; all if absent.
-    namespace: Option<String>,
-    expected_version: Option<String>,
-    cni_namespace: String,
-    cni: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
-    Pre,
-    Crds,
-    Installed,
-    Proxy,
-}
-
-/// Checks, and reports while it goes on.
+/// Runs the checks and prints the report.
 ///
 /// # Errors
-/// Only what keeps it from reporting; a cluster that cannot be reached is a finding.
+/// Fails only if it cannot print the report. An unreachable cluster is a problem in the report.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let scope = args.scope(flags);
     let reports = runtime()?.block_on(async {
@@ -128,28 +109,6 @@ impl Args {
     }
 }
 
-impl Scope {
-    /// A command of ours for this control plane.
-    fn tulle(&self, command: &str) -> String {
-        match self.control_plane.as_str() {
-            "linkerd" => format!("tulle {command}"),
-            other => format!("tulle {command} -L {other}"),
-        }
-    }
-
-    fn install_command(&self) -> String {
-        let install = self.tulle("install");
-        format!("{install} --crds | kubectl apply -f - && {install} | kubectl apply -f -")
-    }
-
-    fn upgrade_command(&self) -> String {
-        format!(
-            "{} | kubectl apply -f - (or `helm upgrade`, if Helm installed it)",
-            self.tulle("upgrade")
-        )
-    }
-}
-
 async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> anyhow::Result<Vec<CategoryReport>> {
     let deadline = Instant::now() + args.wait;
     let mut snapshot = Box::pin(gather::snapshot(cluster, scope)).await;
@@ -157,14 +116,14 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let mut told = None;
     for category in categories(&snapshot) {
         let (report, weight) = loop {
-            let (report, waiting, weight) = judge(&category, &snapshot);
+            let (report, waiting, weight) = run_category(&category, &snapshot);
             let Some(what) = waiting.filter(|_| Instant::now() < deadline) else {
                 break (report, weight);
             };
             if told.replace(what) != Some(what) {
-                eprintln!("waiting until it is true that {what}");
+                eprintln!("waiting for: {what}");
             }
-            sleep(BETWEEN_REFRESHES).await;
+            sleep(REFRESH_INTERVAL).await;
             match cluster {
                 Ok(cluster) => Box::pin(gather::refresh(cluster, &mut snapshot)).await,
                 Err(_) => break (report, weight),
@@ -177,31 +136,31 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
         };
         crate::print(&text)?;
         reports.push(report);
-        if weight == Weight::EndsTheRun {
+        if weight == FailureMode::Abort {
             break;
         }
     }
     Ok(reports)
 }
 
-/// Judges a category until something fails after which nothing means anything.
+/// Runs the checks of a category and stops after a fatal failure.
 ///
-/// Names the first failure that time may heal, if there is one.
-fn judge(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Option<&'static str>, Weight) {
+/// Also returns the first failure that is worth repeating.
+fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Option<&'static str>, FailureMode) {
     let mut waiting = None;
-    let mut weight = Weight::Others;
+    let mut weight = FailureMode::Continue;
     let mut checks = Vec::new();
     for check in &category.checks {
-        let judgement = (check.judge)(snapshot);
+        let judgement = (check.run)(snapshot);
         let failed = judgement
             .as_ref()
-            .is_err_and(|problem| problem.severity == verdict::Severity::Error);
+            .is_err_and(|problem| problem.severity == problem::Severity::Error);
         checks.push(CheckReport::new(check.description, judgement));
-        if failed && check.patience == Patience::UntilItSettles {
+        if failed && check.retry == RetryPolicy::UntilTimeout {
             waiting.get_or_insert(check.description);
         }
-        if failed && check.weight == Weight::EndsTheRun {
-            weight = Weight::EndsTheRun;
+        if failed && check.on_failure == FailureMode::Abort {
+            weight = FailureMode::Abort;
             break;
         }
     }
@@ -244,7 +203,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
     categories
 }
 
-const BETWEEN_REFRESHES: Duration = Duration::from_secs(1);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\
 Before, between and after the two steps of an installation:
@@ -259,6 +218,6 @@ The proxies of a namespace, with the control plane:
 
   tulle check --proxy -n shop
 
-For a script: exit code 1 if a check fails (× in the table), and only what is not well:
+For a script: exit code 1 if a check fails (× in the table), and print only problems:
 
   tulle check -o short --wait 0";

@@ -1,16 +1,17 @@
-//! Checks of the cluster itself: can it be asked, is it new enough, and may this user install a mesh.
+//! Checks of the cluster itself: the API server answers, the version is supported, and the user is allowed to install a mesh.
 
 use kube::ResourceExt as _;
 
+use super::problem::{CheckResult, Problem, error, listing, warning};
 use super::snapshot::{Access, AccessScope, Snapshot};
-use super::verdict::{Category, Check, Judgement, Problem, error, listing, warning};
+use super::verdict::{Category, Check};
 
 pub(super) fn kubernetes_api() -> Category {
     Category {
         name: "kubernetes-api",
         checks: vec![
-            Check::new("can initialize the client", client).ends_the_run(),
-            Check::new("can query the Kubernetes API", reachable).ends_the_run(),
+            Check::new("can initialize the client", client).fatal(),
+            Check::new("can query the Kubernetes API", reachable).fatal(),
         ],
     }
 }
@@ -37,31 +38,39 @@ pub(super) fn pre_kubernetes_setup() -> Category {
         name: "pre-kubernetes-setup",
         checks: vec![
             Check::new("control plane namespace does not already exist", namespace_is_free),
-            Check::new("can create non-namespaced resources", |s| may(s, CLUSTER_WIDE)),
+            Check::new("can create non-namespaced resources", |s| {
+                has_permissions(s, CLUSTER_PERMISSIONS)
+            }),
             Check::new("can create ServiceAccounts", |s| {
-                may(s, &[namespaced("create", "", "serviceaccounts")])
+                has_permissions(s, &[namespaced("create", "", "serviceaccounts")])
             }),
             Check::new("can create Services", |s| {
-                may(s, &[namespaced("create", "", "services")])
+                has_permissions(s, &[namespaced("create", "", "services")])
             }),
             Check::new("can create Deployments", |s| {
-                may(s, &[namespaced("create", "apps", "deployments")])
+                has_permissions(s, &[namespaced("create", "apps", "deployments")])
             }),
             Check::new("can create ConfigMaps", |s| {
-                may(s, &[namespaced("create", "", "configmaps")])
+                has_permissions(s, &[namespaced("create", "", "configmaps")])
             }),
-            Check::new("can create Secrets", |s| may(s, &[namespaced("create", "", "secrets")])),
-            Check::new("can read Secrets", |s| may(s, &[namespaced("get", "", "secrets")])),
-            Check::new("can create Roles and RoleBindings", |s| may(s, ROLES)),
+            Check::new("can create Secrets", |s| {
+                has_permissions(s, &[namespaced("create", "", "secrets")])
+            }),
+            Check::new("can read Secrets", |s| {
+                has_permissions(s, &[namespaced("get", "", "secrets")])
+            }),
+            Check::new("can create Roles and RoleBindings", |s| {
+                has_permissions(s, ROLE_PERMISSIONS)
+            }),
             Check::new("no clock skew detected", clocks_agree),
         ],
     }
 }
 
-/// Everything that the checks ask about the user's rights.
+/// All permissions of the user that the checks need.
 pub(super) fn accesses() -> Vec<Access> {
-    let mut all = CLUSTER_WIDE.to_vec();
-    all.extend_from_slice(ROLES);
+    let mut all = CLUSTER_PERMISSIONS.to_vec();
+    all.extend_from_slice(ROLE_PERMISSIONS);
     all.extend(["serviceaccounts", "services", "configmaps", "secrets"].map(|name| namespaced("create", "", name)));
     all.push(namespaced("create", "apps", "deployments"));
     all.push(namespaced("get", "", "secrets"));
@@ -86,7 +95,7 @@ const fn namespaced(verb: &'static str, group: &'static str, resource: &'static 
     }
 }
 
-const CLUSTER_WIDE: &[Access] = &[
+const CLUSTER_PERMISSIONS: &[Access] = &[
     cluster_wide("", "namespaces"),
     cluster_wide("rbac.authorization.k8s.io", "clusterroles"),
     cluster_wide("rbac.authorization.k8s.io", "clusterrolebindings"),
@@ -96,60 +105,63 @@ const CLUSTER_WIDE: &[Access] = &[
     cluster_wide("apiregistration.k8s.io", "apiservices"),
 ];
 
-const ROLES: &[Access] = &[
+const ROLE_PERMISSIONS: &[Access] = &[
     namespaced("create", "rbac.authorization.k8s.io", "roles"),
     namespaced("create", "rbac.authorization.k8s.io", "rolebindings"),
 ];
 
-fn client(snapshot: &Snapshot) -> Judgement {
+fn client(snapshot: &Snapshot) -> CheckResult {
     snapshot.client.clone().map_err(|why| {
         error(
             why,
-            "give --kubeconfig FILE or --context NAME; `kubectl config get-contexts` lists what there is",
+            "give --kubeconfig FILE or --context NAME; `kubectl config get-contexts` lists the available ones",
         )
     })
 }
 
-fn reachable(snapshot: &Snapshot) -> Judgement {
+fn reachable(snapshot: &Snapshot) -> CheckResult {
     match &snapshot.kubernetes {
         Ok(_) => Ok(()),
         Err(why) => Err(error(
             why.clone(),
-            "kubectl cluster-info (it has to work with the same kubeconfig and context)",
+            "kubectl cluster-info (must work with the same kubeconfig and context)",
         )),
     }
 }
 
-fn version(snapshot: &Snapshot) -> Judgement {
+fn version(snapshot: &Snapshot) -> CheckResult {
     let Ok(version) = &snapshot.kubernetes else {
         return Ok(());
     };
     match parse_version(version) {
-        Some(found) if found >= MINIMUM => Ok(()),
+        Some(found) if found >= MIN_KUBERNETES_VERSION => Ok(()),
         Some(_) => Err(error(
             format!(
-                "Kubernetes is {version}; v{}.{}.0 or newer is needed",
-                MINIMUM.0, MINIMUM.1
+                "Kubernetes is {version}; v{}.{}.0 or newer is required",
+                MIN_KUBERNETES_VERSION.0, MIN_KUBERNETES_VERSION.1
             ),
             "upgrade the cluster",
         )),
         None => Err(warning(
-            format!("the API server calls itself {version:?}, which is no version"),
-            format!("make sure that it is v{}.{}.0 or newer", MINIMUM.0, MINIMUM.1),
+            format!("the API server reports the version {version:?}, which cannot be parsed"),
+            format!(
+                "make sure that it is v{}.{}.0 or newer",
+                MIN_KUBERNETES_VERSION.0, MIN_KUBERNETES_VERSION.1
+            ),
         )),
     }
 }
 
-/// Major and minor of `v1.34.2+k3s1`.
+/// Parses major and minor version of `v1.34.2+k3s1`.
 fn parse_version(text: &str) -> Option<(u32, u32)> {
     let mut parts = text.strip_prefix('v')?.split('.');
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-/// Since 1.31 everything that the charts use is stable.
-const MINIMUM: (u32, u32) = (1, 31);
+/// All APIs that the charts use are stable since 1.31.
+const MIN_KUBERNETES_VERSION: (u32, u32) = (1, 31);
 
-fn gateway_api_exists(snapshot: &Snapshot) -> Judgement {
+fn gateway_api_exists(snapshot: &Snapshot) -> CheckResult {
     let crds = snapshot.crds.as_ref()?;
     let missing: Vec<_> = GATEWAY_CRDS
         .iter()
@@ -160,10 +172,10 @@ fn gateway_api_exists(snapshot: &Snapshot) -> Judgement {
         return Ok(());
     }
     Err(warning(
-        listing("routes of these kinds cannot be made:", &missing),
+        listing("routes of these kinds cannot be created:", &missing),
         format!(
             "{} --crds --set installGatewayAPI=true | kubectl apply -f -",
-            snapshot.scope.tulle("install")
+            snapshot.scope.tulle_command("install")
         ),
     ))
 }
@@ -173,7 +185,7 @@ const GATEWAY_CRDS: &[&str] = &[
     "grpcroutes.gateway.networking.k8s.io",
 ];
 
-fn namespace_is_free(snapshot: &Snapshot) -> Judgement {
+fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
     let name = &snapshot.scope.control_plane;
     if !snapshot.has_namespace(name)? {
         return Ok(());
@@ -182,13 +194,13 @@ fn namespace_is_free(snapshot: &Snapshot) -> Judgement {
         format!("the namespace {name} exists already"),
         format!(
             "choose another with -L NAMESPACE; if a control plane is there: `{}`, or remove it with `{} | kubectl delete -f -`",
-            snapshot.scope.tulle("check"),
-            snapshot.scope.tulle("uninstall")
+            snapshot.scope.tulle_command("check"),
+            snapshot.scope.tulle_command("uninstall")
         ),
     ))
 }
 
-fn may(snapshot: &Snapshot, wanted: &[Access]) -> Judgement {
+fn has_permissions(snapshot: &Snapshot, wanted: &[Access]) -> CheckResult {
     let mut denied = Vec::new();
     for access in wanted {
         let name = match access.group {
@@ -198,8 +210,13 @@ fn may(snapshot: &Snapshot, wanted: &[Access]) -> Judgement {
         match snapshot.access.get(access) {
             Some(Ok(true)) => {}
             Some(Ok(false)) => denied.push((access, name)),
-            Some(Err(why)) => return Err(warning(format!("cannot tell: {why}"), "kubectl auth can-i --list")),
-            None => return Err(warning("it was not asked", "kubectl auth can-i --list")),
+            Some(Err(why)) => return Err(warning(format!("unknown: {why}"), "kubectl auth can-i --list")),
+            None => {
+                return Err(warning(
+                    "unknown: the permission was not checked",
+                    "kubectl auth can-i --list",
+                ));
+            }
         }
     }
     let Some((first, name)) = denied.first() else {
@@ -222,10 +239,10 @@ fn may(snapshot: &Snapshot, wanted: &[Access]) -> Judgement {
     ))
 }
 
-/// Nodes renew a lease every 10 s by their own clock; what is far from the API server's clock is skewed.
+/// Nodes renew a lease every 10 s with their own clock. A time far from the API server's clock means clock skew.
 ///
-/// A node that is down has an old lease as well, so only ready nodes count as late.
-fn clocks_agree(snapshot: &Snapshot) -> Judgement {
+/// The lease of a node that is down is old as well, so only ready nodes are reported as late.
+fn clocks_agree(snapshot: &Snapshot) -> CheckResult {
     let nodes = snapshot.nodes.as_ref()?;
     let leases = snapshot.node_leases.as_ref().map_err(Problem::from)?;
     let mut skewed = Vec::new();
@@ -238,9 +255,9 @@ fn clocks_agree(snapshot: &Snapshot) -> Judgement {
             continue;
         };
         let ahead = renewed - snapshot.now;
-        if ahead > MAX_AHEAD {
+        if ahead > MAX_CLOCK_AHEAD_SECONDS {
             skewed.push(format!("{} is {ahead} s ahead of the API server", lease.name_any()));
-        } else if -ahead > MAX_BEHIND {
+        } else if -ahead > MAX_CLOCK_BEHIND_SECONDS {
             skewed.push(format!(
                 "{} is up to {} s behind the API server",
                 lease.name_any(),
@@ -252,7 +269,7 @@ fn clocks_agree(snapshot: &Snapshot) -> Judgement {
         return Ok(());
     }
     Err(warning(
-        listing("certificates are refused by clocks that disagree:", &skewed),
+        listing("certificates can be rejected because of clock skew:", &skewed),
         "synchronise the clocks of these nodes: `timedatectl set-ntp true` on each",
     ))
 }
@@ -264,7 +281,7 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// Seconds; leaf certificates are back-dated by 20 s, and the answer is up to some seconds old.
-const MAX_AHEAD: i64 = 15;
-/// Seconds; a ready node has renewed its lease within 40 s.
-const MAX_BEHIND: i64 = 60;
+/// In seconds. Leaf certificates are back-dated by 20 s, and the response can be some seconds old.
+const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
+/// In seconds. A ready node has renewed its lease within 40 s.
+const MAX_CLOCK_BEHIND_SECONDS: i64 = 60;

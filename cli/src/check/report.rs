@@ -1,12 +1,11 @@
-//! What the checks found, for people, for programs, and in short.
+//! The report of the checks as a table, as JSON and in short form.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::verdict::{Problem, Severity};
+use super::problem::{Problem, Severity};
 
-/// One category and what its checks found.
 #[derive(Debug, PartialEq, Serialize)]
 pub(super) struct CategoryReport {
     #[serde(rename = "categoryName")]
@@ -14,15 +13,13 @@ pub(super) struct CategoryReport {
     pub(super) checks: Vec<CheckReport>,
 }
 
-/// With the names that Linkerd gives these fields.
+/// Field names are Linkerd's.
 #[derive(Debug, PartialEq, Serialize)]
 pub(super) struct CheckReport {
     pub(super) description: &'static str,
     pub(super) result: Outcome,
-    /// What is wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) error: Option<String>,
-    /// What to do about it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) hint: Option<String>,
 }
@@ -42,7 +39,7 @@ impl CheckReport {
             Err(problem) if problem.severity == Severity::Warning => (Outcome::Warning, Some(problem)),
             Err(problem) => (Outcome::Error, Some(problem)),
         };
-        let (error, hint) = problem.map(|problem| (problem.what, problem.fix)).unzip();
+        let (error, hint) = problem.map(|problem| (problem.message, problem.fix)).unzip();
         Self {
             description,
             result,
@@ -70,18 +67,18 @@ impl CheckReport {
 }
 
 impl CategoryReport {
-    fn is_quiet(&self) -> bool {
+    fn has_no_findings(&self) -> bool {
         self.checks.iter().all(|check| check.result == Outcome::Success)
     }
 
-    /// All checks under the category's name.
+    /// All checks, grouped by category.
     pub(super) fn table(&self) -> String {
         self.text(|_| true)
     }
 
-    /// The checks that found something; nothing if none did.
+    /// The checks that found a problem; empty if there is none.
     pub(super) fn short(&self) -> String {
-        if self.is_quiet() {
+        if self.has_no_findings() {
             return String::new();
         }
         self.text(|check| check.result != Outcome::Success)
@@ -114,7 +111,6 @@ pub(super) fn conclusion(categories: &[CategoryReport]) -> &'static str {
     }
 }
 
-/// The whole report as JSON.
 pub(super) fn json(categories: &[CategoryReport]) -> serde_json::Result<String> {
     #[derive(Serialize)]
     struct Report<'a> {
@@ -130,7 +126,7 @@ pub(super) fn json(categories: &[CategoryReport]) -> serde_json::Result<String> 
 
 #[cfg(test)]
 mod tests {
-    use super::super::verdict::{error, warning};
+    use super::super::problem::{error, warning};
     use super::*;
 
     fn report() -> Vec<CategoryReport> {
@@ -179,7 +175,7 @@ linkerd-crd
     fn a_short_report_leaves_out_what_is_well() {
         let text: String = report().iter().map(CategoryReport::short).collect();
         assert!(text.starts_with("linkerd-crd\n") && !text.contains("√"), "{text}");
-        // Warnings alone are a success.
+        // A report with only warnings is a success.
         assert!(succeeded(&report()[..1]));
     }
 

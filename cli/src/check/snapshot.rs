@@ -1,4 +1,4 @@
-//! What the checks look at: the objects of a cluster at one moment, and what was learned by asking its pods.
+//! The input of the checks: the objects of a cluster at one moment, and the data fetched from its pods.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,66 +12,66 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use k8s_openapi::kube_aggregator::pkg::apis::apiregistration::v1::APIService;
 use kube::ResourceExt as _;
 use serde_json::Value;
-use tulle_control::inject;
-use tulle_control::injector::audit::Findings;
+use tulle_control::injection;
+use tulle_control::injector_webhook::audit::AuditFindings;
 
-use super::Scope;
-use super::verdict::{Problem, error};
+use super::problem::{Problem, error, warning};
+use super::scope::Scope;
 use crate::certificates::Certificate;
 
-/// Objects of one kind, or why they could not be read.
-pub(super) type Listed<T> = Result<Vec<T>, Unreadable>;
+/// Objects of one kind, or the error of listing them.
+pub(super) type ListResult<T> = Result<Vec<T>, ListError>;
 
-/// A kind that the user may not read, or that could not be read.
+/// A kind that could not be listed, for example because of missing permissions.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Unreadable {
-    /// The kind, in the plural.
-    pub(super) what: &'static str,
-    pub(super) why: String,
+pub(super) struct ListError {
+    /// The kind in plural.
+    pub(super) kind: &'static str,
+    pub(super) reason: String,
 }
 
-/// A cluster at one moment.
+/// The state of a cluster at one moment.
 pub(super) struct Snapshot {
     pub(super) scope: Scope,
-    /// Seconds since 1970 by the API server's clock, or by ours if it did not say.
+    /// Unix time in seconds by the API server's clock, or by the local clock if the response had no date.
     pub(super) now: i64,
-    /// Whether there is a client at all.
+    /// Whether a Kubernetes client could be created.
     pub(super) client: Result<(), String>,
     /// The version of Kubernetes, such as `v1.34.2`.
     pub(super) kubernetes: Result<String, String>,
-    /// Whether the user may do what an installation does, by what it is.
+    /// Whether the user has each permission that an installation needs.
     pub(super) access: BTreeMap<Access, Result<bool, String>>,
-    /// Certificates that webhooks present, by the name of their service.
+    /// Certificates that webhooks present, by Service name.
     pub(super) webhook_certificates: BTreeMap<String, Result<Certificate, String>>,
-    /// Certificate chains that proxies present, by namespace and pod.
+    /// Certificate chains that proxies present, by `namespace/pod`.
     pub(super) proxy_certificates: BTreeMap<String, Result<Vec<Certificate>, String>>,
-    /// What the injector's audit found last; absent where no injector runs.
-    pub(super) injection_audit: Option<Result<Findings, String>>,
+    /// The last result of the injector's audit; absent if no injector runs.
+    pub(super) injection_audit: Option<Result<AuditFindings, String>>,
 
-    pub(super) namespaces: Listed<Namespace>,
-    pub(super) crds: Listed<CustomResourceDefinition>,
-    pub(super) cluster_roles: Listed<ClusterRole>,
-    pub(super) cluster_role_bindings: Listed<ClusterRoleBinding>,
-    pub(super) mutating_webhooks: Listed<MutatingWebhookConfiguration>,
-    pub(super) validating_webhooks: Listed<ValidatingWebhookConfiguration>,
-    pub(super) api_services: Listed<APIService>,
-    pub(super) nodes: Listed<Node>,
-    pub(super) node_leases: Listed<Lease>,
+    pub(super) namespaces: ListResult<Namespace>,
+    pub(super) crds: ListResult<CustomResourceDefinition>,
+    pub(super) cluster_roles: ListResult<ClusterRole>,
+    pub(super) cluster_role_bindings: ListResult<ClusterRoleBinding>,
+    pub(super) mutating_webhooks: ListResult<MutatingWebhookConfiguration>,
+    pub(super) validating_webhooks: ListResult<ValidatingWebhookConfiguration>,
+    pub(super) api_services: ListResult<APIService>,
+    pub(super) nodes: ListResult<Node>,
+    pub(super) node_leases: ListResult<Lease>,
     /// Of all namespaces.
-    pub(super) pods: Listed<Pod>,
+    pub(super) pods: ListResult<Pod>,
     /// Of all namespaces.
-    pub(super) services: Listed<Service>,
-    /// Of the control plane's namespace, as those below.
-    pub(super) config_maps: Listed<ConfigMap>,
-    pub(super) secrets: Listed<Secret>,
-    pub(super) service_accounts: Listed<ServiceAccount>,
-    pub(super) deployments: Listed<Deployment>,
-    pub(super) replica_sets: Listed<ReplicaSet>,
+    pub(super) services: ListResult<Service>,
+    /// This field and the next ones: of the control plane's namespace.
+    pub(super) config_maps: ListResult<ConfigMap>,
+    pub(super) secrets: ListResult<Secret>,
+    pub(super) service_accounts: ListResult<ServiceAccount>,
+    pub(super) deployments: ListResult<Deployment>,
+    pub(super) replica_sets: ListResult<ReplicaSet>,
     /// Of the namespace of the CNI plugin.
-    pub(super) cni_daemon_sets: Listed<DaemonSet>,
+    pub(super) cni_daemon_sets: ListResult<DaemonSet>,
 }
 
-/// Something that an installation does.
+/// A permission that an installation needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Access {
     pub(super) verb: &'static str,
@@ -83,15 +83,14 @@ pub(super) struct Access {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum AccessScope {
     Cluster,
-    /// The control plane's namespace.
     Namespace,
 }
 
 impl Snapshot {
-    /// Whether there is a namespace of this name.
+    /// Whether the namespace exists.
     ///
     /// # Errors
-    /// Namespaces that could not be read.
+    /// Fails if namespaces could not be listed.
     pub(super) fn has_namespace(&self, name: &str) -> Result<bool, Problem> {
         Ok(self
             .namespaces
@@ -100,7 +99,7 @@ impl Snapshot {
             .any(|namespace| namespace.name_any() == name))
     }
 
-    /// A cluster where nothing is, and everything may be read.
+    /// A cluster without objects, whose lists all succeed.
     pub(super) fn empty(scope: Scope, now: i64) -> Self {
         Self {
             scope,
@@ -131,7 +130,7 @@ impl Snapshot {
         }
     }
 
-    /// The values that the control plane was installed with, from its ConfigMap.
+    /// The values that the control plane was installed with, read from its ConfigMap.
     pub(super) fn values(&self) -> Result<Value, Problem> {
         serde_yaml_ng::from_str(self.values_text()?).map_err(|problem| {
             error(
@@ -141,9 +140,9 @@ impl Snapshot {
         })
     }
 
-    /// The same values, as the injector reads them.
-    pub(super) fn injection(&self) -> Result<inject::values::Values, Problem> {
-        inject::values::Values::from_yaml(self.values_text()?).map_err(|problem| {
+    /// The same values, parsed by the injector's code.
+    pub(super) fn injection(&self) -> Result<injection::values::Values, Problem> {
+        injection::values::Values::from_yaml(self.values_text()?).map_err(|problem| {
             let cause = std::error::Error::source(&problem)
                 .map(|cause| format!(": {cause}"))
                 .unwrap_or_default();
@@ -181,7 +180,7 @@ impl Snapshot {
             .find(|secret| secret.metadata.name.as_deref() == Some(name)))
     }
 
-    /// The roots of the mesh.
+    /// The trust anchors of the mesh.
     pub(super) fn anchors(&self) -> Result<Vec<Certificate>, Problem> {
         let map = self.config_map(TRUST_ROOTS)?;
         let Some(pem) = map.and_then(|map| map.data.as_ref()?.get("ca-bundle.crt")) else {
@@ -198,21 +197,33 @@ impl Snapshot {
                 format!("the trust anchors in ConfigMap {TRUST_ROOTS} cannot be used: {problem:#}"),
                 format!(
                     "{} --identity-trust-anchors-file ca.crt | kubectl apply -f -",
-                    self.scope.tulle("upgrade")
+                    self.scope.tulle_command("upgrade")
                 ),
             )
         })
     }
 }
 
-/// A value by its dotted path, as charts name it.
+/// Looks up a value by its dotted path in the chart's values.
 pub(super) fn value<'a>(values: &'a Value, path: &str) -> &'a Value {
     path.split('.').fold(values, |value, key| &value[key])
 }
 
-impl fmt::Display for Unreadable {
+impl From<&ListError> for Problem {
+    fn from(unreadable: &ListError) -> Self {
+        warning(
+            format!("unknown: {unreadable}"),
+            format!(
+                "act as a user with permission to list {} (--as USER, --context NAME)",
+                unreadable.kind
+            ),
+        )
+    }
+}
+
+impl fmt::Display for ListError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} cannot be read: {}", self.what, self.why)
+        write!(f, "{} cannot be read: {}", self.kind, self.reason)
     }
 }
 

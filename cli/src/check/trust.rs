@@ -1,4 +1,4 @@
-//! Checks of certificates: the roots, the issuer, those of webhooks, and those that proxies present.
+//! Checks of certificates: trust anchors, issuer, webhooks and proxies.
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt as _;
@@ -6,31 +6,32 @@ use serde_json::Value;
 use tulle_core::names::telemetry::API_SERVICE;
 
 use super::control_plane::{INJECTOR_WEBHOOK, VALIDATOR_WEBHOOKS};
+use super::problem::{CheckResult, Problem, error, listing, warning};
 use super::snapshot::{ISSUER, Snapshot, TRUST_ROOTS, value};
-use super::verdict::{Category, Check, Judgement, Problem, error, listing, warning};
-use crate::certificates::{Certificate, Key, Signature, leads_to};
+use super::verdict::{Category, Check};
+use crate::certificates::{Certificate, Key, Signature, chains_to};
 
 pub(super) fn identity() -> Category {
     Category {
         name: "linkerd-identity",
         checks: vec![
-            Check::new("certificate config is valid", config_is_valid).ends_the_run(),
+            Check::new("certificate config is valid", config_is_valid).fatal(),
             Check::new(
                 "trust anchors are using supported crypto algorithm",
                 anchors_are_supported,
             ),
             Check::new("trust anchors are within their validity period", |s| {
-                valid(s, &anchors(s)?, Owner::Anchor)
+                check_validity(s, &anchors(s)?, Owner::Anchor)
             }),
             Check::new("trust anchors are valid for at least 60 days", |s| {
-                lasting(s, &anchors(s)?, Owner::Anchor)
+                check_remaining_lifetime(s, &anchors(s)?, Owner::Anchor)
             }),
             Check::new("issuer cert is using supported crypto algorithm", issuer_is_supported),
             Check::new("issuer cert is within its validity period", |s| {
-                valid(s, &issuer(s)?, Owner::Issuer)
+                check_validity(s, &issuer(s)?, Owner::Issuer)
             }),
             Check::new("issuer cert is valid for at least 60 days", |s| {
-                lasting(s, &issuer(s)?, Owner::Issuer)
+                check_remaining_lifetime(s, &issuer(s)?, Owner::Issuer)
             }),
             Check::new("issuer cert is issued by the trust anchor", issuer_is_trusted),
         ],
@@ -44,25 +45,25 @@ pub(super) fn webhooks() -> Category {
             Check::new("proxy-injector webhook has valid cert", |s| {
                 webhook_is_valid(s, &INJECTOR)
             })
-            .settles(),
+            .with_retry(),
             Check::new("proxy-injector cert is valid for at least 60 days", |s| {
-                webhook_is_lasting(s, &INJECTOR)
+                webhook_is_not_expiring(s, &INJECTOR)
             }),
             Check::new("sp-validator webhook has valid cert", |s| {
                 webhook_is_valid(s, &SP_VALIDATOR)
             })
-            .settles(),
+            .with_retry(),
             Check::new("sp-validator cert is valid for at least 60 days", |s| {
-                webhook_is_lasting(s, &SP_VALIDATOR)
+                webhook_is_not_expiring(s, &SP_VALIDATOR)
             }),
             Check::new("policy-validator webhook has valid cert", |s| {
                 webhook_is_valid(s, &POLICY_VALIDATOR)
             })
-            .settles(),
+            .with_retry(),
             Check::new("policy-validator cert is valid for at least 60 days", |s| {
-                webhook_is_lasting(s, &POLICY_VALIDATOR)
+                webhook_is_not_expiring(s, &POLICY_VALIDATOR)
             }),
-            Check::new("telemetry API service is available", telemetry_is_available).settles(),
+            Check::new("telemetry API service is available", telemetry_is_available).with_retry(),
         ],
     }
 }
@@ -80,9 +81,9 @@ enum Owner {
     Issuer,
 }
 
-/// How an authority is replaced.
+/// How to replace a certificate authority.
 fn rotation(snapshot: &Snapshot, owner: Owner) -> String {
-    let upgrade = snapshot.scope.tulle("upgrade");
+    let upgrade = snapshot.scope.tulle_command("upgrade");
     match owner {
         Owner::Anchor => format!(
             "tulle trust create-anchor --cert new-ca.crt --key new-ca.key, and `{upgrade} --identity-trust-anchors-file \
@@ -111,7 +112,7 @@ fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
     })
 }
 
-/// The issuer's certificate and the chain behind it.
+/// The issuer's certificate and its chain.
 fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     let secret = issuer_secret(snapshot)?;
     let data = secret.data.as_ref();
@@ -130,7 +131,7 @@ fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     })
 }
 
-fn config_is_valid(snapshot: &Snapshot) -> Judgement {
+fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
     anchors(snapshot)?;
     issuer(snapshot)?;
     let data = issuer_secret(snapshot)?.data.as_ref();
@@ -157,7 +158,7 @@ fn config_is_valid(snapshot: &Snapshot) -> Judgement {
         format!("identity.issuer.scheme is {scheme:?}, and Secret {ISSUER} does not have its keys"),
         format!(
             "{} --set identity.issuer.scheme={} | kubectl apply -f -",
-            snapshot.scope.tulle("upgrade"),
+            snapshot.scope.tulle_command("upgrade"),
             if found("tls.crt") {
                 SCHEME_KUBERNETES
             } else {
@@ -167,7 +168,7 @@ fn config_is_valid(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-fn anchors_are_supported(snapshot: &Snapshot) -> Judgement {
+fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
     let odd: Vec<_> = anchors(snapshot)?
         .iter()
         .filter(|anchor| !matches!(anchor.key, Key::EcdsaP256 | Key::Rsa(2048 | 4096)))
@@ -185,13 +186,13 @@ fn anchors_are_supported(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-fn issuer_is_supported(snapshot: &Snapshot) -> Judgement {
+fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
     let issuer = issuer(snapshot)?;
     let Some(issuer) = issuer.first() else { return Ok(()) };
     if issuer.key != Key::EcdsaP256 {
         return Err(error(
             format!(
-                "the issuer {} needs an ECDSA P-256 key, and has {:?}",
+                "the issuer {} needs an ECDSA P-256 key, but has {:?}",
                 issuer.name, issuer.key
             ),
             rotation(snapshot, Owner::Issuer),
@@ -200,7 +201,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> Judgement {
     if !matches!(issuer.signature, Signature::EcdsaSha256 | Signature::RsaSha256) {
         return Err(error(
             format!(
-                "the issuer {} has to be signed by ECDSA or RSA with SHA-256, and is by {:?}",
+                "the issuer {} has to be signed by ECDSA or RSA with SHA-256, but is signed by {:?}",
                 issuer.name, issuer.signature
             ),
             rotation(snapshot, Owner::Issuer),
@@ -209,9 +210,9 @@ fn issuer_is_supported(snapshot: &Snapshot) -> Judgement {
     Ok(())
 }
 
-fn issuer_is_trusted(snapshot: &Snapshot) -> Judgement {
+fn issuer_is_trusted(snapshot: &Snapshot) -> CheckResult {
     let chain = issuer(snapshot)?;
-    if leads_to(&chain, &anchors(snapshot)?) {
+    if chains_to(&chain, &anchors(snapshot)?) {
         return Ok(());
     }
     let name = chain.first().map(|cert| cert.name.as_str()).unwrap_or_default();
@@ -223,10 +224,10 @@ fn issuer_is_trusted(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-fn valid(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> Judgement {
+fn check_validity(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> CheckResult {
     let bad: Vec<_> = certs
         .iter()
-        .filter_map(|cert| out_of_time(cert, snapshot.now))
+        .filter_map(|cert| validity_problem(cert, snapshot.now))
         .collect();
     if bad.is_empty() {
         return Ok(());
@@ -234,15 +235,18 @@ fn valid(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> Judgement 
     Err(error(listing("certificates:", &bad), rotation(snapshot, owner)))
 }
 
-fn lasting(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> Judgement {
-    let ending: Vec<_> = certs.iter().filter_map(|cert| ends_soon(cert, snapshot.now)).collect();
+fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> CheckResult {
+    let ending: Vec<_> = certs
+        .iter()
+        .filter_map(|cert| expiry_warning(cert, snapshot.now))
+        .collect();
     if ending.is_empty() {
         return Ok(());
     }
     Err(warning(listing("certificates:", &ending), rotation(snapshot, owner)))
 }
 
-fn out_of_time(cert: &Certificate, now: i64) -> Option<String> {
+fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
     if now < cert.not_before {
         Some(format!("{} is not valid before {}", cert.name, date(cert.not_before)))
     } else if now > cert.not_after {
@@ -252,8 +256,8 @@ fn out_of_time(cert: &Certificate, now: i64) -> Option<String> {
     }
 }
 
-fn ends_soon(cert: &Certificate, now: i64) -> Option<String> {
-    (cert.not_after < now + SIXTY_DAYS).then(|| {
+fn expiry_warning(cert: &Certificate, now: i64) -> Option<String> {
+    (cert.not_after < now + EXPIRY_WARNING_SECONDS).then(|| {
         let days = (cert.not_after - now).max(0) / DAY;
         format!("{} expires on {}, in {days} days", cert.name, date(cert.not_after))
     })
@@ -266,11 +270,11 @@ fn date(seconds: i64) -> String {
         .unwrap_or_else(|| format!("second {seconds} since 1970"))
 }
 
-/// A webhook: what the API server calls, and where its certificate is.
+/// A webhook: the configuration that the API server uses, and the Secret of the certificate.
 pub(super) struct Webhook {
     pub(super) config: &'static str,
     pub(super) service: &'static str,
-    /// The component whose pods serve it.
+    /// The component whose pods serve the webhook.
     pub(super) component: &'static str,
     pub(super) port: u16,
 }
@@ -301,7 +305,7 @@ const POLICY_VALIDATOR: Webhook = Webhook {
 };
 pub(super) const WEBHOOKS: [&Webhook; 3] = [&INJECTOR, &SP_VALIDATOR, &POLICY_VALIDATOR];
 
-/// The bundle that the API server verifies a webhook by; nothing if there is no such configuration.
+/// The CA bundle by which the API server verifies the webhook; `None` if the webhook is not configured.
 fn ca_bundle(snapshot: &Snapshot, webhook: &Webhook) -> Result<Option<Vec<u8>>, Problem> {
     let mutating = snapshot.mutating_webhooks.as_ref()?.iter();
     let mutating = mutating.filter(|config| config.name_any() == webhook.config);
@@ -313,7 +317,7 @@ fn ca_bundle(snapshot: &Snapshot, webhook: &Webhook) -> Result<Option<Vec<u8>>, 
     Ok(client_config.map(|config| config.ca_bundle.clone().map(|bundle| bundle.0).unwrap_or_default()))
 }
 
-/// What the webhook presents, or else what its Secret holds.
+/// The certificate that the webhook presents. If it could not be fetched, the one in its Secret.
 fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certificate, Problem> {
     let presented = snapshot.webhook_certificates.get(webhook.service);
     if let Some(Ok(cert)) = presented {
@@ -349,7 +353,7 @@ fn restart(snapshot: &Snapshot, webhook: &Webhook) -> String {
     )
 }
 
-/// A certificate that the control plane made is made anew when it is gone.
+/// How to renew a certificate. The control plane recreates its own certificates after their Secret is deleted.
 fn renewal(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl delete secret {} -n {}, and then {}",
@@ -359,10 +363,13 @@ fn renewal(snapshot: &Snapshot, webhook: &Webhook) -> String {
     )
 }
 
-fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
+fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
     let Some(bundle) = ca_bundle(snapshot, webhook)? else {
         return Err(error(
-            format!("{} does not exist, so the API server calls nobody", webhook.config),
+            format!(
+                "{} does not exist, so the API server does not call the webhook",
+                webhook.config
+            ),
             snapshot.scope.upgrade_command(),
         ));
     };
@@ -377,11 +384,11 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
             renewal(snapshot, webhook),
         ));
     }
-    if let Some(why) = out_of_time(&cert, snapshot.now) {
+    if let Some(why) = validity_problem(&cert, snapshot.now) {
         return Err(error(why, renewal(snapshot, webhook)));
     }
     match Certificate::parse_bundle(&bundle) {
-        Ok(authorities) if leads_to(std::slice::from_ref(&cert), &authorities) => Ok(()),
+        Ok(authorities) if chains_to(std::slice::from_ref(&cert), &authorities) => Ok(()),
         Ok(_) => Err(error(
             format!(
                 "the CA bundle of {} does not verify the certificate that {name} presents",
@@ -396,14 +403,14 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
     }
 }
 
-fn webhook_is_lasting(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
-    // Whether there is one, the check before this has said.
+fn webhook_is_not_expiring(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
+    // A missing certificate is reported by the check before this one.
     let Ok(cert) = webhook_certificate(snapshot, webhook) else {
         return Ok(());
     };
-    match ends_soon(&cert, snapshot.now) {
-        // The control plane renews in time what it made itself; what others made is theirs to renew.
-        Some(why) if external(snapshot, webhook) => Err(warning(
+    match expiry_warning(&cert, snapshot.now) {
+        // The control plane renews its own certificates. Certificates of other origin are renewed by their owner.
+        Some(why) if is_externally_managed(snapshot, webhook) => Err(warning(
             why,
             format!("renew the certificate in Secret {}", webhook.secret()),
         )),
@@ -411,7 +418,7 @@ fn webhook_is_lasting(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
     }
 }
 
-fn external(snapshot: &Snapshot, webhook: &Webhook) -> bool {
+fn is_externally_managed(snapshot: &Snapshot, webhook: &Webhook) -> bool {
     let Ok(values) = snapshot.values() else { return false };
     let key = match webhook.service {
         "linkerd-proxy-injector" => "proxyInjector.externalSecret",
@@ -421,13 +428,15 @@ fn external(snapshot: &Snapshot, webhook: &Webhook) -> bool {
     value(&values, key) == &Value::Bool(true)
 }
 
-/// Whether the API server reaches telemetry, which the chart need not install.
-fn telemetry_is_available(snapshot: &Snapshot) -> Judgement {
+/// Whether the API server reaches telemetry, which is optional in the chart.
+fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
     let mut services = snapshot.api_services.as_ref()?.iter();
     let Some(service) = services.find(|service| service.name_any() == API_SERVICE) else {
         return match value(&snapshot.values()?, "telemetry.enabled") {
             Value::Bool(true) => Err(error(
-                format!("APIService {API_SERVICE} does not exist, so `tulle stat`, `tap` and their like see nothing"),
+                format!(
+                    "APIService {API_SERVICE} does not exist, so `tulle stat`, `tap` and similar commands do not work"
+                ),
                 snapshot.scope.upgrade_command(),
             )),
             _ => Ok(()),
@@ -445,48 +454,48 @@ fn telemetry_is_available(snapshot: &Snapshot) -> Judgement {
     };
     Err(error(
         format!(
-            "APIService {API_SERVICE} is not available, and until it is Kubernetes finishes deleting no namespace: {}",
-            why.map_or("the API server has not looked at it yet", String::as_str)
+            "APIService {API_SERVICE} is not available, and until then Kubernetes cannot finish deleting namespaces: {}",
+            why.map_or("the API server has not checked it yet", String::as_str)
         ),
         format!(
             "kubectl rollout restart deployment linkerd-destination -n {}; or do without: {} --set telemetry.enabled=false \
              | kubectl apply -f -, and kubectl delete apiservice {API_SERVICE}",
             snapshot.scope.control_plane,
-            snapshot.scope.tulle("upgrade"),
+            snapshot.scope.tulle_command("upgrade"),
         ),
     ))
 }
 
-fn proxies_match(snapshot: &Snapshot) -> Judgement {
+fn proxies_match(snapshot: &Snapshot) -> CheckResult {
     let anchors = anchors(snapshot)?;
     let mut strange = Vec::new();
     let mut silent = Vec::new();
     for (pod, chain) in &snapshot.proxy_certificates {
         match chain {
             Err(why) => silent.push(format!("{pod}: {why}")),
-            Ok(chain) if !leads_to(chain, &anchors) => {
+            Ok(chain) if !chains_to(chain, &anchors) => {
                 strange.push(format!(
-                    "{pod} has a certificate that leads to none of the trust anchors"
+                    "{pod} has a certificate that chains to none of the trust anchors"
                 ));
             }
             Ok(chain) => strange.extend(
                 chain
                     .first()
-                    .and_then(|leaf| out_of_time(leaf, snapshot.now))
+                    .and_then(|leaf| validity_problem(leaf, snapshot.now))
                     .map(|why| format!("{pod}: {why}")),
             ),
         }
     }
     if !strange.is_empty() {
         return Err(error(
-            listing("these proxies cannot talk to the others:", &strange),
+            listing("these proxies cannot connect to other proxies:", &strange),
             "kubectl rollout restart their workloads, so that they get the current trust anchors",
         ));
     }
     if !silent.is_empty() {
         return Err(warning(
             listing("no certificate could be read from:", &silent),
-            "kubectl logs POD -c linkerd-proxy shows why; to read certificates, one may create pods/portforward",
+            "kubectl logs POD -c linkerd-proxy shows why; reading certificates requires permission to create pods/portforward",
         ));
     }
     Ok(())
@@ -495,4 +504,4 @@ fn proxies_match(snapshot: &Snapshot) -> Judgement {
 const SCHEME_LINKERD: &str = "linkerd.io/tls";
 const SCHEME_KUBERNETES: &str = "kubernetes.io/tls";
 const DAY: i64 = 86_400;
-const SIXTY_DAYS: i64 = 60 * DAY;
+const EXPIRY_WARNING_SECONDS: i64 = 60 * DAY;

@@ -1,13 +1,13 @@
-//! What has to be true after a run of `--once`; each line that is off is named.
+//! The checks after a run of `--once`.
 
 use std::collections::BTreeMap;
 
-use super::Balancer;
 use super::edges::{Client, Edge, Protocol};
+use super::options::Balancer;
 use super::rows::Row;
 use super::topology::{App, Topology};
 
-/// Everything that is not as promised, a sentence each; empty is good.
+/// Returns one sentence per failed check; empty if all passed.
 pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer: Balancer) -> Vec<String> {
     let mut problems = Vec::new();
     for (edge, row) in edges.iter().zip(rows) {
@@ -17,11 +17,11 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
         };
         problems.extend(found.into_iter().map(|problem| format!("{}: {problem}", edge.name())));
     }
-    problems.extend(balance(topology, rows, balancer));
+    problems.extend(check_balance(topology, rows, balancer));
     problems
 }
 
-/// What replicas of a service answered, over all edges to it.
+/// Number of responses by replica of a service, over all edges to it.
 pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
     let mut answers = BTreeMap::new();
     for row in rows
@@ -38,7 +38,7 @@ pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
 fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
     let mut problems = Vec::new();
     if row.requests == 0 {
-        problems.push("no request was made".to_owned());
+        problems.push("no request was sent".to_owned());
     }
     if row.failed > 0 {
         problems.push(format!(
@@ -71,12 +71,12 @@ fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
 fn refused(row: &Row) -> Vec<String> {
     let mut problems = Vec::new();
     if row.requests == 0 {
-        problems.push("nothing was tried".to_owned());
+        problems.push("no attempt was made".to_owned());
     }
     if row.succeeded > 0 {
         problems.push(format!("{} of {} attempts got through", row.succeeded, row.requests));
     }
-    // A host that is down refuses as well, but not by policy.
+    // A host that is down also refuses connections, but that is no policy decision.
     let others: BTreeMap<_, _> = row
         .errors
         .iter()
@@ -92,7 +92,7 @@ fn refused(row: &Row) -> Vec<String> {
     problems
 }
 
-/// How a policy's refusal looks to the client.
+/// Whether the client's error is the one that a policy denial causes.
 fn is_policy(protocol: Protocol, reason: &str) -> bool {
     match protocol {
         Protocol::Tcp => reason == "closed" || reason.starts_with("reset"),
@@ -100,7 +100,7 @@ fn is_policy(protocol: Protocol, reason: &str) -> bool {
     }
 }
 
-fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String> {
+fn check_balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String> {
     let slow = topology
         .workloads
         .iter()
@@ -110,10 +110,10 @@ fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String>
     let share = |name: &str| answers.get(name).map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64);
     match balancer {
         Balancer::PeakEwma => slow
-            .filter(|workload| share(&workload.name) >= SLOW_SHARE)
+            .filter(|workload| share(&workload.name) >= MAX_SLOW_REPLICA_PERCENT)
             .map(|workload| {
                 format!(
-                    "slow replica {} answered {:.1} % of web's requests, expected less than {SLOW_SHARE} %",
+                    "slow replica {} answered {:.1} % of web's requests, expected less than {MAX_SLOW_REPLICA_PERCENT} %",
                     workload.name,
                     share(&workload.name)
                 )
@@ -127,11 +127,11 @@ fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String>
                 .collect();
             let fair = 100.0 / web.len().max(1) as f64;
             web.into_iter()
-                .filter(|workload| (share(&workload.name) - fair).abs() > ROUND_ROBIN_SLACK)
+                .filter(|workload| (share(&workload.name) - fair).abs() > ROUND_ROBIN_TOLERANCE_PERCENT)
                 .map(|workload| {
                     format!(
                         "round robin: {} answered {:.1} % of web's requests, expected {fair:.0} % give or take \
-                         {ROUND_ROBIN_SLACK}",
+                         {ROUND_ROBIN_TOLERANCE_PERCENT}",
                         workload.name,
                         share(&workload.name)
                     )
@@ -146,10 +146,10 @@ fn listed(counts: &BTreeMap<String, u64>) -> String {
     each.join(", ")
 }
 
-/// Percent of its service's requests that a slow replica stays below.
-const SLOW_SHARE: f64 = 15.0;
-/// Percentage points around the equal share.
-const ROUND_ROBIN_SLACK: f64 = 6.0;
+/// Maximum share of a slow replica in the requests of its service, in percent.
+const MAX_SLOW_REPLICA_PERCENT: f64 = 15.0;
+/// Maximum deviation from the equal share, in percentage points.
+const ROUND_ROBIN_TOLERANCE_PERCENT: f64 = 6.0;
 
 #[cfg(test)]
 mod tests {
@@ -157,7 +157,7 @@ mod tests {
     use super::super::rows;
     use super::*;
 
-    /// A run in which everything went well.
+    /// A run in which all checks pass.
     fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
         let topology = topology();
         let edges = edges(&topology);

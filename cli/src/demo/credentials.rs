@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
 
+use super::process::{CONTROL_UID, PROXY_UID};
 use super::rundir;
-use super::stage::{CONTROL_UID, PROXY_UID};
 use super::topology::{Topology, Workload};
 
-/// Where everything is that proves something.
+/// The directory of keys, certificates and tokens.
 pub(super) struct Credentials {
     dir: PathBuf,
     anchor: CertificateAuthority,
 }
 
 impl Credentials {
-    /// Makes them all, each readable by the processes that need it and by nobody else.
+    /// Creates all credentials. Each is readable only by the processes that need it.
     pub(super) fn create(dir: &Path, topology: &Topology) -> anyhow::Result<Self> {
         let name = format!("root.linkerd.{}", topology.trust_domain);
-        let anchor = trust::create_anchor(&name, trust::ANCHOR_LIFETIME).context("making the trust anchor")?;
+        let anchor = trust::create_anchor(&name, trust::ANCHOR_LIFETIME).context("creating the trust anchor")?;
         let credentials = Self {
             dir: dir.to_owned(),
             anchor,
@@ -29,7 +29,7 @@ impl Credentials {
         rundir::directory(&credentials.issuer())?;
         rundir::directory(&credentials.token_keys())?;
         credentials.issue(topology)?;
-        let keys = trust::create_token_keys().context("making the keys of join tokens")?;
+        let keys = trust::create_token_keys().context("creating the keys of join tokens")?;
         fs::write(credentials.token_keys().join("demo.pem"), &keys.public).context("writing the token key")?;
         for workload in &topology.workloads {
             let subject = TokenSubject {
@@ -38,25 +38,26 @@ impl Credentials {
                 lifetime: trust::TOKEN_LIFETIME,
             };
             let token = trust::create_token(&keys.private, &subject)
-                .with_context(|| format!("making the join token of {}", workload.name))?;
+                .with_context(|| format!("creating the join token of {}", workload.name))?;
             let path = credentials.token(workload);
             trust::write_secret(&path, &token).context("writing a join token")?;
-            rundir::hand_to(&path, PROXY_UID)?;
+            rundir::chown_private(&path, PROXY_UID)?;
         }
         Ok(credentials)
     }
 
-    /// Puts a new issuer in place of the one that is there.
+    /// Replaces the issuer by a new one.
     pub(super) fn issue(&self, topology: &Topology) -> anyhow::Result<()> {
         let name = format!("identity.linkerd.{}", topology.trust_domain);
-        let issuer = trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).context("making the issuer")?;
+        let issuer =
+            trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).context("creating the issuer")?;
         let new = |file: &str| self.dir.join(format!("new-{file}"));
         issuer
             .write(&new(CERTIFICATE), &new(KEY))
             .context("writing the issuer")?;
         for file in [KEY, CERTIFICATE] {
-            rundir::hand_to(&new(file), CONTROL_UID)?;
-            // Renamed into place, so that nobody ever reads half a file.
+            rundir::chown_private(&new(file), CONTROL_UID)?;
+            // Renamed into place, so that readers never see a partial file.
             fs::rename(new(file), self.issuer().join(file))
                 .with_context(|| format!("replacing the issuer's {file}"))?;
         }
@@ -67,7 +68,7 @@ impl Credentials {
         self.dir.join("ca.crt")
     }
 
-    /// The bundle as sidecars get it.
+    /// The trust anchors as a PEM bundle for sidecars.
     pub(super) fn anchors_pem(&self) -> &str {
         &self.anchor.certificate
     }

@@ -1,4 +1,4 @@
-//! The edges of the demo: who calls whom, how, how often, and whether a policy lets it.
+//! The edges of the demo: client, server, protocol, rate, and whether a policy allows the traffic.
 
 use std::net::SocketAddrV4;
 
@@ -6,18 +6,18 @@ use serde::Serialize;
 
 use super::topology::{Topology, Workload};
 
-/// One client, one service, one protocol.
+/// One client, one service and one protocol.
 #[derive(Clone, Debug)]
 pub(super) struct Edge {
     pub(super) client: Client,
     pub(super) service: &'static str,
     pub(super) protocol: Protocol,
-    /// Where the client dials.
+    /// The address that the client dials.
     pub(super) target: SocketAddrV4,
     pub(super) endpoints: Vec<Endpoint>,
-    /// Identities that both ends must show.
+    /// The identities expected at both ends.
     pub(super) identities: Identities,
-    /// Requests a second, in an open loop.
+    /// Requests per second, sent in an open loop.
     pub(super) rate: u32,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Endpoint {
     pub(super) addr: SocketAddrV4,
 }
 
-/// The names that mTLS proves on an edge.
+/// The identities that mTLS verifies on an edge.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Identities {
     pub(super) client: Option<String>,
@@ -37,9 +37,9 @@ pub(super) struct Identities {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Client {
-    /// The load generator in the mesh, whom policies permit.
+    /// The load generator in the mesh, which the policies allow.
     Load,
-    /// The host without a sidecar, whom policies refuse.
+    /// The host without a sidecar, which the policies deny.
     Outside,
 }
 
@@ -52,7 +52,7 @@ pub(super) enum Protocol {
     #[serde(rename = "gRPC")]
     Grpc,
     WebSocket,
-    /// Bytes, and the server sends the first.
+    /// Opaque TCP where the server sends first.
     #[serde(rename = "TCP")]
     Tcp,
 }
@@ -62,7 +62,7 @@ pub(super) fn edges(topology: &Topology) -> Vec<Edge> {
     let edge = |client, service, port, protocol, rate| {
         let endpoints = topology.endpoints(service, port);
         let first = endpoints.first()?;
-        // Outside there is no sidecar that knows what stands behind a cluster IP.
+        // The host outside the mesh has no sidecar to resolve a cluster IP, so it dials an endpoint.
         let (target, identities) = match client {
             Client::Load => (
                 topology.service_addr(service, port)?,
@@ -102,18 +102,18 @@ pub(super) fn edges(topology: &Topology) -> Vec<Edge> {
 }
 
 impl Edge {
-    /// As people read it, in messages.
+    /// The name in messages.
     pub(super) fn name(&self) -> String {
         format!("{} → {} {}", self.client.as_str(), self.service, self.protocol.as_str())
     }
 
-    /// As files are called.
+    /// The name in file names.
     pub(super) fn file_name(&self) -> String {
         let protocol = self.protocol.as_argument();
         format!("{}-{}-{protocol}", self.client.as_str(), self.service)
     }
 
-    /// Arguments of `tulle-bench`.
+    /// The arguments of `tulle-bench`.
     pub(super) fn arguments(&self) -> Vec<String> {
         let mut arguments: Vec<String> = ["load", "--protocol", self.protocol.as_argument()]
             .map(str::to_owned)
@@ -122,9 +122,9 @@ impl Edge {
         arguments.extend(["--duration", "1d", "--timeout", "5s", "--report-every", "1s", "--json"].map(str::to_owned));
         match self.protocol {
             Protocol::Tcp => {
-                // Each exchange is a connection of its own, so that each shows whether its first bytes stall.
+                // A new connection for each exchange, to detect connections whose first bytes stall.
                 arguments.extend(["--reconnect", "--body-size", "65536"].map(str::to_owned));
-                // Outside, the greeting is not worth waiting for: whoever stays silent there is refused at a timeout.
+                // The client outside the mesh does not wait for the greeting, because a silent client is refused only at a timeout.
                 if self.client == Client::Load {
                     arguments.extend(["--expect-greeting", "hello"].map(str::to_owned));
                 }

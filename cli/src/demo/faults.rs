@@ -1,4 +1,4 @@
-//! `tulle demo break`: what can be broken, and the socket over which the running demo is told.
+//! `tulle demo break`: the faults, and the socket on which the running demo receives requests to inject them.
 
 use std::io;
 use std::path::Path;
@@ -12,39 +12,38 @@ use tokio::time::timeout;
 
 use super::rundir;
 
-/// What to break.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Fault {
-    /// Kill the control plane, and start it again later.
+    /// Kill the control plane, and restart it later.
     ControlPlane,
-    /// Kill the application of one of web's replicas, and start it again later.
+    /// Kill the application of one of web's replicas, and restart it later.
     Replica,
-    /// Replace the issuer: every sidecar gets a certificate of the new one.
+    /// Replace the issuer; every sidecar gets a certificate from the new one.
     Certificate,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-pub(super) struct Request {
+pub(super) struct FaultRequest {
     pub(super) fault: Fault,
     pub(super) seconds: f64,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Answer {
-    /// What was done.
+pub(super) enum FaultResponse {
+    /// The fault was injected; describes what was done.
     Done(String),
-    /// Why it was not.
+    /// The fault was not injected; gives the reason.
     Refused(String),
 }
 
-/// Where the running demo hears of faults.
+/// The socket on which the running demo receives fault requests.
 pub(super) struct Listener(UnixListener);
 
-/// One who asks, and waits for the answer.
-pub(super) struct Asked {
-    pub(super) request: Request,
+/// A client that requested a fault and waits for the response.
+pub(super) struct PendingRequest {
+    pub(super) request: FaultRequest,
     stream: UnixStream,
 }
 
@@ -54,20 +53,20 @@ impl Listener {
         Ok(Self(listener))
     }
 
-    /// The next request; those that make no sense are answered here.
+    /// Waits for the next valid request. Invalid ones are answered here.
     ///
-    /// Dropping the future loses a request that is being read; who asked sees the connection close.
-    pub(super) async fn next(&self) -> io::Result<Asked> {
+    /// Dropping the future drops a request that is being read, and its client sees the connection close.
+    pub(super) async fn next(&self) -> io::Result<PendingRequest> {
         loop {
             let (mut stream, _) = self.0.accept().await?;
             let mut line = String::new();
-            let mut reader = BufReader::new((&mut stream).take(LONGEST));
-            // Whoever connects and says nothing must not keep others out.
-            let _ = timeout(PATIENCE, reader.read_line(&mut line)).await;
-            match serde_json::from_str::<Request>(&line) {
-                Ok(request) => return Ok(Asked { request, stream }),
+            let mut reader = BufReader::new((&mut stream).take(MAX_REQUEST_BYTES));
+            // A client that connects and sends nothing must not block other clients.
+            let _ = timeout(READ_TIMEOUT, reader.read_line(&mut line)).await;
+            match serde_json::from_str::<FaultRequest>(&line) {
+                Ok(request) => return Ok(PendingRequest { request, stream }),
                 Err(err) => {
-                    let answer = Answer::Refused(format!("this is no request: {err}"));
+                    let answer = FaultResponse::Refused(format!("the request is invalid: {err}"));
                     send(&mut stream, &answer).await;
                 }
             }
@@ -75,19 +74,19 @@ impl Listener {
     }
 }
 
-impl Asked {
-    pub(super) async fn answer(mut self, answer: Answer) {
+impl PendingRequest {
+    pub(super) async fn answer(mut self, answer: FaultResponse) {
         send(&mut self.stream, &answer).await;
     }
 }
 
-/// Asks the running demo to break something, and returns what it did.
-pub(super) async fn ask(fault: Fault, length: Duration) -> anyhow::Result<String> {
+/// Sends a fault request to the running demo, and returns the description of what was done.
+pub(super) async fn send_request(fault: Fault, length: Duration) -> anyhow::Result<String> {
     let socket = rundir::running_socket()
         .context("no demo of yours is running; start one with `tulle demo` in another terminal")?;
-    let context = || format!("speaking to the demo at {}", socket.display());
+    let context = || format!("sending a request to the demo at {}", socket.display());
     let mut stream = UnixStream::connect(&socket).await.with_context(context)?;
-    let request = Request {
+    let request = FaultRequest {
         fault,
         seconds: length.as_secs_f64(),
     };
@@ -95,25 +94,28 @@ pub(super) async fn ask(fault: Fault, length: Duration) -> anyhow::Result<String
     line.push(b'\n');
     stream.write_all(&line).await.with_context(context)?;
     let mut answer = String::new();
-    timeout(ANSWER_LIMIT, stream.take(LONGEST).read_to_string(&mut answer))
-        .await
-        .context("the demo does not answer")?
-        .with_context(context)?;
+    timeout(
+        RESPONSE_TIMEOUT,
+        stream.take(MAX_REQUEST_BYTES).read_to_string(&mut answer),
+    )
+    .await
+    .context("the demo does not answer")?
+    .with_context(context)?;
     match serde_json::from_str(&answer).context("the demo's answer makes no sense")? {
-        Answer::Done(what) => Ok(what),
-        Answer::Refused(why) => bail!("the demo refused: {why}"),
+        FaultResponse::Done(what) => Ok(what),
+        FaultResponse::Refused(why) => bail!("the demo refused: {why}"),
     }
 }
 
-async fn send(stream: &mut UnixStream, answer: &Answer) {
+async fn send(stream: &mut UnixStream, answer: &FaultResponse) {
     let text = serde_json::to_vec(answer).expect("an answer is one string");
-    // Whoever asked may have gone; what was done stays done.
-    let _ = timeout(PATIENCE, stream.write_all(&text)).await;
+    // The client may have disconnected; the fault stays injected.
+    let _ = timeout(READ_TIMEOUT, stream.write_all(&text)).await;
 }
 
-const LONGEST: u64 = 4096;
-const PATIENCE: Duration = Duration::from_secs(1);
-const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+const MAX_REQUEST_BYTES: u64 = 4096;
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 
 #[cfg(test)]
 mod tests {
@@ -136,12 +138,12 @@ mod tests {
             answers
         };
         let serve = async {
-            let asked = listener.next().await.unwrap();
-            assert_eq!((asked.request.fault, asked.request.seconds), (Fault::Replica, 10.0));
-            asked.answer(Answer::Done("web-1 is down".to_owned())).await;
+            let pending = listener.next().await.unwrap();
+            assert_eq!((pending.request.fault, pending.request.seconds), (Fault::Replica, 10.0));
+            pending.answer(FaultResponse::Done("web-1 is down".to_owned())).await;
         };
         let (answers, ()) = tokio::join!(ask, serve);
-        assert!(answers[0].contains("this is no request"), "{}", answers[0]);
+        assert!(answers[0].contains("the request is invalid"), "{}", answers[0]);
         assert_eq!(answers[1], r#"{"done":"web-1 is down"}"#);
     }
 }

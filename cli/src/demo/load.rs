@@ -1,14 +1,14 @@
-//! What the load generators report, a line of JSON each second, and the sums of it.
+//! The reports of the load generators: one line of JSON per second, and their totals.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// One report of `tulle-bench load`, as far as the demo shows it.
+/// One report of `tulle-bench load`, with the fields that the demo shows.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(super) struct Report {
     pub(super) kind: Kind,
-    /// Length of the stretch of time, in seconds.
+    /// Length of the interval, in seconds.
     pub(super) seconds: f64,
     pub(super) requests: u64,
     pub(super) succeeded: u64,
@@ -16,7 +16,7 @@ pub(super) struct Report {
     pub(super) sent_bytes: u64,
     pub(super) received_bytes: u64,
     pub(super) latency_us: Option<LatencyUs>,
-    /// Answers by the server that gave them.
+    /// Responses by replica.
     pub(super) replicas: BTreeMap<String, u64>,
     /// Failed requests by reason.
     pub(super) errors: BTreeMap<String, u64>,
@@ -37,7 +37,7 @@ pub(super) struct LatencyUs {
     p99: f64,
 }
 
-/// Percentiles in milliseconds.
+/// Latency percentiles in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct LatencyMs {
     pub(super) p50: f64,
@@ -45,20 +45,20 @@ pub(super) struct LatencyMs {
     pub(super) p99: f64,
 }
 
-/// What one load generator has reported so far.
+/// The reports of one load generator so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Reports {
-    /// The last second.
+    /// The report of the last second.
     pub(super) last: Report,
-    /// The whole run, there once the generator has been stopped.
+    /// The report of the whole run; present after the generator was stopped.
     pub(super) total: Option<Report>,
-    /// Of all intervals so far.
+    /// Total of all intervals so far.
     pub(super) requests: u64,
     pub(super) failed: u64,
 }
 
 impl Reports {
-    /// Takes one line in; `false` when it is no report.
+    /// Adds one line; returns `false` if it is not a report.
     pub(super) fn take(&mut self, line: &str) -> bool {
         let Ok(report) = serde_json::from_str::<Report>(line) else {
             return false;

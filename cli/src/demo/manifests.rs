@@ -1,4 +1,4 @@
-//! The manifests that the demo's control plane is fed from: our own, or a directory of the user's.
+//! The manifests that the demo's control plane reads: built-in ones, or a directory of the user.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ pub(super) fn shipped() -> impl Iterator<Item = (&'static str, &'static str)> {
     SHIPPED.into_iter()
 }
 
-/// Writes the shipped files into a directory that exists.
+/// Writes the built-in files into an existing directory.
 pub(super) fn write(dir: &Path) -> anyhow::Result<()> {
     for (name, text) in shipped() {
         let path = dir.join(name);
@@ -19,7 +19,7 @@ pub(super) fn write(dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads all YAML files of a directory, in the order of their names.
+/// Reads all YAML files of a directory, ordered by name.
 pub(super) fn read(dir: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let context = || format!("reading the manifests in {}", dir.display());
     let mut files = Vec::new();
@@ -31,7 +31,7 @@ pub(super) fn read(dir: &Path) -> anyhow::Result<Vec<(String, String)>> {
         let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
         files.push((path.display().to_string(), text));
     }
-    ensure!(!files.is_empty(), "{} holds no .yaml file", dir.display());
+    ensure!(!files.is_empty(), "{} contains no .yaml file", dir.display());
     files.sort();
     Ok(files)
 }

@@ -9,14 +9,14 @@ use super::rows::Row;
 
 #[derive(Serialize)]
 pub(super) struct Outcome<'a> {
-    /// How long traffic was made.
+    /// Duration of the load in seconds.
     seconds: f64,
     balancer: &'static str,
     edges: &'a [Row],
-    /// Service to replica to its part of all answers, from 0 to 1.
+    /// Share of each replica in the responses of its service, from 0 to 1.
     replica_shares: BTreeMap<&'static str, BTreeMap<String, f64>>,
     events: &'a [String],
-    /// What is not as promised; empty is good.
+    /// The failed checks; empty if all passed.
     problems: &'a [String],
 }
 

@@ -1,4 +1,4 @@
-//! The demo's processes: shipped binaries, each in the namespace of its host and as a user of its own.
+//! The processes of the demo: shipped binaries, each in the network namespace of its host and under its own user.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,10 +17,10 @@ use tokio::process::{Child, ChildStdout};
 use tokio::time::timeout;
 use tulle_core::netns::Namespace;
 
-/// How to start a process; the same value starts it again after a fault.
+/// How to start a process. The same value restarts it after a fault.
 #[derive(Clone)]
-pub(super) struct Spec {
-    /// Of the log file, and in messages.
+pub(super) struct ProcessSpec {
+    /// Name of the log file, also used in messages.
     pub(super) name: String,
     pub(super) program: PathBuf,
     pub(super) args: Vec<String>,
@@ -29,23 +29,22 @@ pub(super) struct Spec {
     pub(super) uid: u32,
 }
 
-/// A running process; killed when dropped, and by the kernel when this program dies.
+/// A running process. It is killed when this value is dropped, and by the kernel when this program ends.
 pub(super) struct Process {
     name: String,
     child: Child,
     log: PathBuf,
 }
 
-/// Where the standard output of a process goes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Output {
     Log,
-    /// To this program, which takes it by [`Process::take_output`].
+    /// To this program, which reads it through [`Process::take_output`].
     Piped,
 }
 
-impl Spec {
-    /// Starts the process with its log appended to `<logs>/<name>.log`.
+impl ProcessSpec {
+    /// Starts the process and appends its log to `<logs>/<name>.log`.
     pub(super) fn start(&self, logs: &Path, output: Output) -> anyhow::Result<Process> {
         let log = logs.join(format!("{}.log", self.name));
         let file = File::options()
@@ -64,7 +63,7 @@ impl Spec {
                 Output::Piped => Stdio::piped(),
             })
             .stderr(file)
-            // Ctrl-C is for this program, which then ends its children in order.
+            // Ctrl-C must reach only this program, which then stops its children in order.
             .process_group(0);
         become_user(&mut command, self.uid);
         let mut command = tokio::process::Command::from(command);
@@ -88,48 +87,48 @@ impl Process {
         self.child.stdout.take()
     }
 
-    /// How it ended, if it has.
-    pub(super) fn ended(&mut self) -> Option<ExitStatus> {
+    /// The exit status; `None` while the process runs.
+    pub(super) fn exit_status(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
-    /// Fails with the end of the log when the process has ended.
+    /// Fails with the end of the log if the process has exited.
     pub(super) fn check_alive(&mut self) -> anyhow::Result<()> {
-        match self.ended() {
+        match self.exit_status() {
             None => Ok(()),
-            Some(status) => bail!("{} ended with {status}: {}", self.name, self.last_words()),
+            Some(status) => bail!("{} ended with {status}: {}", self.name, self.log_tail()),
         }
     }
 
-    /// Kills it and waits until it is gone.
+    /// Kills the process and waits until it has exited.
     pub(super) async fn kill(&mut self) {
-        // Fails only when it has ended already.
+        // Fails only if the process has already exited.
         let _ = self.child.kill().await;
     }
 
-    /// Asks it to end.
+    /// Sends SIGTERM.
     pub(super) fn terminate(&self) {
         if let Some(pid) = self.child.id() {
-            // It may have ended by itself, which is as good.
+            // An error means that the process has already exited.
             let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM);
         }
     }
 
-    /// Waits for its end, and kills it when that takes too long.
+    /// Waits until the process exits, and kills it after `limit`.
     pub(super) async fn wait(&mut self, limit: Duration) {
         if timeout(limit, self.child.wait()).await.is_err() {
             self.kill().await;
         }
     }
 
-    /// The end of the log, for messages.
-    pub(super) fn last_words(&self) -> String {
+    /// The end of the log, for error messages.
+    pub(super) fn log_tail(&self) -> String {
         let log = fs::read(&self.log).unwrap_or_default();
-        let text = String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..])
+        let text = String::from_utf8_lossy(&log[log.len().saturating_sub(LOG_TAIL_BYTES)..])
             .trim()
             .to_owned();
         if text.is_empty() {
-            "it said nothing".to_owned()
+            "the log is empty".to_owned()
         } else {
             text
         }
@@ -139,17 +138,17 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if let Some(pid) = self.child.id() {
-            // Waited for, as who asks after the demo's end should find none of its processes.
+            // Waits for the process, so that none is left when the demo ends.
             let _ = self.child.start_kill();
             let _ = waitpid(Pid::from_raw(pid.cast_signed()), None);
         }
     }
 }
 
-/// Gives up root before the program starts, and ties its life to ours.
+/// Drops root before exec, and makes the kernel kill the program when this process ends.
 ///
-/// After the step of [`Namespace::command`], which needs root, and before exec. The kernel forgets the death signal when
-/// ids change, so that comes last; should this program have died by then, nobody would be left to signal.
+/// Runs after the step of [`Namespace::command`], which needs root. The kernel clears the parent death signal when user or group
+/// ids change, so it is set last. If the parent has ended before, the signal would never arrive.
 #[allow(unsafe_code)]
 fn become_user(command: &mut Command, uid: u32) {
     let parent = getpid();
@@ -164,12 +163,19 @@ fn become_user(command: &mut Command, uid: u32) {
         }
         Ok(())
     };
-    // SAFETY: the step runs between fork and exec, where only async-signal-safe functions may: it makes system calls
-    // alone, allocates nothing and takes no lock.
+    // SAFETY: the closure runs between fork and exec, where only async-signal-safe functions are allowed. It only makes system
+    // calls, allocates nothing and takes no lock.
     unsafe {
         command.pre_exec(step);
     }
 }
 
-/// Bytes of a log that a message quotes.
-const LAST_WORDS: usize = 1500;
+/// Number of bytes of a log that an error message quotes.
+const LOG_TAIL_BYTES: usize = 1500;
+
+/// The user that sidecars run as. Its traffic is not redirected.
+pub(super) const PROXY_UID: u32 = 2102;
+/// The user that applications and load generators run as.
+pub(super) const APP_UID: u32 = 2103;
+/// The user that the control plane runs as.
+pub(super) const CONTROL_UID: u32 = 2104;

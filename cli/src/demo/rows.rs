@@ -1,4 +1,4 @@
-//! One row per edge: what the load generator reports, joined with what the sidecars at both ends count.
+//! One row per edge: the load generator's report, joined with the metrics of the sidecars at both ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use super::load::{LatencyMs, Report, Reports};
 /// The last scrape of each sidecar, by workload.
 pub(super) type Scrapes = BTreeMap<String, Samples>;
 
-/// An edge over a stretch of time.
+/// The measurements of an edge in an interval.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Row {
     pub(super) client: Client,
@@ -21,32 +21,32 @@ pub(super) struct Row {
     pub(super) succeeded: u64,
     pub(super) failed: u64,
     pub(super) requests_per_second: f64,
-    /// From 0 to 1; none without requests.
+    /// From 0 to 1; `None` without requests.
     pub(super) success_rate: Option<f64>,
-    /// Of answered requests.
+    /// Latency of answered requests.
     pub(super) latency_ms: Option<LatencyMs>,
     /// Payload in both directions.
     pub(super) bytes_per_second: f64,
-    /// What the server's sidecar has verified.
+    /// The client identity that the server's sidecar verified.
     pub(super) client_identity: Option<String>,
-    /// What the client's sidecar has verified.
+    /// The server identity that the client's sidecar verified.
     pub(super) server_identity: Option<String>,
     /// Requests and connections that left the client's sidecar without mTLS.
     pub(super) plaintext: u64,
-    /// Answers by the replica that gave them.
+    /// Responses by replica.
     pub(super) replicas: BTreeMap<String, u64>,
-    /// Failures by what the client saw.
+    /// Failures by the client's error.
     pub(super) errors: BTreeMap<String, u64>,
-    /// What the servers' sidecars have refused since they started, by reason.
+    /// Refusals by the servers' sidecars since they started, by reason.
     pub(super) refusals: BTreeMap<String, u64>,
 }
 
-/// The edge during the last second.
+/// The row of the last second.
 pub(super) fn live(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
     row(edge, &reports.last, scrapes)
 }
 
-/// The edge over the whole run.
+/// The row of the whole run.
 pub(super) fn total(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
     let nothing = Report::default();
     row(edge, reports.total.as_ref().unwrap_or(&nothing), scrapes)
@@ -78,8 +78,8 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
         success_rate: (report.requests > 0).then(|| report.succeeded as f64 / report.requests as f64),
         latency_ms: report.latency_ms().filter(|_| report.succeeded > 0),
         bytes_per_second: report.per_second(report.sent_bytes + report.received_bytes),
-        client_identity: joined(client_ids),
-        server_identity: joined(outbound.servers),
+        client_identity: join_identities(client_ids),
+        server_identity: join_identities(outbound.servers),
         plaintext: outbound.plaintext,
         replicas: report.replicas.clone(),
         errors: report.errors.clone(),
@@ -87,7 +87,7 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
     }
 }
 
-/// What the client's sidecar says about the connections to an edge's endpoints.
+/// The client sidecar's metrics of the connections to an edge's endpoints.
 #[derive(Default)]
 struct Outbound {
     servers: BTreeSet<String>,
@@ -97,7 +97,7 @@ struct Outbound {
 impl Outbound {
     fn of(edge: &Edge, samples: &Samples) -> Self {
         let mut outbound = Self::default();
-        for sample in dialled(samples) {
+        for sample in endpoint_counters(samples) {
             if sample.value == 0.0 || !edge.endpoints.iter().any(|endpoint| is_for(sample, endpoint.addr)) {
                 continue;
             }
@@ -112,22 +112,22 @@ impl Outbound {
     }
 }
 
-/// Requests and connections to endpoints.
-fn dialled(samples: &Samples) -> impl Iterator<Item = &Sample> {
-    let requests = samples.of("request_total", &[("direction", "outbound")]);
-    requests.chain(samples.of("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
+/// The metrics of requests and connections to endpoints.
+fn endpoint_counters(samples: &Samples) -> impl Iterator<Item = &Sample> {
+    let requests = samples.family("request_total", &[("direction", "outbound")]);
+    requests.chain(samples.family("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
 }
 
 fn is_for(sample: &Sample, addr: std::net::SocketAddrV4) -> bool {
     sample.label("target_addr").and_then(|text| text.parse().ok()) == Some(addr)
 }
 
-/// Identities that a server's sidecar has verified at this port.
+/// Client identities that a server's sidecar verified on this port.
 fn verified_clients(samples: &Samples, port: u16) -> BTreeSet<String> {
     let port = port.to_string();
     let seen = |name, labels: &[(&str, &str)]| -> BTreeSet<String> {
         let verified = samples
-            .of(name, labels)
+            .family(name, labels)
             .filter(|sample| sample.label("target_port") == Some(&port) && sample.value > 0.0);
         let ids = verified.filter_map(|sample| sample.label("client_id"));
         ids.filter(|id| !id.is_empty()).map(str::to_owned).collect()
@@ -146,7 +146,7 @@ fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &m
         Protocol::Tcp => "inbound_tcp_authz_deny_total",
         _ => "inbound_http_authz_deny_total",
     };
-    for sample in samples.of(family, &[("target_port", &port)]) {
+    for sample in samples.family(family, &[("target_port", &port)]) {
         let who = match (sample.label("client_id"), sample.label("no_tls_reason")) {
             (Some(id), _) if !id.is_empty() => id.to_owned(),
             (_, Some(reason)) => format!("no identity ({reason})"),
@@ -162,7 +162,7 @@ fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &m
     refusals.retain(|_, n| *n > 0);
 }
 
-fn joined(ids: BTreeSet<String>) -> Option<String> {
+fn join_identities(ids: BTreeSet<String>) -> Option<String> {
     (!ids.is_empty()).then(|| ids.into_iter().collect::<Vec<_>>().join(", "))
 }
 
@@ -172,7 +172,7 @@ pub(super) mod tests {
     use super::super::load::tests::INTERVAL;
     use super::*;
 
-    /// What sidecars served after a few seconds, shortened.
+    /// Metrics that sidecars served after a few seconds, shortened.
     pub(in super::super) fn scrapes() -> Scrapes {
         let load = "request_total{direction=\"outbound\",target_addr=\"10.77.0.11:8080\",tls=\"true\",\
              server_id=\"web.demo.serviceaccount.identity.linkerd.cluster.local\"} 90\n\

@@ -1,4 +1,4 @@
-//! Watches the running mesh: draws it each second, breaks and repairs it, ends it, and judges it.
+//! Runs the mesh: draws the table each second, injects and repairs faults, stops the processes, and checks the result.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -15,36 +15,37 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tulle_core::metrics::samples::Samples;
 
-use super::broken::{Broken, Target};
-use super::edges::{Client, Edge, edges};
-use super::faults::{Answer, Fault, Listener, Request};
-use super::janitor::Janitor;
+use super::active_fault::Target;
+use super::checks;
+use super::cleanup::CleanupProcess;
+use super::edges::{Client, edges};
+use super::faults::{Fault, FaultRequest, FaultResponse, Listener};
 use super::load::Reports;
+use super::mesh::{self, DemoMesh, MeshOptions, print_progress};
+use super::options::{Args, Balancer, Output};
 use super::outcome::Outcome;
-use super::process::Process;
 use super::rows::{self, Row, Scrapes};
-use super::rundir::{Kept, RunDir};
-use super::stage::{self, Plan, Stage, say};
+use super::rundir::{FailedRunLogs, RunDir};
+use super::state::{Demo, clock};
 use super::table::{self, View};
 use super::topology::App;
-use super::{Args, Balancer, Output, checks};
 use crate::screen::Screen;
 
-/// Builds the mesh, runs it until it is told to end, and cleans up.
+/// Builds the mesh, runs it until it ends or a signal arrives, and cleans up.
 pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::new()?;
-    stage::sweep(Kept::Remove)?;
-    let _janitor = Janitor::hire()?;
+    mesh::remove_stale(FailedRunLogs::Remove)?;
+    let _cleanup = CleanupProcess::spawn()?;
     let dir = Arc::new(RunDir::create()?);
-    let plan = Plan {
+    let plan = MeshOptions {
         manifests: args.manifests.as_deref(),
         balancer: args.balancer,
     };
-    // Dropping a half-built mesh ends what has been started.
+    // Dropping a partly built mesh stops the processes that were started.
     let problems = tokio::select! {
-        built = stage::build(&plan, dir.clone()) => run(built, args, &mut signals).await,
+        built = mesh::build(&plan, dir.clone()) => run(built, args, &mut signals).await,
         () = signals.next() => {
-            say("interrupted before the mesh was ready");
+            print_progress("interrupted before the mesh was ready");
             return Ok(ExitCode::FAILURE);
         }
     };
@@ -52,43 +53,23 @@ pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
         Ok(problems) if problems.is_empty() => Ok(ExitCode::SUCCESS),
         failed => {
             dir.keep_logs();
-            say(&format!("the logs of all processes are in {}", dir.logs().display()));
+            print_progress(&format!("the logs of all processes are in {}", dir.logs().display()));
             failed.map(|_| ExitCode::FAILURE)
         }
     }
 }
 
-/// Runs a mesh that has been built, and returns what is off.
-async fn run(built: anyhow::Result<Stage>, args: &Args, signals: &mut Signals) -> anyhow::Result<Vec<String>> {
+/// Runs a mesh that has been built, and returns the problems.
+async fn run(built: anyhow::Result<DemoMesh>, args: &Args, signals: &mut Signals) -> anyhow::Result<Vec<String>> {
     let mut demo = Demo::start(built.context("building the mesh")?, args)?;
     demo.run(args, signals).await
 }
 
-/// The running mesh and what is known about it.
-pub(super) struct Demo {
-    pub(super) stage: Stage,
-    edges: Vec<Edge>,
-    reports: Vec<Reports>,
-    generators: Vec<Process>,
-    /// Dropping it ends the tasks that read the generators' reports.
-    _readers: JoinSet<()>,
-    lines: mpsc::Receiver<(usize, String)>,
-    pub(super) scrapes: Scrapes,
-    listener: Listener,
-    started_at: Instant,
-    events: Vec<String>,
-    /// What is broken now.
-    pub(super) broken: Vec<Broken>,
-    /// What went wrong without anybody having asked for it.
-    accidents: Vec<String>,
-    balancer: Balancer,
-}
-
 impl Demo {
     /// Starts the load on a mesh that is ready.
-    fn start(stage: Stage, args: &Args) -> anyhow::Result<Self> {
+    fn start(stage: DemoMesh, args: &Args) -> anyhow::Result<Self> {
         let edges = edges(&stage.topology);
-        let (sender, lines) = mpsc::channel(LINES);
+        let (sender, lines) = mpsc::channel(REPORT_CHANNEL_CAPACITY);
         let (mut generators, mut readers) = (Vec::new(), JoinSet::new());
         for (at, edge) in edges.iter().enumerate() {
             let host = match edge.client {
@@ -102,7 +83,7 @@ impl Demo {
             generators.push(generator);
         }
         let listener = Listener::bind(&stage.dir.socket())?;
-        say("traffic flows");
+        print_progress("traffic flows");
         Ok(Self {
             reports: vec![Reports::default(); edges.len()],
             edges,
@@ -113,49 +94,49 @@ impl Demo {
             listener,
             started_at: Instant::now(),
             events: Vec::new(),
-            broken: Vec::new(),
-            accidents: Vec::new(),
+            active_faults: Vec::new(),
+            unexpected_failures: Vec::new(),
             balancer: args.balancer,
-            stage,
+            mesh: stage,
         })
     }
 
-    /// Runs until the time of `--once` is over or a signal comes; returns what is off.
+    /// Runs until the time of `--once` is over or a signal arrives. Returns the problems.
     async fn run(&mut self, args: &Args, signals: &mut Signals) -> anyhow::Result<Vec<String>> {
         let mut screen = Screen::new();
         let draw = screen.is_terminal() && args.output != Some(Output::Json);
         let end = args.once.map(|seconds| self.started_at + Duration::from_secs(seconds));
         let mut planned = VecDeque::new();
-        if let Some(seconds) = args.once.filter(|seconds| *seconds >= OUTAGE_FROM) {
+        if let Some(seconds) = args.once.filter(|seconds| *seconds >= OUTAGE_START_SECONDS) {
             planned.push_back(self.started_at + Duration::from_secs(seconds) / 4);
         }
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         loop {
-            // All branches can be dropped while they wait; a lost request for a fault is told to who asked.
+            // All branches can be dropped while they wait. If a fault request is lost, its client sees the connection close.
             tokio::select! {
                 () = signals.next() => break,
-                Some((edge, line)) = self.lines.recv() => self.take(edge, &line),
-                asked = self.listener.next() => {
-                    let asked = asked.context("listening for faults")?;
-                    let answer = self.break_now(asked.request).await;
-                    asked.answer(answer).await;
+                Some((edge, line)) = self.lines.recv() => self.record_report_line(edge, &line),
+                pending = self.listener.next() => {
+                    let pending = pending.context("listening for faults")?;
+                    let answer = self.inject_fault(pending.request).await;
+                    pending.answer(answer).await;
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
                     if planned.pop_front_if(|at| *at <= now).is_some() {
-                        let request = Request { fault: Fault::ControlPlane, seconds: OUTAGE.as_secs_f64() };
-                        if let Answer::Refused(why) = self.break_now(request).await {
-                            self.accidents.push(format!("the planned outage of the control plane did not happen: {why}"));
+                        let request = FaultRequest { fault: Fault::ControlPlane, seconds: OUTAGE_DURATION.as_secs_f64() };
+                        if let FaultResponse::Refused(why) = self.inject_fault(request).await {
+                            self.unexpected_failures.push(format!("the planned outage of the control plane did not happen: {why}"));
                         }
                     }
                     self.scrape().await;
                     self.repair().await?;
-                    self.look_for_accidents();
+                    self.detect_unexpected_exits();
                     if draw {
                         screen.draw(&self.draw(Screen::width()));
                     } else if args.output != Some(Output::Json) {
-                        self.say_line();
+                        self.print_status_line();
                     }
                     if end.is_some_and(|end| now >= end) {
                         break;
@@ -169,20 +150,20 @@ impl Demo {
         self.finish(args, seconds)
     }
 
-    /// Prints the result and says what is off.
+    /// Prints the result and returns the problems.
     fn finish(&mut self, args: &Args, seconds: f64) -> anyhow::Result<Vec<String>> {
         let rows: Vec<Row> = (self.edges.iter().zip(&self.reports))
             .map(|(edge, reports)| rows::total(edge, reports, &self.scrapes))
             .collect();
         let mut problems = Vec::new();
-        // Interrupted by a person, the run is theirs to judge.
+        // A run that the user interrupts is not checked.
         if args.once.is_some() {
-            problems = checks::check(&self.stage.topology, &self.edges, &rows, self.balancer);
-            problems.extend(self.accidents.iter().cloned());
+            problems = checks::check(&self.mesh.topology, &self.edges, &rows, self.balancer);
+            problems.extend(self.unexpected_failures.iter().cloned());
             let pending = self
-                .broken
+                .active_faults
                 .iter()
-                .map(|broken| format!("{} was not back in time", broken.what.name()));
+                .map(|broken| format!("{} was not back in time", broken.target.name()));
             problems.extend(pending);
         }
         let balancer = match self.balancer {
@@ -201,23 +182,23 @@ impl Demo {
             print!("{json}");
         }
         for problem in &problems {
-            say(&format!("off: {problem}"));
+            print_progress(&format!("off: {problem}"));
         }
         if args.once.is_some() && problems.is_empty() {
-            say("everything is as promised");
+            print_progress("everything is as promised");
         }
         Ok(problems)
     }
 
-    fn take(&mut self, edge: usize, line: &str) {
+    fn record_report_line(&mut self, edge: usize, line: &str) {
         if let Some(reports) = self.reports.get_mut(edge) {
             reports.take(line);
         }
     }
 
-    /// Asks each sidecar for its metrics; one that does not answer keeps its last.
+    /// Scrapes the metrics of each sidecar. If one does not respond, its last metrics are kept.
     async fn scrape(&mut self) {
-        for (name, sidecar) in &mut self.stage.sidecars {
+        for (name, sidecar) in &mut self.mesh.sidecars {
             for admin in &mut sidecar.admin {
                 if let Ok(page) = admin.get("/metrics").await {
                     self.scrapes.insert(name.clone(), Samples::parse(&page));
@@ -226,38 +207,42 @@ impl Demo {
         }
     }
 
-    /// Finds processes that ended though nobody has broken them.
-    fn look_for_accidents(&mut self) {
-        let down: Vec<String> = self.broken.iter().map(|broken| broken.what.process()).collect();
+    /// Finds processes that ended although no fault was injected into them.
+    fn detect_unexpected_exits(&mut self) {
+        let down: Vec<String> = self
+            .active_faults
+            .iter()
+            .map(|broken| broken.target.process())
+            .collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
         for process in self
-            .stage
+            .mesh
             .services()
             .map(|service| &mut service.process)
             .chain(generators)
         {
             if let Some(status) = process
-                .ended()
+                .exit_status()
                 .filter(|_| !down.iter().any(|name| name == process.name()))
             {
                 found.push(format!(
                     "{} ended by itself with {status}: {}",
                     process.name(),
-                    process.last_words()
+                    process.log_tail()
                 ));
             }
         }
-        for accident in found {
-            // The same process is dead in the next second as well.
-            if !self.accidents.contains(&accident) {
-                self.event(&accident);
-                self.accidents.push(accident);
+        for failure in found {
+            // A process that stays down is found again each second, but reported once.
+            if !self.unexpected_failures.contains(&failure) {
+                self.event(&failure);
+                self.unexpected_failures.push(failure);
             }
         }
     }
 
-    /// Ends the generators, which report their totals then.
+    /// Stops the load generators, which then report their totals.
     async fn stop_load(&mut self) {
         for generator in &self.generators {
             generator.terminate();
@@ -272,43 +257,32 @@ impl Demo {
                 }
             }
         };
-        // A generator that reports nothing has a row without requests, which is a problem with a name.
-        let _ = timeout(STOP_LIMIT, all_reported).await;
+        // A generator that reports nothing gets a row without requests, which is reported as a problem.
+        let _ = timeout(STOP_TIMEOUT, all_reported).await;
         for generator in &mut self.generators {
-            generator.wait(STOP_LIMIT).await;
+            generator.wait(STOP_TIMEOUT).await;
         }
-    }
-
-    /// Failures on permitted edges so far.
-    pub(super) fn failed(&self) -> u64 {
-        let permitted = self
-            .edges
-            .iter()
-            .zip(&self.reports)
-            .filter(|(edge, _)| edge.client == Client::Load);
-        permitted.map(|(_, reports)| reports.failed).sum()
-    }
-
-    pub(super) fn event(&mut self, what: &str) {
-        self.events
-            .push(format!("{}  {what}", clock(self.started_at.elapsed())));
     }
 
     fn draw(&self, width: usize) -> String {
         let rows = self.live_rows();
-        let control = match self.broken.iter().find(|broken| broken.what == Target::ControlPlane) {
+        let control = match self
+            .active_faults
+            .iter()
+            .find(|broken| broken.target == Target::ControlPlane)
+        {
             Some(broken) => format!("DOWN for {} s", broken.since.elapsed().as_secs()),
             None => "up".to_owned(),
         };
         let renewals: f64 = self
             .scrapes
             .values()
-            .map(|samples| samples.sum(REFRESHES, &[("result", "ok")]))
+            .map(|samples| samples.sum(CERT_REFRESHES_METRIC, &[("result", "ok")]))
             .sum();
         let title = format!(
             "tulle demo {}   control plane: {control}   certificates issued: {renewals}   trust domain: {}",
             clock(self.started_at.elapsed()),
-            self.stage.topology.trust_domain
+            self.mesh.topology.trust_domain
         );
         self.table(title, &rows, width)
     }
@@ -322,7 +296,7 @@ impl Demo {
 
     fn table(&self, title: String, rows: &[Row], width: usize) -> String {
         let web = self
-            .stage
+            .mesh
             .topology
             .workloads
             .iter()
@@ -332,7 +306,7 @@ impl Demo {
                 _ => None,
             });
         let services = [("web", web.collect())];
-        let events = &self.events[self.events.len().saturating_sub(EVENTS)..];
+        let events = &self.events[self.events.len().saturating_sub(MAX_SHOWN_EVENTS)..];
         let view = View {
             title,
             rows,
@@ -342,21 +316,26 @@ impl Demo {
         table::render(&view, width)
     }
 
-    /// The state in a line, where nothing can be drawn over.
-    fn say_line(&self) {
-        if !self.started_at.elapsed().as_secs().is_multiple_of(LINE_EVERY) {
+    /// Prints the state in one line, for output that is not a terminal.
+    fn print_status_line(&self) {
+        if !self
+            .started_at
+            .elapsed()
+            .as_secs()
+            .is_multiple_of(STATUS_LINE_INTERVAL_SECONDS)
+        {
             return;
         }
         let rows = self.live_rows();
         let sum = |client, of: fn(&Row) -> u64| -> u64 { rows.iter().filter(|row| row.client == client).map(of).sum() };
-        say(&format!(
+        print_progress(&format!(
             "{}  {} requests in the last second, {} failed; {} from outside refused{}",
             clock(self.started_at.elapsed()),
             sum(Client::Load, |row| row.requests),
             sum(Client::Load, |row| row.failed),
             sum(Client::Outside, |row| row.failed),
-            match self.broken.first() {
-                Some(broken) => format!("; {} is broken", broken.what.name()),
+            match self.active_faults.first() {
+                Some(broken) => format!("; {} is broken", broken.target.name()),
                 None => String::new(),
             }
         ));
@@ -368,7 +347,7 @@ struct Signals(Signal, Signal, Signal);
 
 impl Signals {
     fn new() -> anyhow::Result<Self> {
-        let on = |kind| signal(kind).context("watching for signals");
+        let on = |kind| signal(kind).context("installing signal handlers");
         Ok(Self(
             on(SignalKind::interrupt())?,
             on(SignalKind::terminate())?,
@@ -394,21 +373,16 @@ async fn read_lines(edge: usize, output: ChildStdout, lines: mpsc::Sender<(usize
     }
 }
 
-fn clock(elapsed: Duration) -> String {
-    let seconds = elapsed.as_secs();
-    format!("{:02}:{:02}", seconds / 60, seconds % 60)
-}
-
 const TICK: Duration = Duration::from_secs(1);
-/// Reports on their way.
-const LINES: usize = 64;
-/// Seconds of `--once` from which on the control plane is killed for a while.
-const OUTAGE_FROM: u64 = 20;
-const OUTAGE: Duration = Duration::from_secs(10);
-/// Longer than a request may take.
-const STOP_LIMIT: Duration = Duration::from_secs(8);
-/// Events that are shown.
-const EVENTS: usize = 8;
-/// Seconds between lines where there is no terminal.
-const LINE_EVERY: u64 = 5;
-const REFRESHES: &str = "control_identity_cert_refreshes_total";
+/// Reports that wait to be processed.
+const REPORT_CHANNEL_CAPACITY: usize = 64;
+/// Second of a `--once` run at which the control plane is stopped.
+const OUTAGE_START_SECONDS: u64 = 20;
+const OUTAGE_DURATION: Duration = Duration::from_secs(10);
+/// Longer than a request can take.
+const STOP_TIMEOUT: Duration = Duration::from_secs(8);
+/// Number of events that the table shows.
+const MAX_SHOWN_EVENTS: usize = 8;
+/// Seconds between two status lines if the output is not a terminal.
+const STATUS_LINE_INTERVAL_SECONDS: u64 = 5;
+const CERT_REFRESHES_METRIC: &str = "control_identity_cert_refreshes_total";

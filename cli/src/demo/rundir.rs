@@ -1,7 +1,7 @@
-//! The directory of one run: manifests, credentials, logs, the socket that `tulle demo break` speaks to.
+//! The directory of one run: manifests, credentials, logs, and the socket for `tulle demo break`.
 //!
-//! It is below `/tmp`, where all users of the demo's processes can reach what is theirs: a home may be closed to them.
-//! It has the number of the demo's process, which tells a run that goes on from one that was killed.
+//! It is below `/tmp`, which all users of the demo's processes can access; a home directory may be closed to them.
+//! Its name contains the process id of the demo, which tells a running demo from one that was killed.
 
 use std::fs;
 use std::io;
@@ -11,25 +11,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, ensure};
 
-/// A run's directory; removed when dropped, except for the logs of a run that failed.
+/// The directory of a run. Dropping this value removes it, except for the logs of a failed run.
 pub(super) struct RunDir {
     path: PathBuf,
     keep_logs: AtomicBool,
 }
 
 impl RunDir {
-    /// Makes the directory of this process.
+    /// Creates the directory of this process.
     pub(super) fn create() -> anyhow::Result<Self> {
         let base = base();
         match fs::DirBuilder::new().mode(0o755).create(&base) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(error).with_context(|| format!("making the directory {}", base.display()));
+                return Err(error).with_context(|| format!("creating the directory {}", base.display()));
             }
             _ => ensure_own_directory(&base)?,
         }
         directory(&base)?;
         let path = base.join(std::process::id().to_string());
-        // A process that had our number may have left its logs there.
+        // An earlier process with the same id may have left its logs there.
         let _ = fs::remove_dir_all(&path);
         directory(&path)?;
         for part in [BIN, LOGS, MANIFESTS, CREDENTIALS] {
@@ -42,22 +42,22 @@ impl RunDir {
     }
 
     /// Removes what killed runs of this user left behind.
-    pub(super) fn sweep(kept: Kept) {
+    pub(super) fn remove_stale_runs(kept: FailedRunLogs) {
         for run in runs() {
-            let left_behind = match run.join(FAILED).exists() {
-                true => kept == Kept::Remove,
+            let left_behind = match run.join(FAILED_MARKER).exists() {
+                true => kept == FailedRunLogs::Remove,
                 false => !is_alive(&run),
             };
             if left_behind {
-                // Whatever cannot be removed is somebody else's, and in nobody's way.
+                // A directory that cannot be removed belongs to another user, and is harmless.
                 let _ = fs::remove_dir_all(&run);
             }
         }
     }
 
-    /// Leaves nothing where there is nothing.
+    /// Removes the common parent directory if it is empty.
     pub(super) fn remove_empty_base() {
-        // Fails when there are other runs, as it should.
+        // Fails if there are other runs, as intended.
         let _ = fs::remove_dir(base());
     }
 
@@ -81,7 +81,7 @@ impl RunDir {
         self.path.join(SOCKET)
     }
 
-    /// Leaves the logs where they are when the rest goes.
+    /// Keeps the logs when the rest of the directory is removed.
     pub(super) fn keep_logs(&self) {
         self.keep_logs.store(true, Ordering::Relaxed);
     }
@@ -90,7 +90,7 @@ impl RunDir {
 impl Drop for RunDir {
     fn drop(&mut self) {
         if !self.keep_logs.load(Ordering::Relaxed) {
-            // Nobody is left to tell; the next start sweeps.
+            // The error cannot be reported here. The next start cleans up again.
             let _ = fs::remove_dir_all(&self.path);
             Self::remove_empty_base();
             return;
@@ -99,18 +99,18 @@ impl Drop for RunDir {
             let _ = fs::remove_dir_all(self.path.join(part));
         }
         let _ = fs::remove_file(self.socket());
-        let _ = fs::write(self.path.join(FAILED), "");
+        let _ = fs::write(self.path.join(FAILED_MARKER), "");
     }
 }
 
-/// What becomes of the logs that failed runs have kept.
+/// Whether the logs of earlier failed runs are kept or removed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Kept {
+pub(super) enum FailedRunLogs {
     Leave,
     Remove,
 }
 
-/// The socket of the youngest run that goes on.
+/// The socket of the latest run that is still running.
 pub(super) fn running_socket() -> Option<PathBuf> {
     let running = runs().filter(|run| is_alive(run)).map(|run| run.join(SOCKET));
     let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
@@ -118,22 +118,22 @@ pub(super) fn running_socket() -> Option<PathBuf> {
 }
 
 /// Makes a file readable by one user only.
-pub(super) fn hand_to(path: &Path, uid: u32) -> anyhow::Result<()> {
+pub(super) fn chown_private(path: &Path, uid: u32) -> anyhow::Result<()> {
     chown(path, Some(uid), Some(uid)).with_context(|| format!("giving {} to user {uid}", path.display()))
 }
 
-/// Makes a directory that all may enter and read, whatever the umask.
+/// Creates a directory that all users can enter and read, whatever the umask is.
 pub(super) fn directory(path: &Path) -> anyhow::Result<()> {
     let made = match fs::DirBuilder::new().mode(0o755).create(path) {
         Err(err) if err.kind() != io::ErrorKind::AlreadyExists => Err(err),
         _ => fs::set_permissions(path, fs::Permissions::from_mode(0o755)),
     };
-    made.with_context(|| format!("making the directory {}", path.display()))
+    made.with_context(|| format!("creating the directory {}", path.display()))
 }
 
-/// Refuses a link, and a directory that another user made: all users may write to `/tmp`.
+/// Rejects a link and a directory of another user, because all users can write to `/tmp`.
 ///
-/// Who owns a directory there is the only one who can replace it, so that it may be trusted from then on.
+/// Only its owner can replace a directory there, so it can be trusted after this check.
 fn ensure_own_directory(path: &Path) -> anyhow::Result<()> {
     let found = fs::symlink_metadata(path).with_context(|| format!("looking at {}", path.display()))?;
     ensure!(
@@ -157,7 +157,7 @@ fn runs() -> impl Iterator<Item = PathBuf> {
     entries.map(|entry| entry.path()).filter(|path| path.is_dir())
 }
 
-/// Whether the run's process is there; a number that was given to another process keeps a directory longer, no more.
+/// Whether the run's process exists. If its id was reused by another process, the directory is only kept longer.
 fn is_alive(run: &Path) -> bool {
     let pid = run.file_name().unwrap_or_default();
     Path::new("/proc").join(pid).exists()
@@ -167,7 +167,7 @@ fn base() -> PathBuf {
     Path::new("/tmp").join(format!("tulle-demo-{}", outer_uid()))
 }
 
-/// Who the user is outside the user namespace in which the demo may run as root: `break` is started outside.
+/// The user's id outside the user namespace in which the demo may run as root, because `break` is started outside.
 fn outer_uid() -> u32 {
     let uid = nix::unistd::geteuid().as_raw();
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
@@ -188,8 +188,8 @@ const LOGS: &str = "logs";
 const MANIFESTS: &str = "manifests";
 const CREDENTIALS: &str = "credentials";
 const SOCKET: &str = "socket";
-/// Marks a run that is over and whose logs are kept.
-const FAILED: &str = "failed";
+/// Marks a failed run that has ended and whose logs are kept.
+const FAILED_MARKER: &str = "failed";
 
 #[cfg(test)]
 mod tests {

@@ -1,4 +1,4 @@
-//! Asks admin servers inside namespaces: is it ready, what has it counted.
+//! Queries admin servers inside network namespaces for readiness and metrics.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use hyper_util::rt::TokioIo;
 use tokio::time::timeout;
 use tulle_core::netns::Namespace;
 
-/// A connection to one admin server, made again when it breaks.
+/// A connection to one admin server, opened again when it breaks.
 pub(super) struct Scraper {
     host: Arc<Namespace>,
     port: u16,
@@ -21,7 +21,7 @@ pub(super) struct Scraper {
 }
 
 impl Scraper {
-    /// For a server on the loopback address of this host.
+    /// A client of a server on the loopback address of this host.
     pub(super) fn new(host: Arc<Namespace>, port: u16) -> Self {
         Self {
             host,
@@ -30,20 +30,20 @@ impl Scraper {
         }
     }
 
-    /// The body of a successful answer.
+    /// Returns the body of a successful response.
     pub(super) async fn get(&mut self, path: &str) -> anyhow::Result<String> {
-        // A kept connection may have died with its process; a fresh one tells.
+        // A reused connection may have died with its process, so a failure on it is retried on a new one.
         let kept = self.connection.is_some();
-        match timeout(LIMIT, self.exchange(path))
+        match timeout(SCRAPE_TIMEOUT, self.exchange(path))
             .await
-            .context("asking took too long")
+            .context("the request timed out")
             .flatten()
         {
             Err(_) if kept => {
                 self.connection = None;
-                timeout(LIMIT, self.exchange(path))
+                timeout(SCRAPE_TIMEOUT, self.exchange(path))
                     .await
-                    .context("asking took too long")?
+                    .context("the request timed out")?
             }
             answer => answer,
         }
@@ -55,9 +55,11 @@ impl Scraper {
             _ => self.connect().await?,
         };
         let request = Request::get(path).header("host", "localhost").body(Empty::new());
-        let response = connection.send_request(request.context("making a request")?).await?;
+        let response = connection
+            .send_request(request.context("building the request")?)
+            .await?;
         let status = response.status();
-        let body = match Limited::new(response.into_body(), LARGEST).collect().await {
+        let body = match Limited::new(response.into_body(), MAX_BODY_BYTES).collect().await {
             Ok(body) => body.to_bytes(),
             Err(err) => bail!("reading {path}: {err}"),
         };
@@ -72,16 +74,16 @@ impl Scraper {
 
     async fn connect(&self) -> anyhow::Result<SendRequest<Empty<Bytes>>> {
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, self.port));
-        // The socket belongs to the namespace it is made in. Loopback answers at once, so blocking here is short.
-        let stream = self.host.run(|| TcpStream::connect_timeout(&addr, LIMIT))??;
+        // A socket belongs to the namespace in which it is created. Loopback answers at once, so blocking here is short.
+        let stream = self.host.run(|| TcpStream::connect_timeout(&addr, SCRAPE_TIMEOUT))??;
         stream.set_nonblocking(true)?;
         let stream = tokio::net::TcpStream::from_std(stream)?;
         let (sender, connection) = handshake(TokioIo::new(stream)).await?;
-        // Ends with the sender, or with the server.
+        // The task ends when the sender is dropped or the server closes the connection.
         tokio::spawn(connection);
         Ok(sender)
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(2);
-const LARGEST: usize = 16 << 20;
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_BODY_BYTES: usize = 16 << 20;

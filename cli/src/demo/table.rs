@@ -1,4 +1,4 @@
-//! The table as text.
+//! Renders the table as text.
 
 use std::fmt::Write as _;
 
@@ -6,18 +6,18 @@ use super::checks;
 use super::edges::Client;
 use super::rows::Row;
 
-/// Everything that is shown at once.
+/// The content of one drawing.
 pub(super) struct View<'a> {
-    /// The first line: how long, how many, in which state.
+    /// The first line: elapsed time, counts and state.
     pub(super) title: String,
     pub(super) rows: &'a [Row],
-    /// Services with several replicas, and what is said about each replica.
+    /// Services with several replicas, and a note for each replica.
     pub(super) services: &'a [(&'a str, Vec<(String, String)>)],
-    /// What happened lately, oldest first.
+    /// Recent events, oldest first.
     pub(super) events: &'a [String],
 }
 
-/// Draws the view; no line is longer than `width` characters.
+/// Renders the view. No line is longer than `width` characters.
 pub(super) fn render(view: &View<'_>, width: usize) -> String {
     let mut lines = vec![view.title.clone(), String::new()];
     lines.extend(columns(view.rows));
@@ -64,8 +64,8 @@ fn columns(rows: &[Row]) -> Vec<String> {
     let line = |row: &[String; 11]| {
         let mut line = String::new();
         for (at, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            // Numbers line up at their ends, words at their beginnings.
-            let _ = match NUMBERS.contains(&at) {
+            // Numbers are aligned right, text left.
+            let _ = match NUMERIC_COLUMNS.contains(&at) {
                 true => write!(line, "{cell:>width$}  "),
                 false => write!(line, "{cell:<width$}  "),
             };
@@ -112,11 +112,11 @@ fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<Str
     let mut lines = vec![format!("REPLICAS OF {service}")];
     for (name, note) in replicas {
         let share = answers.get(name).map_or(0.0, |n| *n as f64 / all.max(1) as f64);
-        let bar = "█".repeat((share * BAR).round() as usize);
+        let bar = "█".repeat((share * BAR_LENGTH).round() as usize);
         let line = format!(
             "{name:<10} {:>6.1} %  {bar:<width$}  {note}",
             share * 100.0,
-            width = BAR as usize
+            width = BAR_LENGTH as usize
         );
         lines.push(line.trim_end().to_owned());
     }
@@ -155,7 +155,7 @@ fn refusals(rows: &[Row]) -> Vec<String> {
     lines
 }
 
-/// `<service account>.<namespace>`; what follows is the same for the whole mesh and stands in the title.
+/// Shortens an identity to `<service account>.<namespace>`. The rest is the same for the whole mesh and is in the title.
 fn identity(full: Option<&str>) -> String {
     let Some(full) = full else { return dash() };
     full.split_once(".serviceaccount.identity.")
@@ -188,10 +188,9 @@ fn dash() -> String {
     "-".to_owned()
 }
 
-/// Columns that hold numbers.
-const NUMBERS: std::ops::RangeInclusive<usize> = 3..=8;
-/// Length of the bar of a replica that answers everything.
-const BAR: f64 = 30.0;
+const NUMERIC_COLUMNS: std::ops::RangeInclusive<usize> = 3..=8;
+/// Length of the bar of a replica that serves all requests, in characters.
+const BAR_LENGTH: f64 = 30.0;
 
 #[cfg(test)]
 mod tests {

@@ -1,6 +1,6 @@
-//! What the manifests say the demo consists of: hosts, their applications, services, and the edges between them.
+//! The topology of the demo, from its manifests: hosts, applications, services, and the edges between them.
 //!
-//! The control plane reads the same files; here they decide which namespaces, addresses and processes there are.
+//! The control plane reads the same files. Here they decide which network namespaces, addresses and processes exist.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use tulle_core::duration;
 
-/// Everything the demo builds, with the addresses that the manifests fix.
+/// Everything that the demo builds, with the addresses from the manifests.
 #[derive(Clone, Debug)]
 pub(super) struct Topology {
     pub(super) workloads: Vec<Workload>,
@@ -27,15 +27,15 @@ pub(super) struct Workload {
     pub(super) identity: String,
     pub(super) ip: Ipv4Addr,
     pub(super) app: App,
-    /// By port name.
+    /// Port numbers by port name.
     pub(super) ports: BTreeMap<String, u16>,
 }
 
-/// Which application a workload runs.
+/// The application that a workload runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum App {
     Load,
-    /// HTTP and gRPC, each answer late by this much.
+    /// HTTP and gRPC; each response is delayed by this duration.
     Web(Duration),
     Ws,
     Tcp,
@@ -44,13 +44,13 @@ pub(super) enum App {
 #[derive(Clone, Debug)]
 pub(super) struct Service {
     pub(super) cluster_ip: Ipv4Addr,
-    /// Port name to the port that clients dial.
+    /// Service port numbers by port name.
     pub(super) ports: BTreeMap<String, u16>,
-    /// Names of the workloads behind it.
+    /// Names of the service's workloads.
     pub(super) endpoints: Vec<String>,
 }
 
-/// What is wrong with the manifests, as far as the demo minds.
+/// Errors in the manifests that prevent the demo from running.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TopologyError {
     #[error("{file}: this is not YAML of Kubernetes objects")]
@@ -68,7 +68,7 @@ pub(super) enum TopologyError {
 }
 
 impl Topology {
-    /// Reads manifests, given with the names of their files.
+    /// Parses manifests, given as pairs of file name and text.
     pub(super) fn parse(files: &[(String, String)]) -> Result<Self, TopologyError> {
         let mut workloads = Vec::new();
         let mut services = Vec::new();
@@ -81,7 +81,7 @@ impl Topology {
                 match object {
                     Some(Object::ExternalWorkload(raw)) => workloads.push(raw.read()?),
                     Some(Object::Service(raw)) => services.push(raw),
-                    // Policies and the like are for the control plane, which judges them itself.
+                    // Policies and similar objects are validated by the control plane.
                     Some(Object::Other) | None => {}
                 }
             }
@@ -107,18 +107,18 @@ impl Topology {
         self.workloads.iter().find(|workload| workload.name == name)
     }
 
-    /// The one workload that runs the load generators.
+    /// The workload that runs the load generators.
     pub(super) fn load(&self) -> Option<&Workload> {
         self.workloads.iter().find(|workload| workload.app == App::Load)
     }
 
-    /// Where clients dial a port of a service.
+    /// The address that clients dial for a port of a service.
     pub(super) fn service_addr(&self, service: &str, port: &str) -> Option<SocketAddrV4> {
         let service = self.services.get(service)?;
         Some(SocketAddrV4::new(service.cluster_ip, *service.ports.get(port)?))
     }
 
-    /// The addresses behind a port of a service.
+    /// The endpoints of a port of a service.
     pub(super) fn endpoints(&self, service: &str, port: &str) -> Vec<(&Workload, SocketAddrV4)> {
         let names = self.services.get(service).map_or(&[][..], |service| &service.endpoints);
         let workloads = names.iter().filter_map(|name| self.workload(name));
@@ -154,13 +154,13 @@ impl Topology {
 }
 
 impl Workload {
-    /// All ports its application listens on.
+    /// All ports that the application listens on.
     pub(super) fn port_numbers(&self) -> impl Iterator<Item = u16> + '_ {
         self.ports.values().copied()
     }
 }
 
-/// A workload and its labels, which only the services' selectors need.
+/// A workload with its labels, which are needed only to evaluate the services' selectors.
 struct Labelled {
     workload: Workload,
     labels: BTreeMap<String, String>,
@@ -327,17 +327,17 @@ fn check_addresses(workloads: &[Labelled]) -> Result<(), TopologyError> {
         if let Some(other) = taken.insert(workload.ip, &workload.name) {
             return Err(refuse(format!("{} is the address of {other} already", workload.ip)));
         }
-        let short = workload.name.len() <= LONGEST_NAME;
+        let short = workload.name.len() <= MAX_NAME_LENGTH;
         if !short || !workload.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Err(refuse(format!(
-                "the name must be letters, digits and '-', at most {LONGEST_NAME}"
+                "the name must be letters, digits and '-', at most {MAX_NAME_LENGTH}"
             )));
         }
     }
     Ok(())
 }
 
-/// What stands behind `.serviceaccount.identity.linkerd.`
+/// The part after `.serviceaccount.identity.linkerd.`
 fn trust_domain(identity: &str) -> Option<&str> {
     let (workload, domain) = identity.split_once(IDENTITY_INFIX)?;
     (workload.split('.').count() == 2 && !domain.is_empty()).then_some(domain)
@@ -347,17 +347,16 @@ fn default_namespace() -> String {
     "default".to_owned()
 }
 
-/// Address of the control plane's host.
 pub(super) const CONTROL_IP: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
-/// Address of the host that is not in the mesh.
+/// Address of the host outside the mesh.
 pub(super) const OUTSIDE_IP: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 9);
-/// The namespace that the control plane's identities are in.
+/// The namespace of the control plane's identities.
 pub(super) const CONTROL_NAMESPACE: &str = "linkerd";
 pub(super) const NETWORK: &str = "10.77.0.0/24";
 const IDENTITY_INFIX: &str = ".serviceaccount.identity.linkerd.";
 const APP_LABEL: &str = "app";
 const DELAY_ANNOTATION: &str = "demo.tulle.dev/delay";
-const LONGEST_NAME: usize = 20;
+const MAX_NAME_LENGTH: usize = 20;
 
 #[cfg(test)]
 mod tests {

@@ -1,4 +1,4 @@
-//! `tulle diagnostics endpoints`: where a service's requests go.
+//! `tulle diagnostics endpoints`: the endpoints of a service.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::destination::update::Update;
 use tulle_proto::destination::{GetDestination, WeightedAddr, WeightedAddrSet, protocol_hint, tls_identity};
 
-use super::Output;
+use super::context::{Output, QueryContext};
 use crate::table;
 
 #[derive(clap::Args, Clone, Debug)]
@@ -17,18 +17,18 @@ pub(super) struct Args {
     /// <service>.<namespace>.svc.<domain>:<port>
     #[arg(required = true, value_name = "AUTHORITY")]
     authorities: Vec<String>,
-    /// The context of the client, as its proxy would send it, such as {"ns":"shop","nodeName":"n1"}
+    /// The client's context token, as its proxy would send it, such as {"ns":"shop","nodeName":"n1"}
     #[arg(long, value_name = "JSON")]
     token: Option<String>,
 }
 
-/// One endpoint, with the names that Linkerd's command gives its fields.
+/// One endpoint, with the field names of Linkerd's command.
 #[derive(Debug, PartialEq, Serialize)]
 struct Endpoint {
     namespace: String,
     ip: String,
     port: u16,
-    /// The pod or the external workload.
+    /// The pod or external workload.
     pod: String,
     service: String,
     weight: u32,
@@ -39,9 +39,9 @@ struct Endpoint {
     labels: BTreeMap<String, String>,
 }
 
-/// Asks for each authority in turn.
-pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(asked.destination().await?);
+/// Queries each authority in turn.
+pub(super) async fn query(query_context: &QueryContext<'_>, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(query_context.destination().await?);
     let mut endpoints = Vec::new();
     for authority in &question.authorities {
         let request = GetDestination {
@@ -51,18 +51,18 @@ pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Re
         };
         let exchange = async {
             let mut updates = client.get(request).await?.into_inner();
-            // The first update is everything that is known now; the stream would go on with changes.
+            // The first update contains everything known now. Later updates would contain changes.
             updates
                 .message()
                 .await?
-                .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
+                .ok_or_else(|| Status::unavailable("the stream ended without a response"))
         };
-        let update = asked.answer("Destination API", exchange).await?;
+        let update = query_context.with_timeout("Destination API", exchange).await?;
         if let Some(Update::Add(set)) = update.update {
             endpoints.extend(read(authority, set));
         }
     }
-    match asked.output() {
+    match query_context.output() {
         Output::Json => Ok(serde_json::to_string_pretty(&endpoints)? + "\n"),
         Output::Table if endpoints.is_empty() => Ok("No endpoints found.\n".to_owned()),
         Output::Table => Ok(show(&endpoints)),
@@ -141,7 +141,7 @@ mod tests {
             ..WeightedAddr::default()
         };
         let set = WeightedAddrSet {
-            // An address of no family at all is left out, not shown as something it is not.
+            // An address without an IP is left out, because it must not be shown as another address.
             addrs: vec![addr, WeightedAddr::default()],
             metric_labels: [("namespace".to_owned(), "demo".to_owned())].into(),
         };

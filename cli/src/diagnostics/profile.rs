@@ -1,23 +1,24 @@
-//! `tulle diagnostics profile`: what a proxy is told about a name or an address.
+//! `tulle diagnostics profile`: the profile that the control plane sends to a proxy for a name or an address.
 
 use tonic::Status;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::destination::destination_client::DestinationClient;
 
-use super::{json, show};
+use super::context::{QueryContext, show};
+use super::json;
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
     /// <service>.<namespace>.svc.<domain>:<port>, or <ip>:<port>
     #[arg(value_name = "NAME_OR_IP:PORT")]
     target: String,
-    /// The namespace of the client, whose own ServiceProfiles come first
+    /// The namespace of the client, whose own ServiceProfiles take precedence
     #[arg(short, long)]
     namespace: Option<String>,
 }
 
-pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(asked.destination().await?);
+pub(super) async fn query(query_context: &QueryContext<'_>, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(query_context.destination().await?);
     let token = |namespace| serde_json::json!({ "ns": namespace }).to_string();
     let request = GetDestination {
         path: question.target.clone(),
@@ -29,8 +30,8 @@ pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Re
         profiles
             .message()
             .await?
-            .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
+            .ok_or_else(|| Status::unavailable("the stream ended without a response"))
     };
-    let profile = asked.answer("Destination API", exchange).await?;
-    show(&json::profile::profile(&profile), asked.output())
+    let profile = query_context.with_timeout("Destination API", exchange).await?;
+    show(&json::profile::profile(&profile), query_context.output())
 }

@@ -1,34 +1,33 @@
 //! The flags of `tulle inject` that become annotations, with Linkerd's names.
 
-use tulle_control::inject::check_annotation;
+use tulle_control::injection::check_annotation;
 use tulle_core::names::annotation;
 
-/// Settings of the injected proxies; each becomes an annotation.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Proxy options")]
 pub(super) struct ProxyFlags {
     /// The registry of the images, such as registry.example.com/mesh
     #[arg(long, value_name = "REGISTRY")]
     registry: Option<String>,
-    /// The proxy's image, without a version
+    /// The proxy's image, without its tag
     #[arg(long, value_name = "IMAGE")]
     proxy_image: Option<String>,
-    /// The version of the proxy's image
+    /// The tag of the proxy's image
     #[arg(long, value_name = "TAG")]
     proxy_version: Option<String>,
     /// When images are pulled: Always, Never or IfNotPresent
     #[arg(long, value_name = "POLICY")]
     image_pull_policy: Option<String>,
-    /// The port where connections to the application are taken [default: 4143]
+    /// The port to which inbound connections are redirected [default: 4143]
     #[arg(long, value_name = "PORT")]
     inbound_port: Option<String>,
-    /// The port where connections of the application are taken [default: 4140]
+    /// The port to which outbound connections are redirected [default: 4140]
     #[arg(long, value_name = "PORT")]
     outbound_port: Option<String>,
-    /// The port of metrics and probes [default: 4191]
+    /// The port for metrics and probes [default: 4191]
     #[arg(long, value_name = "PORT")]
     admin_port: Option<String>,
-    /// The port of tap [default: 4190]
+    /// The port for tap [default: 4190]
     #[arg(long, value_name = "PORT")]
     control_port: Option<String>,
     /// Inbound ports that bypass the proxy, such as 22,8000-8100
@@ -40,22 +39,22 @@ pub(super) struct ProxyFlags {
     /// Networks whose connections bypass the proxy, such as 10.0.0.0/8
     #[arg(long, value_name = "CIDRS")]
     skip_subnets: Option<String>,
-    /// How connections get to the proxy: redirect, or tproxy, by which applications see their clients' addresses
+    /// How connections are redirected to the proxy: redirect, or tproxy, which preserves client addresses
     #[arg(long, value_name = "MODE")]
     inbound_mode: Option<String>,
-    /// Ports whose bytes the proxy does not parse; also set on Services
+    /// Ports whose traffic the proxy treats as opaque; also set on Services
     #[arg(long, value_name = "PORTS")]
     opaque_ports: Option<String>,
-    /// The CPU that is requested, such as 100m
+    /// The CPU request, such as 100m
     #[arg(long, value_name = "QUANTITY")]
     proxy_cpu_request: Option<String>,
-    /// The most CPU
+    /// The CPU limit
     #[arg(long, value_name = "QUANTITY")]
     proxy_cpu_limit: Option<String>,
-    /// The memory that is requested, such as 20Mi
+    /// The memory request, such as 20Mi
     #[arg(long, value_name = "QUANTITY")]
     proxy_memory_request: Option<String>,
-    /// The most memory
+    /// The memory limit
     #[arg(long, value_name = "QUANTITY")]
     proxy_memory_limit: Option<String>,
     /// The user that the proxy runs as [default: 2102]
@@ -64,46 +63,46 @@ pub(super) struct ProxyFlags {
     /// The group that the proxy runs as
     #[arg(long, value_name = "GID")]
     proxy_gid: Option<String>,
-    /// Which log lines are written, such as warn,linkerd=debug
+    /// The log level, such as warn,linkerd=debug
     #[arg(long, value_name = "LEVELS")]
     proxy_log_level: Option<String>,
-    /// How log lines are written: plain or json
+    /// The log format: plain or json
     #[arg(long, value_name = "FORMAT")]
     proxy_log_format: Option<String>,
     /// The format of the access log: apache or json
     #[arg(long, value_name = "FORMAT")]
     access_log: Option<String>,
-    /// What is allowed where no policy says otherwise, such as all-authenticated
+    /// The default inbound policy, such as all-authenticated
     #[arg(long, value_name = "POLICY")]
     default_inbound_policy: Option<String>,
-    /// Ports whose clients must be meshed
+    /// Ports whose clients must have an identity
     #[arg(long, value_name = "PORTS")]
     require_identity_on_inbound_ports: Option<String>,
-    /// Ask for ServiceProfiles of names outside the cluster, too
+    /// Also query ServiceProfiles for names outside the cluster
     #[arg(long)]
     enable_external_profiles: bool,
-    /// Whether the sidecar is a native one, an init container that keeps running [default: true]
+    /// Inject the proxy as a native sidecar, an init container that keeps running [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     native_sidecar: Option<String>,
-    /// How long the proxy waits before it ends, in seconds
+    /// Seconds that the proxy waits before it ends
     #[arg(long, value_name = "SECONDS")]
     wait_before_exit_seconds: Option<String>,
-    /// How long requests may take to end when the proxy ends, such as 2m
+    /// The time that requests have to end when the proxy ends, such as 2m
     #[arg(long, value_name = "DURATION")]
     shutdown_grace_period: Option<String>,
-    /// How long connections stay in CLOSE_WAIT, such as 60s; needs proxyInit.runAsRoot
+    /// The timeout of connections in CLOSE_WAIT, such as 60s; requires proxyInit.runAsRoot
     #[arg(long, value_name = "DURATION")]
     close_wait_timeout: Option<String>,
-    /// Add a container with tools to look at the pod's network
+    /// Add a debug container with network tools
     #[arg(long)]
     enable_debug_sidecar: bool,
 }
 
 impl ProxyFlags {
-    /// The annotations that these flags stand for.
+    /// The annotations for these flags.
     ///
     /// # Errors
-    /// A value that the injector would ignore.
+    /// Fails if the injector would ignore a value as invalid.
     pub(super) fn annotations(&self) -> anyhow::Result<Vec<(&'static str, String)>> {
         let on = |flag: bool| flag.then(|| "true".to_owned());
         let of_registry = |name: &str| {
@@ -161,7 +160,7 @@ impl ProxyFlags {
         Ok(set)
     }
 
-    /// The opaque ports of Services.
+    /// The value of the opaque ports annotation for Services.
     pub(super) fn opaque_ports(&self) -> Option<&str> {
         self.opaque_ports.as_deref()
     }

@@ -1,4 +1,4 @@
-//! Files, directories and standard input in; documents out.
+//! Reads files, directories and standard input, and writes the resulting documents.
 
 use std::fs;
 use std::io::{self, Read as _};
@@ -9,7 +9,6 @@ use serde_json::Value;
 
 use super::yaml;
 
-/// How documents are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Output {
     #[default]
@@ -17,7 +16,7 @@ pub(super) enum Output {
     Json,
 }
 
-/// The text of each input, with a name for errors; `-` is standard input, and a directory its YAML and JSON files.
+/// Reads each input, and returns it with a name for errors. `-` is standard input; of a directory, YAML and JSON files are read.
 pub(super) fn read(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> {
     let mut texts = Vec::new();
     for input in inputs {
@@ -58,13 +57,13 @@ fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Applies `transform` to each object of the inputs, also to those inside of lists, and writes all documents.
+/// Applies `transform` to each object of the inputs, including items of lists, and writes all documents.
 ///
-/// A document that does not change is written as it was.
+/// Unchanged documents are written as they were.
 ///
 /// # Errors
-/// Input that cannot be read, and what `transform` refuses.
-pub(super) fn each(
+/// Fails if the input cannot be read, or if `transform` fails.
+pub(super) fn transform_objects(
     inputs: &[PathBuf],
     output: Output,
     mut transform: impl FnMut(&mut Value) -> anyhow::Result<()>,
@@ -78,7 +77,7 @@ pub(super) fn each(
                 (_, Output::Json) if value.is_null() => continue,
                 (_, Output::Json) => serde_json::to_string_pretty(&value)? + "\n",
                 (true, Output::Yaml) => document.text.trim_end().to_owned() + "\n",
-                (false, Output::Yaml) => yaml::written(&value),
+                (false, Output::Yaml) => yaml::to_yaml(&value),
             };
             if output == Output::Yaml && !out.is_empty() {
                 out.push_str("---\n");

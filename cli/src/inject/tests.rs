@@ -7,10 +7,10 @@ fn injection(manual: bool) -> Injection {
         config: Config {
             values: Values::from_yaml("identityTrustAnchorsPEM: anchors").unwrap(),
             control_plane_namespace: "linkerd".to_owned(),
-            origin: Origin::CommandLine,
+            origin: InjectionOrigin::CommandLine,
         },
         manual,
-        mode: Mode::Usual,
+        mode: ProxyMode::Standard,
         annotations: Vec::new(),
         opaque_ports: None,
     }
@@ -20,7 +20,7 @@ fn object(yaml: &str) -> Value {
     serde_yaml_ng::from_str(yaml).unwrap()
 }
 
-/// A workload whose pods are described at a pointer.
+/// A workload with its pod template at a JSON pointer.
 fn workload(api_version: &str, kind: &str, pointer: &str) -> Value {
     let mut pods = object("{spec: {containers: [{name: app, image: a}]}}");
     for key in pointer.rsplit('/').filter(|key| !key.is_empty()) {
@@ -50,7 +50,10 @@ fn every_workload_is_annotated_where_it_describes_its_pods() {
         let before = workload(api_version, kind, pointer);
         let mut after = before.clone();
         assert!(
-            matches!(injection(false).apply(&mut after).unwrap(), Verdict::Injected(_)),
+            matches!(
+                injection(false).apply(&mut after).unwrap(),
+                InjectionOutcome::Injected(_)
+            ),
             "{kind}"
         );
         let annotations = after.pointer(&format!("{pointer}/metadata/annotations"));
@@ -76,7 +79,7 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
             .annotations
             .push((annotation::DEBUG_IMAGE, "example.test/debug".to_owned()));
         assert!(
-            matches!(injection.apply(&mut object).unwrap(), Verdict::Injected(_)),
+            matches!(injection.apply(&mut object).unwrap(), InjectionOutcome::Injected(_)),
             "{kind}"
         );
         let at = |tail: &str| object.pointer(&format!("{pointer}{tail}")).cloned().unwrap_or_default();
@@ -87,14 +90,14 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
         assert_eq!(at(&owner), labelled, "{kind}");
         assert_eq!(at("/metadata/labels/linkerd.io~1workload-ns"), "shop", "{kind}");
 
-        // A second time the sidecar is made anew.
+        // A second injection replaces the sidecar.
         let mut again = object.clone();
         let verdict = injection.apply(&mut again).unwrap();
-        assert!(matches!(verdict, Verdict::Injected(_)), "{kind}");
+        assert!(matches!(verdict, InjectionOutcome::Injected(_)), "{kind}");
         assert_eq!(again, object, "{kind}");
 
         assert!(uninject::apply(&mut object), "{kind}");
-        // What the flags said stays as a setting of the user.
+        // Annotations from flags remain as settings of the user.
         let mut expected = before;
         let part = workload::at(&mut expected, &pointer.split('/').skip(1).collect::<Vec<_>>()).unwrap();
         annotate(part, annotation::ENABLE_DEBUG_SIDECAR, "true");
@@ -122,7 +125,7 @@ fn what_gets_no_sidecar_is_not_touched_and_says_why() {
         ),
         (
             object("{apiVersion: apps/v1, kind: Deployment, spec: {}}"),
-            Some("describes no pods"),
+            Some("has no pod template"),
         ),
         (
             object("{apiVersion: v1, kind: Service, metadata: {name: a}, spec: {ports: [{port: 25}]}}"),
@@ -137,7 +140,7 @@ fn what_gets_no_sidecar_is_not_touched_and_says_why() {
     ] {
         for manual in [false, true] {
             let mut after = object.clone();
-            let Verdict::Skipped(reasons) = injection(manual).apply(&mut after).unwrap() else {
+            let InjectionOutcome::Skipped(reasons) = injection(manual).apply(&mut after).unwrap() else {
                 panic!("{object} is injected");
             };
             assert_eq!(after, object);
@@ -154,7 +157,7 @@ fn what_gets_no_sidecar_is_not_touched_and_says_why() {
 #[test]
 fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
     let mut injection = injection(false);
-    injection.mode = Mode::Ingress;
+    injection.mode = ProxyMode::Ingress;
     injection.annotations.push((annotation::OPAQUE_PORTS, "25".to_owned()));
     injection.opaque_ports = Some("25".to_owned());
     let mut pod = object("{apiVersion: v1, kind: Pod, metadata: {annotations: null}, spec: {containers: []}}");
@@ -179,7 +182,7 @@ fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
     injection.manual = true;
     injection.apply(&mut by_hand).unwrap();
     assert_eq!(by_hand, namespace);
-    // What the flags said stays as a setting of the user.
+    // Annotations from flags remain as settings of the user.
     uninject::apply(&mut namespace);
     assert_eq!(
         namespace["metadata"],
@@ -187,7 +190,6 @@ fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
     );
 }
 
-/// A line of flags.
 #[derive(clap::Parser)]
 struct Line {
     #[command(flatten)]
@@ -225,7 +227,7 @@ fn udp_ports_and_ignored_annotations_are_reported() {
         "{apiVersion: v1, kind: Pod, metadata: {annotations: {config.linkerd.io/proxy-uid: root}}, \
          spec: {containers: [{name: a, ports: [{containerPort: 53, protocol: UDP}]}]}}",
     );
-    let Verdict::Injected(notes) = injection(false).apply(&mut pod).unwrap() else {
+    let InjectionOutcome::Injected(notes) = injection(false).apply(&mut pod).unwrap() else {
         panic!("{pod} is not injected");
     };
     assert!(notes[0].starts_with("config.linkerd.io/proxy-uid"), "{notes:?}");
@@ -264,13 +266,16 @@ fn new_flags_and_versions_reach_manifests_that_are_injected_already() {
     newer.config.values.linkerd_version = "v-newer".to_owned();
     newer.annotations.push((annotation::ADMIN_PORT, "5191".to_owned()));
     let (mut again, mut at_once) = (old.clone(), original.clone());
-    assert!(matches!(newer.apply(&mut again).unwrap(), Verdict::Injected(_)));
+    assert!(matches!(
+        newer.apply(&mut again).unwrap(),
+        InjectionOutcome::Injected(_)
+    ));
     newer.apply(&mut at_once).unwrap();
     assert_eq!(again, at_once);
     assert_eq!(probe(&again, "readinessProbe")["httpGet"]["port"], 5191);
     assert!(again.to_string().contains(":v-newer\""), "{again}");
 
-    // Without --manual the injector is to do it, and gets the pods as they were.
+    // Without --manual, pods are left unchanged for the injector.
     let (mut annotated, mut expected) = (old.clone(), original.clone());
     injection(false).apply(&mut annotated).unwrap();
     injection(false).apply(&mut expected).unwrap();
@@ -323,10 +328,13 @@ fn parts_of_manifests_get_annotations_and_no_containers() {
         );
         let mut part = object(&yaml);
         let error = injection(true).apply(&mut part).err().unwrap();
-        assert!(error.to_string().contains("without spec.containers"), "{error:#}");
+        assert!(error.to_string().contains("has no spec.containers"), "{error:#}");
         assert_eq!(part, object(&yaml));
         assert!(
-            matches!(injection(false).apply(&mut part).unwrap(), Verdict::Injected(_)),
+            matches!(
+                injection(false).apply(&mut part).unwrap(),
+                InjectionOutcome::Injected(_)
+            ),
             "{yaml}"
         );
         assert_eq!(
@@ -366,7 +374,6 @@ fn a_registry_is_that_of_all_images() {
     );
 }
 
-/// A line of cluster flags.
 #[derive(clap::Parser)]
 struct ClusterLine {
     #[command(flatten)]

@@ -1,14 +1,15 @@
-//! Takes out of a manifest what injection put in.
+//! Removes from a manifest what injection added.
 
 use serde_json::Value;
-use tulle_control::inject::{
-    DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, VALIDATOR_CONTAINER, VOLUMES, has_own_sidecar, restore_probes,
+use tulle_control::injection::{
+    DEBUG_CONTAINER, INIT_CONTAINER, INJECTED_VOLUMES, PROXY_CONTAINER, VALIDATOR_CONTAINER, has_injected_containers,
+    restore_probes,
 };
 use tulle_core::names::{annotation, label};
 
 use super::workload::{self, Workload};
 
-/// Returns whether anything was there.
+/// Returns whether anything was removed.
 pub(super) fn apply(object: &mut Value) -> bool {
     let before = object.clone();
     match Workload::of(object) {
@@ -23,12 +24,12 @@ pub(super) fn apply(object: &mut Value) -> bool {
     *object != before
 }
 
-/// Takes the mesh's containers out of the pods that an object describes, so that they can be added anew; pods that have none of
-/// them stay as they are.
+/// Removes injected containers from the pods of an object before they are injected again. Pods without such containers stay
+/// unchanged.
 pub(super) fn sidecar(object: &mut Value, path: &[&str]) {
     let Some(part) = workload::at(object, path) else { return };
     let is_injected =
-        workload::template(part).is_ok_and(|template| template.spec.is_some_and(|spec| has_own_sidecar(&spec)));
+        workload::template(part).is_ok_and(|template| template.spec.is_some_and(|spec| has_injected_containers(&spec)));
     if is_injected {
         pods(part);
     }
@@ -36,7 +37,7 @@ pub(super) fn sidecar(object: &mut Value, path: &[&str]) {
 
 fn pods(part: &mut Value) {
     metadata(part);
-    // As long as the proxy says what they were.
+    // Must run before the proxy container is removed, because that container holds the original probes.
     if let Some(Value::Object(spec)) = part.get_mut("spec") {
         restore_probes(spec);
     }
@@ -44,7 +45,7 @@ fn pods(part: &mut Value) {
     let lists: [(&str, &[&str]); 3] = [
         ("containers", &added),
         ("initContainers", &added),
-        ("volumes", &VOLUMES),
+        ("volumes", &INJECTED_VOLUMES),
     ];
     for (list, names) in lists {
         let Some(Value::Object(spec)) = part.get_mut("spec") else {
@@ -55,17 +56,17 @@ fn pods(part: &mut Value) {
         };
         let n_items = items.len();
         items.retain(|item| !item["name"].as_str().is_some_and(|name| names.contains(&name)));
-        // An empty list that the user wrote stays.
+        // A list that the user left empty stays.
         if items.is_empty() && n_items > 0 && list != "containers" {
             spec.remove(list);
         }
     }
 }
 
-/// Tells whether an entry is the mesh's own.
+/// Whether injection added an entry.
 type IsOurs = fn(&str, &Value) -> bool;
 
-/// The mesh's own keys go; settings of the user (`config.linkerd.io/*`) and a refusal stay.
+/// Removes the mesh's own keys. Settings of the user (`config.linkerd.io/*`) and a disabled injection stay.
 fn metadata(part: &mut Value) {
     let Some(Value::Object(metadata)) = part.get_mut("metadata") else {
         return;

@@ -1,4 +1,4 @@
-//! Where the pods of an object are described.
+//! Finds the pod template of an object.
 
 use std::fmt;
 
@@ -6,18 +6,18 @@ use anyhow::Context as _;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 use serde_json::Value;
 
-/// What a manifest is to injection.
+/// The kind of a manifest, as injection treats it.
 pub(super) enum Workload {
-    /// Describes pods below this path, which is empty for a pod.
+    /// An object that describes pods below this path, which is empty for a pod.
     Pods(&'static [&'static str]),
     Namespace,
     Service,
-    /// Anything else passes through.
+    /// Any other object, which is left unchanged.
     Other,
 }
 
-/// The name that people know an object by.
-pub(super) struct Title {
+/// The name of an object in messages.
+pub(super) struct ObjectName {
     /// In lower case.
     pub(super) kind: String,
     pub(super) name: String,
@@ -39,7 +39,7 @@ impl Workload {
     }
 }
 
-impl Title {
+impl ObjectName {
     pub(super) fn of(object: &Value) -> Self {
         Self {
             kind: text(object, "kind").to_lowercase(),
@@ -48,21 +48,21 @@ impl Title {
     }
 }
 
-impl fmt::Display for Title {
+impl fmt::Display for ObjectName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.kind, self.name)
     }
 }
 
-/// The part of an object at this path.
+/// Looks up the part of an object at this path.
 pub(super) fn at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Value> {
     path.iter().try_fold(object, |value, key| value.get_mut(*key))
 }
 
-/// The pods that a template describes.
+/// Parses a pod template.
 ///
 /// # Errors
-/// A template that the API server would refuse, too.
+/// Fails if the API server would reject the template too.
 pub(super) fn template(part: &Value) -> anyhow::Result<PodTemplateSpec> {
     serde_json::from_value(part.clone()).context("this is no pod as Kubernetes knows it")
 }

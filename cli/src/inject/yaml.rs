@@ -1,5 +1,5 @@
-//! YAML as Kubernetes reads it: documents kept as they were written unless they change, and what changes written so that
-//! no reader can take a text for something else.
+//! YAML as Kubernetes reads it. Unchanged documents keep their text. Changed ones are written so that every reader parses strings
+//! as strings.
 //!
 //! Kubernetes still reads YAML 1.1, where `yes` is true and `0644` is 420.
 
@@ -8,16 +8,16 @@ use serde_json::Value;
 
 /// One document of a stream.
 pub(super) struct Document<'a> {
-    /// As it was written, without the line that separates it from the one before.
+    /// The original text, without the separator line before it.
     pub(super) text: &'a str,
-    /// Null for a document of comments only.
+    /// Null for a document that has only comments.
     pub(super) value: Value,
 }
 
-/// The documents of a stream.
+/// Parses all documents of a stream.
 ///
 /// # Errors
-/// What is not YAML, with the place.
+/// Fails if the text is not YAML; the error contains the position.
 pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
     let mut documents = Vec::new();
     for text in split(text) {
@@ -25,13 +25,13 @@ pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
         let value: serde_yaml_ng::Value =
             serde_yaml_ng::from_str(text).with_context(|| format!("reading document {n_document}"))?;
         let mut value = serde_json::to_value(value).with_context(|| format!("reading document {n_document}"))?;
-        old_octals(&mut value);
+        convert_yaml_1_1_octals(&mut value);
         documents.push(Document { text, value });
     }
     Ok(documents)
 }
 
-/// Cuts at the lines that separate documents; nothing inside of one may look like them.
+/// Splits the text at separator lines. YAML does not allow such lines inside a document.
 fn split(text: &str) -> Vec<&str> {
     let (mut documents, mut start, mut at) = (Vec::new(), 0, 0);
     for line in text.split_inclusive('\n') {
@@ -41,7 +41,7 @@ fn split(text: &str) -> Vec<&str> {
             .filter(|rest| rest.starts_with([' ', '\t', '\r', '\n']) || rest.is_empty());
         if let Some(rest) = rest {
             documents.push(&text[start..at]);
-            // A document may begin on the line itself; a comment belongs to nobody.
+            // A document can begin on the separator line, but a comment there is dropped.
             let is_separator = rest.trim().is_empty() || rest.trim_start().starts_with('#');
             start = if is_separator { end } else { at + "---".len() };
         }
@@ -52,8 +52,8 @@ fn split(text: &str) -> Vec<&str> {
     documents.into_iter().filter(has_content).collect()
 }
 
-/// File modes are written with a leading zero, which YAML 1.2 takes for a text.
-fn old_octals(value: &mut Value) {
+/// Converts file modes with a leading zero to numbers, because YAML 1.2 parses them as strings.
+fn convert_yaml_1_1_octals(value: &mut Value) {
     match value {
         Value::Object(map) => {
             for (key, value) in map {
@@ -62,17 +62,17 @@ fn old_octals(value: &mut Value) {
                     .filter(|_| matches!(key.as_str(), "mode" | "defaultMode"));
                 match octal.and_then(|text| u32::from_str_radix(text.strip_prefix('0')?, 8).ok()) {
                     Some(mode) => *value = mode.into(),
-                    None => old_octals(value),
+                    None => convert_yaml_1_1_octals(value),
                 }
             }
         }
-        Value::Array(list) => list.iter_mut().for_each(old_octals),
+        Value::Array(list) => list.iter_mut().for_each(convert_yaml_1_1_octals),
         _ => {}
     }
 }
 
-/// A value as a YAML document, with a line break at its end.
-pub(super) fn written(value: &Value) -> String {
+/// Formats a value as a YAML document that ends with a line break.
+pub(super) fn to_yaml(value: &Value) -> String {
     let mut out = String::new();
     write(value, 0, &mut out);
     if !out.ends_with('\n') {
@@ -81,7 +81,7 @@ pub(super) fn written(value: &Value) -> String {
     out
 }
 
-/// Writes a value at the end of a line that has `indent` spaces before it.
+/// Writes a value at the end of a line that is indented by `indent` spaces.
 fn write(value: &Value, indent: usize, out: &mut String) {
     match value {
         Value::Object(map) if !map.is_empty() => {
@@ -91,7 +91,7 @@ fn write(value: &Value, indent: usize, out: &mut String) {
                 }
                 out.push_str(&scalar(key));
                 out.push(':');
-                child(value, indent, out);
+                write_child(value, indent, out);
             }
         }
         Value::Array(list) if !list.is_empty() => {
@@ -107,13 +107,13 @@ fn write(value: &Value, indent: usize, out: &mut String) {
             }
         }
         Value::String(text) => out.push_str(&scalar(text)),
-        // Numbers, true, false, null, {} and [] are the same in JSON.
+        // Numbers, true, false, null, {} and [] have the same form in JSON.
         other => out.push_str(&other.to_string()),
     }
 }
 
-/// Writes what follows a key.
-fn child(value: &Value, indent: usize, out: &mut String) {
+/// Writes the value after a key.
+fn write_child(value: &Value, indent: usize, out: &mut String) {
     let (is_map, is_list) = (
         value.as_object().is_some_and(|map| !map.is_empty()),
         value.as_array().is_some_and(|list| !list.is_empty()),
@@ -147,14 +147,14 @@ fn child(value: &Value, indent: usize, out: &mut String) {
     }
 }
 
-/// Several lines, each of which a block can hold as it is, and a single line break at the end.
+/// Whether the text can be written as a block scalar: several printable lines that end with exactly one line break.
 fn is_block(text: &str) -> bool {
     let is_plain = |ch: char| ch == '\n' || !(ch.is_control() || ['\u{feff}', '\u{2028}', '\u{2029}'].contains(&ch));
     let inner = text.strip_suffix('\n').unwrap_or_default();
     inner.contains('\n') && !inner.ends_with('\n') && !inner.starts_with([' ', '\n']) && text.chars().all(is_plain)
 }
 
-/// A text without quotes where no reader can take it for anything else, and as JSON writes it otherwise.
+/// Writes a string without quotes if every reader parses it as a string, otherwise quoted.
 fn scalar(text: &str) -> String {
     let is_word = text.starts_with(|ch: char| ch.is_ascii_alphabetic() || ch == '/')
         && text
@@ -167,7 +167,7 @@ fn scalar(text: &str) -> String {
     }
 }
 
-/// As JSON writes it, except for what YAML takes for a line break or refuses.
+/// Quotes a string as JSON does, and also escapes characters that YAML treats as line breaks or rejects.
 fn quoted(text: &str) -> String {
     let mut out = String::new();
     for ch in Value::from(text).to_string().chars() {
@@ -181,7 +181,7 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// What YAML 1.1 takes for a truth or for nothing.
+/// Words that YAML 1.1 parses as a boolean or null.
 const RESERVED: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
 
 #[cfg(test)]
@@ -229,7 +229,7 @@ mod tests {
             "pem": "BEGIN\nEND\n", "linkerd.io/inject": "enabled",
         });
         assert_eq!(
-            written(&value),
+            to_yaml(&value),
             "args:\n- \"-c\"\n- \"on\"\n- \"x y\"\nempty: {}\nlinkerd.io/inject: enabled\nnested:\n- - 1\n  - 2\n\
              - a: null\n  b: \"yes\"\nnone: []\npem: |\n  BEGIN\n  END\nport: 80\n"
         );
@@ -264,7 +264,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read_back(value in any_value()) {
-            let text = written(&value);
+            let text = to_yaml(&value);
             let read: serde_yaml_ng::Value = serde_yaml_ng::from_str(&text).unwrap();
             prop_assert_eq!(serde_json::to_value(read).unwrap(), value, "{}", text);
         }

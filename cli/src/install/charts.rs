@@ -1,4 +1,4 @@
-//! The charts inside of this program, and Helm, which renders them.
+//! The embedded charts, and Helm, which renders them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde::Deserialize as _;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A chart, and the release that Linkerd's documentation makes of it.
+/// A chart, and the name of its release in Linkerd's documentation.
 pub(super) struct Chart {
     name: &'static str,
     release: &'static str,
@@ -24,7 +24,7 @@ pub(super) const CONTROL_PLANE: Chart = Chart {
     release: "linkerd-control-plane",
 };
 
-/// Helm, and the charts in a directory where it finds them.
+/// The Helm binary, and a directory with the charts.
 pub(super) struct Helm {
     program: PathBuf,
     charts: TempDir,
@@ -33,25 +33,27 @@ pub(super) struct Helm {
 }
 
 impl Helm {
-    /// Finds Helm, and writes the charts for it.
+    /// Finds Helm, and writes the charts to a directory.
     ///
     /// # Errors
-    /// No Helm.
+    /// Fails if Helm is not found.
     pub(super) fn find(namespace: &str) -> anyhow::Result<Self> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let name = format!("helm{}", std::env::consts::EXE_SUFFIX);
         let program = std::env::split_paths(&path)
             .map(|dir| dir.join(&name))
             .find(|program| program.is_file());
-        let Some(program) = program else { bail!("{}", MISSING) };
+        let Some(program) = program else {
+            bail!("{}", HELM_NOT_FOUND)
+        };
         let charts = tempfile::Builder::new()
             .prefix("tulle-charts-")
             .tempdir()
-            .context("making a directory for the charts")?;
-        for (name, text) in FILES {
+            .context("creating a directory for the charts")?;
+        for (name, text) in CHART_FILES {
             write(charts.path(), name, text)?;
         }
-        for (name, text) in MERGE {
+        for (name, text) in MERGE_CHART_FILES {
             write(charts.path(), name, text)?;
         }
         Ok(Self {
@@ -62,7 +64,7 @@ impl Helm {
         })
     }
 
-    /// Renders for this version of Kubernetes; without one, for the oldest that the charts accept.
+    /// Sets the Kubernetes version to render for. Without one, the oldest version that the charts accept is used.
     pub(super) fn for_kubernetes(self, version: Option<&str>) -> Self {
         let known = version.filter(|version| version.starts_with('v'));
         Self {
@@ -71,22 +73,22 @@ impl Helm {
         }
     }
 
-    /// The manifests of a chart with these values, in the order of their installation.
+    /// Renders the manifests of a chart with these values, in installation order.
     ///
     /// # Errors
-    /// Values that the chart refuses, as Helm says it.
+    /// Fails with Helm's message if the chart rejects the values.
     pub(super) fn render(&self, chart: &Chart, values: &Value) -> anyhow::Result<Vec<Value>> {
         let file = self.charts.path().join("values-of-tulle.yaml");
-        // It may hold the issuer's key; the directory is its owner's only.
+        // The file can contain the issuer's key. Only the owner can access its directory.
         fs::write(&file, serde_yaml_ng::to_string(values).context("writing the values")?)
             .with_context(|| format!("writing {file:?}"))?;
         self.template(chart, &["--values".into(), file.into_os_string()])
     }
 
-    /// What Helm makes of these `--values` and `--set` together.
+    /// Lets Helm merge these `--values` and `--set` arguments.
     ///
     /// # Errors
-    /// Files that cannot be read, and assignments that are none.
+    /// Fails if a file cannot be read, or if an assignment is invalid.
     pub(super) fn merge(&self, args: &[std::ffi::OsString]) -> anyhow::Result<Value> {
         let merge = Chart {
             name: "merge",
@@ -96,12 +98,12 @@ impl Helm {
         Ok(documents.pop().unwrap_or_else(|| Value::Object(serde_json::Map::new())))
     }
 
-    /// The preset for high availability.
+    /// The path of the values for high availability.
     pub(super) fn high_availability(&self) -> PathBuf {
         self.charts.path().join(CONTROL_PLANE.name).join("values-ha.yaml")
     }
 
-    /// A file for values beside the charts.
+    /// The path of a file beside the charts.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.charts.path().join(name)
     }
@@ -116,19 +118,19 @@ impl Helm {
             .output()
             .with_context(|| format!("running {:?}", self.program))?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let message = String::from_utf8_lossy(&output.stderr);
             bail!(
                 "helm template {}: {}",
                 chart.name,
-                said.trim().trim_start_matches("Error: ")
+                message.trim().trim_start_matches("Error: ")
             );
         }
-        let text = String::from_utf8(output.stdout).context("helm template wrote no text")?;
-        documents(&text).with_context(|| format!("reading what helm template made of {}", chart.name))
+        let text = String::from_utf8(output.stdout).context("decoding the output of helm template")?;
+        documents(&text).with_context(|| format!("parsing the output of helm template for {}", chart.name))
     }
 }
 
-/// The documents of a YAML stream, the empty ones left out.
+/// Parses a YAML stream without its empty documents.
 pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Value>> {
     let documents = serde_yaml_ng::Deserializer::from_str(text).map(Value::deserialize);
     let documents: Vec<Value> = documents.collect::<Result<_, _>>()?;
@@ -143,18 +145,18 @@ fn write(dir: &Path, name: &str, text: &str) -> anyhow::Result<()> {
     fs::write(&path, text).with_context(|| format!("writing {path:?}"))
 }
 
-/// Every file of both charts, by its path under `charts/`.
-const FILES: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/charts.rs"));
+/// All files of both charts, with their paths below `charts/`.
+const CHART_FILES: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/charts.rs"));
 
-/// A chart that renders to its values: Helm merges them, so `--set` means here what it means there.
-const MERGE: &[(&str, &str)] = &[
+/// A chart that renders its values. Helm merges them, so `--set` has the same meaning as in Helm.
+const MERGE_CHART_FILES: &[(&str, &str)] = &[
     ("merge/Chart.yaml", "apiVersion: v2\nname: merge\nversion: 0.0.0\n"),
     ("merge/templates/values.yaml", "{{ toYaml .Values }}\n"),
 ];
 
 const MINIMUM_KUBERNETES: &str = "v1.31.0";
 
-const MISSING: &str = "\
+const HELM_NOT_FOUND: &str = "\
 there is no helm on the PATH, which renders the charts; install it (https://helm.sh/docs/intro/install), or let Helm do \
 the whole installation where you have it:
   helm repo add tulle https://tulle-mesh.github.io/tulle
@@ -176,7 +178,7 @@ mod tests {
             "tulle-control-plane/values-ha.yaml",
         ] {
             assert!(
-                FILES.iter().any(|(file, text)| *file == name && !text.is_empty()),
+                CHART_FILES.iter().any(|(file, text)| *file == name && !text.is_empty()),
                 "{name}"
             );
         }

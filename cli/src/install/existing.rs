@@ -1,4 +1,4 @@
-//! What a cluster has already of what is to be installed.
+//! Finds the objects of an installation that already exist in the cluster.
 
 use std::path::Path;
 
@@ -13,26 +13,25 @@ use super::charts::documents;
 use crate::certificates::Certificate;
 use crate::kubernetes::{Cluster, reason};
 
-/// What was found.
 #[derive(Debug)]
-pub(super) struct Existing {
-    /// The version of Kubernetes, such as `v1.34.2`; empty if not known.
+pub(super) struct ExistingInstallation {
+    /// The version of Kubernetes, such as `v1.34.2`; empty if unknown.
     pub(super) kubernetes: String,
-    /// Whether there is a control plane in the namespace.
+    /// Whether the namespace has a control plane.
     pub(super) is_installed: bool,
-    /// What `tulle install` and upgrades were given.
+    /// The values passed to `tulle install` and to upgrades.
     pub(super) overrides: Option<Value>,
-    /// Names of CustomResourceDefinitions.
+    /// The names of the installed CustomResourceDefinitions.
     pub(super) crds: Vec<String>,
     /// The trust anchors of the running mesh.
     pub(super) anchors: Option<Vec<Certificate>>,
 }
 
-/// Looks at a cluster.
+/// Reads the existing installation from a cluster.
 ///
 /// # Errors
-/// What the user may not read.
-pub(super) async fn look(cluster: &Cluster) -> anyhow::Result<Existing> {
+/// Fails if the user has no permission to read the objects.
+pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingInstallation> {
     let namespace = &cluster.control_plane;
     let failed = |what: &str, error: kube::Error| anyhow!("reading {what} of the cluster: {}", reason(&error));
     let version = cluster
@@ -62,7 +61,7 @@ pub(super) async fn look(cluster: &Cluster) -> anyhow::Result<Existing> {
     let overrides = secret.and_then(|mut secret| secret.data.as_mut()?.remove(OVERRIDES));
     let overrides = overrides.map(|bytes| parse_overrides(&bytes.0)).transpose()?;
     let bundle = roots.and_then(|mut map| map.data.as_mut()?.remove("ca-bundle.crt"));
-    Ok(Existing {
+    Ok(ExistingInstallation {
         kubernetes: version.git_version,
         is_installed: config.is_some(),
         overrides,
@@ -71,12 +70,12 @@ pub(super) async fn look(cluster: &Cluster) -> anyhow::Result<Existing> {
     })
 }
 
-/// Reads the same from manifests, such as `kubectl get configmap,secret -n linkerd -o yaml` writes.
+/// Reads the existing installation from manifests, such as the output of `kubectl get configmap,secret -n linkerd -o yaml`.
 ///
 /// # Errors
-/// A file that holds no manifests.
-pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Existing> {
-    let text = super::read(path)?;
+/// Fails if the file contains no manifests.
+pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<ExistingInstallation> {
+    let text = read(path)?;
     let read = documents(&text).with_context(|| format!("reading manifests from {path:?}"))?;
     let objects = read.into_iter().flat_map(|document| match document["kind"].as_str() {
         Some("List") => document["items"].as_array().cloned().unwrap_or_default(),
@@ -102,7 +101,7 @@ pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Exi
         None => None,
     };
     let bundle = find("ConfigMap", TRUST_ROOTS).and_then(|map| map["data"]["ca-bundle.crt"].as_str());
-    Ok(Existing {
+    Ok(ExistingInstallation {
         kubernetes: String::new(),
         is_installed: find("ConfigMap", CONFIG).is_some(),
         overrides,
@@ -120,11 +119,19 @@ fn parse_anchors(bundle: Option<String>) -> anyhow::Result<Option<Vec<Certificat
     parsed.with_context(|| format!("reading the trust anchors in ConfigMap {TRUST_ROOTS}"))
 }
 
-/// The Secret of what was given, and its key.
+/// The Secret of the overrides, and the key in it.
 pub(super) const OVERRIDES: &str = "linkerd-config-overrides";
 const CONFIG: &str = "linkerd-config";
 /// The ConfigMap of the trust anchors.
 pub(super) const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
+
+/// Reads a file; `-` reads standard input.
+fn read(path: &Path) -> anyhow::Result<String> {
+    if path == Path::new("-") {
+        return std::io::read_to_string(std::io::stdin()).context("reading standard input");
+    }
+    std::fs::read_to_string(path).with_context(|| format!("reading {path:?}"))
+}
 
 #[cfg(test)]
 mod tests {

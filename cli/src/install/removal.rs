@@ -1,4 +1,4 @@
-//! What of a control plane is in a cluster, for `kubectl delete`: all of it, or what an upgrade left behind.
+//! Lists the objects of a control plane for `kubectl delete`: all objects, or those that an upgrade left behind.
 
 use std::process::ExitCode;
 
@@ -9,78 +9,80 @@ use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::charts::{CRDS, Helm};
-use super::{Output, existing, keys, overrides, show, values};
+use super::manifests::{Output, control_plane, key, keys, overrides, show};
+use super::{existing, values};
 use crate::kubernetes::{self, Cluster, reason, resource};
 use crate::runtime;
 
-/// What keeps a control plane from being removed.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "  tulle uninstall | kubectl delete -f -")]
 pub(crate) struct UninstallArgs {
-    /// Go on although there are injected pods or extensions
+    /// Continue although injected pods or extensions exist
     #[arg(long)]
     force: bool,
-    /// The form of the manifests
+    /// Output format of the manifests
     #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
     output: Output,
 }
 
-/// How leftovers are shown.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "After an upgrade:\n\n  tulle prune | kubectl delete -f -")]
 pub(crate) struct PruneArgs {
-    /// The form of the manifests
+    /// Output format of the manifests
     #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
     output: Output,
 }
 
-/// Prints all that belongs to a control plane.
+/// Prints all objects of a control plane.
 ///
 /// # Errors
-/// Pods and extensions that need it, unless forced.
+/// Fails if pods or extensions still need the control plane, unless forced.
 pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let objects = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         if !args.force {
             ensure_unused(&cluster).await?;
         }
-        find(&cluster).await
+        list_labelled_objects(&cluster).await
     })?;
     ensure!(
         !objects.is_empty(),
-        "nothing in the cluster belongs to a control plane in namespace {}; name another with -L",
+        "no objects of a control plane in namespace {} found; name another with -L",
         flags.linkerd_namespace
     );
     crate::print(&show(&objects, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints what belongs to a control plane and is in no chart of this version.
+/// Prints the objects of a control plane that are in no chart of this version.
 ///
 /// # Errors
-/// No installation of this command.
+/// Fails if this command did not install the control plane.
 pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let helm = Helm::find(&flags.linkerd_namespace)?;
     let (existing, objects) = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        anyhow::Ok((existing::look(&cluster).await?, find(&cluster).await?))
+        anyhow::Ok((
+            existing::read_cluster(&cluster).await?,
+            list_labelled_objects(&cluster).await?,
+        ))
     })?;
     let helm = helm.for_kubernetes(Some(&existing.kubernetes));
     let values = values::merge(&helm, &values::Flags::default(), Some(overrides(&existing, flags)?))?;
-    let mut current = super::control_plane(&helm, &values, flags)?;
+    let mut current = control_plane(&helm, &values, flags)?;
     current.extend(helm.render(&CRDS, &json!({ "installGatewayAPI": true }))?);
     let current = keys(&current);
     let leftovers = objects
         .into_iter()
-        .filter(|object| !current.contains(&super::key(object)) && !is_credential(object));
+        .filter(|object| !current.contains(&key(object)) && !is_credential(object));
     let leftovers: Vec<_> = leftovers.collect();
     crate::print(&show(&leftovers, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether this object holds credentials of the control plane. The control plane uses it by its name although no chart
-/// renders it: it makes the certificates of webhooks and of telemetry at run time, and where values call an issuer, trust
-/// anchors or certificates external, others keep them. A label from an earlier installation stays on the object.
+/// Whether this object holds credentials of the control plane. Such an object can be in use although no chart renders it: the
+/// control plane creates certificates of webhooks and of telemetry at run time, and issuers, trust anchors or certificates that the
+/// values declare external are managed by others. A label from an earlier installation stays on the object.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {
@@ -123,16 +125,16 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Everything with the label of this control plane, reduced to what names it.
-async fn find(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
+/// Lists all objects with the label of this control plane, reduced to their identifying fields.
+async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     let home = &cluster.control_plane;
     let labelled = ListParams::default().labels(&format!("linkerd.io/control-plane-ns={home}"));
     let mut objects = Vec::new();
     for (place, group, version, kind) in KINDS {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
         let api: Api<DynamicObject> = match place {
-            Place::Anywhere => Api::all_with(cluster.client.clone(), &resource),
-            Place::Home => Api::namespaced_with(cluster.client.clone(), home, &resource),
+            ObjectScope::AllNamespaces => Api::all_with(cluster.client.clone(), &resource),
+            ObjectScope::ControlPlaneNamespace => Api::namespaced_with(cluster.client.clone(), home, &resource),
         };
         let found = match cluster.list(&api, &labelled).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Vec::new(),
@@ -153,48 +155,85 @@ async fn find(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
 const ISSUER: &str = "linkerd-identity-issuer";
 
 #[derive(Clone, Copy, Debug)]
-enum Place {
-    Anywhere,
-    /// The namespace of the control plane; labelled pods elsewhere are the user's.
-    Home,
+enum ObjectScope {
+    AllNamespaces,
+    /// The namespace of the control plane. Labelled pods in other namespaces belong to the user.
+    ControlPlaneNamespace,
 }
 
-/// What an installation consists of; what it owns, such as pods, goes with it.
-const KINDS: &[(Place, &str, &str, &str)] = &[
-    // Kubernetes finishes no deletion of a namespace while an API has nobody who serves it.
-    (Place::Anywhere, "apiregistration.k8s.io", "v1", "APIService"),
+/// The kinds of an installation's objects. Owned objects, such as pods, are deleted with their owners.
+const KINDS: &[(ObjectScope, &str, &str, &str)] = &[
+    // Kubernetes does not finish deleting a namespace while an API service has no available server.
+    (ObjectScope::AllNamespaces, "apiregistration.k8s.io", "v1", "APIService"),
     (
-        Place::Anywhere,
+        ObjectScope::AllNamespaces,
         "admissionregistration.k8s.io",
         "v1",
         "MutatingWebhookConfiguration",
     ),
     (
-        Place::Anywhere,
+        ObjectScope::AllNamespaces,
         "admissionregistration.k8s.io",
         "v1",
         "ValidatingWebhookConfiguration",
     ),
-    (Place::Home, "apps", "v1", "Deployment"),
-    (Place::Home, "batch", "v1", "CronJob"),
-    (Place::Home, "policy", "v1", "PodDisruptionBudget"),
-    (Place::Home, "networking.k8s.io", "v1", "NetworkPolicy"),
-    (Place::Home, "", "v1", "Service"),
-    (Place::Home, "", "v1", "ConfigMap"),
-    (Place::Home, "", "v1", "Secret"),
-    (Place::Home, "", "v1", "ServiceAccount"),
-    (Place::Home, "monitoring.coreos.com", "v1", "PodMonitor"),
-    (Place::Anywhere, "rbac.authorization.k8s.io", "v1", "RoleBinding"),
-    (Place::Anywhere, "rbac.authorization.k8s.io", "v1", "Role"),
-    (Place::Anywhere, "rbac.authorization.k8s.io", "v1", "ClusterRoleBinding"),
-    (Place::Anywhere, "rbac.authorization.k8s.io", "v1", "ClusterRole"),
+    (ObjectScope::ControlPlaneNamespace, "apps", "v1", "Deployment"),
+    (ObjectScope::ControlPlaneNamespace, "batch", "v1", "CronJob"),
     (
-        Place::Anywhere,
+        ObjectScope::ControlPlaneNamespace,
+        "policy",
+        "v1",
+        "PodDisruptionBudget",
+    ),
+    (
+        ObjectScope::ControlPlaneNamespace,
+        "networking.k8s.io",
+        "v1",
+        "NetworkPolicy",
+    ),
+    (ObjectScope::ControlPlaneNamespace, "", "v1", "Service"),
+    // Dashboards can be in the namespace where Grafana reads them.
+    (ObjectScope::AllNamespaces, "", "v1", "ConfigMap"),
+    (ObjectScope::ControlPlaneNamespace, "", "v1", "Secret"),
+    (ObjectScope::ControlPlaneNamespace, "", "v1", "ServiceAccount"),
+    (
+        ObjectScope::ControlPlaneNamespace,
+        "monitoring.coreos.com",
+        "v1",
+        "PodMonitor",
+    ),
+    (
+        ObjectScope::AllNamespaces,
+        "monitoring.coreos.com",
+        "v1",
+        "PrometheusRule",
+    ),
+    (
+        ObjectScope::AllNamespaces,
+        "rbac.authorization.k8s.io",
+        "v1",
+        "RoleBinding",
+    ),
+    (ObjectScope::AllNamespaces, "rbac.authorization.k8s.io", "v1", "Role"),
+    (
+        ObjectScope::AllNamespaces,
+        "rbac.authorization.k8s.io",
+        "v1",
+        "ClusterRoleBinding",
+    ),
+    (
+        ObjectScope::AllNamespaces,
+        "rbac.authorization.k8s.io",
+        "v1",
+        "ClusterRole",
+    ),
+    (
+        ObjectScope::AllNamespaces,
         "apiextensions.k8s.io",
         "v1",
         "CustomResourceDefinition",
     ),
-    (Place::Anywhere, "", "v1", "Namespace"),
+    (ObjectScope::AllNamespaces, "", "v1", "Namespace"),
 ];
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Flags as values of the charts.
+//! Converts flags to values of the charts.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,10 +9,10 @@ use serde_json::{Map, Value, json};
 
 use super::charts::Helm;
 
-/// Writes the flags that are one value each, and the table of where each value goes.
+/// Defines the flags that set one value each, and the path of each value.
 macro_rules! value_flags {
     ($($(#[doc = $doc:literal])* $flag:ident: $kind:ty => $pointer:literal;)*) => {
-        /// Flags that are one value of a chart each.
+        /// Flags that set one value of a chart each.
         #[derive(clap::Args, Clone, Debug, Default)]
         #[command(next_help_heading = "Values of the charts")]
         struct Single {
@@ -28,9 +28,9 @@ macro_rules! value_flags {
 }
 
 value_flags! {
-    /// Pods of each component
+    /// Replicas of each component
     controller_replicas: u32 => "controllerReplicas";
-    /// What the control plane logs: error, warn, info, debug, trace
+    /// The log level of the control plane: error, warn, info, debug, trace
     controller_log_level: String => "controllerLogLevel";
     /// The user that the control plane runs as
     controller_uid: i64 => "controllerUID";
@@ -40,100 +40,99 @@ value_flags! {
     cluster_domain: String => "clusterDomain";
     /// The networks of pods and services, comma-separated
     cluster_networks: String => "clusterNetworks";
-    /// The domain of identities
+    /// The trust domain of identities
     identity_trust_domain: String => "identityTrustDomain";
-    /// How long certificates of proxies are good for, such as 24h
+    /// The lifetime of proxy certificates, such as 24h
     identity_issuance_lifetime: String => "identity.issuer.issuanceLifetime";
-    /// How far clocks may be apart, such as 20s
+    /// The allowed clock difference between machines, such as 20s
     identity_clock_skew_allowance: String => "identity.issuer.clockSkewAllowance";
     /// When images are pulled: Always, IfNotPresent, Never
     image_pull_policy: String => "imagePullPolicy";
-    /// Who may connect to a port that no policy speaks of
+    /// The default inbound policy of ports without a Server
     default_inbound_policy: String => "proxy.defaultInboundPolicy";
     /// The image of the proxy
     proxy_image: String => "proxy.image.name";
     /// The tag of the proxy's image
     proxy_version: String => "proxy.image.version";
-    /// What proxies log
+    /// The log level of proxies
     proxy_log_level: String => "proxy.logLevel";
     /// The user that proxies run as
     proxy_uid: i64 => "proxy.uid";
     /// The group that proxies run as
     proxy_gid: i64 => "proxy.gid";
-    /// CPU that is kept for a proxy
+    /// The CPU request of a proxy
     proxy_cpu_request: String => "proxy.resources.cpu.request";
-    /// CPU that a proxy may use
+    /// The CPU limit of a proxy
     proxy_cpu_limit: String => "proxy.resources.cpu.limit";
-    /// Memory that is kept for a proxy
+    /// The memory request of a proxy
     proxy_memory_request: String => "proxy.resources.memory.request";
-    /// Memory that a proxy may use
+    /// The memory limit of a proxy
     proxy_memory_limit: String => "proxy.resources.memory.limit";
-    /// Ports and ranges of pods that proxies leave alone
+    /// Inbound ports and port ranges that bypass the proxy
     skip_inbound_ports: String => "proxyInit.ignoreInboundPorts";
-    /// Ports and ranges elsewhere that proxies leave alone
+    /// Outbound ports and port ranges that bypass the proxy
     skip_outbound_ports: String => "proxyInit.ignoreOutboundPorts";
 }
 
-/// All flags that end up in values.
 #[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Values of the charts")]
 pub(super) struct Flags {
-    /// Three replicas of everything, spread over nodes and zones, with resource requests
+    /// Run three replicas of each component, spread over nodes and zones, with resource requests
     #[arg(long)]
     ha: bool,
     /// The trust anchors, a PEM bundle
     #[arg(long, value_name = "FILE")]
     identity_trust_anchors_file: Option<PathBuf>,
-    /// The issuer's certificate and the chain to its anchor, PEM
+    /// The issuer's certificate and its chain up to the trust anchor, in PEM format
     #[arg(long, value_name = "FILE", requires = "identity_issuer_key_file")]
     identity_issuer_certificate_file: Option<PathBuf>,
-    /// The issuer's private key, PEM
+    /// The issuer's private key, in PEM format
     #[arg(long, value_name = "FILE", requires = "identity_issuer_certificate_file")]
     identity_issuer_key_file: Option<PathBuf>,
-    /// The issuer's Secret is yours, of type kubernetes.io/tls
+    /// Use an existing issuer Secret of type kubernetes.io/tls
     #[arg(long, conflicts_with = "identity_issuer_certificate_file")]
     identity_external_issuer: bool,
-    /// The ConfigMap of the trust anchors is yours
+    /// Use an existing ConfigMap of trust anchors
     #[arg(long, conflicts_with = "identity_trust_anchors_file")]
     identity_external_ca: bool,
-    /// Where images come from, such as registry.example.com/mesh
+    /// The registry of the images, such as registry.example.com/mesh
     #[arg(long, value_name = "REGISTRY")]
     registry: Option<String>,
-    /// Pods get their redirect rules from the CNI plugin
+    /// Let the CNI plugin set up the redirect rules of pods
     #[arg(long)]
     linkerd_cni_enabled: bool,
-    /// Read endpoints from EndpointSlices (true unless told otherwise)
+    /// Read endpoints from EndpointSlices [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     enable_endpoint_slices: Option<bool>,
-    /// Proxies speak HTTP/1 to each other where applications do
+    /// Keep HTTP/1 between proxies instead of upgrading it to HTTP/2
     #[arg(long)]
     disable_h2_upgrade: bool,
-    /// Accepted for scripts; nothing is ever reported
+    /// Accepted for compatibility; no heartbeat is ever sent
     #[arg(long)]
     disable_heartbeat: bool,
-    /// Ask for profiles of names outside of the cluster, too
+    /// Also query profiles for names outside the cluster
     #[arg(long)]
     enable_external_profiles: bool,
     #[command(flatten)]
-    single: Single,
-    /// Values from a file, as Helm takes them; may be repeated
+    scalars: Single,
+    /// Read values from a file, as Helm does; may be repeated
     #[arg(short = 'f', long = "values", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// A value as Helm takes it, such as proxy.logLevel=debug; may be repeated
+    /// Set a value, as Helm does, such as proxy.logLevel=debug; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// A value that is text in any case, such as podLabels.release=1
+    /// Set a value that is always a string, such as podLabels.release=1
     #[arg(long, value_name = "KEY=VALUE")]
     set_string: Vec<String>,
-    /// A value that is the text of a file, such as identityTrustAnchorsPEM=ca.crt
+    /// Set a value to the content of a file, such as identityTrustAnchorsPEM=ca.crt
     #[arg(long, value_name = "KEY=FILE")]
     set_file: Vec<String>,
 }
 
-/// All values that are given: those of before, files, flags, and `--set`, the later the stronger.
+/// Merges all given values: earlier values, files, flags, and `--set`. Later sources override earlier ones.
 ///
 /// # Errors
-/// Files that cannot be read, and what Helm says of the rest.
+/// Fails if a file cannot be read, or if Helm fails.
 pub(super) fn merge(helm: &Helm, flags: &Flags, before: Option<&Value>) -> anyhow::Result<Value> {
     let mut args: Vec<OsString> = Vec::new();
     let mut values_file = |path: PathBuf| args.extend(["--values".into(), path.into_os_string()]);
@@ -164,7 +163,7 @@ pub(super) fn merge(helm: &Helm, flags: &Flags, before: Option<&Value>) -> anyho
 }
 
 impl Flags {
-    /// The values that flags stand for.
+    /// The values that these flags set.
     fn values(&self) -> anyhow::Result<Value> {
         let mut values = Value::Object(Map::new());
         let file = |path: &PathBuf| fs::read_to_string(path).with_context(|| format!("reading {path:?}"));
@@ -205,7 +204,7 @@ impl Flags {
             put(&mut values, "controllerImage", json!(format!("{registry}/controller")));
             put(&mut values, "proxy.image.name", json!(format!("{registry}/proxy")));
         }
-        self.single.put(&mut values);
+        self.scalars.put(&mut values);
         Ok(values)
     }
 }

@@ -1,6 +1,6 @@
 //! Byte streams to ports of pods, forwarded by the API server.
 //!
-//! The kubelet dials loopback inside the pod, so even ports that serve their own machine only are reached.
+//! The kubelet connects to loopback inside the pod, so ports that listen only on loopback are reachable too.
 
 use std::sync::{Arc, OnceLock};
 
@@ -15,23 +15,23 @@ use kube::Api;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 
-use super::{Cluster, PATIENCE, reason};
+use super::{Cluster, REQUEST_TIMEOUT, reason};
 
-/// A stream to a pod's port, and what the kubelet says of it.
-pub(crate) struct Forwarded<S> {
+/// A stream to a pod's port, and the kubelet's error.
+pub(crate) struct ForwardedPort<S> {
     pub(crate) stream: S,
-    pub(crate) trouble: Trouble,
+    pub(crate) error: ForwardError,
 }
 
-/// Why the kubelet could not connect; the stream only ends.
+/// The reason why the kubelet could not connect. The stream itself only ends.
 #[derive(Clone, Default)]
-pub(crate) struct Trouble(Arc<OnceLock<String>>);
+pub(crate) struct ForwardError(Arc<OnceLock<String>>);
 
-impl Trouble {
-    /// Puts the kubelet's reason beside what came of it.
-    pub(crate) fn explain<T>(&self, result: anyhow::Result<T>) -> anyhow::Result<T> {
+impl ForwardError {
+    /// Adds the kubelet's reason to an error.
+    pub(crate) fn add_context<T>(&self, result: anyhow::Result<T>) -> anyhow::Result<T> {
         match self.0.get() {
-            Some(said) => result.with_context(|| said.trim().to_owned()),
+            Some(message) => result.with_context(|| message.trim().to_owned()),
             None => result,
         }
     }
@@ -40,14 +40,14 @@ impl Trouble {
 /// Opens a stream to a pod's port.
 ///
 /// # Errors
-/// A pod that is not there, and a user who may not forward ports. A port where nobody listens shows only later, as a
-/// stream that ends, and [`Trouble`] explains it.
+/// Fails if the pod does not exist, or if the user has no permission to forward ports. A closed port is detected only when the
+/// stream ends; [`ForwardError`] then has the reason.
 pub(crate) async fn open(
     cluster: &Cluster,
     namespace: &str,
     pod: &str,
     port: u16,
-) -> anyhow::Result<Forwarded<impl AsyncRead + AsyncWrite + Unpin + Send + use<>>> {
+) -> anyhow::Result<ForwardedPort<impl AsyncRead + AsyncWrite + Unpin + Send + use<>>> {
     let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let opening = async {
         let mut forwarder = api
@@ -57,28 +57,31 @@ pub(crate) async fn open(
         let stream = forwarder
             .take_stream(port)
             .context("the forwarded port has no stream")?;
-        let trouble = Trouble::default();
-        if let Some(said) = forwarder.take_error(port) {
-            let told = trouble.clone();
-            // Ends with the connection.
+        let forward_error = ForwardError::default();
+        if let Some(error_message) = forwarder.take_error(port) {
+            let shared_error = forward_error.clone();
+            // The task ends with the connection.
             tokio::spawn(async move {
-                if let Some(said) = said.await {
-                    let _first = told.0.set(said);
+                if let Some(message) = error_message.await {
+                    let _first = shared_error.0.set(message);
                     forwarder.abort();
                 }
             });
         }
-        Ok(Forwarded { stream, trouble })
+        Ok(ForwardedPort {
+            stream,
+            error: forward_error,
+        })
     };
-    timeout(PATIENCE, opening)
-        .await
-        .with_context(|| format!("forwarding port {port} of pod {namespace}/{pod} took longer than {PATIENCE:?}"))?
+    timeout(REQUEST_TIMEOUT, opening).await.with_context(|| {
+        format!("forwarding port {port} of pod {namespace}/{pod} took longer than {REQUEST_TIMEOUT:?}")
+    })?
 }
 
-/// Gets a page that a pod serves, such as `/metrics`.
+/// Fetches a page that a pod serves, such as `/metrics`.
 ///
 /// # Errors
-/// No answer, or another than 200.
+/// Fails if there is no response, or if its status is not 200.
 pub(crate) async fn get(
     cluster: &Cluster,
     namespace: &str,
@@ -86,28 +89,31 @@ pub(crate) async fn get(
     port: u16,
     path: &str,
 ) -> anyhow::Result<String> {
-    let Forwarded { stream, trouble } = open(cluster, namespace, pod, port).await?;
+    let ForwardedPort {
+        stream,
+        error: forward_error,
+    } = open(cluster, namespace, pod, port).await?;
     let getting = async {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-        // Ends with the sender.
+        // The task ends when the sender is dropped.
         tokio::spawn(connection);
         let request = Request::get(path)
             .header(header::HOST, format!("{pod}:{port}"))
             .body(Empty::<Bytes>::new())?;
         let answer = sender.send_request(request).await?;
         ensure!(answer.status().is_success(), "{path} answered {}", answer.status());
-        let body = Limited::new(answer.into_body(), MAX_PAGE).collect();
+        let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect();
         let bytes = body.await.map_err(|error| anyhow!(error))?.to_bytes();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     };
-    let page = timeout(PATIENCE, getting)
+    let page = timeout(REQUEST_TIMEOUT, getting)
         .await
-        .with_context(|| format!("nothing came within {PATIENCE:?}"))
+        .with_context(|| format!("no response within {REQUEST_TIMEOUT:?}"))
         .and_then(|page| page);
-    trouble
-        .explain(page)
+    forward_error
+        .add_context(page)
         .with_context(|| format!("getting {path} from port {port} of pod {namespace}/{pod}"))
 }
 
-/// Bytes of one page; a busy proxy's metrics have a few MiB.
-const MAX_PAGE: usize = 64 << 20;
+/// Maximum size of one page in bytes. The metrics of a busy proxy have a few MiB.
+const MAX_RESPONSE_BYTES: usize = 64 << 20;

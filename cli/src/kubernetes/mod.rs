@@ -1,6 +1,4 @@
-//! The cluster that commands look at: how it is reached, what is listed there, and what a refusal means.
-//!
-//! Nothing here knows what the commands want to say about the objects.
+//! Access to the cluster: connects to it, lists objects, and explains errors of the API server.
 
 pub(crate) mod forward;
 pub(crate) mod resource;
@@ -16,9 +14,8 @@ use kube::{Api, Client, Config};
 use serde::de::DeserializeOwned;
 use tulle_control::kubernetes::connect;
 use tulle_core::addr::Addr;
-use tulle_core::telemetry;
+use tulle_core::logging;
 
-/// Which cluster, as whom, and where its control plane is.
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "Cluster options")]
 pub(crate) struct Flags {
@@ -32,7 +29,7 @@ pub(crate) struct Flags {
         default_value = "linkerd"
     )]
     pub(crate) linkerd_namespace: String,
-    /// The kubeconfig file; $KUBECONFIG or ~/.kube/config if not given
+    /// The kubeconfig file [default: $KUBECONFIG or ~/.kube/config]
     #[arg(long, global = true, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
     /// The context of the kubeconfig file
@@ -44,15 +41,15 @@ pub(crate) struct Flags {
     /// A group to act as a member of; may be repeated
     #[arg(long = "as-group", global = true, value_name = "GROUP", requires = "as_user")]
     as_groups: Vec<String>,
-    /// Ask the destination service here, instead of through a port forwarded by the cluster
+    /// Query the destination service at this address, instead of through a port forwarded by the API server
     #[arg(long, global = true, value_name = "HOST:PORT")]
     pub(crate) api_addr: Option<Addr>,
-    /// Write each request to the cluster to standard error
+    /// Print each request to the API server on standard error
     #[arg(long, global = true)]
     verbose: bool,
 }
 
-/// A cluster that can be asked.
+/// A connection to a cluster.
 #[derive(Clone)]
 pub(crate) struct Cluster {
     pub(crate) client: Client,
@@ -63,21 +60,21 @@ pub(crate) struct Cluster {
 }
 
 impl Flags {
-    /// A client for the cluster; nothing is sent yet.
+    /// Creates a client for the cluster. No request is sent yet.
     ///
     /// # Errors
-    /// No kubeconfig, or one that is not complete.
+    /// Fails if there is no kubeconfig, or if it is incomplete.
     pub(crate) async fn connect(&self) -> anyhow::Result<Cluster> {
         if self.verbose {
-            let _already_started = telemetry::init("warn,kube=debug", telemetry::Format::Plain);
+            let _already_started = logging::init("warn,kube=debug", logging::Format::Plain);
         }
         let config = self.config().await.context(
-            "no cluster to talk to; give --kubeconfig FILE and --context NAME, or check `kubectl config view`",
+            "no cluster configured; pass --kubeconfig FILE and --context NAME, or check `kubectl config view`",
         )?;
         let namespace = config.default_namespace.clone();
         Ok(Cluster {
             client: connect::builder(config)
-                .context("preparing a client for the cluster")?
+                .context("creating a client for the cluster")?
                 .build(),
             control_plane: self.linkerd_namespace.clone(),
             namespace,
@@ -108,15 +105,15 @@ impl Flags {
 }
 
 impl Cluster {
-    /// Everything of one kind, in pages, so that a big cluster is not one big answer.
+    /// Lists all objects of one kind in pages, to limit the size of a response.
     ///
     /// # Errors
-    /// What the API server said; see [`reason`].
+    /// Fails with the error of the API server; see [`reason`].
     pub(crate) async fn list<K>(&self, api: &Api<K>, params: &ListParams) -> Result<Vec<K>, kube::Error>
     where
         K: Clone + DeserializeOwned + Debug,
     {
-        let mut params = params.clone().limit(PAGE);
+        let mut params = params.clone().limit(LIST_PAGE_SIZE);
         let mut found = Vec::new();
         loop {
             let page = api.list(&params).await?;
@@ -129,7 +126,7 @@ impl Cluster {
     }
 }
 
-/// What went wrong in one line, without the types it went through.
+/// Formats the error in one line, without the wrapping error types.
 pub(crate) fn reason(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
@@ -152,7 +149,7 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-const PAGE: u32 = 500;
+const LIST_PAGE_SIZE: u32 = 500;
 
-/// An API server or a pod that does not answer is not worth more of a user's time.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+/// Maximum time for a request to the API server or to a pod.
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

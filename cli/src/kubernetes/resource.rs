@@ -1,4 +1,4 @@
-//! Resources as users name them, `deploy/web` or `deploy web`, and the pods behind them.
+//! Resources as users write them, `deploy/web` or `deploy web`, and their pods.
 
 use std::collections::BTreeMap;
 
@@ -14,11 +14,11 @@ use tulle_core::names::port;
 
 use super::{Cluster, reason};
 
-/// A workload, pods by selector, or a whole namespace.
+/// A workload or a namespace, or all of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Named {
+pub(crate) struct ResourceRef {
     pub(crate) kind: Kind,
-    /// All of the kind if absent.
+    /// All resources of the kind if absent.
     pub(crate) name: Option<String>,
 }
 
@@ -36,11 +36,11 @@ pub(crate) enum Kind {
     StatefulSet,
 }
 
-impl Named {
+impl ResourceRef {
     /// Reads `TYPE`, `TYPE/NAME` or `TYPE NAME`.
     ///
     /// # Errors
-    /// A type that has no pods, or more words.
+    /// Fails if the type has no pods, or if there are too many words.
     pub(crate) fn parse(words: &[String]) -> anyhow::Result<Self> {
         let (kind, name) = match words {
             [one] => one
@@ -61,10 +61,10 @@ impl Named {
         })
     }
 
-    /// The pods that belong to it, the finished ones left out, sorted by name.
+    /// Lists the pods of the resource, without finished ones, sorted by name.
     ///
     /// # Errors
-    /// No such resource, and what the API server refuses.
+    /// Fails if the resource does not exist, or if the API server rejects the request.
     pub(crate) async fn pods(&self, cluster: &Cluster, namespace: &str) -> anyhow::Result<Vec<Pod>> {
         let all = || async {
             let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
@@ -89,8 +89,8 @@ impl Named {
                 let selected = selector(cluster, namespace, *kind, name).await?;
                 let mut pods = all().await?;
                 pods.retain(|pod| match &selected {
-                    Selected::Labels(selector) => matches(selector, pod.labels()),
-                    Selected::Jobs(jobs) => {
+                    PodSelector::Labels(selector) => matches(selector, pod.labels()),
+                    PodSelector::Jobs(jobs) => {
                         let owners = pod.owner_references();
                         owners
                             .iter()
@@ -129,7 +129,7 @@ impl Kind {
         })
     }
 
-    /// The label by which the injector names the owner of a pod.
+    /// The label in which the injector stores the owner of a pod.
     fn label(self) -> Option<&'static str> {
         Some(match self {
             Self::CronJob => "linkerd.io/proxy-cronjob",
@@ -144,14 +144,14 @@ impl Kind {
     }
 }
 
-/// How the pods of a workload are told from others.
-enum Selected {
+/// How the pods of a workload are selected.
+enum PodSelector {
     Labels(LabelSelector),
-    /// Pods of a CronJob belong to its Jobs.
+    /// Pods of a CronJob belong to Jobs with these names.
     Jobs(Vec<String>),
 }
 
-async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) -> anyhow::Result<Selected> {
+async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) -> anyhow::Result<PodSelector> {
     let labels = |labels: Option<BTreeMap<String, String>>| LabelSelector {
         match_labels: labels,
         match_expressions: None,
@@ -197,12 +197,12 @@ async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) ->
                     .iter()
                     .any(|owner| Some(&owner.uid) == uid.as_ref())
             });
-            return Ok(Selected::Jobs(jobs.iter().map(|job| job.name_any()).collect()));
+            return Ok(PodSelector::Jobs(jobs.iter().map(|job| job.name_any()).collect()));
         }
         Kind::Namespace | Kind::Pod => None,
     };
     selector
-        .map(Selected::Labels)
+        .map(PodSelector::Labels)
         .with_context(|| format!("{name} in {namespace} selects no pods"))
 }
 
@@ -220,7 +220,7 @@ where
         .map_err(|error| anyhow!("getting {kind} {name} of namespace {namespace}: {}", reason(&error)))
 }
 
-/// Whether a selector selects these labels; an empty selector selects nothing, as that of a Service.
+/// Whether a selector matches these labels. As in a Service, an empty selector matches nothing.
 pub(crate) fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
     let wanted = selector.match_labels.iter().flatten();
     let expressions = selector.match_expressions.as_deref().unwrap_or_default();
@@ -240,7 +240,6 @@ pub(crate) fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String
         })
 }
 
-/// The namespace of a pod, which every pod has.
 pub(crate) fn namespace(pod: &Pod) -> &str {
     pod.meta().namespace.as_deref().unwrap_or("default")
 }
@@ -253,7 +252,7 @@ pub(crate) fn ports(container: &Container) -> impl Iterator<Item = (&str, u16)> 
     })
 }
 
-/// Where the proxy in this container serves metrics, and shows its certificate.
+/// The port on which the proxy in this container serves metrics and presents its certificate.
 pub(crate) fn admin_port(proxy: &Container) -> u16 {
     let named = ports(proxy).find(|(name, _)| *name == "linkerd-admin");
     named.map_or(port::ADMIN, |(_, port)| port)
@@ -263,13 +262,13 @@ pub(crate) fn admin_port(proxy: &Container) -> u16 {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> anyhow::Result<Named> {
-        Named::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>())
+    fn parse(text: &str) -> anyhow::Result<ResourceRef> {
+        ResourceRef::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]
     fn resources_are_named_as_kubectl_does() {
-        let web = Named {
+        let web = ResourceRef {
             kind: Kind::Deployment,
             name: Some("web".to_owned()),
         };
@@ -278,7 +277,7 @@ mod tests {
         }
         assert_eq!(
             parse("po").unwrap(),
-            Named {
+            ResourceRef {
                 kind: Kind::Pod,
                 name: None
             }

@@ -9,28 +9,27 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use kube::ResourceExt as _;
 
 use self::obfuscate::Obfuscation;
-use crate::kubernetes::resource::{self, Kind, Named};
+use crate::kubernetes::resource::{self, Kind, ResourceRef};
 use crate::kubernetes::{self, Cluster, forward};
 use crate::runtime;
 
-/// Whose metrics to show.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Proxies {
     /// A workload, or all of a type: deploy/web, pod/web-1, deploy
     #[arg(value_name = "TYPE/NAME", required = true, num_args = 1..=2)]
     resource: Vec<String>,
-    /// The namespace of the workload; that of the kubeconfig's context if not given
+    /// The namespace of the workload [default: the namespace of the kubeconfig's context]
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// Replace names of your workloads, hosts and routes, so that the page can be shown to others
+    /// Replace names of workloads, hosts and routes, so that the output can be shared
     #[arg(long)]
     obfuscate: bool,
 }
 
 /// Shows the metrics of proxies.
 pub(crate) fn proxies(args: &Proxies, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    let named = Named::parse(&args.resource)?;
+    let named = ResourceRef::parse(&args.resource)?;
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let namespace = args.namespace.as_deref().unwrap_or(&cluster.namespace);
@@ -58,7 +57,7 @@ pub(crate) fn proxies(args: &Proxies, flags: &kubernetes::Flags) -> anyhow::Resu
 pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let all = Named {
+        let all = ResourceRef {
             kind: Kind::Pod,
             name: None,
         };
@@ -84,7 +83,6 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
     })
 }
 
-/// One page of metrics.
 struct Page<'a> {
     pod: &'a Pod,
     container: Option<&'a str>,
@@ -96,7 +94,7 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
 }
 
-/// Prints each page under the name of its pod, and says which could not be had.
+/// Prints each page with the name of its pod, and reports pages that could not be fetched.
 async fn print(cluster: &Cluster, pages: &[Page<'_>], obfuscation: Option<&Obfuscation>) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for (number, page) in pages.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Metrics without the names of their owner: equal values stay equal, and nothing else can be told from them.
+//! Obfuscates label values in metrics. Equal values stay equal, and nothing else is revealed.
 
 use std::hash::{BuildHasher as _, RandomState};
 
-/// A key that lasts as long as one command.
+/// A random key, used for one command only.
 pub(super) struct Obfuscation(RandomState);
 
 impl Obfuscation {
@@ -10,7 +10,7 @@ impl Obfuscation {
         Self(RandomState::new())
     }
 
-    /// Replaces the value of each label that may name something of the user.
+    /// Replaces the value of each label that can contain a name of the user.
     pub(super) fn apply(&self, page: &str) -> String {
         let mut out = String::with_capacity(page.len());
         for line in page.lines() {
@@ -27,7 +27,7 @@ impl Obfuscation {
         out
     }
 
-    /// Reads `name="value",…}` and what follows.
+    /// Parses `name="value",…}` and the rest of the line.
     fn labels(&self, mut rest: &str, out: &mut String) {
         while let Some((name, after)) = rest.split_once("=\"") {
             if name.contains('}') {
@@ -37,7 +37,7 @@ impl Obfuscation {
             let (value, next) = after.split_at(end);
             out.push_str(name);
             out.push_str("=\"");
-            if value.is_empty() || HARMLESS.contains(&name.trim_start_matches([',', ' '])) {
+            if value.is_empty() || UNOBFUSCATED_LABELS.contains(&name.trim_start_matches([',', ' '])) {
                 out.push_str(value);
             } else {
                 out.push_str(&format!("{:016x}", self.0.hash_one(value)));
@@ -49,7 +49,7 @@ impl Obfuscation {
     }
 }
 
-/// Where the closing quote is; quotes and backslashes inside are escaped by a backslash.
+/// The position of the closing quote. Quotes and backslashes in the value are escaped by a backslash.
 fn end_of_value(text: &str) -> usize {
     let mut escaped = false;
     for (at, byte) in text.bytes().enumerate() {
@@ -62,8 +62,8 @@ fn end_of_value(text: &str) -> usize {
     text.len()
 }
 
-/// Labels whose values are the mesh's own words or numbers.
-const HARMLESS: &[&str] = &[
+/// Labels whose values are fixed terms or numbers.
+const UNOBFUSCATED_LABELS: &[&str] = &[
     "classification",
     "direction",
     "error",

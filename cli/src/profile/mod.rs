@@ -1,7 +1,8 @@
-//! `tulle profile`: ServiceProfiles, as a template to edit or from a description of the service's API.
+//! `tulle profile`: creates ServiceProfiles, from a template or from an API description of the service.
 //!
-//! Makes text, and leaves it to `kubectl` to apply it.
+//! It only prints the profile, for use with `kubectl apply`.
 
+mod model;
 mod open_api;
 mod proto;
 
@@ -11,35 +12,34 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
-use serde::Serialize;
 
+use self::model::{Metadata, Profile, Spec};
 use crate::kubernetes;
 use crate::{config, runtime};
 
-/// Which profile to make, from what.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["template", "open_api", "proto"]))]
 pub(crate) struct Args {
-    /// Make a profile to edit
+    /// Create a template to edit
     #[arg(long)]
     template: bool,
-    /// Make a profile from an OpenAPI 2 or 3 description, YAML or JSON; - is standard input
+    /// Create a profile from an OpenAPI 2 or 3 description in YAML or JSON; - reads standard input
     #[arg(long, value_name = "FILE")]
     open_api: Option<PathBuf>,
-    /// Make a profile from the services of a .proto file; - is standard input
+    /// Create a profile from the services of a .proto file; - reads standard input
     #[arg(long, value_name = "FILE")]
     proto: Option<PathBuf>,
-    /// The service that the profile is for
+    /// The service that the profile describes
     #[arg(value_name = "SERVICE")]
     service: String,
     /// The namespace of the service
     #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
     namespace: String,
-    /// Take the cluster's domain for cluster.local, without asking the control plane
+    /// Use cluster.local as the cluster's domain, without querying the control plane
     #[arg(long)]
     ignore_cluster: bool,
-    /// The form of the profile
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
     output: Output,
 }
@@ -54,7 +54,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     for (what, name) in [("service", &args.service), ("namespace", &args.namespace)] {
         ensure!(
             is_label(name),
-            "{name:?} is no name of a {what}; expected letters, digits and '-', such as web"
+            "{name:?} is not a valid {what} name; expected letters, digits and '-', such as web"
         );
     }
     let domain = match args.ignore_cluster {
@@ -68,12 +68,12 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         (None, None) if args.template => {
             ensure!(
                 args.output == Output::Yaml,
-                "a template has comments, which JSON has not; leave out -o json"
+                "a template has comments, which JSON does not support; remove -o json"
             );
             crate::print(&template(&name, &args.namespace))?;
             return Ok(ExitCode::SUCCESS);
         }
-        (None, None) => bail!("one of --template, --open-api and --proto is needed"),
+        (None, None) => bail!("one of --template, --open-api and --proto is required"),
     };
     let profile = Profile {
         api_version: "linkerd.io/v1alpha2",
@@ -99,7 +99,7 @@ async fn cluster_domain(flags: &kubernetes::Flags) -> anyhow::Result<String> {
     let values = async { config::values(&flags.connect().await?).await };
     let values = values
         .await
-        .context("asking the control plane for the cluster's domain; with --ignore-cluster it is cluster.local")?;
+        .context("reading the cluster's domain from the control plane; to use cluster.local, pass --ignore-cluster")?;
     Ok(values["clusterDomain"]
         .as_str()
         .filter(|domain| !domain.is_empty())
@@ -121,66 +121,6 @@ fn read(path: &Path) -> anyhow::Result<String> {
 fn is_label(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Profile {
-    api_version: &'static str,
-    kind: &'static str,
-    metadata: Metadata,
-    spec: Spec,
-}
-
-#[derive(Serialize)]
-struct Metadata {
-    name: String,
-    namespace: String,
-}
-
-#[derive(Serialize)]
-struct Spec {
-    routes: Vec<Route>,
-}
-
-/// A route of a profile, with the fields that are made from descriptions.
-#[derive(Debug, Default, PartialEq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Route {
-    name: String,
-    condition: Condition,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    response_classes: Vec<ResponseClass>,
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    is_retryable: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    timeout: Option<String>,
-}
-
-#[derive(Debug, Default, PartialEq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Condition {
-    method: String,
-    path_regex: String,
-}
-
-#[derive(Debug, PartialEq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct ResponseClass {
-    condition: ResponseCondition,
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    is_failure: bool,
-}
-
-#[derive(Debug, PartialEq, Serialize)]
-struct ResponseCondition {
-    status: StatusRange,
-}
-
-#[derive(Debug, PartialEq, Serialize)]
-struct StatusRange {
-    min: u16,
-    max: u16,
 }
 
 fn template(name: &str, namespace: &str) -> String {
@@ -235,7 +175,7 @@ const EXAMPLES: &str = "\
   tulle profile --open-api web.swagger.json web -n shop | kubectl apply -f -
   tulle profile --proto web.proto web -n shop --ignore-cluster
 
-In OpenAPI, `x-linkerd-retryable: true` and `x-linkerd-timeout: 300ms` beside an operation set what they say.
+In OpenAPI, `x-linkerd-retryable: true` and `x-linkerd-timeout: 300ms` of an operation set retries and timeout of its route.
 In protobuf, `option idempotency_level = NO_SIDE_EFFECTS` or `IDEMPOTENT` makes a method retryable.";
 
 #[cfg(test)]
@@ -243,9 +183,10 @@ mod tests {
     use serde::de::IntoDeserializer as _;
     use tulle_control::resources::{self, Kind};
 
+    use super::model::{Condition, ResponseClass, ResponseCondition, Route, StatusRange};
     use super::*;
 
-    /// Reads a profile as the control plane does.
+    /// Parses a profile with the control plane's code.
     fn decode(yaml: &str) -> resources::Object {
         let value: serde_json::Value = serde_yaml_ng::from_str(yaml).unwrap();
         resources::decode(Kind::ServiceProfile, value.into_deserializer()).unwrap_or_else(|err| panic!("{err}: {yaml}"))

@@ -1,18 +1,18 @@
-//! Routes from an OpenAPI description: an operation each.
+//! Creates one route per operation of an OpenAPI description.
 
 use anyhow::{Context as _, bail};
 use serde_json::{Map, Value};
 
-use super::{Condition, ResponseClass, ResponseCondition, Route, StatusRange};
+use super::model::{Condition, ResponseClass, ResponseCondition, Route, StatusRange};
 
-/// Reads a description, YAML or JSON, OpenAPI 2 (Swagger) or 3.
+/// Parses a description in YAML or JSON, OpenAPI 2 (Swagger) or 3.
 ///
 /// # Errors
-/// Text that is neither, and a description without paths.
+/// Fails if the text is no such description, or if it has no paths.
 pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
     let description: Value = serde_yaml_ng::from_str(text).context("it is neither YAML nor JSON")?;
     let Some(paths) = description["paths"].as_object() else {
-        bail!("it has no `paths`");
+        bail!("the description has no `paths`");
     };
     let base = base_path(&description);
     let mut routes = Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
     Ok(routes)
 }
 
-/// What all paths begin with: `basePath` in version 2, the path of the first server in version 3.
+/// The prefix of all paths: `basePath` in version 2, the path of the first server in version 3.
 fn base_path(description: &Value) -> String {
     let text = description["basePath"]
         .as_str()
@@ -56,7 +56,7 @@ fn route(path: &str, method: &str, operation: &Map<String, Value>) -> anyhow::Re
         Some(other) => bail!("x-linkerd-timeout of {name} is {other}; expected a duration such as \"300ms\""),
     };
     let statuses = operation.get("responses").and_then(Value::as_object);
-    // `default` and ranges such as `5XX` name no status.
+    // `default` and ranges such as `5XX` are not a single status and are skipped.
     let mut statuses: Vec<u16> = statuses
         .into_iter()
         .flat_map(Map::keys)
@@ -84,7 +84,7 @@ fn route(path: &str, method: &str, operation: &Map<String, Value>) -> anyhow::Re
     })
 }
 
-/// A path with its parameters open: `/a/{b}.json` is `/a/[^/]*\.json`.
+/// Converts a path with parameters to a regular expression: `/a/{b}.json` becomes `/a/[^/]*\.json`.
 fn path_regex(path: &str) -> String {
     let mut regex = String::new();
     let mut rest = path;

@@ -1,19 +1,19 @@
-//! Routes from a `.proto` file: a method of a service each.
+//! Creates one route per method of the services in a `.proto` file.
 
 use anyhow::{Context as _, ensure};
 use prost_types::{FileDescriptorProto, MethodDescriptorProto};
 use protox::file::File;
 
-use super::{Condition, Route};
+use super::model::{Condition, Route};
 
-/// Reads one file; what it imports does not matter, because only names and options of methods count.
+/// Parses one file. Imports are not read, because only the names and options of methods are used.
 ///
 /// # Errors
-/// Text that is not protobuf, and a file without services.
+/// Fails if the text is not protobuf, or if the file has no services.
 pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
-    let file = File::from_source("input.proto", text).context("it is not protobuf")?;
+    let file = File::from_source("input.proto", text).context("parsing protobuf")?;
     let file = FileDescriptorProto::from(file);
-    ensure!(!file.service.is_empty(), "it has no service");
+    ensure!(!file.service.is_empty(), "the file has no service");
     let package = match file.package() {
         "" => String::new(),
         package => format!("{package}."),
@@ -36,10 +36,10 @@ pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
     Ok(routes)
 }
 
-/// Whether the method's `idempotency_level` allows to send a request twice.
+/// Whether the method's `idempotency_level` permits retries.
 fn is_idempotent(method: &MethodDescriptorProto) -> bool {
     let Some(options) = &method.options else { return false };
-    // A parser that resolves nothing leaves options as they were written.
+    // The parser does not resolve imports, so options can be uninterpreted.
     let written = options.uninterpreted_option.iter().find(|option| {
         let name: Vec<_> = option.name.iter().map(|part| part.name_part.as_str()).collect();
         name == ["idempotency_level"]

@@ -6,40 +6,39 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tulle_control::telemetry::api::{self, Edge, Golden, Route, Workload};
+use tulle_control::telemetry::api::{self, Edge, GoldenMetrics, Route, Workload};
 use tulle_control::telemetry::counts::Direction;
 use tulle_core::duration;
 use tulle_core::names::telemetry::{EDGES, ROUTES, WORKLOADS};
 
-use super::{Asked, Output, Workloads};
+use super::{Output, TelemetryQuery, Workloads};
 use crate::{kubernetes, runtime, table};
 
-/// Whose golden metrics, and over how long.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
     workloads: Workloads,
-    /// Over how long to measure, at most 5m; what comes nearest to it is told, and a first question takes 2 s
+    /// Time window of the metrics, at most 5m; the output shows the window in use, and the first query takes 2 s
     #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
     window: Duration,
-    /// How the answer is shown
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
 }
 
 fn window(text: &str) -> Result<Duration, String> {
     let window = duration::parse(text).map_err(|err| err.to_string())?;
-    match (Duration::from_secs(1)..=LONGEST).contains(&window) {
+    match (Duration::from_secs(1)..=MAX_WINDOW).contains(&window) {
         true => Ok(window),
         false => Err(format!("{text:?} is not between 1s and 5m")),
     }
 }
 
-/// `tulle stat`.
+/// Runs `tulle stat`.
 pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    ask(args, flags, WORKLOADS, |asked, rows: &[Workload], output| {
-        if let (Some(name), []) = (&asked.name, rows) {
-            bail!("there is no {} {name} that runs{}", asked.by, place(asked));
+    query_and_print(args, flags, WORKLOADS, |query, rows: &[Workload], output| {
+        if let (Some(name), []) = (&query.name, rows) {
+            bail!("no running {} {name} found{}", query.kind, namespace_suffix(query));
         }
         let mut titles = vec!["NAME", "MESHED"];
         titles.extend(golden_titles(output));
@@ -47,7 +46,7 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             titles.push("CAUSES");
         }
         let lines = rows.iter().map(|row| {
-            let mut line = vec![named(asked, &row.named), format!("{}/{}", row.meshed, row.total)];
+            let mut line = vec![display_name(query, &row.named), format!("{}/{}", row.meshed, row.total)];
             line.extend(match row.meshed {
                 0 => vec!["-".to_owned(); golden_titles(output).len()],
                 _ => golden(&row.golden, output),
@@ -57,13 +56,13 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             }
             line
         });
-        Ok(with_namespaces(asked, titles, lines, |at| &rows[at].named.namespace))
+        Ok(with_namespaces(query, titles, lines, |at| &rows[at].named.namespace))
     })
 }
 
-/// `tulle edges`.
+/// Runs `tulle edges`.
 pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    ask(args, flags, EDGES, |_, rows: &[Edge], output| {
+    query_and_print(args, flags, EDGES, |_, rows: &[Edge], output| {
         let mut titles = vec!["SRC", "DST", "SRC_NS", "DST_NS", "CLIENT_ID", "SERVER_ID", "SECURED"];
         titles.extend(golden_titles(output));
         let lines = rows.iter().map(|row| {
@@ -87,9 +86,9 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
     })
 }
 
-/// `tulle routes`.
+/// Runs `tulle routes`.
 pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    ask(args, flags, ROUTES, |asked, rows: &[Route], output| {
+    query_and_print(args, flags, ROUTES, |query, rows: &[Route], output| {
         let mut titles = vec!["NAME", "DIRECTION", "PARENT", "ROUTE"];
         titles.extend(golden_titles(output).into_iter().filter(|title| !is_tcp(title)));
         let lines = rows.iter().map(|row| {
@@ -98,7 +97,7 @@ pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<E
                 Direction::Outbound => "outbound",
             };
             let mut line = vec![
-                named(asked, &row.workload),
+                display_name(query, &row.workload),
                 direction.to_owned(),
                 row.parent.clone(),
                 row.name.clone(),
@@ -107,31 +106,31 @@ pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<E
             line.extend(values.filter(|(title, _)| !is_tcp(title)).map(|(_, value)| value));
             line
         });
-        Ok(with_namespaces(asked, titles, lines, |at| &rows[at].workload.namespace))
+        Ok(with_namespaces(query, titles, lines, |at| &rows[at].workload.namespace))
     })
 }
 
-/// Asks, and prints the rows as `show` makes a table of them; beside it, how good they are.
-fn ask<Row: Serialize + DeserializeOwned>(
+/// Queries the API and prints the rows as JSON or in the format of `show`. Prints notes on completeness to standard error.
+fn query_and_print<Row: Serialize + DeserializeOwned>(
     args: &Args,
     flags: &kubernetes::Flags,
     resource: &str,
-    show: impl Fn(&Asked, &[Row], Output) -> anyhow::Result<String>,
+    show: impl Fn(&TelemetryQuery, &[Row], Output) -> anyhow::Result<String>,
 ) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
-        let asked = args.workloads.asked(flags).await?;
+        let query = args.workloads.query(flags).await?;
         let window = [("window", args.window.as_secs().to_string())];
-        let answer: api::Answer<Row> = asked.get(resource, &window).await?;
+        let answer: api::QueryResponse<Row> = query.get(resource, &window).await?;
         if args.output == Output::Json {
             let json = serde_json::to_string_pretty(&answer).context("writing JSON")?;
             crate::print(&format!("{json}\n"))?;
         } else {
-            crate::print(&show(&asked, &answer.rows, args.output)?)?;
+            crate::print(&show(&query, &answer.rows, args.output)?)?;
             for silent in &answer.silent {
                 eprintln!("tulle: {} is left out: {}", qualified(&silent.workload), silent.reason);
             }
             match answer.window_seconds {
-                0.0 => eprintln!("no sidecar was asked{}", place(&asked)),
+                0.0 => eprintln!("no sidecar found{}", namespace_suffix(&query)),
                 seconds => eprintln!("measured over {seconds:.0} s"),
             }
         }
@@ -139,21 +138,21 @@ fn ask<Row: Serialize + DeserializeOwned>(
     })
 }
 
-fn place(asked: &Asked) -> String {
-    match &asked.namespace {
-        Some(namespace) => format!(" in namespace {namespace}; -n names another, -A all"),
+fn namespace_suffix(query: &TelemetryQuery) -> String {
+    match &query.namespace {
+        Some(namespace) => format!(" in namespace {namespace}; use -n for another namespace, -A for all"),
         None => String::new(),
     }
 }
 
-/// A table with the namespace before each line, where lines are of several.
+/// Formats a table, with a namespace column if the query covers several namespaces.
 fn with_namespaces<'a>(
-    asked: &Asked,
+    query: &TelemetryQuery,
     mut titles: Vec<&str>,
     lines: impl Iterator<Item = Vec<String>>,
     namespace: impl Fn(usize) -> &'a str,
 ) -> String {
-    let several = asked.namespace.is_none() && asked.by != "namespace";
+    let several = query.namespace.is_none() && query.kind != "namespace";
     if several {
         titles.insert(0, "NAMESPACE");
     }
@@ -166,16 +165,16 @@ fn with_namespaces<'a>(
     table::lines(&titles, lines)
 }
 
-/// The name, with its kind where that is not what was asked for.
-fn named(asked: &Asked, named: &api::Named) -> String {
-    match asked.by == "workload" {
+/// The name of a resource, with its kind if that differs from the queried kind.
+fn display_name(query: &TelemetryQuery, named: &api::ResourceName) -> String {
+    match query.kind == "workload" {
         true => qualified(named),
         false => named.name.clone(),
     }
 }
 
-/// `deploy/web`.
-pub(super) fn qualified(named: &api::Named) -> String {
+/// Formats kind and name, such as `deploy/web`.
+pub(super) fn qualified(named: &api::ResourceName) -> String {
     let kind = match named.kind.as_str() {
         "deployment" => "deploy",
         "statefulset" => "sts",
@@ -191,7 +190,7 @@ pub(super) fn qualified(named: &api::Named) -> String {
     format!("{kind}/{}", named.name)
 }
 
-/// The part of an identity that tells workloads apart.
+/// The part of an identity that differs between workloads.
 fn identity(id: Option<&str>) -> String {
     match id {
         None => "-".to_owned(),
@@ -222,7 +221,7 @@ fn is_tcp(title: &str) -> bool {
     ["TCP_CONN", "READ_BYTES/SEC", "WRITE_BYTES/SEC"].contains(&title)
 }
 
-fn golden(golden: &Golden, output: Output) -> Vec<String> {
+fn golden(golden: &GoldenMetrics, output: Output) -> Vec<String> {
     let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), latency);
     let mut values = vec![
         golden
@@ -247,7 +246,7 @@ fn golden(golden: &Golden, output: Output) -> Vec<String> {
     values
 }
 
-/// Milliseconds with the digits that matter: fractions only where they are a large part of the value.
+/// Formats milliseconds; fractions are shown only for small values.
 fn latency(ms: f64) -> String {
     if ms < 0.1 {
         format!("{ms:.2}ms")
@@ -258,7 +257,7 @@ fn latency(ms: f64) -> String {
     }
 }
 
-/// What was given up most, for `tulle explain`.
+/// The most frequent cause of failures, in the form that `tulle explain` reads.
 fn causes(row: &Workload) -> String {
     let mut causes: Vec<_> = row.causes.iter().collect();
     causes.sort_by(|(_, one), (_, other)| other.total_cmp(one));
@@ -269,24 +268,24 @@ fn causes(row: &Workload) -> String {
     or_dash(&most.collect::<Vec<_>>().join(", "))
 }
 
-const LONGEST: Duration = Duration::from_secs(300);
+const MAX_WINDOW: Duration = Duration::from_secs(300);
 
 pub(crate) const STAT_EXAMPLES: &str = "\
   tulle stat deploy -n shop
-  tulle stat deploy/web -n shop -o wide      # with bytes, refusals, and what failed: see `tulle explain`
+  tulle stat deploy/web -n shop -o wide      # with bytes, refusals and causes: see `tulle explain`
   tulle stat ns
   tulle stat -A -t 5m -o json
   tulle stat --control 127.0.0.1:8089        # without Kubernetes, on the machine of the control plane
 
-It takes the right to list workloads.telemetry.tulle.dev in the namespace.";
+Requires permission to list workloads.telemetry.tulle.dev in the namespace.";
 
 pub(crate) const EDGES_EXAMPLES: &str = "\
   tulle edges deploy -n shop
-  tulle edges deploy/web -n shop             # who calls web, and whom it calls
+  tulle edges deploy/web -n shop             # clients of web, and servers that web calls
   tulle edges --control 127.0.0.1:8089
 
-SECURED says by which connections it is mTLS, and why others are not.
-It takes the right to list edges.telemetry.tulle.dev in the namespace.";
+SECURED shows whether connections use mTLS, and if not, why.
+Requires permission to list edges.telemetry.tulle.dev in the namespace.";
 
 pub(crate) const ROUTES_EXAMPLES: &str = "\
   tulle routes deploy/web -n shop
@@ -294,21 +293,21 @@ pub(crate) const ROUTES_EXAMPLES: &str = "\
   tulle routes --control 127.0.0.1:8089
 
 Routes of a Server are inbound, those of Services and profiles outbound.
-It takes the right to list routes.telemetry.tulle.dev in the namespace.";
+Requires permission to list routes.telemetry.tulle.dev in the namespace.";
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::asked;
+    use super::super::tests::telemetry_query;
     use super::*;
 
     #[test]
     fn a_row_reads_as_people_know_it() {
-        let values = Golden {
+        let values = GoldenMetrics {
             success_rate: Some(0.98765),
             requests_per_second: 12.34,
             latency_ms_p50: Some(1.5),
             tcp_connections: 3.0,
-            ..Golden::default()
+            ..GoldenMetrics::default()
         };
         assert_eq!(
             golden(&values, Output::Table),
@@ -317,7 +316,7 @@ mod tests {
         for output in [Output::Table, Output::Wide] {
             assert_eq!(golden(&values, output).len(), golden_titles(output).len());
         }
-        assert_eq!(golden(&Golden::default(), Output::Table)[..2], ["-", "-"]);
+        assert_eq!(golden(&GoldenMetrics::default(), Output::Table)[..2], ["-", "-"]);
     }
 
     #[test]
@@ -337,7 +336,7 @@ mod tests {
     fn namespaces_are_shown_where_there_are_several() {
         let table = |namespace: Option<&str>| {
             let lines = std::iter::once(vec!["web".to_owned()]);
-            with_namespaces(&asked(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
+            with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
         };
         assert_eq!(table(None), "NAMESPACE   NAME\nshop        web\n");
         assert_eq!(table(Some("shop")), "NAME\nweb\n");

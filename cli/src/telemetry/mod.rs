@@ -1,7 +1,7 @@
-//! `tulle stat`, `edges`, `routes`, `tap` and `top`: what workloads do, asked of the control plane's telemetry API.
+//! `tulle stat`, `edges`, `routes`, `tap` and `top`: the traffic of workloads, from the control plane's telemetry API.
 //!
-//! On Kubernetes the API server forwards the question, from wherever it can be reached and with the rights that RBAC
-//! gives whoever asks; without it, the control plane answers its own machine.
+//! On Kubernetes, the API server forwards the request and RBAC decides what the user can read. Without Kubernetes, the control
+//! plane serves clients on its own machine.
 
 pub(crate) mod golden;
 pub(crate) mod tap;
@@ -26,65 +26,63 @@ use tokio::time::timeout;
 use tulle_core::addr::Addr;
 use tulle_core::names::telemetry::{API_SERVICE, GROUP, VERSION};
 
-use crate::kubernetes::resource::{Kind, Named};
+use crate::kubernetes::resource::{Kind, ResourceRef};
 use crate::kubernetes::{self, reason};
 
-/// Which workloads, and of which control plane.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Workloads {
-    /// A workload, or all of a type: deploy/web, pod/web-1, sts, svc, ns; workloads of every type if not given
+    /// A workload, or all of a type: deploy/web, pod/web-1, sts, svc, ns [default: workloads of every type]
     #[arg(value_name = "TYPE/NAME", num_args = 0..=2)]
     resource: Vec<String>,
-    /// Their namespace; that of the kubeconfig's context if not given, and all of them with --control
+    /// The namespace of the workloads [default: the namespace of the kubeconfig's context, or all with --control]
     #[arg(short, long, value_name = "NAMESPACE", conflicts_with = "all_namespaces")]
     namespace: Option<String>,
-    /// Those of all namespaces
+    /// Select workloads of all namespaces
     #[arg(short = 'A', long)]
     all_namespaces: bool,
-    /// Where telemetry is served without Kubernetes, such as 127.0.0.1:8089
+    /// The address that serves telemetry without Kubernetes, such as 127.0.0.1:8089
     #[arg(long, value_name = "HOST:PORT", value_parser = control)]
     control: Option<Addr>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// For people
+    /// Table for people
     Table,
-    /// For people with wide screens
+    /// Table for people, with more columns
     Wide,
-    /// For programs
+    /// JSON for programs
     Json,
 }
 
-/// A telemetry API, and what to ask it for.
-pub(crate) struct Asked {
-    place: Place,
-    /// All of them if absent.
+/// A telemetry API, and the workloads to query.
+pub(crate) struct TelemetryQuery {
+    endpoint: TelemetryEndpoint,
+    /// All namespaces if absent.
     pub(crate) namespace: Option<String>,
-    by: String,
+    kind: String,
     name: Option<String>,
 }
 
-enum Place {
+enum TelemetryEndpoint {
     Cluster(kube::Client),
-    Machine(Addr),
+    Local(Addr),
 }
 
-type Answer = Response<UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>>;
+type ApiResponse = Response<UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>>;
 
 impl Workloads {
     /// # Errors
-    /// A resource that is none, and no cluster to ask.
-    pub(crate) async fn asked(&self, flags: &kubernetes::Flags) -> anyhow::Result<Asked> {
+    /// Fails if the resource is not valid, or if there is no cluster to query.
+    pub(crate) async fn query(&self, flags: &kubernetes::Flags) -> anyhow::Result<TelemetryQuery> {
         let (by, name) = selection(&self.resource)?;
         let (place, default) = match &self.control {
-            Some(addr) => (Place::Machine(addr.clone()), None),
+            Some(addr) => (TelemetryEndpoint::Local(addr.clone()), None),
             None => {
-                let cluster = flags
-                    .connect()
-                    .await
-                    .context("asking a control plane on Kubernetes; ask one without it by --control 127.0.0.1:8089")?;
-                (Place::Cluster(cluster.client), Some(cluster.namespace))
+                let cluster = flags.connect().await.context(
+                    "querying a control plane on Kubernetes; without Kubernetes, use --control 127.0.0.1:8089",
+                )?;
+                (TelemetryEndpoint::Cluster(cluster.client), Some(cluster.namespace))
             }
         };
         let namespace = match (by.as_str(), &name) {
@@ -93,16 +91,16 @@ impl Workloads {
             _ if self.all_namespaces => None,
             _ => self.namespace.clone().or(default),
         };
-        Ok(Asked {
-            place,
+        Ok(TelemetryQuery {
+            endpoint: place,
             namespace,
-            by,
+            kind: by,
             name,
         })
     }
 }
 
-/// The kind by which the API counts, and the name.
+/// The kind as the API names it, and the name.
 fn selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
     let Some(first) = words.first() else {
         return Ok(("workload".to_owned(), None));
@@ -116,26 +114,26 @@ fn selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
     if ["ew", "externalworkload", "externalworkloads"].contains(&kind.to_ascii_lowercase().as_str()) {
         return Ok(("externalworkload".to_owned(), name));
     }
-    let Named { kind, name } = Named::parse(words)?;
+    let ResourceRef { kind, name } = ResourceRef::parse(words)?;
     Ok((kind.singular().to_owned(), name))
 }
 
-/// An address, with or without a scheme before it.
+/// Parses an address, with or without a scheme.
 fn control(text: &str) -> Result<Addr, String> {
     let addr = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
     addr.parse()
-        .map_err(|_| format!("{text:?} is no address; expected HOST:PORT such as 127.0.0.1:8089"))
+        .map_err(|_| format!("{text:?} is not an address; expected HOST:PORT such as 127.0.0.1:8089"))
 }
 
-impl Asked {
-    /// The path of a resource, with these parameters besides the workloads that are meant.
+impl TelemetryQuery {
+    /// The URL path of a resource, with these parameters and the selected workloads.
     fn path(&self, resource: &str, parameters: &[(&str, String)]) -> String {
         let namespace = match &self.namespace {
             Some(namespace) => format!("namespaces/{namespace}/"),
             None => String::new(),
         };
         let mut query = Serializer::new(String::new());
-        query.append_pair("by", &self.by);
+        query.append_pair("by", &self.kind);
         if let Some(name) = &self.name {
             query.append_pair("name", name);
         }
@@ -143,60 +141,60 @@ impl Asked {
         format!("/apis/{GROUP}/{VERSION}/{namespace}{resource}?{}", query.finish())
     }
 
-    /// Asks once.
+    /// Sends one query.
     ///
     /// # Errors
-    /// Nobody who answers, and a refusal, with what the server says.
+    /// Fails if no server responds, or if the server rejects the request. The error contains the server's message.
     pub(crate) async fn get<T: DeserializeOwned>(
         &self,
         resource: &str,
         parameters: &[(&str, String)],
     ) -> anyhow::Result<T> {
         let asking = async {
-            let answer = self.begin(resource, parameters).await?;
-            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
-            body.map_err(|err| anyhow!(err)).context("reading the answer")
+            let answer = self.open_stream(resource, parameters).await?;
+            let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await;
+            body.map_err(|err| anyhow!(err)).context("reading the response")
         };
-        let body = timeout(LIMIT, asking)
+        let body = timeout(REQUEST_TIMEOUT, asking)
             .await
-            .with_context(|| format!("nothing was answered within {LIMIT:?}"))??;
+            .with_context(|| format!("no response within {REQUEST_TIMEOUT:?}"))??;
         serde_json::from_slice(&body.to_bytes()).context("the answer is not what this version of tulle expects")
     }
 
-    /// Asks for an answer that may go on.
+    /// Sends a query whose response can be a stream.
     ///
     /// # Errors
-    /// As [`get`](Self::get).
-    async fn begin(&self, resource: &str, parameters: &[(&str, String)]) -> anyhow::Result<Answer> {
+    /// Fails as [`get`](Self::get) does.
+    async fn open_stream(&self, resource: &str, parameters: &[(&str, String)]) -> anyhow::Result<ApiResponse> {
         let path = self.path(resource, parameters);
-        let answer = match &self.place {
-            Place::Cluster(client) => {
+        let answer = match &self.endpoint {
+            TelemetryEndpoint::Cluster(client) => {
                 let request = Request::get(path).body(Body::empty())?;
                 let answer = client.send(request).await;
-                let answer = answer.map_err(|error| anyhow!("asking the cluster: {}", reason(&error)))?;
+                let answer = answer.map_err(|error| anyhow!("querying the API server: {}", reason(&error)))?;
                 answer.map(|body| body.map_err(Into::into).boxed_unsync())
             }
-            Place::Machine(addr) => machine(addr, &path)
+            TelemetryEndpoint::Local(addr) => get_local(addr, &path)
                 .await
-                .with_context(|| format!("asking the control plane at {addr}"))?,
+                .with_context(|| format!("querying the control plane at {addr}"))?,
         };
         let status = answer.status();
         if status == StatusCode::OK {
             return Ok(answer);
         }
-        let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+        let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await;
         let body = body.map(|body| body.to_bytes()).unwrap_or_default();
-        Err(self.refusal(status, resource, &String::from_utf8_lossy(&body)))
+        Err(self.response_error(status, resource, &String::from_utf8_lossy(&body)))
     }
 
-    /// What a refusal means, and what to do.
-    fn refusal(&self, status: StatusCode, resource: &str, body: &str) -> anyhow::Error {
-        let said = serde_json::from_str::<Value>(body)
+    /// Explains why a request was rejected, and how to fix it.
+    fn response_error(&self, status: StatusCode, resource: &str, body: &str) -> anyhow::Error {
+        let message = serde_json::from_str::<Value>(body)
             .ok()
             .and_then(|value| Some(value["message"].as_str()?.to_owned()))
             .filter(|message| !message.is_empty())
             .unwrap_or_else(|| format!("{status} {}", body.trim()));
-        let on_cluster = matches!(self.place, Place::Cluster(_));
+        let on_cluster = matches!(self.endpoint, TelemetryEndpoint::Cluster(_));
         match status {
             StatusCode::FORBIDDEN => {
                 let verb = if resource == "taps" { "watch" } else { "list" };
@@ -205,27 +203,27 @@ impl Asked {
                     None => ("clusterrole", String::new()),
                 };
                 anyhow!(
-                    "{said}\nwho may, is said by RBAC: kubectl create {kind} telemetry --verb={verb} \
+                    "{message}\nRBAC grants this permission: kubectl create {kind} telemetry --verb={verb} \
                      --resource={resource}.{GROUP}{place}, and a binding of it"
                 )
             }
             StatusCode::NOT_FOUND | StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY if on_cluster => anyhow!(
-                "the cluster serves no telemetry: {said}\n`kubectl get apiservice {API_SERVICE}` says why; a control plane \
+                "the cluster serves no telemetry: {message}\n`kubectl get apiservice {API_SERVICE}` says why; a control plane \
                  has it with the value telemetry.enabled=true"
             ),
-            _ => anyhow!(said),
+            _ => anyhow!(message),
         }
     }
 }
 
-/// Asks a control plane on this machine.
-async fn machine(addr: &Addr, path: &str) -> anyhow::Result<Answer> {
+/// Sends a request to a control plane on this machine.
+async fn get_local(addr: &Addr, path: &str) -> anyhow::Result<ApiResponse> {
     let stream = match addr {
         Addr::Socket(addr) => TcpStream::connect(addr).await,
         Addr::Name(name) => TcpStream::connect((name.name.to_string(), name.port)).await,
     };
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream?)).await?;
-    // Ends with the answer.
+    // The task ends with the response.
     tokio::spawn(connection);
     let request = Request::get(path)
         .header(header::HOST, addr.to_string())
@@ -233,9 +231,9 @@ async fn machine(addr: &Addr, path: &str) -> anyhow::Result<Answer> {
     let answer = sender.send_request(request).await?;
     ensure!(
         answer.status() != StatusCode::SWITCHING_PROTOCOLS,
-        "it is no control plane"
+        "the server is not a control plane"
     );
-    // The sender stays with the body: without it the connection would end after the head.
+    // The body holds the sender. Without the sender the connection would close after the response headers.
     Ok(answer.map(|body| {
         let body = body.map_frame(move |frame| {
             let _open = &sender;
@@ -246,7 +244,7 @@ async fn machine(addr: &Addr, path: &str) -> anyhow::Result<Answer> {
 }
 
 impl Kind {
-    /// As the API has it.
+    /// The name of the kind in the API.
     fn singular(self) -> &'static str {
         match self {
             Self::CronJob => "cronjob",
@@ -263,32 +261,33 @@ impl Kind {
     }
 }
 
-/// A first answer takes two pages of every sidecar.
-const LIMIT: Duration = Duration::from_secs(30);
-const MAX_ANSWER: usize = 64 << 20;
+/// The first query waits for two scrapes of every sidecar.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) fn asked(namespace: Option<&str>, resource: &str) -> Asked {
+    pub(crate) fn telemetry_query(namespace: Option<&str>, resource: &str) -> TelemetryQuery {
         let words: Vec<_> = resource
             .split(' ')
             .filter(|word| !word.is_empty())
             .map(str::to_owned)
             .collect();
         let (by, name) = selection(&words).unwrap();
-        Asked {
-            place: Place::Machine("127.0.0.1:1".parse().unwrap()),
+        TelemetryQuery {
+            endpoint: TelemetryEndpoint::Local("127.0.0.1:1".parse().unwrap()),
             namespace: namespace.map(str::to_owned),
-            by,
+            kind: by,
             name,
         }
     }
 
     #[test]
     fn a_question_is_a_path_of_the_api() {
-        let path = |namespace, resource| asked(namespace, resource).path("edges", &[("window", "10".to_owned())]);
+        let path =
+            |namespace, resource| telemetry_query(namespace, resource).path("edges", &[("window", "10".to_owned())]);
         let base = "/apis/telemetry.tulle.dev/v1alpha1";
         assert_eq!(
             path(Some("shop"), "deploy/web"),
@@ -312,7 +311,11 @@ pub(crate) mod tests {
 
     #[test]
     fn a_refusal_says_what_to_do() {
-        let refused = |status, body| asked(Some("shop"), "deploy").refusal(status, "taps", body).to_string();
+        let refused = |status, body| {
+            telemetry_query(Some("shop"), "deploy")
+                .response_error(status, "taps", body)
+                .to_string()
+        };
         let forbidden = refused(StatusCode::FORBIDDEN, r#"{"message": "you may not"}"#);
         assert!(
             forbidden.starts_with("you may not\n") && forbidden.contains("--verb=watch"),

@@ -1,4 +1,4 @@
-//! `tulle tap`: requests as they pass, a line for each event.
+//! `tulle tap`: shows requests in real time, one line per event.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -7,69 +7,67 @@ use anyhow::{Context as _, anyhow};
 use bytes::BytesMut;
 use clap::ValueEnum;
 use http_body_util::BodyExt as _;
-use tulle_control::telemetry::events::{End, Id, Line, TapEvent};
+use tulle_control::telemetry::events::{End, Id, TapEvent, TapLine};
 use tulle_core::names::telemetry::TAPS;
 
 use super::golden::qualified;
-use super::{Answer, Asked, Workloads, selection};
+use super::{ApiResponse, TelemetryQuery, Workloads, selection};
 use crate::{kubernetes, runtime};
 
-/// Whose requests, and which of them.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
-    pub(super) which: Which,
-    /// Show headers and trailers too, but not the values of those that carry credentials
+    pub(super) filter: TapFilter,
+    /// Show headers and trailers too, without the values of those that carry credentials
     #[arg(long)]
     headers: bool,
-    /// End after so many requests
+    /// Exit after N requests
     #[arg(long, value_name = "N")]
     count: Option<u64>,
-    /// How requests are shown
+    /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Lines)]
     output: Output,
 }
 
-/// Which requests.
 #[derive(clap::Args, Clone, Debug)]
-pub(crate) struct Which {
+pub(crate) struct TapFilter {
     #[command(flatten)]
     workloads: Workloads,
-    /// Requests to this workload only, such as deploy/web
+    /// Show only requests to this workload, such as deploy/web
     #[arg(long, value_name = "TYPE/NAME")]
     to: Option<String>,
-    /// Requests to this namespace only
+    /// Show only requests to this namespace
     #[arg(long, value_name = "NAMESPACE")]
     to_namespace: Option<String>,
-    /// Requests with this method only
+    /// Show only requests with this method
     #[arg(long, value_name = "METHOD")]
     method: Option<String>,
-    /// Requests whose path begins so
+    /// Show only requests whose path begins with this prefix
     #[arg(long, value_name = "PREFIX")]
     path: Option<String>,
-    /// Requests to this authority (host) only
+    /// Show only requests to this authority (host)
     #[arg(long, value_name = "HOST")]
     authority: Option<String>,
-    /// Of so many requests show one
+    /// Show one of every N requests
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     one_in: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// A line for each event
+    /// One line per event
     Lines,
-    /// The same, with all that is known of both ends
+    /// One line per event, with all details of both ends
     Wide,
-    /// A line of JSON for each event, with headers
+    /// One line of JSON per event, with headers
     Json,
 }
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let mut tap = args
-            .which
-            .begin(flags, args.headers || args.output == Output::Json)
+            .filter
+            .start(flags, args.headers || args.output == Output::Json)
             .await?;
         let mut left = args.count;
         while left != Some(0)
@@ -89,28 +87,28 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     })
 }
 
-/// A tap that runs.
-pub(super) struct Tap {
-    answer: Answer,
-    /// What came behind the last line.
-    rest: BytesMut,
+/// A running tap.
+pub(super) struct TapStream {
+    answer: ApiResponse,
+    /// Bytes received after the last complete line.
+    buffer: BytesMut,
 }
 
-impl Which {
-    /// Begins to watch.
+impl TapFilter {
+    /// Starts the tap.
     ///
     /// # Errors
-    /// What is refused.
-    pub(super) async fn begin(&self, flags: &kubernetes::Flags, headers: bool) -> anyhow::Result<Tap> {
-        let asked = self.workloads.asked(flags).await?;
-        let answer = asked.begin(TAPS, &self.parameters(&asked, headers)?).await?;
-        Ok(Tap {
+    /// Fails if the control plane rejects the tap or does not respond.
+    pub(super) async fn start(&self, flags: &kubernetes::Flags, headers: bool) -> anyhow::Result<TapStream> {
+        let query = self.workloads.query(flags).await?;
+        let answer = query.open_stream(TAPS, &self.parameters(&query, headers)?).await?;
+        Ok(TapStream {
             answer,
-            rest: BytesMut::new(),
+            buffer: BytesMut::new(),
         })
     }
 
-    fn parameters(&self, asked: &Asked, headers: bool) -> anyhow::Result<Vec<(&'static str, String)>> {
+    fn parameters(&self, query: &TelemetryQuery, headers: bool) -> anyhow::Result<Vec<(&'static str, String)>> {
         let mut parameters = vec![("watch", "true".to_owned()), ("oneIn", self.one_in.to_string())];
         if headers {
             parameters.push(("headers", "true".to_owned()));
@@ -118,12 +116,12 @@ impl Which {
         let mut to_namespace = self.to_namespace.clone();
         if let Some(to) = &self.to {
             let (kind, name) = selection(std::slice::from_ref(to))?;
-            let name = name.with_context(|| format!("--to {to} names no workload; expected one such as deploy/web"))?;
+            let name = name.with_context(|| format!("--to {to} is not a workload; expected one such as deploy/web"))?;
             if kind == "namespace" {
                 to_namespace = Some(name);
             } else {
                 parameters.extend([("toKind", kind), ("toName", name)]);
-                to_namespace = to_namespace.or_else(|| asked.namespace.clone());
+                to_namespace = to_namespace.or_else(|| query.namespace.clone());
             }
         }
         let others = [
@@ -140,15 +138,15 @@ impl Which {
     }
 }
 
-impl Tap {
-    /// The next event; nothing once the control plane has ended. May be dropped while it waits.
+impl TapStream {
+    /// Waits for the next event; `None` after the control plane ended the stream. Cancel-safe.
     pub(super) async fn next(&mut self) -> anyhow::Result<Option<TapEvent>> {
         loop {
-            if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
-                let line = self.rest.split_to(end + 1);
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let line = self.buffer.split_to(end + 1);
                 match serde_json::from_slice(&line).context("a line is not what this version of tulle expects")? {
-                    Line::Event(event) => return Ok(Some(*event)),
-                    Line::Silent { silent } => {
+                    TapLine::Event(event) => return Ok(Some(*event)),
+                    TapLine::Silent { silent } => {
                         eprintln!(
                             "tulle: {} is not watched: {}",
                             qualified(&silent.workload),
@@ -161,15 +159,15 @@ impl Tap {
             match self.answer.body_mut().frame().await {
                 None => return Ok(None),
                 Some(frame) => {
-                    let frame = frame.map_err(|err| anyhow!(err)).context("the tap broke off")?;
-                    self.rest.extend_from_slice(&frame.into_data().unwrap_or_default());
+                    let frame = frame.map_err(|err| anyhow!(err)).context("reading the tap")?;
+                    self.buffer.extend_from_slice(&frame.into_data().unwrap_or_default());
                 }
             }
         }
     }
 }
 
-/// As Linkerd's `tap` writes it, and the cause of what a proxy answered.
+/// Formats an event as Linkerd's `tap` does, with the cause if a proxy generated the response.
 fn line(event: &TapEvent) -> String {
     let (proxy, tls) = match event.proxy_direction.as_str() {
         "INBOUND" => ("in ", event.source.metadata.get("tls")),
@@ -224,7 +222,7 @@ fn line(event: &TapEvent) -> String {
     text
 }
 
-/// What is known of both ends, and of the route.
+/// Formats the details of both ends and of the route.
 fn details(event: &TapEvent) -> String {
     let mut text = format!(" workload={}", qualified(&event.workload));
     for (side, labels) in [
@@ -239,7 +237,7 @@ fn details(event: &TapEvent) -> String {
     text
 }
 
-/// A line for each header or trailer that was asked for; what a terminal would obey is escaped.
+/// Formats one line per requested header or trailer, and escapes control characters.
 fn headers(event: &TapEvent) -> String {
     let request = event.request_init_event.iter().flat_map(|init| &init.headers);
     let response = event.response_init_event.iter().flat_map(|init| &init.headers);
@@ -273,9 +271,9 @@ pub(crate) const EXAMPLES: &str = "\
   tulle tap deploy/web -n shop | grep --line-buffered cause=       # and see `tulle explain`
   tulle tap --control 127.0.0.1:8089                                # without Kubernetes
 
-It takes the right to watch taps.telemetry.tulle.dev in the namespace.
-Proxies show their requests to the control plane unless viz.linkerd.io/disable-tap says otherwise;
-without Kubernetes to the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
+Requires permission to watch taps.telemetry.tulle.dev in the namespace.
+Proxies allow taps by the control plane unless viz.linkerd.io/disable-tap is set;
+without Kubernetes, by the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
 
 #[cfg(test)]
 pub(super) mod tests {
@@ -283,10 +281,10 @@ pub(super) mod tests {
 
     use tulle_control::telemetry::events::{Header, RequestInit, ResponseEnd, ResponseInit, Span};
 
-    use super::super::tests::asked;
+    use super::super::tests::telemetry_query;
     use super::*;
 
-    /// The events of one request, in their order.
+    /// The events of one request, in order.
     pub(in super::super) fn events(path: &str, status: u32) -> [TapEvent; 3] {
         let end = |ip: &str, port, tls: &str| End {
             ip: ip.to_owned(),
@@ -367,7 +365,7 @@ pub(super) mod tests {
 
     #[test]
     fn filters_become_parameters() {
-        let which = |to: &str, to_namespace: Option<&str>| Which {
+        let which = |to: &str, to_namespace: Option<&str>| TapFilter {
             workloads: Workloads {
                 resource: Vec::new(),
                 namespace: None,
@@ -381,8 +379,10 @@ pub(super) mod tests {
             authority: None,
             one_in: 1,
         };
-        let text = |which: Which| {
-            let parameters = which.parameters(&asked(Some("shop"), "deploy"), false).unwrap();
+        let text = |which: TapFilter| {
+            let parameters = which
+                .parameters(&telemetry_query(Some("shop"), "deploy"), false)
+                .unwrap();
             let text: Vec<_> = parameters
                 .iter()
                 .map(|(name, value)| format!("{name}={value}"))
@@ -398,6 +398,10 @@ pub(super) mod tests {
             text(which("ns/other", None)),
             format!("{begin}&toNamespace=other&method=GET")
         );
-        assert!(which("deploy", None).parameters(&asked(None, ""), false).is_err());
+        assert!(
+            which("deploy", None)
+                .parameters(&telemetry_query(None, ""), false)
+                .is_err()
+        );
     }
 }

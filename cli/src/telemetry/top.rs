@@ -1,4 +1,4 @@
-//! `tulle top`: which requests pass, how often, how fast and how well, from a tap.
+//! `tulle top`: shows the most frequent requests with count, latency and success rate, computed from a tap.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -10,42 +10,41 @@ use tokio::time::{MissedTickBehavior, interval};
 use tulle_control::telemetry::events::{End, Id, TapEvent};
 
 use super::golden::qualified;
-use super::tap::Which;
+use super::tap::TapFilter;
 use crate::screen::Screen;
 use crate::{kubernetes, runtime, table};
 
-/// Whose requests, and how they are summed up.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
-    which: Which,
-    /// Sum up requests of all clients
+    which: TapFilter,
+    /// Combine the requests of all clients
     #[arg(long)]
     hide_sources: bool,
-    /// Show so many lines
+    /// Maximum number of lines to show
     #[arg(long, value_name = "N", default_value_t = 25)]
     lines: usize,
 }
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
-        let mut tap = args.which.begin(flags, false).await?;
+        let mut tap = args.which.start(flags, false).await?;
         let mut screen = Screen::new();
         let mut top = Top::default();
         let mut ticks = interval(REFRESH);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // What a tap has read stays with it, so it may be dropped.
+            // Cancel-safe: the tap keeps the bytes that it has read.
             tokio::select! {
                 event = tap.next() => match event? {
-                    Some(event) => top.take(&event, args.hide_sources),
+                    Some(event) => top.record(&event, args.hide_sources),
                     None => break,
                 },
                 _ = ticks.tick() => screen.draw(&top.table(args.lines)),
                 _ = ctrl_c() => break,
             }
         }
-        // Into a file or a pipe goes what it was in the end.
+        // A file or a pipe gets only the final table.
         if !screen.is_terminal() {
             crate::print(&top.table(args.lines))?;
         }
@@ -53,9 +52,9 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     })
 }
 
-/// Requests that are alike.
+/// The fields by which requests are grouped.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Key {
+struct RequestKey {
     source: String,
     destination: String,
     method: String,
@@ -63,10 +62,10 @@ struct Key {
 }
 
 #[derive(Default)]
-struct Sum {
+struct RequestStats {
     count: u64,
     succeeded: u64,
-    /// Microseconds.
+    /// In microseconds.
     best: i64,
     worst: i64,
     last: i64,
@@ -74,66 +73,65 @@ struct Sum {
 
 #[derive(Default)]
 struct Top {
-    sums: BTreeMap<Key, Sum>,
-    open: Open,
+    stats: BTreeMap<RequestKey, RequestStats>,
+    pending: PendingRequests,
 }
 
-/// Requests that have no end yet, and whether their response is a success so far.
+/// Requests without an end event, and whether their response is a success so far.
 ///
-/// Those that began first are given up once there are too many: streams may have no end for days, and ends are lost
-/// where a tap is slow.
+/// The oldest requests are dropped when there are too many: streams can last for days, and a slow tap loses end events.
 #[derive(Default)]
-struct Open {
-    newer: BTreeMap<(String, Id), (Key, bool)>,
-    older: BTreeMap<(String, Id), (Key, bool)>,
+struct PendingRequests {
+    newer: BTreeMap<(String, Id), (RequestKey, bool)>,
+    older: BTreeMap<(String, Id), (RequestKey, bool)>,
 }
 
-impl Open {
-    fn begin(&mut self, id: (String, Id), key: Key) {
-        if self.newer.len() >= MOST_OPEN / 2 {
+impl PendingRequests {
+    fn begin(&mut self, id: (String, Id), key: RequestKey) {
+        if self.newer.len() >= MAX_PENDING_REQUESTS / 2 {
             self.older = mem::take(&mut self.newer);
         }
         self.newer.insert(id, (key, false));
     }
 
-    fn find(&mut self, id: &(String, Id)) -> Option<&mut (Key, bool)> {
+    fn find(&mut self, id: &(String, Id)) -> Option<&mut (RequestKey, bool)> {
         self.newer.get_mut(id).or_else(|| self.older.get_mut(id))
     }
 
-    fn end(&mut self, id: &(String, Id)) -> Option<(Key, bool)> {
+    fn end(&mut self, id: &(String, Id)) -> Option<(RequestKey, bool)> {
         self.newer.remove(id).or_else(|| self.older.remove(id))
     }
 }
 
 impl Top {
-    fn take(&mut self, event: &TapEvent, hide_sources: bool) {
+    fn record(&mut self, event: &TapEvent, hide_sources: bool) {
         let of = |id: Id| (event.proxy_direction.clone(), id);
         if let Some(init) = &event.request_init_event {
             let own = qualified(&event.workload);
             let (source, destination) = match event.proxy_direction.as_str() {
-                "INBOUND" => (who(&event.source), own),
-                _ => (own, who(&event.destination)),
+                "INBOUND" => (peer_name(&event.source), own),
+                _ => (own, peer_name(&event.destination)),
             };
-            let key = Key {
+            let key = RequestKey {
                 source: if hide_sources { String::new() } else { source },
                 destination,
                 method: init.method.clone(),
                 path: init.path.clone(),
             };
-            self.open.begin(of(init.id), key);
+            self.pending.begin(of(init.id), key);
         } else if let Some(init) = &event.response_init_event {
-            if let Some((_, success)) = self.open.find(&of(init.id)) {
+            if let Some((_, success)) = self.pending.find(&of(init.id)) {
                 *success = init.http_status < 500;
             }
         } else if let Some(end) = &event.response_end_event
-            && let Some((key, success)) = self.open.end(&of(end.id))
+            && let Some((key, success)) = self.pending.end(&of(end.id))
         {
             let failed = end.reset_error_code.is_some() || end.grpc_status_code.is_some_and(|code| code != 0);
             let latency = end.since_request_init.micros();
-            if self.sums.len() >= MOST_SUMS && !self.sums.contains_key(&key) {
-                self.forget_the_rarest();
+            if self.stats.len() >= MAX_TRACKED_KEYS && !self.stats.contains_key(&key) {
+                self.evict_least_frequent();
             }
-            let sum = self.sums.entry(key).or_default();
+            let sum = self.stats.entry(key).or_default();
             sum.best = if sum.count == 0 { latency } else { sum.best.min(latency) };
             sum.worst = sum.worst.max(latency);
             sum.last = latency;
@@ -142,17 +140,17 @@ impl Top {
         }
     }
 
-    /// Makes room: paths may have names in them that never come again.
-    fn forget_the_rarest(&mut self) {
-        let mut counts: Vec<_> = self.sums.values().map(|sum| sum.count).collect();
-        let (_, median, _) = counts.select_nth_unstable(MOST_SUMS / 2);
+    /// Removes the least frequent entries, because paths can contain names that never occur again.
+    fn evict_least_frequent(&mut self) {
+        let mut counts: Vec<_> = self.stats.values().map(|sum| sum.count).collect();
+        let (_, median, _) = counts.select_nth_unstable(MAX_TRACKED_KEYS / 2);
         let median = *median;
-        self.sums.retain(|_, sum| sum.count > median);
+        self.stats.retain(|_, sum| sum.count > median);
     }
 
-    /// The most frequent first.
+    /// Formats the table, most frequent requests first.
     fn table(&self, lines: usize) -> String {
-        let mut sums: Vec<_> = self.sums.iter().collect();
+        let mut sums: Vec<_> = self.stats.iter().collect();
         sums.sort_by_key(|(_, sum)| std::cmp::Reverse(sum.count));
         let ms = |micros: i64| format!("{:.1}ms", micros as f64 / 1e3);
         let rows = sums.into_iter().take(lines).map(|(key, sum)| {
@@ -172,8 +170,8 @@ impl Top {
     }
 }
 
-/// What the other end is, as far as it is known.
-fn who(end: &End) -> String {
+/// The name of the other end, as far as it is known.
+fn peer_name(end: &End) -> String {
     let label = |name: &str| end.metadata.get(name).filter(|value| !value.is_empty());
     if let Some(id) = label("client_id") {
         return id.split(".serviceaccount.").next().unwrap_or(id).to_owned();
@@ -203,17 +201,17 @@ const TITLES: [&str; 9] = [
     "SUCCESS",
 ];
 const REFRESH: Duration = Duration::from_secs(1);
-/// Requests whose end is waited for.
-const MOST_OPEN: usize = 100_000;
-/// Sums of which the most frequent are shown.
-const MOST_SUMS: usize = 10_000;
+/// Maximum number of requests without an end event.
+const MAX_PENDING_REQUESTS: usize = 100_000;
+/// Maximum number of groups that are counted; the most frequent of them are shown.
+const MAX_TRACKED_KEYS: usize = 10_000;
 
 pub(crate) const EXAMPLES: &str = "\
   tulle top deploy/web -n shop
   tulle top ns/shop --hide-sources
   tulle top --control 127.0.0.1:8089          # without Kubernetes
 
-It takes the right to watch taps.telemetry.tulle.dev in the namespace.";
+Requires permission to watch taps.telemetry.tulle.dev in the namespace.";
 
 #[cfg(test)]
 mod tests {
@@ -227,42 +225,42 @@ mod tests {
             .iter()
             .flatten()
         {
-            top.take(event, true);
+            top.record(event, true);
         }
         let table = top.table(10);
         let lines: Vec<Vec<_>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines[1][1..], ["GET", "/b", "2", "2.0ms", "2.0ms", "2.0ms", "50.00%"]);
         assert_eq!(lines[2][2..4], ["/a", "1"]);
         assert_eq!(top.table(1).lines().count(), 2);
-        assert!(top.open.newer.is_empty());
+        assert!(top.pending.newer.is_empty());
     }
 
     #[test]
     fn ends_without_a_beginning_are_left_out() {
         let mut top = Top::default();
         let [_, response, ended] = events("/", 200);
-        top.take(&response, false);
-        top.take(&ended, false);
-        assert!(top.sums.is_empty());
+        top.record(&response, false);
+        top.record(&ended, false);
+        assert!(top.stats.is_empty());
     }
 
     #[test]
     fn requests_without_an_end_make_room_for_new_ones() {
-        let mut open = Open::default();
+        let mut open = PendingRequests::default();
         let id = |stream| ("INBOUND".to_owned(), Id { base: 0, stream });
-        let key = |stream: u64| Key {
+        let key = |stream: u64| RequestKey {
             source: String::new(),
             destination: String::new(),
             method: String::new(),
             path: stream.to_string(),
         };
-        let last = 2 * MOST_OPEN as u64;
+        let last = 2 * MAX_PENDING_REQUESTS as u64;
         for stream in 0..=last {
             open.begin(id(stream), key(stream));
         }
-        assert!(open.newer.len() + open.older.len() <= MOST_OPEN);
+        assert!(open.newer.len() + open.older.len() <= MAX_PENDING_REQUESTS);
         assert!(open.find(&id(0)).is_none());
-        for stream in [last, last - MOST_OPEN as u64 / 2] {
+        for stream in [last, last - MAX_PENDING_REQUESTS as u64 / 2] {
             assert_eq!(open.end(&id(stream)), Some((key(stream), false)));
         }
     }
@@ -271,14 +269,14 @@ mod tests {
     fn paths_that_come_once_make_room_and_frequent_ones_stay() {
         let mut top = Top::default();
         for path in ["/often"; 3] {
-            events(path, 200).iter().for_each(|event| top.take(event, true));
+            events(path, 200).iter().for_each(|event| top.record(event, true));
         }
-        for n in 0..MOST_SUMS {
+        for n in 0..MAX_TRACKED_KEYS {
             events(&format!("/{n}"), 200)
                 .iter()
-                .for_each(|event| top.take(event, true));
+                .for_each(|event| top.record(event, true));
         }
-        assert!(top.sums.len() < MOST_SUMS);
+        assert!(top.stats.len() < MAX_TRACKED_KEYS);
         assert!(top.table(1).contains("/often"));
     }
 }

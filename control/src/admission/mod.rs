@@ -1,8 +1,8 @@
-//! Verdicts about policies, routes and ServiceProfiles, for the API server to ask before it stores them.
+//! Validates policies, routes and ServiceProfiles before the API server stores them.
 //!
-//! The rules are those by which [`crate::resources`] decodes, so that manifests of a directory and objects of a cluster
-//! are judged alike; this room adds what only a whole object of an API server has.
-//! It reads no other object: rivals and missing references are for the status to tell.
+//! The rules are those with which [`crate::resources`] decodes, so that manifests of a directory and objects of a
+//! cluster are validated alike. This module adds the checks of whole API server objects. It reads no other objects:
+//! conflicts and missing references are reported in the status.
 //!
 //! Permissions: none.
 
@@ -12,23 +12,22 @@ mod profile;
 use crate::webhook::review::{Answer, Request};
 use crate::webhook::{Failure, Handler};
 
-/// Judges objects of `policy.linkerd.io` and the routes of `gateway.networking.k8s.io`.
+/// Validates objects of `policy.linkerd.io` and the routes of `gateway.networking.k8s.io`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PolicyValidator;
 
-/// Judges ServiceProfiles.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProfileValidator;
 
 impl Handler for PolicyValidator {
     async fn review(&self, req: Request) -> Result<Answer, Failure> {
-        Ok(policy::verdict(req))
+        Ok(policy::review(req))
     }
 }
 
 impl Handler for ProfileValidator {
     async fn review(&self, req: Request) -> Result<Answer, Failure> {
-        Ok(profile::verdict(req))
+        Ok(profile::review(req))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What becomes of a policy or a route.
+//! Validates a policy or a route.
 
 use kube::core::DynamicObject;
 use kube::core::GroupVersionKind;
@@ -6,30 +6,36 @@ use serde_json::{Value, json};
 
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unserved::{self, Unserved};
+use crate::resources::unserved::{self, UnservedPart};
 use crate::resources::{self, KINDS, Kind, Object, route_admission};
 use crate::webhook::review::{Answer, Request};
 
-pub(super) fn verdict(req: Request) -> Answer {
-    let Some(kind) = judged(&req.kind) else {
+pub(super) fn review(req: Request) -> Answer {
+    let Some(kind) = validated_kind(&req.kind) else {
         let GroupVersionKind { group, version, kind } = &req.kind;
         return Answer::deny(format!("unsupported resource type: {group}.{version}.{kind}"));
     };
     let Some(object) = req.object else {
-        return Answer::deny("there is no object to judge");
+        return Answer::deny("the request has no object");
     };
-    let value = spec_of(object, req.namespace.as_deref());
+    let value = decodable_value(object, req.namespace.as_deref());
     match resources::decode(kind, &value) {
-        // What others serve is theirs to judge.
-        Ok(object) if object.route().is_some_and(|route| is_of_others(kind, route.is_ours())) => Answer::allow(),
-        Ok(object) => match admit(&object) {
+        // Routes of other controllers are not validated.
+        Ok(object)
+            if object
+                .route()
+                .is_some_and(|route| is_for_other_controller(kind, route.has_mesh_parent())) =>
+        {
+            Answer::allow()
+        }
+        Ok(object) => match validate(&object) {
             Ok(()) => warnings(&object).into_iter().fold(Answer::allow(), Answer::warn),
             Err(reason) => Answer::deny(reason),
         },
         Err(err) => {
             let reason = err.to_string();
-            let is_ours = Unreadable::of(kind, &value, &reason).is_some();
-            match is_of_others(kind, is_ours) {
+            let has_mesh_reference = Unreadable::from_value(kind, &value, &reason).is_some();
+            match is_for_other_controller(kind, has_mesh_reference) {
                 true => Answer::allow(),
                 false => Answer::deny(format!("the mesh cannot read this {}: {reason}", req.kind.kind)),
             }
@@ -37,22 +43,26 @@ pub(super) fn verdict(req: Request) -> Answer {
     }
 }
 
-/// Routes of the Gateway API may be for gateways only.
-fn is_of_others(kind: Kind, names_ours: bool) -> bool {
-    kind.info().group == GATEWAY_GROUP && !names_ours
+/// Routes of the Gateway API can have parents of gateway controllers only.
+fn is_for_other_controller(kind: Kind, has_mesh_reference: bool) -> bool {
+    kind.info().group == GATEWAY_GROUP && !has_mesh_reference
 }
 
-/// What is stored and not served: others may serve it, but for the mesh it has no effect, or answers with an error.
+/// Warnings about parts that are stored and have no effect in the mesh, or cause errors. Other controllers may support
+/// them.
 fn warnings(object: &Object) -> Vec<String> {
-    let found = object.route().map(|_| unserved::of(object)).unwrap_or_default();
+    let found = object
+        .route()
+        .map(|_| unserved::unserved_parts(object))
+        .unwrap_or_default();
     found
         .into_iter()
-        .map(|Unserved { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
+        .map(|UnservedPart { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
         .collect()
 }
 
-/// The kinds that are judged, whatever their version.
-fn judged(kind: &GroupVersionKind) -> Option<Kind> {
+/// The validated kind, in any version.
+fn validated_kind(kind: &GroupVersionKind) -> Option<Kind> {
     let groups = [POLICY_GROUP, GATEWAY_GROUP];
     let found = KINDS
         .iter()
@@ -60,8 +70,8 @@ fn judged(kind: &GroupVersionKind) -> Option<Kind> {
     found.map(|info| info.kind)
 }
 
-/// What is judged: nothing that others wrote into the status matters, and a name may be yet to come.
-fn spec_of(object: DynamicObject, namespace: Option<&str>) -> Value {
+/// The validated parts: without the status, and with a placeholder if the name is not generated yet.
+fn decodable_value(object: DynamicObject, namespace: Option<&str>) -> Value {
     let DynamicObject { metadata, mut data, .. } = object;
     let namespace = metadata.namespace.as_deref().or(namespace);
     let mut value = json!({
@@ -77,18 +87,18 @@ fn spec_of(object: DynamicObject, namespace: Option<&str>) -> Value {
     value
 }
 
-fn admit(object: &Object) -> Result<(), String> {
+fn validate(object: &Object) -> Result<(), String> {
     match object {
         Object::PolicyHttpRoute(route)
         | Object::GatewayHttpRoute(route)
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
-        | Object::TcpRoute(route) => route_admission::admit(route),
-        Object::EgressNetwork(_) => match unserved::of(object).into_iter().next() {
-            Some(Unserved { reason, .. }) => Err(reason),
+        | Object::TcpRoute(route) => route_admission::validate_route(route),
+        Object::EgressNetwork(_) => match unserved::unserved_parts(object).into_iter().next() {
+            Some(UnservedPart { reason, .. }) => Err(reason),
             None => Ok(()),
         },
-        // Decoding refuses all that is wrong with the others.
+        // Decoding refuses all invalid objects of the other kinds.
         _ => Ok(()),
     }
 }

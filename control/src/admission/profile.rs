@@ -1,43 +1,43 @@
-//! What becomes of a ServiceProfile.
+//! Validates a ServiceProfile.
 
 use kube::core::DynamicObject;
 use serde_json::json;
 
-use crate::resources::meta::is_subdomain;
+use crate::resources::meta::is_dns_subdomain;
 use crate::resources::{self, Kind, Object};
 use crate::webhook::review::{Answer, Request};
 
-pub(super) fn verdict(req: Request) -> Answer {
+pub(super) fn review(req: Request) -> Answer {
     let Some(object) = req.object else {
-        return Answer::deny("there is no object to judge");
+        return Answer::deny("the request has no object");
     };
-    match check(object) {
+    match validate(object) {
         Ok(()) => Answer::allow(),
         Err(reason) => Answer::deny(reason),
     }
 }
 
-fn check(object: DynamicObject) -> Result<(), String> {
+fn validate(object: DynamicObject) -> Result<(), String> {
     let DynamicObject { metadata, mut data, .. } = object;
     let name = metadata.name.unwrap_or_default();
-    let judge = || {
-        if !is_subdomain(&name) {
+    let validate_envelope = || {
+        if !is_dns_subdomain(&name) {
             return Err("metadata.name is not a DNS name of lower-case letters, digits, `-` and `.`".to_owned());
         }
-        let fields = data.as_object().ok_or("the object is no mapping")?;
+        let fields = data.as_object().ok_or("the object is not a mapping")?;
         if let Some(unknown) = fields.keys().find(|field| *field != "spec") {
             return Err(format!("unknown field {unknown:?}, expected spec"));
         }
         Ok(())
     };
-    judge()
+    validate_envelope()
         .and_then(|()| {
             let mut value = json!({"metadata": {"name": name}});
             if let Some(spec) = data.get_mut("spec") {
                 value["spec"] = spec.take();
             }
             match resources::decode(Kind::ServiceProfile, value) {
-                Ok(Object::ServiceProfile(profile)) => profile.admit(),
+                Ok(Object::ServiceProfile(profile)) => profile.validate(),
                 Ok(_) => Ok(()),
                 Err(err) => Err(err.to_string()),
             }

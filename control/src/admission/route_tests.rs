@@ -1,10 +1,10 @@
-//! Verdicts about parts of routes that the mesh does not read.
+//! Warnings and denials of route fields that the mesh does not support.
 
-use crate::admission::tests::Verdict::{Allowed, Denied, Warned};
-use crate::admission::tests::{SERVICE, policies};
+use crate::admission::tests::ExpectedAnswer::{Allowed, Denied, Warned};
+use crate::admission::tests::{SERVICE, check_specs};
 
 #[tokio::test]
-async fn fields_of_routes_that_nobody_reads_are_told() {
+async fn unsupported_route_fields_produce_warnings() {
     let on_service = |rule: &str| format!("{{{SERVICE}, rules: [{rule}]}}");
     let on_server = |rule: &str| {
         format!("{{parentRefs: [{{group: policy.linkerd.io, kind: Server, name: web}}], rules: [{rule}]}}")
@@ -25,11 +25,11 @@ async fn fields_of_routes_that_nobody_reads_are_told() {
         (&*on_service(timeouts), Allowed),
         (
             &*on_server(retry),
-            Warned("retry says nothing where the parent is a Server"),
+            Warned("retry has no effect where the parent is a Server"),
         ),
         (
             &*on_server(timeouts),
-            Warned("timeouts says nothing where the parent is a Server"),
+            Warned("timeouts has no effect where the parent is a Server"),
         ),
         (
             &*on_service("{retries: 3}"),
@@ -46,7 +46,7 @@ async fn fields_of_routes_that_nobody_reads_are_told() {
         (&*format!("{{{SERVICE}, rule: []}}"), Denied("unknown field `rule`")),
         (&*format!("{{{SERVICE}, useDefaultGateways: All}}"), Allowed),
     ];
-    policies("gateway.networking.k8s.io/v1", "HTTPRoute", gateway).await;
+    check_specs("gateway.networking.k8s.io/v1", "HTTPRoute", gateway).await;
     let policy = [
         (
             &*on_service(retry),
@@ -58,10 +58,10 @@ async fn fields_of_routes_that_nobody_reads_are_told() {
         ),
         (
             &*on_server(timeouts),
-            Warned("timeouts says nothing where the parent is a Server"),
+            Warned("timeouts has no effect where the parent is a Server"),
         ),
     ];
-    policies("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
+    check_specs("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let grpc = [
         (
             &*on_service(session),
@@ -69,11 +69,11 @@ async fn fields_of_routes_that_nobody_reads_are_told() {
         ),
         (&*on_service("{matches: [{path: /}]}"), Denied("unknown field `path`")),
     ];
-    policies("gateway.networking.k8s.io/v1", "GRPCRoute", grpc).await;
+    check_specs("gateway.networking.k8s.io/v1", "GRPCRoute", grpc).await;
 }
 
 #[tokio::test]
-async fn routes_for_gateways_alone_are_for_others_to_judge() {
+async fn routes_with_only_gateway_parents_are_allowed() {
     let parents = "parentRefs: [{name: gateway}]";
     for (kind, version) in [
         ("HTTPRoute", "v1"),
@@ -89,7 +89,7 @@ async fn routes_for_gateways_alone_are_for_others_to_judge() {
             "[{retries: 3}]",
         ] {
             let spec = format!("{{{parents}, rules: {rules}}}");
-            policies(
+            check_specs(
                 &format!("gateway.networking.k8s.io/{version}"),
                 kind,
                 [(&*spec, Allowed)],
@@ -98,6 +98,6 @@ async fn routes_for_gateways_alone_are_for_others_to_judge() {
         }
         let spec = "{parentRefs: [{name: 7}], rules: []}";
         let rows = [(spec, Denied("invalid type: integer `7`"))];
-        policies(&format!("gateway.networking.k8s.io/{version}"), kind, rows).await;
+        check_specs(&format!("gateway.networking.k8s.io/{version}"), kind, rows).await;
     }
 }

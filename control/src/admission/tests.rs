@@ -5,17 +5,17 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// What a row of a table expects.
+/// The expected answer of a table row.
 #[derive(Clone, Copy)]
-pub(super) enum Verdict {
+pub(super) enum ExpectedAnswer {
     Allowed,
-    /// With this in the reason.
+    /// The reason contains this text.
     Denied(&'static str),
-    /// Allowed, with this in the warning.
+    /// Allowed, and the warning contains this text.
     Warned(&'static str),
 }
 
-use Verdict::{Allowed, Denied, Warned};
+use ExpectedAnswer::{Allowed, Denied, Warned};
 
 async fn review(api_version: &str, kind: &str, metadata: &str, spec: &str, handler: impl Handler) -> Answer {
     let yaml = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
@@ -33,8 +33,8 @@ async fn review(api_version: &str, kind: &str, metadata: &str, spec: &str, handl
     handler.review(serde_json::from_value(req).unwrap()).await.unwrap()
 }
 
-fn expect(row: &str, answer: &Answer, verdict: Verdict) {
-    match (verdict, answer.denied(), answer.warnings()) {
+fn assert_answer(row: &str, answer: &Answer, expected: ExpectedAnswer) {
+    match (expected, answer.denied(), answer.warnings()) {
         (Allowed, None, []) => {}
         (Denied(text), Some(reason), _) if reason.contains(text) => {}
         (Warned(text), None, [warning]) if warning.contains(text) => {}
@@ -42,11 +42,11 @@ fn expect(row: &str, answer: &Answer, verdict: Verdict) {
     }
 }
 
-/// Judges specs of one kind.
-pub(super) async fn policies<const N: usize>(api_version: &str, kind: &str, rows: [(&str, Verdict); N]) {
-    for (spec, verdict) in rows {
+/// Reviews specs of one kind.
+pub(super) async fn check_specs<const N: usize>(api_version: &str, kind: &str, rows: [(&str, ExpectedAnswer); N]) {
+    for (spec, expected) in rows {
         let answer = review(api_version, kind, "{name: x, namespace: shop}", spec, PolicyValidator).await;
-        expect(spec, &answer, verdict);
+        assert_answer(spec, &answer, expected);
     }
 }
 
@@ -68,10 +68,10 @@ async fn authorization_policies() {
             Denied("accepted: MeshTLSAuthentication"),
         ),
     ];
-    for (spec, verdict) in rows {
-        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+    for (spec, expected) in rows {
+        check_specs("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, expected)]).await;
     }
-    for (group, kind, name, verdict) in [
+    for (group, kind, name, expected) in [
         ("policy.linkerd.io", "server", "web", Allowed),
         ("policy.linkerd.io", "HTTPRoute", "web", Allowed),
         ("gateway.networking.k8s.io", "HTTPRoute", "web", Allowed),
@@ -93,12 +93,12 @@ async fn authorization_policies() {
     ] {
         let spec =
             format!("{{targetRef: {{group: {group}, kind: {kind}, name: {name}}}, requiredAuthenticationRefs: []}}");
-        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+        check_specs("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, expected)]).await;
     }
     let mesh = "{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: m}";
     let net = "{group: policy.linkerd.io, kind: NetworkAuthentication, name: n}";
     let account = "{kind: ServiceAccount, name: s}";
-    for (refs, verdict) in [
+    for (refs, expected) in [
         (format!("{mesh}, {net}"), Allowed),
         (format!("{account}, {net}"), Allowed),
         (format!("{mesh}, {mesh}"), Denied("may name one")),
@@ -107,7 +107,7 @@ async fn authorization_policies() {
         (format!("{net}, {net}"), Denied("may name one")),
     ] {
         let spec = format!("{{{server}, requiredAuthenticationRefs: [{refs}]}}");
-        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+        check_specs("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, expected)]).await;
     }
 }
 
@@ -148,7 +148,7 @@ async fn authentications() {
             Denied("accepted: ServiceAccount, Namespace"),
         ),
     ];
-    policies("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication", mesh_tls).await;
+    check_specs("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication", mesh_tls).await;
     let networks = [
         ("networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}]", Allowed),
         ("networks: [{cidr: 'fd00::/8'}]", Allowed),
@@ -169,7 +169,7 @@ async fn authentications() {
             Denied("is not inside"),
         ),
     ];
-    policies("policy.linkerd.io/v1alpha1", "NetworkAuthentication", networks).await;
+    check_specs("policy.linkerd.io/v1alpha1", "NetworkAuthentication", networks).await;
 }
 
 #[tokio::test]
@@ -183,11 +183,11 @@ async fn servers() {
         "audit",
     ] {
         let spec = format!("{{podSelector: {{}}, port: 80, accessPolicy: {policy}}}");
-        policies("policy.linkerd.io/v1beta3", "Server", [(&spec, Allowed)]).await;
+        check_specs("policy.linkerd.io/v1beta3", "Server", [(&spec, Allowed)]).await;
     }
     for protocol in ["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS"] {
         let spec = format!("{{podSelector: {{}}, port: http, proxyProtocol: {protocol}}}");
-        policies("policy.linkerd.io/v1beta1", "Server", [(&spec, Allowed)]).await;
+        check_specs("policy.linkerd.io/v1beta1", "Server", [(&spec, Allowed)]).await;
     }
     let rows = [
         (
@@ -218,7 +218,7 @@ async fn servers() {
             Denied("unknown field `proxyprotocol`"),
         ),
     ];
-    policies("policy.linkerd.io/v1beta3", "Server", rows).await;
+    check_specs("policy.linkerd.io/v1beta3", "Server", rows).await;
 }
 
 #[tokio::test]
@@ -261,13 +261,13 @@ async fn server_authorizations() {
         ("{server: {}, client: {}}", Denied("exactly one of name and selector")),
         ("{server: {name: web}}", Denied("client")),
     ];
-    policies("policy.linkerd.io/v1beta1", "ServerAuthorization", rows).await;
+    check_specs("policy.linkerd.io/v1beta1", "ServerAuthorization", rows).await;
 }
 
 #[tokio::test]
 async fn rate_limits() {
     let target = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
-    for (limits, verdict) in [
+    for (limits, expected) in [
         (
             "total: {requestsPerSecond: 10}, identity: {requestsPerSecond: 10}",
             Allowed,
@@ -295,16 +295,16 @@ async fn rate_limits() {
         ),
     ] {
         let spec = format!("{{{target}, {limits}}}");
-        policies(
+        check_specs(
             "policy.linkerd.io/v1alpha1",
             "HTTPLocalRateLimitPolicy",
-            [(&spec, verdict)],
+            [(&spec, expected)],
         )
         .await;
     }
     let other = "{targetRef: {kind: Service, name: web}}";
     let rows = [(other, Denied("accepted: Server"))];
-    policies("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", rows).await;
+    check_specs("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", rows).await;
 }
 
 #[tokio::test]
@@ -323,16 +323,15 @@ async fn egress_networks() {
             Denied("leaves nothing of"),
         ),
     ];
-    policies("policy.linkerd.io/v1alpha1", "EgressNetwork", rows).await;
+    check_specs("policy.linkerd.io/v1alpha1", "EgressNetwork", rows).await;
 }
 
-/// Parts of a route.
 pub(super) const SERVICE: &str = "parentRefs: [{group: core, kind: Service, name: web, port: 80}]";
 const EGRESS: &str = "parentRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: out}]";
 
 #[tokio::test]
 async fn http_routes_of_both_groups() {
-    for (rules, verdict) in [
+    for (rules, expected) in [
         (
             "[{matches: [{path: {value: /a}}], backendRefs: [{name: web, port: 80}]}]",
             Allowed,
@@ -380,7 +379,7 @@ async fn http_routes_of_both_groups() {
             let spec = format!("{{{SERVICE}, rules: {rules}}}");
             let metadata = "{generateName: x-, namespace: shop}";
             let answer = review(api_version, "HTTPRoute", metadata, &spec, PolicyValidator).await;
-            expect(&format!("{api_version} {spec}"), &answer, verdict);
+            assert_answer(&format!("{api_version} {spec}"), &answer, expected);
         }
     }
 }
@@ -401,7 +400,7 @@ async fn routes_differ_by_group() {
         (&*shape, Denied("invalid type")),
         (&*see_other, Denied("accepted: 301, 302")),
     ];
-    policies("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
+    check_specs("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let gateway = [
         (&*backend, Denied("backendRef web is a Service and needs a port")),
         (&*filter, Warned("filter URLRewrite is not supported by the mesh")),
@@ -412,7 +411,7 @@ async fn routes_differ_by_group() {
         ),
         (&*see_other, Allowed),
     ];
-    policies("gateway.networking.k8s.io/v1beta1", "HTTPRoute", gateway).await;
+    check_specs("gateway.networking.k8s.io/v1beta1", "HTTPRoute", gateway).await;
 }
 
 #[tokio::test]
@@ -439,8 +438,8 @@ async fn grpc_routes() {
             Denied("cannot read this GRPCRoute: invalid type: integer `7`"),
         ),
     ];
-    for (spec, verdict) in rows {
-        policies("gateway.networking.k8s.io/v1", "GRPCRoute", [(&spec, verdict)]).await;
+    for (spec, expected) in rows {
+        check_specs("gateway.networking.k8s.io/v1", "GRPCRoute", [(&spec, expected)]).await;
     }
 }
 
@@ -466,8 +465,8 @@ async fn tls_and_tcp_routes() {
             ),
             (format!("{{{SERVICE}, rules: 7}}"), Denied("cannot read this T")),
         ];
-        for (spec, verdict) in rows {
-            policies("gateway.networking.k8s.io/v1alpha2", kind, [(&spec, verdict)]).await;
+        for (spec, expected) in rows {
+            check_specs("gateway.networking.k8s.io/v1alpha2", kind, [(&spec, expected)]).await;
         }
     }
 }
@@ -482,13 +481,13 @@ async fn parents_and_annotations_of_routes() {
     let server = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]";
     let egress = EGRESS.replace("name: out", "name: out, port: 443");
     for (api_version, kind) in routes {
-        policies(
+        check_specs(
             api_version,
             kind,
             [(EGRESS, Denied("shop/out is an EgressNetwork and needs a port"))],
         )
         .await;
-        policies(api_version, kind, [(&*egress, Allowed), (server, Allowed)]).await;
+        check_specs(api_version, kind, [(&*egress, Allowed), (server, Allowed)]).await;
         for annotation in [
             "retry.linkerd.io/http: 6xx",
             "retry.linkerd.io/grpc: sometimes",
@@ -508,12 +507,12 @@ async fn parents_and_annotations_of_routes() {
 }
 
 #[tokio::test]
-async fn what_is_not_judged() {
+async fn other_kinds_and_reviews_without_objects_are_denied() {
     let answer = review("apps/v1", "Deployment", "{name: x}", "{}", PolicyValidator).await;
-    expect("", &answer, Denied("unsupported resource type: apps.v1.Deployment"));
-    // Neither a status nor labels of any form change a verdict, but a missing spec does.
+    assert_answer("", &answer, Denied("unsupported resource type: apps.v1.Deployment"));
+    // A status and labels of any type do not matter, but the spec is required.
     let rows = [("", Denied("missing field `spec`"))];
-    policies("policy.linkerd.io/v1beta3", "Server", rows).await;
+    check_specs("policy.linkerd.io/v1beta3", "Server", rows).await;
     let deletion = json!({
         "uid": "1", "operation": "DELETE", "userInfo": {}, "object": null,
         "kind": {"group": "policy.linkerd.io", "version": "v1beta3", "kind": "Server"},
@@ -523,7 +522,7 @@ async fn what_is_not_judged() {
         .review(serde_json::from_value(deletion).unwrap())
         .await
         .unwrap();
-    expect("", &answer, Denied("no object"));
+    assert_answer("", &answer, Denied("no object"));
 }
 
 #[tokio::test]
@@ -627,14 +626,14 @@ async fn service_profiles() {
         ),
     ];
     for version in ["linkerd.io/v1alpha1", "linkerd.io/v1alpha2"] {
-        for (spec, verdict) in &rows {
+        for (spec, expected) in &rows {
             let metadata = "{name: web.shop.svc.cluster.local, namespace: shop}";
             let answer = review(version, "ServiceProfile", metadata, spec, ProfileValidator).await;
-            expect(spec, &answer, *verdict);
+            assert_answer(spec, &answer, *expected);
         }
     }
     // 2: names.
-    for (name, verdict) in [
+    for (name, expected) in [
         ("web.shop.svc.cluster.local", Allowed),
         ("www.example.com", Allowed),
         ("Web", Denied("ServiceProfile \"Web\": metadata.name is not a DNS name")),
@@ -650,11 +649,11 @@ async fn service_profiles() {
             ProfileValidator,
         )
         .await;
-        expect(name, &answer, verdict);
+        assert_answer(name, &answer, expected);
     }
 }
 
-/// Field names of the kinds that are judged.
+/// Field names of the validated kinds.
 const FIELDS: &[&str] = &[
     "targetRef",
     "requiredAuthenticationRefs",
@@ -742,9 +741,9 @@ proptest! {
         };
         for (group, kinds) in kinds {
             for kind in kinds {
-                policy::verdict(request(group, kind));
+                policy::review(request(group, kind));
             }
         }
-        profile::verdict(request("linkerd.io", "ServiceProfile"));
+        profile::review(request("linkerd.io", "ServiceProfile"));
     }
 }

@@ -1,4 +1,4 @@
-//! What the writer touches and what it leaves alone.
+//! Subscriptions receive changed values, and only those.
 
 use proptest::prelude::*;
 use serde_yaml_ng::Value;
@@ -7,7 +7,7 @@ use super::*;
 use crate::model::endpoints::Existence;
 use crate::resources::decode;
 
-/// Objects of a small mesh, some of them in two forms.
+/// Objects of a small mesh; some names have two versions.
 const OBJECTS: &str = "
 {apiVersion: v1, kind: Service, metadata: {name: web}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}
 ---
@@ -114,14 +114,14 @@ fn is_new<T>(subscription: &Subscription<T>) -> bool {
 }
 
 #[test]
-fn a_follower_has_the_answer_at_once_and_only_changes_after() {
+fn a_subscription_has_the_current_value_and_then_only_changes() {
     let cluster = cluster(Config::default());
     let mut web = cluster.endpoints(web());
     assert_eq!(web.current().existence, Existence::Missing);
     apply(&cluster, [object(Kind::Service)]);
     assert!(is_new(&web));
     assert_eq!(web.current().existence, Existence::Present);
-    // The same object again, and objects that the answer does not rest on.
+    // The same object again, and objects that the value does not depend on.
     apply(
         &cluster,
         [
@@ -135,14 +135,14 @@ fn a_follower_has_the_answer_at_once_and_only_changes_after() {
     apply(&cluster, [object(Kind::EndpointSlice)]);
     assert!(is_new(&web));
     assert_eq!(web.current().addresses.len(), 1);
-    // What changes without changing the answer is not sent.
+    // Changes that leave the value equal are not sent.
     apply(&cluster, [object(Kind::AuthorizationPolicy)]);
     delete(&cluster, Kind::Server, "q");
     assert!(!is_new(&web));
 }
 
 #[test]
-fn a_slow_follower_skips_to_the_latest() {
+fn a_slow_subscriber_skips_to_the_latest() {
     let cluster = cluster(Config::default());
     let mut web = cluster.endpoints(web());
     apply(&cluster, [object(Kind::Service)]);
@@ -153,7 +153,7 @@ fn a_slow_follower_skips_to_the_latest() {
 }
 
 #[test]
-fn answers_go_with_their_last_follower() {
+fn values_are_dropped_with_their_last_subscription() {
     let cluster = cluster(Config::default());
     let (first, second) = (cluster.endpoints(web()), cluster.endpoints(web()));
     drop(first);
@@ -172,22 +172,22 @@ async fn the_cluster_is_synced_when_its_source_says_so() {
     cluster.synced().await;
 }
 
-/// Followers of every kind of answer, all about the same small mesh.
-struct Followers {
+/// Subscriptions to values of every view.
+struct AllSubscriptions {
     endpoints: Vec<Subscription<Endpoints>>,
     profiles: Vec<Subscription<Profile>>,
     inbound: Vec<Subscription<Option<Server>>>,
     outbound: Vec<Subscription<Outbound>>,
 }
 
-type Answers = (
-    Vec<Arc<Answer<Endpoints>>>,
-    Vec<Arc<Answer<Profile>>>,
-    Vec<Arc<Answer<Option<Server>>>>,
-    Vec<Arc<Answer<Outbound>>>,
+type AllValues = (
+    Vec<Arc<SharedResponse<Endpoints>>>,
+    Vec<Arc<SharedResponse<Profile>>>,
+    Vec<Arc<SharedResponse<Option<Server>>>>,
+    Vec<Arc<SharedResponse<Outbound>>>,
 );
 
-impl Followers {
+impl AllSubscriptions {
     fn of(cluster: &Cluster) -> Self {
         let addrs = [
             "10.96.0.1:80",
@@ -229,7 +229,7 @@ impl Followers {
         }
     }
 
-    fn answers(&mut self) -> Answers {
+    fn values(&mut self) -> AllValues {
         (
             self.endpoints.iter_mut().map(Subscription::current).collect(),
             self.profiles.iter_mut().map(Subscription::current).collect(),
@@ -240,12 +240,12 @@ impl Followers {
 }
 
 proptest! {
-    /// Whoever followed all along knows what one learns who asks now: no answer misses something it rests on.
+    /// A subscription that received all updates has the same value as a new subscription. A missing dependency would break this.
     #[test]
-    fn following_ends_where_asking_starts(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
+    fn a_subscription_ends_with_the_value_of_a_new_one(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
         let objects = objects();
-        let followed = cluster(Config::default());
-        let mut followers = Followers::of(&followed);
+        let updated = cluster(Config::default());
+        let mut subscriptions = AllSubscriptions::of(&updated);
         for (index, applied) in steps {
             let object = objects[index % objects.len()].clone();
             let event = if applied {
@@ -253,13 +253,13 @@ proptest! {
             } else {
                 Event::Deleted(object.kind(), object.meta().name.clone())
             };
-            followed.writer().apply(vec![event]);
-            let asked = cluster(Config::default());
-            let state = followed.0.state.lock();
+            updated.writer().apply(vec![event]);
+            let fresh = cluster(Config::default());
+            let state = updated.0.state.lock();
             let held: Vec<_> = state.store.all().cloned().collect();
             drop(state);
-            apply(&asked, held);
-            prop_assert_eq!(followers.answers(), Followers::of(&asked).answers());
+            apply(&fresh, held);
+            prop_assert_eq!(subscriptions.values(), AllSubscriptions::of(&fresh).values());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! HTTP/2 client parameters as the chart writes them: the protobuf message in JSON.
+//! HTTP/2 client parameters from the chart: the protobuf message in JSON.
 
 use std::time::Duration;
 
@@ -50,14 +50,14 @@ struct RawDuration {
     nanos: u32,
 }
 
-/// Reads the value of `-meshed-http2-client-params`.
+/// Parses the value of `-meshed-http2-client-params`.
 ///
 /// # Errors
-/// What is not JSON, and fields that the message does not have.
+/// Fails if the text is not JSON or has fields that the message does not have.
 pub fn parse(json: &str) -> Result<Http2ClientParams, serde_json::Error> {
     let params: Params = serde_json::from_str(json)?;
     let duration = |raw: RawDuration| {
-        // Nanoseconds of a second or more carry over into the seconds.
+        // Nanoseconds above one second are added to the seconds.
         wire_duration(Duration::from_secs(raw.seconds).saturating_add(Duration::from_nanos(raw.nanos.into())))
     };
     Ok(Http2ClientParams {
@@ -84,14 +84,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chart_s_default_is_understood_and_foreign_fields_are_refused() {
+    fn the_chart_default_is_valid_and_unknown_fields_are_rejected() {
         let json = r#"{"keep_alive":{"interval":{"seconds":10},"timeout":{"seconds":3},"while_idle":true}}"#;
         let keep_alive = parse(json).unwrap().keep_alive.unwrap();
         assert_eq!(keep_alive.interval, Some(wire_duration(Duration::from_secs(10))));
         assert_eq!(keep_alive.timeout, Some(wire_duration(Duration::from_secs(3))));
         assert!(keep_alive.while_idle);
-        for refused in ["", "{", r#"{"keepAlive":{}}"#, r#"{"internals":{"max_frame_size":-1}}"#] {
-            assert!(parse(refused).is_err(), "{refused}");
+        for invalid in ["", "{", r#"{"keepAlive":{}}"#, r#"{"internals":{"max_frame_size":-1}}"#] {
+            assert!(parse(invalid).is_err(), "{invalid}");
         }
     }
 }

@@ -12,33 +12,34 @@ use tulle_core::drain;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
-use crate::cluster::answer::{Answer, Encoder, For};
-use crate::cluster::{Cluster, Follower, Subscription, endpoints, profiles};
-use crate::destination::Config;
-use crate::destination::target::{self, Client, Target, TargetError};
-use crate::destination::translate::{self, Place};
+use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::views::{endpoints, profiles};
+use crate::cluster::{Cluster, GaugeGuard, Subscription};
+use crate::destination::config::Config;
+use crate::destination::target::{self, ContextToken, Target, TargetError};
+use crate::destination::translate::{self, ClientLocation};
 use crate::grpc::{self, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
 use crate::resources::meta::Name;
 
-/// The service; clones share what it stands on.
+/// The service. Clones share its state.
 #[derive(Clone)]
 pub struct Service {
     shared: Arc<Shared>,
 }
 
-/// Also shared by all streams.
+/// The state that all streams share.
 struct Shared {
     cluster: Cluster,
     config: Config,
     drain: drain::Watch,
-    encoder: Encoder,
+    encoder: EncoderId,
 }
 
 impl Service {
     pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
-        let encoder = cluster.encoder();
+        let encoder = cluster.new_encoder_id();
         Self {
             shared: Arc::new(Shared {
                 cluster,
@@ -64,20 +65,20 @@ impl Methods for Service {
 }
 
 impl Shared {
-    fn parse(&self, request: &GetDestination) -> Result<(Target, Client), Status> {
+    fn parse(&self, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
         if !self.cluster.is_synced() {
-            // NotFound would be remembered by proxies; this makes them come again.
-            return Err(Status::unavailable("the state of the cluster is not known yet"));
+            // Proxies cache NotFound responses, but retry after Unavailable.
+            return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
         let target = target::parse(&request.path, &self.cluster.config().cluster_domain)
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok((target, Client::parse(&request.context_token)))
+        Ok((target, ContextToken::parse(&request.context_token)))
     }
 
     fn get(self: Arc<Self>, request: GetDestination) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self
             .parse(&request)
-            .map_err(|status| as_authority(status, &request.path))?;
+            .map_err(|status| invalid_authority(status, &request.path))?;
         let key = match target {
             Target::Address(addr) => {
                 let message = format!("IP queries not supported by Get API: host={}", addr.ip());
@@ -114,21 +115,21 @@ impl Shared {
             Existence::Present => {}
         }
         let node: Option<Box<str>> = client.node().map(Box::from);
-        // Subscribed before the zone is read, so that no change is missed.
+        // Subscribes before reading the zone, so that no change is missed.
         let nodes = self.cluster.node_changes();
         let zone = node.as_deref().and_then(|node| self.cluster.node_zone(node));
-        let following = Following {
+        let state = EndpointStream {
             shared: self,
             subscription,
             first: Some(first),
             service,
-            nodes,
-            place: Place { node, zone },
-            sent: None,
+            node_changes: nodes,
+            location: ClientLocation { node, zone },
+            last_sent: None,
         };
-        Ok(stream::unfold(following, async |mut following| {
-            let messages = following.next().await?;
-            Some((messages, following))
+        Ok(stream::unfold(state, async |mut state| {
+            let messages = state.next().await?;
+            Some((messages, state))
         }))
     }
 
@@ -165,63 +166,66 @@ impl Shared {
             .profile(&profile)
             .map_err(|refusal| refusal.status(&request.path))?;
         let follower = match &**profile {
-            Profile::Service(profile) => Some(self.cluster.follow_service(&profile.namespace, &profile.service)),
+            Profile::Service(profile) => Some(
+                self.cluster
+                    .count_service_subscriber(&profile.namespace, &profile.service),
+            ),
             _ => None,
         };
-        let following = FollowingProfile {
+        let state = ProfileStream {
             shared: self,
             subscription,
             first: Some(first),
-            _follower: follower,
+            _gauge_guard: follower,
         };
-        Ok(stream::unfold(following, async |mut following| {
-            let message = following.next().await?;
-            Some((message, following))
+        Ok(stream::unfold(state, async |mut state| {
+            let message = state.next().await?;
+            Some((message, state))
         }))
     }
 
-    /// The message for a profile, as bytes that all who follow it share.
-    fn profile<'a>(&self, profile: &'a Answer<Profile>) -> Result<Bytes, Refusal<'a>> {
-        profile.try_encoded(&For::all(self.encoder), || {
+    /// Returns the message for a profile. Streams with the same profile share the bytes.
+    fn profile<'a>(&self, profile: &'a SharedResponse<Profile>) -> Result<Bytes, ProfileError<'a>> {
+        profile.try_encode_cached(&EncodingKey::for_all_subscribers(self.encoder), || {
             profile_message(profile, &self.config).map(|message| grpc::encode(&[message]))
         })
     }
 }
 
-/// Get names the path where it cannot be read, whatever part of it.
-fn as_authority(status: Status, path: &str) -> Status {
+/// Replaces the message of an InvalidArgument status by one that contains the path.
+fn invalid_authority(status: Status, path: &str) -> Status {
     if status.code() == tonic::Code::InvalidArgument {
         return Status::invalid_argument(TargetError::Authority(path.to_owned()).to_string());
     }
     status
 }
 
-/// One Get stream. It has no queue to overflow: a slow client gets the difference to the latest state.
-struct Following {
+/// A Get stream. It has no queue: a slow client receives the difference to the latest state.
+struct EndpointStream {
     shared: Arc<Shared>,
     subscription: Subscription<Endpoints>,
-    /// Translated once the client takes messages: thousands of streams that open together would otherwise hold their
-    /// first messages together.
-    first: Option<Arc<Answer<Endpoints>>>,
+    /// The first state. It is translated when the client reads it, because thousands of streams that open together
+    /// would otherwise hold their first messages in memory.
+    first: Option<Arc<SharedResponse<Endpoints>>>,
     service: Name,
-    /// Tells when the client's node may be in another zone.
-    nodes: watch::Receiver<()>,
-    place: Place,
-    /// What the client has been told; none before the first message.
-    sent: Option<Arc<Answer<Endpoints>>>,
+    /// Notifies of possible zone changes of the client's node.
+    node_changes: watch::Receiver<()>,
+    location: ClientLocation,
+    /// The last state that was sent to the client. `None` before the first message.
+    last_sent: Option<Arc<SharedResponse<Endpoints>>>,
 }
 
-impl Following {
-    /// The next messages, or nothing when the control plane shuts down.
+impl EndpointStream {
+    /// Returns the next messages, or `None` on shutdown.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             let now = match self.first.take() {
                 Some(first) => first,
-                // Both watches keep a change until somebody waits again.
+                // Both branches are cancel-safe: the watches keep their changes.
                 None => tokio::select! {
                     now = self.subscription.changed() => now,
-                    Ok(()) = self.nodes.changed() => {
-                        match self.moved() {
+                    Ok(()) = self.node_changes.changed() => {
+                        match self.zone_change() {
                             Some(messages) => return Some(messages),
                             None => continue,
                         }
@@ -230,62 +234,61 @@ impl Following {
                 },
             };
             let messages = self.difference(&now);
-            self.sent = Some(now);
-            // Not every change is one for this client.
+            self.last_sent = Some(now);
+            // The change can be irrelevant for this client.
             if !messages.is_empty() {
                 return Some(messages);
             }
         }
     }
 
-    /// The messages for a client whose node is in another zone than before; nothing for all others.
-    fn moved(&mut self) -> Option<Bytes> {
-        let node = self.place.node.as_deref();
+    /// Returns the messages after a zone change of the client's node. `None` if the zone is the same.
+    fn zone_change(&mut self) -> Option<Bytes> {
+        let node = self.location.node.as_deref();
         let zone = node.and_then(|node| self.shared.cluster.node_zone(node));
-        if zone == self.place.zone {
+        if zone == self.location.zone {
             return None;
         }
-        let place = Place {
-            node: self.place.node.clone(),
+        let location = ClientLocation {
+            node: self.location.node.clone(),
             zone,
         };
-        let before = self.sent.as_ref()?;
-        let told = Some((&***before, &self.place));
-        // Of the endpoints as they were told: if they are others by now, their watch says so next.
-        let messages = translate::difference(told, before, &self.service, &place, &self.shared.config);
-        self.place = place;
+        let before = self.last_sent.as_ref()?;
+        let sent = Some((&***before, &self.location));
+        // Compares with the endpoints that were sent last. Later changes are reported by their own watch.
+        let messages = translate::difference(sent, before, &self.service, &location, &self.shared.config);
+        self.location = location;
         (!messages.is_empty()).then(|| grpc::encode(&messages))
     }
 
-    fn difference(&self, now: &Answer<Endpoints>) -> Bytes {
-        let before = self.sent.as_ref();
+    fn difference(&self, now: &SharedResponse<Endpoints>) -> Bytes {
+        let before = self.last_sent.as_ref();
         let encode = || {
-            let before = before.map(|before| (&***before, &self.place));
-            let messages = translate::difference(before, now, &self.service, &self.place, &self.shared.config);
+            let before = before.map(|before| (&***before, &self.location));
+            let messages = translate::difference(before, now, &self.service, &self.location, &self.shared.config);
             grpc::encode(&messages)
         };
-        if before.is_some_and(|before| before.is_by_node()) || now.is_by_node() {
-            // Clients of one service on one node are few.
+        if before.is_some_and(|before| before.is_node_scoped()) || now.is_node_scoped() {
+            // Few clients of a service are on the same node, so the encoding is not cached.
             return encode();
         }
-        let followers = For {
-            by: self.shared.encoder,
-            after: before,
-            zone: self.place.zone.as_deref(),
+        let key = EncodingKey {
+            encoder: self.shared.encoder,
+            previous: before,
+            zone: self.location.zone.as_deref(),
         };
-        now.encoded(&followers, encode)
+        now.encode_cached(&key, encode)
     }
 }
 
-/// One GetProfile stream.
-struct FollowingProfile {
+struct ProfileStream {
     shared: Arc<Shared>,
     subscription: Subscription<Profile>,
     first: Option<Bytes>,
-    _follower: Option<Follower>,
+    _gauge_guard: Option<GaugeGuard>,
 }
 
-impl FollowingProfile {
+impl ProfileStream {
     async fn next(&mut self) -> Option<Bytes> {
         if let Some(first) = self.first.take() {
             return Some(first);
@@ -295,7 +298,7 @@ impl FollowingProfile {
                 now = self.subscription.changed() => now,
                 () = self.shared.drain.signaled() => return None,
             };
-            // What has become unanswerable leaves the client with the last answer.
+            // If the new profile is an error, the client keeps the last one.
             if let Ok(message) = self.shared.profile(&now) {
                 return Some(message);
             }
@@ -303,15 +306,15 @@ impl FollowingProfile {
     }
 }
 
-/// Why a profile cannot be given.
-enum Refusal<'a> {
+/// Why a lookup returns no profile.
+enum ProfileError<'a> {
     ServiceMissing,
     ExternalName,
     HostnameMissing,
     Ambiguous(&'a str),
 }
 
-impl Refusal<'_> {
+impl ProfileError<'_> {
     fn status(&self, path: &str) -> Status {
         match self {
             Self::ServiceMissing => Status::unknown(format!("service of {path} not found")),
@@ -322,14 +325,14 @@ impl Refusal<'_> {
     }
 }
 
-fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<DestinationProfile, Refusal<'a>> {
+fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<DestinationProfile, ProfileError<'a>> {
     match profile {
         Profile::Service(profile) => Ok(translate::service_profile(profile)),
         Profile::Endpoint { endpoint, opacity } => Ok(translate::endpoint_profile(endpoint, *opacity, config)),
         Profile::UndefinedPort => Ok(DestinationProfile::default()),
-        Profile::ServiceMissing => Err(Refusal::ServiceMissing),
-        Profile::ExternalName => Err(Refusal::ExternalName),
-        Profile::HostnameMissing => Err(Refusal::HostnameMissing),
-        Profile::Ambiguous(reason) => Err(Refusal::Ambiguous(reason)),
+        Profile::ServiceMissing => Err(ProfileError::ServiceMissing),
+        Profile::ExternalName => Err(ProfileError::ExternalName),
+        Profile::HostnameMissing => Err(ProfileError::HostnameMissing),
+        Profile::Ambiguous(reason) => Err(ProfileError::Ambiguous(reason)),
     }
 }

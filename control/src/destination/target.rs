@@ -1,4 +1,4 @@
-//! What a request asks about: the target in its path, and the client in its token.
+//! Parses a request: the target in its path, and the client in its token.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -8,7 +8,6 @@ use tracing::{error, warn};
 
 use crate::resources::meta::Name;
 
-/// A target as it was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     Address(SocketAddr),
@@ -33,12 +32,12 @@ pub(super) enum TargetError {
     Service(String),
 }
 
-/// Reads `host[:port]`; the port is 80 when there is none.
+/// Parses `host[:port]`. The default port is 80.
 pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetError> {
-    let refused = || TargetError::Authority(path.to_owned());
+    let invalid = || TargetError::Authority(path.to_owned());
     if let Ok(addr) = path.parse::<SocketAddr>() {
         return if addr.port() == 0 {
-            Err(refused())
+            Err(invalid())
         } else {
             Ok(Target::Address(addr))
         };
@@ -47,7 +46,7 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
         None => (path, 80),
         Some((host, port)) => match port.parse::<u16>() {
             Ok(port) if port > 0 => (host, port),
-            _ => return Err(refused()),
+            _ => return Err(invalid()),
         },
     };
     if let Ok(ip) = host.parse::<IpAddr>() {
@@ -72,20 +71,20 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
     }
 }
 
-/// Who asks, as far as it says.
+/// The client, according to its context token.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-pub(super) struct Client {
+pub(super) struct ContextToken {
     #[serde(rename = "ns", default)]
     namespace: String,
     #[serde(rename = "nodeName", default)]
     node: String,
 }
 
-impl Client {
-    /// Reads a context token; a token that cannot be read names nobody, and the request goes on.
+impl ContextToken {
+    /// Parses a context token. An invalid token is ignored.
     pub(super) fn parse(token: &str) -> Self {
         if let Some(namespace) = token.strip_prefix("ns:") {
-            warn!(token, "the context token has the old form `ns:<namespace>`");
+            warn!(token, "the context token has the deprecated form `ns:<namespace>`");
             return Self {
                 namespace: namespace.to_owned(),
                 node: String::new(),
@@ -95,7 +94,7 @@ impl Client {
             return Self::default();
         }
         serde_json::from_str(token).unwrap_or_else(|reason| {
-            error!(token, %reason, "the context token cannot be read");
+            error!(token, %reason, "ignoring an invalid context token");
             Self::default()
         })
     }
@@ -119,7 +118,7 @@ mod tests {
         #[test]
         fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
             let _ = parse(&text, "cluster.local");
-            let _ = Client::parse(&text);
+            let _ = ContextToken::parse(&text);
         }
     }
 
@@ -148,7 +147,7 @@ mod tests {
         check("10.0.0.1:80", Some(Target::Address("10.0.0.1:80".parse().unwrap())));
         check("10.0.0.1", Some(Target::Address("10.0.0.1:80".parse().unwrap())));
         check("[fd00::1]:80", Some(Target::Address("[fd00::1]:80".parse().unwrap())));
-        for refused in [
+        for invalid in [
             "",
             ":80",
             "web.shop.svc.cluster.local:0",
@@ -163,18 +162,18 @@ mod tests {
             "fd00::1:80",
             "10.0.0.1:0",
         ] {
-            check(refused, None);
+            check(invalid, None);
         }
     }
 
     #[test]
-    fn tokens_are_json_or_an_old_namespace_and_never_refused() {
+    fn tokens_are_json_or_a_namespace_and_never_rejected() {
         let check = |token: &str, namespace: &str, node: &str| {
-            let expected = Client {
+            let expected = ContextToken {
                 namespace: namespace.to_owned(),
                 node: node.to_owned(),
             };
-            assert_eq!(Client::parse(token), expected, "{token}");
+            assert_eq!(ContextToken::parse(token), expected, "{token}");
         };
         check(r#"{"ns":"shop","nodeName":"node-1","pod":"web-1"}"#, "shop", "node-1");
         check(r#"{"ns":"shop"}"#, "shop", "");

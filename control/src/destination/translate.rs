@@ -1,4 +1,4 @@
-//! Model to protobuf: endpoints as a difference to what was sent last, profiles as a whole.
+//! Converts the model to protobuf: endpoints as a difference to the last state sent, profiles completely.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -14,42 +14,47 @@ use tulle_proto::destination::{
 };
 use tulle_proto::meta::{Metadata, Resource, metadata};
 
-use crate::destination::{Config, ZoneWeights};
+use crate::destination::config::{Config, ZoneWeights};
 use crate::model::endpoints as model;
 use crate::model::endpoints::{Endpoint, Endpoints, Existence, Http2Params, TrafficScope, Workload};
 use crate::model::profile;
 use crate::resources::meta::Name;
 use crate::wire::http_method;
 
-/// Where the client is, which decides what it may use and what is near.
+/// Node and zone of the client. They decide which endpoints it may use and which are local.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place {
+pub(super) struct ClientLocation {
     pub(super) node: Option<Box<str>>,
     pub(super) zone: Option<Arc<str>>,
 }
 
-/// The messages that bring a client from what it was told, and where it was then, to what is now: additions first, so that
-/// it always has somewhere to go, then removals, and at last whether nothing is left.
+/// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
+/// so that the client always has an endpoint, then removals, then whether no endpoint is left.
 pub(super) fn difference(
-    before: Option<(&Endpoints, &Place)>,
+    before: Option<(&Endpoints, &ClientLocation)>,
     now: &Endpoints,
     service: &Name,
-    place: &Place,
+    location: &ClientLocation,
     config: &Config,
 ) -> Vec<Update> {
-    let told = before.map(|(before, place)| Usable::new(before, place));
-    let usable = Usable::new(now, place);
-    // What is told of an endpoint depends on the client's zone.
-    let has_moved = before.is_some_and(|(_, before)| before.zone != place.zone);
-    let told_of = |addr: &SocketAddr| told.as_ref().filter(|_| !has_moved).and_then(|told| told.get(addr));
+    let sent_endpoints = before.map(|(before, location)| UsableEndpoints::new(before, location));
+    let usable = UsableEndpoints::new(now, location);
+    // The message for an endpoint depends on the client's zone.
+    let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
+    let sent_endpoint = |addr: &SocketAddr| {
+        sent_endpoints
+            .as_ref()
+            .filter(|_| !zone_changed)
+            .and_then(|sent_endpoints| sent_endpoints.get(addr))
+    };
     let added: Vec<_> = usable
         .iter()
-        .filter(|(addr, endpoint)| told_of(addr) != Some(endpoint))
-        .map(|(_, endpoint)| weighted_addr(endpoint, place, config))
+        .filter(|(addr, endpoint)| sent_endpoint(addr) != Some(endpoint))
+        .map(|(_, endpoint)| weighted_addr(endpoint, location, config))
         .collect();
-    let removed: Vec<_> = told
+    let removed: Vec<_> = sent_endpoints
         .iter()
-        .flat_map(Usable::iter)
+        .flat_map(UsableEndpoints::iter)
         .filter(|(addr, _)| usable.get(addr).is_none())
         .map(|(addr, _)| (*addr).into())
         .collect();
@@ -67,9 +72,9 @@ pub(super) fn difference(
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
-    // Said once, and again only when the service comes or goes.
-    if let Some(existence) = usable.lacks()
-        && told.and_then(|told| told.lacks()) != Some(existence)
+    // Sent only when the last endpoint is removed, or when the existence of the service changes.
+    if let Some(existence) = usable.existence_if_empty()
+        && sent_endpoints.and_then(|sent_endpoints| sent_endpoints.existence_if_empty()) != Some(existence)
     {
         messages.push(update::Update::NoEndpoints(NoEndpoints {
             exists: existence == Existence::Present,
@@ -81,55 +86,54 @@ pub(super) fn difference(
         .collect()
 }
 
-/// The endpoints that a client at one place may use.
-struct Usable<'a> {
+/// The endpoints that a client at a location may use.
+struct UsableEndpoints<'a> {
     endpoints: &'a Endpoints,
-    within: Within<'a>,
+    scope: EndpointScope<'a>,
 }
 
-/// Which of the endpoints they are.
-enum Within<'a> {
+enum EndpointScope<'a> {
     Cluster,
-    /// The client's node; none is known of a client that does not say.
+    /// Endpoints on the client's node. None if the client's node is unknown.
     Node(Option<&'a str>),
     Zone(&'a str),
-    /// What is meant for the client's node.
+    /// Endpoints with a hint for the client's node.
     HintedNode(&'a str),
 }
 
-impl<'a> Usable<'a> {
-    fn new(endpoints: &'a Endpoints, place: &'a Place) -> Self {
+impl<'a> UsableEndpoints<'a> {
+    fn new(endpoints: &'a Endpoints, location: &'a ClientLocation) -> Self {
         let addresses = &endpoints.addresses;
-        let is_for = |node: &str| {
+        let is_hinted_node = |node: &str| {
             let hinted = |endpoint: &Arc<Endpoint>| endpoint.hint_nodes.iter().any(|hint| **hint == *node);
             addresses.values().any(hinted)
         };
-        let within = match (endpoints.scope, &place.zone) {
-            (TrafficScope::Node, _) => Within::Node(place.node.as_deref()),
-            (TrafficScope::HintedNode, _) if place.node.as_deref().is_some_and(is_for) => {
-                Within::HintedNode(place.node.as_deref().unwrap_or_default())
+        let scope = match (endpoints.scope, &location.zone) {
+            (TrafficScope::Node, _) => EndpointScope::Node(location.node.as_deref()),
+            (TrafficScope::HintedNode, _) if location.node.as_deref().is_some_and(is_hinted_node) => {
+                EndpointScope::HintedNode(location.node.as_deref().unwrap_or_default())
             }
-            // Hints count only when every endpoint has them, because the others would be left without clients; and
-            // where they leave nothing they do not count either.
+            // Zone hints apply only if all endpoints have them, because endpoints without hints would get no clients.
+            // They are ignored if no endpoint has a hint for the client's zone.
             (TrafficScope::Cluster | TrafficScope::HintedNode, Some(zone))
                 if addresses.values().all(|endpoint| !endpoint.hint_zones.is_empty())
                     && addresses.values().any(|endpoint| endpoint.hint_zones.contains(zone)) =>
             {
-                Within::Zone(zone)
+                EndpointScope::Zone(zone)
             }
-            (TrafficScope::Cluster | TrafficScope::HintedNode, _) => Within::Cluster,
+            (TrafficScope::Cluster | TrafficScope::HintedNode, _) => EndpointScope::Cluster,
         };
-        Self { endpoints, within }
+        Self { endpoints, scope }
     }
 
-    fn holds(&self, endpoint: &Endpoint) -> bool {
-        match self.within {
-            Within::Cluster => true,
-            Within::Node(node) => {
+    fn contains(&self, endpoint: &Endpoint) -> bool {
+        match self.scope {
+            EndpointScope::Cluster => true,
+            EndpointScope::Node(node) => {
                 matches!(endpoint.workload, Workload::Pod { .. }) && node.is_some() && endpoint.node.as_deref() == node
             }
-            Within::Zone(zone) => endpoint.hint_zones.iter().any(|hint| **hint == *zone),
-            Within::HintedNode(node) => endpoint.hint_nodes.iter().any(|hint| **hint == *node),
+            EndpointScope::Zone(zone) => endpoint.hint_zones.iter().any(|hint| **hint == *zone),
+            EndpointScope::HintedNode(node) => endpoint.hint_nodes.iter().any(|hint| **hint == *node),
         }
     }
 
@@ -137,25 +141,25 @@ impl<'a> Usable<'a> {
         self.endpoints
             .addresses
             .iter()
-            .filter(|(_, endpoint)| self.holds(endpoint))
+            .filter(|(_, endpoint)| self.contains(endpoint))
     }
 
     fn get(&self, addr: &SocketAddr) -> Option<&'a Arc<Endpoint>> {
         self.endpoints
             .addresses
             .get(addr)
-            .filter(|endpoint| self.holds(endpoint))
+            .filter(|endpoint| self.contains(endpoint))
     }
 
-    /// What is there instead of endpoints, when there is none.
-    fn lacks(&self) -> Option<Existence> {
+    /// Returns the existence of the service if there is no usable endpoint.
+    fn existence_if_empty(&self) -> Option<Existence> {
         self.iter().next().is_none().then_some(self.endpoints.existence)
     }
 }
 
-fn weighted_addr(endpoint: &Endpoint, place: &Place, config: &Config) -> WeightedAddr {
+fn weighted_addr(endpoint: &Endpoint, location: &ClientLocation, config: &Config) -> WeightedAddr {
     let mut addr = endpoint_addr(endpoint, config);
-    let locality = match (&place.zone, &endpoint.zone) {
+    let locality = match (&location.zone, &endpoint.zone) {
         (Some(client), Some(zone)) if client == zone => "local",
         (Some(_), Some(_)) => "remote",
         (None, _) | (_, None) => "unknown",
@@ -168,7 +172,7 @@ fn weighted_addr(endpoint: &Endpoint, place: &Place, config: &Config) -> Weighte
     addr
 }
 
-/// The endpoint as any client sees it.
+/// Returns the message for an endpoint, without the parts that depend on the client.
 fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     let mut labels: BTreeMap<String, String> = endpoint
         .labels
@@ -183,7 +187,7 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     }
     WeightedAddr {
         addr: Some(endpoint.addr.into()),
-        weight: WEIGHT,
+        weight: DEFAULT_WEIGHT,
         metric_labels: labels,
         tls_identity: endpoint.identity.as_ref().map(tls_identity),
         protocol_hint: protocol_hint(endpoint),
@@ -203,7 +207,7 @@ fn protocol_hint(endpoint: &Endpoint) -> Option<ProtocolHint> {
         model::ProtocolHint::H2 => Protocol::H2(H2 {}),
         model::ProtocolHint::Opaque => Protocol::Opaque(Opaque {}),
     });
-    let opaque_transport = endpoint.opaque_transport.map(|port| OpaqueTransport {
+    let opaque_transport = endpoint.opaque_transport_port.map(|port| OpaqueTransport {
         inbound_port: port.into(),
     });
     if protocol.is_none() && opaque_transport.is_none() {
@@ -234,7 +238,7 @@ fn tls_identity(identity: &model::TlsIdentity) -> TlsIdentity {
     }
 }
 
-/// The message for a profile of a service.
+/// Returns the message for the profile of a service.
 pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationProfile {
     let (profile_namespace, profile_name) = profile
         .source
@@ -272,7 +276,7 @@ pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationP
     }
 }
 
-/// The message for a profile of an address.
+/// Returns the message for the profile of an address.
 pub(super) fn endpoint_profile(endpoint: &Endpoint, opacity: profile::Opacity, config: &Config) -> DestinationProfile {
     DestinationProfile {
         opaque_protocol: opacity == profile::Opacity::Opaque,
@@ -350,5 +354,4 @@ fn response_match(matched: &profile::ResponseMatch) -> ResponseMatch {
     ResponseMatch { r#match: Some(matched) }
 }
 
-/// The weight of an endpoint that nothing sets apart.
-const WEIGHT: u32 = 10_000;
+const DEFAULT_WEIGHT: u32 = 10_000;

@@ -1,4 +1,4 @@
-//! The issuer and the trust anchors of now: read again when their files change, kept when the new ones are bad.
+//! The current issuer and trust anchors. They are reloaded when their files change; invalid files are ignored.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,20 +6,21 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{info, warn};
+use tulle_core::error_chain::ErrorChain;
 
 use super::events::Events;
 use super::issuer::{Issuer, IssuerError, rfc3339};
 use crate::tls::anchors::{self, TrustAnchors};
-use crate::tls::files::Watched;
+use crate::tls::file_watcher::WatchPath;
 
-/// Holds the issuer; empty until the files are there.
+/// Holds the issuer; `None` until valid files exist.
 pub(crate) struct Authority {
     issuer_dir: PathBuf,
     anchors_path: PathBuf,
-    /// What the identity service itself is called; every issuer must be able to sign it.
+    /// TLS name of the identity service; every issuer must be able to sign it.
     name: String,
     current: watch::Sender<Option<Arc<Issuer>>>,
-    /// What was wrong when it was looked at last, so that it is told once.
+    /// The last load error, so that it is logged once.
     problem: Mutex<Option<String>>,
     events: Events,
 }
@@ -45,7 +46,7 @@ impl Authority {
         }
     }
 
-    /// Loads what is there now; the old issuer stays when the new one is bad.
+    /// Loads the files. If they are invalid, the previous issuer stays.
     pub(crate) fn reload(&self) {
         match self.load() {
             Ok(issuer) => {
@@ -59,12 +60,11 @@ impl Authority {
                 }
                 let kept = self.current.borrow().is_some();
                 warn!(error = &err as &dyn std::error::Error, kept, "issuer update skipped");
-                self.events.issuer_update_skipped(with_causes(&err));
+                self.events.issuer_update_skipped(ErrorChain(&err).to_string());
             }
         }
     }
 
-    /// The issuer of now.
     pub(crate) fn issuer(&self) -> Option<Arc<Issuer>> {
         self.current.borrow().clone()
     }
@@ -77,9 +77,9 @@ impl Authority {
         &self.name
     }
 
-    /// What changes matter.
-    pub(crate) fn places(&self) -> [Watched<'_>; 2] {
-        [Watched::Dir(&self.issuer_dir), Watched::File(&self.anchors_path)]
+    /// Paths to watch for changes.
+    pub(crate) fn watch_paths(&self) -> [WatchPath<'_>; 2] {
+        [WatchPath::Dir(&self.issuer_dir), WatchPath::File(&self.anchors_path)]
     }
 
     fn load(&self) -> Result<Issuer, LoadError> {
@@ -87,7 +87,7 @@ impl Authority {
         Issuer::load(&self.issuer_dir, anchors, &self.name).map_err(LoadError::Issuer)
     }
 
-    /// Takes a new issuer, unless it is the one that is there: those who wait would renew for nothing.
+    /// Replaces the issuer unless it is unchanged: subscribers would renew their certificates without need.
     fn replace(&self, issuer: Issuer) {
         let is_same =
             |old: &Arc<Issuer>| old.chain() == issuer.chain() && old.anchors().certs() == issuer.anchors().certs();
@@ -97,20 +97,8 @@ impl Authority {
         let (expires_at, n_anchors) = (rfc3339(issuer.expires_at()), issuer.anchors().certs().len());
         info!(expires_at, n_anchors, "issuer updated");
         self.events.issuer_updated(format!(
-            "the issuer is valid until {expires_at} and leads to one of {n_anchors} trust anchors"
+            "the issuer is valid until {expires_at} and is verified by one of {n_anchors} trust anchors"
         ));
         self.current.send_replace(Some(Arc::new(issuer)));
     }
-}
-
-/// The error and what caused it, on one line.
-pub(super) fn with_causes(err: &dyn std::error::Error) -> String {
-    let mut text = err.to_string();
-    let mut source = err.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }

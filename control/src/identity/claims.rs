@@ -1,6 +1,6 @@
-//! What the token of a service account says of itself, before anybody has verified it.
+//! The unverified claims of a service account token.
 //!
-//! A review costs the API server work. A token that cannot be accepted, whoever signed it, is refused without one.
+//! A review costs the API server work, so a token that cannot be accepted is refused without a review.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tulle_core::names::TOKEN_AUDIENCE;
 
-/// The claims that are looked at; nothing of them is proven.
+/// Claims before verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Claims {
     pub(crate) issuer: String,
@@ -18,12 +18,12 @@ pub(crate) struct Claims {
     expires_at: Option<u64>,
 }
 
-/// For whom a token is.
+/// The audience of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Audience {
     /// The identity service.
     Identity,
-    /// The API server itself: pods without a projected token send that one.
+    /// The API server. Pods without a projected token send their token for the API server.
     ApiServer,
 }
 
@@ -38,7 +38,7 @@ pub(crate) enum ClaimsError {
     TooLong,
     #[error("service account token has expired")]
     Expired,
-    #[error("it does not say when it expires")]
+    #[error("it has no exp claim")]
     NoExpiry,
     #[error("token audiences {found:?} is invalid, expected {TOKEN_AUDIENCE:?}")]
     Audience { found: Vec<String> },
@@ -54,7 +54,6 @@ struct Raw {
 }
 
 impl Claims {
-    /// Reads a token without verifying it.
     pub(crate) fn parse(token: &[u8]) -> Result<Self, ClaimsError> {
         if token.len() > MAX_TOKEN {
             return Err(ClaimsError::TooLong);
@@ -79,8 +78,8 @@ impl Claims {
         })
     }
 
-    /// Checks what needs no key: the time, and for whom the token is. `api_server` are the audiences of the API server, as far
-    /// as they are known; if not, the review says.
+    /// Checks expiry and audience, which needs no key. `api_server` lists the audiences of the API server; if it is
+    /// empty, the review decides.
     pub(crate) fn check(&self, now: u64, api_server: &[String]) -> Result<Audience, ClaimsError> {
         let is_legacy = self.is_legacy();
         match self.expires_at {
@@ -100,25 +99,26 @@ impl Claims {
         }
     }
 
-    /// Whether this is a token of a Secret, as Kubernetes made them before 1.24: without end and audience.
+    /// Returns whether the token comes from a Secret, as Kubernetes created them before 1.24: without expiry and
+    /// audience.
     pub(crate) fn is_legacy(&self) -> bool {
         self.issuer == LEGACY_ISSUER
     }
 
-    /// Those of this process's own token for the API server, where Kubernetes gives it one. It tells the issuer of the cluster
-    /// and the audiences of its API server.
+    /// Claims of this process's own token for the API server, if Kubernetes mounts one. They contain the cluster's
+    /// issuer and the audiences of its API server.
     pub(crate) fn own(path: &Path) -> Option<Self> {
         let token = fs::read(path).ok()?;
         Self::parse(token.trim_ascii()).ok()
     }
 }
 
-/// Where Kubernetes puts the token of a pod for the API server.
+/// Where Kubernetes mounts the token of a pod for the API server.
 pub(super) const OWN_TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount/token";
 const LEGACY_ISSUER: &str = "kubernetes/serviceaccount";
-/// Tokens of service accounts take one or two kilobytes.
+/// In bytes. Tokens of service accounts have one or two KiB.
 const MAX_TOKEN: usize = 16 * 1024;
-/// How far clocks may be off.
+/// Maximum clock skew, in seconds.
 const LEEWAY_SECS: u64 = 10;
 
 #[cfg(test)]
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_token_is_refused_with_the_reason() {
+    fn malformed_tokens_are_refused_with_the_reason() {
         for (token, expected) in [
             (&b"hello"[..], ClaimsError::NotJwt),
             (b"a.b.c", ClaimsError::NotJwt),

@@ -1,6 +1,7 @@
-//! Signing requests: what a workload may ask for.
+//! Parses certificate signing requests.
 //!
-//! Only the name that was proven and the public key go into a certificate; whatever else a request says is refused or ignored.
+//! A certificate contains only the authenticated name and the public key. All other content of a request is refused or
+//! ignored.
 
 use rcgen::SubjectPublicKeyInfo;
 use x509_parser::certification_request::X509CertificationRequest;
@@ -8,7 +9,7 @@ use x509_parser::error::X509Error;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::FromDer;
 
-/// A request whose signature is that of its own key.
+/// A request with a valid signature of its own key.
 #[derive(Debug)]
 pub(crate) struct SigningRequest {
     common_names: Vec<String>,
@@ -17,7 +18,6 @@ pub(crate) struct SigningRequest {
     spki: Vec<u8>,
 }
 
-/// Bytes that are no signing request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum MalformedError {
@@ -29,7 +29,7 @@ pub(crate) enum MalformedError {
     Signature(#[source] X509Error),
 }
 
-/// A request for other names than the one that was proven.
+/// The request has other names than the authenticated one.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum NameError {
@@ -47,7 +47,7 @@ pub(crate) enum NameError {
     CommonName { found: String, identity: String },
 }
 
-/// A key that is not signed here.
+/// The key algorithm is not supported.
 #[derive(Debug, thiserror::Error)]
 #[error("the signing request has an {algorithm} key; expected ECDSA P-256 or P-384")]
 pub(crate) struct KeyError {
@@ -62,7 +62,7 @@ enum Name {
 }
 
 impl SigningRequest {
-    /// Reads a request and checks that whoever made it holds its private key.
+    /// Parses a request and verifies its signature, which proves possession of the private key.
     pub(crate) fn parse(der: &[u8]) -> Result<Self, MalformedError> {
         let (rest, csr) = X509CertificationRequest::from_der(der).map_err(|err| MalformedError::Parse(err.into()))?;
         if !rest.is_empty() {
@@ -73,7 +73,7 @@ impl SigningRequest {
         let common_names = info
             .subject
             .iter_common_name()
-            // A name in an encoding that is not text equals nothing.
+            // A common name that is not text never matches.
             .map(|name| name.as_str().unwrap_or("\u{fffd}").to_owned())
             .collect();
         let names = csr
@@ -94,7 +94,7 @@ impl SigningRequest {
         })
     }
 
-    /// Checks that this identity, and nothing else, is asked for.
+    /// Checks that the request is for this identity only.
     pub(crate) fn check_names(&self, identity: &str) -> Result<(), NameError> {
         let identity = || identity.to_owned();
         for name in &self.names {
@@ -134,7 +134,7 @@ impl SigningRequest {
         }
     }
 
-    /// The public key, if it is of a kind that is signed here.
+    /// The public key, if its algorithm is supported.
     pub(crate) fn public_key(&self) -> Result<SubjectPublicKeyInfo, KeyError> {
         match SubjectPublicKeyInfo::from_der(&self.spki) {
             Ok(key) if is_ecdsa(&key) => Ok(key),
@@ -147,7 +147,7 @@ impl SigningRequest {
         }
     }
 
-    /// Whether the request names its subject besides the subject alternative name.
+    /// Returns whether the request has a common name in its subject.
     pub(crate) fn has_common_name(&self) -> bool {
         self.common_names.iter().any(|name| !name.is_empty())
     }
@@ -243,7 +243,7 @@ mod tests {
         long.push(0);
         assert!(matches!(SigningRequest::parse(&long), Err(MalformedError::Trailing(1))));
         let mut forged = good.clone();
-        // The last byte belongs to the signature.
+        // The last byte is part of the signature.
         *forged.last_mut().unwrap() ^= 1;
         assert!(matches!(
             SigningRequest::parse(&forged),

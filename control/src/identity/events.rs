@@ -1,19 +1,25 @@
-//! What the identity service tells the readers of Kubernetes objects.
+//! Kubernetes Events of the identity service: on its Deployment, and on service accounts.
 
 use k8s_openapi::api::core::v1::ObjectReference;
 
-use super::server::Holder;
-use crate::kubernetes::recorder::{Note, Recorder, Severity};
+use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
 
-/// Events on the Deployment of the identity service, and on service accounts.
+#[derive(Debug)]
+pub(super) struct AuthenticatedServiceAccount {
+    pub(super) namespace: String,
+    pub(super) service_account: String,
+    /// UID of the ServiceAccount object; `None` for join tokens.
+    pub(super) uid: Option<String>,
+}
+
 #[derive(Clone)]
 pub(crate) struct Events {
-    recorder: Recorder,
+    recorder: EventRecorder,
     controller_namespace: String,
 }
 
 impl Events {
-    pub(crate) fn new(recorder: Recorder, controller_namespace: String) -> Self {
+    pub(crate) fn new(recorder: EventRecorder, controller_namespace: String) -> Self {
         Self {
             recorder,
             controller_namespace,
@@ -21,20 +27,20 @@ impl Events {
     }
 
     pub(crate) fn issuer_updated(&self, text: String) {
-        self.about_us(Severity::Normal, "IssuerUpdated", "Reload", text);
+        self.record_on_deployment(Severity::Normal, "IssuerUpdated", "Reload", text);
     }
 
     pub(crate) fn issuer_update_skipped(&self, text: String) {
-        self.about_us(Severity::Warning, "IssuerUpdateSkipped", "Reload", text);
+        self.record_on_deployment(Severity::Warning, "IssuerUpdateSkipped", "Reload", text);
     }
 
     pub(crate) fn issuer_validation_failed(&self, text: String) {
-        self.about_us(Severity::Warning, "IssuerValidationFailed", "Certify", text);
+        self.record_on_deployment(Severity::Warning, "IssuerValidationFailed", "Certify", text);
     }
 
-    pub(crate) fn issued(&self, holder: &Holder, text: String) {
-        self.recorder.record(Note {
-            about: ObjectReference {
+    pub(crate) fn issued(&self, holder: &AuthenticatedServiceAccount, text: String) {
+        self.recorder.record(EventNote {
+            regarding: ObjectReference {
                 kind: Some("ServiceAccount".to_owned()),
                 api_version: Some("v1".to_owned()),
                 namespace: Some(holder.namespace.clone()),
@@ -45,23 +51,26 @@ impl Events {
             severity: Severity::Normal,
             reason: "IssuedLeafCertificate",
             action: "Certify",
-            text,
+            message: text,
         });
     }
 
-    fn about_us(&self, severity: Severity, reason: &'static str, action: &'static str, text: String) {
-        self.recorder.record(Note {
-            about: ObjectReference {
+    fn record_on_deployment(&self, severity: Severity, reason: &'static str, action: &'static str, text: String) {
+        self.recorder.record(EventNote {
+            regarding: ObjectReference {
                 kind: Some("Deployment".to_owned()),
                 api_version: Some("apps/v1".to_owned()),
                 namespace: Some(self.controller_namespace.clone()),
-                name: Some(super::SERVICE_ACCOUNT.to_owned()),
+                name: Some(SERVICE_ACCOUNT.to_owned()),
                 ..ObjectReference::default()
             },
             severity,
             reason,
             action,
-            text,
+            message: text,
         });
     }
 }
+
+/// The service account of the identity service itself, and the name of its Deployment.
+pub(super) const SERVICE_ACCOUNT: &str = "linkerd-identity";

@@ -1,4 +1,4 @@
-//! The issuer: an authority from a directory that signs leaves, immutable once loaded.
+//! The issuer: a CA from a directory that signs leaf certificates. Immutable after loading.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,43 +18,40 @@ use zeroize::Zeroizing;
 use crate::tls;
 use crate::tls::anchors::TrustAnchors;
 
-/// An authority below the trust anchors, with its private key.
+/// A CA below the trust anchors, with its private key.
 pub(crate) struct Issuer {
     anchors: TrustAnchors,
-    /// The issuer first, then those above it.
+    /// The issuer first, then its parents.
     chain: Vec<CertificateDer<'static>>,
     signer: rcgen::Issuer<'static, KeyPair>,
-    /// When the first certificate of the chain expires.
+    /// Earliest expiry of a certificate in the chain.
     expires_at: OffsetDateTime,
     probe: Probe,
 }
 
-/// How long leaves live.
 #[derive(Clone, Copy, Debug)]
 pub struct Validity {
-    /// How long a leaf is good for.
+    /// Lifetime of a leaf.
     pub lifetime: Duration,
-    /// How far the clocks of the mesh may be apart; added on both sides.
+    /// Maximum clock skew in the mesh; added before and after the lifetime.
     pub clock_skew: Duration,
 }
 
-/// What a leaf says of its holder.
+/// The content of a leaf.
 #[derive(Debug)]
 pub(crate) struct Subject<'a> {
     pub(crate) identity: &'a str,
-    /// Whether the identity stands in the subject as well, where old software looks for it.
+    /// Also sets the common name, for software that does not read subject alternative names.
     pub(crate) with_common_name: bool,
     pub(crate) key: &'a SubjectPublicKeyInfo,
 }
 
-/// A signed leaf.
 #[derive(Debug)]
 pub(crate) struct Issued {
     pub(crate) certificate: Certificate,
     pub(crate) valid_until: OffsetDateTime,
 }
 
-/// Why an issuer was not taken.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum IssuerError {
@@ -97,9 +94,9 @@ pub(crate) enum IssuerError {
         #[source]
         source: rcgen::Error,
     },
-    #[error("the subject of the issuer in {path:?} cannot be written again; expected each attribute once")]
+    #[error("the subject of the issuer in {path:?} cannot be re-encoded unchanged; expected each attribute once")]
     Subject { path: PathBuf },
-    #[error("{name:?} is not a name for a certificate")]
+    #[error("{name:?} is not a DNS name")]
     Name {
         name: String,
         #[source]
@@ -113,7 +110,6 @@ pub(crate) enum IssuerError {
     },
 }
 
-/// Why a leaf was not signed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum SignError {
@@ -127,14 +123,14 @@ pub(crate) enum SignError {
     Random(#[source] rustls::Error),
 }
 
-/// A leaf that proves that what this issuer signs is accepted.
+/// A leaf that is signed at load time. If the trust anchors verify it, they accept the leaves of this issuer.
 struct Probe {
     name: ServerName<'static>,
     leaf: CertificateDer<'static>,
 }
 
 impl Issuer {
-    /// Loads the issuer of a directory and proves that leaves of this name would be accepted by the anchors.
+    /// Loads the issuer of a directory and checks that the anchors verify a leaf with this name.
     pub(crate) fn load(dir: &Path, anchors: TrustAnchors, name: &str) -> Result<Self, IssuerError> {
         let (cert_path, key_path) = files(dir)?;
         let chain = read_chain(&cert_path)?;
@@ -176,7 +172,7 @@ impl Issuer {
         }
     }
 
-    /// Whether what is signed now would be accepted by those who trust the anchors.
+    /// Checks that the trust anchors still verify leaves of this issuer.
     pub(crate) fn verify(&self, now: OffsetDateTime) -> Result<(), rustls::Error> {
         let since_epoch = Duration::from_secs(now.unix_timestamp().try_into().unwrap_or(0));
         let now = UnixTime::since_unix_epoch(since_epoch);
@@ -184,9 +180,9 @@ impl Issuer {
             .verify(&self.probe.leaf, &self.chain, &self.probe.name, now)
     }
 
-    /// Signs a leaf that lives as long as asked for, or as long as the chain above it.
+    /// Signs a leaf for the requested lifetime, but at most until the chain expires.
     ///
-    /// It is valid from the skew before now until the skew after the end of its lifetime, in whole seconds.
+    /// It is valid from `now` minus the clock skew until the lifetime plus the clock skew, in whole seconds.
     pub(crate) fn sign(
         &self,
         subject: &Subject<'_>,
@@ -195,11 +191,11 @@ impl Issuer {
     ) -> Result<Issued, SignError> {
         let now = now.replace_nanosecond(0).unwrap_or(now);
         let mut serial = [0; SERIAL_LEN];
-        tls::provider()
+        tls::crypto_provider()
             .secure_random
             .fill(&mut serial)
             .map_err(|err| SignError::Random(err.into()))?;
-        // The number must be positive.
+        // Serial numbers must be positive.
         serial[0] &= 0x7f;
         let sign_error = |source| SignError::Sign {
             identity: subject.identity.to_owned(),
@@ -221,7 +217,7 @@ impl Issuer {
         })
     }
 
-    /// The issuer first, then those above it; a leaf's peers need them to find the anchors.
+    /// The issuer first, then its parents. Peers need them to verify a leaf against the trust anchors.
     pub(crate) fn chain(&self) -> &[CertificateDer<'static>] {
         &self.chain
     }
@@ -230,19 +226,19 @@ impl Issuer {
         &self.anchors
     }
 
-    /// When the first certificate of the chain expires.
+    /// Earliest expiry of a certificate in the chain.
     pub(crate) fn expires_at(&self) -> OffsetDateTime {
         self.expires_at
     }
 }
 
 impl Validity {
-    /// From when until when; times that no calendar has become the first and the last second that certificates know.
+    /// Returns not_before and not_after. On overflow they are 1970 and [`MAX_NOT_AFTER`].
     fn around(self, now: OffsetDateTime) -> (OffsetDateTime, OffsetDateTime) {
         let signed = |duration| time::Duration::try_from(duration).unwrap_or(time::Duration::MAX);
         let skew = signed(self.clock_skew);
         let end = signed(self.lifetime).saturating_add(skew);
-        let last = OffsetDateTime::from_unix_timestamp(LAST_SECOND).unwrap_or(now);
+        let last = OffsetDateTime::from_unix_timestamp(MAX_NOT_AFTER).unwrap_or(now);
         (
             now.checked_sub(skew).unwrap_or(OffsetDateTime::UNIX_EPOCH),
             now.checked_add(end).unwrap_or(last),
@@ -261,7 +257,7 @@ impl Probe {
         let mut params = leaf_params(name).map_err(ProbeError::Sign)?;
         params.not_before = OffsetDateTime::UNIX_EPOCH;
         params.not_after = until;
-        // The key is gone after this line: nobody can be whom the probe names.
+        // The private key is dropped, so the probe's identity cannot be used.
         let key = KeyPair::generate().map_err(ProbeError::Sign)?;
         let leaf = params.signed_by(&key, signer).map_err(ProbeError::Sign)?;
         Ok(Self {
@@ -271,13 +267,12 @@ impl Probe {
     }
 }
 
-/// A time as logs and other programs write it.
 pub(crate) fn rfc3339(time: OffsetDateTime) -> String {
-    // Only years beyond 9999 have no such form, and certificates have none of those.
+    // Only years above 9999 cannot be formatted; certificates cannot contain them.
     time.format(&Rfc3339).unwrap_or_default()
 }
 
-/// What all leaves have in common.
+/// Parameters that all leaves share.
 fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
@@ -289,7 +284,7 @@ fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     Ok(params)
 }
 
-/// The names that Linkerd's charts use, then those of Kubernetes' TLS secrets.
+/// File names in Linkerd's charts first, then those of Kubernetes TLS Secrets.
 fn files(dir: &Path) -> Result<(PathBuf, PathBuf), IssuerError> {
     [("crt.pem", "key.pem"), ("tls.crt", "tls.key")]
         .map(|(cert, key)| (dir.join(cert), dir.join(key)))
@@ -333,7 +328,7 @@ fn read(path: &Path) -> Result<Vec<u8>, IssuerError> {
     })
 }
 
-/// Finds the end of the whole chain and the issuer's public key, and checks that it may sign.
+/// Returns the earliest expiry in the chain and the issuer's public key. Checks that the issuer is a CA.
 fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime, Vec<u8>), IssuerError> {
     let unreadable = |source| IssuerError::Certificate {
         path: path.to_owned(),
@@ -357,9 +352,9 @@ fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime,
     Ok((first_end, spki))
 }
 
-/// Whether a leaf names its issuer byte for byte, as peers compare names.
+/// Returns whether the leaf's issuer name equals the issuer's subject byte for byte, as peers compare them.
 ///
-/// The library that signs keeps one value of each attribute, and would name another issuer if there were more.
+/// rcgen keeps one value per attribute, so the name differs if an attribute is repeated.
 fn names_issuer(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     let parsed = [leaf, issuer].map(|der| x509_parser::parse_x509_certificate(der));
     let [Ok((_, leaf)), Ok((_, issuer))] = parsed else {
@@ -368,10 +363,10 @@ fn names_issuer(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool 
     leaf.issuer().as_raw() == issuer.subject().as_raw()
 }
 
-/// The longest that RFC 5280 allows is 20; 16 random bytes never meet again.
+/// In bytes. RFC 5280 allows 20; 16 random bytes do not collide in practice.
 const SERIAL_LEN: usize = 16;
-/// 9999-12-31T23:59:59Z.
-const LAST_SECOND: i64 = 253_402_300_799;
+/// 9999-12-31T23:59:59Z in seconds since 1970.
+const MAX_NOT_AFTER: i64 = 253_402_300_799;
 
 #[cfg(test)]
 mod tests {
@@ -409,14 +404,17 @@ mod tests {
         })
     }
 
-    /// An issuer below this root, with something that ours never have.
-    fn odd_issuer(root: &CertificateAuthority, odd: impl FnOnce(&mut CertificateParams)) -> CertificateAuthority {
+    /// An issuer below this root with unusual parameters.
+    fn issuer_with(
+        root: &CertificateAuthority,
+        customize: impl FnOnce(&mut CertificateParams),
+    ) -> CertificateAuthority {
         let root_key = KeyPair::from_pem(&root.key).unwrap();
         let signer = rcgen::Issuer::from_ca_cert_pem(&root.certificate, root_key).unwrap();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        odd(&mut params);
+        customize(&mut params);
         CertificateAuthority {
             certificate: params.signed_by(&key, &signer).unwrap().pem(),
             key: key.serialize_pem(),
@@ -468,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leaf_ends_with_the_chain_above_it() {
+    fn a_leaf_does_not_outlive_its_chain() {
         let root = anchor();
         let ca = trust::create_issuer("issuer", HOUR, &root).unwrap();
         let issuer = load(&[("tls.crt", &ca.certificate), ("tls.key", &ca.key)], &root).unwrap();
@@ -498,7 +496,7 @@ mod tests {
         let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
         let ca = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &root).unwrap();
         let foreign = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &other).unwrap();
-        let expired = odd_issuer(&root, |params| params.not_after = OffsetDateTime::now_utc() - HOUR);
+        let expired = issuer_with(&root, |params| params.not_after = OffsetDateTime::now_utc() - HOUR);
         let issuer = load(&[("crt.pem", &ca.certificate), ("key.pem", &ca.key)], &root).unwrap();
         let key = KeyPair::generate().unwrap();
         let spki = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
@@ -522,7 +520,7 @@ mod tests {
         check(&ca.certificate, "", "expected one private key");
         let ed25519 = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
         check(&ca.certificate, &ed25519.serialize_pem(), "is not that of");
-        let twice = odd_issuer(&root, |params| {
+        let twice = issuer_with(&root, |params| {
             params.distinguished_name.push(DnType::OrganizationName, "a");
             let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);
             params.distinguished_name.push(organization, "b");

@@ -1,4 +1,4 @@
-//! What the identity service counts.
+//! Metrics of the identity service.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -8,7 +8,6 @@ use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
 use super::authority::Authority;
 
-/// Counters of signing requests by their outcome.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     certify: Family<Counter>,
@@ -22,13 +21,13 @@ impl Metrics {
         }
     }
 
-    /// Counts one request; outcomes are few and fixed.
+    /// Counts one request. Outcomes are a small fixed set.
     pub(crate) fn certified(&self, outcome: &'static str) {
         self.certify.get(&Labels::new().with("outcome", outcome)).inc();
     }
 }
 
-/// Computed when it is read, because it changes by itself.
+/// Computed at scrape time, because it changes with time.
 fn write_ttl(authority: &Authority, out: &mut String) {
     if let Some(issuer) = authority.issuer() {
         let ttl = (issuer.expires_at() - OffsetDateTime::now_utc()).as_seconds_f64();

@@ -1,22 +1,21 @@
-//! The identity service: it gives workloads that prove who they are a certificate that says so.
+//! The identity service: authenticates workloads by their token and signs their certificates.
 //!
-//! Proof is a token, which a [`tokens::Reviewer`] judges; the certificate is signed by an issuer from a directory, which
-//! must lead to the trust anchors.
-//! Both directories are watched: good files take effect at once, bad ones are reported and change nothing.
-//! Requests enter at [`server`]; the control plane's own certificates are kept by [`leaf`].
-//! Where tokens come from, and how the server is reached, is not known here.
+//! A [`tokens::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
+//! anchors. Both directories are watched: valid files take effect at once, invalid ones are logged and ignored.
+//! [`server`] handles requests; [`leaf`] renews the control plane's own certificates.
 
 mod authority;
 pub(crate) mod claims;
+mod client_queue;
 pub(crate) mod csr;
 mod events;
 pub mod issuer;
-pub mod leaf;
 mod metrics;
+pub mod own_certificate;
+mod review;
 pub mod server;
 pub mod token_review;
 pub mod tokens;
-mod turns;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,17 +25,16 @@ use tulle_core::identity;
 use tulle_core::metrics::Registry;
 use tulle_proto::identity::identity_server::IdentityServer;
 
-use crate::tls::files::{Changes, WatchError, Watched};
+use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 use authority::Authority;
-use events::Events;
+use events::{Events, SERVICE_ACCOUNT};
 use issuer::Validity;
 use metrics::Metrics;
-use server::{IdentityService, Naming};
+use server::{IdentityDomain, IdentityService};
 use tokens::Reviewer;
 
-use crate::kubernetes::recorder::Recorder;
+use crate::kubernetes::event_recorder::EventRecorder;
 
-/// What the identity service needs to know.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Holds `crt.pem` and `key.pem`, or `tls.crt` and `tls.key`.
@@ -48,21 +46,21 @@ pub struct Config {
     pub validity: Validity,
 }
 
-/// Reads the credentials again when they change.
+/// Reloads the credentials when their files change.
 pub struct Reload {
     service: IdentityService,
-    changes: Changes,
+    changes: FileWatcher,
 }
 
 impl IdentityService {
-    /// A service with the issuer that is there now, if it is good, and the task that keeps it current.
+    /// Creates the service with the current issuer, if it is valid, and the task that reloads it.
     ///
     /// # Errors
-    /// Directories that cannot be watched.
+    /// Fails if a directory cannot be watched.
     pub fn new(
         config: &Config,
         reviewer: Reviewer,
-        recorder: Recorder,
+        recorder: EventRecorder,
         registry: &Registry,
     ) -> Result<(Self, Reload), WatchError> {
         let ns = &config.controller_namespace;
@@ -74,19 +72,19 @@ impl IdentityService {
             name,
             events.clone(),
         ));
-        let [issuer, anchors] = authority.places();
-        // Watched before it is read, so that no change falls in between.
-        let places: Vec<_> = [issuer, anchors]
+        let [issuer, anchors] = authority.watch_paths();
+        // The watch starts before the files are read, so that no change is missed.
+        let watch_paths: Vec<_> = [issuer, anchors]
             .into_iter()
-            .chain(reviewer.dir().map(Watched::Dir))
+            .chain(reviewer.dir().map(WatchPath::Dir))
             .collect();
-        let changes = Changes::watch(&places)?;
+        let changes = FileWatcher::watch(&watch_paths)?;
         authority.reload();
         let service = Self {
             metrics: Metrics::new(registry, authority.clone()),
             authority,
             reviewer: Arc::new(reviewer),
-            naming: Arc::new(Naming {
+            identity_domain: Arc::new(IdentityDomain {
                 controller_namespace: ns.clone(),
                 trust_domain: config.trust_domain.clone(),
             }),
@@ -100,12 +98,11 @@ impl IdentityService {
         Ok((service, reload))
     }
 
-    /// The TLS name under which proxies look for this service.
+    /// The TLS server name of this service.
     pub fn name(&self) -> &str {
         self.authority.name()
     }
 
-    /// The gRPC service.
     pub fn server(&self) -> IdentityServer<Self> {
         IdentityServer::new(self.clone()).max_decoding_message_size(MAX_REQUEST)
     }
@@ -115,10 +112,10 @@ impl Reload {
     /// Runs until the drain.
     pub async fn run(mut self, drain: Watch) {
         loop {
-            // Both branches only wait; a change that comes during a reload is noticed at the next turn.
+            // Cancel-safe: both branches only wait. A change during a reload is reported by the next wait.
             tokio::select! {
                 () = drain.signaled() => return,
-                () = self.changes.next() => {}
+                () = self.changes.wait_for_change() => {}
             }
             self.service.authority.reload();
             self.service.reviewer.reload();
@@ -126,9 +123,7 @@ impl Reload {
     }
 }
 
-/// Whose identity the identity service has.
-const SERVICE_ACCOUNT: &str = "linkerd-identity";
-/// A token and a signing request are a few KiB.
+/// In bytes. A token and a signing request are a few KiB.
 const MAX_REQUEST: usize = 64 * 1024;
 
 #[cfg(test)]

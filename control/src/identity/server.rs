@@ -1,4 +1,4 @@
-//! Certify: a token and a signing request go in, a certificate comes out.
+//! The Certify method: takes a token and a signing request, returns a certificate.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
@@ -8,69 +8,61 @@ use prost_types::Timestamp;
 use time::OffsetDateTime;
 use tonic::{Code, Request, Response, Status};
 use tracing::info;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::{self, Identity};
 use tulle_proto::identity as proto;
 
 use crate::grpc::Caller;
 
-use super::authority::{Authority, with_causes};
+use super::authority::Authority;
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
-use super::events::Events;
+use super::events::{AuthenticatedServiceAccount, Events};
 use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
 use super::metrics::Metrics;
-use super::tokens::{Review, ReviewError, Reviewer};
+use super::review::{Review, ReviewError};
+use super::tokens::Reviewer;
 
-/// The identity service; clones share everything.
+/// The identity service. Clones share their state.
 #[derive(Clone)]
 pub struct IdentityService {
     pub(super) authority: Arc<Authority>,
     pub(super) reviewer: Arc<Reviewer>,
-    pub(super) naming: Arc<Naming>,
+    pub(super) identity_domain: Arc<IdentityDomain>,
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
     pub(super) events: Events,
 }
 
-/// A service account that has proven who it is.
-#[derive(Debug)]
-pub(super) struct Holder {
-    pub(super) namespace: String,
-    pub(super) service_account: String,
-    /// Where it is an object of a cluster.
-    pub(super) uid: Option<String>,
-}
-
-/// What identities are made of besides namespace and service account.
-pub(super) struct Naming {
+/// The parts of an identity besides namespace and service account.
+pub(super) struct IdentityDomain {
     pub(super) controller_namespace: String,
     pub(super) trust_domain: String,
 }
 
-/// Why no certificate was given.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CertifyError {
     #[error("cert issuer not ready yet")]
     NotReady,
     #[error("the request has no {0}")]
     Missing(&'static str),
-    #[error("the identity cannot stand in a certificate; expected a DNS name, found {0:?}")]
+    #[error("expected a DNS name as identity, found {0:?}")]
     Identity(String),
     #[error(transparent)]
     Malformed(MalformedError),
-    #[error("the issuer is not accepted by the trust anchors any more")]
+    #[error("the trust anchors no longer verify the issuer")]
     Issuer(#[source] rustls::Error),
     #[error(transparent)]
     Names(NameError),
     #[error("the token is refused: {0}")]
     InvalidToken(String),
-    #[error("the token authenticates nobody: {0}")]
+    #[error("the token is not authenticated: {0}")]
     Unauthenticated(String),
     #[error("the token could not be reviewed")]
     Review(#[source] ReviewError),
     #[error("the token is for {0:?}; expected system:serviceaccount:<namespace>:<name>")]
     Username(String),
     #[error(
-        "the token is for service account {service_account:?} in namespace {namespace:?}, of which no identity can be made: both \
+        "the token is for service account {service_account:?} in namespace {namespace:?}, which cannot form an identity: both \
          names must be DNS labels, of lower-case letters, digits and '-', at most 63; use a service account with another name"
     )]
     NoLabel { namespace: String, service_account: String },
@@ -98,11 +90,11 @@ impl proto::identity_server::Identity for IdentityService {
             Err(err) => {
                 self.metrics.certified(err.outcome());
                 info!(
-                    identity = req.identity.chars().take(MAX_LOGGED).collect::<String>(),
+                    identity = req.identity.chars().take(MAX_LOGGED_NAME_LEN).collect::<String>(),
                     error = &err as &dyn std::error::Error,
                     "certificate refused"
                 );
-                let text = with_causes(&err);
+                let text = ErrorChain(&err).to_string();
                 Err(Status::new(err.code(), &text[..text.floor_char_boundary(MAX_MESSAGE)]))
             }
         }
@@ -110,7 +102,7 @@ impl proto::identity_server::Identity for IdentityService {
 }
 
 impl IdentityService {
-    /// The steps of `Certify`, in the order in which their failures are told.
+    /// The steps of `Certify`. Their order decides which error is reported.
     pub(super) async fn issue(
         &self,
         req: &proto::CertifyRequest,
@@ -120,9 +112,8 @@ impl IdentityService {
         let issuer = self.authority.issuer().ok_or(CertifyError::NotReady)?;
         let csr = parse(req)?;
         issuer.verify(now).map_err(|err| {
-            self.events.issuer_validation_failed(format!(
-                "the issuer is not accepted by the trust anchors any more: {err}"
-            ));
+            self.events
+                .issuer_validation_failed(format!("the trust anchors no longer verify the issuer: {err}"));
             CertifyError::Issuer(err)
         })?;
         csr.check_names(&req.identity).map_err(CertifyError::Names)?;
@@ -138,15 +129,15 @@ impl IdentityService {
         Ok(rsp)
     }
 
-    /// Whether those who trust the anchors would accept what is signed now; their readers are told if not.
+    /// Checks that the trust anchors still verify the issuer; records an Event if not.
     pub(super) fn verify(&self, issuer: &Issuer, now: OffsetDateTime) -> Result<(), rustls::Error> {
         issuer.verify(now).inspect_err(|err| {
-            let text = format!("the issuer is not accepted by the trust anchors any more: {err}");
+            let text = format!("the trust anchors no longer verify the issuer: {err}");
             self.events.issuer_validation_failed(text);
         })
     }
 
-    /// Signs for a name that needs no proof, because it is ours.
+    /// Signs a certificate. The caller has authenticated the identity, or it is the control plane's own.
     pub(super) fn sign(
         &self,
         issuer: &Issuer,
@@ -165,12 +156,16 @@ impl IdentityService {
         })
     }
 
-    async fn authenticate(&self, req: &proto::CertifyRequest, client: IpAddr) -> Result<Holder, CertifyError> {
+    async fn authenticate(
+        &self,
+        req: &proto::CertifyRequest,
+        client: IpAddr,
+    ) -> Result<AuthenticatedServiceAccount, CertifyError> {
         let review = self.reviewer.review(&req.token, client).await;
         match review.map_err(CertifyError::Review)? {
             Review::Authenticated { username, uid } => {
-                let (namespace, service_account) = self.naming.check(&username, &req.identity)?;
-                Ok(Holder {
+                let (namespace, service_account) = self.identity_domain.check(&username, &req.identity)?;
+                Ok(AuthenticatedServiceAccount {
                     namespace,
                     service_account,
                     uid,
@@ -182,8 +177,8 @@ impl IdentityService {
     }
 }
 
-impl Naming {
-    /// Checks that whoever this token belongs to is called so; namespace and name of its service account.
+impl IdentityDomain {
+    /// Checks that the token's username is the requested identity. Returns namespace and name of its service account.
     fn check(&self, username: &str, requested: &str) -> Result<(String, String), CertifyError> {
         let mut parts = username.split(':');
         let (Some("system"), Some("serviceaccount"), Some(ns), Some(sa), None) =
@@ -257,15 +252,16 @@ fn parse(req: &proto::CertifyRequest) -> Result<SigningRequest, CertifyError> {
     SigningRequest::parse(&req.certificate_signing_request).map_err(CertifyError::Malformed)
 }
 
-/// Which certificate somebody got, for those who look at the service account.
+/// The text of the Event on the service account.
 fn summary(identity: &str, rsp: &proto::CertifyResponse) -> String {
     let until = rsp.valid_until.and_then(|end| SystemTime::try_from(end).ok());
     let until = until.map(|end| rfc3339(end.into())).unwrap_or_default();
-    let fingerprint = crate::tls::sha256(&rsp.leaf_certificate);
+    let fingerprint = crate::tls::sha256_hex(&rsp.leaf_certificate);
     format!("issued a certificate for {identity} until {until}, sha256 {fingerprint}")
 }
 
-/// Messages travel in a header, which HTTP/2 bounds; peers choose part of them.
+/// Maximum length of an error message in bytes. It is sent in a header, whose size HTTP/2 limits, and contains text of
+/// the client.
 const MAX_MESSAGE: usize = 1024;
-/// Peers choose what stands in the log; this much of it.
-const MAX_LOGGED: usize = 253;
+/// Maximum length of a requested identity in logs, in characters.
+const MAX_LOGGED_NAME_LEN: usize = 253;

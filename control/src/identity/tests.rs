@@ -1,4 +1,4 @@
-//! The whole room: files and requests go in, certificates and status codes come out.
+//! Tests of the service: files and requests in, certificates and status codes out.
 
 use std::fs;
 use std::io;
@@ -15,23 +15,22 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use serde_json::{Value, json};
 use tonic::{Code, Request};
 use tulle_core::drain;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_server::Identity as _;
 
-use super::leaf::LeafKeeper;
+use super::own_certificate::CertificateRenewer;
 use super::token_review::TokenReviews;
 use super::tokens::StaticKeys;
 use super::*;
 use crate::tls::anchors::TrustAnchors;
-use crate::tls::creds::{ClientCertificates, ServerCreds};
+use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use crate::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Credentials in a directory, and a service that reads them.
-struct Room {
+struct TestService {
     dir: tempfile::TempDir,
     anchor: CertificateAuthority,
     keys: TokenKeys,
@@ -40,12 +39,12 @@ struct Room {
     reload: Reload,
 }
 
-impl Room {
+impl TestService {
     fn new() -> Self {
         Self::with(|_| ())
     }
 
-    /// A room whose files are changed before the service reads them.
+    /// Applies `change` to the files before the service reads them.
     fn with(change: impl FnOnce(&Path)) -> Self {
         Self::build(change, |keys| Reviewer::StaticKeys(StaticKeys::open(keys).unwrap()))
     }
@@ -75,7 +74,7 @@ impl Room {
         };
         let registry = Registry::new();
         let reviewer = reviewer(at("keys"));
-        let (service, reload) = IdentityService::new(&config, reviewer, Recorder::default(), &registry).unwrap();
+        let (service, reload) = IdentityService::new(&config, reviewer, EventRecorder::default(), &registry).unwrap();
         Self {
             dir,
             anchor,
@@ -135,9 +134,9 @@ fn csr(names: &[&str], key: &KeyPair) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
-    let room = Room::new();
-    let rsp = room.certify(room.good()).await.unwrap();
-    let anchors = TrustAnchors::read(&room.at("ca.crt")).unwrap();
+    let test = TestService::new();
+    let rsp = test.certify(test.good()).await.unwrap();
+    let anchors = TrustAnchors::read(&test.at("ca.crt")).unwrap();
     let leaf = CertificateDer::from(rsp.leaf_certificate);
     let chain: Vec<_> = rsp
         .intermediate_certificates
@@ -147,7 +146,7 @@ async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
     let name = ServerName::try_from(WEB).unwrap();
     anchors.verify(&leaf, &chain, &name, UnixTime::now()).unwrap();
     let bundle: Vec<_> = anchors.certs().iter().map(|cert| cert.to_vec()).collect();
-    assert_eq!(rsp.trust_anchors, bundle, "the anchors of now come along");
+    assert_eq!(rsp.trust_anchors, bundle, "the current trust anchors are included");
 
     let valid_until = SystemTime::try_from(rsp.valid_until.unwrap()).unwrap();
     let left = valid_until.duration_since(SystemTime::now()).unwrap();
@@ -155,7 +154,7 @@ async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
         left <= 24 * HOUR + Duration::from_secs(20) && left > 24 * HOUR,
         "{left:?}"
     );
-    let metrics = room.registry.render();
+    let metrics = test.registry.render();
     assert!(
         metrics.contains("certify_requests_total{outcome=\"issued\"} 1"),
         "{metrics}"
@@ -171,64 +170,68 @@ async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
 #[tokio::test]
 async fn each_refusal_has_its_code_and_its_reason() {
     use Code::{FailedPrecondition, Internal, InvalidArgument};
-    let room = Room::new();
+    let test = TestService::new();
     let key = KeyPair::generate().unwrap();
     let other = "api.shop.serviceaccount.identity.linkerd.cluster.local";
 
-    room.refused(|req| req.identity.clear(), InvalidArgument, "no identity")
+    test.refused(|req| req.identity.clear(), InvalidArgument, "no identity")
         .await;
-    room.refused(|req| req.token.clear(), InvalidArgument, "no token").await;
-    room.refused(
+    test.refused(|req| req.token.clear(), InvalidArgument, "no token").await;
+    test.refused(
         |req| req.certificate_signing_request.clear(),
         InvalidArgument,
         "no certificate signing request",
     )
     .await;
-    room.refused(
+    test.refused(
         |req| req.identity = "a b".to_owned(),
         InvalidArgument,
         "expected a DNS name",
     )
     .await;
-    room.refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "cannot stand")
+    test.refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "as identity")
         .await;
-    room.refused(
+    test.refused(
         |req| req.identity = "spiffe://a/b".to_owned(),
         InvalidArgument,
         "expected a DNS name",
     )
     .await;
-    room.refused(
+    test.refused(
         |req| req.certificate_signing_request = b"hello".to_vec(),
         InvalidArgument,
         "expected PKCS#10",
     )
     .await;
-    room.refused(
+    test.refused(
         |req| req.certificate_signing_request = csr(&[WEB, other], &key),
         FailedPrecondition,
         "has 2 subject",
     )
     .await;
-    room.refused(
+    test.refused(
         |req| req.certificate_signing_request = csr(&[other], &key),
         FailedPrecondition,
         "asks for the DNS name",
     )
     .await;
-    room.refused(
+    test.refused(
         |req| req.token = b"a.b.c".to_vec(),
         InvalidArgument,
         "not a JSON Web Token",
     )
     .await;
-    let theirs = Room::new().token("web", "shop");
-    room.refused(|req| req.token = theirs, FailedPrecondition, "no key that we know")
+    let theirs = TestService::new().token("web", "shop");
+    test.refused(
+        |req| req.token = theirs,
+        FailedPrecondition,
+        "not signed by a known key",
+    )
+    .await;
+    let api = test.token("api", "shop");
+    test.refused(|req| req.token = api, FailedPrecondition, "the token is for api.shop.")
         .await;
-    let api = room.token("api", "shop");
-    room.refused(|req| req.token = api, FailedPrecondition, "the token is for api.shop.")
-        .await;
-    room.refused(
+    test.refused(
         |req| {
             req.identity = other.to_owned();
             req.certificate_signing_request = csr(&[other], &key);
@@ -238,14 +241,14 @@ async fn each_refusal_has_its_code_and_its_reason() {
     )
     .await;
     let rsa = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
-    room.refused(
+    test.refused(
         |req| req.certificate_signing_request = csr(&[WEB], &rsa),
         Internal,
         "expected ECDSA",
     )
     .await;
 
-    let metrics = room.registry.render();
+    let metrics = test.registry.render();
     for (outcome, n) in [("bad_request", 7), ("wrong_names", 2), ("wrong_identity", 2)] {
         let line = format!("certify_requests_total{{outcome=\"{outcome}\"}} {n}\n");
         assert!(metrics.contains(&line), "no {line} in {metrics}");
@@ -254,9 +257,9 @@ async fn each_refusal_has_its_code_and_its_reason() {
 
 #[tokio::test]
 async fn a_subject_that_is_no_service_account_is_refused() {
-    let room = Room::new();
+    let test = TestService::new();
     let sign = |sub: &str| {
-        let key = jsonwebtoken::EncodingKey::from_ec_pem(room.keys.private.as_bytes()).unwrap();
+        let key = jsonwebtoken::EncodingKey::from_ec_pem(test.keys.private.as_bytes()).unwrap();
         let exp = jsonwebtoken::get_current_timestamp() + 60;
         let claims = json!({"sub": sub, "aud": "identity.l5d.io", "exp": exp});
         let header = jsonwebtoken::Header::new(jsonwebtoken::Algorithm::ES256);
@@ -269,7 +272,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         "system:serviceaccount:shop",
         "system:serviceaccount:shop:web:x",
     ] {
-        room.refused(
+        test.refused(
             |req| req.token = sign(sub),
             Code::FailedPrecondition,
             "expected system:serviceaccount",
@@ -284,13 +287,13 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         ("system:serviceaccount::web", r#"service account "web" in namespace """#),
     ] {
         for part in [names, "at most 63; use a service account with another name"] {
-            room.refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
+            test.refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
                 .await;
         }
     }
 }
 
-/// A reviewer whose API server gives each review this status; without one it does not answer.
+/// A reviewer whose API server gives each review this status; with `None` it does not respond.
 fn reviewer(status: Option<Value>) -> Reviewer {
     let service = tower::service_fn(move |req: http::Request<Body>| {
         let status = status.clone();
@@ -309,21 +312,26 @@ fn reviewer(status: Option<Value>) -> Reviewer {
 }
 
 #[tokio::test]
-async fn what_the_api_server_says_of_a_token_decides_the_code() {
+async fn the_status_of_a_token_review_decides_the_code() {
     let check = async |status: Option<Value>, code: Code, message: &str| {
         let reviewer = reviewer(status);
-        let room = Room::build(|_| (), |_| reviewer);
-        room.refused(|_| (), code, message).await;
+        let test = TestService::build(|_| (), |_| reviewer);
+        test.refused(|_| (), code, message).await;
     };
-    let nobody = "the token authenticates nobody: the API server does not know it";
-    check(Some(json!({"authenticated": false})), Code::FailedPrecondition, nobody).await;
+    let rejected = "the token is not authenticated: the API server did not accept it";
+    check(
+        Some(json!({"authenticated": false})),
+        Code::FailedPrecondition,
+        rejected,
+    )
+    .await;
     check(
         Some(json!({"authenticated": false, "error": ""})),
         Code::FailedPrecondition,
-        nobody,
+        rejected,
     )
     .await;
-    check(Some(json!({})), Code::FailedPrecondition, nobody).await;
+    check(Some(json!({})), Code::FailedPrecondition, rejected).await;
     check(
         Some(json!({"authenticated": false, "error": "it has expired"})),
         Code::InvalidArgument,
@@ -334,45 +342,45 @@ async fn what_the_api_server_says_of_a_token_decides_the_code() {
 }
 
 #[tokio::test]
-async fn without_an_issuer_or_keys_the_client_may_come_back() {
-    let room = Room::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
-    room.refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
+async fn without_an_issuer_or_keys_no_certificate_is_signed() {
+    let test = TestService::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
+    test.refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
         .await;
-    let room = Room::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
-    room.refused(|_| (), Code::Internal, "no public key in").await;
+    let test = TestService::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
+    test.refused(|_| (), Code::Internal, "no public key in").await;
 }
 
 #[tokio::test]
 async fn an_issuer_that_expired_signs_nothing() {
-    let room = Room::new();
+    let test = TestService::new();
     let later = time::OffsetDateTime::now_utc() + 2 * trust::ISSUER_LIFETIME;
-    let err = room
+    let err = test
         .service
-        .issue(&room.good(), Ipv4Addr::LOCALHOST.into(), later)
+        .issue(&test.good(), Ipv4Addr::LOCALHOST.into(), later)
         .await
         .unwrap_err();
     assert_eq!(err.code(), Code::Unknown, "{err}");
-    assert!(err.to_string().contains("not accepted by the trust anchors"), "{err}");
+    assert!(err.to_string().contains("no longer verify the issuer"), "{err}");
 }
 
 #[tokio::test]
 async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
-    let room = Room::new();
-    let (crt, key) = (room.at("issuer/crt.pem"), room.at("issuer/key.pem"));
-    let bundle = room.at("ca.crt");
-    let anchor = room.anchor.clone();
-    let service = room.service.clone();
+    let test = TestService::new();
+    let (crt, key) = (test.at("issuer/crt.pem"), test.at("issuer/key.pem"));
+    let bundle = test.at("ca.crt");
+    let anchor = test.anchor.clone();
+    let service = test.service.clone();
     let issuer = || service.authority.issuer().unwrap();
     let first = issuer().chain()[0].clone();
     let (signal, watch) = drain::channel();
-    let reload = tokio::spawn(room.reload.run(watch));
+    let reload = tokio::spawn(test.reload.run(watch));
 
     let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &anchor).unwrap();
     fs::write(&key, &second.key).unwrap();
     fs::write(&crt, &second.certificate).unwrap();
     eventually(|| issuer().chain()[0] != first).await;
 
-    // A foreign issuer is refused until its anchor is trusted as well.
+    // An issuer of another CA is refused until its anchor is added to the bundle.
     let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
     let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &other).unwrap();
     fs::write(&key, &third.key).unwrap();
@@ -390,53 +398,52 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
 
 #[tokio::test]
 async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_changes() {
-    let room = Room::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
-    let creds = Arc::new(ServerCreds::new(
-        room.service.name().to_owned(),
+    let test = TestService::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
+    let creds = Arc::new(MeshCredentials::new(
+        test.service.name().to_owned(),
         ClientCertificates::Optional,
     ));
     let readiness = Readiness::new();
     let (signal, watch) = drain::channel();
-    let keeper = LeafKeeper::here(creds.clone(), room.service.clone());
-    let keeper = tokio::spawn(keeper.run(readiness.latch("certificate"), watch));
-    assert!(!readiness.is_ready() && creds.current().is_none());
+    let renewer = CertificateRenewer::local(creds.clone(), test.service.clone());
+    let renewer = tokio::spawn(renewer.run(readiness.latch("certificate"), watch));
+    assert!(!readiness.is_ready() && creds.server_config().is_none());
 
-    fs::rename(room.at("later.pem"), room.at("issuer/crt.pem")).unwrap();
-    room.service.authority.reload();
+    fs::rename(test.at("later.pem"), test.at("issuer/crt.pem")).unwrap();
+    test.service.authority.reload();
     eventually(|| readiness.is_ready()).await;
-    let before = creds.current().unwrap();
-    let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &room.anchor).unwrap();
-    fs::write(room.at("issuer/key.pem"), second.key).unwrap();
-    fs::write(room.at("issuer/crt.pem"), second.certificate).unwrap();
-    room.service.authority.reload();
-    eventually(|| !Arc::ptr_eq(&before, &creds.current().unwrap())).await;
+    let before = creds.server_config().unwrap();
+    let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &test.anchor).unwrap();
+    fs::write(test.at("issuer/key.pem"), second.key).unwrap();
+    fs::write(test.at("issuer/crt.pem"), second.certificate).unwrap();
+    test.service.authority.reload();
+    eventually(|| !Arc::ptr_eq(&before, &creds.server_config().unwrap())).await;
     signal.drain().await;
-    keeper.await.unwrap();
+    renewer.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_certificate_that_is_due_after_a_jump_of_the_clock_is_renewed_within_seconds() {
     static AHEAD: AtomicU64 = AtomicU64::new(0);
-    let room = Room::new();
-    let creds = Arc::new(ServerCreds::new(
-        room.service.name().to_owned(),
+    let test = TestService::new();
+    let creds = Arc::new(MeshCredentials::new(
+        test.service.name().to_owned(),
         ClientCertificates::Optional,
     ));
     let readiness = Readiness::new();
     let (signal, watch) = drain::channel();
-    let mut keeper = LeafKeeper::here(creds.clone(), room.service.clone());
-    keeper.clock = || SystemTime::now() + Duration::from_secs(AHEAD.load(Ordering::SeqCst));
-    let keeper = tokio::spawn(keeper.run(readiness.latch("certificate"), watch));
+    let mut renewer = CertificateRenewer::local(creds.clone(), test.service.clone());
+    renewer.clock = || SystemTime::now() + Duration::from_secs(AHEAD.load(Ordering::SeqCst));
+    let renewer = tokio::spawn(renewer.run(readiness.latch("certificate"), watch));
     eventually(|| readiness.is_ready()).await;
-    let before = creds.current().unwrap();
-    // As after 20 hours in which a machine was suspended, and its timers with it.
+    let before = creds.server_config().unwrap();
+    // As if the machine and its timers were suspended for 20 hours.
     AHEAD.store(20 * 3600, Ordering::SeqCst);
-    eventually(|| !Arc::ptr_eq(&before, &creds.current().unwrap())).await;
+    eventually(|| !Arc::ptr_eq(&before, &creds.server_config().unwrap())).await;
     signal.drain().await;
-    keeper.await.unwrap();
+    renewer.await.unwrap();
 }
 
-/// Waits for a condition, at most 10 seconds.
 async fn eventually(mut condition: impl FnMut() -> bool) {
     let waiting = async {
         while !condition() {

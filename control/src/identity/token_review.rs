@@ -1,4 +1,4 @@
-//! Tokens of Kubernetes' service accounts, reviewed by the API server that made them.
+//! Reviews service account tokens of Kubernetes with the TokenReview API.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -15,51 +15,49 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 use tulle_core::backoff::Backoff;
-use tulle_core::connections::network;
+use tulle_core::connections::client_network;
 use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::names::TOKEN_AUDIENCE;
-use tulle_core::ready::Latch;
+use tulle_core::readiness::Latch;
 
-use super::authority::with_causes;
 use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN};
-use super::tokens::{Review, ReviewError};
-use super::turns::{Busy, Turns};
-use crate::tls::sha256;
+use super::client_queue::{PerClientLimiter, QueueFull};
+use super::review::{Review, ReviewError};
+use crate::tls::sha256_hex;
 
-/// Asks the API server whose a token is.
+/// Authenticates tokens with the API server.
 ///
-/// What a token says of itself is read first, and what was refused is remembered for a while: a garbage token costs the API
-/// server no review, or one.
+/// Claims are checked first and rejections are cached, so that an invalid token causes at most one review.
 pub struct TokenReviews {
     reviews: Api<TokenReview>,
-    turns: Turns,
-    refused: Mutex<Refused>,
+    limiter: PerClientLimiter,
+    refused: Mutex<RejectedTokenCache>,
     issuers: Mutex<Issuers>,
-    /// Where the token of this process for the API server is.
+    /// File with this process's own token for the API server.
     own_token: PathBuf,
 }
 
-/// Tokens that the API server has refused, by their digest, the oldest first.
+/// Rejected tokens by their SHA-256, oldest first.
 #[derive(Default)]
-struct Refused {
+struct RejectedTokenCache {
     reviews: HashMap<String, Review>,
     order: VecDeque<(Instant, String)>,
 }
 
-/// Issuers of tokens that the API server has accepted, besides that of our own token.
+/// Issuers of accepted tokens, besides the issuer of this process's own token.
 #[derive(Default)]
 struct Issuers {
     known: HashSet<String>,
-    /// Client addresses of which a token of an unknown issuer was reviewed, and when they may have another.
+    /// When the next token of an unknown issuer can be reviewed, by client address.
     next_unknown_at: HashMap<IpAddr, Instant>,
 }
 
-/// Why tokens cannot be reviewed at all.
 #[derive(Debug, thiserror::Error)]
 enum AccessError {
-    #[error("asking the API server whether this process may review tokens")]
+    #[error("checking with the API server whether this process may review tokens")]
     Ask(#[source] Box<kube::Error>),
-    #[error("the API server did not say within {0:?} whether this process may review tokens")]
+    #[error("the API server did not respond within {0:?} to the check whether this process may review tokens")]
     Timeout(Duration),
     #[error(
         "this process may not review tokens{}; its role needs the rule apiGroups: [authentication.k8s.io], \
@@ -73,31 +71,31 @@ impl TokenReviews {
     pub fn new(client: Client) -> Self {
         Self {
             reviews: Api::all(client),
-            turns: Turns::new(REVIEWS_AT_ONCE),
+            limiter: PerClientLimiter::new(MAX_CONCURRENT_REVIEWS),
             refused: Mutex::default(),
             issuers: Mutex::default(),
             own_token: OWN_TOKEN.into(),
         }
     }
 
-    /// Asks until the API server says that this process may review tokens, or the drain; the latch says why not, and goes
-    /// then. Without reviews there are no certificates, and nothing is mended by an end of this process.
+    /// Waits until the API server permits this process to create TokenReviews, or the drain. The latch has the reason.
+    /// Without permission no certificates are issued, and a restart of this process would not help.
     pub async fn until_permitted(client: Client, latch: Latch, drain: Watch) {
-        let mut retries = RETRIES.steps();
-        let mut told = None;
+        let mut retries = PERMISSION_BACKOFF.start();
+        let mut last_reason = None;
         loop {
-            let asked = tokio::select! {
+            let permission = tokio::select! {
                 () = drain.signaled() => return,
-                asked = Self::ask_permission(&client) => asked,
+                permission = Self::check_permission(&client) => permission,
             };
-            let Err(err) = asked else { return };
-            let text = with_causes(&err);
-            if told.as_ref() != Some(&text) {
+            let Err(err) = permission else { return };
+            let text = ErrorChain(&err).to_string();
+            if last_reason.as_ref() != Some(&text) {
                 warn!(error = text, "not ready");
             }
-            latch.explain(&text);
-            told = Some(text);
-            // Both only wait.
+            latch.set_reason(&text);
+            last_reason = Some(text);
+            // Cancel-safe: both branches only wait.
             tokio::select! {
                 () = drain.signaled() => return,
                 () = sleep(retries.next_delay()) => {}
@@ -106,9 +104,9 @@ impl TokenReviews {
     }
 
     /// # Errors
-    /// An API server that says no, or nothing.
-    async fn ask_permission(client: &Client) -> Result<(), AccessError> {
-        let question = SelfSubjectAccessReview {
+    /// Fails if the API server denies access or does not respond.
+    async fn check_permission(client: &Client) -> Result<(), AccessError> {
+        let access_review = SelfSubjectAccessReview {
             metadata: ObjectMeta::default(),
             spec: SelfSubjectAccessReviewSpec {
                 resource_attributes: Some(ResourceAttributes {
@@ -122,11 +120,14 @@ impl TokenReviews {
             },
             status: None,
         };
-        let questions: Api<SelfSubjectAccessReview> = Api::all(client.clone());
-        let answer = timeout(LIMIT, questions.create(&PostParams::default(), &question))
-            .await
-            .map_err(|_| AccessError::Timeout(LIMIT))?
-            .map_err(|err| AccessError::Ask(Box::new(err)))?;
+        let access_reviews: Api<SelfSubjectAccessReview> = Api::all(client.clone());
+        let answer = timeout(
+            REVIEW_TIMEOUT,
+            access_reviews.create(&PostParams::default(), &access_review),
+        )
+        .await
+        .map_err(|_| AccessError::Timeout(REVIEW_TIMEOUT))?
+        .map_err(|err| AccessError::Ask(Box::new(err)))?;
         match answer.status {
             Some(status) if status.allowed => Ok(()),
             status => Err(AccessError::Denied {
@@ -137,7 +138,7 @@ impl TokenReviews {
         }
     }
 
-    /// Says whose a token is that a client at this address has sent.
+    /// Reviews a token. `client` is the address that sent it.
     pub(super) async fn review(&self, token: &[u8], client: IpAddr) -> Result<Review, ReviewError> {
         let invalid = |err: ClaimsError| Review::Invalid {
             reason: err.to_string(),
@@ -152,7 +153,7 @@ impl TokenReviews {
             Ok(audience) => audience,
             Err(err) => return Ok(invalid(err)),
         };
-        let digest = sha256(token);
+        let digest = sha256_hex(token);
         if let Some(review) = self.refused.lock().find(&digest) {
             return Ok(review);
         }
@@ -163,20 +164,20 @@ impl TokenReviews {
         let Ok(token) = std::str::from_utf8(token) else {
             return Ok(invalid(ClaimsError::NotText));
         };
-        let reviewing = self.turns.run(client, self.ask(token, audience));
-        let review = timeout(LIMIT, reviewing)
+        let reviewing = self.limiter.run(client, self.request_review(token, audience));
+        let review = timeout(REVIEW_TIMEOUT, reviewing)
             .await
-            .map_err(|_| ReviewError::Timeout(LIMIT))?
-            .map_err(|Busy| ReviewError::Busy)??;
+            .map_err(|_| ReviewError::Timeout(REVIEW_TIMEOUT))?
+            .map_err(|QueueFull| ReviewError::Busy)??;
         match &review {
-            Review::Authenticated { .. } => self.issuers.lock().learn(claims.issuer),
-            Review::Unauthenticated { .. } | Review::Invalid { .. } => self.refused.lock().keep(digest, &review),
+            Review::Authenticated { .. } => self.issuers.lock().add_accepted(claims.issuer),
+            Review::Unauthenticated { .. } | Review::Invalid { .. } => self.refused.lock().insert(digest, &review),
         }
         Ok(review)
     }
 
-    /// One review. For itself the API server knows the audience.
-    async fn ask(&self, token: &str, audience: Audience) -> Result<Review, ReviewError> {
+    /// Sends one TokenReview. Without audiences the API server checks for its own.
+    async fn request_review(&self, token: &str, audience: Audience) -> Result<Review, ReviewError> {
         let review = TokenReview {
             metadata: ObjectMeta::default(),
             spec: TokenReviewSpec {
@@ -190,20 +191,20 @@ impl TokenReviews {
         };
         let answer = self.reviews.create(&PostParams::default(), &review).await;
         let answer = answer.map_err(|err| ReviewError::Api(Box::new(err)))?;
-        // No status is no authentication.
-        Ok(judge(answer.status.unwrap_or_default()))
+        // No status means not authenticated.
+        Ok(evaluate_review(answer.status.unwrap_or_default()))
     }
 }
 
-impl Refused {
+impl RejectedTokenCache {
     fn find(&mut self, digest: &str) -> Option<Review> {
-        self.forget(Instant::now());
+        self.remove_expired(Instant::now());
         self.reviews.get(digest).cloned()
     }
 
-    fn keep(&mut self, digest: String, review: &Review) {
+    fn insert(&mut self, digest: String, review: &Review) {
         let now = Instant::now();
-        if self.order.len() == MAX_REFUSED
+        if self.order.len() == MAX_REJECTED_TOKENS
             && let Some((_, oldest)) = self.order.pop_front()
         {
             self.reviews.remove(&oldest);
@@ -213,9 +214,9 @@ impl Refused {
         }
     }
 
-    fn forget(&mut self, now: Instant) {
+    fn remove_expired(&mut self, now: Instant) {
         while let Some((since, digest)) = self.order.front()
-            && now - *since >= REFUSED_FOR
+            && now - *since >= REJECTED_TOKEN_TTL
         {
             self.reviews.remove(digest);
             self.order.pop_front();
@@ -224,9 +225,9 @@ impl Refused {
 }
 
 impl Issuers {
-    /// Whether a token of this issuer may be reviewed now. A cluster whose issuer was changed accepts tokens of the former one,
-    /// and nobody tells us which that is: of unknown issuers one token a second and client address is reviewed, and so
-    /// many of all clients, until one is accepted.
+    /// Returns whether a token of this issuer can be reviewed now. A cluster with a changed issuer still accepts tokens
+    /// of the former one, which is not published. Unknown issuers are therefore limited to one token a second for each
+    /// client, and to [`MAX_UNKNOWN_ISSUERS`] over all clients, until a token of the issuer is accepted.
     fn may_review(&mut self, issuer: &str, own: &str, client: IpAddr) -> bool {
         if issuer == own || self.known.contains(issuer) {
             return true;
@@ -237,7 +238,7 @@ impl Issuers {
         if next.len() >= MAX_UNKNOWN_ISSUERS {
             return false;
         }
-        match next.entry(network(client)) {
+        match next.entry(client_network(client)) {
             Entry::Occupied(_) => false,
             Entry::Vacant(entry) => {
                 entry.insert(now + UNKNOWN_ISSUER_INTERVAL);
@@ -246,16 +247,16 @@ impl Issuers {
         }
     }
 
-    fn learn(&mut self, issuer: String) {
+    fn add_accepted(&mut self, issuer: String) {
         if self.known.len() < MAX_ISSUERS {
             self.known.insert(issuer);
         }
     }
 }
 
-/// A review that authenticates somebody without naming an audience is by a server that knows none: the token is for the
-/// server itself, and those are taken as well.
-fn judge(status: TokenReviewStatus) -> Review {
+/// Converts the status of a TokenReview. `status.audiences` is not required: an API server without audience support
+/// omits it. The token is then for the API server itself, which is accepted too.
+fn evaluate_review(status: TokenReviewStatus) -> Review {
     if let Some(reason) = status.error.filter(|reason| !reason.is_empty()) {
         return Review::Invalid { reason };
     }
@@ -265,28 +266,28 @@ fn judge(status: TokenReviewStatus) -> Review {
             uid: user.uid,
         },
         _ => Review::Unauthenticated {
-            reason: "the API server does not know it".to_owned(),
+            reason: "the API server did not accept it".to_owned(),
         },
     }
 }
 
-const RETRIES: Backoff = Backoff {
+const PERMISSION_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(500),
     max: Duration::from_secs(15),
     jitter: 0.5,
 };
-/// Less than proxies wait for a certificate, so that they learn the reason.
-const LIMIT: Duration = Duration::from_secs(10);
-/// Reviews that the API server makes for us at a time.
-const REVIEWS_AT_ONCE: usize = 16;
-/// How long a refusal holds. A token may be refused that is accepted a moment later: replicas of the API server learn of a new pod
-/// one after the other.
-const REFUSED_FOR: Duration = Duration::from_secs(10);
-const MAX_REFUSED: usize = 4096;
+/// Less than the proxies' timeout for a certificate, so that they receive the error.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum concurrent TokenReviews.
+const MAX_CONCURRENT_REVIEWS: usize = 16;
+/// How long a rejection is cached. Short, because replicas of the API server learn of a new pod at different times, so
+/// a rejected token can become valid.
+const REJECTED_TOKEN_TTL: Duration = Duration::from_secs(10);
+const MAX_REJECTED_TOKENS: usize = 4096;
 const UNKNOWN_ISSUER_INTERVAL: Duration = Duration::from_secs(1);
-/// Tokens of unknown issuers that are reviewed in that time, each of another client address.
+/// Maximum reviews of tokens of unknown issuers per [`UNKNOWN_ISSUER_INTERVAL`], each of another client.
 const MAX_UNKNOWN_ISSUERS: usize = 16;
-/// Clusters have one, or two while they change it.
+/// A cluster has one issuer, or two while it changes.
 const MAX_ISSUERS: usize = 16;
 
 #[cfg(test)]
@@ -305,7 +306,7 @@ mod tests {
     const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
     const OWN_ISSUER: &str = "https://kubernetes.default.svc";
 
-    /// An API server that accepts tokens with the subject `good`, and the tokens that it has reviewed.
+    /// An API server that accepts tokens with the subject `good`; the second value records the reviewed tokens.
     async fn start() -> (TokenReviews, Arc<Mutex<Vec<String>>>) {
         let reviewed = Arc::<Mutex<Vec<String>>>::default();
         let seen = reviewed.clone();
@@ -354,9 +355,9 @@ mod tests {
             assert!(matches!(review, Review::Invalid { .. }), "{review:?}");
         }
         assert_eq!(reviewed.lock().len(), 1);
-        tokio::time::advance(REFUSED_FOR).await;
+        tokio::time::advance(REJECTED_TOKEN_TTL).await;
         reviews.review(bad.as_bytes(), CLIENT).await.unwrap();
-        assert_eq!(reviewed.lock().len(), 2, "it may be good by now");
+        assert_eq!(reviewed.lock().len(), 2, "the cached rejection has expired");
         for n in 0..2 {
             let good = token(OWN_ISSUER, "good", n);
             let review = reviews.review(good.as_bytes(), CLIENT).await.unwrap();
@@ -365,53 +366,53 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_unknown_issuers_one_token_a_second_and_client_is_reviewed_until_one_is_accepted() {
+    async fn tokens_of_unknown_issuers_are_rate_limited_until_one_is_accepted() {
         let (mut reviews, reviewed) = start().await;
         let own = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(own.path(), token(OWN_ISSUER, "us", 0)).unwrap();
         reviews.own_token = own.path().to_owned();
-        let ask_as = async |client: IpAddr, issuer: &str, subject: &str, n| {
+        let submit_as = async |client: IpAddr, issuer: &str, subject: &str, n| {
             let token = token(issuer, subject, n);
             reviews.review(token.as_bytes(), client).await
         };
-        let ask = async |issuer: &str, subject: &str, n| ask_as(CLIENT, issuer, subject, n).await;
+        let submit = async |issuer: &str, subject: &str, n| submit_as(CLIENT, issuer, subject, n).await;
         let other = |last: u8| IpAddr::V4(Ipv4Addr::new(10, 0, 1, last));
-        ask("https://elsewhere", "bad", 0).await.unwrap();
+        submit("https://elsewhere", "bad", 0).await.unwrap();
         for n in 1..100 {
-            let refused = ask("https://elsewhere", "bad", n).await.unwrap_err();
+            let refused = submit("https://elsewhere", "bad", n).await.unwrap_err();
             assert!(
                 matches!(&refused, ReviewError::UnknownIssuer(issuer) if issuer == "https://elsewhere"),
                 "{refused:?}"
             );
         }
         assert_eq!(reviewed.lock().len(), 1);
-        ask(OWN_ISSUER, "good", 0).await.unwrap();
-        // Others have their own share, as long as they are not too many.
+        submit(OWN_ISSUER, "good", 0).await.unwrap();
+        // Other clients have their own rate, up to the global limit.
         for last in 1..100 {
-            let _ = ask_as(other(last), "https://elsewhere", "bad", 100 + u32::from(last)).await;
+            let _ = submit_as(other(last), "https://elsewhere", "bad", 100 + u32::from(last)).await;
         }
         assert_eq!(reviewed.lock().len(), MAX_UNKNOWN_ISSUERS + 1);
         tokio::time::advance(UNKNOWN_ISSUER_INTERVAL).await;
-        ask("https://elsewhere", "bad", 100).await.unwrap();
-        let review = ask_as(other(1), "https://former", "good", 0).await.unwrap();
+        submit("https://elsewhere", "bad", 100).await.unwrap();
+        let review = submit_as(other(1), "https://former", "good", 0).await.unwrap();
         assert!(
             matches!(review, Review::Authenticated { .. }),
-            "a stranger took its share: {review:?}"
+            "another client used up its rate: {review:?}"
         );
         for n in 0..10 {
-            let review = ask("https://former", "good", n).await.unwrap();
+            let review = submit("https://former", "good", n).await.unwrap();
             assert!(matches!(review, Review::Authenticated { .. }), "{review:?}");
         }
     }
 
     #[test]
-    fn refusals_that_are_remembered_are_bounded() {
-        let mut refused = Refused::default();
+    fn the_cache_of_rejected_tokens_is_bounded() {
+        let mut refused = RejectedTokenCache::default();
         let review = Review::Invalid { reason: String::new() };
-        for n in 0..=MAX_REFUSED {
-            refused.keep(n.to_string(), &review);
+        for n in 0..=MAX_REJECTED_TOKENS {
+            refused.insert(n.to_string(), &review);
         }
-        assert_eq!(refused.reviews.len(), MAX_REFUSED);
+        assert_eq!(refused.reviews.len(), MAX_REJECTED_TOKENS);
         assert!(refused.find("0").is_none() && refused.find("1").is_some());
     }
 }

@@ -1,6 +1,6 @@
-//! Reviews of tokens: who somebody is, by what they can show.
+//! Token reviews: authenticate a client by its token.
 //!
-//! The answer has the form of Kubernetes' TokenReview, so that one path judges it wherever it comes from.
+//! Results have the form of the Kubernetes TokenReview, for join tokens too.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -9,7 +9,6 @@ use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use jsonwebtoken::errors::ErrorKind;
@@ -19,48 +18,16 @@ use serde::Deserialize;
 use tracing::{info, warn};
 use tulle_core::names::TOKEN_AUDIENCE;
 
+use super::review::{Review, ReviewError};
 use super::token_review::TokenReviews;
 
-/// Who reviews tokens.
 pub enum Reviewer {
-    /// Join tokens, checked against public keys.
+    /// Join tokens, verified with public keys.
     StaticKeys(StaticKeys),
-    /// Tokens of Kubernetes' service accounts.
+    /// Service account tokens of Kubernetes.
     TokenReview(Box<TokenReviews>),
 }
 
-/// What a review says of a token.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Review {
-    /// Somebody known: `system:serviceaccount:<namespace>:<name>`.
-    Authenticated {
-        username: String,
-        /// Of the service account, where it is an object.
-        uid: Option<String>,
-    },
-    /// Nobody that the reviewer knows.
-    Unauthenticated { reason: String },
-    /// A token that proves nothing, whoever it belongs to.
-    Invalid { reason: String },
-}
-
-/// The review itself failed; nothing is known of the token.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub(crate) enum ReviewError {
-    #[error("no public key in {dir:?} to check join tokens with")]
-    NoKeys { dir: PathBuf },
-    #[error("asking the API server")]
-    Api(#[source] Box<kube::Error>),
-    #[error("the API server did not answer within {0:?}")]
-    Timeout(Duration),
-    #[error("this client address has too many tokens under review")]
-    Busy,
-    #[error("the cluster's issuer is another than {0:?}, of whose tokens one a second is reviewed")]
-    UnknownIssuer(String),
-}
-
-/// Why token keys were not taken.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeysError {
@@ -84,7 +51,7 @@ pub enum KeysError {
     Empty { path: PathBuf },
 }
 
-/// Public keys from the `.pem` and `.pub` files of a directory, ECDSA P-256.
+/// ECDSA P-256 public keys from the `.pem` and `.pub` files of a directory.
 pub struct StaticKeys {
     dir: PathBuf,
     by_file: ArcSwap<KeysByFile>,
@@ -93,7 +60,7 @@ pub struct StaticKeys {
 type KeysByFile = BTreeMap<PathBuf, Arc<[DecodingKey]>>;
 
 impl Reviewer {
-    /// Says whose token this is that a client at this address has sent, if it was made for us.
+    /// Reviews a token. `client` is the address that sent it.
     pub(crate) async fn review(&self, token: &[u8], client: IpAddr) -> Result<Review, ReviewError> {
         match self {
             Self::StaticKeys(keys) => keys.review(token),
@@ -101,19 +68,22 @@ impl Reviewer {
         }
     }
 
-    /// Looks again at what may have changed.
+    /// Reloads keys from files.
     pub(crate) fn reload(&self) {
         match self {
             Self::StaticKeys(keys) => {
                 if let Err(err) = keys.reload() {
-                    warn!(error = &err as &dyn std::error::Error, "keeping the token keys");
+                    warn!(
+                        error = &err as &dyn std::error::Error,
+                        "reading token keys failed; the previous ones stay"
+                    );
                 }
             }
             Self::TokenReview(_) => {}
         }
     }
 
-    /// The directory whose changes matter, if there is one.
+    /// The directory to watch for changes.
     pub(crate) fn dir(&self) -> Option<&Path> {
         match self {
             Self::StaticKeys(keys) => Some(&keys.dir),
@@ -123,10 +93,10 @@ impl Reviewer {
 }
 
 impl StaticKeys {
-    /// Reads the keys of a directory; bad files are reported and left out.
+    /// Reads the keys of a directory. Invalid files are logged and skipped.
     ///
     /// # Errors
-    /// A directory that cannot be read.
+    /// Fails if the directory cannot be read.
     pub fn open(dir: PathBuf) -> Result<Self, KeysError> {
         let keys = Self {
             dir,
@@ -138,7 +108,7 @@ impl StaticKeys {
 
     /// Reads the directory again.
     ///
-    /// The keys of a file that turned bad stay; those of a file that is gone go, for that is how a key is revoked.
+    /// If a file is invalid, its previous keys stay. If it is removed, its keys are removed: this revokes a key.
     pub(crate) fn reload(&self) -> Result<(), KeysError> {
         let before = self.by_file.load();
         let mut after = KeysByFile::new();
@@ -148,7 +118,10 @@ impl StaticKeys {
                     after.insert(path, keys);
                 }
                 Err(err) => {
-                    warn!(error = &err as &dyn std::error::Error, "skipping a file of token keys");
+                    warn!(
+                        error = &err as &dyn std::error::Error,
+                        "reading a token key file failed; its previous keys stay"
+                    );
                     if let Some(keys) = before.get(&path) {
                         after.insert(path, keys.clone());
                     }
@@ -184,7 +157,7 @@ impl StaticKeys {
             }
         }
         Ok(Review::Unauthenticated {
-            reason: "it is signed by no key that we know".to_owned(),
+            reason: "it is not signed by a known key".to_owned(),
         })
     }
 }
@@ -204,12 +177,12 @@ fn validation() -> Validation {
     validation
 }
 
-/// Says what is wrong in words for whoever made the token.
+/// The reason for the owner of the token.
 fn refusal(kind: &ErrorKind) -> String {
     match kind {
         ErrorKind::ExpiredSignature => "it has expired".to_owned(),
         ErrorKind::ImmatureSignature => "it is not valid yet".to_owned(),
-        ErrorKind::InvalidAudience => format!("it was made for another audience; expected {TOKEN_AUDIENCE}"),
+        ErrorKind::InvalidAudience => format!("it has another audience; expected {TOKEN_AUDIENCE}"),
         ErrorKind::InvalidAlgorithm => "it has another algorithm; expected ES256".to_owned(),
         ErrorKind::MissingRequiredClaim(claim) | ErrorKind::InvalidClaimFormat(claim) => {
             format!("it has no readable {claim}")
@@ -265,11 +238,13 @@ fn read_keys(path: &Path) -> Result<Arc<[DecodingKey]>, KeysError> {
     keys.collect()
 }
 
-/// How far the clocks of those who make tokens may be off.
+/// Maximum clock skew of token issuers, in seconds.
 const LEEWAY_SECS: u64 = 10;
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use jsonwebtoken::{EncodingKey, Header};
     use serde_json::{Value, json};
 
@@ -301,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_join_token_says_who_it_was_made_for() {
+    fn a_join_token_authenticates_its_subject() {
         let (one, two) = (trust::create_token_keys().unwrap(), trust::create_token_keys().unwrap());
         let (_dir, reviewer) = open(&[("one.pem", &one.public), ("two.pub", &two.public), ("README", "hello")]);
         let username = "system:serviceaccount:shop:web".to_owned();
@@ -361,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_is_not_signed_by_our_keys_authenticates_nobody() {
+    fn a_token_signed_by_an_unknown_key_is_not_authenticated() {
         let (ours, theirs) = (trust::create_token_keys().unwrap(), trust::create_token_keys().unwrap());
         let (_dir, reviewer) = open(&[("one.pem", &ours.public)]);
         let review = reviewer.review(&sign(&theirs, &good())).unwrap();
@@ -372,7 +347,7 @@ mod tests {
             &good(),
             &EncodingKey::from_secret(ours.public.as_bytes()),
         );
-        // {"alg":"none"} and the good claims: the oldest trick there is.
+        // {"alg":"none"} with valid claims: a known attack.
         let none = b"eyJhbGciOiJub25lIn0.eyJzdWIiOiJzeXN0ZW06c2VydmljZWFjY291bnQ6YTpiIn0.";
         for token in [hmac.unwrap().as_bytes(), none, b"", b"hello", b"a.b.c", b"\xff\x00."] {
             let review = reviewer.review(token).unwrap();
@@ -381,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn without_keys_nothing_can_be_said() {
+    fn without_keys_a_review_fails() {
         let (_dir, reviewer) = open(&[("README", "hello")]);
         assert!(matches!(reviewer.review(b"x"), Err(ReviewError::NoKeys { .. })));
         assert!(matches!(

@@ -1,7 +1,7 @@
-//! The way to the API server: how its name is looked up, and how it is noticed that it has gone.
+//! Transport to the API server: name resolution and TCP keep-alive.
 //!
-//! This is the stack of kube's own client, with a connector of ours below it. It speaks HTTP/1.1, so that each watch has a
-//! connection of its own, and nothing but the kernel tells a quiet one from one whose other end has vanished.
+//! The same service stack as in kube's own client, on top of our connector. It uses HTTP/1.1, so each watch has its own
+//! connection. Only TCP keep-alive can tell an idle connection from one to an unreachable server.
 
 use std::time::Duration;
 
@@ -18,36 +18,39 @@ use tower::util::BoxService;
 use tower::{BoxError, ServiceBuilder, ServiceExt as _};
 use tracing::debug;
 
-/// What requests to the API server go through.
-pub type Stack = BoxService<Request<Body>, Response<Incoming>, BoxError>;
+/// The service that sends requests to the API server.
+pub type BoxedClientService = BoxService<Request<Body>, Response<Incoming>, BoxError>;
 
-/// How a connection is watched that says nothing.
 #[derive(Clone, Copy, Debug)]
-struct Liveness {
-    /// After so much silence the other end is asked whether it is there.
+struct TcpKeepAlive {
+    /// Idle time before the first probe.
     idle: Duration,
-    /// How often it is asked.
+    /// Time between probes.
     interval: Duration,
-    /// How long it may not answer, and not acknowledge what is sent.
-    limit: Duration,
+    /// Time without a response to probes, or without an acknowledgement of sent data, after which the connection is
+    /// closed.
+    timeout: Duration,
 }
 
-/// The beginning of a client that is reached as `config` says; nothing is sent yet.
+/// Starts building a client from `config`. Sends no request.
 ///
 /// # Errors
-/// Credentials that cannot be used, and a proxy on the way, which is not supported.
-pub fn builder(config: kube::Config) -> Result<ClientBuilder<Stack>, kube::Error> {
-    build(config, LIVENESS)
+/// Fails if the credentials are invalid or if `config` has an HTTP proxy, which is not supported.
+pub fn builder(config: kube::Config) -> Result<ClientBuilder<BoxedClientService>, kube::Error> {
+    build_with_tcp_keep_alive(config, TCP_KEEP_ALIVE)
 }
 
-fn build(config: kube::Config, liveness: Liveness) -> Result<ClientBuilder<Stack>, kube::Error> {
+fn build_with_tcp_keep_alive(
+    config: kube::Config,
+    keep_alive: TcpKeepAlive,
+) -> Result<ClientBuilder<BoxedClientService>, kube::Error> {
     if let Some(proxy_url) = config.proxy_url {
         let proxy_url = Box::new(proxy_url);
         return Err(kube::Error::ProxyProtocolUnsupported { proxy_url });
     }
-    // The configuration of TLS is kube's, which goes by the default of the process.
+    // kube builds the TLS configuration, with the default crypto provider of the process.
     let _already_installed = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(connector(liveness))?);
+    let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(connector(keep_alive))?);
     connector.set_connect_timeout(config.connect_timeout);
     connector.set_read_timeout(config.read_timeout);
     connector.set_write_timeout(config.write_timeout);
@@ -70,23 +73,24 @@ fn build(config: kube::Config, liveness: Liveness) -> Result<ClientBuilder<Stack
     Ok(ClientBuilder::new(stack.boxed(), config.default_namespace))
 }
 
-fn connector(liveness: Liveness) -> HttpConnector<names::Names> {
-    let mut connector = HttpConnector::new_with_resolver(names::names());
+fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Names> {
+    let mut connector = HttpConnector::new_with_resolver(resolver::names());
     connector.enforce_http(false);
     connector.set_nodelay(true);
-    connector.set_keepalive(Some(liveness.idle));
-    connector.set_keepalive_interval(Some(liveness.interval));
-    let asked = liveness.limit.as_secs() / liveness.interval.as_secs().max(1);
-    connector.set_keepalive_retries(u32::try_from(asked).ok());
-    // Keep-alive ends what is idle; this ends what has something to send, and bounds both.
+    connector.set_keepalive(Some(keep_alive.idle));
+    connector.set_keepalive_interval(Some(keep_alive.interval));
+    let n_probes = keep_alive.timeout.as_secs() / keep_alive.interval.as_secs().max(1);
+    connector.set_keepalive_retries(u32::try_from(n_probes).ok());
+    // Keep-alive closes idle connections. This option closes connections with unacknowledged data, and limits both
+    // cases.
     #[cfg(target_os = "linux")]
-    connector.set_tcp_user_timeout(Some(liveness.limit));
+    connector.set_tcp_user_timeout(Some(keep_alive.timeout));
     connector
 }
 
-/// Where names come from: the system's resolver.
+/// Name resolution by the system's resolver.
 #[cfg(not(target_os = "linux"))]
-mod names {
+mod resolver {
     use hyper_util::client::legacy::connect::dns::GaiResolver;
 
     pub(super) type Names = GaiResolver;
@@ -96,9 +100,9 @@ mod names {
     }
 }
 
-/// Where names come from: /etc/hosts and DNS. Binaries are static on Linux, and there is no getaddrinfo in them.
+/// Name resolution by /etc/hosts and DNS. On Linux the binaries are static and cannot call getaddrinfo.
 #[cfg(target_os = "linux")]
-mod names {
+mod resolver {
     use std::net::SocketAddr;
     use std::pin::Pin;
     use std::task::{Context, Poll};
@@ -127,10 +131,10 @@ mod names {
 
         fn call(&mut self, name: Name) -> Self::Future {
             Box::pin(async move {
-                // Connections are few, and what is configured may have changed since the last.
+                // Connections are rare, so each lookup reads the current configuration.
                 let resolver = TokioResolver::builder_tokio().and_then(ResolverBuilder::build)?;
                 let found = resolver.lookup_ip(name.as_str()).await?;
-                // The connector knows the port.
+                // The connector sets the port.
                 let addrs: Vec<_> = found.iter().map(|ip| SocketAddr::new(ip, 0)).collect();
                 Ok(addrs.into_iter())
             })
@@ -138,11 +142,11 @@ mod names {
     }
 }
 
-/// What client-go does for its connections: a server that vanishes is missed after half a minute.
-const LIVENESS: Liveness = Liveness {
+/// The settings of client-go: an unreachable server is detected after 30 s.
+const TCP_KEEP_ALIVE: TcpKeepAlive = TcpKeepAlive {
     idle: Duration::from_secs(15),
     interval: Duration::from_secs(5),
-    limit: Duration::from_secs(30),
+    timeout: Duration::from_secs(30),
 };
 
 #[cfg(all(test, target_os = "linux"))]
@@ -155,14 +159,14 @@ mod tests {
     use tokio::runtime::Builder;
     use tokio::time::{Instant, timeout};
     use tower::Service as _;
-    use tulle_core::netns::{self, Lab};
+    use tulle_core::netns::{self, VirtualNetwork};
 
     use super::*;
 
     #[tokio::test]
     async fn names_of_the_hosts_file_are_found() {
         let name = "localhost".parse().unwrap();
-        let found: Vec<_> = names::names().call(name).await.unwrap().collect();
+        let found: Vec<_> = resolver::names().call(name).await.unwrap().collect();
         assert!(
             !found.is_empty() && found.iter().all(|addr| addr.ip().is_loopback()),
             "{found:?}"
@@ -170,26 +174,26 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_proxy_on_the_way_is_refused_by_name() {
+    async fn an_http_proxy_is_rejected_with_its_url() {
         let mut config = kube::Config::new("https://10.0.0.1:6443".parse().unwrap());
         config.proxy_url = Some("http://proxy.example:3128".parse().unwrap());
         let refused = builder(config).err().unwrap().to_string();
         assert!(refused.contains("proxy.example:3128"), "{refused}");
     }
 
-    /// Two hosts: on one an API server that begins an answer and falls silent, on the other the client.
+    /// Runs an API server that starts a response and then sends nothing, and the client on another host.
     #[test]
-    fn a_quiet_watch_lasts_and_one_whose_server_has_vanished_ends() {
+    fn an_idle_watch_stays_open_and_ends_when_its_server_is_unreachable() {
         if !nix::unistd::Uid::effective().is_root() {
-            let reason = "two hosts need network namespaces, and only root may make them";
+            let reason = "network namespaces for two hosts need root";
             assert!(std::env::var_os("CI").is_none(), "{reason}");
             eprintln!("SKIPPED: {reason}");
             return;
         }
-        drop(netns::sweep(PREFIX));
-        let mut lab = Lab::new(PREFIX).unwrap();
-        let server = lab.host("server", "10.66.0.1/24", None).unwrap();
-        let client = lab.host("client", "10.66.0.2/24", None).unwrap();
+        drop(netns::remove_stale(NETWORK_NAME_PREFIX));
+        let mut network = VirtualNetwork::new(NETWORK_NAME_PREFIX).unwrap();
+        let server = network.host("server", "10.66.0.1/24", None).unwrap();
+        let client = network.host("client", "10.66.0.2/24", None).unwrap();
         let (ended, is_ended) = mpsc::channel::<()>();
         let (listens, is_listening) = mpsc::channel();
         std::thread::scope(|scope| {
@@ -215,20 +219,20 @@ mod tests {
                 let runtime = Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(async {
                     let config = kube::Config::new("http://10.66.0.1:6443".parse().unwrap());
-                    let quick = Liveness {
+                    let quick = TcpKeepAlive {
                         idle: Duration::from_secs(1),
                         interval: Duration::from_secs(1),
-                        limit: Duration::from_secs(3),
+                        timeout: Duration::from_secs(3),
                     };
-                    let client = build(config, quick).unwrap().build();
+                    let client = build_with_tcp_keep_alive(config, quick).unwrap().build();
                     let request = Request::get("/watch").body(Body::empty()).unwrap();
                     let mut body = client.send(request).await.unwrap().into_body();
                     assert!(body.frame().await.unwrap().is_ok());
-                    let quiet = timeout(2 * quick.limit, body.frame()).await;
+                    let quiet = timeout(2 * quick.timeout, body.frame()).await;
                     assert!(quiet.is_err(), "a quiet watch ended: {quiet:?}");
                     server.ip("link set eth0 down\n").unwrap();
                     let cut_at = Instant::now();
-                    let cut = timeout(5 * quick.limit, body.frame()).await.expect("it ends");
+                    let cut = timeout(5 * quick.timeout, body.frame()).await.expect("it ends");
                     assert!(cut.unwrap().is_err());
                     println!("missed after {:?}", cut_at.elapsed());
                 });
@@ -238,5 +242,5 @@ mod tests {
         });
     }
 
-    const PREFIX: &str = "tulleapi";
+    const NETWORK_NAME_PREFIX: &str = "tulleapi";
 }

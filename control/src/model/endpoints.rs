@@ -1,11 +1,10 @@
-//! Addresses behind a service port, and all that a client needs to know of each.
+//! The endpoints of a service port, with everything that a client needs to connect to them.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// The endpoints of one service port.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Endpoints {
     pub existence: Existence,
@@ -14,30 +13,30 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
-    /// Whether each node has endpoints of its own.
-    pub fn is_by_node(&self) -> bool {
+    /// Returns whether the endpoints depend on the client's node.
+    pub fn is_node_scoped(&self) -> bool {
         self.scope != TrafficScope::Cluster
     }
 }
 
-/// Whether there is a service at all.
+/// Whether the service exists.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Existence {
     #[default]
     Missing,
-    /// It is a DNS alias, which has no endpoints of its own.
+    /// The service is a DNS alias without endpoints.
     ExternalName,
     Present,
 }
 
-/// Which endpoints a client may use.
+/// Which endpoints a client can use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TrafficScope {
     #[default]
     Cluster,
-    /// Those on the client's own node.
+    /// Only endpoints on the client's node.
     Node,
-    /// Those that are meant for the client's node, where there are any; every endpoint is meant for some.
+    /// Endpoints with a hint for the client's node, if there are any. Every endpoint has a hint.
     HintedNode,
 }
 
@@ -45,40 +44,33 @@ pub enum TrafficScope {
 pub struct Endpoint {
     pub addr: SocketAddr,
     pub workload: Workload,
-    /// Metric labels, a list because maps weigh more; zones and their locality depend on the client and are added for it.
-    /// Of two with one name the later counts.
+    /// Metric labels, as a list because a map needs more memory. Zone labels depend on the client and are added per
+    /// client. If a name occurs twice, the later entry counts.
     pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    /// Zones whose clients should use this endpoint; none means all.
+    /// Zones whose clients should use this endpoint. Empty means all zones.
     pub hint_zones: Vec<Arc<str>>,
-    /// Nodes whose clients should use this endpoint; none means all.
+    /// Nodes whose clients should use this endpoint. Empty means all nodes.
     pub hint_nodes: Vec<Arc<str>>,
-    /// What requests are addressed to instead of what the client asked for.
+    /// The authority that replaces the one in the client's request.
     pub authority_override: Option<Arc<str>>,
     pub protocol: Option<ProtocolHint>,
-    /// The proxy's inbound port, when bytes go through it with a transport header.
-    pub opaque_transport: Option<u16>,
+    /// The inbound port of the endpoint's proxy, if opaque connections use a transport header.
+    pub opaque_transport_port: Option<u16>,
     pub identity: Option<TlsIdentity>,
     pub http2: Http2Params,
 }
 
-/// What runs at the address.
+/// The workload at the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Workload {
-    Pod {
-        namespace: Arc<str>,
-        name: Arc<str>,
-    },
-    External {
-        namespace: Arc<str>,
-        name: Arc<str>,
-    },
-    /// An address and nothing more.
+    Pod { namespace: Arc<str>, name: Arc<str> },
+    External { namespace: Arc<str>, name: Arc<str> },
     Unknown,
 }
 
-/// How a meshed endpoint wants to be spoken to.
+/// Protocol that clients use to a meshed endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProtocolHint {
     H2,
@@ -92,14 +84,14 @@ pub enum TlsIdentity {
 }
 
 impl TlsIdentity {
-    /// What its certificate says.
+    /// The name in the workload's certificate.
     pub fn name(&self) -> &str {
         match self {
             Self::Dns { name, .. } | Self::Uri { uri: name, .. } => name,
         }
     }
 
-    /// Under which name it is reached.
+    /// The SNI for connections to the workload.
     pub fn server_name(&self) -> &str {
         match self {
             Self::Dns { server_name, .. } | Self::Uri { server_name, .. } => server_name,
@@ -107,7 +99,7 @@ impl TlsIdentity {
     }
 }
 
-/// Whether the configured HTTP/2 client parameters go along.
+/// Whether the configured HTTP/2 client parameters are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Http2Params {
     Configured,
@@ -115,8 +107,8 @@ pub enum Http2Params {
 }
 
 impl Endpoint {
-    /// An address that nothing is known about.
-    pub fn bare(addr: SocketAddr) -> Self {
+    /// Creates an endpoint of which only the address is known.
+    pub fn from_addr(addr: SocketAddr) -> Self {
         Self {
             addr,
             workload: Workload::Unknown,
@@ -127,7 +119,7 @@ impl Endpoint {
             hint_nodes: Vec::new(),
             authority_override: None,
             protocol: None,
-            opaque_transport: None,
+            opaque_transport_port: None,
             identity: None,
             http2: Http2Params::Unset,
         }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 
-/// What speaks on a port, and who may speak to it.
+/// The protocol of a port, and the authorized clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
     pub reference: ServerReference,
@@ -16,20 +16,20 @@ pub struct Server {
     pub authorizations: Vec<Authorization>,
     pub routes: Routes,
     pub rate_limit: Option<RateLimit>,
-    /// Younger Servers of its namespace that select the port in vain.
-    pub overridden: Vec<Arc<str>>,
+    /// Younger Servers of the namespace that select the same port and have no effect.
+    pub overridden_servers: Vec<Arc<str>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ServerReference {
-    /// No Server selects the port; the policy of this name applies.
+    /// No Server selects the port. The default policy of this name applies.
     Default(&'static str),
     Server(Arc<str>),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// Peek at most this long to find out.
+    /// Protocol detection with this timeout.
     Detect(Duration),
     Http1,
     Http2,
@@ -42,7 +42,7 @@ pub enum Protocol {
 pub struct Authorization {
     pub reference: AuthorizationReference,
     pub networks: Vec<NetworkMatch>,
-    pub clients: Clients,
+    pub authentication: ClientAuthentication,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,14 +56,14 @@ pub enum AuthorizationReference {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Clients {
+pub enum ClientAuthentication {
     Unauthenticated,
-    /// TLS without an identity is enough.
+    /// TLS is required, but no identity.
     UnauthenticatedTls,
     Authenticated(Identities),
 }
 
-/// Names and suffixes of which one must match; an empty suffix matches every identity.
+/// Identities, of which one must match. An empty suffix matches all identities.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identities {
     pub exact: Vec<String>,
@@ -83,8 +83,8 @@ impl Identities {
 pub enum Routes {
     Http(Vec<Route<HttpMatch>>),
     Grpc(Vec<Route<GrpcMatch>>),
-    /// Bytes have no routes.
-    Nothing,
+    /// Opaque connections have no routes.
+    Opaque,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,12 +101,12 @@ pub struct Rule<M> {
     pub filters: Vec<Filter>,
 }
 
-/// Requests a second that one proxy lets through.
+/// Requests per second that each proxy allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimit {
     pub reference: ObjectRef,
     pub total: Option<u32>,
     pub identity: Option<u32>,
-    /// Limits of their own for some identities.
+    /// Separate limits for some identities.
     pub overrides: Vec<(u32, Vec<String>)>,
 }

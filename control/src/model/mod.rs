@@ -1,4 +1,4 @@
-//! What we serve, as plain values: no Kubernetes types, no protobuf, no clock.
+//! The values that the services return. They do not depend on Kubernetes types, protobuf or time.
 
 pub mod endpoints;
 pub mod inbound;

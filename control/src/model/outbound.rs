@@ -7,11 +7,10 @@ use std::time::Duration;
 use crate::model::reference::Reference;
 use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 
-/// The answer to a policy lookup.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outbound {
     Policy(Box<Policy>),
-    /// Nothing to say about this address: the proxy forwards as it is told by the profile.
+    /// No policy for this address: the proxy uses its profile.
     Unknown,
 }
 
@@ -52,17 +51,17 @@ pub struct Rule<M> {
     pub retry: Option<Retry>,
 }
 
-/// A route of connections that are not looked into.
+/// A route for connections that are forwarded without parsing them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StreamRoute {
     pub reference: Reference,
-    /// Server names of TLS; none matches every connection.
+    /// TLS server names. An empty list matches all connections.
     pub snis: Vec<HostMatch>,
-    pub verdict: StreamVerdict,
+    pub action: StreamAction,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum StreamVerdict {
+pub enum StreamAction {
     Forward(Distribution),
     Forbidden,
 }
@@ -83,20 +82,20 @@ pub struct Backend {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum BackendTarget {
-    /// The endpoints that the destination service gives for this path.
+    /// The endpoints that the destination service returns for this path.
     Balance {
         path: String,
         load: Load,
     },
     Forward(SocketAddr),
-    /// No target: the filters answer.
-    Nothing,
+    /// No target, because the filters respond.
+    FiltersOnly,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     PeakEwma,
-    /// Failures count as responses this slow.
+    /// Failures count as responses with this latency.
     Penalized {
         penalty: Duration,
         max_retry_after: Duration,

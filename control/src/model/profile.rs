@@ -1,11 +1,10 @@
-//! What is known of a name or an address before a connection is made: routes, opaqueness, the endpoint itself.
+//! The profile of a name or an address: routes, opaque ports, or a single endpoint.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::model::endpoints::Endpoint;
 
-/// The answer to a profile lookup.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Profile {
     Service(ServiceProfile),
@@ -13,19 +12,19 @@ pub enum Profile {
         endpoint: Endpoint,
         opacity: Opacity,
     },
-    /// The service does not define the port.
+    /// The service does not have the port.
     UndefinedPort,
     ServiceMissing,
     ExternalName,
     /// The service has no pod of that hostname.
     HostnameMissing,
-    /// Several objects claim the address.
+    /// Several objects have the address.
     Ambiguous(String),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opacity {
-    /// Bytes that nobody parses.
+    /// Bytes are forwarded without parsing.
     Opaque,
     Detect,
 }
@@ -37,11 +36,11 @@ pub struct ServiceProfile {
     pub service: Arc<str>,
     pub port: u16,
     pub opacity: Opacity,
-    /// Namespace and name of the ServiceProfile; none when the default applies.
+    /// Namespace and name of the ServiceProfile. `None` for the default profile.
     pub source: Option<(Arc<str>, Arc<str>)>,
     pub routes: Vec<Route>,
     pub budget: RetryBudget,
-    pub overrides: Vec<Override>,
+    pub overrides: Vec<DstOverride>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -73,14 +72,14 @@ pub enum ResponseMatch {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
-    /// Both ends included; 0 stands for no bound.
+    /// An inclusive range. 0 means no bound.
     Status {
         min: u32,
         max: u32,
     },
 }
 
-/// Retries as a share of requests, with a floor.
+/// Retries as a ratio of requests, with a minimum rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RetryBudget {
     pub ratio: f32,
@@ -99,8 +98,7 @@ impl Default for RetryBudget {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Override {
-    /// Host and port.
+pub struct DstOverride {
     pub authority: String,
     pub weight: u32,
 }

@@ -1,10 +1,10 @@
-//! The object behind an answer, as metrics and proxies show it.
+//! Reference to the object from which a policy is made, for metrics and proxies.
 
 use std::sync::Arc;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reference {
-    /// No object: a default of ours by name.
+    /// No object: the named default.
     Default(&'static str),
     Object(ObjectRef),
 }
@@ -15,6 +15,6 @@ pub struct ObjectRef {
     pub kind: &'static str,
     pub namespace: Arc<str>,
     pub name: Arc<str>,
-    /// None for objects that are not a port of something.
+    /// `None` if the reference is not to a port of the object.
     pub port: Option<u16>,
 }

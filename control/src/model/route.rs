@@ -1,6 +1,6 @@
-//! What routes match and change; shared by both directions.
+//! Matches and filters of routes, for inbound and outbound.
 
-/// A host by its full name or by a suffix of it.
+/// A host, by its full name or by a suffix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostMatch {
     Exact(String),
@@ -10,7 +10,7 @@ pub enum HostMatch {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HttpMatch {
-    /// None matches every path.
+    /// `None` matches all paths.
     pub path: Option<PathMatch>,
     pub headers: Vec<NamedMatch>,
     pub query_params: Vec<NamedMatch>,
@@ -18,8 +18,8 @@ pub struct HttpMatch {
 }
 
 impl HttpMatch {
-    /// Matches every request, as a prefix, so that any other match is more specific.
-    pub fn everything() -> Self {
+    /// Matches all requests, by a prefix, so that every other match is more specific.
+    pub fn match_all() -> Self {
         Self {
             path: Some(PathMatch::Prefix("/".to_owned())),
             ..Self::default()
@@ -34,7 +34,6 @@ pub enum PathMatch {
     Regex(String),
 }
 
-/// A header or a query parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedMatch {
     pub name: String,
@@ -59,12 +58,12 @@ pub enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
-    /// Answers every request with this status.
+    /// Responds to every request with this status.
     FailHttp {
         status: u16,
         message: String,
     },
-    /// Answers every call with this gRPC code.
+    /// Responds to every call with this gRPC code.
     FailGrpc {
         code: u16,
         message: String,

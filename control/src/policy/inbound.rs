@@ -1,4 +1,4 @@
-//! GetPort and WatchPort: the policy of one port of one workload.
+//! The service for server policies, with GetPort and WatchPort.
 
 use std::fmt;
 
@@ -12,26 +12,27 @@ use tulle_core::identity::Identity;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
-use crate::cluster::answer::{Answer, Encoder, For};
-use crate::cluster::{Cluster, Subscription, inbound as view};
+use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::views::inbound as view;
+use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
 use crate::model::inbound::Server as Model;
-use crate::policy::source::{self, Workload};
-use crate::policy::{self, translate};
-use crate::tls::creds::ClientCertificates;
+use crate::policy::workload::{self, Workload};
+use crate::policy::{messages, translate};
+use crate::tls::mesh_credentials::ClientCertificates;
 
-/// What is known of ports; clones share it.
+/// The service. Clones share its state.
 #[derive(Clone)]
-pub struct Policies {
+pub struct InboundPolicyService {
     cluster: Cluster,
     clients: ClientCertificates,
     drain: drain::Watch,
-    encoder: Encoder,
+    encoder: EncoderId,
 }
 
-impl Policies {
+impl InboundPolicyService {
     pub(super) fn new(cluster: Cluster, clients: ClientCertificates, drain: drain::Watch) -> Self {
-        let encoder = cluster.encoder();
+        let encoder = cluster.new_encoder_id();
         Self {
             cluster,
             clients,
@@ -45,19 +46,19 @@ impl Policies {
         spec: &PortSpec,
         caller: Option<&Caller>,
     ) -> Result<(Subscription<Option<Model>>, Bytes), Status> {
-        let workload = source::parse(&spec.workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let workload = workload::parse(&spec.workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let port = match u16::try_from(spec.port) {
             Ok(port) if port > 0 => port,
             _ => return Err(Status::invalid_argument("Invalid port")),
         };
         if !self.cluster.is_synced() {
-            return Err(Status::unavailable("the state of the cluster is not known yet"));
+            return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
         let workload = match workload {
             Workload::Pod(name) => view::Workload::Pod(name),
             Workload::External(name) => view::Workload::External(name),
         };
-        self.check(caller, &workload)?;
+        self.check_caller(caller, &workload)?;
         let mut subscription = self.cluster.inbound(view::Key { workload, port });
         let first = subscription.current();
         match message(&first, self.encoder) {
@@ -66,8 +67,8 @@ impl Policies {
         }
     }
 
-    /// Refuses a caller who is not the workload that it asks about, where callers have to say who they are.
-    fn check(&self, caller: Option<&Caller>, workload: &view::Workload) -> Result<(), Status> {
+    /// Fails if the client is not the workload in its request. Applies only if client certificates are required.
+    fn check_caller(&self, caller: Option<&Caller>, workload: &view::Workload) -> Result<(), Status> {
         let identities = match (self.clients, caller) {
             (ClientCertificates::Optional, _) | (ClientCertificates::Required, Some(Caller::ThisMachine)) => {
                 return Ok(());
@@ -75,8 +76,8 @@ impl Policies {
             (ClientCertificates::Required, Some(Caller::Peer { identities, .. })) => &**identities,
             (ClientCertificates::Required, None) => &[],
         };
-        let Some(expected) = self.cluster.identity(workload) else {
-            return Ok(()); // there is no such workload, and nothing to tell
+        let Some(expected) = self.cluster.workload_identity(workload) else {
+            return Ok(()); // the workload does not exist
         };
         match expected
             .parse()
@@ -84,8 +85,8 @@ impl Policies {
         {
             true => Ok(()),
             false => Err(Status::permission_denied(format!(
-                "only {expected} may ask for the policies of this workload; the client's certificate is for {}",
-                Names(identities)
+                "only {expected} may read the policies of this workload; the client's certificate is for {}",
+                IdentityList(identities)
             ))),
         }
     }
@@ -97,13 +98,16 @@ impl Policies {
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec, caller)?;
         let encoder = self.encoder;
-        Ok(policy::follow(subscription, first, self.drain, move |server| {
-            message(server, encoder)
-        }))
+        Ok(messages::message_stream(
+            subscription,
+            first,
+            self.drain,
+            move |server| message(server, encoder),
+        ))
     }
 }
 
-impl Methods for Policies {
+impl Methods for InboundPolicyService {
     const SERVICE: &'static str = SERVICE_NAME;
 
     async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
@@ -122,23 +126,23 @@ impl Methods for Policies {
     }
 }
 
-/// Identities as an error lists them.
-struct Names<'a>(&'a [Identity]);
+/// Formats identities for error messages.
+struct IdentityList<'a>(&'a [Identity]);
 
-impl fmt::Display for Names<'_> {
+impl fmt::Display for IdentityList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            [] => f.write_str("nobody"),
+            [] => f.write_str("no identity"),
             [name] => f.write_str(name.as_str()),
             [name, others @ ..] => write!(f, "{name} and {} more", others.len()),
         }
     }
 }
 
-/// The message for a policy, as bytes that all who follow it share.
-fn message(server: &Answer<Option<Model>>, encoder: Encoder) -> Option<Bytes> {
+/// Returns the message for a policy. Streams with the same policy share the bytes.
+fn message(server: &SharedResponse<Option<Model>>, encoder: EncoderId) -> Option<Bytes> {
     let model = server.as_ref()?;
-    Some(server.encoded(&For::all(encoder), || {
+    Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder), || {
         grpc::encode(&[translate::inbound::server(model)])
     }))
 }

@@ -1,4 +1,4 @@
-//! Get and Watch: the client policy of one destination.
+//! The service for client policies, with Get and Watch.
 
 use std::net::SocketAddr;
 
@@ -11,26 +11,27 @@ use tulle_core::drain;
 use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::cluster::answer::{Answer, Encoder, For};
-use crate::cluster::outbound::{Key, Target};
+use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::views::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Methods};
 use crate::model::outbound::Outbound;
-use crate::policy::{self, Config, source, translate};
+use crate::policy::config::Config;
+use crate::policy::{messages, translate, workload};
 use crate::resources::meta::Name;
 
-/// What is known of destinations; clones share it.
+/// The service. Clones share its state.
 #[derive(Clone)]
-pub struct Policies {
+pub struct OutboundPolicyService {
     cluster: Cluster,
     config: Config,
     drain: drain::Watch,
-    encoder: Encoder,
+    encoder: EncoderId,
 }
 
-impl Policies {
+impl OutboundPolicyService {
     pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
-        let encoder = cluster.encoder();
+        let encoder = cluster.new_encoder_id();
         Self {
             cluster,
             config,
@@ -41,7 +42,7 @@ impl Policies {
 
     fn subscribe(&self, spec: TrafficSpec) -> Result<(Subscription<Outbound>, Bytes), Status> {
         let client =
-            source::parse(&spec.source_workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
+            workload::parse(&spec.source_workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let target = match spec.target {
             None => return Err(Status::invalid_argument("the request has no target")),
             Some(traffic_spec::Target::Addr(addr)) => {
@@ -57,7 +58,7 @@ impl Policies {
             }
         };
         if !self.cluster.is_synced() {
-            return Err(Status::unavailable("the state of the cluster is not known yet"));
+            return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
         let key = Key {
             client_namespace: client.name().namespace.clone(),
@@ -74,23 +75,25 @@ impl Policies {
     fn watch(self, spec: TrafficSpec) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec)?;
         let drain = self.drain.clone();
-        Ok(policy::follow(subscription, first, drain, move |outbound| {
+        Ok(messages::message_stream(subscription, first, drain, move |outbound| {
             self.message(outbound)
         }))
     }
 
-    /// The message for a policy, as bytes that all who follow it share.
-    fn message(&self, outbound: &Answer<Outbound>) -> Option<Bytes> {
+    /// Returns the message for a policy. Streams with the same policy share the bytes.
+    fn message(&self, outbound: &SharedResponse<Outbound>) -> Option<Bytes> {
         let Outbound::Policy(policy) = &**outbound else {
             return None;
         };
-        Some(outbound.encoded(&For::all(self.encoder), || {
-            grpc::encode(&[translate::outbound::policy(policy, self.config)])
-        }))
+        Some(
+            outbound.encode_cached(&EncodingKey::for_all_subscribers(self.encoder), || {
+                grpc::encode(&[translate::outbound::policy(policy, self.config)])
+            }),
+        )
     }
 }
 
-impl Methods for Policies {
+impl Methods for OutboundPolicyService {
     const SERVICE: &'static str = SERVICE_NAME;
 
     async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
@@ -102,14 +105,14 @@ impl Methods for Policies {
     }
 }
 
-/// Reads `name.namespace.svc[.<domain>][.][:port]`; the port is 80 when there is none.
+/// Parses `name.namespace.svc[.<domain>][.][:port]`. The default port is 80.
 fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(Name, u16), Status> {
-    let refused = || Status::invalid_argument(format!("Invalid authority: {authority}"));
+    let invalid = || Status::invalid_argument(format!("Invalid authority: {authority}"));
     let (host, port) = match authority.split_once(':') {
         None => (authority, 80),
         Some((host, port)) => match port.parse::<u16>() {
             Ok(port) if port > 0 => (host, port),
-            _ => return Err(refused()),
+            _ => return Err(invalid()),
         },
     };
     if host.is_empty()
@@ -117,7 +120,7 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(Name, u16),
             .bytes()
             .any(|byte| byte.is_ascii_whitespace() || b"/@?#[]".contains(&byte))
     {
-        return Err(refused());
+        return Err(invalid());
     }
     let host = host.strip_suffix('.').unwrap_or(host);
     let mut labels = host.splitn(4, '.');

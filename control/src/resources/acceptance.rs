@@ -1,7 +1,6 @@
-//! Which routes and networks are accepted, and why others are not.
+//! Decides whether routes and EgressNetworks are accepted.
 //!
-//! One computation for two readers: views judge by it where an object has no status, and the status of an object says
-//! what it comes to.
+//! Used by the views for objects without a status, and by the status controller.
 
 use std::fmt;
 
@@ -14,127 +13,128 @@ use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
 use crate::resources::route_admission;
 use crate::resources::service::{Service, ServiceKind};
 
-/// Where the parents of routes are looked up.
-pub trait Parents {
+/// Looks up the parents of routes.
+pub trait ParentLookup {
     fn server(&self, name: &Name) -> Option<&Server>;
     fn service(&self, name: &Name) -> Option<&Service>;
     fn egress_network(&self, name: &Name) -> Option<&EgressNetwork>;
 }
 
-/// What acceptance depends on beside objects.
+/// Inputs of the decision besides the objects.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings<'a> {
+pub struct AcceptanceSettings<'a> {
     pub cluster_networks: &'a [IpNet],
-    /// Namespace of the EgressNetworks that hold for namespaces without their own.
+    /// Namespace of the EgressNetworks that apply to namespaces without their own.
     pub global_egress_namespace: &'a str,
 }
 
-/// Why a parent does not accept a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// There is no such parent, or it accepts no routes.
+pub enum RouteRejection {
+    /// The parent does not exist, or its kind accepts no routes.
     NoParent,
-    /// A service without an address is not dialled by it.
+    /// The Service has no ClusterIP, so clients cannot connect to it by address.
     NoClusterIp,
-    /// The parent is in another namespace, where it serves no routes of the route's namespace.
+    /// The parent is in another namespace and accepts only routes of its own namespace.
     OtherNamespace,
-    /// The Server's protocol has no routes of this kind. All that the Server is asked is answered with an error, as nobody
-    /// can tell which requests the route is for.
-    Protocol(ProxyProtocol),
-    /// The route names a port or a section of a Server, which has neither. It stays attached, and its requests are answered
-    /// with an error.
-    PartOfServer(&'static str),
+    /// The Server's protocol does not support routes of this kind. All requests to the Server fail, because the
+    /// requests that the route matches cannot be identified.
+    ProtocolMismatch(ProxyProtocol),
+    /// The reference to a Server has a port or a section, which a Server does not have. The route stays attached, and
+    /// its requests fail.
+    UnsupportedParentField(&'static str),
     /// A route of a more specific protocol has the same parent and port.
-    Conflict,
-    /// This older route of the same kind takes all connections that the route is for.
-    Older(Name),
-    /// The route asks for something that no proxy does, or that cannot be read. It stays attached, and what it asks it of
-    /// is answered with an error.
+    MoreSpecificRoute,
+    /// This older route of the same kind matches the same connections.
+    OlderRoute(Name),
+    /// The route uses a feature that proxies do not support, or has unreadable fields. It stays attached, and the
+    /// requests that it matches fail.
     Unsupported(String),
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for RouteRejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoParent => Ok(()),
             Self::NoClusterIp => f.write_str("parent service must have a ClusterIP"),
             Self::OtherNamespace => {
-                f.write_str("the parent is in another namespace; routes of that namespace only are served")
+                f.write_str("the parent is in another namespace and accepts only routes of its own namespace")
             }
-            Self::Protocol(protocol) => write!(
+            Self::ProtocolMismatch(protocol) => write!(
                 f,
-                "the Server's proxyProtocol is {protocol}, which has no routes of this kind"
+                "the Server's proxyProtocol is {protocol}, which does not support routes of this kind"
             ),
-            Self::PartOfServer(field) => write!(
+            Self::UnsupportedParentField(field) => write!(
                 f,
-                "the parentRef has a {field}, which means nothing where the parent is a Server; leave it out"
+                "the parentRef has a {field}, which is not supported for a Server; remove it"
             ),
-            Self::Conflict => f.write_str("a route of a more specific protocol has the same parent and port"),
-            Self::Older(name) => write!(f, "{name} is older and takes the same connections"),
+            Self::MoreSpecificRoute => f.write_str("a route of a more specific protocol has the same parent and port"),
+            Self::OlderRoute(name) => write!(f, "{name} is older and matches the same connections"),
             Self::Unsupported(reason) => f.write_str(reason),
         }
     }
 }
 
-/// Judges one parent of a route among all routes that name this parent.
+/// Checks whether a parent accepts a route. `competing_routes` are all routes that refer to this parent.
 ///
 /// # Errors
-/// Why the route is not accepted.
-pub fn of_route<'a>(
-    parents: &impl Parents,
-    settings: Settings<'_>,
+/// Fails if the parent does not accept the route, with the reason.
+pub fn check_route<'a>(
+    parents: &impl ParentLookup,
+    settings: AcceptanceSettings<'_>,
     route: &Route,
     parent: &Parent,
-    rivals: impl IntoIterator<Item = &'a Route>,
-) -> Result<(), Refusal> {
+    competing_routes: impl IntoIterator<Item = &'a Route>,
+) -> Result<(), RouteRejection> {
     if parent.kind != ParentKind::Server && parent.section.is_some() {
-        return Err(Refusal::NoParent);
+        return Err(RouteRejection::NoParent);
     }
     match parent.kind {
-        ParentKind::Server => of_server(parents, route, parent)?,
+        ParentKind::Server => check_server_parent(parents, route, parent)?,
         ParentKind::Service => match parents.service(&parent.name).map(|service| service.kind) {
             Some(ServiceKind::ClusterIp) => {}
-            Some(_) => return Err(Refusal::NoClusterIp),
-            None => return Err(Refusal::NoParent),
+            Some(_) => return Err(RouteRejection::NoClusterIp),
+            None => return Err(RouteRejection::NoParent),
         },
         ParentKind::EgressNetwork => {
             let network = parents.egress_network(&parent.name);
-            if parent.port.is_none() || network.is_none_or(|network| overlaps(network, settings.cluster_networks)) {
-                return Err(Refusal::NoParent);
+            if parent.port.is_none()
+                || network.is_none_or(|network| overlaps_cluster_networks(network, settings.cluster_networks))
+            {
+                return Err(RouteRejection::NoParent);
             }
             let is_global = &*parent.name.namespace == settings.global_egress_namespace;
             if parent.name.namespace != *route.meta.namespace() && !is_global {
-                return Err(Refusal::OtherNamespace);
+                return Err(RouteRejection::OtherNamespace);
             }
         }
-        ParentKind::Foreign => return Err(Refusal::NoParent),
+        ParentKind::Foreign => return Err(RouteRejection::NoParent),
     }
-    // What a server's port speaks is the server's to say, so that routes for it are no rivals.
+    // Routes of a Server do not conflict: the Server defines the protocol.
     if parent.kind != ParentKind::Server {
-        for rival in rivals {
-            beaten_by(route, parent, rival)?;
+        for competing_route in competing_routes {
+            conflicts_with_older(route, parent, competing_route)?;
         }
     }
-    match route_admission::unserved(route, parent.kind) {
+    match route_admission::unserved_reason(route, parent.kind) {
         None => Ok(()),
-        Some(reason) => Err(Refusal::Unsupported(reason)),
+        Some(reason) => Err(RouteRejection::Unsupported(reason)),
     }
 }
 
-fn of_server(parents: &impl Parents, route: &Route, parent: &Parent) -> Result<(), Refusal> {
-    let server = parents.server(&parent.name).ok_or(Refusal::NoParent)?;
-    of_server_route(server, route, parent)
+fn check_server_parent(parents: &impl ParentLookup, route: &Route, parent: &Parent) -> Result<(), RouteRejection> {
+    let server = parents.server(&parent.name).ok_or(RouteRejection::NoParent)?;
+    check_server_route(server, route, parent)
 }
 
-/// Judges a reference of a route to this Server by what the two say.
+/// Checks a reference of a route to this Server.
 ///
 /// # Errors
-/// Why the route is not accepted.
-pub fn of_server_route(server: &Server, route: &Route, parent: &Parent) -> Result<(), Refusal> {
+/// Fails if the Server does not accept the route, with the reason.
+pub fn check_server_route(server: &Server, route: &Route, parent: &Parent) -> Result<(), RouteRejection> {
     if parent.name.namespace != *route.meta.namespace() {
-        return Err(Refusal::OtherNamespace);
+        return Err(RouteRejection::OtherNamespace);
     }
-    let is_spoken = match route.kind {
+    let is_supported = match route.kind {
         RouteKind::PolicyHttp | RouteKind::GatewayHttp => matches!(
             server.protocol,
             ProxyProtocol::Unknown | ProxyProtocol::Http1 | ProxyProtocol::Http2
@@ -142,47 +142,49 @@ pub fn of_server_route(server: &Server, route: &Route, parent: &Parent) -> Resul
         RouteKind::Grpc => server.protocol == ProxyProtocol::Grpc,
         RouteKind::Tls | RouteKind::Tcp => false,
     };
-    match (is_spoken, parent.port, &parent.section) {
-        (false, ..) => Err(Refusal::Protocol(server.protocol)),
-        (true, Some(_), _) => Err(Refusal::PartOfServer("port")),
-        (true, None, Some(_)) => Err(Refusal::PartOfServer("sectionName")),
+    match (is_supported, parent.port, &parent.section) {
+        (false, ..) => Err(RouteRejection::ProtocolMismatch(server.protocol)),
+        (true, Some(_), _) => Err(RouteRejection::UnsupportedParentField("port")),
+        (true, None, Some(_)) => Err(RouteRejection::UnsupportedParentField("sectionName")),
         (true, None, None) => Ok(()),
     }
 }
 
-/// Why requests that speak a protocol are not limited; nothing where they are.
-pub fn without_rate_limits(protocol: ProxyProtocol) -> Option<String> {
+/// Returns why rate limits do not work with a protocol, or `None` if they do.
+pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> {
     let has_none = matches!(
         protocol,
         ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls
     );
-    has_none.then(|| format!("the Server's proxyProtocol is {protocol}, for which there are no rate limits"))
+    has_none.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
-/// Whether the rival takes what the route is for. Clients see routes of the parent's namespace and of their own only, so
-/// that routes of other namespaces take nothing from one another.
-fn beaten_by(route: &Route, parent: &Parent, rival: &Route) -> Result<(), Refusal> {
-    let namespace = rival.meta.namespace();
-    let is_seen_beside = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
-    if !is_seen_beside {
+/// Checks whether another route takes precedence. Clients see routes of the parent's namespace and of their own only,
+/// so routes of two other namespaces do not conflict.
+fn conflicts_with_older(route: &Route, parent: &Parent, competing_route: &Route) -> Result<(), RouteRejection> {
+    let namespace = competing_route.meta.namespace();
+    let is_visible = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
+    if !is_visible {
         return Ok(());
     }
     let is_of = |other: &Parent| (other.kind, &other.name) == (parent.kind, &parent.name);
-    let mut parents = rival.parents.iter().filter(|other| is_of(other));
-    if rival.kind.outranks(route.kind) && parents.clone().any(|other| other.port == parent.port) {
-        return Err(Refusal::Conflict);
+    let mut parents = competing_route.parents.iter().filter(|other| is_of(other));
+    if competing_route.kind.takes_precedence_over(route.kind) && parents.clone().any(|other| other.port == parent.port)
+    {
+        return Err(RouteRejection::MoreSpecificRoute);
     }
-    // A reference without a port is one to all ports.
+    // A reference without a port refers to all ports.
     let shares_a_port = parents.any(|other| other.port.is_none() || parent.port.is_none() || other.port == parent.port);
-    let is_older = rival.meta.seniority() < route.meta.seniority();
-    if shares_a_port && is_older && takes_the_same_connections(rival, route) {
-        return Err(Refusal::Older(rival.meta.name.clone()));
+    let is_older = competing_route.meta.age_order() < route.meta.age_order();
+    if shares_a_port && is_older && matches_same_connections(competing_route, route) {
+        return Err(RouteRejection::OlderRoute(competing_route.meta.name.clone()));
     }
     Ok(())
 }
 
-/// Nothing tells the connections of two TCPRoutes apart, and of two TLSRoutes only the server names.
-pub fn takes_the_same_connections(a: &Route, b: &Route) -> bool {
+/// Returns whether two routes match the same connections. Two TCPRoutes always do. Two TLSRoutes do if they share a
+/// server name.
+pub fn matches_same_connections(a: &Route, b: &Route) -> bool {
     match (a.kind, b.kind) {
         (RouteKind::Tcp, RouteKind::Tcp) => true,
         (RouteKind::Tls, RouteKind::Tls) => {
@@ -193,8 +195,8 @@ pub fn takes_the_same_connections(a: &Route, b: &Route) -> bool {
     }
 }
 
-/// Whether the network claims addresses of the cluster; one that names no networks leaves those out.
-pub fn overlaps(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
+/// Returns whether the network contains addresses of the cluster. A network without `networks` excludes them.
+pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
     let claims = |net: &IpNet| {
         cluster_networks
             .iter()

@@ -1,6 +1,6 @@
-//! Annotations that shape outbound policy: retries, timeouts, failure accrual and load bias.
+//! Annotations for outbound policy: retries, timeouts, failure accrual and load bias.
 //!
-//! Each reader returns nothing when its annotations are absent, and the reason when they cannot be read.
+//! Each parser returns `None` if its annotations are absent, and an error if they are invalid.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -9,7 +9,6 @@ use std::time::Duration;
 use tulle_core::names::annotation;
 use tulle_core::{duration, retry};
 
-/// Annotations of one object.
 pub type Annotations = BTreeMap<String, String>;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,10 +18,10 @@ pub struct Retry<C> {
     pub timeout: Option<Duration>,
 }
 
-/// Status codes that are tried again.
+/// HTTP status codes that are retried.
 pub type HttpConditions = Vec<RangeInclusive<u16>>;
 
-/// gRPC codes that are tried again.
+/// gRPC status codes that are retried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GrpcConditions {
     pub cancelled: bool,
@@ -62,26 +61,26 @@ pub struct Backoff {
     pub honor_retry_after: bool,
 }
 
-/// Failures count as slow responses.
+/// Penalty that makes failures count as slow responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadBias {
     pub penalty: Duration,
     pub max_retry_after: Duration,
 }
 
-pub fn http_retry(annotations: &Annotations) -> Result<Option<Retry<HttpConditions>>, String> {
+pub fn parse_http_retry(annotations: &Annotations) -> Result<Option<Retry<HttpConditions>>, String> {
     let Some(text) = annotations.get(annotation::RETRY_HTTP) else {
         return Ok(None);
     };
-    let conditions = retry::statuses(text).map_err(|error| format!("{}: {error}", annotation::RETRY_HTTP))?;
-    retry_of(annotations, conditions).map(Some)
+    let conditions = retry::parse_statuses(text).map_err(|error| format!("{}: {error}", annotation::RETRY_HTTP))?;
+    parse_retry(annotations, conditions).map(Some)
 }
 
-pub fn grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcConditions>>, String> {
+pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcConditions>>, String> {
     let Some(text) = annotations.get(annotation::RETRY_GRPC) else {
         return Ok(None);
     };
-    let codes = retry::codes(text).map_err(|error| format!("{}: {error}", annotation::RETRY_GRPC))?;
+    let codes = retry::parse_grpc_codes(text).map_err(|error| format!("{}: {error}", annotation::RETRY_GRPC))?;
     let conditions = GrpcConditions {
         cancelled: codes.contains(&retry::CANCELLED),
         deadline_exceeded: codes.contains(&retry::DEADLINE_EXCEEDED),
@@ -89,16 +88,16 @@ pub fn grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcConditio
         resource_exhausted: codes.contains(&retry::RESOURCE_EXHAUSTED),
         unavailable: codes.contains(&retry::UNAVAILABLE),
     };
-    retry_of(annotations, conditions).map(Some)
+    parse_retry(annotations, conditions).map(Some)
 }
 
-fn retry_of<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, String> {
-    let limit: u16 = parse(annotations, annotation::RETRY_LIMIT, "a number up to 65535", |text| {
+fn parse_retry<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, String> {
+    let limit: u16 = parse_annotation(annotations, annotation::RETRY_LIMIT, "a number up to 65535", |text| {
         text.parse().ok()
     })?
     .filter(|limit| *limit > 0)
     .unwrap_or(1);
-    let timeout = duration(annotations, annotation::RETRY_TIMEOUT)?.filter(|timeout| !timeout.is_zero());
+    let timeout = parse_duration(annotations, annotation::RETRY_TIMEOUT)?.filter(|timeout| !timeout.is_zero());
     Ok(Retry {
         conditions,
         limit,
@@ -106,8 +105,8 @@ fn retry_of<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, Str
     })
 }
 
-/// Timeouts, of which 0 means none.
-pub fn timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
+/// Parses the timeouts. A value of 0 means no timeout.
+pub fn parse_timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
     let keys = [
         annotation::TIMEOUT_REQUEST,
         annotation::TIMEOUT_RESPONSE,
@@ -116,7 +115,7 @@ pub fn timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
     if keys.iter().all(|key| !annotations.contains_key(*key)) {
         return Ok(None);
     }
-    let timeout = |key| duration(annotations, key).map(|timeout| timeout.filter(|timeout| !timeout.is_zero()));
+    let timeout = |key| parse_duration(annotations, key).map(|timeout| timeout.filter(|timeout| !timeout.is_zero()));
     let [request, response, idle] = keys;
     Ok(Some(Timeouts {
         request: timeout(request)?,
@@ -125,29 +124,29 @@ pub fn timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
     }))
 }
 
-pub fn failure_accrual(annotations: &Annotations) -> Result<Option<FailureAccrual>, String> {
+pub fn parse_failure_accrual(annotations: &Annotations) -> Result<Option<FailureAccrual>, String> {
     let Some(kind) = annotations.get(annotation::FAILURE_ACCRUAL) else {
         return Ok(None);
     };
-    let max_failures = parse(annotations, annotation::CONSECUTIVE_MAX_FAILURES, "a number", |text| {
+    let max_failures = parse_annotation(annotations, annotation::CONSECUTIVE_MAX_FAILURES, "a number", |text| {
         text.parse().ok()
     })?
     .unwrap_or(7);
     match kind.as_str() {
         "consecutive" => {
-            let backoff = backoff(annotations)?;
+            let backoff = parse_backoff(annotations)?;
             Ok(Some(FailureAccrual::Consecutive { max_failures, backoff }))
         }
-        "unified" => unified(annotations, max_failures).map(Some),
+        "unified" => parse_unified(annotations, max_failures).map(Some),
         _ => Err(format!(
-            "{}: {kind:?} is none of: consecutive, unified",
+            "{}: {kind:?} is not supported; use consecutive or unified",
             annotation::FAILURE_ACCRUAL
         )),
     }
 }
 
-fn unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrual, String> {
-    let threshold = parse(
+fn parse_unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrual, String> {
+    let threshold = parse_annotation(
         annotations,
         annotation::SUCCESS_RATE_THRESHOLD,
         "a number from 0 to 1",
@@ -158,8 +157,8 @@ fn unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrua
         },
     )?
     .unwrap_or(0.8);
-    let window = duration(annotations, annotation::SUCCESS_RATE_WINDOW)?.unwrap_or(Duration::from_secs(10));
-    let min_requests = parse(annotations, annotation::SUCCESS_RATE_MIN_REQUESTS, "a number", |text| {
+    let window = parse_duration(annotations, annotation::SUCCESS_RATE_WINDOW)?.unwrap_or(Duration::from_secs(10));
+    let min_requests = parse_annotation(annotations, annotation::SUCCESS_RATE_MIN_REQUESTS, "a number", |text| {
         text.parse::<u32>().ok()
     })?
     .unwrap_or(5);
@@ -174,15 +173,15 @@ fn unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrua
             ));
         }
     }
-    // Proxies take no message with more, whatever the threshold.
+    // Proxies reject messages with a higher value.
     if min_requests > 1_000_000 {
         return Err(format!(
             "{}: {min_requests} is not in 1-1000000",
             annotation::SUCCESS_RATE_MIN_REQUESTS
         ));
     }
-    let mut backoff = backoff(annotations)?;
-    backoff.honor_retry_after = boolean(annotations, annotation::HONOR_RETRY_AFTER)?.unwrap_or(false);
+    let mut backoff = parse_backoff(annotations)?;
+    backoff.honor_retry_after = parse_bool(annotations, annotation::HONOR_RETRY_AFTER)?.unwrap_or(false);
     Ok(FailureAccrual::Unified {
         threshold,
         window,
@@ -192,16 +191,16 @@ fn unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrua
     })
 }
 
-fn backoff(annotations: &Annotations) -> Result<Backoff, String> {
-    let min = duration(annotations, annotation::CONSECUTIVE_MIN_PENALTY)?.unwrap_or(Duration::from_secs(1));
-    let max = duration(annotations, annotation::CONSECUTIVE_MAX_PENALTY)?.unwrap_or(Duration::from_secs(60));
+fn parse_backoff(annotations: &Annotations) -> Result<Backoff, String> {
+    let min = parse_duration(annotations, annotation::CONSECUTIVE_MIN_PENALTY)?.unwrap_or(Duration::from_secs(1));
+    let max = parse_duration(annotations, annotation::CONSECUTIVE_MAX_PENALTY)?.unwrap_or(Duration::from_secs(60));
     if max.is_zero() || min > max {
         return Err(format!(
-            "{}: {max:?} is zero or below the least penalty of {min:?}",
+            "{}: {max:?} is zero or below the minimum penalty of {min:?}",
             annotation::CONSECUTIVE_MAX_PENALTY
         ));
     }
-    let jitter = parse(
+    let jitter = parse_annotation(
         annotations,
         annotation::CONSECUTIVE_JITTER_RATIO,
         "a number from 0 to 100",
@@ -216,35 +215,35 @@ fn backoff(annotations: &Annotations) -> Result<Backoff, String> {
     })
 }
 
-pub fn load_bias(annotations: &Annotations) -> Result<Option<LoadBias>, String> {
-    if boolean(annotations, annotation::PENALIZE_FAILURES)? != Some(true) {
+pub fn parse_load_bias(annotations: &Annotations) -> Result<Option<LoadBias>, String> {
+    if parse_bool(annotations, annotation::PENALIZE_FAILURES)? != Some(true) {
         return Ok(None);
     }
-    let penalty = duration(annotations, annotation::LOAD_BIASER_PENALTY)?.unwrap_or(Duration::from_secs(5));
+    let penalty = parse_duration(annotations, annotation::LOAD_BIASER_PENALTY)?.unwrap_or(Duration::from_secs(5));
     let max_retry_after =
-        duration(annotations, annotation::LOAD_BIASER_MAX_RETRY_AFTER)?.unwrap_or(Duration::from_secs(300));
+        parse_duration(annotations, annotation::LOAD_BIASER_MAX_RETRY_AFTER)?.unwrap_or(Duration::from_secs(300));
     Ok(Some(LoadBias {
         penalty,
         max_retry_after,
     }))
 }
 
-fn boolean(annotations: &Annotations, key: &str) -> Result<Option<bool>, String> {
-    parse(annotations, key, "true or false", |text| match text {
+fn parse_bool(annotations: &Annotations, key: &str) -> Result<Option<bool>, String> {
+    parse_annotation(annotations, key, "true or false", |text| match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
         _ => None,
     })
 }
 
-fn duration(annotations: &Annotations, key: &str) -> Result<Option<Duration>, String> {
+fn parse_duration(annotations: &Annotations, key: &str) -> Result<Option<Duration>, String> {
     annotations
         .get(key)
         .map(|text| duration::parse(text).map_err(|error| format!("{key}: {error}")))
         .transpose()
 }
 
-fn parse<T>(
+fn parse_annotation<T>(
     annotations: &Annotations,
     key: &str,
     accepted: &str,
@@ -272,7 +271,7 @@ mod tests {
     #[test]
     fn http_retries_name_status_ranges() {
         let check = |text: &str, expected: &[RangeInclusive<u16>]| {
-            let retry = http_retry(&annotations(&[(annotation::RETRY_HTTP, text)]))
+            let retry = parse_http_retry(&annotations(&[(annotation::RETRY_HTTP, text)]))
                 .unwrap()
                 .unwrap();
             assert_eq!(retry.conditions, expected, "{text}");
@@ -281,27 +280,27 @@ mod tests {
         check("5xx", &[500..=599]);
         check("gateway-error, 429", &[502..=504, 429..=429]);
         check("500-503", &[500..=503]);
-        for refused in ["", "6xx", "99", "503-500", "5xx,"] {
+        for invalid in ["", "6xx", "99", "503-500", "5xx,"] {
             assert!(
-                http_retry(&annotations(&[(annotation::RETRY_HTTP, refused)])).is_err(),
-                "{refused}"
+                parse_http_retry(&annotations(&[(annotation::RETRY_HTTP, invalid)])).is_err(),
+                "{invalid}"
             );
         }
-        assert_eq!(http_retry(&annotations(&[])), Ok(None));
+        assert_eq!(parse_http_retry(&annotations(&[])), Ok(None));
     }
 
     #[test]
     fn a_retry_limit_of_zero_counts_as_unset() {
         let read = |limit| {
             let annotations = annotations(&[(annotation::RETRY_GRPC, "internal"), (annotation::RETRY_LIMIT, limit)]);
-            grpc_retry(&annotations).unwrap().unwrap().limit
+            parse_grpc_retry(&annotations).unwrap().unwrap().limit
         };
         assert_eq!((read("0"), read("3")), (1, 3));
     }
 
     #[test]
     fn a_timeout_of_zero_is_none() {
-        let read = timeouts(&annotations(&[
+        let read = parse_timeouts(&annotations(&[
             (annotation::TIMEOUT_REQUEST, "0"),
             (annotation::TIMEOUT_IDLE, "2s"),
         ]));
@@ -317,7 +316,7 @@ mod tests {
 
     #[test]
     fn failure_accrual_has_the_documented_defaults_and_limits() {
-        let consecutive = failure_accrual(&annotations(&[(annotation::FAILURE_ACCRUAL, "consecutive")]));
+        let consecutive = parse_failure_accrual(&annotations(&[(annotation::FAILURE_ACCRUAL, "consecutive")]));
         let backoff = Backoff {
             min: Duration::from_secs(1),
             max: Duration::from_secs(60),
@@ -331,7 +330,7 @@ mod tests {
                 backoff
             }))
         );
-        for (key, refused) in [
+        for (key, invalid) in [
             (annotation::FAILURE_ACCRUAL, "sometimes"),
             (annotation::CONSECUTIVE_MIN_PENALTY, "2m"),
             (annotation::CONSECUTIVE_MAX_PENALTY, "0"),
@@ -341,8 +340,8 @@ mod tests {
             (annotation::SUCCESS_RATE_MIN_REQUESTS, "0"),
             (annotation::HONOR_RETRY_AFTER, "maybe"),
         ] {
-            let annotations = annotations(&[(annotation::FAILURE_ACCRUAL, "unified"), (key, refused)]);
-            assert!(failure_accrual(&annotations).is_err(), "{key}: {refused}");
+            let annotations = annotations(&[(annotation::FAILURE_ACCRUAL, "unified"), (key, invalid)]);
+            assert!(parse_failure_accrual(&annotations).is_err(), "{key}: {invalid}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Changes as sources report them: one type, whatever the source.
+//! Changes of objects, in the same form for all sources.
 
 use std::sync::Arc;
 
@@ -8,20 +8,20 @@ use crate::resources::{Kind, Object};
 
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The object exists in this form.
+    /// The object was created or changed.
     Applied(Object),
     Deleted(Kind, Name),
-    /// The newest form of the object cannot be read. The last one that could be holds, or what stands for the object.
+    /// The current version of the object cannot be read. Its last readable version stays in use, or its placeholder.
     Unreadable(Arc<Unreadable>),
-    /// Everything that existed when the source started has been reported.
+    /// All objects that existed at the start of the source have been reported.
     Synced,
 }
 
-/// Takes batches of events in order; what one batch touches is recomputed once.
+/// Receives batches of events in order. The views are recomputed once per batch.
 #[derive(Clone)]
-pub struct Writer(Arc<dyn Fn(Vec<Event>) + Send + Sync>);
+pub struct EventWriter(Arc<dyn Fn(Vec<Event>) + Send + Sync>);
 
-impl Writer {
+impl EventWriter {
     pub fn new(apply: impl Fn(Vec<Event>) + Send + Sync + 'static) -> Self {
         Self(Arc::new(apply))
     }
@@ -30,7 +30,7 @@ impl Writer {
         (self.0)(events);
     }
 
-    /// A writer that also tells another one of the events that it has a use for; the other hears of them later.
+    /// Returns a writer that applies each batch to `self`, then passes the events that `wants` selects to `other`.
     #[must_use]
     pub fn tee(self, wants: impl Fn(&Event) -> bool + Send + Sync + 'static, other: Self) -> Self {
         Self::new(move |events| {
@@ -44,7 +44,7 @@ impl Writer {
 }
 
 impl Event {
-    /// The kind of the object; none where it is about all of them.
+    /// The kind of the object. `None` for an event about all kinds.
     pub fn kind(&self) -> Option<Kind> {
         match self {
             Self::Applied(object) => Some(object.kind()),

@@ -1,24 +1,24 @@
-//! Durations as Go and the Gateway API write them: `1h30m`, `1.5s`, `100ms`.
+//! Durations in the syntax of Go and the Gateway API: `1h30m`, `1.5s`, `100ms`.
 
 use std::time::Duration;
 
-/// Parses one or more numbers with a unit; only `0` needs none.
+/// Parses a sum of numbers with units. Only `0` can have no unit.
 ///
 /// # Errors
-/// The text, when it is anything else, negative, or beyond 292 years.
+/// Fails if the text is not a duration, is negative, or exceeds 292 years.
 pub fn parse(text: &str) -> Result<Duration, String> {
-    let refused = || format!("{text:?} is not a duration such as 100ms, 1.5s or 1h30m");
+    let invalid = || format!("{text:?} is not a duration such as 100ms, 1.5s or 1h30m");
     let mut rest = text.strip_prefix('+').unwrap_or(text);
     if rest == "0" {
         return Ok(Duration::ZERO);
     }
     if rest.is_empty() {
-        return Err(refused());
+        return Err(invalid());
     }
     let mut nanos: u128 = 0;
     while !rest.is_empty() {
-        let (amount, after) = split(rest, |byte| byte.is_ascii_digit() || byte == b'.');
-        let (unit, after) = split(after, |byte| !byte.is_ascii_digit() && byte != b'.');
+        let (amount, after) = split_while(rest, |byte| byte.is_ascii_digit() || byte == b'.');
+        let (unit, after) = split_while(after, |byte| !byte.is_ascii_digit() && byte != b'.');
         let scale: u128 = match unit {
             "ns" => 1,
             "us" | "µs" => 1_000,
@@ -26,26 +26,26 @@ pub fn parse(text: &str) -> Result<Duration, String> {
             "s" => 1_000_000_000,
             "m" => 60_000_000_000,
             "h" => 3_600_000_000_000,
-            _ => return Err(refused()),
+            _ => return Err(invalid()),
         };
-        nanos = scaled(amount, scale)
+        nanos = parse_scaled(amount, scale)
             .and_then(|more| nanos.checked_add(more))
-            .ok_or_else(refused)?;
+            .ok_or_else(invalid)?;
         rest = after;
     }
     match i64::try_from(nanos) {
         Ok(nanos) => Ok(Duration::from_nanos(nanos.unsigned_abs())),
-        Err(_) => Err(refused()),
+        Err(_) => Err(invalid()),
     }
 }
 
-fn split(text: &str, wanted: impl Fn(u8) -> bool) -> (&str, &str) {
+fn split_while(text: &str, wanted: impl Fn(u8) -> bool) -> (&str, &str) {
     let end = text.bytes().position(|byte| !wanted(byte)).unwrap_or(text.len());
     text.split_at_checked(end).unwrap_or((text, ""))
 }
 
-/// A decimal number times its unit, without floating point.
-fn scaled(amount: &str, scale: u128) -> Option<u128> {
+/// Multiplies a decimal number by its unit, without floating point.
+fn parse_scaled(amount: &str, scale: u128) -> Option<u128> {
     let (whole, fraction) = amount.split_once('.').unwrap_or((amount, ""));
     if whole.is_empty() && fraction.is_empty() || whole.len() > 19 || fraction.len() > 18 {
         return None;
@@ -77,8 +77,8 @@ mod tests {
         check("+2s", 2000);
         check("1000us", 1);
         check("1000µs", 1);
-        for refused in ["", "5", "-1s", "1d", "s", ".s", "1..5s", "1s ", "99999999999h", "1e3s"] {
-            assert!(parse(refused).is_err(), "{refused}");
+        for invalid in ["", "5", "-1s", "1d", "s", ".s", "1..5s", "1s ", "99999999999h", "1e3s"] {
+            assert!(parse(invalid).is_err(), "{invalid}");
         }
     }
 }

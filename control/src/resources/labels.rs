@@ -1,4 +1,4 @@
-//! Labels, and what selects by them.
+//! Labels and label selectors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelectorRequirement;
 use serde::{Deserialize, Deserializer};
 
-use crate::resources::text::shared;
+use crate::resources::interning::intern;
 
-/// The labels of an object by name; a list of shared texts, because there is one for each pod and a map weighs half a
-/// kilobyte before it holds anything.
+/// The labels of an object, sorted by name. A list of interned strings, because a map takes 500 bytes per pod even when
+/// it is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Labels(Box<[(Arc<str>, Arc<str>)]>);
 
@@ -19,7 +19,7 @@ impl Labels {
         found.ok().map(|at| &*self.0[at].1)
     }
 
-    /// In the order of their names.
+    /// Returns the labels in the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(key, value)| (&**key, &**value))
     }
@@ -27,32 +27,32 @@ impl Labels {
 
 impl<K: AsRef<str>, V: AsRef<str>> FromIterator<(K, V)> for Labels {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(labels: I) -> Self {
-        let shared = |(key, value): (K, V)| (shared(key.as_ref()), shared(value.as_ref()));
+        let shared = |(key, value): (K, V)| (intern(key.as_ref()), intern(value.as_ref()));
         let mut list: Vec<_> = labels.into_iter().map(shared).collect();
         list.sort_unstable();
         Self(list.into_boxed_slice())
     }
 }
 
-/// A label selector whose operators are known to be valid. The empty selector matches everything.
+/// A label selector with valid operators. The empty selector matches everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Selector(Vec<Requirement>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Requirement {
     key: String,
-    test: Test,
+    operator: LabelOperator,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Test {
+enum LabelOperator {
     In(Vec<String>),
     NotIn(Vec<String>),
     Exists,
     DoesNotExist,
 }
 
-/// A selector as manifests write it. A field that nobody reads would select more than was meant.
+/// A selector in a manifest. Unknown fields are rejected, because ignoring them would select too much.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 #[derive(Default)]
@@ -62,32 +62,32 @@ struct RawSelector {
 }
 
 impl Selector {
-    /// The selector of a Service: each label with its value.
-    pub fn exact(labels: &BTreeMap<String, String>) -> Self {
+    /// Returns the selector of a Service, which requires each label with its value.
+    pub fn from_match_labels(labels: &BTreeMap<String, String>) -> Self {
         let requirement = |(key, value): (&String, &String)| Requirement {
             key: key.clone(),
-            test: Test::In(vec![value.clone()]),
+            operator: LabelOperator::In(vec![value.clone()]),
         };
         Self(labels.iter().map(requirement).collect())
     }
 
     pub fn matches(&self, labels: &Labels) -> bool {
-        self.holds(|key| labels.get(key))
+        self.matches_all(|key| labels.get(key))
     }
 
-    /// As [`matches`](Self::matches), for labels as an object of the API has them.
+    /// Like [`matches`](Self::matches), for the label map of an API object.
     pub fn matches_map(&self, labels: &BTreeMap<String, String>) -> bool {
-        self.holds(|key| labels.get(key).map(String::as_str))
+        self.matches_all(|key| labels.get(key).map(String::as_str))
     }
 
-    fn holds<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
+    fn matches_all<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
         self.0.iter().all(|requirement| {
             let value = label(&requirement.key);
-            match &requirement.test {
-                Test::In(values) => value.is_some_and(|value| values.iter().any(|other| other == value)),
-                Test::NotIn(values) => value.is_none_or(|value| values.iter().all(|other| other != value)),
-                Test::Exists => value.is_some(),
-                Test::DoesNotExist => value.is_none(),
+            match &requirement.operator {
+                LabelOperator::In(values) => value.is_some_and(|value| values.iter().any(|other| other == value)),
+                LabelOperator::NotIn(values) => value.is_none_or(|value| values.iter().all(|other| other != value)),
+                LabelOperator::Exists => value.is_some(),
+                LabelOperator::DoesNotExist => value.is_none(),
             }
         })
     }
@@ -97,19 +97,19 @@ impl Selector {
         for (key, value) in selector.match_labels {
             requirements.push(Requirement {
                 key,
-                test: Test::In(vec![value]),
+                operator: LabelOperator::In(vec![value]),
             });
         }
         for expression in selector.match_expressions {
             let values = expression.values.unwrap_or_default();
             let test = match (expression.operator.as_str(), values.is_empty()) {
-                ("In", false) => Test::In(values),
-                ("NotIn", false) => Test::NotIn(values),
-                ("Exists", true) => Test::Exists,
-                ("DoesNotExist", true) => Test::DoesNotExist,
+                ("In", false) => LabelOperator::In(values),
+                ("NotIn", false) => LabelOperator::NotIn(values),
+                ("Exists", true) => LabelOperator::Exists,
+                ("DoesNotExist", true) => LabelOperator::DoesNotExist,
                 (operator, _) => {
                     return Err(format!(
-                        "selector on {}: {operator} with {} values; In and NotIn take some, Exists and DoesNotExist none",
+                        "selector on {}: {operator} with {} values; In and NotIn need values, Exists and DoesNotExist take none",
                         expression.key,
                         values.len()
                     ));
@@ -117,7 +117,7 @@ impl Selector {
             };
             requirements.push(Requirement {
                 key: expression.key,
-                test,
+                operator: test,
             });
         }
         Ok(Self(requirements))

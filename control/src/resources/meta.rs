@@ -1,4 +1,4 @@
-//! What every object has: its name, labels, annotations, age and owner, pruned to what views read.
+//! Metadata of objects: name, labels, annotations, age and owner. Contains only what the views read.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::resources::interning::intern;
 use crate::resources::labels::Labels;
-use crate::resources::text::shared;
 
-/// Namespace and name of an object; the namespace is empty for kinds that have none.
+/// Namespace and name of an object. The namespace is empty for cluster-scoped kinds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name {
     pub namespace: Arc<str>,
@@ -31,31 +31,29 @@ impl fmt::Display for Name {
     }
 }
 
-/// The one object that an object belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     pub kind: Arc<str>,
     pub name: Arc<str>,
 }
 
-/// Metadata that views read.
+/// The metadata that the views read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Meta {
     pub name: Name,
     pub labels: Labels,
     pub annotations: BTreeMap<String, String>,
-    /// Seconds since 1970; unknown ages sort last.
+    /// Seconds since 1970. Objects without this time sort last.
     pub created_at: Option<i64>,
-    /// Changes whenever the object does.
+    /// The resource version.
     pub version: String,
     pub terminating: bool,
-    /// Set only when there is exactly one owner, because more than one names no workload.
+    /// Set only if there is exactly one owner, because several owners identify no workload.
     pub owner: Option<Owner>,
 }
 
 impl Meta {
-    /// Takes what we use; an object without a name is refused, and one without a namespace is in `default`, where the
-    /// clients of an API server would put it.
+    /// Extracts the metadata. Fails without a name. A missing namespace becomes `default`, as with kubectl.
     pub fn from_kubernetes(meta: ObjectMeta) -> Result<Self, String> {
         let Some(name) = meta.name.filter(|name| !name.is_empty()) else {
             return Err("metadata.name is missing".to_owned());
@@ -63,8 +61,8 @@ impl Meta {
         let mut owners = meta.owner_references.unwrap_or_default();
         let owner = match owners.len() {
             1 => owners.pop().map(|owner| Owner {
-                kind: shared(&owner.kind),
-                name: shared(&owner.name),
+                kind: intern(&owner.kind),
+                name: intern(&owner.name),
             }),
             _ => None,
         };
@@ -91,14 +89,15 @@ impl Meta {
         self.annotations.get(key).map(String::as_str)
     }
 
-    /// Sorts the oldest first, then by namespace and name: the order in which rivals win.
-    pub fn seniority(&self) -> (i64, &Name) {
+    /// Sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
+    /// precedence.
+    pub fn age_order(&self) -> (i64, &Name) {
         (self.created_at.unwrap_or(i64::MAX), &self.name)
     }
 }
 
-/// Whether an object can be called this: a DNS-1123 subdomain.
-pub fn is_subdomain(name: &str) -> bool {
+/// Returns whether a name is a DNS-1123 subdomain, which Kubernetes requires for object names.
+pub fn is_dns_subdomain(name: &str) -> bool {
     let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     name.len() <= 253
         && name.split('.').all(|label| {

@@ -1,24 +1,24 @@
-//! Kubernetes types that we read, decoded and pruned to what we use.
+//! Decoded Kubernetes objects, reduced to the fields that are used.
 //!
-//! Objects enter through [`decode`] from any serde source, be it YAML of a directory or JSON of an API server, and leave
-//! as immutable values. Decoding applies the defaults of the API and refuses what admission refuses; nothing here knows
-//! where an object came from.
+//! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server. The
+//! result is immutable. Decoding applies the API's defaults and rejects what admission rejects. It does not depend on
+//! the source.
 
 pub mod acceptance;
 pub mod annotations;
 pub mod event;
 pub mod go_duration;
+pub mod interning;
 pub mod labels;
 pub mod meta;
 pub mod policy;
 pub mod port_list;
-mod probe;
+mod probe_path;
 pub mod route;
 pub mod route_admission;
 pub mod service;
 pub mod service_profile;
 pub mod status;
-pub mod text;
 pub mod unreadable;
 pub mod unserved;
 pub mod workload;
@@ -39,15 +39,14 @@ use crate::resources::policy::server::Server;
 use crate::resources::route::{Route, RouteKind};
 use crate::resources::service::{EndpointSlice, Endpoints, Service};
 use crate::resources::service_profile::ServiceProfile;
-use crate::resources::workload::{Bare, ExternalWorkload, Node, Pod};
+use crate::resources::workload::{ExternalWorkload, Node, PartialObjectMetadata, Pod};
 
-/// Writes the enum of kinds, the enum of objects and the table of kinds from one list.
+/// Generates the enum of kinds, the enum of objects and the table of kinds from one list.
 macro_rules! kinds {
     ($($kind:ident($object:ty): $group:expr, $versions:expr, $name:literal, $metric:literal, $scope:ident;)*) => {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Kind { $($kind,)* }
 
-        /// An object of one of the kinds.
         #[derive(Clone, Debug, PartialEq)]
         pub enum Object { $($kind(Arc<$object>),)* }
 
@@ -60,38 +59,37 @@ macro_rules! kinds {
                 match self { $(Self::$kind(object) => &object.meta,)* }
             }
 
-            /// The metadata for a source that completes it, as an API server does.
+            /// The metadata, for a source that completes it as an API server does.
             pub fn meta_mut(&mut self) -> &mut Meta {
                 match self { $(Self::$kind(object) => &mut Arc::make_mut(object).meta,)* }
             }
         }
 
-        /// Every kind that we read.
         pub const KINDS: &[KindInfo] = &[$(KindInfo {
             kind: Kind::$kind,
             group: $group,
             versions: &$versions,
             name: $name,
-            metric: $metric,
+            metric_prefix: $metric,
             scope: Scope::$scope,
         },)*];
     };
 }
 
-/// What the API server knows about a kind.
+/// How the API server names and scopes a kind.
 #[derive(Debug)]
 pub struct KindInfo {
     pub kind: Kind,
     pub group: &'static str,
     pub versions: &'static [&'static str],
     pub name: &'static str,
-    /// Its name in `<kind>_cache_size`.
-    pub metric: &'static str,
+    /// The prefix of `<prefix>_cache_size`.
+    pub metric_prefix: &'static str,
     pub scope: Scope,
 }
 
 impl KindInfo {
-    /// Its name in paths of the API: lower-case, in the plural.
+    /// The resource name in API paths: lower-case plural.
     pub fn plural(&self) -> String {
         let name = self.name.to_ascii_lowercase();
         match name.strip_suffix('y') {
@@ -114,9 +112,9 @@ kinds! {
     EndpointSlice(EndpointSlice): "discovery.k8s.io", ["v1"], "EndpointSlice", "endpointslices", Namespaced;
     Pod(Pod): "", ["v1"], "Pod", "pod", Namespaced;
     Node(Node): "", ["v1"], "Node", "node", Cluster;
-    Namespace(Bare): "", ["v1"], "Namespace", "namespace", Cluster;
-    ReplicaSet(Bare): "apps", ["v1"], "ReplicaSet", "replicaset", Namespaced;
-    Job(Bare): "batch", ["v1"], "Job", "job", Namespaced;
+    Namespace(PartialObjectMetadata): "", ["v1"], "Namespace", "namespace", Cluster;
+    ReplicaSet(PartialObjectMetadata): "apps", ["v1"], "ReplicaSet", "replicaset", Namespaced;
+    Job(PartialObjectMetadata): "batch", ["v1"], "Job", "job", Namespaced;
     ExternalWorkload(ExternalWorkload):
         "workload.linkerd.io", ["v1beta1", "v1alpha1"], "ExternalWorkload", "externalworkload", Namespaced;
     Server(Server): POLICY_GROUP, ["v1beta3", "v1beta2", "v1beta1", "v1alpha1"], "Server", "server", Namespaced;
@@ -142,7 +140,7 @@ kinds! {
 }
 
 impl Object {
-    /// The route, if it is one of any kind.
+    /// The route, if the object is a route of any kind.
     pub fn route(&self) -> Option<&Arc<Route>> {
         match self {
             Self::PolicyHttpRoute(route)
@@ -156,7 +154,7 @@ impl Object {
 }
 
 impl Object {
-    /// The route, for a source that completes it.
+    /// The route, for a source that changes it.
     pub(crate) fn route_mut(&mut self) -> Option<&mut Route> {
         match self {
             Self::PolicyHttpRoute(route)
@@ -178,11 +176,11 @@ impl Kind {
     }
 
     pub fn info(self) -> &'static KindInfo {
-        // The macro writes the table in the order of the enum.
+        // The macro generates the table in the order of the enum.
         &KINDS[self as usize]
     }
 
-    /// The kind that a manifest's `apiVersion` and `kind` name.
+    /// Finds the kind for `apiVersion` and `kind` of a manifest.
     pub fn find(api_version: &str, kind: &str) -> Option<Self> {
         let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
         let found = KINDS
@@ -191,26 +189,26 @@ impl Kind {
         found.map(|info| info.kind)
     }
 
-    /// The same, whatever the version.
-    pub fn of_any_version(api_version: &str, kind: &str) -> Option<Self> {
+    /// Like [`find`](Self::find), for any version of the group.
+    pub fn find_any_version(api_version: &str, kind: &str) -> Option<Self> {
         let (group, _) = api_version.split_once('/').unwrap_or(("", api_version));
         let found = KINDS.iter().find(|info| info.group == group && info.name == kind);
         found.map(|info| info.kind)
     }
 
-    /// The number of objects of this kind that are known. Sources ask for it as well, so that a kind without objects is
-    /// shown.
-    pub fn cache_size(self, registry: &Registry) -> Arc<Gauge> {
-        let name = format!("{}_cache_size", self.info().metric);
+    /// The number of objects of this kind in the cache. Sources also create it, so that kinds without objects have a
+    /// series.
+    pub fn cache_size_gauge(self, registry: &Registry) -> Arc<Gauge> {
+        let name = format!("{}_cache_size", self.info().metric_prefix);
         let family = registry.gauge(&name, "Objects of this kind that are known.");
         family.get(&Labels::new().with("cluster", "local"))
     }
 }
 
-/// Decodes one object of a known kind.
+/// Decodes one object of a kind.
 ///
 /// # Errors
-/// What does not have the shape of the kind, and what admission would refuse, with the reason.
+/// Fails if the object does not have the schema of the kind, or if admission would reject it.
 pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
     let mut object = decode_kind(kind, from)?;
     if kind.info().scope == Scope::Cluster {
@@ -221,48 +219,48 @@ pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, 
 
 fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
     match kind {
-        Kind::Service => build(from, Service::from_kubernetes, Object::Service),
-        Kind::Endpoints => build(from, Endpoints::from_kubernetes, Object::Endpoints),
-        Kind::EndpointSlice => build(from, EndpointSlice::from_kubernetes, Object::EndpointSlice),
-        Kind::Pod => build(from, Pod::from_kubernetes, Object::Pod),
-        Kind::Node => build(from, Node::from_kubernetes, Object::Node),
-        Kind::Namespace => build(from, Bare::from_raw, Object::Namespace),
-        Kind::ReplicaSet => build(from, Bare::from_raw, Object::ReplicaSet),
-        Kind::Job => build(from, Bare::from_raw, Object::Job),
-        Kind::ExternalWorkload => build(from, ExternalWorkload::from_raw, Object::ExternalWorkload),
-        Kind::Server => build(from, Server::from_raw, Object::Server),
-        Kind::ServerAuthorization => build(from, ServerAuthorization::from_raw, Object::ServerAuthorization),
-        Kind::AuthorizationPolicy => build(from, AuthorizationPolicy::from_raw, Object::AuthorizationPolicy),
-        Kind::MeshTlsAuthentication => build(from, MeshTlsAuthentication::from_raw, Object::MeshTlsAuthentication),
-        Kind::NetworkAuthentication => build(from, NetworkAuthentication::from_raw, Object::NetworkAuthentication),
-        Kind::RateLimitPolicy => build(from, RateLimitPolicy::from_raw, Object::RateLimitPolicy),
-        Kind::EgressNetwork => build(from, EgressNetwork::from_raw, Object::EgressNetwork),
-        Kind::PolicyHttpRoute => build(
+        Kind::Service => decode_as(from, Service::from_kubernetes, Object::Service),
+        Kind::Endpoints => decode_as(from, Endpoints::from_kubernetes, Object::Endpoints),
+        Kind::EndpointSlice => decode_as(from, EndpointSlice::from_kubernetes, Object::EndpointSlice),
+        Kind::Pod => decode_as(from, Pod::from_kubernetes, Object::Pod),
+        Kind::Node => decode_as(from, Node::from_kubernetes, Object::Node),
+        Kind::Namespace => decode_as(from, PartialObjectMetadata::from_raw, Object::Namespace),
+        Kind::ReplicaSet => decode_as(from, PartialObjectMetadata::from_raw, Object::ReplicaSet),
+        Kind::Job => decode_as(from, PartialObjectMetadata::from_raw, Object::Job),
+        Kind::ExternalWorkload => decode_as(from, ExternalWorkload::from_raw, Object::ExternalWorkload),
+        Kind::Server => decode_as(from, Server::from_raw, Object::Server),
+        Kind::ServerAuthorization => decode_as(from, ServerAuthorization::from_raw, Object::ServerAuthorization),
+        Kind::AuthorizationPolicy => decode_as(from, AuthorizationPolicy::from_raw, Object::AuthorizationPolicy),
+        Kind::MeshTlsAuthentication => decode_as(from, MeshTlsAuthentication::from_raw, Object::MeshTlsAuthentication),
+        Kind::NetworkAuthentication => decode_as(from, NetworkAuthentication::from_raw, Object::NetworkAuthentication),
+        Kind::RateLimitPolicy => decode_as(from, RateLimitPolicy::from_raw, Object::RateLimitPolicy),
+        Kind::EgressNetwork => decode_as(from, EgressNetwork::from_raw, Object::EgressNetwork),
+        Kind::PolicyHttpRoute => decode_as(
             from,
             |raw| Route::from_raw_http(raw, RouteKind::PolicyHttp),
             Object::PolicyHttpRoute,
         ),
-        Kind::GatewayHttpRoute => build(
+        Kind::GatewayHttpRoute => decode_as(
             from,
             |raw| Route::from_raw_http(raw, RouteKind::GatewayHttp),
             Object::GatewayHttpRoute,
         ),
-        Kind::GrpcRoute => build(from, Route::from_raw_grpc, Object::GrpcRoute),
-        Kind::TlsRoute => build(
+        Kind::GrpcRoute => decode_as(from, Route::from_raw_grpc, Object::GrpcRoute),
+        Kind::TlsRoute => decode_as(
             from,
             |raw| Route::from_raw_stream(raw, RouteKind::Tls),
             Object::TlsRoute,
         ),
-        Kind::TcpRoute => build(
+        Kind::TcpRoute => decode_as(
             from,
             |raw| Route::from_raw_stream(raw, RouteKind::Tcp),
             Object::TcpRoute,
         ),
-        Kind::ServiceProfile => build(from, ServiceProfile::from_raw, Object::ServiceProfile),
+        Kind::ServiceProfile => decode_as(from, ServiceProfile::from_raw, Object::ServiceProfile),
     }
 }
 
-fn build<'de, D, R, T>(
+fn decode_as<'de, D, R, T>(
     from: D,
     check: impl FnOnce(R) -> Result<T, String>,
     wrap: impl FnOnce(Arc<T>) -> Object,

@@ -1,26 +1,26 @@
-//! Lists of ports in annotations: numbers, ranges, and names of the ports that a workload or a Service declares.
+//! Lists of ports in annotations: numbers, ranges, and names of ports that a workload or a Service declares.
 //!
-//! Every reader of such an annotation parses it here, so that the injector, discovery and the policies give one answer.
+//! The injector, the destination service and the policy service all use this parser, so that they give the same result.
 
 use std::fmt;
 use std::ops::RangeInclusive;
 
 use tulle_core::ports::PortSet;
 
-/// The entries of a comma list. Blanks around entries and empty entries say nothing.
+/// The entries of a comma-separated list. Whitespace around entries and empty entries are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortList {
-    entries: Vec<Entry>,
+    entries: Vec<PortListEntry>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Entry {
+enum PortListEntry {
     Range(RangeInclusive<u16>),
     Name(String),
     Malformed(String),
 }
 
-/// The ports of a list for one workload or Service.
+/// The ports of a list, resolved for one workload or Service.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResolvedPorts {
     /// In the order of the list.
@@ -30,30 +30,30 @@ pub struct ResolvedPorts {
 }
 
 impl PortList {
-    /// Reads a list; entries that cannot be read are kept for [`PortList::malformed`] and [`ResolvedPorts::unknown`].
+    /// Parses a list. Invalid entries are kept for [`PortList::malformed`] and [`ResolvedPorts::unknown`].
     pub fn parse(text: &str) -> Self {
         let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
         Self {
-            entries: entries.map(Entry::parse).collect(),
+            entries: entries.map(PortListEntry::parse).collect(),
         }
     }
 
-    /// Entries that cannot be right for any workload, for readers that do not know the declared ports.
+    /// Returns the entries that are invalid for every workload, for callers that do not know the declared ports.
     pub fn malformed(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().filter_map(|entry| match entry {
-            Entry::Malformed(text) => Some(text.as_str()),
-            Entry::Range(_) | Entry::Name(_) => None,
+            PortListEntry::Malformed(text) => Some(text.as_str()),
+            PortListEntry::Range(_) | PortListEntry::Name(_) => None,
         })
     }
 
-    /// Replaces names by the ports that `declared` returns for them.
+    /// Replaces each name by the ports that `declared` returns for it.
     pub fn resolve(&self, declared: impl Fn(&str) -> Vec<u16>) -> ResolvedPorts {
         let mut resolved = ResolvedPorts::default();
         for entry in &self.entries {
             match entry {
-                Entry::Range(range) => resolved.ranges.push(range.clone()),
-                Entry::Malformed(text) => resolved.unknown.push(text.clone()),
-                Entry::Name(name) => {
+                PortListEntry::Range(range) => resolved.ranges.push(range.clone()),
+                PortListEntry::Malformed(text) => resolved.unknown.push(text.clone()),
+                PortListEntry::Name(name) => {
                     let ports = declared(name);
                     if ports.is_empty() {
                         resolved.unknown.push(name.clone());
@@ -66,7 +66,7 @@ impl PortList {
     }
 }
 
-impl Entry {
+impl PortListEntry {
     fn parse(text: &str) -> Self {
         if let Ok(ports) = text.parse::<PortSet>()
             && let Some(range) = ports.ranges().next()
@@ -91,7 +91,7 @@ impl ResolvedPorts {
     }
 }
 
-/// A comma list of numbers and ranges, without the unknown entries.
+/// Formats a comma-separated list of numbers and ranges, without the unknown entries.
 impl fmt::Display for ResolvedPorts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (n, range) in self.ranges.iter().enumerate() {
@@ -106,8 +106,8 @@ impl fmt::Display for ResolvedPorts {
     }
 }
 
-/// Whether the API server would take it as the name of a port: a DNS label for Services, of which names of containers'
-/// ports are a part. A name without a letter would be taken for a number.
+/// Returns whether the API server accepts a port name: a DNS label, as for Services. Valid names of container ports are
+/// a subset. The name needs a letter, to be distinct from a number.
 fn is_port_name(text: &str) -> bool {
     let bytes = text.as_bytes();
     let is_inner = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || *byte == b'-';
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_workload_could_declare_is_malformed() {
+    fn entries_that_no_workload_can_declare_are_malformed() {
         let malformed = |text: &str| {
             let list = PortList::parse(text);
             list.malformed().map(str::to_owned).collect::<Vec<_>>()

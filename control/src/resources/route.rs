@@ -1,5 +1,5 @@
-//! HTTPRoute of both groups, GRPCRoute, TLSRoute and TCPRoute: what they match and where they send, in the shape of the
-//! Gateway API.
+//! HTTPRoute of both groups, GRPCRoute, TLSRoute and TCPRoute: matches and backends, in the structure of the Gateway
+//! API.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,8 +38,9 @@ impl RouteKind {
         }
     }
 
-    /// Of routes on one port of one parent, those of the most specific protocol hold.
-    pub fn outranks(self, other: Self) -> bool {
+    /// Returns whether this kind takes precedence. On one port of one parent only routes of the most specific protocol
+    /// apply.
+    pub fn takes_precedence_over(self, other: Self) -> bool {
         let rank = |kind| match kind {
             Self::Grpc => 3,
             Self::PolicyHttp | Self::GatewayHttp => 2,
@@ -53,29 +54,29 @@ impl RouteKind {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
     pub meta: Meta,
-    /// Changes whenever the spec does.
+    /// Changes with the spec.
     pub generation: Option<i64>,
     pub kind: RouteKind,
-    /// Exact names, or `*.` and a suffix; none matches every host.
+    /// Exact names, or `*.` and a suffix. An empty list matches all hosts.
     pub hostnames: Vec<String>,
     pub parents: Vec<Parent>,
     pub rules: Rules,
-    /// What controllers, ours among them, have written about it.
+    /// Statuses from all controllers, including ours.
     pub statuses: Vec<ParentStatus>,
-    /// Set where what stands outside of the rules cannot be read: none of its rules is served.
-    pub unread: Option<Unread>,
+    /// Set if a field outside of the rules cannot be read. No rule of the route is served then.
+    pub unreadable: Option<UnreadablePart>,
 }
 
-/// Why a part of a route cannot be read. Its requests are answered with an error.
+/// Why a part of a route cannot be read. The requests that it matches fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unread {
+pub struct UnreadablePart {
     pub reason: String,
-    /// Whether it can be told which requests the part is for.
-    pub requests: Requests,
+    /// Whether the matching requests can be identified.
+    pub affected_requests: AffectedRequests,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Requests {
+pub enum AffectedRequests {
     Known,
     Unknown,
 }
@@ -84,17 +85,16 @@ pub enum Requests {
 pub enum Rules {
     Http(Vec<Rule<HttpMatch>>),
     Grpc(Vec<Rule<GrpcMatch>>),
-    /// Of a TLSRoute, whose host names are matched with the server name, or of a TCPRoute.
+    /// Rules of a TLSRoute, which matches host names with the SNI, or of a TCPRoute.
     Stream(Vec<StreamRule>),
 }
 
-/// What a route attaches to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
     pub kind: ParentKind,
     pub name: Name,
     pub port: Option<u16>,
-    /// A section of the parent narrows it in a way that no parent of ours has.
+    /// The section of the parent. No parent kind of the mesh has sections.
     pub section: Option<String>,
     pub acceptance: Acceptance,
 }
@@ -104,12 +104,12 @@ pub enum ParentKind {
     Server,
     Service,
     EgressNetwork,
-    /// A gateway, or anything else that is not ours.
+    /// A Gateway or another kind that the mesh does not serve.
     Foreign,
 }
 
 impl ParentKind {
-    /// As manifests spell it.
+    /// Returns the kind as in manifests.
     pub fn name(self) -> &'static str {
         match self {
             Self::Server => "Server",
@@ -121,7 +121,6 @@ impl ParentKind {
 }
 
 impl Rules {
-    /// Everything that the rules send to.
     pub fn backend_refs(&self) -> Vec<&BackendRef> {
         match self {
             Self::Http(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
@@ -131,17 +130,17 @@ impl Rules {
     }
 }
 
-/// What the status of a route says about one parent.
+/// The acceptance of a route by one parent, according to the route's status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acceptance {
     Accepted,
-    /// Refused for what the route asks, which is answered with an error: see [`Refusal::Unsupported`].
+    /// Not accepted because of an unsupported part. Matching requests fail: see [`RouteRejection::Unsupported`].
     ///
-    /// [`Refusal::Unsupported`]: crate::resources::acceptance::Refusal::Unsupported
+    /// [`RouteRejection::Unsupported`]: crate::resources::acceptance::RouteRejection::Unsupported
     Unsupported,
     Refused,
-    /// Nobody writes statuses: the views judge for themselves.
-    Unjudged,
+    /// The source has no statuses. The views compute the acceptance.
+    NoStatus,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -161,16 +160,16 @@ pub struct Rule<M> {
     /// Parts of the Gateway API that no proxy implements.
     retry: Option<IgnoredAny>,
     session_persistence: Option<IgnoredAny>,
-    /// For those who refer to the rule.
+    /// Accepted but not used.
     #[serde(rename = "name", default)]
     _name: IgnoredAny,
     #[serde(skip)]
-    pub unread: Option<Unread>,
+    pub unreadable: Option<UnreadablePart>,
 }
 
 impl<M> Rule<M> {
-    /// The API's default for a route without rules is one that matches everything.
-    pub(super) fn everything() -> Self {
+    /// Returns the API's default for a route without rules: a rule that matches all requests.
+    pub(super) fn match_all() -> Self {
         Self {
             matches: None,
             filters: Vec::new(),
@@ -179,26 +178,26 @@ impl<M> Rule<M> {
             retry: None,
             session_persistence: None,
             _name: IgnoredAny,
-            unread: None,
+            unreadable: None,
         }
     }
 
-    pub(super) fn unread(matches: Option<Vec<M>>, unread: Unread) -> Self {
+    pub(super) fn from_unreadable(matches: Option<Vec<M>>, unreadable: UnreadablePart) -> Self {
         Self {
             matches,
-            unread: Some(unread),
-            ..Self::everything()
+            unreadable: Some(unreadable),
+            ..Self::match_all()
         }
     }
 
-    /// The first field that is set and that no proxy implements.
+    /// Returns the first field that is set but not implemented by proxies.
     pub fn unimplemented_field(&self) -> Option<&'static str> {
         let retry = self.retry.map(|_| "retry");
         retry.or_else(|| self.session_persistence.map(|_| "sessionPersistence"))
     }
 }
 
-/// Where a connection goes that nobody looks into.
+/// A rule of a TLSRoute or TCPRoute: its backends.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct StreamRule {
@@ -207,13 +206,13 @@ pub struct StreamRule {
     #[serde(rename = "name", default)]
     _name: IgnoredAny,
     #[serde(skip)]
-    pub unread: Option<Unread>,
+    pub unreadable: Option<UnreadablePart>,
 }
 
 impl StreamRule {
-    pub(super) fn unread(unread: Unread) -> Self {
+    pub(super) fn from_unreadable(unreadable: UnreadablePart) -> Self {
         Self {
-            unread: Some(unread),
+            unreadable: Some(unreadable),
             ..Self::default()
         }
     }
@@ -230,16 +229,16 @@ pub struct RuleTimeouts {
 
 fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     let text = Option::<String>::deserialize(deserializer)?;
-    text.map(|text| gateway_duration(&text))
+    text.map(|text| parse_gateway_duration(&text))
         .transpose()
         .map_err(serde::de::Error::custom)
 }
 
-/// Reads a duration of the Gateway API: up to four numbers of up to five digits, each with a unit.
+/// Parses a duration of the Gateway API: up to four numbers of up to five digits, each with a unit.
 ///
-/// Source: GEP-2257, and the pattern of the field in the definitions.
-fn gateway_duration(text: &str) -> Result<Duration, String> {
-    let refused =
+/// Source: GEP-2257, and the field's pattern in the CRDs.
+fn parse_gateway_duration(text: &str) -> Result<Duration, String> {
+    let invalid =
         || format!("{text:?} is not a duration of up to four whole numbers with h, m, s or ms, such as 1h30m");
     let mut rest = text;
     let (mut total, mut n_parts) = (Duration::ZERO, 0);
@@ -249,16 +248,16 @@ fn gateway_duration(text: &str) -> Result<Duration, String> {
         let (millis, after) = [("ms", 1), ("s", 1_000), ("m", 60_000), ("h", 3_600_000)]
             .into_iter()
             .find_map(|(unit, millis)| Some((millis, after.strip_prefix(unit)?)))
-            .ok_or_else(refused)?;
-        let number: u64 = number.parse().map_err(|_| refused())?;
+            .ok_or_else(invalid)?;
+        let number: u64 = number.parse().map_err(|_| invalid())?;
         n_parts += 1;
         if n_digits > 5 || n_parts > 4 {
-            return Err(refused());
+            return Err(invalid());
         }
         total += Duration::from_millis(number * millis);
         rest = after;
     }
-    if n_parts == 0 { Err(refused()) } else { Ok(total) }
+    if n_parts == 0 { Err(invalid()) } else { Ok(total) }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -273,7 +272,7 @@ pub struct HttpMatch {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GrpcMatch {
-    pub method: Option<RpcMatch>,
+    pub method: Option<GrpcMethodMatch>,
     pub headers: Vec<NamedMatch>,
 }
 
@@ -282,11 +281,11 @@ pub struct GrpcMatch {
 pub struct PathMatch {
     #[serde(rename = "type", default)]
     pub kind: PathKind,
-    #[serde(default = "root")]
+    #[serde(default = "default_path")]
     pub value: String,
 }
 
-fn root() -> String {
+fn default_path() -> String {
     "/".to_owned()
 }
 
@@ -298,7 +297,6 @@ pub enum PathKind {
     RegularExpression,
 }
 
-/// A header or a query parameter by name.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NamedMatch {
@@ -317,7 +315,7 @@ pub enum ValueKind {
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct RpcMatch {
+pub struct GrpcMethodMatch {
     #[serde(rename = "type", default)]
     pub kind: ValueKind,
     pub service: Option<String>,
@@ -329,7 +327,7 @@ pub enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
-    /// One that no proxy implements; requests that it is for are answered with an error.
+    /// A filter that proxies do not implement. Requests that match its rule fail.
     Unsupported(String),
 }
 
@@ -355,13 +353,13 @@ pub struct Redirect {
     pub hostname: Option<String>,
     pub path: Option<PathModifier>,
     pub port: Option<u16>,
-    #[serde(default = "found")]
+    #[serde(default = "default_redirect_status")]
     pub status_code: Option<u16>,
 }
 
 /// The API's default for redirects.
 #[allow(clippy::unnecessary_wraps, reason = "it is a default of an optional field")]
-fn found() -> Option<u16> {
+fn default_redirect_status() -> Option<u16> {
     Some(302)
 }
 
@@ -412,22 +410,22 @@ impl<'de> Deserialize<'de> for Filter {
 pub struct BackendRef {
     #[serde(default)]
     group: String,
-    #[serde(default = "service_kind")]
+    #[serde(default = "default_backend_kind")]
     kind: String,
     pub name: String,
     pub namespace: Option<String>,
     pub port: Option<u16>,
-    #[serde(default = "one")]
+    #[serde(default = "default_weight")]
     pub weight: u32,
     #[serde(default)]
     pub filters: Vec<Filter>,
 }
 
-fn service_kind() -> String {
+fn default_backend_kind() -> String {
     "Service".to_owned()
 }
 
-fn one() -> u32 {
+fn default_weight() -> u32 {
     1
 }
 
@@ -468,7 +466,7 @@ struct RawSpec<R> {
     #[serde(default)]
     hostnames: Vec<String>,
     rules: Option<Vec<R>>,
-    /// Says something of gateways only.
+    /// Concerns gateways only.
     #[serde(rename = "useDefaultGateways", default)]
     _default_gateways: IgnoredAny,
 }
@@ -481,12 +479,12 @@ pub(super) struct RawStatus {
 
 impl Route {
     pub(super) fn from_raw_http(raw: RawRoute<Rule<HttpMatch>>, kind: RouteKind) -> Result<Self, String> {
-        Self::from_raw(raw, kind, |rules| Rules::Http(rules.unwrap_or_else(everything)))
+        Self::from_raw(raw, kind, |rules| Rules::Http(rules.unwrap_or_else(match_all_rules)))
     }
 
     pub(super) fn from_raw_grpc(raw: RawRoute<Rule<GrpcMatch>>) -> Result<Self, String> {
         Self::from_raw(raw, RouteKind::Grpc, |rules| {
-            Rules::Grpc(rules.unwrap_or_else(everything))
+            Rules::Grpc(rules.unwrap_or_else(match_all_rules))
         })
     }
 
@@ -509,54 +507,54 @@ impl Route {
             parents: Vec::new(),
             rules: rules(raw.spec.rules),
             statuses: Vec::new(),
-            unread: None,
+            unreadable: None,
         };
-        route.attach(&raw.spec.parent_refs, raw.status);
+        route.set_parents(&raw.spec.parent_refs, raw.status);
         Ok(route)
     }
 
-    /// Takes the parents, and what the status says of them.
-    pub(super) fn attach(&mut self, references: &[ParentRef], status: Option<RawStatus>) {
+    /// Sets the parents and their acceptance from the status.
+    pub(super) fn set_parents(&mut self, references: &[ParentRef], status: Option<RawStatus>) {
         self.statuses = status.map(|status| status.parents).unwrap_or_default();
         let namespace = self.meta.namespace();
         let parent = |reference| {
             let mut parent = Parent::resolve(reference, self.kind, namespace);
-            parent.acceptance = parent.judged_by(&self.statuses, self.kind, namespace);
+            parent.acceptance = parent.acceptance_from_status(&self.statuses, self.kind, namespace);
             parent
         };
         self.parents = references.iter().map(parent).collect();
     }
 
-    /// Whether it names a parent that the mesh may serve it for; routes of others are none of our business.
-    pub fn is_ours(&self) -> bool {
+    /// Returns whether a parent is a Server, Service or EgressNetwork. Other routes are ignored.
+    pub fn has_mesh_parent(&self) -> bool {
         self.parents.iter().any(|parent| parent.kind != ParentKind::Foreign)
     }
 
-    /// Why the route, or one of its rules, cannot be read.
-    pub fn unread(&self) -> Option<&Unread> {
+    /// Returns the first part of the route that cannot be read.
+    pub fn unreadable_part(&self) -> Option<&UnreadablePart> {
         let of_rules = || match &self.rules {
-            Rules::Http(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
-            Rules::Grpc(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
-            Rules::Stream(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
+            Rules::Http(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
+            Rules::Grpc(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
+            Rules::Stream(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
         };
-        self.unread.as_ref().or_else(of_rules)
+        self.unreadable.as_ref().or_else(of_rules)
     }
 
-    /// Forgets the status, for a source that nobody writes one into.
-    pub fn forget_status(&mut self) {
+    /// Removes the status, for a source without a status controller.
+    pub fn clear_status(&mut self) {
         self.statuses.clear();
         for parent in &mut self.parents {
-            parent.acceptance = Acceptance::Unjudged;
+            parent.acceptance = Acceptance::NoStatus;
         }
     }
 }
 
-pub(super) fn everything<M>() -> Vec<Rule<M>> {
-    vec![Rule::everything()]
+pub(super) fn match_all_rules<M>() -> Vec<Rule<M>> {
+    vec![Rule::match_all()]
 }
 
 impl Parent {
-    /// What a reference of a route of this kind in this namespace names.
+    /// Resolves a reference of a route of this kind in this namespace.
     pub fn resolve(reference: &ParentRef, route: RouteKind, namespace: &Arc<str>) -> Self {
         let group = reference.group.as_deref().unwrap_or_else(|| route.group());
         let named = reference.kind.as_deref().unwrap_or("Gateway");
@@ -578,15 +576,15 @@ impl Parent {
             name: Name::new(namespace, reference.name.as_str()),
             port: reference.port,
             section: reference.section_name.clone(),
-            acceptance: Acceptance::Unjudged,
+            acceptance: Acceptance::NoStatus,
         }
     }
 
-    fn judged_by(&self, statuses: &[ParentStatus], route: RouteKind, namespace: &Arc<str>) -> Acceptance {
+    fn acceptance_from_status(&self, statuses: &[ParentStatus], route: RouteKind, namespace: &Arc<str>) -> Acceptance {
         let ours = statuses.iter().filter(|status| {
-            let judged = Self::resolve(&status.parent_ref, route, namespace);
+            let reported = Self::resolve(&status.parent_ref, route, namespace);
             status.controller_name == CONTROLLER_NAME
-                && (judged.kind, &judged.name, judged.port) == (self.kind, &self.name, self.port)
+                && (reported.kind, &reported.name, reported.port) == (self.kind, &self.name, self.port)
         });
         let conditions: Vec<_> = ours.flat_map(|status| &status.conditions).cloned().collect();
         if status::is_accepted(&conditions) {
@@ -606,7 +604,11 @@ mod tests {
     #[test]
     fn durations_of_the_gateway_api_are_whole_numbers_with_units() {
         let check = |text: &str, millis: u64| {
-            assert_eq!(gateway_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+            assert_eq!(
+                parse_gateway_duration(text),
+                Ok(Duration::from_millis(millis)),
+                "{text}"
+            );
         };
         check("0s", 0);
         check("10s", 10_000);
@@ -614,7 +616,7 @@ mod tests {
         check("1h1m1s1ms", 3_661_001);
         check("99999h", 359_996_400_000);
         check("1s1s", 2_000);
-        for refused in [
+        for invalid in [
             "",
             "10",
             "0",
@@ -629,9 +631,9 @@ mod tests {
             "1h1m1s1ms1s",
             "1S",
         ] {
-            let error = gateway_duration(refused).unwrap_err();
+            let error = parse_gateway_duration(invalid).unwrap_err();
             assert!(
-                error.contains(&format!("{refused:?}")) && error.contains("1h30m"),
+                error.contains(&format!("{invalid:?}")) && error.contains("1h30m"),
                 "{error}"
             );
         }

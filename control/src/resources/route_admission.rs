@@ -1,4 +1,4 @@
-//! What makes a route unacceptable before anybody looks at its parents.
+//! Validates routes without looking up their parents.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
@@ -10,13 +10,13 @@ use crate::resources::route::{
     Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, ValueKind,
 };
 
-/// Refuses what admission refuses for the kind of the route.
+/// Checks what admission checks for the kind of the route.
 ///
 /// # Errors
-/// The first offence, with its value and what would be accepted.
-pub fn admit(route: &Route) -> Result<(), String> {
-    at_most("spec.parentRefs", route.parents.len(), 32)?;
-    at_most("spec.hostnames", route.hostnames.len(), 16)?;
+/// Fails at the first invalid value. The error has the value and the accepted form.
+pub fn validate_route(route: &Route) -> Result<(), String> {
+    check_max_entries("spec.parentRefs", route.parents.len(), 32)?;
+    check_max_entries("spec.hostnames", route.hostnames.len(), 16)?;
     for parent in &route.parents {
         if parent.kind == ParentKind::EgressNetwork && parent.port.is_none() {
             return Err(format!(
@@ -27,60 +27,61 @@ pub fn admit(route: &Route) -> Result<(), String> {
     }
     let outbound = |kind| matches!(kind, ParentKind::Service | ParentKind::EgressNetwork);
     if route.parents.iter().any(|parent| outbound(parent.kind)) {
-        annotations::http_retry(&route.meta.annotations)?;
-        annotations::grpc_retry(&route.meta.annotations)?;
-        annotations::timeouts(&route.meta.annotations)?;
+        annotations::parse_http_retry(&route.meta.annotations)?;
+        annotations::parse_grpc_retry(&route.meta.annotations)?;
+        annotations::parse_timeouts(&route.meta.annotations)?;
     }
     for hostname in &route.hostnames {
         let name = hostname.strip_prefix("*.").unwrap_or(hostname);
         if name.is_empty() || name.contains('*') || name.parse::<std::net::IpAddr>().is_ok() {
-            return Err(format!("hostname {hostname:?} is neither a name nor `*.` and a suffix"));
+            return Err(format!(
+                "hostname {hostname:?} is invalid; use a name, or `*.` and a suffix"
+            ));
         }
     }
     match &route.rules {
         Rules::Http(rules) => {
-            at_most("spec.rules", rules.len(), 16)?;
+            check_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                http_matches(rule)?;
-                admit_rule(rule, route.kind)
+                check_http_matches(rule)?;
+                validate_rule(rule, route.kind)
             })
         }
         Rules::Grpc(rules) => {
-            at_most("spec.rules", rules.len(), 16)?;
+            check_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                grpc_matches(rule)?;
-                admit_rule(rule, route.kind)
+                check_grpc_matches(rule)?;
+                validate_rule(rule, route.kind)
             })
         }
-        Rules::Stream(rules) => one_rule(rules),
+        Rules::Stream(rules) => check_single_rule(rules),
     }
 }
 
-/// Why some part of a route cannot be served for a parent of this kind, although a route with it can be stored: the first
-/// reason.
-pub fn unserved(route: &Route, parent: ParentKind) -> Option<String> {
-    if let Some(unread) = &route.unread {
-        return Some(unread.reason.clone());
+/// Returns the first reason why a part of a valid route cannot be served for a parent of this kind.
+pub fn unserved_reason(route: &Route, parent: ParentKind) -> Option<String> {
+    if let Some(unreadable) = &route.unreadable {
+        return Some(unreadable.reason.clone());
     }
     let check = || match &route.rules {
         Rules::Http(rules) => rules.iter().try_for_each(|rule| {
-            serve_http_rule(rule, route.kind, parent)?;
-            serve_backends(&rule.backend_refs, route.kind, parent)
+            check_http_rule(rule, route.kind, parent)?;
+            check_backend_filters(&rule.backend_refs, route.kind, parent)
         }),
         Rules::Grpc(rules) => rules.iter().try_for_each(|rule| {
-            serve_grpc_rule(rule, route.kind, parent)?;
-            serve_backends(&rule.backend_refs, route.kind, parent)
+            check_grpc_rule(rule, route.kind, parent)?;
+            check_backend_filters(&rule.backend_refs, route.kind, parent)
         }),
-        Rules::Stream(rules) => serve_stream_rules(rules),
+        Rules::Stream(rules) => check_stream_rules(rules),
     };
     check().err()
 }
 
-/// Fields of a route's rules that say nothing where all parents of ours are Servers: the inbound side sends to the
-/// application alone, once, and as long as it takes.
-pub fn unused_inbound(route: &Route) -> Option<&'static str> {
-    let mut ours = route.parents.iter().filter(|parent| parent.kind != ParentKind::Foreign);
-    if !route.is_ours() || ours.any(|parent| parent.kind != ParentKind::Server) {
+/// Returns the first rule field that has no effect because all mesh parents are Servers, such as `timeouts`: the
+/// inbound proxy forwards each request once, to the local application, without a timeout.
+pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
+    let mut mesh_parents = route.parents.iter().filter(|parent| parent.kind != ParentKind::Foreign);
+    if !route.has_mesh_parent() || mesh_parents.any(|parent| parent.kind != ParentKind::Server) {
         return None;
     }
     fn unused<M>(rules: &[Rule<M>]) -> Option<&'static str> {
@@ -100,26 +101,30 @@ pub fn unused_inbound(route: &Route) -> Option<&'static str> {
 /// Checks the matches and filters of a rule.
 ///
 /// # Errors
-/// Why requests of this rule are answered with an error.
-pub fn serve_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
-    serve_rule(rule, parent)?;
-    http_matches(rule)?;
-    rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
+/// Fails if a match or filter is not supported. Requests that match the rule fail then.
+pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    check_rule(rule, parent)?;
+    check_http_matches(rule)?;
+    rule.filters
+        .iter()
+        .try_for_each(|one| check_filter_support(one, route, parent))
 }
 
-/// The same of a rule of a GRPCRoute.
+/// Like [`check_http_rule`], for a rule of a GRPCRoute.
 ///
 /// # Errors
-/// As of [`serve_http_rule`].
-pub fn serve_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
-    serve_rule(rule, parent)?;
-    grpc_matches(rule)?;
-    rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
+/// As [`check_http_rule`].
+pub fn check_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    check_rule(rule, parent)?;
+    check_grpc_matches(rule)?;
+    rule.filters
+        .iter()
+        .try_for_each(|one| check_filter_support(one, route, parent))
 }
 
-fn serve_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
-    if let Some(unread) = &rule.unread {
-        return Err(unread.reason.clone());
+fn check_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
+    if let Some(unreadable) = &rule.unreadable {
+        return Err(unreadable.reason.clone());
     }
     match rule.unimplemented_field().filter(|_| parent != ParentKind::Server) {
         Some(field) => Err(format!("rules[].{field} is not supported by the mesh")),
@@ -127,64 +132,68 @@ fn serve_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
     }
 }
 
-/// Checks the rules of a TLSRoute or a TCPRoute.
+/// Checks the rules of a TLSRoute or TCPRoute.
 ///
 /// # Errors
-/// Why its connections are closed.
-pub fn serve_stream_rules(rules: &[StreamRule]) -> Result<(), String> {
-    one_rule(rules)?;
-    match rules.iter().find_map(|rule| rule.unread.as_ref()) {
-        Some(unread) => Err(unread.reason.clone()),
+/// Fails if the rules are not supported. The connections are closed then.
+pub fn check_stream_rules(rules: &[StreamRule]) -> Result<(), String> {
+    check_single_rule(rules)?;
+    match rules.iter().find_map(|rule| rule.unreadable.as_ref()) {
+        Some(unreadable) => Err(unreadable.reason.clone()),
         None => Ok(()),
     }
 }
 
 /// # Errors
-/// The first match that cannot be read, and why.
-pub fn http_matches(rule: &Rule<HttpMatch>) -> Result<(), String> {
-    rule.matches.iter().flatten().try_for_each(http_match)
+/// Fails at the first invalid match.
+pub fn check_http_matches(rule: &Rule<HttpMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(check_http_match)
 }
 
 /// # Errors
-/// As of [`http_matches`].
-pub fn grpc_matches(rule: &Rule<GrpcMatch>) -> Result<(), String> {
-    rule.matches.iter().flatten().try_for_each(grpc_match)
+/// As [`check_http_matches`].
+pub fn check_grpc_matches(rule: &Rule<GrpcMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(check_grpc_match)
 }
 
-/// The inbound side sends nothing to backends, so that their filters say nothing there.
-fn serve_backends(backends: &[BackendRef], route: RouteKind, parent: ParentKind) -> Result<(), String> {
+/// Checks the filters of backends. The inbound proxy does not use backends, so the check is skipped for Servers.
+fn check_backend_filters(backends: &[BackendRef], route: RouteKind, parent: ParentKind) -> Result<(), String> {
     if parent == ParentKind::Server {
         return Ok(());
     }
     let filters = backends.iter().flat_map(|backend| &backend.filters);
-    filters.into_iter().try_for_each(|one| serve_filter(one, route, parent))
+    filters
+        .into_iter()
+        .try_for_each(|one| check_filter_support(one, route, parent))
 }
 
-/// Checks one filter against what the messages to proxies can carry.
+/// Checks whether the proxy API can express a filter.
 ///
 /// # Errors
-/// Why requests that it is for are answered with an error.
-pub fn serve_filter(one: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
-    let refused = |name: &str, place: &str| Err(format!("filter {name} is not supported {place}"));
+/// Fails if it cannot. Requests that match the filter's rule fail then.
+pub fn check_filter_support(one: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    let unsupported = |name: &str, place: &str| Err(format!("filter {name} is not supported {place}"));
     match one {
-        Filter::Unsupported(name) => refused(name, "by the mesh"),
+        Filter::Unsupported(name) => unsupported(name, "by the mesh"),
         Filter::ResponseHeaders(_) if parent == ParentKind::Server => {
-            refused("ResponseHeaderModifier", "where the parent is a Server")
+            unsupported("ResponseHeaderModifier", "where the parent is a Server")
         }
-        Filter::ResponseHeaders(_) if route == RouteKind::Grpc => refused("ResponseHeaderModifier", "in a GRPCRoute"),
-        Filter::Redirect(_) if route == RouteKind::Grpc => refused("RequestRedirect", "in a GRPCRoute"),
-        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => filter(one, route),
+        Filter::ResponseHeaders(_) if route == RouteKind::Grpc => {
+            unsupported("ResponseHeaderModifier", "in a GRPCRoute")
+        }
+        Filter::Redirect(_) if route == RouteKind::Grpc => unsupported("RequestRedirect", "in a GRPCRoute"),
+        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => validate_filter(one, route),
     }
 }
 
-fn one_rule(rules: &[StreamRule]) -> Result<(), String> {
+fn check_single_rule(rules: &[StreamRule]) -> Result<(), String> {
     match rules.len() {
         1 => Ok(()),
         n => Err(format!("spec.rules has {n} entries; exactly one is accepted")),
     }
 }
 
-fn at_most(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
+fn check_max_entries(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
     if n_entries > limit {
         Err(format!("{field} has {n_entries} entries; at most {limit} are accepted"))
     } else {
@@ -192,9 +201,13 @@ fn at_most(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
     }
 }
 
-fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
-    at_most("rules[].matches", rule.matches.iter().flatten().count(), MATCHES)?;
-    at_most("rules[].backendRefs", rule.backend_refs.len(), 16)?;
+fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
+    check_max_entries(
+        "rules[].matches",
+        rule.matches.iter().flatten().count(),
+        MAX_MATCHES_PER_RULE,
+    )?;
+    check_max_entries("rules[].backendRefs", rule.backend_refs.len(), 16)?;
     if let (Some(request), Some(backend)) = (rule.timeouts.request, rule.timeouts.backend_request)
         && !request.is_zero()
         && backend > request
@@ -206,9 +219,14 @@ fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     if let Some(field) = rule.unimplemented_field().filter(|_| kind == RouteKind::PolicyHttp) {
         return Err(format!("rules[].{field} is not supported by the mesh; leave it out"));
     }
-    rule.filters.iter().try_for_each(|admitted| filter(admitted, kind))?;
+    rule.filters
+        .iter()
+        .try_for_each(|admitted| validate_filter(admitted, kind))?;
     for backend in &rule.backend_refs {
-        backend.filters.iter().try_for_each(|admitted| filter(admitted, kind))?;
+        backend
+            .filters
+            .iter()
+            .try_for_each(|admitted| validate_filter(admitted, kind))?;
         if kind != RouteKind::PolicyHttp && backend.is_service() && backend.port.is_none() {
             return Err(format!("backendRef {} is a Service and needs a port", backend.name));
         }
@@ -216,56 +234,56 @@ fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     Ok(())
 }
 
-fn http_match(matched: &HttpMatch) -> Result<(), String> {
-    if let Some(path) = &matched.path {
+fn check_http_match(condition: &HttpMatch) -> Result<(), String> {
+    if let Some(path) = &condition.path {
         if path.kind == PathKind::RegularExpression {
-            regex(&path.value)?;
+            check_regex(&path.value)?;
         } else {
-            absolute(&path.value)?;
+            check_absolute_path(&path.value)?;
         }
     }
-    if let Some(method) = &matched.method {
+    if let Some(method) = &condition.method {
         http::Method::from_bytes(method.as_bytes()).map_err(|_| format!("{method:?} is not an HTTP method"))?;
     }
-    matched.headers.iter().try_for_each(header_match)?;
-    matched.query_params.iter().try_for_each(value_match)
+    condition.headers.iter().try_for_each(check_header_match)?;
+    condition.query_params.iter().try_for_each(check_value_match)
 }
 
-fn grpc_match(matched: &GrpcMatch) -> Result<(), String> {
-    if matched
+fn check_grpc_match(condition: &GrpcMatch) -> Result<(), String> {
+    if condition
         .method
         .as_ref()
         .is_some_and(|method| method.kind == ValueKind::RegularExpression)
     {
         return Err("gRPC methods are matched by type Exact only".to_owned());
     }
-    matched.headers.iter().try_for_each(header_match)
+    condition.headers.iter().try_for_each(check_header_match)
 }
 
-fn header_match(matched: &NamedMatch) -> Result<(), String> {
-    header_name(&matched.name)?;
-    value_match(matched)
+fn check_header_match(condition: &NamedMatch) -> Result<(), String> {
+    check_header_name(&condition.name)?;
+    check_value_match(condition)
 }
 
-fn value_match(matched: &NamedMatch) -> Result<(), String> {
-    if matched.kind == ValueKind::RegularExpression {
-        regex(&matched.value)
+fn check_value_match(condition: &NamedMatch) -> Result<(), String> {
+    if condition.kind == ValueKind::RegularExpression {
+        check_regex(&condition.value)
     } else {
         Ok(())
     }
 }
 
-/// Proxies compile an expression alone, and again between anchors.
-pub(super) fn regex(text: &str) -> Result<(), String> {
+/// Checks a regular expression both as written and between anchors, because proxies compile both forms.
+pub(super) fn check_regex(text: &str) -> Result<(), String> {
     [text, &format!(r"\A(?:{text})\z")].into_iter().try_for_each(|text| {
-        let compiled = RegexBuilder::new(text).size_limit(PATTERN_SIZE_LIMIT).build();
+        let compiled = RegexBuilder::new(text).size_limit(MAX_COMPILED_REGEX_BYTES).build();
         compiled
             .map(|_| ())
             .map_err(|error| format!("regular expression {text:?}: {error}"))
     })
 }
 
-fn absolute(path: &str) -> Result<(), String> {
+fn check_absolute_path(path: &str) -> Result<(), String> {
     if path.starts_with('/') {
         Ok(())
     } else {
@@ -273,11 +291,12 @@ fn absolute(path: &str) -> Result<(), String> {
     }
 }
 
-fn filter(admitted: &Filter, kind: RouteKind) -> Result<(), String> {
+fn validate_filter(admitted: &Filter, kind: RouteKind) -> Result<(), String> {
     match admitted {
-        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => header_modifier(modifier),
-        Filter::Redirect(redirect) => admit_redirect(redirect, kind),
-        // Gateway routes may carry filters for others; such a route is admitted, and not served by us.
+        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => validate_header_modifier(modifier),
+        Filter::Redirect(redirect) => validate_redirect(redirect, kind),
+        // Gateway API routes can have filters for other implementations. Such a route is valid, but the mesh does not
+        // serve it.
         Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(format!(
             "filter {name:?} is none of: RequestHeaderModifier, ResponseHeaderModifier, RequestRedirect"
         )),
@@ -285,27 +304,27 @@ fn filter(admitted: &Filter, kind: RouteKind) -> Result<(), String> {
     }
 }
 
-fn header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
+fn validate_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
     for header in modifier.add.iter().chain(&modifier.set) {
-        header_name(&header.name)?;
+        check_header_name(&header.name)?;
         HeaderValue::from_str(&header.value)
             .map_err(|_| format!("header {}: {:?} is not a header value", header.name, header.value))?;
     }
-    modifier.remove.iter().try_for_each(|name| header_name(name))
+    modifier.remove.iter().try_for_each(|name| check_header_name(name))
 }
 
-fn header_name(name: &str) -> Result<(), String> {
+fn check_header_name(name: &str) -> Result<(), String> {
     HeaderName::from_bytes(name.as_bytes())
         .map(|_| ())
         .map_err(|_| format!("{name:?} is not a header name"))
 }
 
-fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
+fn validate_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
     if let Some(PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path }) =
         &redirect.path
     {
-        absolute(path)?;
-        PathAndQuery::try_from(path.as_str()).map_err(|_| format!("path {path:?} is not one of a URI"))?;
+        check_absolute_path(path)?;
+        PathAndQuery::try_from(path.as_str()).map_err(|_| format!("path {path:?} is not a valid URI path"))?;
     }
     if let Some(hostname) = &redirect.hostname {
         let parsed = hostname.parse::<Authority>();
@@ -326,8 +345,8 @@ fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
     }
 }
 
-/// What proxies compile an expression to at most, in bytes.
-const PATTERN_SIZE_LIMIT: usize = 1 << 20;
+/// Maximum size of a compiled regular expression in proxies, in bytes.
+const MAX_COMPILED_REGEX_BYTES: usize = 1 << 20;
 
-/// The Gateway API raised its limit of 8 in a later version, and API servers check it before we do.
-const MATCHES: usize = 64;
+/// A later version of the Gateway API has raised its limit of 8. API servers apply the limit of their version first.
+const MAX_MATCHES_PER_RULE: usize = 64;

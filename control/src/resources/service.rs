@@ -1,4 +1,4 @@
-//! Services, and the addresses behind them: Endpoints and EndpointSlices in one shape.
+//! Services, and their endpoints: Endpoints and EndpointSlices in one form.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -12,8 +12,8 @@ use k8s_openapi::api::discovery::v1::{Endpoint as KubernetesEndpoint, EndpointSl
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::label;
 
+use crate::resources::interning::{intern, intern_opt};
 use crate::resources::meta::{Meta, Name};
-use crate::resources::text::{maybe_shared, shared};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
@@ -23,20 +23,20 @@ pub struct Service {
     pub cluster_ips: Vec<IpAddr>,
     pub kind: ServiceKind,
     pub ports: Vec<ServicePort>,
-    /// Ports of other protocols, which no proxy serves but EndpointSlices list.
-    pub other_ports: Vec<(Protocol, ServicePort)>,
+    /// Ports of other protocols. Proxies do not serve them, but EndpointSlices list them.
+    pub non_tcp_ports: Vec<(NonTcpProtocol, ServicePort)>,
     pub selector: BTreeMap<String, String>,
-    pub traffic: InternalTraffic,
-    /// Empty when the manifest names none, which stands for both.
-    pub families: Vec<Family>,
-    pub unready: Unready,
+    pub internal_traffic_policy: InternalTrafficPolicy,
+    /// Empty if the manifest has none, which means both families.
+    pub families: Vec<IpFamily>,
+    pub not_ready_addresses: NotReadyAddresses,
 }
 
-/// Pods that are not ready, and those that are being deleted.
+/// What happens to addresses of pods that are not ready or are being deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unready {
-    Withheld,
-    /// As `publishNotReadyAddresses` asks.
+pub enum NotReadyAddresses {
+    Omitted,
+    /// `publishNotReadyAddresses` is set.
     Published,
 }
 
@@ -45,12 +45,12 @@ pub enum ServiceKind {
     ClusterIp,
     Headless,
     ExternalName,
-    /// A service whose address has not been assigned.
+    /// The ClusterIP is not assigned yet.
     Unassigned,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum InternalTraffic {
+pub enum InternalTrafficPolicy {
     #[default]
     Cluster,
     /// Only endpoints on the client's node.
@@ -58,27 +58,26 @@ pub enum InternalTraffic {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Family {
+pub enum IpFamily {
     V4,
     V6,
 }
 
-impl Family {
+impl IpFamily {
     pub fn of(ip: &IpAddr) -> Self {
         if ip.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 }
 
-/// A transport protocol other than TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Protocol {
+pub enum NonTcpProtocol {
     Udp,
     Sctp,
 }
 
-impl Protocol {
-    /// None for TCP, and for what is none of the three.
-    pub fn other_than_tcp(protocol: Option<&str>) -> Option<Self> {
+impl NonTcpProtocol {
+    /// Returns `None` for TCP and for unknown protocols.
+    pub fn parse(protocol: Option<&str>) -> Option<Self> {
         match protocol {
             Some("UDP") => Some(Self::Udp),
             Some("SCTP") => Some(Self::Sctp),
@@ -94,7 +93,6 @@ impl Protocol {
     }
 }
 
-/// A port of a service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServicePort {
     pub name: String,
@@ -103,7 +101,7 @@ pub struct ServicePort {
     pub app_protocol: Option<String>,
 }
 
-/// A port by number or by its name in the workload.
+/// A port, by number or by its name in the workload.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PortRef {
     Number(u16),
@@ -123,7 +121,7 @@ impl PortRef {
     }
 }
 
-/// A port number, or why it is none.
+/// Returns the number as a port, or an error if it is out of range.
 pub fn port_number(number: i32) -> Result<u16, String> {
     match u16::try_from(number) {
         Ok(port) if port > 0 => Ok(port),
@@ -163,18 +161,18 @@ impl Service {
         for port in spec.ports.unwrap_or_default() {
             if is_tcp(port.protocol.as_deref()) {
                 ports.push(ServicePort::from_kubernetes(port)?);
-            } else if let Some(protocol) = Protocol::other_than_tcp(port.protocol.as_deref()) {
+            } else if let Some(protocol) = NonTcpProtocol::parse(port.protocol.as_deref()) {
                 other_ports.push((protocol, ServicePort::from_kubernetes(port)?));
             }
         }
         let traffic = match spec.internal_traffic_policy.as_deref() {
-            Some("Local") => InternalTraffic::Local,
-            _ => InternalTraffic::Cluster,
+            Some("Local") => InternalTrafficPolicy::Local,
+            _ => InternalTrafficPolicy::Cluster,
         };
         let families = spec.ip_families.unwrap_or_default();
         let families = families
             .iter()
-            .map(|family| if family == "IPv6" { Family::V6 } else { Family::V4 })
+            .map(|family| if family == "IPv6" { IpFamily::V6 } else { IpFamily::V4 })
             .collect();
         Ok(Self {
             meta,
@@ -182,13 +180,13 @@ impl Service {
             cluster_ips,
             kind,
             ports,
-            other_ports,
+            non_tcp_ports: other_ports,
             selector: spec.selector.unwrap_or_default(),
-            traffic,
+            internal_traffic_policy: traffic,
             families,
-            unready: match spec.publish_not_ready_addresses {
-                Some(true) => Unready::Published,
-                Some(false) | None => Unready::Withheld,
+            not_ready_addresses: match spec.publish_not_ready_addresses {
+                Some(true) => NotReadyAddresses::Published,
+                Some(false) | None => NotReadyAddresses::Omitted,
             },
         })
     }
@@ -223,12 +221,12 @@ pub struct Subset {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SubsetPort {
-    /// The name of the service's port; empty when that has none.
+    /// The name of the Service's port. Empty if that has no name.
     pub name: String,
     pub port: u16,
 }
 
-/// One ready or unready address of a service.
+/// An address of a service, ready or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
     pub ip: IpAddr,
@@ -238,25 +236,25 @@ pub struct Address {
     pub zone: Option<Arc<str>>,
     pub hint_zones: Vec<Arc<str>>,
     pub hint_nodes: Vec<Arc<str>>,
-    pub target: Target,
+    pub target: AddressTarget,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
     Ready,
-    /// It is going, and still answers: for clients that would have nobody else.
-    Leaving,
+    /// Terminating but still serving. Used only if no ready address is left.
+    Terminating,
     NotReady,
 }
 
-/// What an address belongs to.
+/// The object that an address belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum AddressTarget {
     Pod(Name),
     ExternalWorkload(Name),
-    Nothing,
-    /// A kind that we do not serve; its address is left out.
-    Other,
+    Unset,
+    /// A kind that the mesh does not serve. The address is omitted.
+    UnsupportedKind,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -268,13 +266,13 @@ pub struct Endpoints {
 #[derive(Clone, Debug, PartialEq)]
 pub struct EndpointSlice {
     pub meta: Meta,
-    /// The whole of it, if we are its writer.
-    pub managed: Option<Arc<KubernetesSlice>>,
-    /// The service it belongs to; a slice without one serves nobody.
+    /// The complete object, if this control plane wrote it.
+    pub managed_object: Option<Arc<KubernetesSlice>>,
+    /// The Service of the slice. A slice without a Service has no effect.
     pub service: Option<Name>,
     pub subset: Subset,
-    /// Its addresses are names (address type FQDN), which no proxy dials: none of them is read.
-    pub has_names: bool,
+    /// The address type is FQDN. Such addresses are ignored, because proxies do not connect to names.
+    pub has_fqdn_addresses: bool,
 }
 
 impl Endpoints {
@@ -297,11 +295,11 @@ impl Endpoints {
                     ip: parse_ip(&address.ip, "subsets[].addresses[].ip")?,
                     ready: Readiness::Ready,
                     hostname: address.hostname.filter(|hostname| !hostname.is_empty()),
-                    node: maybe_shared(address.node_name),
+                    node: intern_opt(address.node_name),
                     zone: None,
                     hint_zones: Vec::new(),
                     hint_nodes: Vec::new(),
-                    target: Target::from_kubernetes(address.target_ref, meta.namespace()),
+                    target: AddressTarget::from_kubernetes(address.target_ref, meta.namespace()),
                 });
             }
             subsets.push(Subset { ports, addresses });
@@ -315,7 +313,7 @@ impl EndpointSlice {
         slice.metadata.managed_fields = None;
         let labels = slice.metadata.labels.as_ref();
         let writer = labels.and_then(|labels| labels.get(label::SLICE_MANAGED_BY));
-        let managed = (writer.map(String::as_str) == Some(SLICE_WRITER)).then(|| Arc::new(slice.clone()));
+        let managed = (writer.map(String::as_str) == Some(SLICE_MANAGED_BY_VALUE)).then(|| Arc::new(slice.clone()));
         let meta = Meta::from_kubernetes(slice.metadata)?;
         let owner = meta
             .owner
@@ -326,7 +324,7 @@ impl EndpointSlice {
         let service = service.map(|service| Name::new(meta.namespace().clone(), service));
         let mut ports = Vec::new();
         for port in slice.ports.unwrap_or_default() {
-            // A slice port without a number stands for "all ports", which no service of ours has.
+            // A port without a number means all ports, which no Service has.
             if let (true, Some(number)) = (is_tcp(port.protocol.as_deref()), port.port) {
                 ports.push(SubsetPort {
                     name: port.name.unwrap_or_default(),
@@ -343,16 +341,17 @@ impl EndpointSlice {
         }
         Ok(Self {
             meta,
-            managed,
+            managed_object: managed,
             service,
             subset: Subset { ports, addresses },
-            has_names,
+            has_fqdn_addresses: has_names,
         })
     }
 }
 
 impl Address {
-    /// The first address of an endpoint, which stands for all of them: they lead to the same workload.
+    /// Reads the first address of an endpoint. It is enough, because all addresses of an endpoint belong to the same
+    /// workload.
     ///
     /// Source: `addresses` of `Endpoint` in `discovery.k8s.io/v1`.
     fn from_kubernetes(endpoint: KubernetesEndpoint, namespace: &Arc<str>) -> Result<Option<Self>, String> {
@@ -363,7 +362,7 @@ impl Address {
         let ready = match conditions.ready {
             None | Some(true) => Readiness::Ready,
             Some(false) if conditions.serving == Some(true) && conditions.terminating == Some(true) => {
-                Readiness::Leaving
+                Readiness::Terminating
             }
             Some(false) => Readiness::NotReady,
         };
@@ -373,26 +372,26 @@ impl Address {
             ip: parse_ip(address, "endpoints[].addresses[]")?,
             ready,
             hostname: endpoint.hostname.filter(|hostname| !hostname.is_empty()),
-            node: maybe_shared(endpoint.node_name),
-            zone: maybe_shared(endpoint.zone),
-            hint_zones: zones.iter().map(|zone| shared(&zone.name)).collect(),
-            hint_nodes: nodes.iter().map(|node| shared(&node.name)).collect(),
-            target: Target::from_kubernetes(endpoint.target_ref, namespace),
+            node: intern_opt(endpoint.node_name),
+            zone: intern_opt(endpoint.zone),
+            hint_zones: zones.iter().map(|zone| intern(&zone.name)).collect(),
+            hint_nodes: nodes.iter().map(|node| intern(&node.name)).collect(),
+            target: AddressTarget::from_kubernetes(endpoint.target_ref, namespace),
         }))
     }
 }
 
-impl Target {
+impl AddressTarget {
     fn from_kubernetes(target: Option<ObjectReference>, namespace: &Arc<str>) -> Self {
-        let Some(target) = target else { return Self::Nothing };
+        let Some(target) = target else { return Self::Unset };
         let namespace = target
             .namespace
-            .map_or_else(|| namespace.clone(), |namespace| shared(&namespace));
+            .map_or_else(|| namespace.clone(), |namespace| intern(&namespace));
         let name = Name::new(namespace, target.name.unwrap_or_default());
         match target.kind.as_deref() {
             Some("Pod") => Self::Pod(name),
             Some("ExternalWorkload") => Self::ExternalWorkload(name),
-            _ => Self::Other,
+            _ => Self::UnsupportedKind,
         }
     }
 }
@@ -403,4 +402,4 @@ pub fn parse_ip(text: &str, field: &str) -> Result<IpAddr, String> {
 }
 
 /// Value of [`label::SLICE_MANAGED_BY`] on slices of external workloads.
-pub const SLICE_WRITER: &str = "linkerd-external-workloads-controller";
+pub const SLICE_MANAGED_BY_VALUE: &str = "linkerd-external-workloads-controller";

@@ -7,8 +7,8 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::Deserialize;
 
 use crate::resources::go_duration;
-use crate::resources::meta::{Meta, is_subdomain};
-use crate::resources::policy::reference::Raw;
+use crate::resources::meta::{Meta, is_dns_subdomain};
+use crate::resources::policy::reference::RawResource;
 use crate::resources::route_admission;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -16,7 +16,7 @@ pub struct ServiceProfile {
     pub meta: Meta,
     pub routes: Vec<ProfileRoute>,
     pub retry_budget: Option<RetryBudget>,
-    pub overrides: Vec<Override>,
+    pub overrides: Vec<DstOverride>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -48,7 +48,7 @@ pub enum ResponseMatch {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
-    /// Both ends included; 0 stands for no bound.
+    /// An inclusive range. 0 means no bound.
     Status {
         min: u32,
         max: u32,
@@ -63,32 +63,32 @@ pub struct RetryBudget {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Override {
+pub struct DstOverride {
     pub authority: String,
-    /// Ten thousandths of the quantity that was written: `500m` is 5000.
+    /// In units of 1/10000 of the weight in the manifest: `500m` is 5000.
     pub weight: u32,
 }
 
 /// A destination of a traffic split: a Service, or one pod of a headless Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Destination {
-    /// Of a pod of a headless Service.
+pub struct OverrideDestination {
+    /// The hostname of a pod of a headless Service.
     hostname: Option<String>,
     service: String,
     namespace: String,
     port: Option<u16>,
 }
 
-impl Override {
-    /// Reads the authority: the name of a Service with its namespace, with or without `svc`, the cluster's domain, a dot at
-    /// the end, and a port.
+impl DstOverride {
+    /// Parses the authority: the name of a Service with its namespace, and optionally `svc`, the cluster domain, a
+    /// final dot and a port.
     ///
     /// # Errors
-    /// The authority, when it names no Service of the cluster, and the accepted form.
-    pub fn destination(&self, cluster_domain: &str) -> Result<Destination, String> {
-        let refused = || {
+    /// Fails if the authority is not the name of a Service in the cluster.
+    pub fn parse_destination(&self, cluster_domain: &str) -> Result<OverrideDestination, String> {
+        let invalid = || {
             format!(
-                "authority {:?} is no Service of the cluster; expected <service>.<namespace>.svc.{cluster_domain}:<port>",
+                "authority {:?} is not a Service of the cluster; expected <service>.<namespace>.svc.{cluster_domain}:<port>",
                 self.authority
             )
         };
@@ -96,11 +96,11 @@ impl Override {
             None => (self.authority.as_str(), None),
             Some((host, port)) => {
                 let port = port.parse().ok().filter(|port: &u16| *port > 0);
-                (host, Some(port.ok_or_else(refused)?))
+                (host, Some(port.ok_or_else(invalid)?))
             }
         };
         let host = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
-        // Without its domain a name ends in `svc`, or has two labels.
+        // Without the cluster domain, a name ends in `svc` or has two labels.
         let (name, is_full) = if let Some(name) = host.strip_suffix(&format!(".svc.{cluster_domain}")) {
             (name, true)
         } else if let Some(name) = host.strip_suffix(".svc") {
@@ -109,15 +109,15 @@ impl Override {
             (host.as_str(), false)
         };
         let labels: Vec<&str> = name.split('.').collect();
-        if !labels.iter().all(|label| is_subdomain(label)) {
-            return Err(refused());
+        if !labels.iter().all(|label| is_dns_subdomain(label)) {
+            return Err(invalid());
         }
         let (hostname, service, namespace) = match *labels {
             [service, namespace] => (None, service, namespace),
             [hostname, service, namespace] if is_full => (Some(hostname.to_owned()), service, namespace),
-            _ => return Err(refused()),
+            _ => return Err(invalid()),
         };
-        Ok(Destination {
+        Ok(OverrideDestination {
             hostname,
             service: service.to_owned(),
             namespace: namespace.to_owned(),
@@ -126,8 +126,8 @@ impl Override {
     }
 }
 
-impl Destination {
-    /// The name in full, with its port or with this one.
+impl OverrideDestination {
+    /// Returns the full name with its own port, or else with `port`.
     pub fn authority(&self, port: u16, cluster_domain: &str) -> String {
         let Self {
             hostname,
@@ -144,31 +144,31 @@ impl Destination {
 }
 
 impl ServiceProfile {
-    /// Refuses what proxies would leave out of the profile.
+    /// Checks for parts that proxies would ignore.
     ///
     /// # Errors
-    /// The first such part, with its value and what would be accepted.
-    pub fn admit(&self) -> Result<(), String> {
+    /// Fails at the first such part. The error has its value and the accepted form.
+    pub fn validate(&self) -> Result<(), String> {
         for route in &self.routes {
-            let checked = admit_condition(&route.condition);
+            let checked = validate_condition(&route.condition);
             checked.map_err(|error| format!("route {:?}: {error}", route.name))?;
         }
-        // The name of a profile tells the cluster's domain, unless it is that of a host outside.
+        // The profile name contains the cluster domain, unless the profile is for an external host.
         if let Some((_, cluster_domain)) = self.meta.name.name.split_once(".svc.") {
             for destination in &self.overrides {
-                let checked = destination.destination(cluster_domain);
+                let checked = destination.parse_destination(cluster_domain);
                 checked.map_err(|error| format!("spec.dstOverrides: {error}"))?;
             }
         }
         let Some(budget) = self.retry_budget else {
             return Ok(());
         };
-        if !(MIN_TTL..=MAX_TTL).contains(&budget.ttl) {
+        if !(MIN_RETRY_BUDGET_TTL..=MAX_RETRY_BUDGET_TTL).contains(&budget.ttl) {
             return Err(format!("spec.retryBudget.ttl {:?} is not in 1s-60s", budget.ttl));
         }
-        if budget.ratio > MAX_RATIO {
+        if budget.ratio > MAX_RETRY_RATIO {
             return Err(format!(
-                "spec.retryBudget.retryRatio {} is above {MAX_RATIO}",
+                "spec.retryBudget.retryRatio {} is above {MAX_RETRY_RATIO}",
                 budget.ratio
             ));
         }
@@ -176,23 +176,23 @@ impl ServiceProfile {
     }
 }
 
-fn admit_condition(condition: &RequestMatch) -> Result<(), String> {
+fn validate_condition(condition: &RequestMatch) -> Result<(), String> {
     match condition {
-        RequestMatch::All(all) | RequestMatch::Any(all) => all.iter().try_for_each(admit_condition),
-        RequestMatch::Not(condition) => admit_condition(condition),
-        RequestMatch::PathRegex(regex) => route_admission::regex(regex),
+        RequestMatch::All(all) | RequestMatch::Any(all) => all.iter().try_for_each(validate_condition),
+        RequestMatch::Not(condition) => validate_condition(condition),
+        RequestMatch::PathRegex(regex) => route_admission::check_regex(regex),
         RequestMatch::Method(method) => Method::from_bytes(method.as_bytes())
             .map(|_| ())
             .map_err(|_| format!("{method:?} is not an HTTP method")),
     }
 }
 
-/// Bounds of proxies for the time that a retry budget looks back.
-const MIN_TTL: Duration = Duration::from_secs(1);
-const MAX_TTL: Duration = Duration::from_secs(60);
+/// The limits of proxies for the period of a retry budget.
+const MIN_RETRY_BUDGET_TTL: Duration = Duration::from_secs(1);
+const MAX_RETRY_BUDGET_TTL: Duration = Duration::from_secs(60);
 
-/// Retries that proxies allow for each request at most.
-const MAX_RATIO: f32 = 1000.0;
+/// Maximum retries per request that proxies accept.
+const MAX_RETRY_RATIO: f32 = 1000.0;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -242,12 +242,12 @@ struct RawResponseMatch {
     all: Option<Vec<Self>>,
     any: Option<Vec<Self>>,
     not: Option<Box<Self>>,
-    status: Option<RawStatus>,
+    status: Option<RawStatusRange>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawStatus {
+struct RawStatusRange {
     #[serde(default)]
     min: u32,
     #[serde(default)]
@@ -270,7 +270,7 @@ struct RawOverride {
 }
 
 impl ServiceProfile {
-    pub(super) fn from_raw(raw: Raw<Spec>) -> Result<Self, String> {
+    pub(super) fn from_raw(raw: RawResource<Spec>) -> Result<Self, String> {
         let Spec {
             routes: raw_routes,
             retry_budget,
@@ -290,8 +290,8 @@ impl ServiceProfile {
         }
         let mut overrides = Vec::new();
         for RawOverride { authority, weight } in dst_overrides {
-            overrides.push(Override {
-                weight: override_weight(&weight.0)?,
+            overrides.push(DstOverride {
+                weight: parse_weight(&weight.0)?,
                 authority,
             });
         }
@@ -309,7 +309,7 @@ impl ProfileRoute {
         if raw.name.is_empty() {
             return Err("name is empty".to_owned());
         }
-        // Go cannot tell an empty string from none.
+        // Go cannot distinguish an empty string from an absent field.
         let timeout = raw.timeout.as_deref().filter(|timeout| !timeout.is_empty());
         let timeout = timeout.map(go_duration::parse).transpose();
         let mut response_classes = Vec::new();
@@ -331,7 +331,7 @@ impl ProfileRoute {
 }
 
 impl RequestMatch {
-    /// Several fields of one condition must all match.
+    /// If a condition has several fields, all of them must match.
     fn from_raw(raw: RawRequestMatch) -> Result<Self, String> {
         let mut matches = Vec::new();
         if let Some(all) = raw.all {
@@ -377,7 +377,7 @@ impl ResponseMatch {
                 any.into_iter().map(Self::from_raw).collect::<Result<_, _>>()?,
             ));
         }
-        if let Some(RawStatus { min, max }) = raw.status {
+        if let Some(RawStatusRange { min, max }) = raw.status {
             for bound in [min, max] {
                 if bound != 0 && !(100..=599).contains(&bound) {
                     return Err(format!("response status {bound} is not in 100-599"));
@@ -416,13 +416,13 @@ impl RetryBudget {
     }
 }
 
-/// A Kubernetes quantity, in ten thousandths of one.
-fn override_weight(text: &str) -> Result<u32, String> {
-    let refused = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
+/// Parses a Kubernetes quantity, in units of 1/10000.
+fn parse_weight(text: &str) -> Result<u32, String> {
+    let invalid = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
     let unit_at = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')
         .unwrap_or(text.len());
-    let (number, unit) = text.split_at_checked(unit_at).ok_or_else(refused)?;
+    let (number, unit) = text.split_at_checked(unit_at).ok_or_else(invalid)?;
     let per_unit = match unit {
         "n" => 1e-9,
         "u" => 1e-6,
@@ -431,13 +431,13 @@ fn override_weight(text: &str) -> Result<u32, String> {
         "k" => 1e3,
         "Ki" => 1024.0,
         exponent => {
-            let exponent = exponent.strip_prefix(['e', 'E']).ok_or_else(refused)?;
-            10f64.powi(exponent.parse().map_err(|_| refused())?)
+            let exponent = exponent.strip_prefix(['e', 'E']).ok_or_else(invalid)?;
+            10f64.powi(exponent.parse().map_err(|_| invalid())?)
         }
     };
-    let weight = number.parse::<f64>().map_err(|_| refused())? * per_unit * 10_000.0;
+    let weight = number.parse::<f64>().map_err(|_| invalid())? * per_unit * 10_000.0;
     if !(0.0..=f64::from(u32::MAX)).contains(&weight) {
-        return Err(refused());
+        return Err(invalid());
     }
     #[allow(
         clippy::cast_possible_truncation,
@@ -453,13 +453,13 @@ mod tests {
 
     #[test]
     fn weights_are_quantities_in_ten_thousandths() {
-        assert_eq!(override_weight("500m"), Ok(5000));
-        assert_eq!(override_weight("1"), Ok(10_000));
-        assert_eq!(override_weight("0.5"), Ok(5000));
-        assert_eq!(override_weight("2k"), Ok(20_000_000));
-        assert_eq!(override_weight("1e2"), Ok(1_000_000));
-        for refused in ["", "m", "-1", "1Gi", "NaN", "1e9"] {
-            assert!(override_weight(refused).is_err(), "{refused}");
+        assert_eq!(parse_weight("500m"), Ok(5000));
+        assert_eq!(parse_weight("1"), Ok(10_000));
+        assert_eq!(parse_weight("0.5"), Ok(5000));
+        assert_eq!(parse_weight("2k"), Ok(20_000_000));
+        assert_eq!(parse_weight("1e2"), Ok(1_000_000));
+        for invalid in ["", "m", "-1", "1Gi", "NaN", "1e9"] {
+            assert!(parse_weight(invalid).is_err(), "{invalid}");
         }
     }
 }

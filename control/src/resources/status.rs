@@ -1,8 +1,9 @@
-//! Statuses that the policy controller writes: read whole, so that what others wrote is kept and nothing is written twice.
+//! Statuses that the policy controller writes. They are read completely, to keep the entries of other controllers and
+//! to avoid unnecessary writes.
 
 use serde::{Deserialize, Serialize};
 
-/// What one controller says about a route and one of its parents.
+/// The status of a route for one parent, from one controller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ParentStatus {
@@ -12,7 +13,7 @@ pub struct ParentStatus {
     pub conditions: Vec<Condition>,
 }
 
-/// A parent as statuses name it.
+/// The reference to a parent in a status.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ParentRef {
@@ -29,24 +30,24 @@ pub struct ParentRef {
     pub port: Option<u16>,
 }
 
-/// One statement about an object. Times stay text: nobody counts with them.
+/// A condition of an object. Times stay strings, because they are not used for computation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Condition {
     #[serde(rename = "type")]
     pub kind: String,
-    /// True, False or Unknown.
+    /// `True`, `False` or `Unknown`.
     pub status: String,
     pub reason: String,
     pub message: String,
-    /// The generation of the object that this is about.
+    /// The generation of the object for which the condition was computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// When `status` became what it is.
+    /// When `status` last changed.
     pub last_transition_time: String,
 }
 
-/// The object that a policy of ours is attached to.
+/// The object that a policy is attached to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetRef {
     #[serde(default)]
@@ -57,7 +58,6 @@ pub struct TargetRef {
     pub namespace: Option<String>,
 }
 
-/// The status of a policy of ours.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PolicyStatus {
@@ -67,24 +67,24 @@ pub struct PolicyStatus {
     pub target_ref: Option<TargetRef>,
 }
 
-/// Whether a list of conditions says that the object was accepted.
+/// Returns whether the conditions contain a true `Accepted`.
 pub fn is_accepted(conditions: &[Condition]) -> bool {
     conditions
         .iter()
         .any(|condition| condition.kind == ACCEPTED && condition.status == "True")
 }
 
-/// Whether it was refused for what it asks, and not for its parent.
+/// Returns whether the object was rejected for an unsupported value, not because of its parent.
 pub fn is_unsupported(conditions: &[Condition]) -> bool {
-    conditions
-        .iter()
-        .any(|condition| condition.kind == ACCEPTED && condition.status == "False" && condition.reason == UNSUPPORTED)
+    conditions.iter().any(|condition| {
+        condition.kind == ACCEPTED && condition.status == "False" && condition.reason == UNSUPPORTED_VALUE
+    })
 }
 
-/// Who must have accepted an object for us to serve it.
+/// Name of the controller whose status decides whether an object is served.
 pub const CONTROLLER_NAME: &str = "linkerd.io/policy-controller";
 
 pub const ACCEPTED: &str = "Accepted";
 
-/// Reason of a route that asks for what no proxy does.
-pub const UNSUPPORTED: &str = "UnsupportedValue";
+/// Reason for a route with features that proxies do not support.
+pub const UNSUPPORTED_VALUE: &str = "UnsupportedValue";

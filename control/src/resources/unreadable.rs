@@ -1,9 +1,9 @@
-//! Objects that cannot be read: stored past admission, or written for another version of their definition.
+//! Objects that cannot be read: stored without admission, or written for another version of the CRD.
 //!
-//! What is known of such an object is its name, and whatever of it can be read. Where leaving it out would permit more
-//! than it was to permit, something stands for it that denies: a Server that permits nobody, an EgressNetwork and a rate
-//! limit whose requests fail, a route whose rules fail. Authorizations and authentications need no such stand-in: what
-//! is not there permits nobody. Sources report both, and the last form that could be read comes before the stand-in.
+//! Such an object is known by its name and its readable fields. Where omitting it would allow traffic that it should
+//! deny, a placeholder denies the traffic: a Server without clients, an EgressNetwork or rate limit whose requests
+//! fail, a route whose rules fail. Authorizations and authentications need no placeholder, because omitting them allows
+//! nothing. The last readable version of an object takes precedence over its placeholder.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -15,77 +15,75 @@ use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
-use crate::resources::policy::server::{ProxyProtocol, Server, Workloads};
-use crate::resources::route::{self, Requests, Route, RouteKind, Rule, Rules, StreamRule, Unread};
+use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
+use crate::resources::route::{self, AffectedRequests, Route, RouteKind, Rule, Rules, StreamRule, UnreadablePart};
 use crate::resources::service::PortRef;
 use crate::resources::status::ParentRef;
 use crate::resources::{Kind, Object, Scope};
 
-/// An object that cannot be read, or not all of it.
+/// An object of which at least a part cannot be read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unreadable {
     pub kind: Kind,
     pub name: Name,
-    /// With the value and what would be accepted.
+    /// The invalid value and the accepted form.
     pub reason: String,
-    /// What holds while no form of the object is known that could be read. None where it is enough that the object is
-    /// not there.
-    pub stand_in: Option<Object>,
+    /// Used until a readable version of the object is known. `None` if the object can be omitted safely.
+    pub placeholder: Option<Object>,
 }
 
 impl Unreadable {
-    /// None for what has no name, and for a route that names no parent of ours.
-    pub fn of(kind: Kind, object: &Value, reason: &str) -> Option<Self> {
+    /// Returns `None` for an object without a name, and for a route without a parent in the mesh.
+    pub fn from_value(kind: Kind, object: &Value, reason: &str) -> Option<Self> {
         let mut meta = meta(&object["metadata"])?;
         if kind.info().scope == Scope::Cluster {
             meta.name.namespace = "".into();
         }
         let name = meta.name.clone();
-        let stand_in = stand_in(kind, object, meta, reason);
-        let names_others = list::<ParentRef>(&object["spec"]["parentRefs"]).is_ok();
-        match stand_in.as_ref().and_then(Object::route) {
-            Some(route) if names_others && !route.is_ours() => None,
+        let placeholder_object = placeholder(kind, object, meta, reason);
+        let has_valid_parent_refs = parse_list::<ParentRef>(&object["spec"]["parentRefs"]).is_ok();
+        match placeholder_object.as_ref().and_then(Object::route) {
+            Some(route) if has_valid_parent_refs && !route.has_mesh_parent() => None,
             _ => Some(Self {
                 kind,
                 name,
                 reason: reason.to_owned(),
-                stand_in,
+                placeholder: placeholder_object,
             }),
         }
     }
 
-    /// An object that can be read and that admission refuses.
-    pub fn refused(object: Object, reason: &str) -> Self {
-        let stand_in = match &object {
+    /// Creates the report for a decoded object that admission rejects.
+    pub fn from_rejected(object: Object, reason: &str) -> Self {
+        let placeholder_object = match &object {
             Object::PolicyHttpRoute(_)
             | Object::GatewayHttpRoute(_)
             | Object::GrpcRoute(_)
             | Object::TlsRoute(_)
-            | Object::TcpRoute(_) => Some(refused_route(object.clone(), reason)),
+            | Object::TcpRoute(_) => Some(rejected_route(object.clone(), reason)),
             _ => None,
         };
         Self {
             kind: object.kind(),
             name: object.meta().name.clone(),
             reason: reason.to_owned(),
-            stand_in,
+            placeholder: placeholder_object,
         }
     }
 }
 
 impl Object {
-    /// Whether it stands for one that cannot be read.
-    pub fn is_stand_in(&self) -> bool {
+    pub fn is_placeholder(&self) -> bool {
         match self {
-            Self::Server(server) => server.unread.is_some(),
-            Self::EgressNetwork(network) => network.unread.is_some(),
-            Self::RateLimitPolicy(limit) => limit.unread.is_some(),
-            object => object.route().is_some_and(|route| route.unread().is_some()),
+            Self::Server(server) => server.unreadable.is_some(),
+            Self::EgressNetwork(network) => network.unreadable.is_some(),
+            Self::RateLimitPolicy(limit) => limit.unreadable.is_some(),
+            object => object.route().is_some_and(|route| route.unreadable_part().is_some()),
         }
     }
 }
 
-/// The metadata as far as it can be read.
+/// Reads the metadata, or at least namespace, name and version.
 fn meta(value: &Value) -> Option<Meta> {
     let whole = ObjectMeta::deserialize(value).map_err(|error| error.to_string());
     if let Ok(meta) = whole.and_then(Meta::from_kubernetes) {
@@ -99,18 +97,18 @@ fn meta(value: &Value) -> Option<Meta> {
     })
 }
 
-fn stand_in(kind: Kind, object: &Value, meta: Meta, reason: &str) -> Option<Object> {
-    let route = |kind| partial_route(kind, object, meta.clone(), reason).into();
+fn placeholder(kind: Kind, object: &Value, meta: Meta, reason: &str) -> Option<Object> {
+    let route = |kind| placeholder_route(kind, object, meta.clone(), reason).into();
     Some(match kind {
-        Kind::Server => Object::Server(server(object, meta, reason).into()),
-        Kind::EgressNetwork => Object::EgressNetwork(EgressNetwork::unread(object, meta, reason).into()),
-        Kind::RateLimitPolicy => Object::RateLimitPolicy(RateLimitPolicy::unread(object, meta, reason)?.into()),
+        Kind::Server => Object::Server(placeholder_server(object, meta, reason).into()),
+        Kind::EgressNetwork => Object::EgressNetwork(EgressNetwork::placeholder(object, meta, reason).into()),
+        Kind::RateLimitPolicy => Object::RateLimitPolicy(RateLimitPolicy::placeholder(object, meta, reason)?.into()),
         Kind::PolicyHttpRoute => Object::PolicyHttpRoute(route(RouteKind::PolicyHttp)),
         Kind::GatewayHttpRoute => Object::GatewayHttpRoute(route(RouteKind::GatewayHttp)),
         Kind::GrpcRoute => Object::GrpcRoute(route(RouteKind::Grpc)),
         Kind::TlsRoute => Object::TlsRoute(route(RouteKind::Tls)),
         Kind::TcpRoute => Object::TcpRoute(route(RouteKind::Tcp)),
-        // Without them nobody is permitted, nothing is reached, or no more than usual is done.
+        // Omitting these kinds allows no additional traffic.
         Kind::ServerAuthorization
         | Kind::AuthorizationPolicy
         | Kind::MeshTlsAuthentication
@@ -128,15 +126,15 @@ fn stand_in(kind: Kind, object: &Value, meta: Meta, reason: &str) -> Option<Obje
     })
 }
 
-/// A Server that permits nobody: of the workloads that it selects, or of all where that cannot be told; on its port, or
-/// on all where that cannot be told.
-fn server(object: &Value, meta: Meta, reason: &str) -> Server {
+/// Creates a Server that allows no client. It selects all workloads if the selector cannot be read, and all ports if
+/// the port cannot be read.
+fn placeholder_server(object: &Value, meta: Meta, reason: &str) -> Server {
     let spec = &object["spec"];
     let selector = |field: &str| Option::<Selector>::deserialize(&spec[field]);
     let workloads = match (selector("podSelector"), selector("externalWorkloadSelector")) {
-        (Ok(Some(pods)), Ok(None)) => Workloads::Pods(pods),
-        (Ok(None), Ok(Some(workloads))) => Workloads::External(workloads),
-        _ => Workloads::All,
+        (Ok(Some(pods)), Ok(None)) => WorkloadSelector::Pods(pods),
+        (Ok(None), Ok(Some(workloads))) => WorkloadSelector::ExternalWorkloads(workloads),
+        _ => WorkloadSelector::All,
     };
     let port = IntOrString::deserialize(&spec["port"]).map_err(|error| error.to_string());
     Server {
@@ -144,68 +142,68 @@ fn server(object: &Value, meta: Meta, reason: &str) -> Server {
         workloads,
         port: port.and_then(PortRef::from_kubernetes).ok(),
         protocol: ProxyProtocol::deserialize(&spec["proxyProtocol"]).unwrap_or_default(),
-        access: crate::resources::policy::server::DefaultPolicy::Deny,
-        unread: Some(reason.into()),
+        access_policy: crate::resources::policy::server::DefaultPolicy::Deny,
+        unreadable: Some(reason.into()),
     }
 }
 
-/// A route whose rules fail as far as they cannot be read, or all of them where more than rules cannot be read.
-fn partial_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) -> Route {
+/// Creates a route whose unreadable rules fail. All rules fail if fields outside of the rules cannot be read.
+fn placeholder_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) -> Route {
     let spec = &object["spec"];
     let rules = match kind {
         RouteKind::PolicyHttp | RouteKind::GatewayHttp => http_rules(&spec["rules"]).map(Rules::Http),
         RouteKind::Grpc => http_rules(&spec["rules"]).map(Rules::Grpc),
         RouteKind::Tls | RouteKind::Tcp => stream_rules(&spec["rules"]).map(Rules::Stream),
     };
-    let parents = list::<ParentRef>(&spec["parentRefs"]);
-    let hostnames = list::<String>(&spec["hostnames"]);
+    let parents = parse_list::<ParentRef>(&spec["parentRefs"]);
+    let hostnames = parse_list::<String>(&spec["hostnames"]);
     let status = Option::deserialize(&object["status"]);
     let requests = match parents.is_ok() && hostnames.is_ok() && rules.is_ok() {
-        true => Requests::Known,
-        false => Requests::Unknown,
+        true => AffectedRequests::Known,
+        false => AffectedRequests::Unknown,
     };
-    let is_whole = requests == Requests::Known && status.is_ok();
+    let is_complete = requests == AffectedRequests::Known && status.is_ok();
     let mut route = Route {
         meta,
         generation: object["metadata"]["generation"].as_i64(),
         kind,
         hostnames: hostnames.unwrap_or_default(),
         parents: Vec::new(),
-        rules: rules.unwrap_or_else(|()| no_rules(kind)),
+        rules: rules.unwrap_or_else(|()| default_rules(kind)),
         statuses: Vec::new(),
-        unread: None,
+        unreadable: None,
     };
-    let parents = parents.unwrap_or_else(|()| readable(&spec["parentRefs"]));
-    route.attach(&parents, status.unwrap_or_default());
-    if !is_whole || route.unread().is_none() {
-        route.unread = Some(Unread {
+    let parents = parents.unwrap_or_else(|()| parse_readable_entries(&spec["parentRefs"]));
+    route.set_parents(&parents, status.unwrap_or_default());
+    if !is_complete || route.unreadable_part().is_none() {
+        route.unreadable = Some(UnreadablePart {
             reason: reason.to_owned(),
-            requests,
+            affected_requests: requests,
         });
     }
     route
 }
 
-fn refused_route(mut object: Object, reason: &str) -> Object {
-    let unread = Some(Unread {
+fn rejected_route(mut object: Object, reason: &str) -> Object {
+    let unreadable = Some(UnreadablePart {
         reason: reason.to_owned(),
-        requests: Requests::Known,
+        affected_requests: AffectedRequests::Known,
     });
     if let Some(route) = object.route_mut() {
-        route.unread = unread;
+        route.unreadable = unreadable;
     }
     object
 }
 
-fn no_rules(kind: RouteKind) -> Rules {
+fn default_rules(kind: RouteKind) -> Rules {
     match kind {
-        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Rules::Http(route::everything()),
-        RouteKind::Grpc => Rules::Grpc(route::everything()),
+        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Rules::Http(route::match_all_rules()),
+        RouteKind::Grpc => Rules::Grpc(route::match_all_rules()),
         RouteKind::Tls | RouteKind::Tcp => Rules::Stream(vec![StreamRule::default()]),
     }
 }
 
-/// The rules one by one; one that cannot be read is for the requests that its matches name, if these can be read.
+/// Decodes each rule. An unreadable rule matches the same requests as its `matches`, if these can be read.
 fn http_rules<M: DeserializeOwned>(rules: &Value) -> Result<Vec<Rule<M>>, ()> {
     let rule = |value: &Value| {
         let error = match Rule::<M>::deserialize(value) {
@@ -213,17 +211,17 @@ fn http_rules<M: DeserializeOwned>(rules: &Value) -> Result<Vec<Rule<M>>, ()> {
             Err(error) => error,
         };
         let matches = Option::<Vec<M>>::deserialize(&value["matches"]);
-        let unread = Unread {
+        let unreadable = UnreadablePart {
             reason: format!("spec.rules: {error}"),
-            requests: match matches.is_ok() && value.is_object() {
-                true => Requests::Known,
-                false => Requests::Unknown,
+            affected_requests: match matches.is_ok() && value.is_object() {
+                true => AffectedRequests::Known,
+                false => AffectedRequests::Unknown,
             },
         };
-        Rule::unread(matches.unwrap_or_default(), unread)
+        Rule::from_unreadable(matches.unwrap_or_default(), unreadable)
     };
     match rules {
-        Value::Null => Ok(route::everything()),
+        Value::Null => Ok(route::match_all_rules()),
         rules => Ok(rules.as_array().ok_or(())?.iter().map(rule).collect()),
     }
 }
@@ -231,9 +229,9 @@ fn http_rules<M: DeserializeOwned>(rules: &Value) -> Result<Vec<Rule<M>>, ()> {
 fn stream_rules(rules: &Value) -> Result<Vec<StreamRule>, ()> {
     let rule = |value: &Value| {
         StreamRule::deserialize(value).unwrap_or_else(|error| {
-            StreamRule::unread(Unread {
+            StreamRule::from_unreadable(UnreadablePart {
                 reason: format!("spec.rules: {error}"),
-                requests: Requests::Known,
+                affected_requests: AffectedRequests::Known,
             })
         })
     };
@@ -243,13 +241,13 @@ fn stream_rules(rules: &Value) -> Result<Vec<StreamRule>, ()> {
     }
 }
 
-fn list<T: DeserializeOwned>(value: &Value) -> Result<Vec<T>, ()> {
+fn parse_list<T: DeserializeOwned>(value: &Value) -> Result<Vec<T>, ()> {
     let list = Option::<Vec<T>>::deserialize(value);
     list.map(Option::unwrap_or_default).map_err(|_| ())
 }
 
-/// Those entries of a list that can be read.
-pub(super) fn readable<T: DeserializeOwned>(value: &Value) -> Vec<T> {
+/// Decodes a list and skips unreadable entries.
+pub(super) fn parse_readable_entries<T: DeserializeOwned>(value: &Value) -> Vec<T> {
     let entries = value.as_array().into_iter().flatten();
     entries.filter_map(|entry| T::deserialize(entry).ok()).collect()
 }

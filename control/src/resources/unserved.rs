@@ -1,13 +1,13 @@
-//! What an object asks for that is not served: annotations that cannot be read, and parts of routes that no proxy does.
+//! Finds parts of stored objects that have no effect: invalid annotations and unsupported parts of routes.
 //!
-//! Admission refuses what it is asked about; what is stored all the same is counted by these findings.
+//! The findings are counted in metrics. Admission rejects them earlier if it is enabled.
 
 use tulle_core::names::{annotation, label};
 
-use crate::resources::acceptance::{self, Refusal};
+use crate::resources::acceptance::{self, RouteRejection};
 use crate::resources::annotations;
 use crate::resources::meta::{Meta, Name};
-use crate::resources::policy::server::{DefaultPolicy, Server, Workloads};
+use crate::resources::policy::server::{DefaultPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
@@ -15,89 +15,104 @@ use crate::resources::service::{EndpointSlice, PortRef, Service};
 use crate::resources::workload::{ContainerPort, resolve_declared};
 use crate::resources::{Kind, Object};
 
-/// One part of an object that is not served, and why.
+/// A part of an object that has no effect, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unserved {
-    /// The annotation, or the part of the spec.
+pub struct UnservedPart {
+    /// The annotation, or the field of the spec.
     pub field: &'static str,
     pub reason: String,
 }
 
-/// Everything that an object asks for in vain.
-pub fn of(object: &Object) -> Vec<Unserved> {
+/// Returns all parts of an object that have no effect.
+pub fn unserved_parts(object: &Object) -> Vec<UnservedPart> {
     match object {
-        Object::Service(service) => of_service(service),
+        Object::Service(service) => check_service(service),
         Object::EgressNetwork(network) => {
-            let mut found = of_parent(&network.meta);
-            found.extend(of_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
+            let mut found = check_parent_annotations(&network.meta);
+            found.extend(check_port_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
                 list.resolve(|_| Vec::new())
             }));
             found
         }
-        Object::EndpointSlice(slice) => of_slice(slice),
-        Object::Pod(pod) => of_workload(&pod.meta, &pod.ports),
-        Object::ExternalWorkload(workload) => of_workload(&workload.meta, &workload.ports),
-        object => object.route().map(|route| of_route(route)).unwrap_or_default(),
+        Object::EndpointSlice(slice) => check_slice(slice),
+        Object::Pod(pod) => check_workload(&pod.meta, &pod.ports),
+        Object::ExternalWorkload(workload) => check_workload(&workload.meta, &workload.ports),
+        object => object.route().map(|route| check_route(route)).unwrap_or_default(),
     }
 }
 
-/// Whether a workload declares the port that a Server names; nothing where the Server does not select it, or gives a number.
+/// Returns whether a workload declares the named port of a Server. `None` if the Server does not select the workload or
+/// has a port number.
 pub fn declares_port_of(server: &Server, workload: &Object) -> Option<bool> {
     let port = server.port.as_ref().filter(|port| matches!(port, PortRef::Name(_)))?;
     match (workload, &server.workloads) {
-        (Object::Pod(pod), Workloads::Pods(selector)) if selector.matches(&pod.meta.labels) => {
-            Some(!pod.resolve(port).is_empty())
+        (Object::Pod(pod), WorkloadSelector::Pods(selector)) if selector.matches(&pod.meta.labels) => {
+            Some(!pod.resolve_port(port).is_empty())
         }
-        (Object::ExternalWorkload(workload), Workloads::External(selector))
+        (Object::ExternalWorkload(workload), WorkloadSelector::ExternalWorkloads(selector))
             if selector.matches(&workload.meta.labels) =>
         {
-            Some(!workload.resolve(port).is_empty())
+            Some(!workload.resolve_port(port).is_empty())
         }
         _ => None,
     }
 }
 
-/// What is said of a Server that names a port which none of its workloads declares.
-pub fn undeclared_port(server: &Server) -> Option<Unserved> {
+/// Returns the finding for a Server whose named port is not declared by any of its workloads.
+pub fn undeclared_port_name(server: &Server) -> Option<UnservedPart> {
     let Some(PortRef::Name(port)) = &server.port else {
         return None;
     };
-    Some(Unserved {
+    Some(UnservedPart {
         field: "spec.port",
-        reason: format!("no workload that the Server selects declares a port {port:?}, so that it holds for nothing"),
+        reason: format!("no workload that the Server selects declares a port {port:?}, so the Server has no effect"),
     })
 }
 
-/// What objects ask for in vain because of the Server that they name.
-pub fn of_server<'a>(server: &Server, named_by: impl IntoIterator<Item = &'a Object>) -> Vec<(Kind, Name, Unserved)> {
+/// Returns the findings for objects that refer to this Server and do not fit it.
+pub fn unserved_due_to_server<'a>(
+    server: &Server,
+    named_by: impl IntoIterator<Item = &'a Object>,
+) -> Vec<(Kind, Name, UnservedPart)> {
     let of_object = |object: &Object| {
         let (field, reason) = match (object, object.route()) {
-            (_, Some(route)) => ("spec.parentRefs", refusal_of_server(server, route)?.to_string()),
-            (Object::RateLimitPolicy(limit), _) if limit.server == server.meta.name.name => {
-                ("spec.targetRef", acceptance::without_rate_limits(server.protocol)?)
-            }
+            (_, Some(route)) => ("spec.parentRefs", server_rejection(server, route)?.to_string()),
+            (Object::RateLimitPolicy(limit), _) if limit.server == server.meta.name.name => (
+                "spec.targetRef",
+                acceptance::rate_limit_unsupported_reason(server.protocol)?,
+            ),
             _ => return None,
         };
-        Some((object.kind(), object.meta().name.clone(), Unserved { field, reason }))
+        Some((
+            object.kind(),
+            object.meta().name.clone(),
+            UnservedPart { field, reason },
+        ))
     };
     named_by.into_iter().filter_map(of_object).collect()
 }
 
-/// Why no reference of the route to the Server is served, where that changes what the Server answers.
-fn refusal_of_server(server: &Server, route: &Route) -> Option<Refusal> {
+/// Returns why the Server does not serve the route. `None` if it does, or if the rejection does not change its
+/// responses.
+fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
     let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
     let parents = route.parents.iter().filter(names);
-    let mut judged: Vec<_> = parents
-        .map(|parent| acceptance::of_server_route(server, route, parent).err())
+    let mut rejections: Vec<_> = parents
+        .map(|parent| acceptance::check_server_route(server, route, parent).err())
         .collect();
-    judged.sort_by_key(Option::is_some);
-    let first = judged.into_iter().next().flatten();
-    first.filter(|refusal| matches!(refusal, Refusal::Protocol(_) | Refusal::PartOfServer(_)))
+    rejections.sort_by_key(Option::is_some);
+    let first = rejections.into_iter().next().flatten();
+    first.filter(|refusal| {
+        matches!(
+            refusal,
+            RouteRejection::ProtocolMismatch(_) | RouteRejection::UnsupportedParentField(_)
+        )
+    })
 }
 
-fn of_service(service: &Service) -> Vec<Unserved> {
-    let mut found = of_parent(&service.meta);
-    found.extend(of_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
+fn check_service(service: &Service) -> Vec<UnservedPart> {
+    let mut found = check_parent_annotations(&service.meta);
+    found.extend(check_port_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
         list.resolve(|name| {
             let named = service.ports.iter().filter(|port| port.name == name);
             named.map(|port| port.port).collect()
@@ -106,60 +121,63 @@ fn of_service(service: &Service) -> Vec<Unserved> {
     found
 }
 
-/// A slice that serves nobody.
-fn of_slice(slice: &EndpointSlice) -> Vec<Unserved> {
-    let nameless = slice.service.is_none().then(|| {
+fn check_slice(slice: &EndpointSlice) -> Vec<UnservedPart> {
+    let without_service = slice.service.is_none().then(|| {
         let label = label::SERVICE_NAME;
-        format!("it names no Service: it has neither the label {label} nor a Service as its only owner")
+        format!("no Service: the slice needs the label {label}, or a Service as its only owner")
     });
     let names = slice
-        .has_names
-        .then(|| "FQDN: no proxy dials names; accepted: IPv4, IPv6".to_owned());
-    let checks = [("metadata.labels", nameless), ("addressType", names)];
-    checks.into_iter().filter_map(unserved).collect()
+        .has_fqdn_addresses
+        .then(|| "FQDN is not supported; use IPv4 or IPv6".to_owned());
+    let checks = [("metadata.labels", without_service), ("addressType", names)];
+    checks.into_iter().filter_map(to_unserved_part).collect()
 }
 
-/// Annotations of what routes are attached to.
-fn of_parent(meta: &Meta) -> Vec<Unserved> {
+fn check_parent_annotations(meta: &Meta) -> Vec<UnservedPart> {
     let all = &meta.annotations;
     let checks = [
-        (annotation::FAILURE_ACCRUAL, annotations::failure_accrual(all).err()),
-        (annotation::PENALIZE_FAILURES, annotations::load_bias(all).err()),
+        (
+            annotation::FAILURE_ACCRUAL,
+            annotations::parse_failure_accrual(all).err(),
+        ),
+        (annotation::PENALIZE_FAILURES, annotations::parse_load_bias(all).err()),
     ];
-    let mut found = of_rules(meta);
-    found.extend(checks.into_iter().filter_map(unserved));
+    let mut found = check_route_annotations(meta);
+    found.extend(checks.into_iter().filter_map(to_unserved_part));
     found
 }
 
-/// Annotations of routes, and of their parents.
-fn of_rules(meta: &Meta) -> Vec<Unserved> {
+/// Checks the annotations of a route, which its parents can have, too.
+fn check_route_annotations(meta: &Meta) -> Vec<UnservedPart> {
     let all = &meta.annotations;
     let checks = [
-        (annotation::RETRY_HTTP, annotations::http_retry(all).err()),
-        (annotation::RETRY_GRPC, annotations::grpc_retry(all).err()),
-        (annotation::TIMEOUT_REQUEST, annotations::timeouts(all).err()),
+        (annotation::RETRY_HTTP, annotations::parse_http_retry(all).err()),
+        (annotation::RETRY_GRPC, annotations::parse_grpc_retry(all).err()),
+        (annotation::TIMEOUT_REQUEST, annotations::parse_timeouts(all).err()),
     ];
-    checks.into_iter().filter_map(unserved).collect()
+    checks.into_iter().filter_map(to_unserved_part).collect()
 }
 
-fn of_route(route: &Route) -> Vec<Unserved> {
-    let mut found = of_rules(&route.meta);
+fn check_route(route: &Route) -> Vec<UnservedPart> {
+    let mut found = check_route_annotations(&route.meta);
     let parents = [ParentKind::Server, ParentKind::Service, ParentKind::EgressNetwork];
     let is_named = |kind: &ParentKind| route.parents.iter().any(|parent| parent.kind == *kind);
     let reasons = parents.into_iter().filter(is_named);
-    let reason = reasons.filter_map(|kind| route_admission::unserved(route, kind)).next();
-    found.extend(unserved(("spec.rules", reason)));
-    let unused = route_admission::unused_inbound(route);
-    let unused = unused.map(|field| format!("{field} says nothing where the parent is a Server"));
-    found.extend(unserved(("spec.rules", unused)));
+    let reason = reasons
+        .filter_map(|kind| route_admission::unserved_reason(route, kind))
+        .next();
+    found.extend(to_unserved_part(("spec.rules", reason)));
+    let unused = route_admission::unused_inbound_field(route);
+    let unused = unused.map(|field| format!("{field} has no effect where the parent is a Server"));
+    found.extend(to_unserved_part(("spec.rules", unused)));
     found
 }
 
-fn of_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<Unserved> {
+fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnservedPart> {
     let policy = meta.annotation(annotation::DEFAULT_INBOUND_POLICY);
     let policy = policy.and_then(|text| text.parse::<DefaultPolicy>().err());
     let policy = policy.map(|error| error.to_string());
-    let mut found: Vec<Unserved> = unserved((annotation::DEFAULT_INBOUND_POLICY, policy))
+    let mut found: Vec<UnservedPart> = to_unserved_part((annotation::DEFAULT_INBOUND_POLICY, policy))
         .into_iter()
         .collect();
     for key in [
@@ -167,22 +185,26 @@ fn of_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<Unserved> {
         annotation::OPAQUE_PORTS,
         annotation::SKIP_INBOUND_PORTS,
     ] {
-        found.extend(of_list(meta, key, |list| resolve_declared(list, declared)));
+        found.extend(check_port_list(meta, key, |list| resolve_declared(list, declared)));
     }
     found
 }
 
-fn of_list(meta: &Meta, key: &'static str, resolve: impl FnOnce(&PortList) -> ResolvedPorts) -> Option<Unserved> {
+fn check_port_list(
+    meta: &Meta,
+    key: &'static str,
+    resolve: impl FnOnce(&PortList) -> ResolvedPorts,
+) -> Option<UnservedPart> {
     let unknown = resolve(&PortList::parse(meta.annotation(key)?)).unknown;
     let reason = (!unknown.is_empty()).then(|| {
         format!(
-            "{} is neither a port, nor a range of ports, nor the name of a port that is declared",
+            "{} is neither a port, nor a range of ports, nor the name of a declared port",
             unknown.join(", ")
         )
     });
-    unserved((key, reason))
+    to_unserved_part((key, reason))
 }
 
-fn unserved((field, reason): (&'static str, Option<String>)) -> Option<Unserved> {
-    reason.map(|reason| Unserved { field, reason })
+fn to_unserved_part((field, reason): (&'static str, Option<String>)) -> Option<UnservedPart> {
+    reason.map(|reason| UnservedPart { field, reason })
 }

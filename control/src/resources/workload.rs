@@ -1,4 +1,4 @@
-//! What runs: pods, external workloads, the nodes under them and the objects that own them.
+//! Workloads: pods, external workloads, their nodes and owners.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -14,11 +14,11 @@ use tulle_core::addr;
 use tulle_core::identity::Identity;
 use tulle_core::names::label;
 
-use crate::resources::meta::{Meta, is_subdomain};
+use crate::resources::interning::{intern, intern_opt};
+use crate::resources::meta::{Meta, is_dns_subdomain};
 use crate::resources::port_list::{PortList, ResolvedPorts};
-use crate::resources::probe;
-use crate::resources::service::{PortRef, Protocol, Readiness, is_tcp, parse_ip, port_number};
-use crate::resources::text::{maybe_shared, shared};
+use crate::resources::probe_path;
+use crate::resources::service::{NonTcpProtocol, PortRef, Readiness, is_tcp, parse_ip, port_number};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
@@ -26,13 +26,13 @@ pub struct Pod {
     pub ips: Vec<IpAddr>,
     pub host_ips: Vec<IpAddr>,
     pub network: PodNetwork,
-    /// None when the object has no status.
-    pub phase: Option<Phase>,
-    /// None when the object has no conditions.
+    /// `None` if the object has no status.
+    pub phase: Option<PodPhase>,
+    /// `None` if the object has no conditions.
     pub ready: Option<Readiness>,
     pub node: Option<Arc<str>>,
     pub service_account: Arc<str>,
-    /// With a subdomain, the pod's name below its headless service.
+    /// With a subdomain, the name of the pod below its headless service.
     pub hostname: Option<String>,
     pub subdomain: Option<String>,
     pub ports: Vec<ContainerPort>,
@@ -43,15 +43,15 @@ pub struct Pod {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PodNetwork {
-    Own,
+    Pod,
     Host,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum PodPhase {
     Running,
-    /// Succeeded or Failed: it will never serve again.
-    Over,
+    /// Succeeded or Failed: the pod will not serve again.
+    Terminated,
     Pending,
 }
 
@@ -63,12 +63,12 @@ pub struct ContainerPort {
     pub host_port: Option<u16>,
 }
 
-/// The sidecar, as its container's environment describes it.
+/// The sidecar, according to the environment of its container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyContainer {
     Absent,
-    /// It does not say where its admin or control port is.
-    Broken,
+    /// The environment has no valid admin or control port.
+    Invalid,
     Present {
         inbound: Option<u16>,
         admin: u16,
@@ -102,9 +102,9 @@ impl Pod {
             }
         }
         let phase = status.phase.as_deref().map(|phase| match phase {
-            "Running" => Phase::Running,
-            "Succeeded" | "Failed" => Phase::Over,
-            _ => Phase::Pending,
+            "Running" => PodPhase::Running,
+            "Succeeded" | "Failed" => PodPhase::Terminated,
+            _ => PodPhase::Pending,
         });
         let ready = status.conditions.map(|conditions| {
             let ready = conditions
@@ -132,10 +132,11 @@ impl Pod {
             .or(spec.service_account)
             .filter(|account| !account.is_empty())
             .unwrap_or_else(|| "default".to_owned());
-        // It is part of the pod's identity. An API server takes no other; a directory might.
-        if !is_subdomain(&service_account) {
+        // The service account is part of the pod's identity. An API server validates it, but a manifest directory does
+        // not.
+        if !is_dns_subdomain(&service_account) {
             return Err(format!(
-                "spec.serviceAccountName {service_account:?} is not a name of an object; expected one such as web"
+                "spec.serviceAccountName {service_account:?} is not a valid name; use a DNS subdomain such as web"
             ));
         }
         Ok(Self {
@@ -145,12 +146,12 @@ impl Pod {
             network: if spec.host_network == Some(true) {
                 PodNetwork::Host
             } else {
-                PodNetwork::Own
+                PodNetwork::Pod
             },
             phase,
             ready,
-            node: maybe_shared(spec.node_name.filter(|node| !node.is_empty())),
-            service_account: shared(&service_account),
+            node: intern_opt(spec.node_name.filter(|node| !node.is_empty())),
+            service_account: intern(&service_account),
             hostname: spec.hostname,
             subdomain: spec.subdomain,
             ports,
@@ -159,43 +160,42 @@ impl Pod {
         })
     }
 
-    /// Paths of the HTTP probes of a port.
     pub fn probe_paths(&self, port: u16) -> BTreeSet<String> {
         let of_port = self.probes.iter().filter(|(probed, _)| *probed == port);
         of_port.map(|(_, path)| path.to_string()).collect()
     }
 
-    /// Numbers that a port reference stands for; several containers may use one name.
-    pub fn resolve(&self, port: &PortRef) -> BTreeSet<u16> {
-        resolve(&self.ports, port)
+    /// Resolves a port reference. Several containers can declare the same port name.
+    pub fn resolve_port(&self, port: &PortRef) -> BTreeSet<u16> {
+        resolve_port(&self.ports, port)
     }
 
-    /// The port that a Service's target port leads to: of several containers with one name for a port the first counts.
+    /// Resolves the target port of a Service. If several containers declare the same port name, the first one counts.
     pub fn target_port(&self, port: &PortRef) -> Option<u16> {
         target_port(&self.ports, port)
     }
 
-    /// Addresses that nothing else in the mesh can have while the pod is there: its own, and those of its host where it
-    /// listens on them.
-    pub fn claims(&self) -> impl Iterator<Item = IpAddr> {
-        let is_there = self.phase != Some(Phase::Over) && !self.meta.terminating;
+    /// Returns the addresses that belong to the pod while it exists: its own IPs, or the host IPs if it uses the host
+    /// network or a host port.
+    pub fn claimed_ips(&self) -> impl Iterator<Item = IpAddr> {
+        let is_there = self.phase != Some(PodPhase::Terminated) && !self.meta.terminating;
         let own = self
             .ips
             .iter()
-            .filter(move |_| is_there && self.network == PodNetwork::Own);
+            .filter(move |_| is_there && self.network == PodNetwork::Pod);
         let is_on_host = self.network == PodNetwork::Host || self.ports.iter().any(|port| port.host_port.is_some());
         let of_host = self.host_ips.iter().filter(move |_| is_there && is_on_host);
         own.chain(of_host).copied()
     }
 
-    /// Whether it runs and has an address of its own to answer for.
+    /// Returns whether the pod is running and has addresses of its own.
     pub fn is_serving(&self) -> bool {
-        self.phase == Some(Phase::Running) && !self.meta.terminating
+        self.phase == Some(PodPhase::Running) && !self.meta.terminating
     }
 }
 
-/// Containers that run as long as the pod does: its containers, then its native sidecars. Names of ports are looked up in
-/// this order.
+/// Returns the containers that run as long as the pod: its containers, then its native sidecars. Port names are
+/// resolved in this order.
 ///
 /// Source: `FindPort` in `k8s.io/kubernetes/pkg/api/v1/pod`.
 pub fn running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesContainer> {
@@ -204,7 +204,7 @@ pub fn running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesCon
     spec.containers.iter().chain(sidecars)
 }
 
-/// The list of ports of an annotation for a pod that is yet to be created.
+/// Resolves a list of ports for a pod that is not created yet.
 pub fn resolve_ports(list: &PortList, spec: &PodSpec) -> ResolvedPorts {
     list.resolve(|name| {
         let ports = running_containers(spec).flat_map(|container| container.ports.iter().flatten());
@@ -213,7 +213,7 @@ pub fn resolve_ports(list: &PortList, spec: &PodSpec) -> ResolvedPorts {
     })
 }
 
-/// The list of ports of an annotation for a workload that declares these.
+/// Resolves a list of ports for a workload that declares these ports.
 pub fn resolve_declared(list: &PortList, declared: &[ContainerPort]) -> ResolvedPorts {
     list.resolve(|name| {
         let named = declared.iter().filter(|port| port.name.as_deref() == Some(name));
@@ -231,7 +231,7 @@ fn target_port(ports: &[ContainerPort], port: &PortRef) -> Option<u16> {
     }
 }
 
-fn resolve(ports: &[ContainerPort], port: &PortRef) -> BTreeSet<u16> {
+fn resolve_port(ports: &[ContainerPort], port: &PortRef) -> BTreeSet<u16> {
     match port {
         PortRef::Number(number) => BTreeSet::from([*number]),
         PortRef::Name(name) => ports
@@ -252,7 +252,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
     {
         let in_container = |error| format!("container {}: {error}", container.name);
         ports.push(ContainerPort {
-            name: maybe_shared(port.name.clone()),
+            name: intern_opt(port.name.clone()),
             port: port_number(port.container_port).map_err(in_container)?,
             host_port: port
                 .host_port
@@ -265,7 +265,8 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
     Ok(ports)
 }
 
-/// HTTP probes of one container as port and path, as the kubelet sends it, without its query.
+/// Returns the HTTP probes of a container, as port and path. The path is the one that the kubelet requests, without its
+/// query.
 fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) -> Vec<(u16, Arc<str>)> {
     let probes = [
         &container.liveness_probe,
@@ -274,12 +275,12 @@ fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) ->
     ];
     let mut found = Vec::new();
     for get in probes.into_iter().flatten().filter_map(|probe| probe.http_get.as_ref()) {
-        let path = probe::path(get.path.as_deref().unwrap_or_default());
-        // A probe of a port that the container does not have never reaches anything.
+        let path = probe_path::kubelet_request_path(get.path.as_deref().unwrap_or_default());
+        // Skips probes of ports that the container does not declare.
         if let (Some(path), Ok(port)) = (path, PortRef::from_kubernetes(get.port.clone()))
             && let Some(port) = target_port(ports, &port)
         {
-            found.push((port, shared(&path)));
+            found.push((port, intern(&path)));
         }
     }
     found
@@ -301,7 +302,7 @@ impl ProxyContainer {
                 admin,
                 control,
             },
-            _ => Self::Broken,
+            _ => Self::Invalid,
         }
     }
 }
@@ -311,16 +312,16 @@ impl ProxyContainer {
 pub struct ExternalWorkload {
     pub meta: Meta,
     pub uid: String,
-    /// A DNS-like name or a SPIFFE URI.
+    /// A DNS name or a SPIFFE URI.
     pub identity: String,
     pub server_name: String,
     pub ips: Vec<IpAddr>,
     pub ports: Vec<ContainerPort>,
-    /// Ports of other protocols, which no proxy serves but EndpointSlices list.
-    pub other_ports: Vec<(Protocol, ContainerPort)>,
-    /// None when the object has no status.
+    /// Ports of other protocols. Proxies do not serve them, but EndpointSlices list them.
+    pub non_tcp_ports: Vec<(NonTcpProtocol, ContainerPort)>,
+    /// `None` if the object has no status.
     pub ready: Option<Readiness>,
-    /// What its status says, ours and others', as it is.
+    /// The conditions of the status, unchanged, including those of other controllers.
     pub conditions: Vec<Value>,
 }
 
@@ -336,9 +337,9 @@ pub(super) struct RawExternalWorkload {
 struct RawSpec {
     #[serde(rename = "meshTLS")]
     mesh_tls: Option<RawMeshTls>,
-    /// How the older version of the API spells it, and how it stays in what was written so.
+    /// The spelling of the older API version, which stays in objects written with it.
     #[serde(rename = "meshTls")]
-    old_mesh_tls: Option<RawMeshTls>,
+    legacy_mesh_tls: Option<RawMeshTls>,
     #[serde(default)]
     ports: Vec<RawPort>,
     #[serde(rename = "workloadIPs", default)]
@@ -378,7 +379,7 @@ impl ExternalWorkload {
         let RawMeshTls { identity, server_name } = raw
             .spec
             .mesh_tls
-            .or(raw.spec.old_mesh_tls)
+            .or(raw.spec.legacy_mesh_tls)
             .ok_or("spec.meshTLS is missing")?;
         for (field, value) in [("identity", &identity), ("serverName", &server_name)] {
             if value.is_empty() || value.len() > 253 {
@@ -388,14 +389,12 @@ impl ExternalWorkload {
                 ));
             }
         }
-        // What no proxy could verify is never reached without.
+        // An identity that no proxy can verify would make the workload unreachable.
         identity
             .parse::<Identity>()
             .map_err(|error| format!("spec.meshTLS.identity: {error}"))?;
         if !matches!(server_name.parse(), Ok(Identity::Dns(_))) {
-            return Err(format!(
-                "spec.meshTLS.serverName is {server_name:?}, which is no DNS name"
-            ));
+            return Err(format!("spec.meshTLS.serverName {server_name:?} is not a DNS name"));
         }
         if raw.spec.workload_ips.len() > 2 {
             return Err(format!(
@@ -407,7 +406,9 @@ impl ExternalWorkload {
         for ip in &raw.spec.workload_ips {
             let ip = parse_ip(&ip.ip, "spec.workloadIPs[].ip")?;
             if addr::is_link_local(ip) {
-                return Err(format!("spec.workloadIPs[].ip is {ip}, an address of a link alone"));
+                return Err(format!(
+                    "spec.workloadIPs[].ip {ip} is a link-local address; use a routable address"
+                ));
             }
             ips.push(ip);
         }
@@ -415,13 +416,13 @@ impl ExternalWorkload {
         let mut other_ports = Vec::new();
         for raw in raw.spec.ports {
             let port = ContainerPort {
-                name: maybe_shared(raw.name),
+                name: intern_opt(raw.name),
                 port: port_number(raw.port)?,
                 host_port: None,
             };
             if is_tcp(raw.protocol.as_deref()) {
                 ports.push(port);
-            } else if let Some(protocol) = Protocol::other_than_tcp(raw.protocol.as_deref()) {
+            } else if let Some(protocol) = NonTcpProtocol::parse(raw.protocol.as_deref()) {
                 other_ports.push((protocol, port));
             }
         }
@@ -439,39 +440,40 @@ impl ExternalWorkload {
             server_name,
             ips,
             ports,
-            other_ports,
+            non_tcp_ports: other_ports,
             ready,
             conditions: conditions.unwrap_or_default(),
         })
     }
 
-    pub fn resolve(&self, port: &PortRef) -> BTreeSet<u16> {
-        resolve(&self.ports, port)
+    pub fn resolve_port(&self, port: &PortRef) -> BTreeSet<u16> {
+        resolve_port(&self.ports, port)
     }
 
-    /// Of external workloads that name an address, this one among them, the one that has it in its place, if there is one:
-    /// the oldest has it, and with it those of its namespace that have other ports.
-    pub fn holder<'a>(&self, all: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
-        let is_older = |other: &&'a Self| other.meta.seniority() < self.meta.seniority();
+    /// Returns the older external workload that takes precedence for a shared address, if one exists. That is the
+    /// oldest one if it is in another namespace, or else the oldest of the same namespace that declares one of the same
+    /// ports.
+    pub fn conflicting_older_workload<'a>(&self, all: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
+        let is_older = |other: &&'a Self| other.meta.age_order() < self.meta.age_order();
         let mut older: Vec<&Self> = all.into_iter().filter(is_older).collect();
-        older.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
+        older.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
         let oldest = older.first()?;
         if oldest.meta.namespace() != self.meta.namespace() {
             return Some(oldest);
         }
-        let is_of_ours = |port: &ContainerPort| self.ports.iter().any(|ours| ours.port == port.port);
-        let takes =
-            |other: &&Self| other.meta.namespace() == self.meta.namespace() && other.ports.iter().any(is_of_ours);
-        older.into_iter().find(takes)
+        let is_shared_port = |port: &ContainerPort| self.ports.iter().any(|ours| ours.port == port.port);
+        let conflicts =
+            |other: &&Self| other.meta.namespace() == self.meta.namespace() && other.ports.iter().any(is_shared_port);
+        older.into_iter().find(conflicts)
     }
 
-    /// The port that a Service's target port leads to; an external workload serves only ports that it declares.
+    /// Resolves the target port of a Service. An external workload serves only the ports that it declares.
     pub fn target_port(&self, port: &PortRef) -> Option<u16> {
         target_port(&self.ports, port).filter(|port| self.ports.iter().any(|declared| declared.port == *port))
     }
 }
 
-/// A node, of which only the zone matters.
+/// A node, of which only the zone is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub meta: Meta,
@@ -481,24 +483,24 @@ pub struct Node {
 impl Node {
     pub fn from_kubernetes(node: KubernetesNode) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(node.metadata)?;
-        let zone = meta.label(label::ZONE).filter(|zone| !zone.is_empty()).map(shared);
+        let zone = meta.label(label::ZONE).filter(|zone| !zone.is_empty()).map(intern);
         Ok(Self { meta, zone })
     }
 }
 
-/// An object of which only the metadata matters: namespaces, secrets, replica sets, jobs.
+/// An object of which only the metadata is used: namespaces, secrets, replica sets, jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bare {
+pub struct PartialObjectMetadata {
     pub meta: Meta,
 }
 
 #[derive(Deserialize)]
-pub(super) struct RawBare {
+pub(super) struct RawPartialObjectMetadata {
     metadata: ObjectMeta,
 }
 
-impl Bare {
-    pub(super) fn from_raw(raw: RawBare) -> Result<Self, String> {
+impl PartialObjectMetadata {
+    pub(super) fn from_raw(raw: RawPartialObjectMetadata) -> Result<Self, String> {
         Ok(Self {
             meta: Meta::from_kubernetes(raw.metadata)?,
         })
@@ -515,7 +517,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_external_workload_is_known_by_the_name_of_either_version() {
+    fn an_external_workload_has_the_mesh_tls_field_of_either_version() {
         let read = |spec: Value| {
             let raw = json!({ "metadata": { "name": "vm", "namespace": "shop" }, "spec": spec });
             let workload = ExternalWorkload::from_raw(serde_json::from_value(raw).unwrap());

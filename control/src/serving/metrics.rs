@@ -1,6 +1,7 @@
-//! The `grpc_server_*` families, as one layer around all services of a port.
+//! The `grpc_server_*` metrics, recorded by one layer around all services of a port.
 //!
-//! Only the methods of our API are counted: other paths are chosen by clients and would be labels without end.
+//! Only the methods of the Linkerd API are counted. Clients choose other paths, which would create unlimited label
+//! values.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -18,32 +19,32 @@ use tonic::body::Body;
 use tower::{Layer, Service};
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
-use super::streams::Stream;
+use super::stream_limiter::StreamPermit;
 
-/// Counts calls; clones count into the same families.
+/// Counts gRPC calls. Clones share their counters.
 #[derive(Clone)]
 pub struct GrpcMetrics {
-    methods: Arc<AHashMap<String, Arc<Method>>>,
+    methods: Arc<AHashMap<String, Arc<MethodMetrics>>>,
 }
 
-/// A service whose calls are counted.
+/// A service that counts its calls.
 #[derive(Clone)]
-pub struct Counted<S> {
+pub struct CountedService<S> {
     inner: S,
     metrics: GrpcMetrics,
 }
 
-struct Method {
+struct MethodMetrics {
     labels: Labels,
     started: Arc<Counter>,
     received: Arc<Counter>,
     sent: Arc<Counter>,
-    seconds: Arc<Histogram>,
+    duration: Arc<Histogram>,
     handled: Family<Counter>,
 }
 
 impl GrpcMetrics {
-    /// Registers the families, with a series for each method of our API.
+    /// Registers the metrics, with one series for each method of the Linkerd API.
     pub fn new(registry: &Registry) -> Self {
         let started = registry.counter("grpc_server_started_total", "Calls started.");
         let received = registry.counter("grpc_server_msg_received_total", "Messages received in calls.");
@@ -59,11 +60,11 @@ impl GrpcMetrics {
                 .with("grpc_type", kind)
                 .with("grpc_service", service)
                 .with("grpc_method", method);
-            let handles = Method {
+            let handles = MethodMetrics {
                 started: started.get(&labels),
                 received: received.get(&labels),
                 sent: sent.get(&labels),
-                seconds: seconds.get(&labels),
+                duration: seconds.get(&labels),
                 handled: handled.clone(),
                 labels,
             };
@@ -76,17 +77,17 @@ impl GrpcMetrics {
 }
 
 impl<S> Layer<S> for GrpcMetrics {
-    type Service = Counted<S>;
+    type Service = CountedService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted {
+    fn layer(&self, inner: S) -> CountedService<S> {
+        CountedService {
             inner,
             metrics: self.clone(),
         }
     }
 }
 
-impl<S> Service<Request<Body>> for Counted<S>
+impl<S> Service<Request<Body>> for CountedService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
     S::Future: Send + 'static,
@@ -100,19 +101,19 @@ where
     }
 
     fn call(&mut self, mut req: Request<Body>) -> Self::Future {
-        let stream = req.extensions_mut().remove::<Stream>();
+        let stream = req.extensions_mut().remove::<StreamPermit>();
         let Some(method) = self.metrics.methods.get(req.uri().path()) else {
-            return Box::pin(self.inner.call(req)); // it is answered at once
+            return Box::pin(self.inner.call(req)); // an unknown method: the inner service rejects it at once
         };
         method.started.inc();
-        let mut call = Call {
+        let mut call = CallRecorder {
             method: method.clone(),
             started_at: Instant::now(),
-            // What a call that nobody waits for any more ends with.
+            // The status code of a call that the client cancels.
             code: Code::Cancelled,
             _stream: stream,
         };
-        let received = Messages::new(method.received.clone());
+        let received = MessageCounter::new(method.received.clone());
         let req = req.map(|body| {
             Body::new(CountedBody {
                 body,
@@ -120,12 +121,12 @@ where
                 call: None,
             })
         });
-        let sent = Messages::new(method.sent.clone());
+        let sent = MessageCounter::new(method.sent.clone());
         let rsp = self.inner.call(req);
         Box::pin(async move {
             let rsp = rsp.await?;
-            // A call that fails at once has its status among the headers.
-            call.see(rsp.headers());
+            // A call that fails at once carries its status in the response headers.
+            call.observe_frame(rsp.headers());
             Ok(rsp.map(|body| {
                 Body::new(CountedBody {
                     body,
@@ -137,38 +138,38 @@ where
     }
 }
 
-/// One call; counted as handled when it goes.
-struct Call {
-    method: Arc<Method>,
+/// A call in progress. Dropping it records its status code and its duration.
+struct CallRecorder {
+    method: Arc<MethodMetrics>,
     started_at: Instant,
     code: Code,
-    /// Open until the call has ended.
-    _stream: Option<Stream>,
+    /// Held until the call has ended.
+    _stream: Option<StreamPermit>,
 }
 
-impl Call {
-    fn see(&mut self, headers: &HeaderMap) {
+impl CallRecorder {
+    fn observe_frame(&mut self, headers: &HeaderMap) {
         if let Some(status) = headers.get("grpc-status") {
             self.code = Code::from_bytes(status.as_bytes());
         }
     }
 }
 
-impl Drop for Call {
+impl Drop for CallRecorder {
     fn drop(&mut self) {
         let labels = Labels::new()
             .with("grpc_code", code_name(self.code))
             .extend(&self.method.labels);
         self.method.handled.get(&labels).inc();
-        self.method.seconds.observe(self.started_at.elapsed().as_secs_f64());
+        self.method.duration.observe(self.started_at.elapsed().as_secs_f64());
     }
 }
 
-/// A body whose messages are counted; that of a response also carries its call to the end.
+/// A body that counts its messages. The response body also keeps the call's recorder until its end.
 struct CountedBody {
     body: Body,
-    messages: Messages,
-    call: Option<Call>,
+    messages: MessageCounter,
+    call: Option<CallRecorder>,
 }
 
 impl HttpBody for CountedBody {
@@ -181,10 +182,10 @@ impl HttpBody for CountedBody {
         match &frame {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
-                    this.messages.see(data);
+                    this.messages.observe_data(data);
                 }
                 if let (Some(call), Some(trailers)) = (&mut this.call, frame.trailers_ref()) {
-                    call.see(trailers);
+                    call.observe_frame(trailers);
                 }
             }
             Some(Err(status)) => {
@@ -206,46 +207,46 @@ impl HttpBody for CountedBody {
     }
 }
 
-/// Counts messages in a stream of bytes: each has a flag, a length of four bytes, and its content.
-struct Messages {
+/// Counts gRPC messages in a byte stream. Each message has a flag byte, a 4-byte length and its content.
+struct MessageCounter {
     counter: Arc<Counter>,
-    head: [u8; 5],
-    n_head: usize,
-    /// What is left of the content.
-    left: usize,
+    prefix: [u8; 5],
+    n_prefix_bytes: usize,
+    /// Bytes of the current message that have not arrived yet.
+    n_remaining_bytes: usize,
 }
 
-impl Messages {
+impl MessageCounter {
     fn new(counter: Arc<Counter>) -> Self {
         Self {
             counter,
-            head: [0; 5],
-            n_head: 0,
-            left: 0,
+            prefix: [0; 5],
+            n_prefix_bytes: 0,
+            n_remaining_bytes: 0,
         }
     }
 
-    fn see(&mut self, mut data: &[u8]) {
+    fn observe_data(&mut self, mut data: &[u8]) {
         while !data.is_empty() {
-            if self.left > 0 {
-                let n = self.left.min(data.len());
-                self.left -= n;
+            if self.n_remaining_bytes > 0 {
+                let n = self.n_remaining_bytes.min(data.len());
+                self.n_remaining_bytes -= n;
                 data.advance(n);
                 continue;
             }
-            self.head[self.n_head] = data.get_u8();
-            self.n_head += 1;
-            if self.n_head == self.head.len() {
-                let [_, length @ ..] = self.head;
-                self.left = u32::from_be_bytes(length) as usize;
-                self.n_head = 0;
+            self.prefix[self.n_prefix_bytes] = data.get_u8();
+            self.n_prefix_bytes += 1;
+            if self.n_prefix_bytes == self.prefix.len() {
+                let [_, length @ ..] = self.prefix;
+                self.n_remaining_bytes = u32::from_be_bytes(length) as usize;
+                self.n_prefix_bytes = 0;
                 self.counter.inc();
             }
         }
     }
 }
 
-/// The spelling of Go's gRPC, by which dashboards know the codes.
+/// Returns the code as grpc-go spells it, because dashboards query these names.
 fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
@@ -291,13 +292,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_counted_however_they_are_cut() {
+    fn messages_are_counted_across_frame_boundaries() {
         let counter = Registry::new().counter("a_total", "A.").get(&Labels::new());
         let bytes = [0, 0, 0, 0, 3, 1, 2, 3, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0];
         for size in 1..bytes.len() {
             let before = counter.get();
-            let mut messages = Messages::new(counter.clone());
-            bytes.chunks(size).for_each(|chunk| messages.see(chunk));
+            let mut messages = MessageCounter::new(counter.clone());
+            bytes.chunks(size).for_each(|chunk| messages.observe_data(chunk));
             assert_eq!(counter.get() - before, 3, "in pieces of {size}");
         }
     }

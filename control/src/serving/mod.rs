@@ -1,13 +1,12 @@
 //! Serves gRPC: accepts connections, terminates TLS, speaks HTTP/2, and drains.
 //!
-//! A connection that starts with a TLS record gets TLS.
-//! One that does not is served in plaintext if it comes from this machine, and closed otherwise.
-//! Connections and streams of a client address are bounded, and so is the time that a request may take to come.
-//! What the services answer, and whose certificates are shown, is given from above.
+//! A connection that starts with a TLS record is served over TLS. Any other connection is served in plaintext if it
+//! comes from loopback, and closed otherwise. Connections and streams are limited per client address, and so is the
+//! time to receive a request. The caller supplies the services and the server certificate.
 
 pub mod metrics;
-mod request;
-mod streams;
+mod request_limits;
+mod stream_limiter;
 
 use std::error::Error as StdError;
 use std::io;
@@ -29,52 +28,51 @@ use tonic::service::Routes;
 use tower::{Layer, Service as _};
 use tracing::debug;
 use tulle_core::drain::Watch;
-use tulle_core::listener::{Accepted, Listener};
+use tulle_core::listener::{AcceptedConnection, Listener};
 use tulle_core::metrics::Registry;
 
 use crate::grpc::Caller;
-use crate::tls::creds::{ServerCreds, identities};
+use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
 use metrics::GrpcMetrics;
-use streams::Streams;
+use stream_limiter::StreamLimiter;
 
-/// One port: whose name it has, and what it serves.
+/// A gRPC server on one port: its credentials and its services.
 pub struct Server {
-    creds: Arc<ServerCreds>,
+    creds: Arc<MeshCredentials>,
     routes: Routes,
     metrics: GrpcMetrics,
     limits: Limits,
     registry: Registry,
-    streams: Arc<Streams>,
+    stream_limiter: Arc<StreamLimiter>,
 }
 
-/// How much a port takes on.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections of all clients.
+    /// Maximum number of connections, over all clients.
     pub connections: usize,
-    /// Streams that are open at a time for one client address, on all its connections.
+    /// Maximum number of concurrent streams per client address, over all its connections.
     pub streams_per_client: usize,
 }
 
 impl Limits {
-    /// Those of one port, where the process may have so many files open and so many bytes of memory.
-    pub fn within(files: usize, memory: Option<u64>) -> Self {
-        // Half of it is for connections, and the other half for what is served on them.
-        let held = memory.map(|memory| memory / 2 / PORTS / BYTES_PER_CONNECTION);
-        let held = held.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX));
+    /// Returns the limits of one port for a process that may open `files` files and use `memory` bytes.
+    pub fn from_resources(files: usize, memory: Option<u64>) -> Self {
+        // Half of the memory is for connections, the other half for the requests on them.
+        let max_by_memory = memory.map(|memory| memory / 2 / MAX_GRPC_PORTS / BYTES_PER_CONNECTION);
+        let max_by_memory = max_by_memory.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX));
         Self {
-            // The rest of the files is for webhooks, admin and our own connections.
-            connections: (files / 5).min(held).max(1),
-            streams_per_client: STREAMS_PER_CLIENT,
+            // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
+            connections: (files / 5).min(max_by_memory).max(1),
+            streams_per_client: MAX_STREAMS_PER_CLIENT,
         }
     }
 }
 
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
-    #[error("plaintext from another machine; expected TLS")]
+    #[error("plaintext connection from a remote client; use TLS")]
     Plaintext,
-    #[error("there is no certificate yet")]
+    #[error("the server has no certificate yet")]
     NoCertificate,
     #[error("the TLS handshake failed")]
     Handshake(#[source] io::Error),
@@ -85,9 +83,9 @@ enum ConnectionError {
 }
 
 impl Server {
-    /// A server of these routes, with the families of its connections and calls in `registry`.
+    /// Creates a server of these routes. The metrics of its connections and calls go to `registry`.
     pub fn new(
-        creds: Arc<ServerCreds>,
+        creds: Arc<MeshCredentials>,
         routes: Routes,
         metrics: GrpcMetrics,
         limits: Limits,
@@ -99,86 +97,88 @@ impl Server {
             metrics,
             limits,
             registry: registry.clone(),
-            streams: Streams::new(limits.streams_per_client),
+            stream_limiter: StreamLimiter::new(limits.streams_per_client),
         }
     }
 
-    /// Serves until the drain, then lets streams end, at most 4 seconds, and cuts the rest. `name` is for logs and metrics.
+    /// Serves until the drain, then waits up to 4 seconds for streams to end, and closes the remaining connections.
+    /// `name` is the listener's name in logs and metrics.
     pub async fn serve(self, name: &'static str, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
-        let listener = Listener::new(name, listener, self.limits.connections, &self.registry).drain_within(DRAIN_LIMIT);
+        let listener =
+            Listener::new(name, listener, self.limits.connections, &self.registry).with_drain_timeout(DRAIN_TIMEOUT);
         let (server, watch) = (Arc::new(self), drain.clone());
-        let serve = move |accepted| server.clone().connection(accepted, watch.clone());
+        let serve = move |accepted| server.clone().run_connection(accepted, watch.clone());
         listener.run(drain.signaled(), serve).await;
     }
 
-    async fn connection(self: Arc<Self>, accepted: Accepted, drain: Watch) {
+    async fn run_connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) {
         let client = accepted.client;
-        if let Err(err) = self.handle(accepted, drain).await {
+        if let Err(err) = self.accept_and_serve(accepted, drain).await {
             let name = self.creds.name();
-            debug!(%client, name, error = &err as &dyn StdError, "a connection failed");
+            debug!(%client, name, error = &err as &dyn StdError, "connection failed");
         }
     }
 
-    async fn handle(&self, accepted: Accepted, drain: Watch) -> Result<(), ConnectionError> {
+    async fn accept_and_serve(&self, accepted: AcceptedConnection, drain: Watch) -> Result<(), ConnectionError> {
         let is_tls = accepted.is_tls();
-        let Accepted {
+        let AcceptedConnection {
             stream: tcp,
             client,
-            place,
+            permit,
             ..
         } = accepted;
-        // A socket that refuses an option works as well.
+        // The connection also works without these options.
         let _ = tcp.set_nodelay(true);
         let _ = SockRef::from(&tcp).set_tcp_keepalive(&keepalive());
-        let tcp = place.watch(tcp);
+        let tcp = permit.track(tcp);
         if !is_tls {
             return match client.ip().is_loopback() {
-                true => self.http2(tcp, Caller::ThisMachine, drain).await,
+                true => self.serve_http2(tcp, Caller::ThisMachine, drain).await,
                 false => Err(ConnectionError::Plaintext),
             };
         }
-        let config = self.creds.current().ok_or(ConnectionError::NoCertificate)?;
-        let tls = timeout(HANDSHAKE_LIMIT, TlsAcceptor::from(config).accept(tcp))
+        let config = self.creds.server_config().ok_or(ConnectionError::NoCertificate)?;
+        let tls = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(tcp))
             .await
-            .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
+            .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_TIMEOUT))?
             .map_err(ConnectionError::Handshake)?;
         let leaf = tls.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-        let identities = leaf.map(identities).unwrap_or_default();
+        let identities = leaf.map(certificate_identities).unwrap_or_default();
         if let Some(identity) = identities.first() {
-            place.verified(identity.as_str());
+            permit.set_identity(identity.as_str());
         }
         let caller = Caller::Peer {
             ip: client.ip(),
             identities: identities.into(),
         };
-        self.http2(tls, caller, drain).await
+        self.serve_http2(tls, caller, drain).await
     }
 
-    /// Serves HTTP/2 by prior knowledge; on drain the client is told to go elsewhere (GOAWAY).
-    async fn http2<I>(&self, io: I, caller: Caller, drain: Watch) -> Result<(), ConnectionError>
+    /// Serves HTTP/2 with prior knowledge. On drain it sends GOAWAY.
+    async fn serve_http2<I>(&self, io: I, caller: Caller, drain: Watch) -> Result<(), ConnectionError>
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let routes = self.metrics.layer(self.routes.clone());
-        let streams = self.streams.clone();
-        // The services are always ready. What they return is boxed, and goes when a call is answered: the task that
-        // hyper keeps for each stream stays small.
+        let streams = self.stream_limiter.clone();
+        // The services are always ready. Their futures are boxed and dropped when the response head is ready, so the
+        // task that hyper keeps for each stream stays small.
         let service = service_fn(move |req: Request<Incoming>| {
-            let Some(slot) = streams.open(&caller) else {
-                let refusal = Status::resource_exhausted("this client address has too many streams open").into_http();
+            let Some(stream_permit) = streams.acquire(&caller) else {
+                let refusal = Status::resource_exhausted("too many open streams from this client address").into_http();
                 return Box::pin(std::future::ready(Ok(refusal))) as _;
             };
-            let mut req = request::bounded(req);
+            let mut req = request_limits::limit_request(req);
             req.extensions_mut().insert(caller.clone());
-            req.extensions_mut().insert(slot);
+            req.extensions_mut().insert(stream_permit);
             routes.clone().call(req)
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(None)
-            .max_concurrent_streams(MAX_STREAMS)
-            .max_header_list_size(MAX_HEADERS)
+            .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+            .max_header_list_size(MAX_HEADER_LIST_BYTES)
             .serve_connection(TokioIo::new(io), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
@@ -189,7 +189,8 @@ impl Server {
     }
 }
 
-/// A proxy that lost its power says nothing, and its streams would be kept for ever; pings are the client's choice.
+/// TCP keep-alive closes connections of hosts that have failed. The server sends no HTTP/2 pings; clients do if
+/// configured.
 fn keepalive() -> TcpKeepalive {
     TcpKeepalive::new()
         .with_time(Duration::from_secs(60))
@@ -197,19 +198,18 @@ fn keepalive() -> TcpKeepalive {
         .with_retries(6)
 }
 
-/// Ports of gRPC that a process has at most.
-const PORTS: u64 = 3;
-/// What a connection of TLS holds without a stream; 31 KiB were measured with 2000 of them.
+const MAX_GRPC_PORTS: u64 = 3;
+/// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
 const BYTES_PER_CONNECTION: u64 = 32 << 10;
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
-/// Leaves time for the rest of the process within the 5 seconds of a drain.
-const DRAIN_LIMIT: Duration = Duration::from_secs(4);
-/// Most bytes of a request's head.
-const MAX_HEADERS: u32 = 16 * 1024;
-/// Streams of a connection; more than a client may have in all, so that the one too many is told why it is refused.
-const MAX_STREAMS: u32 = 100_000;
-/// A proxy keeps three streams for each address that its application talks to.
-pub const STREAMS_PER_CLIENT: usize = 32_768;
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Leaves time for the rest of the process within the drain timeout of 5 seconds.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(4);
+const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
+/// SETTINGS_MAX_CONCURRENT_STREAMS of a connection. It is above the limit per client address, so that the server
+/// refuses an excess stream with RESOURCE_EXHAUSTED and a message.
+const MAX_CONCURRENT_STREAMS: u32 = 100_000;
+/// A proxy opens three streams for each address that its application connects to.
+pub const MAX_STREAMS_PER_CLIENT: usize = 32_768;
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! Real sockets, our own client, and OpenSSL's.
+//! Tests over real sockets, with the client of this crate and with OpenSSL.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tonic::Status;
 use tulle_core::addr::Addr;
-use tulle_core::connections::{ConnectionLimiter, Within};
+use tulle_core::connections::{ConnectionLimiter, FullLimitPolicy};
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
 use tulle_proto::identity as proto;
@@ -26,7 +26,7 @@ use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 use super::*;
 use crate::tls::anchors::TrustAnchors;
 use crate::tls::client::{self, Channel, Peer};
-use crate::tls::creds::{ClientCertificates, Leaf};
+use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
 
 const NAME: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
@@ -35,7 +35,7 @@ const MAX_CONNECTIONS: usize = 8;
 
 type Ca = CertifiedIssuer<'static, KeyPair>;
 
-/// Answers with the name it was asked for, as the leaf.
+/// An identity service that returns the requested name as the certificate.
 struct Echo;
 
 #[tonic::async_trait]
@@ -51,29 +51,31 @@ impl Identity for Echo {
     }
 }
 
-/// A served port, and the authority that its clients trust.
-struct Port {
+/// A running server and the CA that its clients trust.
+struct TestServer {
     ca: Ca,
     addr: SocketAddr,
-    creds: Arc<ServerCreds>,
+    creds: Arc<MeshCredentials>,
     registry: Registry,
     signal: Signal,
     server: JoinHandle<()>,
 }
 
-impl Port {
+impl TestServer {
     async fn start() -> Self {
         let port = Self::without_certificate().await;
-        port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+        port.creds
+            .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+            .unwrap();
         port
     }
 
     async fn without_certificate() -> Self {
-        Self::with(ClientCertificates::Optional).await
+        Self::start_with(ClientCertificates::Optional).await
     }
 
-    async fn with(clients: ClientCertificates) -> Self {
-        let creds = Arc::new(ServerCreds::new(NAME.to_owned(), clients));
+    async fn start_with(clients: ClientCertificates) -> Self {
+        let creds = Arc::new(MeshCredentials::new(NAME.to_owned(), clients));
         let registry = Registry::new();
         let server = server(creds.clone(), &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
@@ -90,7 +92,7 @@ impl Port {
         }
     }
 
-    async fn connect(&self, name: &str, leaf: Option<Leaf>) -> Result<Channel, client::Error> {
+    async fn connect(&self, name: &str, leaf: Option<LeafWithKey>) -> Result<Channel, client::Error> {
         let anchors = anchors(&self.ca);
         let peer = Peer {
             addr: &Addr::Socket(self.addr),
@@ -117,10 +119,10 @@ impl Port {
     }
 }
 
-fn server(creds: Arc<ServerCreds>, registry: &Registry) -> Server {
+fn server(creds: Arc<MeshCredentials>, registry: &Registry) -> Server {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
-        streams_per_client: STREAMS_PER_CLIENT,
+        streams_per_client: MAX_STREAMS_PER_CLIENT,
     };
     let routes = Routes::new(IdentityServer::new(Echo));
     Server::new(creds, routes, GrpcMetrics::new(registry), limits, registry)
@@ -137,8 +139,8 @@ fn anchors(ca: &Ca) -> TrustAnchors {
     TrustAnchors::parse(ca.pem().as_bytes(), &PathBuf::from("roots.pem")).unwrap()
 }
 
-/// A leaf from an hour ago until this many hours from now.
-fn leaf(ca: &Ca, name: &str, hours: i64) -> Leaf {
+/// Creates a certificate that is valid from one hour ago until `hours` from now.
+fn leaf(ca: &Ca, name: &str, hours: i64) -> LeafWithKey {
     let mut params = CertificateParams::new([name.to_owned()]).unwrap();
     params.distinguished_name = DistinguishedName::new();
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
@@ -147,17 +149,17 @@ fn leaf(ca: &Ca, name: &str, hours: i64) -> Leaf {
     params.not_after = now + time::Duration::hours(hours);
     let key = KeyPair::generate().unwrap();
     let cert = params.signed_by(&key, ca).unwrap();
-    Leaf {
+    LeafWithKey {
         chain: vec![cert.der().clone()],
         key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())),
     }
 }
 
-fn day(ca: &Ca, name: &str) -> Leaf {
+fn leaf_for_one_day(ca: &Ca, name: &str) -> LeafWithKey {
     leaf(ca, name, 24)
 }
 
-async fn ask(channel: Channel) -> Result<String, Status> {
+async fn call_certify(channel: Channel) -> Result<String, Status> {
     let req = proto::CertifyRequest {
         identity: "hello".to_owned(),
         ..proto::CertifyRequest::default()
@@ -168,18 +170,18 @@ async fn ask(channel: Channel) -> Result<String, Status> {
 
 #[tokio::test]
 async fn a_client_certificate_is_optional_and_verified_if_sent() {
-    let port = Port::start().await;
-    for client in [None, Some(day(&port.ca, WEB))] {
+    let port = TestServer::start().await;
+    for client in [None, Some(leaf_for_one_day(&port.ca, WEB))] {
         let channel = port.connect(NAME, client).await.unwrap();
-        assert_eq!(ask(channel).await.unwrap(), "hello");
+        assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
-    for client in [day(&ca(), WEB), leaf(&port.ca, WEB, -1)] {
-        // In TLS 1.3 the client is done before the server has judged its certificate.
-        let asked = match port.connect(NAME, Some(client)).await {
-            Ok(channel) => ask(channel).await.map_err(|_| ()),
+    for client in [leaf_for_one_day(&ca(), WEB), leaf(&port.ca, WEB, -1)] {
+        // In TLS 1.3 the handshake ends for the client before the server has verified the client certificate.
+        let outcome = match port.connect(NAME, Some(client)).await {
+            Ok(channel) => call_certify(channel).await.map_err(|_| ()),
             Err(_) => Err(()),
         };
-        asked.unwrap_err();
+        outcome.unwrap_err();
     }
     let metrics = port.registry.render();
     let started = "grpc_server_started_total{grpc_type=\"unary\",\
@@ -190,18 +192,20 @@ async fn a_client_certificate_is_optional_and_verified_if_sent() {
 
 #[tokio::test]
 async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
-    let port = Port::with(ClientCertificates::Required).await;
-    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    let port = TestServer::start_with(ClientCertificates::Required).await;
+    port.creds
+        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+        .unwrap();
     let refused = match port.connect(NAME, None).await {
-        Ok(channel) => ask(channel).await.is_err(),
+        Ok(channel) => call_certify(channel).await.is_err(),
         Err(_) => true,
     };
     assert!(refused);
-    let channel = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
-    assert_eq!(ask(channel).await.unwrap(), "hello");
+    let channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    assert_eq!(call_certify(channel).await.unwrap(), "hello");
     let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
     assert_eq!(
-        ask(channel).await.unwrap(),
+        call_certify(channel).await.unwrap(),
         "hello",
         "port-forwards come from this machine"
     );
@@ -209,7 +213,7 @@ async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
 
 #[test]
 fn connections_are_bounded_by_files_and_by_memory() {
-    let connections = |files, memory| Limits::within(files, memory).connections;
+    let connections = |files, memory| Limits::from_resources(files, memory).connections;
     assert_eq!(connections(1_048_576, Some(250 << 20)), 1333);
     assert_eq!(connections(1024, Some(250 << 20)), 204);
     assert_eq!(connections(1024, None), 204);
@@ -217,28 +221,28 @@ fn connections_are_bounded_by_files_and_by_memory() {
 }
 
 #[tokio::test]
-async fn strangers_take_no_place_of_a_client_with_a_certificate() {
-    let port = Port::start().await;
-    let channel = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
-    assert_eq!(ask(channel.clone()).await.unwrap(), "hello");
-    let mut strangers = Vec::new();
+async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
+    let port = TestServer::start().await;
+    let channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    assert_eq!(call_certify(channel.clone()).await.unwrap(), "hello");
+    let mut unauthenticated = Vec::new();
     for start in [&b""[..], &[0x16, 3, 1, 1, 0], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
         for _ in 0..2 * MAX_CONNECTIONS {
-            let mut stranger = TcpStream::connect(port.addr).await.unwrap();
-            // Those who came first may be gone already.
-            let _ = stranger.write_all(start).await;
-            strangers.push(stranger);
+            let mut client = TcpStream::connect(port.addr).await.unwrap();
+            // The server may have closed earlier connections already.
+            let _ = client.write_all(start).await;
+            unauthenticated.push(client);
         }
     }
-    let newcomer = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
-    for channel in [channel, newcomer] {
-        assert_eq!(ask(channel).await.unwrap(), "hello");
+    let second_channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    for channel in [channel, second_channel] {
+        assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
 }
 
 #[tokio::test]
-async fn the_certificate_is_shown_to_those_who_ask_for_its_name() {
-    let port = Port::start().await;
+async fn the_certificate_is_served_only_for_its_server_name() {
+    let port = TestServer::start().await;
     port.connect(&NAME.to_uppercase(), None).await.unwrap();
     for other in [WEB, "127.0.0.1"] {
         let err = port.connect(other, None).await.err().unwrap();
@@ -250,9 +254,11 @@ async fn the_certificate_is_shown_to_those_who_ask_for_its_name() {
 }
 
 #[tokio::test]
-async fn a_client_refuses_a_server_that_others_signed() {
-    let port = Port::start().await;
-    port.creds.install(day(&ca(), NAME), &anchors(&port.ca)).unwrap();
+async fn a_client_rejects_a_server_signed_by_another_ca() {
+    let port = TestServer::start().await;
+    port.creds
+        .install(leaf_for_one_day(&ca(), NAME), &anchors(&port.ca))
+        .unwrap();
     assert!(matches!(
         port.connect(NAME, None).await,
         Err(client::Error::Handshake { .. })
@@ -260,26 +266,30 @@ async fn a_client_refuses_a_server_that_others_signed() {
 }
 
 #[tokio::test]
-async fn a_new_certificate_is_shown_from_the_next_handshake_on() {
-    let port = Port::without_certificate().await;
+async fn a_new_certificate_is_used_from_the_next_handshake_on() {
+    let port = TestServer::without_certificate().await;
     assert!(port.connect(NAME, None).await.is_err());
-    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    port.creds
+        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+        .unwrap();
     let old = port.connect(NAME, None).await.unwrap();
-    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    port.creds
+        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+        .unwrap();
     for channel in [port.connect(NAME, None).await.unwrap(), old] {
-        assert_eq!(ask(channel).await.unwrap(), "hello");
+        assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
-    let mut mixed = day(&port.ca, NAME);
-    mixed.key = day(&port.ca, NAME).key.clone_key();
+    let mut mixed = leaf_for_one_day(&port.ca, NAME);
+    mixed.key = leaf_for_one_day(&port.ca, NAME).key.clone_key();
     assert!(port.creds.install(mixed, &anchors(&port.ca)).is_err());
     port.connect(NAME, None).await.unwrap();
 }
 
 #[tokio::test]
-async fn plaintext_is_served_to_this_machine_only() {
-    let port = Port::without_certificate().await;
+async fn plaintext_is_served_on_loopback_only() {
+    let port = TestServer::without_certificate().await;
     let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
-    assert_eq!(ask(channel).await.unwrap(), "hello");
+    assert_eq!(call_certify(channel).await.unwrap(), "hello");
 
     let server = server(port.creds.clone(), &Registry::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
@@ -288,35 +298,36 @@ async fn plaintext_is_served_to_this_machine_only() {
     let (stream, _) = listener.accept().await.unwrap();
     let elsewhere: SocketAddr = "10.0.0.1:5000".parse().unwrap();
     let (_signal, watch) = drain::channel();
-    let place = ConnectionLimiter::new("test", 1, Within::Replace, &Registry::new()).admit(elsewhere.ip());
-    let accepted = Accepted {
+    let permit =
+        ConnectionLimiter::new("test", 1, FullLimitPolicy::CloseIdlest, &Registry::new()).admit(elsewhere.ip());
+    let accepted = AcceptedConnection {
         stream,
         client: elsewhere,
-        place: place.unwrap(),
+        permit: permit.unwrap(),
         first_byte: b'P',
     };
-    let refused = server.handle(accepted, watch).await;
+    let refused = server.accept_and_serve(accepted, watch).await;
     assert!(matches!(refused, Err(ConnectionError::Plaintext)), "{refused:?}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_does_not_get_on_with_it_is_closed() {
-    let port = Port::start().await;
+async fn a_stalled_handshake_is_closed() {
+    let port = TestServer::start().await;
     // A handshake record that announces 256 bytes and never sends them.
     for start in [&b""[..], &[0x16, 3, 1, 1, 0]] {
         let mut client = TcpStream::connect(port.addr).await.unwrap();
         client.write_all(start).await.unwrap();
-        let closed = timeout(2 * HANDSHAKE_LIMIT, client.read_to_end(&mut Vec::new())).await;
+        let closed = timeout(2 * HANDSHAKE_TIMEOUT, client.read_to_end(&mut Vec::new())).await;
         assert!(closed.is_ok(), "{start:?}");
     }
 }
 
 #[tokio::test]
 async fn a_request_that_is_too_long_is_refused() {
-    let port = Port::start().await;
+    let port = TestServer::start().await;
     let mut client = IdentityClient::new(port.connect(NAME, None).await.unwrap());
     let req = proto::CertifyRequest {
-        token: vec![0; request::MAX_REQUEST + 1],
+        token: vec![0; request_limits::MAX_REQUEST_BYTES + 1],
         ..proto::CertifyRequest::default()
     };
     client.certify(req).await.unwrap_err();
@@ -324,19 +335,19 @@ async fn a_request_that_is_too_long_is_refused() {
 }
 
 #[tokio::test]
-async fn a_drain_says_goodbye_and_ends() {
-    let port = Port::start().await;
+async fn a_drain_sends_goaway_and_ends() {
+    let port = TestServer::start().await;
     let channel = port.connect(NAME, None).await.unwrap();
-    ask(channel.clone()).await.unwrap();
-    timeout(DRAIN_LIMIT, port.signal.drain()).await.unwrap();
+    call_certify(channel.clone()).await.unwrap();
+    timeout(DRAIN_TIMEOUT, port.signal.drain()).await.unwrap();
     port.server.await.unwrap();
-    ask(channel).await.unwrap_err();
+    call_certify(channel).await.unwrap_err();
     assert!(TcpStream::connect(port.addr).await.is_err());
 }
 
 #[tokio::test]
 async fn openssl_sees_tls_1_3_without_alpn() {
-    let port = Port::start().await;
+    let port = TestServer::start().await;
     let text = port
         .openssl(&["-servername", NAME, "-verify_hostname", NAME, "-alpn", "h2"])
         .await;

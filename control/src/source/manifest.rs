@@ -1,7 +1,9 @@
-//! The text of one file to objects, or to the first flaw in it and its line.
+//! Parses a manifest file into objects, or returns its first error with the line number.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::PathBuf;
 
 use serde::Deserialize;
 use serde_yaml_ng::{Deserializer, Value};
@@ -9,44 +11,62 @@ use serde_yaml_ng::{Deserializer, Value};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::{self, KINDS, Kind, Object};
-use crate::source::completion;
+use crate::source::defaulting;
 
-/// An object and the line its document starts on.
+/// An error in a manifest, which is not in use because of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ManifestError {
+    pub file: PathBuf,
+    /// Counted from 1. `None` if the error has no line.
+    pub line: Option<usize>,
+    pub reason: String,
+}
+
+impl fmt::Display for ManifestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            Some(line) => write!(f, "{}:{line}: {}", self.file.display(), self.reason),
+            None => write!(f, "{}: {}", self.file.display(), self.reason),
+        }
+    }
+}
+
+/// An object and the line where its document starts.
 #[derive(Clone, Debug)]
 pub(super) struct Manifest {
     pub(super) object: Object,
     pub(super) line: usize,
 }
 
-/// Why a file is refused.
+/// Why a file is invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Flaw {
+pub(super) struct ManifestIssue {
     pub(super) line: usize,
     pub(super) reason: String,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct File {
+pub(super) struct ManifestFile {
     pub(super) manifests: Vec<Manifest>,
-    /// Objects that are refused.
+    /// Documents of supported kinds that are invalid.
     pub(super) unreadable: Vec<Unreadable>,
-    /// The first flaw, which refuses the whole of the file.
-    pub(super) flaw: Option<Flaw>,
-    /// `apiVersion` and kind of documents that we do not read.
-    pub(super) unread_kinds: BTreeSet<(String, String)>,
+    /// The first error. It makes the whole file invalid.
+    pub(super) issue: Option<ManifestIssue>,
+    /// `apiVersion` and kind of documents with an unsupported kind.
+    pub(super) unsupported_kinds: BTreeSet<(String, String)>,
 }
 
-/// Reads all documents of a file, as far as they are YAML.
-pub(super) fn parse(text: &str) -> File {
-    let starts = document_lines(text);
+/// Parses all documents of a file, up to the first YAML syntax error.
+pub(super) fn parse(text: &str) -> ManifestFile {
+    let starts = document_start_lines(text);
     let line_of = |document: usize| starts.get(document).or_else(|| starts.last()).copied().unwrap_or(1);
-    let mut file = File::default();
+    let mut file = ManifestFile::default();
     let mut values = Vec::new();
     for (index, document) in Deserializer::from_str(text).enumerate() {
         match Value::deserialize(document) {
             Ok(value) => values.push(value),
             Err(error) => {
-                file.flaw = Some(flaw(&error, line_of(index)));
+                file.issue = Some(issue(&error, line_of(index)));
                 break;
             }
         }
@@ -57,54 +77,55 @@ pub(super) fn parse(text: &str) -> File {
             continue;
         }
         let kind = value.get("kind").and_then(Value::as_str).unwrap_or_default();
-        if let Some(items) = items(kind, &value) {
+        if let Some(items) = list_items(kind, &value) {
             for item in items {
-                let decode = |kind| resources::decode(kind, item.clone()).map_err(|error| flaw(&error, line));
+                let decode = |kind| resources::decode(kind, item.clone()).map_err(|error| issue(&error, line));
                 file.push(item, line, decode);
             }
         } else {
-            let decode = |kind| resources::decode(kind, document).map_err(|error| flaw(&error, line));
+            let decode = |kind| resources::decode(kind, document).map_err(|error| issue(&error, line));
             file.push(&value, line, decode);
         }
     }
     file
 }
 
-impl File {
-    fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, Flaw>) {
-        let (api_version, kind) = match type_of(value) {
+impl ManifestFile {
+    fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, ManifestIssue>) {
+        let (api_version, kind) = match api_version_and_kind(value) {
             Ok(types) => types,
-            Err(reason) => return self.refuse(Flaw { line, reason }, None),
+            Err(reason) => return self.add_issue(ManifestIssue { line, reason }, None),
         };
         let Some(known) = Kind::find(&api_version, &kind) else {
-            return self.push_unread(&api_version, &kind, value, line);
+            return self.push_unsupported(&api_version, &kind, value, line);
         };
         match decode(known) {
             Ok(mut object) => {
-                object.meta_mut().version = version(value);
-                match completion::complete(&mut object) {
+                object.meta_mut().version = content_version(value);
+                match defaulting::apply_defaults(&mut object) {
                     Ok(()) => self.manifests.push(Manifest { object, line }),
                     Err(reason) => {
-                        let unreadable = Unreadable::refused(object, &reason);
+                        let unreadable = Unreadable::from_rejected(object, &reason);
                         let reason = format!("{kind} {}: {reason}", unreadable.name);
-                        self.refuse(Flaw { line, reason }, Some(unreadable));
+                        self.add_issue(ManifestIssue { line, reason }, Some(unreadable));
                     }
                 }
             }
-            Err(flaw) => {
-                let unreadable = unreadable(known, value, &flaw.reason);
-                self.refuse(flaw, unreadable);
+            Err(issue) => {
+                let unreadable = unreadable(known, value, &issue.reason);
+                self.add_issue(issue, unreadable);
             }
         }
     }
 
-    /// A kind that is not read may be anything; but not a version of one that is, nor a policy that is misspelt.
-    fn push_unread(&mut self, api_version: &str, kind: &str, value: &Value, line: usize) {
-        if let Some(known) = Kind::of_any_version(api_version, kind) {
+    /// Unsupported kinds are ignored. An unsupported version of a supported kind, and an unknown kind of the policy
+    /// group, are errors.
+    fn push_unsupported(&mut self, api_version: &str, kind: &str, value: &Value, line: usize) {
+        if let Some(known) = Kind::find_any_version(api_version, kind) {
             let accepted = known.info().versions.join(", ");
-            let reason = format!("{kind} of {api_version} is not read; accepted versions: {accepted}");
+            let reason = format!("{kind} of {api_version} is not supported; supported versions: {accepted}");
             let unreadable = unreadable(known, value, &reason);
-            return self.refuse(Flaw { line, reason }, unreadable);
+            return self.add_issue(ManifestIssue { line, reason }, unreadable);
         }
         if api_version
             .split_once('/')
@@ -112,41 +133,41 @@ impl File {
         {
             let of_group = KINDS.iter().filter(|info| info.group == POLICY_GROUP);
             let accepted = of_group.map(|info| info.name).collect::<Vec<_>>().join(", ");
-            let reason = format!("{kind} is no kind of {POLICY_GROUP}; accepted: {accepted}");
-            return self.refuse(Flaw { line, reason }, None);
+            let reason = format!("unknown kind {kind} in group {POLICY_GROUP}; supported: {accepted}");
+            return self.add_issue(ManifestIssue { line, reason }, None);
         }
-        self.unread_kinds.insert((api_version.to_owned(), kind.to_owned()));
+        self.unsupported_kinds.insert((api_version.to_owned(), kind.to_owned()));
     }
 
-    fn refuse(&mut self, flaw: Flaw, unreadable: Option<Unreadable>) {
+    fn add_issue(&mut self, issue: ManifestIssue, unreadable: Option<Unreadable>) {
         self.unreadable.extend(unreadable);
-        let is_first = self.flaw.as_ref().is_none_or(|first| flaw.line < first.line);
+        let is_first = self.issue.as_ref().is_none_or(|first| issue.line < first.line);
         if is_first {
-            self.flaw = Some(flaw);
+            self.issue = Some(issue);
         }
     }
 }
 
-/// What can be told of a document that cannot be decoded.
+/// Returns the readable parts of a document that cannot be decoded.
 fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
     let json = serde_json::to_value(value).ok()?;
-    let mut unreadable = Unreadable::of(kind, &json, reason)?;
-    if let Some(stand_in) = &mut unreadable.stand_in {
-        stand_in.meta_mut().version = version(value);
-        completion::forget_status(stand_in);
+    let mut unreadable = Unreadable::from_value(kind, &json, reason)?;
+    if let Some(placeholder) = &mut unreadable.placeholder {
+        placeholder.meta_mut().version = content_version(value);
+        defaulting::clear_status(placeholder);
     }
     Some(unreadable)
 }
 
-fn flaw(error: &serde_yaml_ng::Error, line: usize) -> Flaw {
+fn issue(error: &serde_yaml_ng::Error, line: usize) -> ManifestIssue {
     let line = error.location().map_or(line, |location| location.line());
-    Flaw {
+    ManifestIssue {
         line,
         reason: error.to_string(),
     }
 }
 
-fn type_of(value: &Value) -> Result<(String, String), String> {
+fn api_version_and_kind(value: &Value) -> Result<(String, String), String> {
     let field = |name: &str| {
         let text = value.get(name).and_then(Value::as_str);
         text.map(str::to_owned)
@@ -155,7 +176,7 @@ fn type_of(value: &Value) -> Result<(String, String), String> {
     Ok((field("apiVersion")?, field("kind")?))
 }
 
-fn items<'a>(kind: &str, value: &'a Value) -> Option<&'a Vec<Value>> {
+fn list_items<'a>(kind: &str, value: &'a Value) -> Option<&'a Vec<Value>> {
     if kind.ends_with("List") {
         value.get("items")?.as_sequence()
     } else {
@@ -163,32 +184,32 @@ fn items<'a>(kind: &str, value: &'a Value) -> Option<&'a Vec<Value>> {
     }
 }
 
-/// A resource version: the same for the same content, whatever the file looks like.
-fn version(value: &Value) -> String {
+/// Derives a resource version from the content. It does not depend on the formatting of the file.
+fn content_version(value: &Value) -> String {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     format!("{:016x}", hasher.finish())
 }
 
-/// The line of the first content of each document, counted from 1.
-fn document_lines(text: &str) -> Vec<usize> {
+/// Returns the line of the first content of each document, counted from 1.
+fn document_start_lines(text: &str) -> Vec<usize> {
     let mut starts = Vec::new();
-    // Whether the document that the last marker opened still waits for its first line of content.
-    let mut waiting = true;
+    // Whether the last marker is not followed by content yet.
+    let mut expects_content = true;
     for (index, line) in text.lines().enumerate() {
         let marker = line == "---" || line.starts_with("--- ");
         if marker {
-            if waiting && !starts.is_empty() {
-                // The document before this marker is empty; it still counts.
+            if expects_content && !starts.is_empty() {
+                // The document before this marker is empty, but still counts.
                 starts.push(index);
             }
-            waiting = true;
+            expects_content = true;
             continue;
         }
         let content = line.trim_start();
-        if waiting && !content.is_empty() && !content.starts_with('#') && !line.starts_with('%') {
+        if expects_content && !content.is_empty() && !content.starts_with('#') && !line.starts_with('%') {
             starts.push(index + 1);
-            waiting = false;
+            expects_content = false;
         }
     }
     starts
@@ -213,7 +234,7 @@ mod tests {
             apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Node, metadata: {name: n1}}\n\
             - {apiVersion: v1, kind: ConfigMap, metadata: {name: c}}\n";
         let file = parse(text);
-        assert_eq!(file.flaw, None);
+        assert_eq!(file.issue, None);
         let found: Vec<_> = file
             .manifests
             .iter()
@@ -221,17 +242,17 @@ mod tests {
             .collect();
         assert_eq!(found, [(Kind::Namespace, 3), (Kind::Node, 8)]);
         assert_eq!(
-            file.unread_kinds.into_iter().collect::<Vec<_>>(),
+            file.unsupported_kinds.into_iter().collect::<Vec<_>>(),
             [("v1".to_owned(), "ConfigMap".to_owned())]
         );
     }
 
     #[test]
-    fn flaws_have_their_line_and_reason() {
+    fn issues_have_their_line_and_reason() {
         let check = |text: &str, line: usize, reason: &str| {
-            let flaw = parse(text).flaw.unwrap();
-            assert_eq!(flaw.line, line, "{flaw:?}");
-            assert!(flaw.reason.contains(reason), "{flaw:?}");
+            let issue = parse(text).issue.unwrap();
+            assert_eq!(issue.line, line, "{issue:?}");
+            assert!(issue.reason.contains(reason), "{issue:?}");
         };
         let service = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\n";
         check("kind: Service\n", 1, "apiVersion");

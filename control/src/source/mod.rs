@@ -1,21 +1,21 @@
-//! Where events come from.
+//! Sources of Kubernetes objects: an API server, or a directory of manifests.
 //!
-//! A source reads objects, reports them as events into a [`Writer`](crate::resources::event::Writer), and says when it
-//! has reported everything there was. What becomes of them is not its concern.
+//! A source reads objects and reports them as events to an [`EventWriter`](crate::resources::event::EventWriter). It
+//! sends `Synced` after all existing objects.
 
-mod completion;
-pub mod dir;
-mod directory;
+mod defaulting;
+mod derived_endpoints;
+pub mod directory_source;
 pub mod kubernetes;
 mod manifest;
-mod slices;
+mod manifest_directory;
 
 #[cfg(any(test, fuzzing))]
-use {crate::resources::event::Event, dir::ManifestError, directory::Directory};
+use {crate::resources::event::Event, manifest::ManifestError, manifest_directory::ManifestDirectory};
 
-/// What a directory with one file comes to.
+/// Loads a directory with one file.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn of_one_file(bytes: &[u8]) -> (Vec<Event>, Vec<ManifestError>) {
-    let reload = Directory::of_one_file(bytes);
+pub(crate) fn load_single_file(bytes: &[u8]) -> (Vec<Event>, Vec<ManifestError>) {
+    let reload = ManifestDirectory::load_single_file(bytes);
     (reload.events, reload.errors)
 }

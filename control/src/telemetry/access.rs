@@ -1,9 +1,8 @@
-//! Whom the port on Kubernetes believes: the API server, by the certificate that it shows to aggregated APIs, and nobody
-//! else.
+//! Client authentication on Kubernetes: accepts only the API server's front-proxy certificate.
 //!
-//! It has authenticated the caller and decided by the path whether RBAC lets them ask; what it forwards is permitted.
-//! Its authority and its names are in the ConfigMap `extension-apiserver-authentication`, which the Role
-//! `extension-apiserver-authentication-reader` lets us `list` and `watch`.
+//! The API server authenticates the caller and checks with RBAC that it has access to the path, so every forwarded
+//! request is authorized. The CA and the allowed names come from the ConfigMap `extension-apiserver-authentication`,
+//! which the Role `extension-apiserver-authentication-reader` permits to `list` and `watch`.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -27,7 +26,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 use crate::tls;
 use crate::tls::anchors::{self, TrustAnchors};
-use crate::webhook::creds::Creds;
+use crate::webhook::server_credentials::ServerCredentials;
 
 #[derive(Debug, thiserror::Error)]
 enum Error {
@@ -35,27 +34,27 @@ enum Error {
         "{NAMESPACE}/{NAME} has no {key}; the API server serves no aggregated APIs without --requestheader-client-ca-file"
     )]
     Missing { key: &'static str },
-    #[error("the authority in {NAMESPACE}/{NAME}")]
+    #[error("reading the CA certificate in {NAMESPACE}/{NAME}")]
     Authority(#[source] anchors::Error),
-    #[error("the names in {NAMESPACE}/{NAME} are no JSON list")]
+    #[error("the allowed names in {NAMESPACE}/{NAME} are not a JSON list")]
     Names(#[source] serde_json::Error),
     #[error("preparing to verify the API server")]
     Verifier(#[source] rustls::server::VerifierBuilderError),
-    #[error("installing whom we believe")]
+    #[error("installing the client verifier")]
     Install(#[source] rustls::Error),
 }
 
-/// Keeps what the port believes current, until the drain.
-pub(super) async fn keep(client: Client, creds: Arc<Creds>, drain: Watch) {
+/// Updates the client verifier from the ConfigMap until the drain.
+pub(super) async fn keep(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
     let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
     let mut seen = pin!(watch_object(api, NAME).default_backoff());
     loop {
-        // Both only wait.
+        // Cancel-safe: both branches only wait.
         let seen = tokio::select! {
             () = drain.signaled() => return,
             Some(seen) = seen.next() => seen,
         };
-        let kept = match seen {
+        let updated = match seen {
             Ok(Some(map)) => admit(&map, &creds),
             Ok(None) => Err(Error::Missing { key: AUTHORITY }),
             Err(err) => {
@@ -63,14 +62,17 @@ pub(super) async fn keep(client: Client, creds: Arc<Creds>, drain: Watch) {
                 continue;
             }
         };
-        match kept {
-            Ok(()) => info!("the API server may ask for telemetry"),
-            Err(err) => warn!(error = &err as &dyn StdError, "telemetry answers nobody new"),
+        match updated {
+            Ok(()) => info!("clients of the telemetry API are accepted from the API server"),
+            Err(err) => warn!(
+                error = &err as &dyn StdError,
+                "new connections to the telemetry API are rejected"
+            ),
         }
     }
 }
 
-fn admit(map: &ConfigMap, creds: &Creds) -> Result<(), Error> {
+fn admit(map: &ConfigMap, creds: &ServerCredentials) -> Result<(), Error> {
     let entry = |key: &'static str| {
         let value = map.data.as_ref().and_then(|data| data.get(key));
         value.ok_or(Error::Missing { key })
@@ -81,7 +83,7 @@ fn admit(map: &ConfigMap, creds: &Creds) -> Result<(), Error> {
         Ok(names) => serde_json::from_str(names).map_err(Error::Names)?,
         Err(_) => Vec::new(),
     };
-    let signed = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::provider())
+    let signed = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::crypto_provider())
         .clear_root_hint_subjects()
         .build()
         .map_err(Error::Verifier)?;
@@ -90,7 +92,7 @@ fn admit(map: &ConfigMap, creds: &Creds) -> Result<(), Error> {
         .map_err(Error::Install)
 }
 
-/// Who has a certificate of the authority, for one of the names; for any, if there are none.
+/// Accepts certificates of the CA with one of the allowed names, or with any name if none are configured.
 struct FrontProxy {
     signed: Arc<dyn ClientCertVerifier>,
     names: Vec<String>,
@@ -165,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_decide_where_there_are_any() {
+    fn allowed_names_restrict_the_common_name_if_configured() {
         let certificate = |name: &str| {
             let mut params = CertificateParams::default();
             params.distinguished_name.push(DnType::CommonName, name);
@@ -181,18 +183,21 @@ mod tests {
             }
         };
         for names in [None, Some("[]"), Some("[\"front-proxy-client\"]")] {
-            admit(&map(names), &Creds::for_verified_clients()).unwrap();
+            admit(&map(names), &ServerCredentials::for_verified_clients()).unwrap();
         }
-        assert!(matches!(admit(&map(Some("x")), &Creds::new()), Err(Error::Names(_))));
         assert!(matches!(
-            admit(&ConfigMap::default(), &Creds::new()),
+            admit(&map(Some("x")), &ServerCredentials::new()),
+            Err(Error::Names(_))
+        ));
+        assert!(matches!(
+            admit(&ConfigMap::default(), &ServerCredentials::new()),
             Err(Error::Missing { .. })
         ));
         let signed = WebPkiClientVerifier::builder_with_provider(
             TrustAnchors::parse(authority.pem().as_bytes(), Path::new("x"))
                 .unwrap()
                 .roots(),
-            tls::provider(),
+            tls::crypto_provider(),
         );
         let mut proxy = FrontProxy {
             signed: signed.build().unwrap(),

@@ -1,93 +1,92 @@
-//! What the API answers, as JSON: for `tulle` on the one side, and the server on the other.
+//! JSON types of the API, shared by the server and the `tulle` CLI.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::counts::{Direction, Tally};
+use super::counts::{Direction, RequestCounts};
 
-/// The answer to a question about traffic.
+/// The response to a query for golden metrics.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Answer<Row> {
-    /// Over how many seconds rates and percentiles were measured.
+pub struct QueryResponse<Row> {
+    /// Length of the interval over which rates and percentiles were measured, in seconds.
     pub window_seconds: f64,
     pub rows: Vec<Row>,
-    /// Sidecars that did not answer, and why.
+    /// Sidecars that could not be scraped, with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub silent: Vec<Silent>,
+    pub silent: Vec<UnreachableSidecar>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Silent {
-    pub workload: Named,
+pub struct UnreachableSidecar {
+    pub workload: ResourceName,
     pub reason: String,
 }
 
-/// A workload, or who a certificate names.
+/// A workload, or the service account or identity of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Named {
+pub struct ResourceName {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub namespace: String,
     pub kind: String,
     pub name: String,
 }
 
-/// What a workload answers.
+/// Golden metrics of a workload's inbound traffic.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Workload {
     #[serde(flatten)]
-    pub named: Named,
-    /// Pods with a sidecar, of all that run.
+    pub named: ResourceName,
+    /// Number of running pods with a sidecar; `total` counts all running pods.
     pub meshed: usize,
     pub total: usize,
     #[serde(flatten)]
-    pub golden: Golden,
-    /// What its sidecars have given up in each second, by `direction/cause`.
+    pub golden: GoldenMetrics,
+    /// Failures per second of its sidecars, by `direction/cause`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub causes: BTreeMap<String, f64>,
 }
 
-/// Who sends to whom.
+/// Traffic from one workload to another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Edge {
-    pub source: Named,
-    pub destination: Named,
-    /// What the ends have proved to be.
+    pub source: ResourceName,
+    pub destination: ResourceName,
+    /// TLS identity of the client; `server_id` is that of the server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server_id: Option<String>,
-    /// Why it is no mTLS, where it is none.
+    /// Reason why the connection is not mTLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why_plain: Option<String>,
     #[serde(flatten)]
-    pub golden: Golden,
+    pub golden: GoldenMetrics,
 }
 
-/// A route of a workload, or one that it sends by.
+/// A route of a workload: inbound, or used for its outbound requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Route {
-    pub workload: Named,
+    pub workload: ResourceName,
     pub direction: Direction,
-    /// The Server, Service or profile that it is of.
+    /// The Server, Service or ServiceProfile of the route.
     pub parent: String,
     pub name: String,
     #[serde(flatten)]
-    pub golden: Golden,
+    pub golden: GoldenMetrics,
 }
 
-/// Success, traffic, latency, and connections.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Golden {
-    /// From 0 to 1; none without requests.
+pub struct GoldenMetrics {
+    /// From 0 to 1; absent without requests.
     pub success_rate: Option<f64>,
     pub requests_per_second: f64,
-    /// Refused by policy, in each second.
+    /// Requests refused by policy, per second.
     pub denied_per_second: f64,
     pub latency_ms_p50: Option<f64>,
     pub latency_ms_p95: Option<f64>,
@@ -97,8 +96,8 @@ pub struct Golden {
     pub write_bytes_per_second: f64,
 }
 
-impl From<&Tally> for Golden {
-    fn from(tally: &Tally) -> Self {
+impl From<&RequestCounts> for GoldenMetrics {
+    fn from(tally: &RequestCounts) -> Self {
         Self {
             success_rate: tally.success_rate(),
             requests_per_second: tally.requests(),

@@ -1,25 +1,25 @@
-//! What a sidecar has counted, reduced to golden metrics: from its page, how it grew, and the sum of several.
+//! Golden metrics of one sidecar: parsed from its metrics page, subtracted to give rates, summed over sidecars.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tulle_core::metrics::samples::{self, Sample};
 
-/// What one sidecar counts: since it started, or, once compared with an earlier page, in each second.
+/// Counters of one sidecar: totals since it started, or rates per second after [`Self::since`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counts {
-    /// What arrived, by who sent it.
-    pub sources: BTreeMap<Peer, Tally>,
-    /// What left, by whom it was for.
-    pub targets: BTreeMap<Target, Tally>,
-    pub routes: BTreeMap<Route, Tally>,
-    /// What was given up, by direction and cause.
+    /// Inbound traffic by client.
+    pub sources: BTreeMap<Peer, RequestCounts>,
+    /// Outbound traffic by destination.
+    pub targets: BTreeMap<Target, RequestCounts>,
+    pub routes: BTreeMap<Route, RequestCounts>,
+    /// Failures by direction and cause.
     pub failures: BTreeMap<(Direction, String), f64>,
-    /// When the sidecar started, in seconds since 1970.
+    /// Start time of the sidecar, in seconds since 1970.
     pub started: f64,
 }
 
-/// Which way traffic goes, as the sidecar sees it.
+/// Direction of traffic as the sidecar sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
@@ -27,26 +27,26 @@ pub enum Direction {
     Outbound,
 }
 
-/// The other end of a connection.
+/// TLS state of the other end of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Peer {
-    /// Who it has proved to be.
+    /// Its TLS identity.
     Meshed(String),
-    /// Why nobody knows.
+    /// Reason why the connection is not mTLS.
     Plain(String),
 }
 
-/// Somebody who is sent to.
+/// The destination of outbound traffic.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     pub namespace: String,
-    /// The kind of what it belongs to, as labels spell it; `address` where discovery knows nothing of it.
+    /// Kind of its owner, as in metric labels; `address` if discovery does not know the destination.
     pub kind: String,
     pub name: String,
     pub peer: Peer,
 }
 
-/// A route, and the Server or Service that it is of.
+/// A route and its parent: a Server, Service or ServiceProfile.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Route {
     pub direction: Direction,
@@ -54,26 +54,26 @@ pub struct Route {
     pub name: String,
 }
 
-/// Golden metrics before they are made into rates and percentiles.
+/// Counters from which rates and percentiles are computed.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Tally {
+pub struct RequestCounts {
     pub success: f64,
     pub failure: f64,
-    /// Refused by policy.
+    /// Requests refused by policy.
     pub denied: f64,
-    /// Answers that came within so many microseconds, those of lower bounds included.
+    /// Cumulative latency histogram: number of responses by upper bound in microseconds.
     pub latency: BTreeMap<u64, f64>,
-    /// Open now, and never since.
+    /// Number of open connections. A gauge: [`Self::since`] does not subtract it.
     pub connections: f64,
     pub read_bytes: f64,
     pub written_bytes: f64,
 }
 
 impl Counts {
-    /// Reads the page of a sidecar; families that are not needed are left out, and so is what makes no sense.
+    /// Parses a metrics page. Metric families that are not needed and invalid samples are ignored.
     pub fn parse(page: &str) -> Self {
         let mut counts = Self::default();
-        for sample in samples::of_families(page, is_needed).filter(|sample| sample.value.is_finite()) {
+        for sample in samples::parse_families(page, is_needed).filter(|sample| sample.value.is_finite()) {
             counts.take(&sample);
         }
         counts
@@ -89,7 +89,7 @@ impl Counts {
             }
             "inbound_tcp_authz_deny_total" => self.count_traffic(sample),
             "tcp_open_connections" | "tcp_read_bytes_total" | "tcp_write_bytes_total" => {
-                // The other connection of a pair is one with the sidecar's own application.
+                // The other value of `peer` is the connection between the sidecar and its own application.
                 let side = match Direction::of(sample) {
                     Some(Direction::Inbound) => "src",
                     _ => "dst",
@@ -112,7 +112,7 @@ impl Counts {
                 }
             }
             STARTED => self.started = sample.value,
-            "tulle_failures_total" if self.failures.len() < MOST_KEYS => {
+            "tulle_failures_total" if self.failures.len() < MAX_KEYS => {
                 if let (Some(direction), Some(cause)) = (Direction::of(sample), sample.label("cause")) {
                     *self.failures.entry((direction, cause.to_owned())).or_default() += sample.value.clamp(0.0, 1e15);
                 }
@@ -129,17 +129,17 @@ impl Counts {
         }
     }
 
-    /// How much more there is in each second since an earlier page, so many seconds before: all of it if the sidecar has started
-    /// since. What counts less although it has not is a series that is no longer told, and no growth.
+    /// Increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between, the
+    /// earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
     #[must_use]
     pub fn since(&self, earlier: &Self, seconds: f64) -> Self {
         fn rates<K: Ord + Clone>(
-            now: &BTreeMap<K, Tally>,
-            before: &BTreeMap<K, Tally>,
+            now: &BTreeMap<K, RequestCounts>,
+            before: &BTreeMap<K, RequestCounts>,
             seconds: f64,
-        ) -> BTreeMap<K, Tally> {
-            let nothing = Tally::default();
-            let rate = |(key, tally): (&K, &Tally)| {
+        ) -> BTreeMap<K, RequestCounts> {
+            let nothing = RequestCounts::default();
+            let rate = |(key, tally): (&K, &RequestCounts)| {
                 let before = before.get(key).unwrap_or(&nothing);
                 (key.clone(), tally.since(before, seconds))
             };
@@ -165,7 +165,7 @@ impl Counts {
     }
 }
 
-impl Tally {
+impl RequestCounts {
     fn since(&self, earlier: &Self, seconds: f64) -> Self {
         let rate = |now: f64, before: f64| growth(now, before) / seconds;
         let latency = self.latency.iter().map(|(bound, now)| {
@@ -210,14 +210,14 @@ impl Tally {
         self.success + self.failure
     }
 
-    /// From 0 to 1; nothing without requests.
+    /// From 0 to 1; `None` without requests.
     pub fn success_rate(&self) -> Option<f64> {
         let requests = self.requests();
         (requests > 0.0).then(|| self.success / requests)
     }
 
-    /// Milliseconds within which this share of answers came, interpolated within its bucket as Prometheus does;
-    /// the largest bound for what is above it, and nothing without answers.
+    /// This quantile of response latency in milliseconds, interpolated within its bucket as Prometheus does. Above the
+    /// largest finite bound it is that bound; `None` without responses.
     pub fn quantile_ms(&self, share: f64) -> Option<f64> {
         let total = self.latency.get(&UNBOUNDED).copied().unwrap_or_default();
         if total <= 0.0 {
@@ -281,7 +281,7 @@ impl Target {
 }
 
 impl Route {
-    /// A route of a Server, or of its default policy.
+    /// A route of a Server, or of a port's default policy.
     fn of_server(sample: &Sample) -> Option<Self> {
         if Direction::of(sample)? != Direction::Inbound {
             return None;
@@ -293,7 +293,7 @@ impl Route {
         })
     }
 
-    /// A route of a Service, or of what else is sent to.
+    /// A route of a Service or another outbound parent.
     fn of_service(sample: &Sample) -> Option<Self> {
         let parent = qualified(sample.label("parent_kind")?, sample.label("parent_name")?);
         let namespace = sample.label("parent_namespace").unwrap_or_default();
@@ -317,7 +317,7 @@ impl Route {
     }
 }
 
-/// `kind/name`, or the name alone of what the mesh made up itself.
+/// `kind/name`, or `default:name` for a resource that the mesh generated.
 fn qualified(kind: &str, name: &str) -> String {
     match kind.is_empty() || kind == "default" {
         true => format!("default:{name}"),
@@ -325,24 +325,23 @@ fn qualified(kind: &str, name: &str) -> String {
     }
 }
 
-/// Whether a family is read at all.
 fn is_needed(name: &str) -> bool {
     FAMILIES.contains(&name)
 }
 
-/// Counts a sample under a key; a page has only so many keys.
-fn count<K: Ord>(tallies: &mut BTreeMap<K, Tally>, key: K, sample: &Sample) {
-    if tallies.len() < MOST_KEYS || tallies.contains_key(&key) {
+/// Adds a sample under a key. Keys beyond [`MAX_KEYS`] are ignored.
+fn count<K: Ord>(tallies: &mut BTreeMap<K, RequestCounts>, key: K, sample: &Sample) {
+    if tallies.len() < MAX_KEYS || tallies.contains_key(&key) {
         add(tallies.entry(key).or_default(), sample);
     }
 }
 
-fn add(tally: &mut Tally, sample: &Sample) {
-    // Sums stay finite, whatever a page says.
+fn add(tally: &mut RequestCounts, sample: &Sample) {
+    // Keeps sums finite for any page.
     let value = sample.value.clamp(0.0, 1e15);
     let is_success = || match sample.label("classification") {
         Some(class) => class == "success",
-        None => ended_well(sample),
+        None => is_success_status(sample),
     };
     match sample.name.as_str() {
         "tcp_open_connections" => tally.connections += value,
@@ -352,7 +351,7 @@ fn add(tally: &mut Tally, sample: &Sample) {
         name if name.ends_with("_bucket") => {
             let unit = if name.ends_with("_ms_bucket") { 1e3 } else { 1e6 };
             let bound = sample.label("le").and_then(|le| le.parse::<f64>().ok());
-            // A float that is too large for an integer becomes the largest one.
+            // `as` saturates: a float above the integer range becomes the largest integer.
             let bound = bound.map(|bound| {
                 if bound.is_finite() {
                     (bound * unit) as u64
@@ -369,8 +368,8 @@ fn add(tally: &mut Tally, sample: &Sample) {
     }
 }
 
-/// By status, where nothing else says how an exchange ended: as proxies classify.
-fn ended_well(sample: &Sample) -> bool {
+/// Classifies by status when there is no `classification` label, as proxies do.
+fn is_success_status(sample: &Sample) -> bool {
     if sample.label("error").is_some_and(|error| !error.is_empty()) {
         return false;
     }
@@ -386,7 +385,6 @@ fn growth(now: f64, before: f64) -> f64 {
     (now - before).max(0.0)
 }
 
-/// The families that are read.
 const FAMILIES: &[&str] = &[
     "response_total",
     "response_latency_ms_bucket",
@@ -405,11 +403,11 @@ const FAMILIES: &[&str] = &[
     STARTED,
 ];
 const STARTED: &str = "process_start_time_seconds";
-/// Peers, targets, routes and causes of one sidecar; what more a page has of them is left out.
-const MOST_KEYS: usize = 1000;
-/// The bound of the bucket that all answers are in.
+/// Maximum peers, targets, routes and causes per sidecar, each; further ones are ignored.
+const MAX_KEYS: usize = 1000;
+/// The bucket that contains all responses (`+Inf`).
 const UNBOUNDED: u64 = u64::MAX;
-/// What an endpoint may belong to, in the order in which it is asked for; itself at last.
+/// Owner labels in order of precedence; the pod itself is last.
 const OWNERS: &[&str] = &[
     "deployment",
     "statefulset",
@@ -421,7 +419,7 @@ const OWNERS: &[&str] = &[
     "external_workload",
     "pod",
 ];
-/// Codes of gRPC that say that the server failed.
+/// gRPC status codes that count as server failures.
 const FAILED_GRPC: &[&str] = &["UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"];
 
 #[cfg(test)]
@@ -452,7 +450,7 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     }
 
     #[test]
-    fn a_page_is_reduced_to_who_did_what() {
+    fn a_page_is_grouped_by_peer_target_and_route() {
         let counts = Counts::parse(PAGE);
         let from = &counts.sources[&client()];
         assert_eq!((from.success, from.failure, from.denied), (90.0, 10.0, 8.0));
@@ -487,19 +485,23 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     }
 
     #[test]
-    fn growth_is_counted_in_each_second_and_a_restart_starts_anew() {
+    fn rates_are_per_second_and_a_restart_counts_from_0() {
         let earlier = Counts::parse(PAGE);
         let mut later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
         let from = &later.since(&earlier, 10.0).sources[&client()];
         assert_eq!(
             (from.success, from.failure),
             (2.0, 0.0),
-            "a series has gone, and nothing has come"
+            "a removed series is no increase"
         );
-        assert_eq!(from.connections, 3.0, "what is open is no rate");
+        assert_eq!(from.connections, 3.0, "open connections are a gauge");
         later.started = earlier.started + 60.0;
         let from = &later.since(&earlier, 10.0).sources[&client()];
-        assert_eq!((from.success, from.failure), (11.0, 0.2), "all of it is new");
+        assert_eq!(
+            (from.success, from.failure),
+            (11.0, 0.2),
+            "the earlier page does not count after a restart"
+        );
         let new = later.since(&Counts::default(), 10.0);
         assert_eq!(new.sources[&client()].success, 11.0);
     }
@@ -510,7 +512,7 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
         for (share, expected) in [(0.25, 5.0), (0.5, 10.0), (0.7, 15.0), (0.9, 20.0), (0.99, 20.0)] {
             assert_eq!(tally.quantile_ms(share), Some(expected), "{share}");
         }
-        assert_eq!(Tally::default().quantile_ms(0.5), None);
+        assert_eq!(RequestCounts::default().quantile_ms(0.5), None);
     }
 
     #[test]
@@ -520,6 +522,6 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
         sum.add(&one);
         assert_eq!((sum.success, sum.connections), (180.0, 6.0));
         assert_eq!(sum.quantile_ms(0.5), one.quantile_ms(0.5));
-        assert!(!sum.is_idle() && Tally::default().is_idle());
+        assert!(!sum.is_idle() && RequestCounts::default().is_idle());
     }
 }

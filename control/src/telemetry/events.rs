@@ -1,4 +1,4 @@
-//! Requests as they pass, as JSON: the form that Linkerd's `tap -o json` has, with the cause of what a proxy answered.
+//! Tap events as JSON, in the format of Linkerd's `tap -o json` plus the cause of responses that a proxy generated.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,24 +9,24 @@ use tulle_proto::http_types::{self, http_method, scheme};
 use tulle_proto::tap as proto;
 use tulle_proto::tap::tap_event::{self, http::Event};
 
-use super::api::{Named, Silent};
+use super::api::{ResourceName, UnreachableSidecar};
 
 /// One line of a tap.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Line {
+pub enum TapLine {
     Event(Box<TapEvent>),
-    /// A sidecar that does not answer.
+    /// A sidecar that could not be tapped.
     Silent {
-        silent: Silent,
+        silent: UnreachableSidecar,
     },
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TapEvent {
-    /// Whose sidecar saw it.
-    pub workload: Named,
+    /// The workload whose sidecar reported the event.
+    pub workload: ResourceName,
     pub source: End,
     pub destination: End,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -41,7 +41,7 @@ pub struct TapEvent {
     pub response_end_event: Option<ResponseEnd>,
 }
 
-/// One end of a connection, and what is known of it.
+/// One end of a connection, and its labels.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct End {
     pub ip: String,
@@ -50,7 +50,7 @@ pub struct End {
     pub metadata: BTreeMap<String, String>,
 }
 
-/// Joins the events of a request: `base` stands for the sidecar.
+/// Correlates the events of a request; `base` is the number of the sidecar.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Id {
     pub base: u32,
@@ -75,7 +75,7 @@ pub struct ResponseInit {
     pub id: Id,
     pub since_request_init: Span,
     pub http_status: u32,
-    /// Why another proxy answered by itself: `l5d-proxy-cause`.
+    /// The `l5d-proxy-cause` header: why another proxy generated the response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -93,14 +93,14 @@ pub struct ResponseEnd {
     pub grpc_status_code: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_error_code: Option<u32>,
-    /// Why the proxy gave up.
+    /// Why the proxy failed the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trailers: Vec<Header>,
 }
 
-/// A duration as protobuf has it.
+/// A duration, as in protobuf.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     pub seconds: i64,
@@ -114,7 +114,7 @@ pub struct Header {
     pub value_str: String,
 }
 
-/// Whether lines have the headers of requests and responses, which are seen anyway, for their cause.
+/// Whether tap lines include headers. Sidecars always send them, because the cause is read from a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Headers {
     Shown,
@@ -130,8 +130,8 @@ impl Span {
 }
 
 impl TapEvent {
-    /// An event of a sidecar, which has this number among those that are watched; nothing if it says nothing.
-    pub(super) fn read(event: proto::TapEvent, workload: &Named, number: u32, headers: Headers) -> Option<Self> {
+    /// Converts an event of the sidecar with this number in the tap. Returns `None` for an event without content.
+    pub(super) fn read(event: proto::TapEvent, workload: &ResourceName, number: u32, headers: Headers) -> Option<Self> {
         let proxy_direction = event.proxy_direction().as_str_name().to_owned();
         let mut read = Self {
             workload: workload.clone(),
@@ -208,7 +208,7 @@ impl End {
 
 fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
     let headers = headers.unwrap_or_default().headers.into_iter();
-    // Other proxies than ours show them.
+    // tulle's proxy redacts them, other proxies do not.
     let is_secret = |name: &str| {
         header::CREDENTIALS
             .iter()
@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn credentials_are_shown_of_no_event() {
+    fn credentials_are_redacted_in_every_event() {
         let all = ["Authorization", "proxy-authorization", "cookie", "set-cookie", "accept"];
         let headers = Some(http_types::Headers {
             headers: all
@@ -284,7 +284,7 @@ mod tests {
                 ..Default::default()
             };
             let text = |headers| {
-                let read = TapEvent::read(event.clone(), &Named::default(), 0, headers).unwrap();
+                let read = TapEvent::read(event.clone(), &ResourceName::default(), 0, headers).unwrap();
                 serde_json::to_string(&read).unwrap()
             };
             let shown = text(Headers::Shown);

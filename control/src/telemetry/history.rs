@@ -1,4 +1,4 @@
-//! What a sidecar had counted at some moments of the last minutes.
+//! Metrics pages of a sidecar over the last minutes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,34 +8,39 @@ use tokio::time::Instant;
 
 use super::counts::Counts;
 
-/// Pages of one sidecar, the oldest first: the nearer the denser, so that long windows cost little more than short ones.
+/// Pages of one sidecar, oldest first. Recent pages are closer together than older ones, so that a long window needs
+/// few pages.
 #[derive(Clone, Debug, Default)]
 pub(super) struct History(VecDeque<(Instant, Arc<Counts>)>);
 
 impl History {
-    /// Adds a page that was read now, and leaves out what is too old or too near to another, and the oldest where there would be
-    /// more than `most`.
-    pub(super) fn push(&mut self, now: Instant, counts: Counts, most: usize) {
+    /// Adds a page read at `now`. Removes pages that are too old or too close to another, and the oldest beyond
+    /// `max_pages`.
+    pub(super) fn push(&mut self, now: Instant, counts: Counts, max_pages: usize) {
         let mut last = None;
         self.0.retain(|(at, _)| {
             let age = now - *at;
-            let apart = if age > NEAR { FAR_APART } else { NEAR_APART };
-            let keep = age <= LONGEST + FAR_APART && last.is_none_or(|last| *at - last >= apart);
+            let min_distance = if age > RECENT_PERIOD {
+                OLDER_SAMPLE_INTERVAL
+            } else {
+                RECENT_SAMPLE_INTERVAL
+            };
+            let keep = age <= MAX_HISTORY + OLDER_SAMPLE_INTERVAL && last.is_none_or(|last| *at - last >= min_distance);
             if keep {
                 last = Some(*at);
             }
             keep
         });
         self.0.push_back((now, Arc::new(counts)));
-        self.0.drain(..self.0.len().saturating_sub(most));
+        self.0.drain(..self.0.len().saturating_sub(max_pages));
     }
 
-    /// When the latest page was read.
+    /// Time of the latest page.
     pub(super) fn latest(&self) -> Option<Instant> {
         self.0.back().map(|(at, _)| *at)
     }
 
-    /// Whether there are two pages, which is what a rate takes.
+    /// Returns whether there are two pages, the minimum for a rate.
     pub(super) fn shows_growth(&self) -> bool {
         match (self.0.front(), self.0.back()) {
             (Some((first, _)), Some((last, _))) => last > first,
@@ -43,8 +48,8 @@ impl History {
         }
     }
 
-    /// What happens in each second, and over how many seconds that was measured: over this window, or over what comes
-    /// nearest to it. Nothing before there are two pages.
+    /// Rates per second, and the length of the interval in seconds: the available interval closest to `window`. `None`
+    /// with fewer than two pages.
     pub(super) fn rates(&self, window: Duration) -> Option<(Counts, f64)> {
         let (now, latest) = self.0.back()?;
         let earlier = self.0.iter().take(self.0.len() - 1);
@@ -54,13 +59,13 @@ impl History {
     }
 }
 
-/// The longest window that there is.
-pub(super) const LONGEST: Duration = Duration::from_secs(300);
-/// How far apart pages are that are no older than [`NEAR`].
-pub(super) const NEAR_APART: Duration = Duration::from_secs(10);
-const NEAR: Duration = Duration::from_secs(60);
-/// How far apart older ones are.
-const FAR_APART: Duration = Duration::from_secs(60);
+/// Maximum window of a query.
+pub(super) const MAX_HISTORY: Duration = Duration::from_secs(300);
+/// Minimum distance of pages that are at most [`RECENT_PERIOD`] old.
+pub(super) const RECENT_SAMPLE_INTERVAL: Duration = Duration::from_secs(10);
+const RECENT_PERIOD: Duration = Duration::from_secs(60);
+/// Minimum distance of older pages.
+const OLDER_SAMPLE_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -73,7 +78,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn ten_minutes_of_pages_are_kept_as_few_and_answer_for_any_window() {
+    async fn ten_minutes_of_pages_are_thinned_and_cover_every_window() {
         let mut history = History::default();
         let start = Instant::now();
         for second in (0..=600).step_by(2) {
@@ -88,14 +93,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_page_tells_nothing_and_two_do() {
+    async fn rates_need_two_pages() {
         let mut history = History::default();
-        assert!(history.rates(LONGEST).is_none());
+        assert!(history.rates(MAX_HISTORY).is_none());
         let start = Instant::now();
         history.push(start, page(0), 2);
-        assert!(history.rates(LONGEST).is_none());
+        assert!(history.rates(MAX_HISTORY).is_none());
         history.push(start + Duration::from_secs(2), page(8), 2);
-        let (counts, seconds) = history.rates(LONGEST).unwrap();
+        let (counts, seconds) = history.rates(MAX_HISTORY).unwrap();
         assert_eq!((counts.failures.values().copied().next(), seconds), (Some(4.0), 2.0));
         history.push(start + Duration::from_secs(12), page(8), 2);
         assert_eq!(history.0.len(), 2);

@@ -1,20 +1,20 @@
-//! The telemetry API: golden metrics of the last minutes, and requests as they pass.
+//! The telemetry API: golden metrics of the last minutes, and live taps of requests.
 //!
-//! What it takes is bounded, as proxies depend on the process: sidecars, questions and taps are counted, a question has a
-//! deadline, and what is computed is computed beside the threads that serve proxies.
-//! Sidecars are asked only while somebody asks us, directly and not by way of a store of metrics: their pages become
-//! `counts`, two of them a `history`, and those of all that belong together the rows of an answer (`view`).
-//! `tap` joins the streams of sidecars. On Kubernetes the API server forwards what RBAC permits (`access`);
-//! without it, whoever is on this machine may ask.
+//! The process also serves proxies, so its load is bounded: the numbers of sidecars, queries and taps are limited, a
+//! query has a deadline, and results are computed on blocking threads. Sidecars are scraped directly, without a metrics
+//! store, and only while clients query them. A metrics page becomes `counts`, two or more pages of a sidecar a
+//! `history`, and the histories of all matching sidecars the rows of a response (`view`). `tap` merges the streams of
+//! sidecars. On Kubernetes the API server authorizes requests by RBAC and forwards them (`access`); otherwise only
+//! clients on this machine have access.
 
 mod access;
 pub mod api;
 pub mod counts;
 pub mod events;
 mod history;
-mod recorder;
 mod request;
 mod scrape;
+mod scraper;
 mod server;
 mod tap;
 mod view;
@@ -28,23 +28,23 @@ use tokio::sync::Semaphore;
 use tulle_core::drain::Watch;
 
 use crate::cluster::Cluster;
-use crate::tls::creds::ServerCreds;
-use crate::webhook::creds::Creds;
-use recorder::Recorder;
-pub use server::Askers;
-use server::{Api, MOST_QUESTIONS, MOST_TAPS};
+use crate::tls::mesh_credentials::MeshCredentials;
+use crate::webhook::server_credentials::ServerCredentials;
+use scraper::SidecarScraper;
+pub use server::AllowedClients;
+use server::{Api, MAX_CONCURRENT_QUERIES, MAX_CONCURRENT_TAPS};
 use tap::Tapper;
 
-/// The API, and what has to run beside it.
+/// The API and its background task.
 pub struct Parts {
     pub api: Api,
-    /// Looks at sidecars as long as somebody wants it to, until the drain.
+    /// Scrapes recently queried namespaces until the drain.
     pub record: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-/// Opens the API over what there is in the cluster; sidecars take us for who the credentials say.
-pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, askers: Askers, drain: &Watch) -> Parts {
-    let recorder = Arc::new(Recorder::new(cluster, creds.clone()));
+/// Opens the API on the members of the cluster. `creds` identifies this process to sidecars.
+pub fn open(cluster: Cluster, creds: Arc<MeshCredentials>, allowed_clients: AllowedClients, drain: &Watch) -> Parts {
+    let recorder = Arc::new(SidecarScraper::new(cluster, creds.clone()));
     let api = Api {
         recorder: recorder.clone(),
         tapper: Tapper {
@@ -52,16 +52,16 @@ pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, askers: Askers, drain: &W
             creds,
         },
         drain: drain.clone(),
-        taps: Arc::new(Semaphore::new(MOST_TAPS)),
-        questions: Arc::new(Semaphore::new(MOST_QUESTIONS)),
-        askers,
+        tap_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_TAPS)),
+        query_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES)),
+        allowed_clients,
     };
     let drain = drain.clone();
-    let record = Box::pin(async move { recorder.keep(drain).await });
+    let record = Box::pin(async move { recorder.run(drain).await });
     Parts { api, record }
 }
 
-/// Lets the API server connect and nobody else, until the drain.
-pub async fn believe_the_api_server(client: Client, creds: Arc<Creds>, drain: Watch) {
+/// Keeps the API server's client CA current until the drain. All other clients are rejected.
+pub async fn admit_api_server(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
     access::keep(client, creds, drain).await;
 }

@@ -1,7 +1,7 @@
-//! What is asked, from a path and a query.
+//! Parses the path and the query of a request.
 //!
-//! The API server has decided by this path, and by `watch`, whether the caller may ask; so nothing but the plainest form
-//! of a path is understood, and every other form, which it might read in another way, is not found.
+//! The API server authorizes a request by its path and by `watch`. Only the canonical form of a path is accepted; every
+//! other form, which the API server might interpret differently, is not found.
 
 use std::time::Duration;
 
@@ -9,23 +9,22 @@ use http::Uri;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
 use super::events::Headers;
-use super::history::LONGEST;
-use super::tap::Wish;
-use super::view::{By, Selection};
+use super::history::MAX_HISTORY;
+use super::tap::TapRequest;
+use super::view::{GroupKind, Selection};
 
-/// One question.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Question {
-    /// Which resources there are.
+pub(super) enum ApiRequest {
+    /// The list of resources.
     Resources,
     Rows(Rows),
-    Tap(Wish),
+    Tap(TapRequest),
 }
 
-/// A question about golden metrics.
+/// A query for golden metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
-    pub(super) of: Of,
+    pub(super) of: RequestedResource,
     /// All namespaces if absent.
     pub(super) namespace: Option<String>,
     pub(super) selection: Selection,
@@ -33,7 +32,7 @@ pub(super) struct Rows {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Of {
+pub(super) enum RequestedResource {
     Workloads,
     Edges,
     Routes,
@@ -41,15 +40,13 @@ pub(super) enum Of {
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
-    #[error(
-        "there is nothing at this path; expected /apis/{GROUP}/{VERSION}/namespaces/NAMESPACE/workloads, edges, routes or taps"
-    )]
+    #[error("not found; expected /apis/{GROUP}/{VERSION}/namespaces/NAMESPACE/workloads, edges, routes or taps")]
     NotFound,
     #[error("{0}")]
     Bad(String),
 }
 
-impl Question {
+impl ApiRequest {
     pub(super) fn parse(uri: &Uri) -> Result<Self, Error> {
         let below = uri.path().strip_prefix("/apis/").ok_or(Error::NotFound)?;
         let mut segments = below.split('/');
@@ -66,22 +63,23 @@ impl Question {
         let namespace = namespace.map(str::to_owned);
         let mut query = Query::parse(uri);
         let selection = Selection {
-            by: By::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned())).map_err(Error::Bad)?,
+            by: GroupKind::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned())).map_err(Error::Bad)?,
             name: query.take("name"),
         };
-        let question = match resource {
+        let request = match resource {
             WORKLOADS | EDGES | ROUTES => Self::Rows(Rows {
                 of: match resource {
-                    WORKLOADS => Of::Workloads,
-                    EDGES => Of::Edges,
-                    _ => Of::Routes,
+                    WORKLOADS => RequestedResource::Workloads,
+                    EDGES => RequestedResource::Edges,
+                    _ => RequestedResource::Routes,
                 },
                 namespace,
                 selection,
                 window: query.window()?,
             }),
             TAPS => {
-                // Others are cut after a minute, and are another permission.
+                // Without `watch=true` the API server ends a tap after a minute and authorizes it as `list` instead of
+                // `watch`.
                 if query.take("watch").as_deref() != Some("true") {
                     return Err(Error::Bad("taps can only be watched: add watch=true".to_owned()));
                 }
@@ -89,11 +87,11 @@ impl Question {
             }
             _ => return Err(Error::NotFound),
         };
-        query.end(question)
+        query.end(request)
     }
 }
 
-/// Parameters that nobody has looked at yet.
+/// Query parameters that have not been taken yet.
 struct Query(Vec<(String, String)>);
 
 impl Query {
@@ -113,24 +111,22 @@ impl Query {
         };
         let window = text.parse().ok().map(Duration::from_secs);
         window
-            .filter(|window| (Duration::from_secs(1)..=LONGEST).contains(window))
+            .filter(|window| (Duration::from_secs(1)..=MAX_HISTORY).contains(window))
             .ok_or_else(|| {
                 Error::Bad(format!(
-                    "window={text:?} is none; expected 1 to {} seconds",
-                    LONGEST.as_secs()
+                    "invalid window={text:?}; expected 1 to {} seconds",
+                    MAX_HISTORY.as_secs()
                 ))
             })
     }
 
-    fn tap(&mut self, namespace: Option<String>, selection: Selection) -> Result<Wish, Error> {
+    fn tap(&mut self, namespace: Option<String>, selection: Selection) -> Result<TapRequest, Error> {
         let one_in = match self.take("oneIn") {
             None => 1,
             Some(text) => match text.parse() {
                 Ok(n) if n > 0 => n,
                 _ => {
-                    return Err(Error::Bad(format!(
-                        "oneIn={text:?} is no number of requests; expected 1 or more"
-                    )));
+                    return Err(Error::Bad(format!("invalid oneIn={text:?}; expected 1 or more")));
                 }
             },
         };
@@ -142,7 +138,7 @@ impl Query {
         if let Some(namespace) = self.take("toNamespace") {
             labels.push(("namespace".to_owned(), namespace));
         }
-        Ok(Wish {
+        Ok(TapRequest {
             namespace,
             selection,
             method: self.take("method"),
@@ -157,17 +153,15 @@ impl Query {
         })
     }
 
-    fn end(&self, question: Question) -> Result<Question, Error> {
+    fn end(&self, request: ApiRequest) -> Result<ApiRequest, Error> {
         match self.0.first() {
-            None => Ok(question),
-            Some((name, _)) => Err(Error::Bad(format!(
-                "nothing is called {name:?} here, or it is there twice"
-            ))),
+            None => Ok(request),
+            Some((name, _)) => Err(Error::Bad(format!("unknown parameter {name:?}, or it is set twice"))),
         }
     }
 }
 
-/// The label of endpoints that names what they belong to.
+/// The endpoint label that names an owner of this kind.
 fn label(kind: &str) -> &str {
     match kind {
         "job" => "k8s_job",
@@ -182,39 +176,39 @@ const DEFAULT_WINDOW: Duration = Duration::from_secs(60);
 mod tests {
     use super::*;
 
-    fn parse(below: &str) -> Result<Question, Error> {
-        Question::parse(&format!("/apis/{GROUP}/{VERSION}{below}").parse().unwrap())
+    fn parse(below: &str) -> Result<ApiRequest, Error> {
+        ApiRequest::parse(&format!("/apis/{GROUP}/{VERSION}{below}").parse().unwrap())
     }
 
     #[test]
-    fn a_path_says_which_namespace_and_a_query_the_rest() {
+    fn the_path_names_the_namespace_and_the_query_the_rest() {
         let expected = Rows {
-            of: Of::Routes,
+            of: RequestedResource::Routes,
             namespace: Some("shop".to_owned()),
             selection: Selection {
-                by: By::Owner("deployment"),
+                by: GroupKind::Owner("deployment"),
                 name: Some("web".to_owned()),
             },
             window: Duration::from_secs(10),
         };
         let asked = parse("/namespaces/shop/routes?by=deployment&name=web&window=10");
-        assert_eq!(asked, Ok(Question::Rows(expected)));
-        let Ok(Question::Rows(all)) = parse("/edges") else {
+        assert_eq!(asked, Ok(ApiRequest::Rows(expected)));
+        let Ok(ApiRequest::Rows(all)) = parse("/edges") else {
             panic!()
         };
         assert_eq!((all.namespace, all.window), (None, DEFAULT_WINDOW));
-        assert_eq!(parse(""), Ok(Question::Resources));
-        let Ok(Question::Tap(wish)) = parse("/namespaces/shop/taps?watch=true&path=%2Fa%20b&toName=web&toNamespace=x")
+        assert_eq!(parse(""), Ok(ApiRequest::Resources));
+        let Ok(ApiRequest::Tap(tap)) = parse("/namespaces/shop/taps?watch=true&path=%2Fa%20b&toName=web&toNamespace=x")
         else {
             panic!()
         };
-        assert_eq!(wish.path.as_deref(), Some("/a b"));
+        assert_eq!(tap.path.as_deref(), Some("/a b"));
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        assert_eq!(wish.to, [pair("deployment", "web"), pair("namespace", "x")]);
+        assert_eq!(tap.to, [pair("deployment", "web"), pair("namespace", "x")]);
     }
 
     #[test]
-    fn a_path_that_could_be_read_in_another_way_is_not_found() {
+    fn a_path_that_is_not_canonical_is_not_found() {
         for below in [
             "/",
             "//edges",
@@ -232,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_what_could() {
+    fn invalid_parameters_are_refused_with_the_accepted_values() {
         let refused = |below: &str| parse(below).unwrap_err().to_string();
         assert!(refused("/edges?window=0").contains("1 to 300"));
         assert!(refused("/edges?by=pods").contains("workload, pod"));

@@ -1,8 +1,8 @@
-//! Reads the metrics page of a sidecar: by mutual TLS where both sides have a certificate, so that policies can permit it by our
-//! identity, and that of a pod in the clear otherwise.
+//! Scrapes the metrics page of a sidecar: by mutual TLS if both sides have a certificate, so that policies can
+//! authorize this process by its identity; otherwise in plaintext, for pods only.
 //!
-//! A pod has the address that the API server says. Where an external workload is, an editor of its namespace says: whoever
-//! answers there proves first to be that workload, so that nobody else is sent a request by us.
+//! The address of a pod comes from the API server and is trusted. The address of an ExternalWorkload is set by an
+//! editor of its namespace, so the request is sent only after the server has proved the identity of the workload.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,61 +22,61 @@ use tracing::debug;
 use tulle_core::addr::Addr;
 
 use super::counts::Counts;
-use crate::cluster::members::{MemberKind, Sidecar};
+use crate::cluster::views::workload_members::{MemberKind, Sidecar};
 use crate::tls::client::{self, Channel, Peer};
-use crate::tls::creds::ServerCreds;
+use crate::tls::mesh_credentials::MeshCredentials;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("dialling its admin port")]
     Dial(#[source] io::Error),
-    #[error("we have no certificate yet")]
+    #[error("this process has no certificate yet")]
     NoCertificate,
-    #[error("nobody knows who its sidecar is")]
+    #[error("the identity of its sidecar is unknown")]
     NoIdentity,
     #[error("connecting to its admin port by TLS")]
     Connect(#[source] client::Error),
-    #[error("asking for its metrics")]
+    #[error("requesting its metrics")]
     Http(#[source] hyper::Error),
-    #[error("making a request")]
+    #[error("building the request")]
     Request(#[source] http::Error),
-    #[error("its metrics are answered with {0}")]
+    #[error("its metrics page returned status {0}")]
     Status(StatusCode),
-    #[error("reading its metrics, at most {MAX_PAGE} bytes")]
+    #[error("reading its metrics, at most {MAX_PAGE_BYTES} bytes")]
     Read(#[source] Box<dyn std::error::Error + Send + Sync>),
-    #[error("reading what its metrics say")]
+    #[error("parsing its metrics")]
     Parse(#[source] tokio::task::JoinError),
-    #[error("it did not answer within {LIMIT:?}")]
+    #[error("it did not answer within {SCRAPE_TIMEOUT:?}")]
     Timeout,
 }
 
-/// What this sidecar has counted.
+/// Scrapes this sidecar.
 ///
 /// # Errors
-/// A sidecar that cannot be reached, is somebody else, or has no such page.
-pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &ServerCreds) -> Result<Counts, Error> {
-    timeout(LIMIT, page(sidecar, kind, creds))
+/// Fails if the sidecar is unreachable, has another identity, or has no metrics page.
+pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
+    timeout(SCRAPE_TIMEOUT, page(sidecar, kind, creds))
         .await
         .map_err(|_| Error::Timeout)?
 }
 
-async fn page(sidecar: &Sidecar, kind: MemberKind, creds: &ServerCreds) -> Result<Counts, Error> {
+async fn page(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
     match (connect(sidecar, creds).await, kind) {
         (Ok(channel), _) => over_tls(channel).await,
         (Err(error), MemberKind::External) => Err(error),
         (Err(error), MemberKind::Pod) => {
-            debug!(admin = %sidecar.admin, error = &error as &dyn std::error::Error, "metrics are asked for in the clear");
-            in_the_clear(sidecar.admin).await
+            debug!(admin = %sidecar.admin_addr, error = &error as &dyn std::error::Error, "scraping metrics in plaintext");
+            over_plaintext(sidecar.admin_addr).await
         }
     }
 }
 
-/// A connection by mutual TLS to who the sidecar should be.
-async fn connect(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Channel, Error> {
+/// Connects by mutual TLS and verifies the sidecar's identity.
+async fn connect(sidecar: &Sidecar, creds: &MeshCredentials) -> Result<Channel, Error> {
     let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
-    let (leaf, anchors) = creds.as_client().ok_or(Error::NoCertificate)?;
+    let (leaf, anchors) = creds.client_credentials().ok_or(Error::NoCertificate)?;
     let peer = Peer {
-        addr: &Addr::Socket(sidecar.admin),
+        addr: &Addr::Socket(sidecar.admin_addr),
         name: identity.server_name(),
         identity: Some(identity.name()),
         anchors: &anchors,
@@ -90,19 +90,19 @@ async fn over_tls(mut channel: Channel) -> Result<Counts, Error> {
     parse(read(rsp).await?).await
 }
 
-async fn in_the_clear(admin: SocketAddr) -> Result<Counts, Error> {
+async fn over_plaintext(admin: SocketAddr) -> Result<Counts, Error> {
     let stream = TcpStream::connect(admin).await.map_err(Error::Dial)?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(Error::Http)?;
     let request = Request::get("/metrics")
         .header(header::HOST, admin.to_string())
         .body(Empty::<Bytes>::new())
         .map_err(Error::Request)?;
-    let asking = async move {
+    let response = async move {
         let rsp = sender.send_request(request).await.map_err(Error::Http)?;
         read(rsp).await
     };
-    // The connection moves the bytes, and ends with the sender.
-    let (bytes, _) = tokio::join!(asking, connection);
+    // `connection` drives the I/O and ends when `sender` is dropped.
+    let (bytes, _) = tokio::join!(response, connection);
     parse(bytes?).await
 }
 
@@ -110,19 +110,19 @@ async fn read(rsp: Response<Incoming>) -> Result<Bytes, Error> {
     if rsp.status() != StatusCode::OK {
         return Err(Error::Status(rsp.status()));
     }
-    let body = Limited::new(rsp.into_body(), MAX_PAGE).collect();
+    let body = Limited::new(rsp.into_body(), MAX_PAGE_BYTES).collect();
     Ok(body.await.map_err(Error::Read)?.to_bytes())
 }
 
 async fn parse(page: Bytes) -> Result<Counts, Error> {
-    // Other services run on this thread.
+    // Not on this thread, which also serves proxies.
     let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }
 
-/// A busy sidecar's page has a few MiB.
-const MAX_PAGE: usize = 8 << 20;
-const LIMIT: Duration = Duration::from_secs(3);
+/// The page of a busy sidecar is a few MiB large.
+const MAX_PAGE_BYTES: usize = 8 << 20;
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[cfg(test)]
 mod tests {
@@ -141,17 +141,17 @@ mod tests {
     use super::*;
     use crate::model::endpoints::TlsIdentity;
     use crate::tls::anchors::TrustAnchors;
-    use crate::tls::creds::{ClientCertificates, Leaf};
+    use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
     use crate::trust::{self, CertificateAuthority};
 
-    /// Credentials of a SPIFFE identity, under a server name.
-    fn creds(name: &str, uri: &str, anchor: &CertificateAuthority) -> ServerCreds {
+    /// Credentials of a SPIFFE identity with this server name.
+    fn creds(name: &str, uri: &str, anchor: &CertificateAuthority) -> MeshCredentials {
         let svid = trust::create_svid(uri, Duration::from_secs(3600), anchor).unwrap();
-        let leaf = Leaf {
+        let leaf = LeafWithKey {
             chain: svid.chain.into_iter().map(CertificateDer::from).collect(),
             key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(svid.key)),
         };
-        let creds = ServerCreds::new(name.to_owned(), ClientCertificates::default());
+        let creds = MeshCredentials::new(name.to_owned(), ClientCertificates::default());
         let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
         creds.install(leaf, &anchors).unwrap();
         creds
@@ -159,8 +159,8 @@ mod tests {
 
     fn sidecar(admin: SocketAddr, uri: &str) -> Sidecar {
         Sidecar {
-            admin,
-            tap: admin,
+            admin_addr: admin,
+            tap_addr: admin,
             identity: Some(TlsIdentity::Uri {
                 uri: uri.into(),
                 server_name: "vm.test".into(),
@@ -188,12 +188,12 @@ mod tests {
         };
         let (scraped, sent) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), listening);
         assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}");
-        assert_eq!(sent[0], 22, "a handshake of TLS");
+        assert_eq!(sent[0], 22, "a TLS handshake record");
         assert!(!sent.windows(8).any(|part| part == b"/metrics"));
     }
 
     #[tokio::test]
-    async fn an_external_workload_is_asked_once_it_has_proven_its_identity() {
+    async fn an_external_workload_is_scraped_after_it_proves_its_identity() {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
         let ours = creds("telemetry", "spiffe://root.test/telemetry", &anchor);
         let (vm, other) = ("spiffe://root.test/vm", "spiffe://root.test/other");
@@ -201,7 +201,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let sidecar = sidecar(listener.local_addr().unwrap(), vm);
             let theirs = creds("vm.test", claimed, &anchor);
-            let acceptor = TlsAcceptor::from(theirs.current().unwrap());
+            let acceptor = TlsAcceptor::from(theirs.server_config().unwrap());
             let serving = async {
                 let (stream, _) = listener.accept().await.unwrap();
                 let Ok(tls) = acceptor.accept(stream).await else { return };
@@ -211,7 +211,7 @@ mod tests {
                     Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(page))))
                 });
                 let connection = http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(tls), respond);
-                // It ends with its client.
+                // Returns when the client closes the connection.
                 let _ = connection.await;
             };
             let (scraped, ()) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), serving);

@@ -1,4 +1,4 @@
-//! Answers questions over HTTP: rows as JSON, and taps as lines of JSON that go on.
+//! Serves queries over HTTP: rows as one JSON document, taps as a stream of JSON lines.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -23,32 +23,31 @@ use tracing::info;
 use tulle_core::drain::Watch;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
-use super::recorder::{self, Recorder};
-use super::request::{self, Of, Question, Rows};
-use super::tap::{Tapper, Wish};
+use super::request::{self, ApiRequest, RequestedResource, Rows};
+use super::scraper::{self, SidecarScraper};
+use super::tap::{TapRequest, Tapper};
 use super::view;
-use crate::webhook::https::Respond;
+use crate::webhook::https::RequestHandler;
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// The API.
 pub struct Api {
-    pub(super) recorder: Arc<Recorder>,
+    pub(super) recorder: Arc<SidecarScraper>,
     pub(super) tapper: Tapper,
     pub(super) drain: Watch,
-    /// Taps that may run at a time.
-    pub(super) taps: Arc<Semaphore>,
-    /// Questions that may be answered at a time.
-    pub(super) questions: Arc<Semaphore>,
-    pub(super) askers: Askers,
+    /// Limits concurrent taps.
+    pub(super) tap_slots: Arc<Semaphore>,
+    /// Limits concurrent queries.
+    pub(super) query_slots: Arc<Semaphore>,
+    pub(super) allowed_clients: AllowedClients,
 }
 
-/// Who asks.
+/// The clients that have access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Askers {
-    /// The API server, which has decided whether they may.
+pub enum AllowedClients {
+    /// Requests that the API server forwards after authorization.
     ApiServer,
-    /// Programs of this machine; not the pages that its browsers show, whose requests have the name of a site.
+    /// Local programs. Requests of web pages in a local browser are rejected by their Host header.
     ThisMachine,
 }
 
@@ -58,23 +57,23 @@ enum Refusal {
     Request(#[from] request::Error),
     #[error("host {0:?} is not this machine; expected localhost or a loopback address such as 127.0.0.1:8089")]
     Host(String),
-    #[error("{0} is no way to ask; expected GET")]
+    #[error("method {0} is not supported; expected GET")]
     Method(Method),
-    #[error("{MOST_TAPS} taps run already; end one of them")]
+    #[error("{MAX_CONCURRENT_TAPS} taps are running, which is the limit; end one of them")]
     TooMany,
-    #[error("{MOST_QUESTIONS} questions are being answered already; ask again later")]
+    #[error("{MAX_CONCURRENT_QUERIES} queries are in progress, which is the limit; retry later")]
     Busy,
-    #[error("there is no answer within {QUESTION_LIMIT:?}; ask for one namespace")]
+    #[error("the query took longer than {QUERY_TIMEOUT:?}; query one namespace")]
     Slow,
     #[error(transparent)]
-    Look(#[from] recorder::Error),
-    #[error("computing the answer")]
+    Look(#[from] scraper::Error),
+    #[error("computing the response")]
     Compute(#[from] JoinError),
-    #[error("writing the answer")]
+    #[error("encoding the response")]
     Write(#[from] serde_json::Error),
 }
 
-impl Respond for Api {
+impl RequestHandler for Api {
     type Body = Body;
 
     async fn respond(&self, req: Request<Incoming>) -> Response<Body> {
@@ -84,60 +83,64 @@ impl Respond for Api {
 
 impl Api {
     async fn answer(&self, req: &Request<Incoming>) -> Result<Response<Body>, Refusal> {
-        if self.askers == Askers::ThisMachine {
+        if self.allowed_clients == AllowedClients::ThisMachine {
             let host = req.headers().get(HOST).map_or(&b""[..], HeaderValue::as_bytes);
             let host = String::from_utf8_lossy(host);
-            if !is_this_machine(&host) {
+            if !is_loopback_host(&host) {
                 return Err(Refusal::Host(host.into_owned()));
             }
         }
         if req.method() != Method::GET {
             return Err(Refusal::Method(req.method().clone()));
         }
-        match Question::parse(req.uri())? {
-            Question::Resources => whole(StatusCode::OK, &resources()),
-            Question::Rows(rows) => self.rows(rows).await,
-            Question::Tap(wish) => {
+        match ApiRequest::parse(req.uri())? {
+            ApiRequest::Resources => json_response(StatusCode::OK, &resources()),
+            ApiRequest::Rows(rows) => self.rows(rows).await,
+            ApiRequest::Tap(tap) => {
                 let user = req.headers().get("x-remote-user").and_then(|user| user.to_str().ok());
-                info!(user, ?wish, "a tap begins");
-                self.tap(wish)
+                info!(user, ?tap, "a tap starts");
+                self.tap(tap)
             }
         }
     }
 
     async fn rows(&self, rows: Rows) -> Result<Response<Body>, Refusal> {
-        let _place = self.questions.try_acquire().map_err(|_| Refusal::Busy)?;
+        let _permit = self.query_slots.try_acquire().map_err(|_| Refusal::Busy)?;
         let answering = async {
             let observed = self.recorder.observe(rows.namespace.as_deref(), rows.window).await?;
-            // Proxies are served on this thread.
+            // Not on this thread, which also serves proxies.
             let computed = spawn_blocking(move || {
                 let (ok, selection) = (StatusCode::OK, &rows.selection);
                 match rows.of {
-                    Of::Workloads => whole(ok, &view::workloads(&observed, selection)),
-                    Of::Edges => whole(ok, &view::edges(&observed, selection)),
-                    Of::Routes => whole(ok, &view::routes(&observed, selection)),
+                    RequestedResource::Workloads => json_response(ok, &view::workloads(&observed, selection)),
+                    RequestedResource::Edges => json_response(ok, &view::edges(&observed, selection)),
+                    RequestedResource::Routes => json_response(ok, &view::routes(&observed, selection)),
                 }
             });
             computed.await?
         };
-        timeout(QUESTION_LIMIT, answering).await.map_err(|_| Refusal::Slow)?
+        timeout(QUERY_TIMEOUT, answering).await.map_err(|_| Refusal::Slow)?
     }
 
-    /// Begins a tap, which ends when nobody reads it.
-    fn tap(&self, wish: Wish) -> Result<Response<Body>, Refusal> {
-        let permit = self.taps.clone().try_acquire_owned().map_err(|_| Refusal::TooMany)?;
-        let (lines, shown) = mpsc::channel(MOST_WAITING);
+    /// Starts a tap. It ends when the client stops reading.
+    fn tap(&self, tap: TapRequest) -> Result<Response<Body>, Refusal> {
+        let permit = self
+            .tap_slots
+            .clone()
+            .try_acquire_owned()
+            .map_err(|_| Refusal::TooMany)?;
+        let (lines, receiver) = mpsc::channel(MAX_BUFFERED_LINES);
         let (tapper, drain) = (self.tapper.clone(), self.drain.clone());
-        // Owned by the body: it ends once the receiver has gone, and at the drain.
+        // The response body owns the task: it ends when the body drops the receiver, and at the drain.
         tokio::spawn(async move {
-            tapper.run(wish, lines, drain).await;
+            tapper.run(tap, lines, drain).await;
             drop(permit);
         });
-        let frames = futures_util::stream::unfold(shown, |mut shown| async move {
-            let line = shown.recv().await?;
+        let frames = futures_util::stream::unfold(receiver, |mut receiver| async move {
+            let line = receiver.recv().await?;
             let mut text = serde_json::to_vec(&line).unwrap_or_default();
             text.push(b'\n');
-            Some((Ok::<_, Infallible>(Frame::data(Bytes::from(text))), shown))
+            Some((Ok::<_, Infallible>(Frame::data(Bytes::from(text))), receiver))
         });
         let mut rsp = Response::new(StreamBody::new(frames.boxed()).boxed_unsync());
         rsp.headers_mut().insert(CONTENT_TYPE, JSON);
@@ -146,7 +149,7 @@ impl Api {
 }
 
 impl Refusal {
-    /// As the API server answers, whose clients show the message.
+    /// The error as a Kubernetes `Status`, whose message kubectl and other clients print.
     fn response(&self) -> Response<Body> {
         let (status, reason) = match self {
             Self::Request(request::Error::NotFound) => (StatusCode::NOT_FOUND, "NotFound"),
@@ -154,9 +157,9 @@ impl Refusal {
             Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
             Self::TooMany | Self::Busy => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
-            Self::Look(recorder::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Look(scraper::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
             Self::Slow => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
-            Self::Look(recorder::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {
+            Self::Look(scraper::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {
                 (StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
             }
         };
@@ -164,19 +167,20 @@ impl Refusal {
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
             "message": self.to_string(), "reason": reason, "code": status.as_u16(),
         });
-        whole(status, &value).unwrap_or_default()
+        json_response(status, &value).unwrap_or_default()
     }
 }
 
-fn whole(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, Refusal> {
+fn json_response(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, Refusal> {
     let mut rsp = Response::new(Full::from(serde_json::to_vec(value)?).boxed_unsync());
     *rsp.status_mut() = status;
     rsp.headers_mut().insert(CONTENT_TYPE, JSON);
     Ok(rsp)
 }
 
-/// A name of somebody else's that leads here (DNS rebinding) is none of ours.
-fn is_this_machine(host: &str) -> bool {
+/// Returns whether the host names this machine. Other names are rejected, because DNS rebinding makes them resolve to
+/// it.
+fn is_loopback_host(host: &str) -> bool {
     let Ok(authority) = host.parse::<Authority>() else {
         return false;
     };
@@ -185,7 +189,7 @@ fn is_this_machine(host: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.is_loopback())
 }
 
-/// What the API server asks for to see whether we are there, and clients to learn what there is.
+/// The APIResourceList, which the API server fetches as a health check and clients for discovery.
 fn resources() -> Value {
     let resource = |name: &str, kind: &str, verb: &str| json!({ "name": name, "singularName": "", "namespaced": true, "kind": kind, "verbs": [verb] });
     json!({
@@ -200,12 +204,12 @@ fn resources() -> Value {
 }
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
-pub(super) const MOST_TAPS: usize = 64;
-pub(super) const MOST_QUESTIONS: usize = 16;
-/// Less than the 60 seconds that the API server waits.
-const QUESTION_LIMIT: Duration = Duration::from_secs(30);
-/// Lines that wait for a reader; sidecars leave out what does not fit.
-const MOST_WAITING: usize = 400;
+pub(super) const MAX_CONCURRENT_TAPS: usize = 64;
+pub(super) const MAX_CONCURRENT_QUERIES: usize = 16;
+/// Less than the API server's request timeout of 60 seconds.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum buffered tap lines per client. Sidecars drop events beyond it.
+const MAX_BUFFERED_LINES: usize = 400;
 
 #[cfg(test)]
 mod tests {
@@ -214,51 +218,54 @@ mod tests {
     use tulle_core::drain;
 
     use super::*;
-    use crate::telemetry::recorder::tests::cluster;
-    use crate::telemetry::view::{By, Selection};
-    use crate::tls::creds::{ClientCertificates, ServerCreds};
+    use crate::telemetry::scraper::tests::cluster;
+    use crate::telemetry::view::{GroupKind, Selection};
+    use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 
     #[tokio::test]
-    async fn questions_beyond_those_that_are_being_answered_are_refused() {
-        // It accepts, and says nothing.
+    async fn queries_beyond_the_concurrency_limit_are_refused() {
+        // Accepts connections and never responds.
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let creds = Arc::new(ServerCreds::new("telemetry".to_owned(), ClientCertificates::default()));
+        let creds = Arc::new(MeshCredentials::new(
+            "telemetry".to_owned(),
+            ClientCertificates::default(),
+        ));
         let port = silent.local_addr().unwrap().port();
-        let recorder = Arc::new(Recorder::new(cluster(1, port), creds.clone()));
+        let recorder = Arc::new(SidecarScraper::new(cluster(1, port), creds.clone()));
         let (_signal, drain) = drain::channel();
         let api = Arc::new(Api {
             recorder: recorder.clone(),
             tapper: Tapper { recorder, creds },
             drain,
-            taps: Arc::new(Semaphore::new(1)),
-            questions: Arc::new(Semaphore::new(MOST_QUESTIONS)),
-            askers: Askers::ThisMachine,
+            tap_slots: Arc::new(Semaphore::new(1)),
+            query_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES)),
+            allowed_clients: AllowedClients::ThisMachine,
         });
-        let question = || Rows {
-            of: Of::Workloads,
+        let query = || Rows {
+            of: RequestedResource::Workloads,
             namespace: None,
             selection: Selection {
-                by: By::parse("workload").unwrap(),
+                by: GroupKind::parse("workload").unwrap(),
                 name: None,
             },
             window: Duration::from_secs(10),
         };
         let mut waiting = JoinSet::new();
-        for _ in 0..MOST_QUESTIONS {
-            let (api, question) = (api.clone(), question());
-            waiting.spawn(async move { api.rows(question).await.map(drop) });
+        for _ in 0..MAX_CONCURRENT_QUERIES {
+            let (api, query) = (api.clone(), query());
+            waiting.spawn(async move { api.rows(query).await.map(drop) });
         }
         silent.accept().await.unwrap();
-        while api.questions.available_permits() > 0 {
+        while api.query_slots.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
-        let refused = api.rows(question()).await.err().unwrap();
+        let refused = api.rows(query()).await.err().unwrap();
         assert_eq!(refused.response().status(), StatusCode::TOO_MANY_REQUESTS, "{refused}");
         assert_eq!(Refusal::Slow.response().status(), StatusCode::GATEWAY_TIMEOUT);
     }
 
     #[test]
-    fn names_of_others_are_not_this_machine() {
+    fn other_host_names_are_not_loopback() {
         for host in [
             "127.0.0.1:8089",
             "127.0.0.1",
@@ -267,7 +274,7 @@ mod tests {
             "[::1]:8089",
             "[::1]",
         ] {
-            assert!(is_this_machine(host), "{host}");
+            assert!(is_loopback_host(host), "{host}");
         }
         for host in [
             "",
@@ -277,7 +284,7 @@ mod tests {
             "10.0.0.1:8089",
             "a b",
         ] {
-            assert!(!is_this_machine(host), "{host}");
+            assert!(!is_loopback_host(host), "{host}");
         }
     }
 }

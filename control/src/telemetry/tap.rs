@@ -1,4 +1,5 @@
-//! Watches the requests of workloads: a stream from each of their sidecars, by mutual TLS, and one line for each event.
+//! Taps the requests of workloads: opens a stream to each of their sidecars by mutual TLS, and emits one line per
+//! event.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -11,77 +12,86 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tonic::Status;
 use tracing::warn;
 use tulle_core::addr::Addr;
-use tulle_core::backoff::{Backoff, Steps};
+use tulle_core::backoff::{Backoff, BackoffDelays};
 use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
 use tulle_proto::http_types::{HttpMethod, http_method};
 use tulle_proto::tap::ObserveRequest;
 use tulle_proto::tap::observe_request::{Extract, Match, extract, r#match as kinds};
 use tulle_proto::tap::tap_client::TapClient;
 
-use super::api::{Named, Silent};
-use super::events::{Headers, Line, TapEvent};
-use super::recorder::Recorder;
+use super::api::{ResourceName, UnreachableSidecar};
+use super::events::{Headers, TapEvent, TapLine};
+use super::scraper::SidecarScraper;
 use super::view::{self, Selection};
-use crate::cluster::members::{Member, Sidecar};
+use crate::cluster::views::workload_members::{Sidecar, WorkloadMember};
 use crate::resources::meta::Name;
 use crate::tls::client::{self, Peer};
-use crate::tls::creds::ServerCreds;
-use crate::webhook::with_causes;
+use crate::tls::mesh_credentials::MeshCredentials;
 
-/// What to watch.
+/// The parameters of a tap.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Wish {
+pub(super) struct TapRequest {
     pub(super) namespace: Option<String>,
     pub(super) selection: Selection,
     pub(super) method: Option<String>,
-    /// How paths begin.
+    /// Prefix of the path.
     pub(super) path: Option<String>,
     pub(super) authority: Option<String>,
-    /// What the destination's labels must be.
+    /// Required labels of the destination.
     pub(super) to: Vec<(String, String)>,
     pub(super) headers: Headers,
-    /// Of so many requests one is shown.
+    /// Sampling: one of this many requests is reported.
     pub(super) one_in: u32,
 }
 
-/// The address and the name of a sidecar, because a new pod may have the address of an old one.
+/// Tap address and name of a sidecar. Both, because a new pod can reuse the address of an old one.
 type Key = (SocketAddr, Name);
 
-/// Whom sidecars take us for.
+/// Opens taps on sidecars with the credentials of this process.
 #[derive(Clone)]
 pub(super) struct Tapper {
-    pub(super) recorder: Arc<Recorder>,
-    pub(super) creds: Arc<ServerCreds>,
+    pub(super) recorder: Arc<SidecarScraper>,
+    pub(super) creds: Arc<MeshCredentials>,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    #[error("we have no certificate yet")]
+    #[error("this process has no certificate yet")]
     NoCertificate,
-    #[error("nobody knows who its sidecar is: another control plane gives it its certificate")]
+    #[error("the identity of its sidecar is unknown, because another control plane issues its certificate")]
     NoIdentity,
     #[error("connecting to its tap port")]
     Connect(#[from] client::Error),
     #[error("{}", refused(.0))]
     Refused(Status),
-    #[error("its sidecar ended the tap, or is gone: {}", .0.message())]
+    #[error("its sidecar ended the tap or is unreachable: {}", .0.message())]
     Ended(Status),
-    #[error("it did not answer within {LIMIT:?}")]
+    #[error("it did not answer within {CONNECT_TIMEOUT:?}")]
     Timeout,
 }
 
+/// A sidecar whose events are streamed.
+struct WatchedSidecar {
+    member: WorkloadMember,
+    sidecar: Sidecar,
+    /// Distinguishes the sidecars of one tap.
+    number: u32,
+}
+
 impl Tapper {
-    /// Sends a line for each event until nobody reads them, or the drain; workloads that come later are watched too.
-    pub(super) async fn run(self, wish: Wish, lines: mpsc::Sender<Line>, drain: Watch) {
+    /// Sends a line per event until the receiver is dropped or the drain starts. Workloads that appear after the start
+    /// are tapped too.
+    pub(super) async fn run(self, tap: TapRequest, lines: mpsc::Sender<TapLine>, drain: Watch) {
         let mut watched: HashSet<Key> = HashSet::new();
-        let mut later: HashMap<Key, (Steps, Instant)> = HashMap::new();
-        let mut told = HashSet::new();
+        let mut retries: HashMap<Key, (BackoffDelays, Instant)> = HashMap::new();
+        let mut reported = HashSet::new();
         let mut streams = JoinSet::new();
-        let mut ticks = interval(LOOK_AGAIN);
+        let mut ticks = interval(DISCOVERY_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut numbers = 0..;
+        let mut sidecar_numbers = 0..;
         loop {
-            // All of them only wait; an event is in its own task.
+            // Cancel-safe: all branches only wait; events are read in separate tasks.
             tokio::select! {
                 () = drain.signaled() => return,
                 () = lines.closed() => return,
@@ -89,38 +99,43 @@ impl Tapper {
                     let Ok((key, workload, result)) = ended else { continue };
                     watched.remove(&key);
                     match &result {
-                        Ok(()) => drop(later.remove(&key)),
+                        Ok(()) => drop(retries.remove(&key)),
                         Err(_) => {
-                            let (steps, at) = later.entry(key.clone()).or_insert_with(|| (AGAIN.steps(), Instant::now()));
+                            let (steps, at) = retries.entry(key.clone()).or_insert_with(|| (RECONNECT_BACKOFF.start(), Instant::now()));
                             *at = Instant::now() + steps.next_delay();
                         }
                     }
-                    if let Err(err) = result && told.insert(key) {
-                        let reason = with_causes(&err);
-                        let silent = Silent { workload, reason };
-                        if lines.send(Line::Silent { silent }).await.is_err() {
+                    if let Err(err) = result && reported.insert(key) {
+                        let reason = ErrorChain(&err).to_string();
+                        let silent = UnreachableSidecar { workload, reason };
+                        if lines.send(TapLine::Silent { silent }).await.is_err() {
                             return;
                         }
                     }
                 }
                 _ = ticks.tick() => {
-                    let members = match self.recorder.members(wish.namespace.as_deref()).await {
+                    let members = match self.recorder.members(tap.namespace.as_deref()).await {
                         Ok(members) => members,
                         Err(err) => {
-                            warn!(error = &err as &dyn std::error::Error, "a tap cannot look for workloads");
+                            warn!(error = &err as &dyn std::error::Error, "looking up the workloads of a tap failed");
                             continue;
                         }
                     };
                     for member in members.iter() {
                         let Some(sidecar) = member.sidecar.clone() else { continue };
-                        let key = (sidecar.tap, member.name.clone());
-                        let is_due = later.get(&key).is_none_or(|(_, at)| *at <= Instant::now());
-                        let is_wanted = is_due && watched.len() < MOST_WATCHED;
-                        if !is_wanted || wish.selection.groups(member).is_empty() || !watched.insert(key.clone()) {
+                        let key = (sidecar.tap_addr, member.name.clone());
+                        let is_due = retries.get(&key).is_none_or(|(_, at)| *at <= Instant::now());
+                        let is_wanted = is_due && watched.len() < MAX_WATCHED_SIDECARS;
+                        if !is_wanted || tap.selection.groups(member).is_empty() || !watched.insert(key.clone()) {
                             continue;
                         }
-                        let number = numbers.next().unwrap_or_default();
-                        let stream = self.clone().watch(member.clone(), sidecar, wish.clone(), number, lines.clone());
+                        let number = sidecar_numbers.next().unwrap_or_default();
+                        let target = WatchedSidecar {
+                            member: member.clone(),
+                            sidecar,
+                            number,
+                        };
+                        let stream = self.clone().watch(target, tap.clone(), lines.clone());
                         streams.spawn(async move {
                             let (workload, result) = stream.await;
                             (key, workload, result)
@@ -133,22 +148,25 @@ impl Tapper {
 
     async fn watch(
         self,
-        member: Member,
-        sidecar: Sidecar,
-        wish: Wish,
-        number: u32,
-        lines: mpsc::Sender<Line>,
-    ) -> (Named, Result<(), Error>) {
-        let workload = view::itself(&member);
-        let headers = wish.headers;
+        watched: WatchedSidecar,
+        tap: TapRequest,
+        lines: mpsc::Sender<TapLine>,
+    ) -> (ResourceName, Result<(), Error>) {
+        let WatchedSidecar {
+            member,
+            sidecar,
+            number,
+        } = watched;
+        let workload = view::own_resource(&member);
+        let headers = tap.headers;
         let watching = async {
-            let observed = timeout(LIMIT, self.observe(&sidecar, &wish)).await;
+            let observed = timeout(CONNECT_TIMEOUT, self.observe(&sidecar, &tap)).await;
             let mut events = observed.map_err(|_| Error::Timeout)??;
             while let Some(event) = events.message().await.map_err(Error::Ended)? {
                 let Some(event) = TapEvent::read(event, &workload, number, headers) else {
                     continue;
                 };
-                if lines.send(Line::Event(Box::new(event))).await.is_err() {
+                if lines.send(TapLine::Event(Box::new(event))).await.is_err() {
                     break;
                 }
             }
@@ -161,12 +179,12 @@ impl Tapper {
     async fn observe(
         &self,
         sidecar: &Sidecar,
-        wish: &Wish,
+        tap: &TapRequest,
     ) -> Result<tonic::Streaming<tulle_proto::tap::TapEvent>, Error> {
         let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
-        let (leaf, anchors) = self.creds.as_client().ok_or(Error::NoCertificate)?;
+        let (leaf, anchors) = self.creds.client_credentials().ok_or(Error::NoCertificate)?;
         let peer = Peer {
-            addr: &Addr::Socket(sidecar.tap),
+            addr: &Addr::Socket(sidecar.tap_addr),
             name: identity.server_name(),
             identity: Some(identity.name()),
             anchors: &anchors,
@@ -174,14 +192,14 @@ impl Tapper {
         let channel = client::connect(&peer, Some(leaf)).await?;
         let mut client = TapClient::new(channel);
         Ok(client
-            .observe(wish.request())
+            .observe(tap.request())
             .await
             .map_err(Error::Refused)?
             .into_inner())
     }
 }
 
-impl Wish {
+impl TapRequest {
     fn request(&self) -> ObserveRequest {
         let http = |kind| kinds::Match::Http(kinds::Http { r#match: Some(kind) });
         let text = |kind| kinds::http::StringMatch { r#match: Some(kind) };
@@ -235,14 +253,14 @@ fn refused(status: &Status) -> String {
     }
 }
 
-/// How often workloads are looked for that have come meanwhile, and sidecars that did not answer are tried again.
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
-/// How long a sidecar may take to begin.
-const LIMIT: Duration = Duration::from_secs(10);
-/// Sidecars that one tap watches at most.
-const MOST_WATCHED: usize = 500;
-/// Before a sidecar that did not answer is asked again.
-const AGAIN: Backoff = Backoff {
+/// Interval at which new workloads are discovered and failed sidecars are retried.
+const DISCOVERY_INTERVAL: Duration = Duration::from_secs(2);
+/// Maximum time to connect to a sidecar and open the stream.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum sidecars per tap.
+const MAX_WATCHED_SIDECARS: usize = 500;
+/// Delays between attempts to connect to a sidecar.
+const RECONNECT_BACKOFF: Backoff = Backoff {
     min: Duration::from_secs(2),
     max: Duration::from_secs(60),
     jitter: 0.5,

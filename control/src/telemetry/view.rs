@@ -1,37 +1,37 @@
-//! Rows of an answer, from what sidecars did: pure functions.
+//! Computes the rows of responses from the metrics of sidecars: pure functions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::cluster::members::{Member, MemberKind};
+use crate::cluster::views::workload_members::{MemberKind, WorkloadMember};
 use crate::model::endpoints::TlsIdentity;
 
-use super::api::{Answer, Edge, Golden, Named, Route, Silent, Workload};
-use super::counts::{self, Counts, Direction, Peer, Tally};
-use super::recorder::Observed;
+use super::api::{Edge, GoldenMetrics, QueryResponse, ResourceName, Route, UnreachableSidecar, Workload};
+use super::counts::{self, Counts, Direction, Peer, RequestCounts};
+use super::scraper::ObservedMembers;
 
-/// Which workloads are asked for.
+/// The workloads that a query selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Selection {
-    pub(super) by: By,
-    /// All of them if absent.
+    pub(super) by: GroupKind,
+    /// All workloads if absent.
     pub(super) name: Option<String>,
 }
 
-/// What a row stands for.
+/// How members are grouped into rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum By {
-    /// Whatever a pod belongs to, of any kind.
+pub(super) enum GroupKind {
+    /// The owner of a pod, of any kind.
     Workload,
-    /// What pods belong to, of this kind only.
+    /// The owner of a pod, if it is of this kind.
     Owner(&'static str),
     Pod,
     Service,
     Namespace,
 }
 
-impl By {
+impl GroupKind {
     /// # Errors
-    /// A kind that nothing is counted by, with all that there are.
+    /// Fails on an unknown kind; the error lists the accepted ones.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         match text {
             "workload" => Ok(Self::Workload),
@@ -41,7 +41,7 @@ impl By {
             other => match OWNERS.iter().find(|kind| **kind == other) {
                 Some(kind) => Ok(Self::Owner(kind)),
                 None => Err(format!(
-                    "by={other:?} is no kind; expected workload, pod, service, namespace, {}",
+                    "unknown kind by={other:?}; expected workload, pod, service, namespace, {}",
                     OWNERS.join(", ")
                 )),
             },
@@ -50,27 +50,27 @@ impl By {
 }
 
 impl Selection {
-    /// What a member is counted to: nothing, if it is not meant.
-    pub(super) fn groups(&self, member: &Member) -> Vec<Named> {
-        let in_namespace = |kind: &str, name: &str| Named {
+    /// The groups that a member counts towards; none if it is not selected.
+    pub(super) fn groups(&self, member: &WorkloadMember) -> Vec<ResourceName> {
+        let in_namespace = |kind: &str, name: &str| ResourceName {
             namespace: member.name.namespace.to_string(),
             kind: kind.to_owned(),
             name: name.to_owned(),
         };
         let mut groups = match &self.by {
-            By::Workload => vec![owner(member)],
-            By::Owner(kind) => {
+            GroupKind::Workload => vec![owner(member)],
+            GroupKind::Owner(kind) => {
                 let owner = owner(member);
                 if owner.kind == *kind { vec![owner] } else { Vec::new() }
             }
-            By::Pod if member.kind == MemberKind::Pod => vec![in_namespace("pod", &member.name.name)],
-            By::Pod => Vec::new(),
-            By::Service => member
+            GroupKind::Pod if member.kind == MemberKind::Pod => vec![in_namespace("pod", &member.name.name)],
+            GroupKind::Pod => Vec::new(),
+            GroupKind::Service => member
                 .services
                 .iter()
                 .map(|name| in_namespace("service", name))
                 .collect(),
-            By::Namespace => vec![Named {
+            GroupKind::Namespace => vec![ResourceName {
                 namespace: String::new(),
                 kind: "namespace".to_owned(),
                 name: member.name.namespace.to_string(),
@@ -80,21 +80,21 @@ impl Selection {
         groups
     }
 
-    fn selects(&self, member: &Member) -> bool {
+    fn selects(&self, member: &WorkloadMember) -> bool {
         !self.groups(member).is_empty()
     }
 }
 
-/// What selected workloads answer.
-pub(super) fn workloads(observed: &Observed, selection: &Selection) -> Answer<Workload> {
+/// Golden metrics of the selected workloads.
+pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Workload> {
     #[derive(Default)]
-    struct Sum {
+    struct AggregatedCounts {
         meshed: usize,
         total: usize,
-        tally: Tally,
+        tally: RequestCounts,
         causes: BTreeMap<String, f64>,
     }
-    let mut sums: BTreeMap<Named, Sum> = BTreeMap::new();
+    let mut sums: BTreeMap<ResourceName, AggregatedCounts> = BTreeMap::new();
     for (member, counts) in &observed.members {
         for group in selection.groups(member) {
             let sum = sums.entry(group).or_default();
@@ -117,18 +117,24 @@ pub(super) fn workloads(observed: &Observed, selection: &Selection) -> Answer<Wo
         named,
         meshed: sum.meshed,
         total: sum.total,
-        golden: Golden::from(&sum.tally),
+        golden: GoldenMetrics::from(&sum.tally),
         causes: sum.causes,
     });
     answer(observed, selection, rows.collect())
 }
 
-/// Who sends to selected workloads, and whom they send to.
+/// Traffic to and from the selected workloads.
 ///
-/// What is sent from where we look is told by who sends it; what comes from elsewhere, by who gets it.
-pub(super) fn edges(observed: &Observed, selection: &Selection) -> Answer<Edge> {
-    type Key = (Named, Named, Option<String>, Option<String>, Option<String>);
-    let mut sums: BTreeMap<Key, Tally> = BTreeMap::new();
+/// To count each edge once, the client's sidecar reports it if it was scraped, otherwise the server's.
+pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Edge> {
+    type Key = (
+        ResourceName,
+        ResourceName,
+        Option<String>,
+        Option<String>,
+        Option<String>,
+    );
+    let mut sums: BTreeMap<Key, RequestCounts> = BTreeMap::new();
     let identities: BTreeSet<_> = observed
         .members
         .iter()
@@ -143,7 +149,7 @@ pub(super) fn edges(observed: &Observed, selection: &Selection) -> Answer<Edge> 
     for (member, counts) in counted(observed) {
         let own = owner(member);
         for (target, tally) in counts.targets.iter().filter(|(_, tally)| !tally.is_idle()) {
-            let destination = Named {
+            let destination = ResourceName {
                 namespace: target.namespace.clone(),
                 kind: kind(&target.kind).to_owned(),
                 name: target.name.clone(),
@@ -164,7 +170,7 @@ pub(super) fn edges(observed: &Observed, selection: &Selection) -> Answer<Edge> 
         for (peer, tally) in counts.sources.iter().filter(|(_, tally)| !tally.is_idle()) {
             let (source, client_id, server_id, why_plain) = match peer {
                 Peer::Meshed(id) if identities.contains(id) => continue,
-                Peer::Meshed(id) => (named_by(id), Some(id.clone()), identity(member), None),
+                Peer::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(member), None),
                 Peer::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
             };
             let key = (source, own.clone(), client_id, server_id, why_plain);
@@ -179,15 +185,15 @@ pub(super) fn edges(observed: &Observed, selection: &Selection) -> Answer<Edge> 
             client_id,
             server_id,
             why_plain,
-            golden: Golden::from(&tally),
+            golden: GoldenMetrics::from(&tally),
         }
     });
     answer(observed, selection, rows.collect())
 }
 
-/// The routes of selected workloads, and those that they send by.
-pub(super) fn routes(observed: &Observed, selection: &Selection) -> Answer<Route> {
-    let mut sums: BTreeMap<(Named, counts::Route), Tally> = BTreeMap::new();
+/// Inbound and outbound routes of the selected workloads.
+pub(super) fn routes(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Route> {
+    let mut sums: BTreeMap<(ResourceName, counts::Route), RequestCounts> = BTreeMap::new();
     for (member, counts) in counted(observed) {
         for group in selection.groups(member) {
             for (route, tally) in &counts.routes {
@@ -203,51 +209,51 @@ pub(super) fn routes(observed: &Observed, selection: &Selection) -> Answer<Route
             direction: route.direction,
             parent: route.parent,
             name: route.name,
-            golden: Golden::from(&tally),
+            golden: GoldenMetrics::from(&tally),
         });
     answer(observed, selection, rows.collect())
 }
 
-fn counted(observed: &Observed) -> impl Iterator<Item = (&Member, &Counts)> {
+fn counted(observed: &ObservedMembers) -> impl Iterator<Item = (&WorkloadMember, &Counts)> {
     let members = observed.members.iter();
     members.filter_map(|(member, counts)| Some((member, counts.as_ref()?)))
 }
 
-fn answer<Row>(observed: &Observed, selection: &Selection, rows: Vec<Row>) -> Answer<Row> {
+fn answer<Row>(observed: &ObservedMembers, selection: &Selection, rows: Vec<Row>) -> QueryResponse<Row> {
     let silent = observed.silent.iter().filter(|(member, _)| selection.selects(member));
-    let silent = silent.map(|(member, reason)| Silent {
-        workload: itself(member),
+    let silent = silent.map(|(member, reason)| UnreachableSidecar {
+        workload: own_resource(member),
         reason: reason.clone(),
     });
-    Answer {
+    QueryResponse {
         window_seconds: observed.seconds,
         rows,
         silent: silent.collect(),
     }
 }
 
-/// The member as what it is itself.
-pub(super) fn itself(member: &Member) -> Named {
+/// The resource of the member itself, not of its owner.
+pub(super) fn own_resource(member: &WorkloadMember) -> ResourceName {
     let kind = match member.kind {
         MemberKind::Pod => "pod",
         MemberKind::External => "externalworkload",
     };
-    Named {
+    ResourceName {
         namespace: member.name.namespace.to_string(),
         kind: kind.to_owned(),
         name: member.name.name.to_string(),
     }
 }
 
-fn owner(member: &Member) -> Named {
-    Named {
+fn owner(member: &WorkloadMember) -> ResourceName {
+    ResourceName {
         namespace: member.name.namespace.to_string(),
         kind: kind(&member.owner.0).to_owned(),
         name: member.owner.1.to_string(),
     }
 }
 
-/// The name of a kind, of which labels have another for some.
+/// The name of a kind, given its metric label.
 fn kind(label: &str) -> &str {
     match label {
         "k8s_job" => "job",
@@ -256,7 +262,7 @@ fn kind(label: &str) -> &str {
     }
 }
 
-fn identity(member: &Member) -> Option<String> {
+fn identity(member: &WorkloadMember) -> Option<String> {
     let identity = member.sidecar.as_ref()?.identity.as_ref()?;
     Some(match identity {
         TlsIdentity::Dns { name, .. } => name.to_string(),
@@ -264,16 +270,16 @@ fn identity(member: &Member) -> Option<String> {
     })
 }
 
-/// The service account in an identity, or the identity where it has another form.
-fn named_by(identity: &str) -> Named {
+/// The service account of an identity, or the identity itself if it has another form.
+fn resource_of_identity(identity: &str) -> ResourceName {
     let mut parts = identity.split('.');
     match (parts.next(), parts.next(), parts.next()) {
-        (Some(account), Some(namespace), Some("serviceaccount")) => Named {
+        (Some(account), Some(namespace), Some("serviceaccount")) => ResourceName {
             namespace: namespace.to_owned(),
             kind: "serviceaccount".to_owned(),
             name: account.to_owned(),
         },
-        _ => Named {
+        _ => ResourceName {
             namespace: String::new(),
             kind: "identity".to_owned(),
             name: identity.to_owned(),
@@ -281,15 +287,15 @@ fn named_by(identity: &str) -> Named {
     }
 }
 
-fn unmeshed() -> Named {
-    Named {
+fn unmeshed() -> ResourceName {
+    ResourceName {
         namespace: String::new(),
         kind: "unmeshed".to_owned(),
         name: "clients".to_owned(),
     }
 }
 
-/// Kinds that pods belong to.
+/// Kinds of owners.
 const OWNERS: &[&str] = &[
     "cronjob",
     "daemonset",
@@ -306,20 +312,20 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
-    use crate::cluster::members::Sidecar;
+    use crate::cluster::views::workload_members::Sidecar;
     use crate::resources::meta::Name;
 
-    fn member(name: &str, deployment: &str) -> Member {
+    fn member(name: &str, deployment: &str) -> WorkloadMember {
         let addr: SocketAddr = ([127, 0, 0, 1], 1).into();
         let id = format!("{deployment}.shop.serviceaccount.identity.linkerd.cluster.local");
-        Member {
+        WorkloadMember {
             name: Name::new("shop", name),
             kind: MemberKind::Pod,
             owner: ("deployment".into(), deployment.into()),
             services: vec![deployment.into()],
             sidecar: Some(Sidecar {
-                admin: addr,
-                tap: addr,
+                admin_addr: addr,
+                tap_addr: addr,
                 identity: Some(TlsIdentity::Dns {
                     name: id.as_str().into(),
                     server_name: id.into(),
@@ -328,8 +334,8 @@ mod tests {
         }
     }
 
-    /// Two pods of `web`, of which one has no sidecar, and `client`, which calls `web` and something outside.
-    fn observed() -> Observed {
+    /// Two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
+    fn observed() -> ObservedMembers {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
         let web = format!(
             "response_total{{direction=\"inbound\",tls=\"true\",client_id=\"{id}\",classification=\"success\"}} 8\n\
@@ -341,12 +347,12 @@ mod tests {
              dst_deployment=\"web\",classification=\"success\"} 8\n\
              tcp_open_connections{direction=\"outbound\",peer=\"dst\",target_addr=\"1.1.1.1:443\",tls=\"no_identity\",\
              no_tls_reason=\"not_provided_by_service_discovery\"} 1\n";
-        let plain = Member {
+        let plain = WorkloadMember {
             sidecar: None,
             ..member("web-2", "web")
         };
         let silent = (member("web-3", "web"), "gone".to_owned());
-        Observed {
+        ObservedMembers {
             members: vec![
                 (member("client-1", "client"), Some(Counts::parse(client))),
                 (member("web-1", "web"), Some(Counts::parse(&web))),
@@ -357,20 +363,20 @@ mod tests {
         }
     }
 
-    fn all(by: By) -> Selection {
+    fn all(by: GroupKind) -> Selection {
         Selection { by, name: None }
     }
 
     fn one(name: &str) -> Selection {
         Selection {
-            by: By::Owner("deployment"),
+            by: GroupKind::Owner("deployment"),
             name: Some(name.to_owned()),
         }
     }
 
     #[test]
-    fn workloads_are_counted_by_what_is_asked_for() {
-        let names = |by: By| -> Vec<_> {
+    fn workloads_are_grouped_by_the_requested_kind() {
+        let names = |by: GroupKind| -> Vec<_> {
             let answer = workloads(&observed(), &all(by));
             answer
                 .rows
@@ -379,12 +385,12 @@ mod tests {
                 .collect()
         };
         let row = |name: &str, meshed, total| (name.to_owned(), meshed, total);
-        for by in [By::Workload, By::Owner("deployment"), By::Service] {
+        for by in [GroupKind::Workload, GroupKind::Owner("deployment"), GroupKind::Service] {
             assert_eq!(names(by), [row("client", 1, 1), row("web", 1, 2)]);
         }
-        assert_eq!(names(By::Namespace), [row("shop", 2, 3)]);
-        assert_eq!(names(By::Pod).len(), 3);
-        assert_eq!(names(By::Owner("statefulset")), []);
+        assert_eq!(names(GroupKind::Namespace), [row("shop", 2, 3)]);
+        assert_eq!(names(GroupKind::Pod).len(), 3);
+        assert_eq!(names(GroupKind::Owner("statefulset")), []);
         let web = workloads(&observed(), &one("web"));
         assert_eq!(web.rows[0].golden.success_rate, Some(0.8));
         assert_eq!(web.rows[0].causes["inbound/connect-refused"], 2.0);
@@ -393,11 +399,11 @@ mod tests {
     }
 
     #[test]
-    fn an_edge_is_told_once_by_whichever_end_we_see() {
+    fn an_edge_is_reported_by_one_end_only() {
         let text = |selection: &Selection| -> Vec<_> {
             let rows = edges(&observed(), selection).rows.into_iter();
             rows.map(|edge| {
-                let name = |named: &Named| format!("{}/{}", named.kind, named.name);
+                let name = |named: &ResourceName| format!("{}/{}", named.kind, named.name);
                 let secured = if edge.why_plain.is_none() { "mTLS" } else { "plain" };
                 format!("{} {} {secured}", name(&edge.source), name(&edge.destination))
             })
@@ -408,12 +414,12 @@ mod tests {
         let outside = "deployment/client address/1.1.1.1:443 plain".to_owned();
         assert_eq!(text(&one("web")), [to_web.clone(), from_elsewhere]);
         assert_eq!(text(&one("client")), [outside, to_web]);
-        assert_eq!(text(&all(By::Workload)).len(), 3);
+        assert_eq!(text(&all(GroupKind::Workload)).len(), 3);
     }
 
     #[test]
-    fn routes_are_those_that_were_used() {
-        let rows = routes(&observed(), &all(By::Workload)).rows;
+    fn unused_routes_are_omitted() {
+        let rows = routes(&observed(), &all(GroupKind::Workload)).rows;
         let route = &rows[0];
         assert_eq!((rows.len(), route.parent.as_str()), (1, "default:all"));
         assert_eq!(
@@ -423,8 +429,8 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_refused_with_those_that_there_are() {
-        assert_eq!(By::parse("deployment"), Ok(By::Owner("deployment")));
-        assert!(By::parse("deploy").unwrap_err().contains("deployment"));
+    fn unknown_kinds_are_refused_with_the_accepted_ones() {
+        assert_eq!(GroupKind::parse("deployment"), Ok(GroupKind::Owner("deployment")));
+        assert!(GroupKind::parse("deploy").unwrap_err().contains("deployment"));
     }
 }

@@ -1,4 +1,4 @@
-//! Trust anchors: the roots that we accept, read from a PEM bundle.
+//! Trust anchors: the accepted root certificates, read from a PEM bundle.
 
 use std::fmt;
 use std::io;
@@ -12,7 +12,7 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::{ParsedCertificate, VerifierBuilderError};
 
-/// A bundle of roots, cheap to clone.
+/// A bundle of root certificates. Cheap to clone.
 #[derive(Clone)]
 pub struct TrustAnchors {
     certs: Arc<[CertificateDer<'static>]>,
@@ -35,17 +35,17 @@ pub enum Error {
         #[source]
         source: pem::Error,
     },
-    #[error("{path:?} holds no certificate; expected a PEM bundle of trust anchors")]
+    #[error("{path:?} contains no certificate; expected a PEM bundle of trust anchors")]
     Empty { path: PathBuf },
     #[error("certificate {number} in {path:?} cannot be a trust anchor")]
     Anchor {
         path: PathBuf,
-        /// Counted from one.
+        /// Counted from 1.
         number: usize,
         #[source]
         source: rustls::Error,
     },
-    #[error("preparing the verification by {path:?}")]
+    #[error("creating a certificate verifier from {path:?}")]
     Verifier {
         path: PathBuf,
         #[source]
@@ -54,10 +54,11 @@ pub enum Error {
 }
 
 impl TrustAnchors {
-    /// Reads a PEM bundle; one bad certificate refuses it all, because half a bundle fails half of the mesh.
+    /// Reads a PEM bundle. One invalid certificate makes the bundle invalid, because an incomplete bundle would break a
+    /// part of the mesh.
     ///
     /// # Errors
-    /// A file without certificates, or with one that cannot be used.
+    /// Fails if the file contains no certificate or an invalid one.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let pem = std::fs::read(path).map_err(|source| Error::Read {
             path: path.to_owned(),
@@ -66,7 +67,7 @@ impl TrustAnchors {
         Self::parse(&pem, path)
     }
 
-    /// As [`read`](Self::read); `path` is where the text came from, for errors.
+    /// Like [`read`](Self::read). `path` is only used in errors.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -89,7 +90,7 @@ impl TrustAnchors {
             })?;
         }
         let roots = Arc::new(roots);
-        let verifier = WebPkiServerVerifier::builder_with_provider(roots.clone(), super::provider())
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots.clone(), super::crypto_provider())
             .build()
             .map_err(|source| Error::Verifier {
                 path: path.to_owned(),
@@ -110,7 +111,7 @@ impl TrustAnchors {
         self.roots.clone()
     }
 
-    /// Whether a peer that trusts these anchors would accept this leaf for this name at this time.
+    /// Verifies a leaf for a server name at a given time.
     pub(crate) fn verify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -119,30 +120,30 @@ impl TrustAnchors {
         now: UnixTime,
     ) -> Result<(), rustls::Error> {
         self.verifier.verify_server_cert(leaf, chain, name, &[], now)?;
-        super::may_sign(leaf, chain)
+        super::verify_issuer_constraints(leaf, chain)
     }
 
-    /// Whether a peer that trusts these anchors would accept this chain now, leaf first, whatever its name.
+    /// Verifies a certificate chain at the current time, leaf first, for any server name.
     ///
     /// # Errors
-    /// What the peer would say.
+    /// Fails if the verification fails.
     pub fn verify_chain(&self, chain: &[Vec<u8>]) -> Result<(), rustls::Error> {
         let chain: Vec<_> = chain.iter().map(|der| CertificateDer::from(&der[..])).collect();
         let (leaf, issuers) = chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
         self.verify_issuers(leaf, issuers, UnixTime::now())
     }
 
-    /// As [`verify_chain`](Self::verify_chain), at this time.
+    /// Like [`verify_chain`](Self::verify_chain), at a given time.
     pub(super) fn verify_issuers(
         &self,
         leaf: &CertificateDer<'_>,
         issuers: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<(), rustls::Error> {
-        let algorithms = super::provider().signature_verification_algorithms.all;
+        let algorithms = super::crypto_provider().signature_verification_algorithms.all;
         let parsed = ParsedCertificate::try_from(leaf)?;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, issuers, now, algorithms)?;
-        super::may_sign(leaf, issuers)
+        super::verify_issuer_constraints(leaf, issuers)
     }
 }
 
@@ -161,8 +162,8 @@ mod tests {
     use super::*;
     use crate::trust::{self, CertificateAuthority};
 
-    /// A leaf with these names that an authority signs without asking whether it may, and the authority.
-    fn forged(names: &[&str], by: &CertificateAuthority) -> Vec<Vec<u8>> {
+    /// Signs a leaf with these names without checking the issuer's constraints. Returns the leaf and its issuer.
+    fn sign_without_checks(names: &[&str], by: &CertificateAuthority) -> Vec<Vec<u8>> {
         let authority = CertificateDer::from_pem_slice(by.certificate.as_bytes()).unwrap();
         let issuer = Issuer::from_ca_cert_der(&authority, KeyPair::from_pem(&by.key).unwrap()).unwrap();
         let mut params = CertificateParams::default();
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_issuer_of_a_virtual_machine_makes_nobody_else() {
+    fn a_workload_issuer_cannot_issue_for_other_identities() {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
         let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
         let (vm, hour) = ("spiffe://root.test/vm", Duration::from_secs(3600));
@@ -192,12 +193,15 @@ mod tests {
             "web.shop.serviceaccount.identity.linkerd.cluster.local",
         );
         for names in [&[other][..], &[web], &[vm, web], &[vm, other], &[]] {
-            let err = anchors.verify_chain(&forged(names, &issuer)).unwrap_err();
+            let err = anchors.verify_chain(&sign_without_checks(names, &issuer)).unwrap_err();
             assert!(matches!(err, rustls::Error::InvalidCertificate(_)), "{names:?}: {err}");
         }
-        // DNS names are refused by the name constraints alone, which other proxies check, too.
-        let chain: Vec<_> = forged(&[web], &issuer).into_iter().map(CertificateDer::from).collect();
-        let algorithms = crate::tls::provider().signature_verification_algorithms.all;
+        // DNS names are rejected by the name constraints alone, which other proxies check, too.
+        let chain: Vec<_> = sign_without_checks(&[web], &issuer)
+            .into_iter()
+            .map(CertificateDer::from)
+            .collect();
+        let algorithms = crate::tls::crypto_provider().signature_verification_algorithms.all;
         let leaf = ParsedCertificate::try_from(&chain[0]).unwrap();
         let (roots, now) = (anchors.roots(), UnixTime::now());
         let err = verify_server_cert_signed_by_trust_anchor(&leaf, &roots, &chain[1..], now, algorithms).unwrap_err();
@@ -205,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_is_taken_whole_or_refused_with_the_reason() {
+    fn a_bundle_with_one_invalid_certificate_is_rejected() {
         let path = Path::new("roots.pem");
         let anchor = || {
             trust::create_anchor("root", trust::ANCHOR_LIFETIME)
@@ -218,14 +222,14 @@ mod tests {
             let err = TrustAnchors::parse(text.as_bytes(), path).unwrap_err().to_string();
             assert!(err.starts_with(expected), "{err}");
         };
-        check("", "\"roots.pem\" holds no certificate");
+        check("", "\"roots.pem\" contains no certificate");
         check(
             &bundle[..bundle.len() - 40],
             "the trust anchors in \"roots.pem\" are not PEM",
         );
-        let nonsense = "-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n";
+        let invalid_certificate = "-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n";
         check(
-            &format!("{bundle}{nonsense}"),
+            &format!("{bundle}{invalid_certificate}"),
             "certificate 3 in \"roots.pem\" cannot be",
         );
         assert!(matches!(

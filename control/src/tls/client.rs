@@ -1,7 +1,7 @@
-//! A gRPC channel over one HTTP/2 connection: mTLS by server name, or plaintext on this machine.
+//! A gRPC channel over one HTTP/2 connection: mTLS with a server name, or plaintext on loopback.
 //!
-//! It offers no ALPN, as the control plane and its proxies expect; tonic's own TLS insists on `h2`.
-//! A channel that broke stays broken: callers dial again, with their own backoff.
+//! The client offers no ALPN, as the control plane and its proxies expect. tonic's own TLS requires `h2`. A channel
+//! does not reconnect: callers create a new one, with their own backoff.
 
 use std::future::Future;
 use std::io;
@@ -37,25 +37,26 @@ use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::anchors::TrustAnchors;
-use super::creds::Leaf;
+use super::mesh_credentials::LeafWithKey;
 
-/// A connection to one server; clones share it, and it ends with the last of them.
+/// A connection to one server. Clones share it, and dropping the last one closes it.
 ///
-/// While requests wait, a server that is silent is asked whether it is there, and taken for gone if it does not say so.
+/// While streams are open, HTTP/2 pings are sent to an idle server. The connection is closed if a ping is not
+/// acknowledged.
 #[derive(Clone)]
 pub struct Channel {
     sender: SendRequest<Body>,
     scheme: Scheme,
     authority: Authority,
-    _connection: Arc<Connection>,
+    _connection: Arc<ConnectionTask>,
 }
 
-/// The server that is to be reached, and how it proves who it is.
+/// The server to connect to, and how to authenticate it.
 pub struct Peer<'a> {
     pub addr: &'a Addr,
-    /// What its certificate must say, sent as SNI.
+    /// The name in its certificate, sent as SNI.
     pub name: &'a str,
-    /// The identity that its certificate must say instead of the name: a DNS name or a SPIFFE URI.
+    /// The identity in its certificate, if it is not `name`: a DNS name or a SPIFFE URI.
     pub identity: Option<&'a str>,
     pub anchors: &'a TrustAnchors,
 }
@@ -108,22 +109,22 @@ pub enum Error {
     },
 }
 
-/// Connects with TLS; the server must prove its name, and gets our certificate if there is one.
+/// Connects with TLS. Verifies the server's name and sends the client certificate, if there is one.
 ///
 /// # Errors
-/// Everything that can go wrong on the way, within 10 seconds.
-pub async fn connect(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<Channel, Error> {
+/// Fails if the connection cannot be established within 10 seconds.
+pub async fn connect(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<Channel, Error> {
     let tls = connect_tls(peer, leaf).await?;
-    within(peer.addr, Channel::start(tls, Scheme::HTTPS, peer.name)).await
+    with_connect_timeout(peer.addr, Channel::start(tls, Scheme::HTTPS, peer.name)).await
 }
 
-async fn connect_tls(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<TlsStream<TcpStream>, Error> {
+async fn connect_tls(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<TlsStream<TcpStream>, Error> {
     let name = ServerName::try_from(peer.name.to_owned()).map_err(|source| Error::Name {
         name: peer.name.to_owned(),
         source,
     })?;
     let connector = TlsConnector::from(Arc::new(client_config(peer, leaf)?));
-    within(peer.addr, async {
+    with_connect_timeout(peer.addr, async {
         let (tcp, addr) = dial(peer.addr).await?;
         connector.connect(name, tcp).await.map_err(|source| Error::Handshake {
             name: peer.name.to_owned(),
@@ -134,22 +135,22 @@ async fn connect_tls(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<TlsStream<Tc
     .await
 }
 
-/// Connects in plaintext, which the control plane allows from its own machine only.
+/// Connects in plaintext, which the control plane accepts on loopback only.
 ///
 /// # Errors
 /// As [`connect`].
 pub async fn connect_plaintext(addr: &Addr) -> Result<Channel, Error> {
-    within(addr, async {
+    with_connect_timeout(addr, async {
         let (tcp, _) = dial(addr).await?;
         Channel::start(tcp, Scheme::HTTP, &addr.to_string()).await
     })
     .await
 }
 
-/// Speaks plaintext HTTP/2 over a stream that somebody else opened, such as a forwarded port.
+/// Starts plaintext HTTP/2 on an open stream, such as a forwarded port.
 ///
 /// # Errors
-/// A stream that ends.
+/// Fails if the stream ends.
 pub async fn connect_over<I>(io: I, authority: &Authority) -> Result<Channel, Error>
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -168,8 +169,8 @@ impl Channel {
         })?;
         let (sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
-            .keep_alive_interval(KEEP_ALIVE)
-            .keep_alive_timeout(KEEP_ALIVE)
+            .keep_alive_interval(HTTP2_KEEP_ALIVE_INTERVAL)
+            .keep_alive_timeout(HTTP2_KEEP_ALIVE_INTERVAL)
             .handshake(TokioIo::new(io))
             .await
             .map_err(|source| Error::Http {
@@ -185,7 +186,7 @@ impl Channel {
             sender,
             scheme,
             authority,
-            _connection: Arc::new(Connection(task.abort_handle())),
+            _connection: Arc::new(ConnectionTask(task.abort_handle())),
         })
     }
 }
@@ -199,41 +200,43 @@ impl tower::Service<Request<Body>> for Channel {
         Poll::Ready(Ok(()))
     }
 
-    /// Completes the URI, of which generated clients know the path only.
+    /// Adds scheme and authority to the URI, because generated clients set only the path.
     fn call(&mut self, mut req: Request<Body>) -> Self::Future {
         let mut uri = std::mem::take(req.uri_mut()).into_parts();
         uri.scheme = Some(self.scheme.clone());
         uri.authority = Some(self.authority.clone());
-        // A path is always there: an empty URI has the path "/".
+        // Cannot fail: an empty URI has the path "/".
         *req.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
         Box::pin(self.sender.send_request(req))
     }
 }
 
-/// The task that moves the bytes of a channel.
-struct Connection(AbortHandle);
+/// The task that drives the connection of a channel.
+struct ConnectionTask(AbortHandle);
 
-impl Drop for Connection {
+impl Drop for ConnectionTask {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-fn client_config(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<ClientConfig, Error> {
-    let builder = ClientConfig::builder_with_provider(super::provider())
+fn client_config(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<ClientConfig, Error> {
+    let builder = ClientConfig::builder_with_provider(super::crypto_provider())
         .with_protocol_versions(&[&TLS13])
         .map_err(Error::Config)?;
     let builder = match peer.identity {
         None => builder.with_root_certificates(peer.anchors.roots()),
-        Some(identity) => builder.dangerous().with_custom_certificate_verifier(Arc::new(Workload {
-            anchors: peer.anchors.clone(),
-            identity: identity.to_owned(),
-            algorithms: super::provider().signature_verification_algorithms,
-        })),
+        Some(identity) => builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(IdentityVerifier {
+                anchors: peer.anchors.clone(),
+                identity: identity.to_owned(),
+                algorithms: super::crypto_provider().signature_verification_algorithms,
+            })),
     };
     let mut config = match leaf {
         Some(leaf) => {
-            let certified = leaf.certified().map_err(Error::Config)?;
+            let certified = leaf.certified_key().map_err(Error::Config)?;
             builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified)))
         }
         None => builder.with_no_client_auth(),
@@ -242,15 +245,15 @@ fn client_config(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<ClientConfig, Er
     Ok(config)
 }
 
-/// Verifies that a server is the workload of an identity, whatever it is called by SNI.
+/// Verifies that a server has an identity, independently of the SNI.
 #[derive(Debug)]
-struct Workload {
+struct IdentityVerifier {
     anchors: TrustAnchors,
     identity: String,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-impl ServerCertVerifier for Workload {
+impl ServerCertVerifier for IdentityVerifier {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
@@ -264,12 +267,12 @@ impl ServerCertVerifier for Workload {
         let names = parsed
             .subject_alternative_name()
             .map_err(|_| CertificateError::BadEncoding)?;
-        let is_it = |name: &GeneralName<'_>| match name {
+        let matches_identity = |name: &GeneralName<'_>| match name {
             GeneralName::URI(uri) => *uri == self.identity,
             GeneralName::DNSName(dns) => dns.eq_ignore_ascii_case(&self.identity),
             _ => false,
         };
-        match names.is_some_and(|names| names.value.general_names.iter().any(is_it)) {
+        match names.is_some_and(|names| names.value.general_names.iter().any(matches_identity)) {
             true => Ok(ServerCertVerified::assertion()),
             false => Err(CertificateError::NotValidForName.into()),
         }
@@ -298,22 +301,22 @@ impl ServerCertVerifier for Workload {
     }
 }
 
-async fn within<T>(addr: &Addr, connecting: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    timeout(CONNECT_LIMIT, connecting).await.unwrap_or_else(|_| {
+async fn with_connect_timeout<T>(addr: &Addr, connecting: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| {
         Err(Error::Timeout {
             addr: addr.clone(),
-            limit: CONNECT_LIMIT,
+            limit: CONNECT_TIMEOUT,
         })
     })
 }
 
-/// Dials the addresses behind a name one after the other; the last error is the one to tell.
+/// Connects to the addresses of a name in turn. Returns the last error.
 async fn dial(addr: &Addr) -> Result<(TcpStream, SocketAddr), Error> {
     let mut last = Error::NoAddress { addr: addr.clone() };
     for socket in lookup(addr).await? {
         match TcpStream::connect(socket).await {
             Ok(tcp) => {
-                // Requests are small and latency is all that matters; a socket that refuses the option works as well.
+                // Reduces the latency of small requests. The connection also works without the option.
                 let _ = tcp.set_nodelay(true);
                 return Ok((tcp, socket));
             }
@@ -339,9 +342,9 @@ async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
     Ok(found.iter().map(|ip| SocketAddr::new(ip, name.port)).collect())
 }
 
-const CONNECT_LIMIT: Duration = Duration::from_secs(10);
-/// How long a server may be silent before it is asked, and then how long it may take to answer.
-const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Idle time before a ping, and maximum time until its acknowledgement.
+const HTTP2_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -361,7 +364,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_stream_goes_on_in_silence_and_ends_when_its_server_has_vanished() {
+    async fn an_idle_stream_stays_open_and_ends_when_its_server_is_unreachable() {
         let (ours, theirs) = tokio::io::duplex(64 << 10);
         let vanishes = Arc::new(Notify::new());
         let vanished = vanishes.clone();
@@ -372,7 +375,7 @@ mod tests {
             });
             let mut serving =
                 pin!(server::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(theirs), service));
-            // Its connection stays open, and nobody looks at it.
+            // The connection stays open, but nothing reads from it.
             tokio::select! {
                 ended = &mut serving => panic!("{ended:?}"),
                 () = vanished.notified() => pending::<()>().await,
@@ -383,7 +386,7 @@ mod tests {
         let silent = timeout(Duration::from_secs(300), body.frame()).await;
         assert!(silent.is_err(), "{silent:?}");
         vanishes.notify_one();
-        let ended = timeout(3 * KEEP_ALIVE, body.frame()).await.unwrap();
+        let ended = timeout(3 * HTTP2_KEEP_ALIVE_INTERVAL, body.frame()).await.unwrap();
         assert!(matches!(ended, Some(Err(_))), "{ended:?}");
         served.abort();
     }

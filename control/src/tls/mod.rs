@@ -1,36 +1,37 @@
-//! Credentials and handshakes of the control plane, which has no sidecars and terminates mTLS itself.
+//! TLS credentials and handshakes of the control plane, which has no sidecars and terminates mTLS itself.
 //!
-//! TLS 1.3 only, no ALPN, no resumption: a session would outlive the certificates it was checked with.
-//! A server shows its certificate to those who ask for its name, and says whether a client has to show one; that is verified.
-//! What is inside the connection is not known here.
+//! TLS 1.3 only, without ALPN and without resumption: a session would outlive the certificates that were verified for
+//! it. A server presents its certificate only for its own SNI. Client certificates are optional or required. A
+//! certificate that is sent is always verified. This module does not depend on the protocol inside the connection.
 
 pub mod anchors;
 pub mod client;
-pub mod creds;
-pub mod files;
+pub mod file_watcher;
+pub mod mesh_credentials;
 
 use std::sync::{Arc, LazyLock};
 
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, OtherError};
-use tulle_core::authority;
+use tulle_core::issuer_constraints;
 
-/// The one choice of algorithms, for all handshakes and for checking chains.
+/// The algorithms of all handshakes and verifications.
 ///
-/// Source: suites and key exchanges of the proxies, in their order.
-pub fn provider() -> Arc<CryptoProvider> {
+/// Source: cipher suites and key exchange groups of the proxies, in their order.
+pub fn crypto_provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
 }
 
-/// Whether the authorities of a chain may sign its leaf: those of virtual machines are for one workload.
-fn may_sign(leaf: &CertificateDer<'_>, issuers: &[CertificateDer<'_>]) -> Result<(), rustls::Error> {
-    authority::may_sign(leaf, issuers.iter().map(AsRef::as_ref))
+/// Checks that the issuers of a chain are allowed to issue its leaf. Issuers of virtual machines are restricted to one
+/// workload.
+fn verify_issuer_constraints(leaf: &CertificateDer<'_>, issuers: &[CertificateDer<'_>]) -> Result<(), rustls::Error> {
+    issuer_constraints::verify_issuers(leaf, issuers.iter().map(AsRef::as_ref))
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
-/// The SHA-256 of these bytes, in hexadecimal, as certificates are told apart.
-pub(crate) fn sha256(bytes: &[u8]) -> String {
+/// Returns the SHA-256 hash in hexadecimal, as used for certificate fingerprints.
+pub(crate) fn sha256_hex(bytes: &[u8]) -> String {
     let suite = aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13();
     let hash = suite.map(|suite| suite.common.hash_provider.hash(bytes));
     let hash = hash.as_ref().map(AsRef::as_ref).unwrap_or_default();
@@ -57,12 +58,12 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
 
 #[cfg(test)]
 mod tests {
-    use super::sha256;
+    use super::sha256_hex;
 
     #[test]
-    fn a_fingerprint_is_that_of_other_programs() {
+    fn fingerprints_match_those_of_other_programs() {
         assert_eq!(
-            sha256(b"abc"),
+            sha256_hex(b"abc"),
             "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
         );
     }

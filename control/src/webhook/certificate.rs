@@ -1,4 +1,4 @@
-//! Certificates of webhooks: each is its own authority, as the API server trusts exactly what the bundle lists.
+//! Webhook certificates. Each is self-signed, because the API server trusts exactly the certificates in the bundle.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,14 +12,13 @@ use time::OffsetDateTime;
 use zeroize::Zeroize as _;
 
 use crate::tls::anchors::TrustAnchors;
-use crate::tls::creds;
+use crate::tls::mesh_credentials;
 
-/// A certificate with its chain, and its private key.
 #[derive(PartialEq)]
-pub(super) struct Pair {
+pub(super) struct CertificateKeyPair {
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
-    /// As they were read, because Secrets are compared and written back unchanged.
+    /// The original PEM: Secrets are compared and written back unchanged.
     pub(super) certificate_pem: String,
     pub(super) key_pem: String,
     pub(super) not_before: OffsetDateTime,
@@ -28,9 +27,9 @@ pub(super) struct Pair {
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
-    #[error("making a certificate")]
+    #[error("generating a certificate")]
     Make(#[source] rcgen::Error),
-    #[error("the {what} is not usable PEM")]
+    #[error("the {what} is not valid PEM")]
     Pem {
         what: &'static str,
         #[source]
@@ -40,7 +39,7 @@ pub(super) enum Error {
     Text { what: &'static str },
     #[error("there is no certificate; expected PEM")]
     Empty,
-    #[error("the certificate cannot be read")]
+    #[error("the certificate cannot be parsed")]
     Certificate(#[source] x509_parser::error::X509Error),
     #[error("the private key is not the key of the certificate")]
     Key(#[source] rustls::Error),
@@ -50,9 +49,9 @@ pub(super) enum Error {
     Lifetime(Duration),
 }
 
-impl Pair {
-    /// A new self-signed ECDSA P-256 certificate for this name, good for this long from now.
-    pub(super) fn make(name: &str, lifetime: Duration) -> Result<Self, Error> {
+impl CertificateKeyPair {
+    /// Generates a self-signed ECDSA P-256 certificate for this DNS name, valid for `lifetime` from now.
+    pub(super) fn generate(name: &str, lifetime: Duration) -> Result<Self, Error> {
         let now = OffsetDateTime::now_utc();
         let end = || {
             let lifetime = time::Duration::try_from(lifetime).ok()?;
@@ -70,7 +69,7 @@ impl Pair {
         Self::parse(certificate.pem().as_bytes(), key.serialize_pem().as_bytes())
     }
 
-    /// Reads PEM, and checks that the halves belong together.
+    /// Parses PEM and checks that the key matches the certificate.
     pub(super) fn parse(certificate_pem: &[u8], key_pem: &[u8]) -> Result<Self, Error> {
         let chain = certificates(certificate_pem)?;
         let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|source| Error::Pem {
@@ -79,7 +78,7 @@ impl Pair {
         })?;
         let leaf = chain.first().ok_or(Error::Empty)?;
         let (not_before, not_after) = validity(leaf)?;
-        creds::certified(chain.clone(), &key).map_err(Error::Key)?;
+        mesh_credentials::certified_key(chain.clone(), &key).map_err(Error::Key)?;
         Ok(Self {
             certificate_pem: text("certificate", certificate_pem)?,
             key_pem: text("private key", key_pem)?,
@@ -91,21 +90,22 @@ impl Pair {
     }
 
     /// # Errors
-    /// A certificate that the API server would not take for this name.
+    /// Fails if no subject alternative name equals `name`.
     pub(super) fn check_name(&self, name: &str) -> Result<(), Error> {
         let wrong = || Error::Name { name: name.to_owned() };
         let leaf = self.chain.first().ok_or(Error::Empty)?;
         let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|err| Error::Certificate(err.into()))?;
         let names = parsed.subject_alternative_name().map_err(Error::Certificate)?;
-        let is_it = |general: &x509_parser::extensions::GeneralName<'_>| matches!(general, x509_parser::extensions::GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
-        let found = names.is_some_and(|names| names.value.general_names.iter().any(is_it));
+        let matches_name = |general: &x509_parser::extensions::GeneralName<'_>| matches!(general, x509_parser::extensions::GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
+        let found = names.is_some_and(|names| names.value.general_names.iter().any(matches_name));
         found.then_some(()).ok_or_else(wrong)
     }
 
-    /// Whether the API server would take this certificate for the name, by its bundle.
+    /// Checks that the API server verifies this certificate for the name with this bundle.
     ///
     /// # Errors
-    /// Why not. What its verifier takes and ours does not, such as an authority as a server, is no error.
+    /// Fails with the reason. Certificates that Go accepts and rustls does not, such as a CA certificate used by a
+    /// server, do not fail.
     pub(super) fn verify(&self, bundle: &TrustAnchors, name: &str) -> Result<(), rustls::Error> {
         let (leaf, issuers) = self.chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
         let server = ServerName::try_from(name).map_err(|_| rustls::Error::from(CertificateError::NotValidForName))?;
@@ -124,18 +124,18 @@ impl Pair {
     }
 
     pub(super) fn certified(&self) -> Result<CertifiedKey, rustls::Error> {
-        creds::certified(self.chain.clone(), &self.key)
+        mesh_credentials::certified_key(self.chain.clone(), &self.key)
     }
 }
 
-impl Drop for Pair {
+impl Drop for CertificateKeyPair {
     fn drop(&mut self) {
         self.key.zeroize();
         self.key_pem.zeroize();
     }
 }
 
-impl fmt::Debug for Pair {
+impl fmt::Debug for CertificateKeyPair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pair({} to {})", self.not_before, self.not_after)
     }
@@ -150,7 +150,7 @@ pub(super) fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, E
     })
 }
 
-/// From when to when a certificate is good.
+/// Returns not_before and not_after.
 pub(super) fn validity(cert: &CertificateDer<'_>) -> Result<(OffsetDateTime, OffsetDateTime), Error> {
     let (_, parsed) = x509_parser::parse_x509_certificate(cert).map_err(|err| Error::Certificate(err.into()))?;
     let validity = parsed.validity();
@@ -161,7 +161,7 @@ fn text(what: &'static str, pem: &[u8]) -> Result<String, Error> {
     String::from_utf8(pem.to_vec()).map_err(|_| Error::Text { what })
 }
 
-/// How long the API server's clock may be behind ours.
+/// Maximum clock skew between the API server and this process.
 const CLOCK_SKEW: Duration = Duration::from_secs(300);
 
 #[cfg(test)]
@@ -169,9 +169,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pair_is_read_as_it_was_made() {
-        let made = Pair::make("web.linkerd.svc", Duration::from_secs(3600)).unwrap();
-        let read = Pair::parse(made.certificate_pem.as_bytes(), made.key_pem.as_bytes()).unwrap();
+    fn a_generated_pair_parses_unchanged() {
+        let made = CertificateKeyPair::generate("web.linkerd.svc", Duration::from_secs(3600)).unwrap();
+        let read = CertificateKeyPair::parse(made.certificate_pem.as_bytes(), made.key_pem.as_bytes()).unwrap();
         assert_eq!(made, read);
         assert!(read.check_name("Web.linkerd.svc").is_ok());
         assert!(matches!(read.check_name("other.linkerd.svc"), Err(Error::Name { .. })));
@@ -180,12 +180,15 @@ mod tests {
     }
 
     #[test]
-    fn halves_that_do_not_belong_together_are_refused() {
-        let [one, other] = [(); 2].map(|()| Pair::make("web", Duration::from_secs(60)).unwrap());
-        let parse = |cert: &str, key: &str| Pair::parse(cert.as_bytes(), key.as_bytes()).unwrap_err();
+    fn a_key_of_another_certificate_is_refused() {
+        let [one, other] = [(); 2].map(|()| CertificateKeyPair::generate("web", Duration::from_secs(60)).unwrap());
+        let parse = |cert: &str, key: &str| CertificateKeyPair::parse(cert.as_bytes(), key.as_bytes()).unwrap_err();
         assert!(matches!(parse(&one.certificate_pem, &other.key_pem), Error::Key(_)));
         assert!(matches!(parse("", &one.key_pem), Error::Empty));
         assert!(matches!(parse(&one.certificate_pem, "x"), Error::Pem { .. }));
-        assert!(matches!(Pair::make("web", Duration::MAX), Err(Error::Lifetime(_))));
+        assert!(matches!(
+            CertificateKeyPair::generate("web", Duration::MAX),
+            Err(Error::Lifetime(_))
+        ));
     }
 }

@@ -1,4 +1,4 @@
-//! HTTP/1.1 as an API server speaks it: connections, TLS, and their end. What is answered is given from above.
+//! An HTTP/1.1 server for the API server: connections, TLS, and drain. The caller supplies the request handler.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -23,33 +23,32 @@ use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 use tulle_core::descriptors;
 use tulle_core::drain::Watch;
-use tulle_core::listener::{Accepted, Listener};
+use tulle_core::listener::{AcceptedConnection, Listener};
 use tulle_core::metrics::Registry;
 
-use super::creds::Creds;
+use super::server_credentials::ServerCredentials;
 
-/// Answers requests.
-pub trait Respond: Send + Sync + 'static {
+pub trait RequestHandler: Send + Sync + 'static {
     type Body: Body<Data = Bytes, Error = Infallible> + Send + 'static;
 
     fn respond(&self, req: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
 }
 
-/// How clients are spoken with.
+/// The transport of a port.
 pub enum Transport {
-    /// By TLS, with what these credentials show and whom they believe.
-    Tls(Arc<Creds>),
-    /// In the clear, from this machine only.
+    /// TLS with this server certificate and client verifier.
+    Tls(Arc<ServerCredentials>),
+    /// Plaintext, for clients on this machine only.
     Loopback,
 }
 
-/// One port.
+/// An HTTP port.
 pub struct Port<R> {
-    /// For logs.
+    /// Name in logs and metrics.
     pub name: &'static str,
     pub transport: Transport,
     pub respond: R,
-    /// Where its connections are counted.
+    /// Registry of the connection metrics.
     pub registry: Registry,
 }
 
@@ -57,7 +56,7 @@ pub struct Port<R> {
 enum ConnectionError {
     #[error("there is no certificate yet")]
     NoCertificate,
-    #[error("plaintext is for this machine only")]
+    #[error("plaintext is only for clients on this machine")]
     Plaintext,
     #[error("the TLS handshake failed")]
     Handshake(#[source] io::Error),
@@ -67,14 +66,14 @@ enum ConnectionError {
     Http(#[source] hyper::Error),
 }
 
-impl<R: Respond> Port<R> {
-    /// Serves until the drain and, for a cluster, 2 seconds more, then lets requests end, at most 2 seconds, and cuts the rest.
-    ///
-    /// The cluster learns that we end when we do, and sends requests until it has; one that finds no server is lost.
+impl<R: RequestHandler> Port<R> {
+    /// Serves until the drain. With TLS it serves 2 seconds longer, because the API server sends requests until it sees
+    /// the end of the endpoint; requests that find no server fail. Open requests then have 2 seconds to end before
+    /// their connections are closed.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
-        let max = MAX_CONNECTIONS.min(descriptors::limit() / 20);
-        let listener = Listener::new(self.name, listener, max, &self.registry).drain_within(DRAIN_LIMIT);
+        let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 20);
+        let listener = Listener::new(self.name, listener, max, &self.registry).with_drain_timeout(DRAIN_TIMEOUT);
         let port = Arc::new(self);
         let end = port.transport.end_of_service(&drain);
         let (port, watch) = (port.clone(), drain.clone());
@@ -82,32 +81,32 @@ impl<R: Respond> Port<R> {
         listener.run(end, serve).await;
     }
 
-    async fn connection(self: Arc<Self>, accepted: Accepted, drain: Watch) {
+    async fn connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) {
         let (name, client) = (self.name, accepted.client);
         if let Err(err) = self.handle(accepted, drain).await {
             debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
         }
     }
 
-    async fn handle(self: Arc<Self>, accepted: Accepted, drain: Watch) -> Result<(), ConnectionError> {
-        let Accepted {
+    async fn handle(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> Result<(), ConnectionError> {
+        let AcceptedConnection {
             stream: tcp,
             client,
-            place,
+            permit,
             ..
         } = accepted;
-        // A socket that refuses the option works as well.
+        // TCP_NODELAY is optional.
         let _ = tcp.set_nodelay(true);
-        let tcp = place.watch(tcp);
+        let tcp = permit.track(tcp);
         match &self.transport {
             Transport::Tls(creds) => {
                 let config = creds.current().ok_or(ConnectionError::NoCertificate)?;
-                let tls = timeout(HANDSHAKE_LIMIT, TlsAcceptor::from(config).accept(tcp))
+                let tls = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(tcp))
                     .await
-                    .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
+                    .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_TIMEOUT))?
                     .map_err(ConnectionError::Handshake)?;
                 if tls.get_ref().1.peer_certificates().is_some() {
-                    place.verified(API_SERVER);
+                    permit.set_identity(API_SERVER);
                 }
                 self.http1(tls, drain).await
             }
@@ -134,7 +133,7 @@ impl<R: Respond> Port<R> {
         });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(IDLE_LIMIT)
+            .header_read_timeout(IDLE_TIMEOUT)
             .serve_connection(TokioIo::new(io), service);
         let mut connection = pin!(connection);
         tokio::select! {
@@ -146,24 +145,25 @@ impl<R: Respond> Port<R> {
 }
 
 impl Transport {
-    /// When no more requests are expected.
+    /// Waits until no further requests are expected.
     async fn end_of_service(&self, drain: &Watch) {
         drain.signaled().await;
         match self {
-            Self::Tls(_) => sleep(FAREWELL).await,
+            Self::Tls(_) => sleep(CLOSE_TIMEOUT).await,
             Self::Loopback => {}
         }
     }
 }
 
-/// The identity of clients who have shown a certificate: only the API server's are believed.
+/// Identity of clients with a verified certificate. Only the API server's certificate is accepted.
 const API_SERVER: &str = "API server";
-/// Less where the process may have few files.
+/// Lower if the limit of open files is low.
 const MAX_CONNECTIONS: usize = 1000;
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
-/// The API server closes idle connections after 90 seconds; were we first, a request could get lost on the way.
-const IDLE_LIMIT: Duration = Duration::from_secs(120);
-/// How long a cluster may take to send its requests elsewhere.
-const FAREWELL: Duration = Duration::from_secs(2);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// More than the 90 seconds after which the API server closes idle connections. If this side closed first, a request
+/// could be lost.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time for a cluster to send its requests elsewhere.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Leaves time for the rest of the process within the 5 seconds of a drain.
-const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! The `http_server_*` families of webhooks, and whether the API server takes their certificates.
+//! The `http_server_*` metrics of webhooks, and whether the API server verifies their certificates.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use http::{Method, StatusCode};
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
-use super::creds::Creds;
+use super::server_credentials::ServerCredentials;
 
-/// Counts requests; clones count into the same families.
+/// Request metrics. Clones share the same families.
 #[derive(Clone)]
 pub struct HttpMetrics {
     requests: Family<Counter>,
@@ -16,7 +16,6 @@ pub struct HttpMetrics {
     size: Family<Histogram>,
 }
 
-/// The handles of one method and status.
 struct Series {
     requests: Arc<Counter>,
     latency: Arc<Histogram>,
@@ -47,7 +46,7 @@ impl HttpMetrics {
         series.size.observe(n_bytes as f64);
     }
 
-    /// Methods that clients make up share one label.
+    /// Unregistered methods share one label value.
     fn series(&self, method: &Method, code: StatusCode) -> Series {
         let method = match KNOWN.contains(method) {
             true => method.as_str().to_ascii_lowercase(),
@@ -62,14 +61,14 @@ impl HttpMetrics {
     }
 }
 
-/// Tells whether the API server takes the certificate of a webhook.
-pub(super) fn certificate(webhook: &str, creds: Arc<Creds>, registry: &Registry) {
+/// Registers a gauge that is 1 while the API server cannot verify the certificate of the webhook.
+pub(super) fn register_certificate_refused(webhook: &str, creds: Arc<ServerCredentials>, registry: &Registry) {
     let family = registry.gauge(
         "webhook_certificate_refused",
         "1 while the API server has no CA bundle that leads to the certificate given to a webhook, and cannot call it.",
     );
     let refused = family.get(&Labels::new().with("webhook", webhook));
-    registry.measured(move || refused.set(i64::from(creds.is_refused())));
+    registry.before_render(move || refused.set(i64::from(creds.is_refused())));
 }
 
 const KNOWN: [Method; 7] = [
@@ -81,9 +80,9 @@ const KNOWN: [Method; 7] = [
     Method::DELETE,
     Method::OPTIONS,
 ];
-/// Source: the buckets of Linkerd's webhooks.
+/// Source: Linkerd's webhooks.
 const LATENCY_SECONDS: &[f64] = &[
     0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0,
 ];
-/// From a bare verdict to the patch of a big pod.
+/// From a response without a patch to the patch of a large pod.
 const SIZE_BYTES: &[f64] = &[100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0, 100_000.0, 1_000_000.0];

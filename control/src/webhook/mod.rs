@@ -1,16 +1,15 @@
-//! Serves admission webhooks: HTTPS for the API server, whose reviews a handler from above answers.
+//! Serves admission webhooks over HTTPS. The caller supplies the handler of AdmissionReviews.
 //!
-//! The certificate comes from files ([`mounted`]), or the process makes it and tells the API server to trust it
-//! ([`keeper`]).
-//! A handler gets a [`review::Request`] and returns a [`review::Answer`]; what objects mean is not known here.
-//! The API server speaks HTTP/1.1 to webhooks, and sends no certificate of its own.
+//! The certificate comes from files ([`mounted`]), or the process generates it and publishes it in the webhook
+//! configuration ([`keeper`]). A handler receives a [`review::Request`] and returns a [`review::Answer`]. The API
+//! server sends HTTP/1.1 to webhooks, without a client certificate.
 
-pub mod creds;
+pub mod certificate_controller;
 pub mod https;
-pub mod keeper;
 pub mod metrics;
-pub mod mounted;
+pub mod mounted_certificate;
 pub mod review;
+pub mod server_credentials;
 
 mod certificate;
 pub mod rotation;
@@ -30,65 +29,71 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::warn;
 use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Registry;
 
-use creds::Creds;
-use https::{Port, Respond, Transport};
+use https::{Port, RequestHandler, Transport};
 use metrics::HttpMetrics;
 use review::{Answer, Id, Request, Review, ReviewError};
+use server_credentials::ServerCredentials;
 
-/// Decides about objects.
+/// Reviews objects.
 pub trait Handler: Send + Sync + 'static {
-    /// An error refuses the object, with its text.
+    /// An error denies the object; its text is the reason.
     fn review(&self, req: Request) -> impl Future<Output = Result<Answer, Failure>> + Send;
 }
 
-/// Why a handler could not decide.
+/// Why a handler failed.
 pub type Failure = Box<dyn StdError + Send + Sync>;
 
-/// One port: whose certificate it shows, and who answers.
+/// The webhook server of one port.
 pub struct Server<H> {
-    /// For logs.
     name: &'static str,
-    creds: Arc<Creds>,
+    creds: Arc<ServerCredentials>,
     handler: H,
     metrics: HttpMetrics,
     registry: Registry,
-    /// Objects grow when they are decoded; few at a time keep the memory of a flood bounded.
+    /// Decoding multiplies the memory of an object, so few objects are decoded at a time.
     decoding: Semaphore,
 }
 
-/// Why a request gets no review for an answer.
+/// Why a request has no review in its response.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
-    #[error("there is nothing at this path and method; reviews go to POST /")]
+    #[error("not found; expected POST /")]
     NotFound,
-    #[error("the body is larger than {MAX_BODY} bytes")]
+    #[error("the body is larger than {MAX_BODY_BYTES} bytes")]
     TooLarge,
-    #[error("the body did not come within {0:?}")]
+    #[error("the body was not received within {0:?}")]
     Slow(Duration),
     #[error("reading the body")]
     Read(#[source] Failure),
     #[error(transparent)]
     Review(ReviewError),
-    #[error("writing the answer")]
+    #[error("encoding the response")]
     Write(#[source] serde_json::Error),
 }
 
 impl<H: Handler> Server<H> {
-    pub fn new(name: &'static str, creds: Arc<Creds>, handler: H, metrics: HttpMetrics, registry: &Registry) -> Self {
-        metrics::certificate(name, creds.clone(), registry);
+    pub fn new(
+        name: &'static str,
+        creds: Arc<ServerCredentials>,
+        handler: H,
+        metrics: HttpMetrics,
+        registry: &Registry,
+    ) -> Self {
+        metrics::register_certificate_refused(name, creds.clone(), registry);
         Self {
             name,
             creds,
             handler,
             metrics,
             registry: registry.clone(),
-            decoding: Semaphore::new(MAX_DECODING),
+            decoding: Semaphore::new(MAX_CONCURRENT_DECODES),
         }
     }
 
-    /// Serves as [`Port::serve`] does.
+    /// Serves as [`Port::serve`].
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let port = Port {
             name: self.name,
@@ -103,10 +108,10 @@ impl<H: Handler> Server<H> {
         if req.uri().path() != "/" || req.method() != Method::POST {
             return Err(Refusal::NotFound);
         }
-        let body = Limited::new(req.into_body(), MAX_BODY).collect();
-        let body = timeout(BODY_LIMIT, body)
+        let body = Limited::new(req.into_body(), MAX_BODY_BYTES).collect();
+        let body = timeout(BODY_READ_TIMEOUT, body)
             .await
-            .map_err(|_| Refusal::Slow(BODY_LIMIT))?
+            .map_err(|_| Refusal::Slow(BODY_READ_TIMEOUT))?
             .map_err(|err| match err.is::<LengthLimitError>() {
                 true => Refusal::TooLarge,
                 false => Refusal::Read(err),
@@ -115,7 +120,7 @@ impl<H: Handler> Server<H> {
         if body.is_empty() {
             return Ok(body);
         }
-        // It is never closed.
+        // The semaphore is never closed.
         let _permit = self.decoding.acquire().await;
         let Review { id, request } = Review::parse(&body).map_err(Refusal::Review)?;
         drop(body);
@@ -130,7 +135,7 @@ impl<H: Handler> Server<H> {
         match self.handler.review(request).await {
             Ok(answer) => answer,
             Err(err) => {
-                let text = with_causes(&*err);
+                let text = ErrorChain(&*err).to_string();
                 warn!(webhook = self.name, ?id, error = text, "a review failed");
                 Answer::deny(text)
             }
@@ -138,7 +143,7 @@ impl<H: Handler> Server<H> {
     }
 }
 
-impl<H: Handler> Respond for Server<H> {
+impl<H: Handler> RequestHandler for Server<H> {
     type Body = Full<Bytes>;
 
     async fn respond(&self, req: HttpRequest<Incoming>) -> Response<Self::Body> {
@@ -152,7 +157,7 @@ impl<H: Handler> Respond for Server<H> {
                     error = &err as &dyn StdError,
                     "a request was not answered"
                 );
-                (err.status(), format!("{}\n", with_causes(&err)).into())
+                (err.status(), format!("{}\n", ErrorChain(&err)).into())
             }
         };
         self.metrics.observe(&method, status, started_at.elapsed(), body.len());
@@ -179,21 +184,10 @@ impl Refusal {
     }
 }
 
-/// An error and its causes in one line, for those who do not see our logs.
-pub(crate) fn with_causes(err: &dyn StdError) -> String {
-    let mut text = err.to_string();
-    let mut source = err.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
-}
-
-/// Source: Linkerd's webhooks read 10 MiB; the API server takes no objects above 3 MiB.
-const MAX_BODY: usize = 10 * 1024 * 1024;
-const MAX_DECODING: usize = 8;
-const BODY_LIMIT: Duration = Duration::from_secs(10);
+/// In bytes. Linkerd's webhooks read 10 MiB; the API server accepts no objects above 3 MiB.
+const MAX_BODY_BYTES: usize = 10 * 1024 * 1024;
+const MAX_CONCURRENT_DECODES: usize = 8;
+const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests;

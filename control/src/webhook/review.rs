@@ -1,4 +1,4 @@
-//! AdmissionReviews, `v1` and `v1beta1`: reading one, and answering in its own version.
+//! AdmissionReviews in `v1` and `v1beta1`: parses one and responds in the same version.
 
 use json_patch::Patch;
 use k8s_openapi::ByteString;
@@ -6,10 +6,10 @@ use kube::core::DynamicObject;
 use kube::core::admission::{AdmissionRequest, AdmissionReview};
 use serde::{Deserialize, Serialize};
 
-/// What the API server asks about: an object, who sends it, and what for.
+/// An object, its operation and its user.
 pub type Request = AdmissionRequest<DynamicObject>;
 
-/// What becomes of an object.
+/// The decision about an object.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
     denied: Option<String>,
@@ -17,14 +17,14 @@ pub struct Answer {
     warnings: Vec<String>,
 }
 
-/// A review that asks something.
+/// A parsed review.
 pub(crate) struct Review {
     pub(crate) id: Id,
-    /// An object that cannot be read is refused, and the review is answered all the same.
+    /// An object that cannot be decoded is denied in a regular response.
     pub(crate) request: Result<Box<Request>, serde_json::Error>,
 }
 
-/// What an answer repeats.
+/// The parts of the review that the response repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct Id {
     api_version: String,
@@ -35,7 +35,7 @@ pub(crate) struct Id {
 pub(crate) enum ReviewError {
     #[error("the body is not an AdmissionReview with a request")]
     Decode(#[source] serde_json::Error),
-    #[error("{api_version} {kind} is not understood; expected admission.k8s.io/v1 or v1beta1 AdmissionReview")]
+    #[error("{api_version} {kind} is not supported; expected admission.k8s.io/v1 or v1beta1 AdmissionReview")]
     Version { api_version: String, kind: String },
 }
 
@@ -44,7 +44,7 @@ impl Answer {
         Self::default()
     }
 
-    /// Refuses the object; the API server shows the reason to whoever sent it.
+    /// Denies the object. The API server returns the reason to the requester.
     pub fn deny(reason: impl Into<String>) -> Self {
         Self {
             denied: Some(reason.into()),
@@ -52,21 +52,21 @@ impl Answer {
         }
     }
 
-    /// Changes the object; an empty patch changes nothing and is not sent.
+    /// Patches the object. An empty patch is not sent.
     #[must_use]
     pub fn patch(mut self, patch: Patch) -> Self {
         self.patch = (!patch.0.is_empty()).then_some(patch);
         self
     }
 
-    /// Tells whoever sent the object, who gets no more than 256 characters to see.
+    /// Adds a warning for the requester. The API server truncates warnings to 256 characters.
     #[must_use]
     pub fn warn(mut self, warning: impl Into<String>) -> Self {
         self.warnings.push(warning.into());
         self
     }
 
-    /// Why the object is refused, if it is.
+    /// The reason of a denial.
     pub fn denied(&self) -> Option<&str> {
         self.denied.as_deref()
     }
@@ -75,7 +75,7 @@ impl Answer {
         &self.warnings
     }
 
-    /// The review that carries this answer, as JSON.
+    /// The AdmissionReview of the response, as JSON.
     pub(crate) fn to_json(&self, id: &Id) -> Result<Vec<u8>, serde_json::Error> {
         let patch = self.patch.as_ref().map(serde_json::to_vec).transpose()?;
         serde_json::to_vec(&ReviewOut {
@@ -99,10 +99,10 @@ impl Answer {
 
 impl Review {
     /// # Errors
-    /// A body that is no review, or asks nothing.
+    /// Fails if the body is not a review with a request.
     pub(crate) fn parse(body: &[u8]) -> Result<Self, ReviewError> {
-        // Skips the object without recursion, so that an object that is nested too deep leaves us its id.
-        let outline: Outline = serde_json::from_slice(body).map_err(ReviewError::Decode)?;
+        // Skips the object without recursion, so that the id of an object with too deep nesting is known.
+        let outline: RawReview = serde_json::from_slice(body).map_err(ReviewError::Decode)?;
         if outline.kind != KIND || !VERSIONS.contains(&outline.api_version.as_str()) {
             return Err(ReviewError::Version {
                 api_version: outline.api_version,
@@ -126,14 +126,14 @@ impl Review {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Outline {
+struct RawReview {
     api_version: String,
     kind: String,
-    request: OutlineRequest,
+    request: RawRequest,
 }
 
 #[derive(Deserialize)]
-struct OutlineRequest {
+struct RawRequest {
     uid: String,
 }
 

@@ -1,7 +1,7 @@
-//! When a webhook's certificate is made, announced, shown and forgotten; pure.
+//! Decides when a webhook's certificate is generated, published, served and removed: a pure function.
 //!
-//! A certificate is listed in the bundle before it is shown, and as long as any replica may show it,
-//! so that the API server trusts whichever it meets.
+//! A certificate is in the published CA bundle before it is served, and as long as any replica can serve it. The API
+//! server therefore trusts every replica.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,43 +12,43 @@ use pem::{EncodeConfig, LineEnding, Pem};
 use rustls::pki_types::CertificateDer;
 use time::OffsetDateTime;
 
-use super::certificate::{self, Error, Pair};
+use super::certificate::{self, CertificateKeyPair, Error};
 
-/// What the Secret holds.
+/// The content of the Secret.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct State {
-    /// What every replica shows.
-    pub(super) current: Arc<Pair>,
-    /// What is listed already, and shown next.
-    pub(super) next: Option<Arc<Pair>>,
-    /// What the API server is told to trust.
+    /// The certificate that every replica serves.
+    pub(super) current: Arc<CertificateKeyPair>,
+    /// The next certificate: published, but not served yet.
+    pub(super) next: Option<Arc<CertificateKeyPair>>,
+    /// The published CA bundle.
     bundle: Vec<CertificateDer<'static>>,
 }
 
-/// What a decision looks at.
-pub(super) struct Situation<'a> {
-    /// The Secret, if it is there and usable.
+/// The input of a decision.
+pub(super) struct RotationInput<'a> {
+    /// The content of the Secret, if it exists and is valid.
     pub(super) stored: Option<State>,
-    /// What this process knew last, to mend a Secret that was lost.
-    pub(super) held: Option<State>,
-    /// What this process shows.
-    pub(super) shown: Option<&'a Pair>,
-    /// How long the API server has had the bundle that is stored.
+    /// The last state known to this process, to restore a deleted Secret.
+    pub(super) last_known: Option<State>,
+    /// The certificate that this process serves.
+    pub(super) served: Option<&'a CertificateKeyPair>,
+    /// How long the stored bundle has been published.
     pub(super) published_for: Option<Duration>,
     pub(super) now: OffsetDateTime,
 }
 
-/// The times of a certificate's life.
+/// Lifetime and delays of a certificate.
 #[derive(Clone, Copy, Debug)]
-pub struct Times {
-    /// From its making to its end; a new one is made when a third of it is left.
+pub struct RotationTimes {
+    /// Validity of a new certificate. The next one is generated when a third of it is left.
     pub lifetime: Duration,
-    /// How long a bundle is known before anything in it is relied upon.
+    /// How long a bundle must be published before its certificates are served.
     pub settle: Duration,
 }
 
-impl Default for Times {
-    /// A year, as the certificates of Linkerd's charts; API servers learn of a new bundle within a second.
+impl Default for RotationTimes {
+    /// A lifetime of one year, as in Linkerd's charts. API servers read a new bundle within a second.
     fn default() -> Self {
         Self {
             lifetime: Duration::from_secs(365 * 24 * 3600),
@@ -58,31 +58,31 @@ impl Default for Times {
 }
 
 impl State {
-    /// What the Secret should hold.
+    /// Computes the content that the Secret should have.
     ///
     /// # Errors
-    /// A certificate that cannot be made.
-    pub(super) fn decide(situation: Situation<'_>, name: &str, times: &Times) -> Result<Self, Error> {
-        let Situation {
+    /// Fails if a certificate cannot be generated.
+    pub(super) fn decide(input: RotationInput<'_>, name: &str, times: &RotationTimes) -> Result<Self, Error> {
+        let RotationInput {
             stored,
-            held,
-            shown,
+            last_known,
+            served,
             published_for,
             now,
-        } = situation;
-        let make = || Pair::make(name, times.lifetime).map(Arc::new);
-        let is_good = |pair: &Pair| now < pair.not_after;
-        let mut state = match stored.or(held) {
+        } = input;
+        let generate = || CertificateKeyPair::generate(name, times.lifetime).map(Arc::new);
+        let is_good = |pair: &CertificateKeyPair| now < pair.not_after;
+        let mut state = match stored.or(last_known) {
             Some(state) => state,
-            None => Self::new(make()?),
+            None => Self::new(generate()?),
         };
         state.next = state.next.filter(|next| is_good(next));
         let is_settled = published_for.is_some_and(|known| known >= times.settle);
         match state.next.take() {
             Some(next) if is_settled || !is_good(&state.current) => state.current = next,
             next @ Some(_) => state.next = next,
-            None if !is_good(&state.current) => state.current = make()?,
-            None if now >= renew_at(&state.current) => state.next = Some(make()?),
+            None if !is_good(&state.current) => state.current = generate()?,
+            None if now >= renew_at(&state.current) => state.next = Some(generate()?),
             None => {}
         }
         state
@@ -91,7 +91,7 @@ impl State {
         let wanted = [
             Some(&*state.current),
             state.next.as_deref(),
-            shown.filter(|pair| is_good(pair)),
+            served.filter(|pair| is_good(pair)),
         ];
         for leaf in wanted
             .into_iter()
@@ -105,7 +105,7 @@ impl State {
         Ok(state)
     }
 
-    fn new(current: Arc<Pair>) -> Self {
+    fn new(current: Arc<CertificateKeyPair>) -> Self {
         Self {
             current,
             next: None,
@@ -113,15 +113,16 @@ impl State {
         }
     }
 
-    /// Reads a Secret.
+    /// Parses the data of a Secret.
     ///
     /// # Errors
-    /// A Secret whose certificate cannot be shown; a broken bundle or successor is forgotten and made anew.
+    /// Fails if the current certificate is invalid. An invalid bundle or next certificate is ignored, and replaced
+    /// later.
     pub(super) fn from_data(data: &BTreeMap<String, ByteString>, name: &str) -> Result<Self, Error> {
         let entry = |key: &str| data.get(key).map(|bytes| bytes.0.as_slice()).unwrap_or_default();
-        let current = Pair::parse(entry(CERTIFICATE), entry(KEY))?;
+        let current = CertificateKeyPair::parse(entry(CERTIFICATE), entry(KEY))?;
         current.check_name(name)?;
-        let next = Pair::parse(entry(NEXT_CERTIFICATE), entry(NEXT_KEY)).ok();
+        let next = CertificateKeyPair::parse(entry(NEXT_CERTIFICATE), entry(NEXT_KEY)).ok();
         Ok(Self {
             current: Arc::new(current),
             next: next.filter(|next| next.check_name(name).is_ok()).map(Arc::new),
@@ -149,7 +150,7 @@ impl State {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When the next decision may be another one, if nothing happens in between.
+    /// When [`Self::decide`] can next have another result without other events.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),
@@ -158,8 +159,8 @@ impl State {
     }
 }
 
-/// When two thirds of a certificate's life are over.
-fn renew_at(pair: &Pair) -> OffsetDateTime {
+/// When two thirds of a certificate's lifetime are over.
+fn renew_at(pair: &CertificateKeyPair) -> OffsetDateTime {
     pair.not_after - (pair.not_after - pair.not_before) / 3
 }
 
@@ -176,23 +177,28 @@ mod tests {
     const NAME: &str = "linkerd-sp-validator.linkerd.svc";
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
-    fn decide(stored: Option<State>, shown: Option<&Pair>, now: OffsetDateTime, known: Option<u64>) -> State {
-        let situation = Situation {
+    fn decide(
+        stored: Option<State>,
+        served: Option<&CertificateKeyPair>,
+        now: OffsetDateTime,
+        known: Option<u64>,
+    ) -> State {
+        let input = RotationInput {
             stored,
-            held: None,
-            shown,
+            last_known: None,
+            served,
             published_for: known.map(Duration::from_secs),
             now,
         };
-        State::decide(situation, NAME, &Times::default()).unwrap()
+        State::decide(input, NAME, &RotationTimes::default()).unwrap()
     }
 
-    fn leaf(pair: &Pair) -> CertificateDer<'static> {
+    fn leaf(pair: &CertificateKeyPair) -> CertificateDer<'static> {
         pair.chain().remove(0)
     }
 
     #[test]
-    fn a_certificate_is_announced_before_it_is_shown_and_trusted_until_it_ends() {
+    fn a_certificate_is_announced_before_it_is_served_and_trusted_until_it_expires() {
         let now = OffsetDateTime::now_utc();
         let first = decide(None, None, now, None);
         assert_eq!(first.bundle, [leaf(&first.current)]);
@@ -208,52 +214,55 @@ mod tests {
             assert_eq!(decide(Some(announced.clone()), None, now + 250 * DAY, known), announced);
         }
 
-        let shown = decide(Some(announced.clone()), None, now + 250 * DAY, Some(10));
-        assert_eq!((&shown.current, &shown.next), (&next, &None));
-        assert_eq!(shown.bundle, announced.bundle);
+        let served = decide(Some(announced.clone()), None, now + 250 * DAY, Some(10));
+        assert_eq!((&served.current, &served.next), (&next, &None));
+        assert_eq!(served.bundle, announced.bundle);
 
-        let forgotten = decide(Some(shown), None, now + 366 * DAY, Some(10));
-        assert!(!forgotten.bundle.contains(&leaf(&first.current)));
+        let expired = decide(Some(served), None, now + 366 * DAY, Some(10));
+        assert!(!expired.bundle.contains(&leaf(&first.current)));
     }
 
     #[test]
-    fn a_secret_that_is_gone_is_made_again_from_memory() {
+    fn a_deleted_secret_is_restored_from_memory() {
         let now = OffsetDateTime::now_utc();
-        let held = decide(None, None, now, None);
-        let situation = Situation {
+        let last_known = decide(None, None, now, None);
+        let input = RotationInput {
             stored: None,
-            held: Some(held.clone()),
-            shown: Some(&held.current),
+            last_known: Some(last_known.clone()),
+            served: Some(&last_known.current),
             published_for: None,
             now,
         };
-        assert_eq!(State::decide(situation, NAME, &Times::default()).unwrap(), held);
+        assert_eq!(
+            State::decide(input, NAME, &RotationTimes::default()).unwrap(),
+            last_known
+        );
     }
 
     #[test]
-    fn what_is_shown_stays_trusted_when_somebody_replaces_the_certificate() {
+    fn the_served_certificate_stays_trusted_when_the_secret_is_replaced() {
         let now = OffsetDateTime::now_utc();
-        let shown = decide(None, None, now, None).current;
-        let other = State::new(Arc::new(Pair::make(NAME, DAY).unwrap()));
-        let decided = decide(Some(other.clone()), Some(&shown), now, None);
+        let served = decide(None, None, now, None).current;
+        let other = State::new(Arc::new(CertificateKeyPair::generate(NAME, DAY).unwrap()));
+        let decided = decide(Some(other.clone()), Some(&served), now, None);
         assert_eq!(decided.current, other.current);
-        assert_eq!(decided.bundle, [leaf(&other.current), leaf(&shown)]);
+        assert_eq!(decided.bundle, [leaf(&other.current), leaf(&served)]);
     }
 
     #[test]
-    fn a_certificate_that_ended_is_replaced_at_once() {
+    fn an_expired_certificate_is_replaced_at_once() {
         let now = OffsetDateTime::now_utc();
         let old = decide(None, None, now, None);
         let decided = decide(Some(old.clone()), Some(&old.current), now + 400 * DAY, None);
         assert_ne!(decided.current, old.current);
         let announced = decide(Some(old.clone()), None, now + 364 * DAY, None);
         let decided = decide(Some(announced), None, now + 366 * DAY, None);
-        // Its successor was made by today's clock and has ended with it.
+        // The next certificate was generated by the current clock, so it has expired too.
         assert_ne!(decided.current, old.current);
     }
 
     #[test]
-    fn a_secret_is_read_as_it_was_written_and_mended_where_it_is_broken() {
+    fn a_secret_is_parsed_as_it_was_written_and_restored_where_it_is_invalid() {
         let now = OffsetDateTime::now_utc();
         let first = decide(None, None, now, None);
         let announced = decide(Some(first), None, now + 250 * DAY, None);
@@ -268,7 +277,7 @@ mod tests {
         assert!(without(CERTIFICATE).is_err());
         assert!(without(KEY).is_err());
         assert_eq!(without(NEXT_KEY).unwrap().next, None);
-        let mended = decide(Some(without(BUNDLE).unwrap()), None, now + 250 * DAY, None);
-        assert_eq!(mended, announced);
+        let restored = decide(Some(without(BUNDLE).unwrap()), None, now + 250 * DAY, None);
+        assert_eq!(restored, announced);
     }
 }

@@ -17,22 +17,22 @@ use tokio::time::sleep;
 use tokio_rustls::TlsConnector;
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 
-use super::certificate::Pair;
-use super::mounted::{Mounted, Paths};
+use super::certificate::CertificateKeyPair;
+use super::mounted_certificate::{MountedCertificate, Paths};
 use super::*;
 
 const NAME: &str = "linkerd-sp-validator.linkerd.svc";
 
-/// Does what an annotation of the object says.
+/// Reviews an object as its name requests.
 #[derive(Clone, Default)]
-struct Obedient {
+struct TestHandler {
     n_reviews: Arc<AtomicUsize>,
-    go_on: Arc<Notify>,
+    resume: Arc<Notify>,
 }
 
-impl Handler for Obedient {
+impl Handler for TestHandler {
     async fn review(&self, req: Request) -> Result<Answer, Failure> {
         self.n_reviews.fetch_add(1, Ordering::SeqCst);
         let object = req.object.ok_or("there is no object")?;
@@ -44,7 +44,7 @@ impl Handler for Obedient {
                 Ok(Answer::allow().patch(serde_json::from_value(patch)?))
             }
             Some("wait") => {
-                self.go_on.notified().await;
+                self.resume.notified().await;
                 Ok(Answer::allow())
             }
             _ => Ok(Answer::allow().patch(serde_json::from_value(json!([]))?)),
@@ -52,23 +52,23 @@ impl Handler for Obedient {
     }
 }
 
-struct Rig {
+struct TestServer {
     addr: SocketAddr,
-    pair: Pair,
-    creds: Arc<Creds>,
-    handler: Obedient,
+    pair: CertificateKeyPair,
+    creds: Arc<ServerCredentials>,
+    handler: TestHandler,
     registry: Registry,
     signal: Signal,
     drain: Watch,
     serving: JoinHandle<()>,
 }
 
-impl Rig {
+impl TestServer {
     async fn start() -> Self {
-        let pair = Pair::make(NAME, Duration::from_secs(600)).unwrap();
-        let creds = Arc::new(Creds::new());
+        let pair = CertificateKeyPair::generate(NAME, Duration::from_secs(600)).unwrap();
+        let creds = Arc::new(ServerCredentials::new());
         creds.install(&pair).unwrap();
-        let (registry, handler) = (Registry::new(), Obedient::default());
+        let (registry, handler) = (Registry::new(), TestHandler::default());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
@@ -141,11 +141,11 @@ fn named(name: &str) -> String {
 
 #[tokio::test]
 async fn answers_come_in_the_version_of_the_review() {
-    let rig = Rig::start().await;
+    let server = TestServer::start().await;
     for version in ["admission.k8s.io/v1", "admission.k8s.io/v1beta1"] {
         let check = async |name: &str, response: Value| {
             let expected = json!({"apiVersion": version, "kind": "AdmissionReview", "response": response});
-            assert_eq!(rig.review(version, &named(name)).await, expected);
+            assert_eq!(server.review(version, &named(name)).await, expected);
         };
         check("web", json!({"uid": "u-1", "allowed": true})).await;
         let status = json!({"status": "Failure", "message": "it is named so", "code": 400});
@@ -155,7 +155,7 @@ async fn answers_come_in_the_version_of_the_review() {
             json!({"uid": "u-1", "allowed": true, "warnings": ["odd", "very odd"]}),
         )
         .await;
-        // The patch in base64: [{"op":"add","path":"/x","value":1}]
+        // The patch in Base64: [{"op":"add","path":"/x","value":1}]
         let patch = "W3sib3AiOiJhZGQiLCJwYXRoIjoiL3giLCJ2YWx1ZSI6MX1d";
         check(
             "patch",
@@ -167,8 +167,8 @@ async fn answers_come_in_the_version_of_the_review() {
 
 #[tokio::test]
 async fn a_handler_that_fails_refuses_the_object_with_its_reason() {
-    let rig = Rig::start().await;
-    let answer = rig.review("admission.k8s.io/v1", "null").await;
+    let server = TestServer::start().await;
+    let answer = server.review("admission.k8s.io/v1", "null").await;
     assert_eq!(answer.pointer("/response/allowed"), Some(&json!(false)));
     assert_eq!(
         answer.pointer("/response/status/message"),
@@ -178,14 +178,14 @@ async fn a_handler_that_fails_refuses_the_object_with_its_reason() {
 
 #[tokio::test]
 async fn an_object_that_cannot_be_read_is_refused_and_the_next_one_is_served() {
-    let rig = Rig::start().await;
+    let server = TestServer::start().await;
     let deep = format!(
         r#"{{"metadata":{{"name":"x"}},"spec":{}{}}}"#,
         "[".repeat(5000),
         "]".repeat(5000)
     );
     for object in [deep.as_str(), r#"{"metadata":7}"#, "[]"] {
-        let answer = rig.review("admission.k8s.io/v1", object).await;
+        let answer = server.review("admission.k8s.io/v1", object).await;
         assert_eq!(answer.pointer("/response/uid"), Some(&json!("u-1")));
         assert_eq!(answer.pointer("/response/allowed"), Some(&json!(false)));
         let message = answer
@@ -194,25 +194,25 @@ async fn an_object_that_cannot_be_read_is_refused_and_the_next_one_is_served() {
             .unwrap();
         assert!(message.starts_with("the object cannot be read: "), "{message}");
     }
-    assert_eq!(rig.handler.n_reviews.load(Ordering::SeqCst), 0);
+    assert_eq!(server.handler.n_reviews.load(Ordering::SeqCst), 0);
     let large = json!({"metadata": {"name": "web", "annotations": {"x": "y".repeat(5 << 20)}}}).to_string();
-    let answer = rig.review("admission.k8s.io/v1", &large).await;
+    let answer = server.review("admission.k8s.io/v1", &large).await;
     assert_eq!(answer.pointer("/response/allowed"), Some(&json!(true)));
 }
 
 #[tokio::test]
-async fn what_is_no_review_gets_a_status_that_says_why() {
-    let rig = Rig::start().await;
+async fn invalid_reviews_get_a_status_with_the_reason() {
+    let server = TestServer::start().await;
     let check = async |method: Method, path: &str, body: String, code: u16, text: &str| {
-        let (status, body) = rig.send(method, path, body).await;
+        let (status, body) = server.send(method, path, body).await;
         let body = String::from_utf8(body.to_vec()).unwrap();
         assert_eq!(status.as_u16(), code, "{body}");
         assert!(body.starts_with(text), "{body}");
     };
     let good = || review("admission.k8s.io/v1", &named("web"));
     check(Method::POST, "/", String::new(), 200, "").await;
-    check(Method::GET, "/", good(), 404, "there is nothing at this path").await;
-    check(Method::POST, "/other", good(), 404, "there is nothing at this path").await;
+    check(Method::GET, "/", good(), 404, "not found").await;
+    check(Method::POST, "/other", good(), 404, "not found").await;
     check(
         Method::POST,
         "/",
@@ -241,12 +241,12 @@ async fn what_is_no_review_gets_a_status_that_says_why() {
     check(
         Method::POST,
         "/",
-        "x".repeat(MAX_BODY + 1),
+        "x".repeat(MAX_BODY_BYTES + 1),
         413,
         "the body is larger than 10485760",
     )
     .await;
-    let page = rig.registry.render();
+    let page = server.registry.render();
     for line in [
         r#"http_server_requests_total{code="400",method="post"} 4"#,
         r#"http_server_requests_total{code="404",method="get"} 1"#,
@@ -259,31 +259,31 @@ async fn what_is_no_review_gets_a_status_that_says_why() {
 
 #[tokio::test]
 async fn tls_is_1_3_or_nothing() {
-    let rig = Rig::start().await;
-    assert!(rig.connect(&[&TLS13]).await.is_ok());
-    let err = rig.connect(&[&TLS12]).await.unwrap_err();
+    let server = TestServer::start().await;
+    assert!(server.connect(&[&TLS13]).await.is_ok());
+    let err = server.connect(&[&TLS12]).await.unwrap_err();
     assert!(err.to_string().contains("ProtocolVersion"), "{err}");
 }
 
 #[tokio::test]
 async fn a_drain_lets_reviews_end() {
-    let mut rig = Rig::start().await;
-    let mut sender = rig.connect(&[&TLS13]).await.unwrap();
+    let mut server = TestServer::start().await;
+    let mut sender = server.connect(&[&TLS13]).await.unwrap();
     let body = review("admission.k8s.io/v1", &named("wait"));
     let req = HttpRequest::post("/")
         .header("host", NAME)
         .body(Full::new(body.into()))
         .unwrap();
     let response = tokio::spawn(sender.send_request(req));
-    while rig.handler.n_reviews.load(Ordering::SeqCst) == 0 {
+    while server.handler.n_reviews.load(Ordering::SeqCst) == 0 {
         tokio::task::yield_now().await;
     }
-    let mut idle = rig.connect(&[&TLS13]).await.unwrap();
-    let draining = tokio::spawn(std::mem::replace(&mut rig.signal, drain::channel().0).drain());
-    rig.drain.signaled().await;
-    rig.handler.go_on.notify_one();
+    let mut idle = server.connect(&[&TLS13]).await.unwrap();
+    let draining = tokio::spawn(std::mem::replace(&mut server.signal, drain::channel().0).drain());
+    server.drain.signaled().await;
+    server.handler.resume.notify_one();
     assert_eq!(response.await.unwrap().unwrap().status(), StatusCode::OK);
-    // Whoever has not heard yet is served once more, over connections old and new.
+    // Clients that have not seen the drain are still served, over existing and new connections.
     let body = review("admission.k8s.io/v1", &named("web"));
     let req = HttpRequest::post("/")
         .header("host", NAME)
@@ -294,26 +294,26 @@ async fn a_drain_lets_reviews_end() {
         (rsp.status(), &rsp.headers()["connection"]),
         (StatusCode::OK, &HeaderValue::from_static("close"))
     );
-    assert_eq!(rig.send(Method::POST, "/", body).await.0, StatusCode::OK);
+    assert_eq!(server.send(Method::POST, "/", body).await.0, StatusCode::OK);
     draining.await.unwrap();
-    rig.serving.await.unwrap();
-    assert!(TcpStream::connect(rig.addr).await.is_err());
+    server.serving.await.unwrap();
+    assert!(TcpStream::connect(server.addr).await.is_err());
 }
 
 #[tokio::test]
-async fn a_mounted_certificate_is_shown_and_swapped_while_a_bad_one_changes_nothing() {
-    let mut rig = Rig::start().await;
+async fn a_mounted_certificate_is_served_and_replaced_and_an_invalid_one_is_ignored() {
+    let mut server = TestServer::start().await;
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
-    // As Kubernetes mounts Secrets: files are links through `..data`, which is swapped.
-    let mount = |version: &str, pair: &Pair, key: &str| {
+    // As Kubernetes mounts Secrets: files are symlinks through `..data`, which is replaced.
+    let mount = |version: &str, pair: &CertificateKeyPair, key: &str| {
         std::fs::create_dir(at(version)).unwrap();
         std::fs::write(at(version).join("tls.crt"), &pair.certificate_pem).unwrap();
         std::fs::write(at(version).join("tls.key"), key).unwrap();
         std::os::unix::fs::symlink(version, at("..tmp")).unwrap();
         std::fs::rename(at("..tmp"), at("..data")).unwrap();
     };
-    let [first, second] = [(); 2].map(|()| Pair::make(NAME, Duration::from_secs(600)).unwrap());
+    let [first, second] = [(); 2].map(|()| CertificateKeyPair::generate(NAME, Duration::from_secs(600)).unwrap());
     mount("..1", &first, &first.key_pem);
     for name in ["tls.crt", "tls.key"] {
         std::os::unix::fs::symlink(format!("..data/{name}"), at(name)).unwrap();
@@ -323,25 +323,27 @@ async fn a_mounted_certificate_is_shown_and_swapped_while_a_bad_one_changes_noth
         key: at("tls.key"),
     };
     let readiness = Readiness::new();
-    let mounted = Mounted::watch(paths, rig.creds.clone()).unwrap();
-    tokio::spawn(mounted.run(readiness.latch("certificate"), rig.drain.clone()));
-    let mut shows = async |pair: Pair| {
-        rig.pair = pair;
+    let mounted = MountedCertificate::watch(paths, server.creds.clone()).unwrap();
+    tokio::spawn(mounted.run(readiness.latch("certificate"), server.drain.clone()));
+    let mut assert_served = async |pair: CertificateKeyPair| {
+        server.pair = pair;
         timeout(Duration::from_secs(20), async {
-            while rig.connect(&[&TLS13]).await.is_err() {
+            while server.connect(&[&TLS13]).await.is_err() {
                 sleep(Duration::from_millis(10)).await;
             }
         })
         .await
         .unwrap();
     };
-    let again = |pair: &Pair| Pair::parse(pair.certificate_pem.as_bytes(), pair.key_pem.as_bytes()).unwrap();
-    shows(again(&first)).await;
+    let again = |pair: &CertificateKeyPair| {
+        CertificateKeyPair::parse(pair.certificate_pem.as_bytes(), pair.key_pem.as_bytes()).unwrap()
+    };
+    assert_served(again(&first)).await;
     assert!(readiness.is_ready());
     mount("..2", &second, &first.key_pem);
-    shows(again(&first)).await;
+    assert_served(again(&first)).await;
     mount("..3", &second, &second.key_pem);
-    shows(second).await;
+    assert_served(second).await;
 }
 
 proptest! {

@@ -1,117 +1,89 @@
-//! What the control plane writes into the cluster: EndpointSlices of external workloads, and statuses of policies.
+//! Writes to the API server: EndpointSlices of external workloads, and statuses of policies and routes.
 //!
-//! Of several replicas one writes each of the two: the one that holds the lease for it. The controllers hear what the
-//! shared watches report, keep what they need of it (the objects themselves are shared with the cluster's state), and
-//! compute what is missing by pure functions. A source without an API server has nowhere to write to, and needs none of
-//! this.
+//! For each of the two one replica writes: the holder of its lease. The controllers receive the events of the shared
+//! watches, keep shared references to the objects, and compute the changes with pure functions. A directory source does
+//! not use this module.
 //!
-//! RBAC: `get`, `create` and `update` on `leases` of `coordination.k8s.io` in the namespace of the control plane, `get` on
-//! `deployments` of `apps` there (who owns the leases), and what `slices` and `statuses` name.
+//! RBAC: `get`, `create` and `update` on `leases` of `coordination.k8s.io` in the namespace of the control plane, `get`
+//! on `deployments` of `apps` there (the owners of the leases), and the rules in `slices` and `statuses`.
 
+pub mod config;
 mod metrics;
 mod queue;
 mod slices;
 mod statuses;
 
 use std::pin::Pin;
-use std::time::Duration;
 
-use ipnet::IpNet;
 use kube::Client;
 use tokio::sync::watch;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::Registry;
 
-use crate::kubernetes::lease::{self, Candidate, Timing};
-use crate::resources::event::{Event, Writer};
+use crate::kubernetes::lease::timing::LeaseTiming;
+use crate::kubernetes::lease::{self, Candidate};
+use crate::resources::event::{Event, EventWriter};
+use crate::writeback::config::Config;
 
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Namespace of the leases. Default `linkerd`.
-    pub controller_namespace: String,
-    /// The name under which this process holds leases: that of its pod.
-    pub holder: String,
-    /// The Deployment that the leases are deleted with. Default `linkerd-destination`.
-    pub deployment: String,
-    /// None where this process does not write EndpointSlices.
-    pub slices: Option<Slices>,
-    /// None where this process does not write statuses.
-    pub statuses: Option<Statuses>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Slices;
-
-#[derive(Clone, Debug)]
-pub struct Statuses {
-    /// Networks that an EgressNetwork must not claim. Default 10/8, 100.64/10, 172.16/12, 192.168/16.
-    pub cluster_networks: Vec<IpNet>,
-    /// Namespace of the EgressNetworks that hold for namespaces without their own. Default `linkerd-egress`.
-    pub global_egress_namespace: String,
-    /// How long one patch may take. Default 5 s.
-    pub patch_timeout: Duration,
-}
-
-/// Something to be run until the drain; without it the process is of no use.
+/// A task that runs until the drain. The process fails if it ends earlier.
 pub struct Task {
     pub name: &'static str,
     pub run: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-/// Puts the controllers beside whoever takes the source's events now. Returns what the source writes into instead, and
-/// the tasks to be run.
-pub fn attach(
+/// Adds the controllers to the writer of the source's events. Returns the combined writer and the tasks to run.
+pub fn add_controllers(
     client: &Client,
     config: Config,
-    writer: Writer,
+    writer: EventWriter,
     registry: &Registry,
     drain: &Watch,
-) -> (Writer, Vec<Task>) {
+) -> (EventWriter, Vec<Task>) {
     let mut tasks = Vec::new();
     let (synced, is_synced) = watch::channel(false);
     let mut writer = writer.tee(
         |event| matches!(event, Event::Synced),
-        Writer::new(move |_| {
+        EventWriter::new(move |_| {
             synced.send_replace(true);
         }),
     );
     let lease = |name, timing| lease::Config {
         namespace: config.controller_namespace.clone(),
         name,
-        holder: config.holder.clone(),
+        holder: config.lease_holder.clone(),
         field_manager: None,
-        owner: Some(config.deployment.clone()),
+        owner: Some(config.lease_owner_deployment.clone()),
         timing,
     };
     if config.slices.is_some() {
         let controller = slices::Controller::new(client.clone(), registry);
-        writer = writer.tee(slices::Controller::wants, controller.writer());
-        let lease = lease("linkerd-destination-endpoint-write", Timing::FREQUENT);
-        let (candidate, leadership) = lease::candidate(client, lease, registry);
+        writer = writer.tee(slices::Controller::handles, controller.writer());
+        let lease = lease("linkerd-destination-endpoint-write", LeaseTiming::FREQUENT);
+        let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for EndpointSlices",
-            campaign(candidate, is_synced.clone(), drain.clone()),
+            run_for_lease(candidate, is_synced.clone(), drain.clone()),
         ));
         tasks.push(Task::new(
             "writing EndpointSlices",
-            until(drain.clone(), controller.run(leadership)),
+            run_until_drain(drain.clone(), controller.run(leadership)),
         ));
     }
     if let Some(settings) = config.statuses {
         let controller = statuses::Controller::new(client.clone(), settings, registry);
-        writer = writer.tee(statuses::Controller::wants, controller.writer());
+        writer = writer.tee(statuses::Controller::handles, controller.writer());
         let lease = lease::Config {
             field_manager: Some("policy-controller"),
-            ..lease("policy-controller-write", Timing::SPARSE)
+            ..lease("policy-controller-write", LeaseTiming::SPARSE)
         };
-        let (candidate, leadership) = lease::candidate(client, lease, registry);
+        let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for statuses",
-            campaign(candidate, is_synced, drain.clone()),
+            run_for_lease(candidate, is_synced, drain.clone()),
         ));
         tasks.push(Task::new(
             "writing statuses",
-            until(drain.clone(), controller.run(leadership)),
+            run_until_drain(drain.clone(), controller.run(leadership)),
         ));
     }
     (writer, tasks)
@@ -126,11 +98,11 @@ impl Task {
     }
 }
 
-/// Campaigns once this process knows the cluster: before, what it has not heard of would look deleted.
-async fn campaign(candidate: Candidate, mut is_synced: watch::Receiver<bool>, drain: Watch) {
+/// Starts leader election after the source has synced. Before that, objects not yet listed would look deleted.
+async fn run_for_lease(candidate: Candidate, mut is_synced: watch::Receiver<bool>, drain: Watch) {
     let synced = async {
         if is_synced.wait_for(|synced| *synced).await.is_err() {
-            // There is no source any more, and the end is near.
+            // The source has ended, so the process is about to end.
             std::future::pending::<()>().await;
         }
     };
@@ -141,7 +113,7 @@ async fn campaign(candidate: Candidate, mut is_synced: watch::Receiver<bool>, dr
     candidate.run(drain).await;
 }
 
-async fn until(drain: Watch, run: impl Future<Output = ()>) {
+async fn run_until_drain(drain: Watch, run: impl Future<Output = ()>) {
     tokio::select! {
         () = drain.signaled() => {}
         () = run => {}

@@ -1,6 +1,6 @@
-//! A queue of names to work on: each at most once, failures again and again with growing pauses.
+//! A queue of names for one worker. Each name is queued at most once, and failures are retried with backoff.
 //!
-//! Pure: it is given the time. One worker takes a name, works, and says how it ended.
+//! It has no clock: callers pass the time. The worker takes a name, processes it and records the result.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -11,34 +11,34 @@ use tokio::time::Instant;
 use crate::resources::meta::Name;
 
 #[derive(Default)]
-pub(super) struct Queue {
-    /// Names that can be taken, with the time at which they were added.
+pub(super) struct WorkQueue {
+    /// Names that are ready, with the time when they were added.
     waiting: VecDeque<(Name, Instant)>,
     queued: AHashSet<Name>,
-    /// Names that wait for their pause to end.
+    /// Names in backoff, by the end of their delay.
     delayed: BTreeMap<Instant, BTreeSet<Name>>,
     failures: AHashMap<Name, u32>,
-    bucket: Bucket,
+    bucket: RetryTokenBucket,
 }
 
-/// What becomes of a name whose work failed.
+/// Outcome for a name whose reconciliation failed: retried or dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Failed {
-    /// It is tried again after a pause, for the nth time.
-    Again(u32),
-    /// It has failed too often, and waits for the next change.
+pub(super) enum FailureOutcome {
+    /// It is retried after a delay. The value is the number of the retry.
+    Retry(u32),
+    /// It has failed too often and is queued again only by the next change.
     Dropped,
 }
 
-/// Retries of all names together: a burst, and then so many a second.
+/// A token bucket for the retries of all names.
 #[derive(Default)]
-struct Bucket {
-    /// When the next retry would be free of any wait if there were no burst.
+struct RetryTokenBucket {
+    /// When the next retry could run if bursts were not allowed.
     next_at: Option<Instant>,
 }
 
-impl Queue {
-    /// Adds a name, and tells whether it was not there already.
+impl WorkQueue {
+    /// Adds a name. Returns false if it is already queued.
     pub(super) fn add(&mut self, name: Name, now: Instant) -> bool {
         if !self.queued.insert(name.clone()) {
             return false;
@@ -47,8 +47,9 @@ impl Queue {
         true
     }
 
-    /// The next name, and how long it has waited. What is added while it is worked on is taken again later.
-    pub(super) fn take(&mut self, now: Instant) -> Option<(Name, Duration)> {
+    /// Takes the next name. Also returns how long it has waited. A name that is added during its processing is queued
+    /// again.
+    pub(super) fn pop(&mut self, now: Instant) -> Option<(Name, Duration)> {
         while let Some(entry) = self.delayed.first_entry()
             && *entry.key() <= now
         {
@@ -61,27 +62,27 @@ impl Queue {
         Some((name, now.saturating_duration_since(added_at)))
     }
 
-    /// When a pause ends next.
-    pub(super) fn next_at(&self) -> Option<Instant> {
+    /// Returns when the next delay ends.
+    pub(super) fn next_retry_at(&self) -> Option<Instant> {
         self.delayed.keys().next().copied()
     }
 
-    pub(super) fn succeeded(&mut self, name: &Name) {
+    pub(super) fn record_success(&mut self, name: &Name) {
         self.failures.remove(name);
     }
 
-    pub(super) fn failed(&mut self, name: Name, now: Instant) -> Failed {
+    pub(super) fn record_failure(&mut self, name: Name, now: Instant) -> FailureOutcome {
         let failures = self.failures.entry(name.clone()).or_default();
         if *failures >= MAX_RETRIES {
             self.failures.remove(&name);
-            return Failed::Dropped;
+            return FailureOutcome::Dropped;
         }
-        let pause = MIN_PAUSE.saturating_mul(1 << *failures).min(MAX_PAUSE);
+        let delay = MIN_RETRY_DELAY.saturating_mul(1 << *failures).min(MAX_RETRY_DELAY);
         *failures += 1;
         let n = *failures;
-        let at = (now + pause).max(self.bucket.take(now));
+        let at = (now + delay).max(self.bucket.reserve(now));
         self.delayed.entry(at).or_default().insert(name);
-        Failed::Again(n)
+        FailureOutcome::Retry(n)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -89,9 +90,9 @@ impl Queue {
     }
 }
 
-impl Bucket {
-    /// When a retry that is asked for now may run.
-    fn take(&mut self, now: Instant) -> Instant {
+impl RetryTokenBucket {
+    /// Takes a token. Returns when the retry can run.
+    fn reserve(&mut self, now: Instant) -> Instant {
         let full_since = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
         let next_at = self.next_at.unwrap_or(full_since).max(full_since);
         self.next_at = Some(next_at + RETRY_INTERVAL);
@@ -99,13 +100,13 @@ impl Bucket {
     }
 }
 
-/// The limits of controllers in Kubernetes: pauses of 5 ms to 1000 s, 10 retries a second after a burst of 100.
-const MIN_PAUSE: Duration = Duration::from_millis(5);
-const MAX_PAUSE: Duration = Duration::from_secs(1000);
+/// The limits of Kubernetes controllers: backoff from 5 ms to 1000 s, 10 retries per second after a burst of 100.
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(5);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1000);
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_BURST: u32 = 100;
 
-/// The last pause is 82 s, so that a name is given up after three minutes.
+/// The last delay is 82 s, so a name is dropped after about three minutes.
 pub(super) const MAX_RETRIES: u32 = 15;
 
 #[cfg(test)]
@@ -118,59 +119,59 @@ mod tests {
 
     #[test]
     fn a_name_is_queued_once_and_taken_in_order() {
-        let (mut queue, now) = (Queue::default(), Instant::now());
+        let (mut queue, now) = (WorkQueue::default(), Instant::now());
         assert!(queue.add(name("a"), now));
         assert!(queue.add(name("b"), now));
         assert!(!queue.add(name("a"), now));
         let later = now + Duration::from_secs(1);
-        assert_eq!(queue.take(later), Some((name("a"), Duration::from_secs(1))));
-        assert!(queue.add(name("a"), later), "while it is worked on");
-        assert_eq!(queue.take(later).unwrap().0, name("b"));
-        assert_eq!(queue.take(later), Some((name("a"), Duration::ZERO)));
-        assert_eq!(queue.take(later), None);
+        assert_eq!(queue.pop(later), Some((name("a"), Duration::from_secs(1))));
+        assert!(queue.add(name("a"), later), "during its processing");
+        assert_eq!(queue.pop(later).unwrap().0, name("b"));
+        assert_eq!(queue.pop(later), Some((name("a"), Duration::ZERO)));
+        assert_eq!(queue.pop(later), None);
     }
 
     #[test]
-    fn failures_pause_longer_each_time_and_are_dropped_after_fifteen_retries() {
-        let (mut queue, mut now) = (Queue::default(), Instant::now());
+    fn failures_back_off_exponentially_and_are_dropped_after_fifteen_retries() {
+        let (mut queue, mut now) = (WorkQueue::default(), Instant::now());
         let mut pauses = Vec::new();
         for retry in 1..=MAX_RETRIES {
-            assert_eq!(queue.failed(name("a"), now), Failed::Again(retry));
-            let at = queue.next_at().unwrap();
+            assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Retry(retry));
+            let at = queue.next_retry_at().unwrap();
             pauses.push((at - now).as_millis());
-            assert_eq!(queue.take(at - Duration::from_millis(1)), None);
-            assert_eq!(queue.take(at).unwrap().0, name("a"));
+            assert_eq!(queue.pop(at - Duration::from_millis(1)), None);
+            assert_eq!(queue.pop(at).unwrap().0, name("a"));
             now = at;
         }
         assert_eq!(pauses[..4], [5, 10, 20, 40]);
         assert_eq!(pauses[14], 81_920);
-        assert_eq!(queue.failed(name("a"), now), Failed::Dropped);
-        assert_eq!(queue.next_at(), None);
+        assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Dropped);
+        assert_eq!(queue.next_retry_at(), None);
         assert_eq!(
-            queue.failed(name("a"), now),
-            Failed::Again(1),
+            queue.record_failure(name("a"), now),
+            FailureOutcome::Retry(1),
             "a new change starts over"
         );
-        queue.succeeded(&name("a"));
-        assert_eq!(queue.failed(name("a"), now), Failed::Again(1));
+        queue.record_success(&name("a"));
+        assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Retry(1));
     }
 
     #[test]
     fn retries_of_many_names_are_spread() {
-        let (mut queue, now) = (Queue::default(), Instant::now());
+        let (mut queue, now) = (WorkQueue::default(), Instant::now());
         for n in 0..150 {
-            queue.failed(name(&n.to_string()), now);
+            queue.record_failure(name(&n.to_string()), now);
         }
         let soon = now + Duration::from_millis(6);
         let mut n_soon = 0;
-        while queue.take(soon).is_some() {
+        while queue.pop(soon).is_some() {
             n_soon += 1;
         }
         assert!((100..=102).contains(&n_soon), "{n_soon}");
         let mut at = soon;
-        while let Some(next) = queue.next_at() {
+        while let Some(next) = queue.next_retry_at() {
             at = next;
-            while queue.take(at).is_some() {}
+            while queue.pop(at).is_some() {}
         }
         let last = at - now;
         assert!((4..=6).contains(&last.as_secs()), "{last:?}");

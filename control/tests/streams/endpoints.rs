@@ -1,7 +1,7 @@
 //! Manifests to the messages of Get.
 
 use tonic::Code;
-use tulle_control::cluster::{Config, EndpointsFrom, Ipv6, TransportMode};
+use tulle_control::cluster::{Config, EndpointsSource, Ipv6, TransportMode};
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{WeightedAddr, update};
@@ -334,7 +334,7 @@ async fn pods_of_both_families_are_reached_over_one() {
 #[tokio::test]
 async fn endpoints_can_drive_instead_of_slices() {
     let config = Config {
-        endpoints_from: EndpointsFrom::Endpoints,
+        endpoints_source: EndpointsSource::Endpoints,
         ..Config::default()
     };
     let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;

@@ -1,4 +1,4 @@
-//! A control plane fed from its [`Place`], asked through its own clients in process.
+//! A control plane fed from its [`ManifestStore`], asked through its own clients in process.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::grpc::Service;
-use tulle_control::tls::creds::ClientCertificates;
+use tulle_control::tls::mesh_credentials::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -18,11 +18,11 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
-use crate::place::Place;
+use crate::place::ManifestStore;
 
 pub(crate) struct Mesh {
     /// Where the manifests are.
-    pub(crate) place: Place,
+    pub(crate) place: ManifestStore,
     pub(crate) cluster: Cluster,
     pub(crate) registry: Registry,
     signal: Option<drain::Signal>,
@@ -44,7 +44,7 @@ pub(crate) async fn mesh(yaml: &str) -> Mesh {
 pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     let registry = Registry::new();
     let (signal, drain) = drain::channel();
-    let place = Place::new(yaml, &registry).await;
+    let place = ManifestStore::new(yaml, &registry).await;
     let cluster = Cluster::new(config.clone(), &registry);
     let source = place.source(&config, cluster.writer(), &registry, drain.clone()).await;
     let source = tokio::spawn(source);
@@ -90,7 +90,10 @@ impl Mesh {
         tokio::spawn(self.signal.take().unwrap().drain());
     }
 
-    fn destination(&self, config: destination::Config) -> DestinationClient<Service<destination::server::Service>> {
+    fn destination(
+        &self,
+        config: destination::config::Config,
+    ) -> DestinationClient<Service<destination::server::Service>> {
         DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
     }
 
@@ -99,12 +102,12 @@ impl Mesh {
     }
 
     pub(crate) async fn get_from(&self, path: &str, token: &str) -> Result<Streaming<Update>, Status> {
-        self.get_with(destination::Config::default(), path, token).await
+        self.get_with(destination::config::Config::default(), path, token).await
     }
 
     pub(crate) async fn get_with(
         &self,
-        config: destination::Config,
+        config: destination::config::Config,
         path: &str,
         token: &str,
     ) -> Result<Streaming<Update>, Status> {
@@ -115,16 +118,16 @@ impl Mesh {
 
     pub(crate) async fn profiles(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
         // Settings of HTTP/2 are told, so that answers show whom they are meant for.
-        let config = destination::Config {
+        let config = destination::config::Config {
             http2: Some(Http2ClientParams::default()),
-            ..destination::Config::default()
+            ..destination::config::Config::default()
         };
         self.profiles_with(config, path, token).await
     }
 
     pub(crate) async fn profiles_with(
         &self,
-        config: destination::Config,
+        config: destination::config::Config,
         path: &str,
         token: &str,
     ) -> Result<Streaming<DestinationProfile>, Status> {
@@ -159,7 +162,7 @@ impl Mesh {
     }
 
     pub(crate) async fn policies(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
-        let config = policy::Config::default();
+        let config = policy::config::Config::default();
         let server = policy::outbound_server(self.cluster.clone(), config, self.drain.clone());
         let target = match target.parse::<std::net::SocketAddr>() {
             Ok(addr) => traffic_spec::Target::Addr(addr.into()),

@@ -678,7 +678,7 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
         ("HTTPRoute", "gRPC", 13),
     ] {
         let failure = failure_of(kind, protocol, web, "{}").await;
-        let cause = format!("the Server's proxyProtocol is {protocol}, which has no routes of this kind");
+        let cause = format!("the Server's proxyProtocol is {protocol}, which does not support routes of this kind");
         assert_eq!(failure, (code, format!("{kind} shop/r: {cause}")), "{protocol}");
     }
     for protocol in ["opaque", "TLS"] {
@@ -696,8 +696,7 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
         for field in ["port", "sectionName"] {
             let parent = format!("{web}, {field}: {}", if field == "port" { "8080" } else { "x" });
             let failure = failure_of(kind, protocol, &parent, "{}").await;
-            let cause =
-                format!("the parentRef has a {field}, which means nothing where the parent is a Server; leave it out");
+            let cause = format!("the parentRef has a {field}, which is not supported for a Server; remove it");
             assert_eq!(failure, (code, format!("{kind} shop/r: {cause}")));
         }
     }
@@ -739,7 +738,7 @@ async fn a_rate_limit_of_a_protocol_that_has_none_is_not_passed_by() {
         format!("{}{server}{limit}", workloads(""))
     };
     let told = told(&manifests("gRPC"), Config::default(), WEB, 8080).await;
-    let cause = "the Server's proxyProtocol is gRPC, for which there are no rate limits";
+    let cause = "the Server's proxyProtocol is gRPC, which does not support rate limits";
     let expected = format!("HTTPLocalRateLimitPolicy shop/limit: {cause}");
     assert_eq!(failure(told.protocol.unwrap().kind.unwrap()), (13, expected));
     for (protocol, expected) in [("HTTP/1", 0), ("gRPC", 1), ("opaque", 1), ("TLS", 1)] {

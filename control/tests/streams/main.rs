@@ -1,4 +1,6 @@
 //! Manifests in a directory to the messages that proxies get.
+
+#![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
 mod derived;

@@ -129,7 +129,7 @@ async fn bad_backends_fail_in_the_manner_of_their_protocol() {
         let line = told(&manifests, "10.247.0.10:80").await.swap_remove(1);
         let expected = format!(
             "gateway {kind} shop/r -> 3*web.shop:80 | 1*nothing (Service shop/gone:80) {failure} \"Service not found gone\" \
-             | 1*nothing (invalid) {failure} \"the backend is none that can be sent to\" \
+             | 1*nothing (invalid) {failure} \"the backend is neither a Service with a port nor an EgressNetwork\" \
              | 1*nothing (policy EgressNetwork shop/out) {failure} \"EgressNetwork not found out\""
         );
         assert_eq!(line, expected);

@@ -4,25 +4,25 @@ use std::path::Path;
 
 use tempfile::TempDir;
 use tulle_control::cluster::Config;
-use tulle_control::resources::event::Writer;
-use tulle_control::source::dir::{self, Report};
+use tulle_control::resources::event::EventWriter;
+use tulle_control::source::directory_source::{self, ManifestReport};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 
 use crate::harness::Mesh;
 
-pub(crate) struct Place {
+pub(crate) struct ManifestStore {
     dir: TempDir,
-    report: Report,
+    report: ManifestReport,
 }
 
-impl Place {
+impl ManifestStore {
     pub(crate) async fn new(yaml: &str, registry: &Registry) -> Self {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("mesh.yaml"), yaml).unwrap();
         Self {
             dir,
-            report: Report::new(registry),
+            report: ManifestReport::new(registry),
         }
     }
 
@@ -30,11 +30,11 @@ impl Place {
     pub(crate) async fn source(
         &self,
         _config: &Config,
-        writer: Writer,
+        writer: EventWriter,
         _registry: &Registry,
         drain: drain::Watch,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let source = dir::run(self.dir.path().to_owned(), writer, self.report.clone(), drain);
+        let source = directory_source::run(self.dir.path().to_owned(), writer, self.report.clone(), drain);
         async { source.await.unwrap() }
     }
 

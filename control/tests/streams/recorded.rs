@@ -63,7 +63,7 @@ async fn recorded_policies_of_ports_are_ours() {
 #[tokio::test]
 async fn recorded_profiles_and_endpoints_are_ours() {
     let mesh = loaded("destination").await;
-    let config = destination::Config {
+    let config = destination::config::Config {
         http2: Some(Http2ClientParams {
             keep_alive: Some(KeepAlive {
                 interval: seconds(10),
@@ -72,7 +72,7 @@ async fn recorded_profiles_and_endpoints_are_ours() {
             }),
             ..Http2ClientParams::default()
         }),
-        ..destination::Config::default()
+        ..destination::config::Config::default()
     };
     let mut found = Found::of(DESTINATION);
     for one in recorded("destination") {

@@ -1,7 +1,8 @@
 //! The tables of destination: what is in the cluster, what is asked, and the words that the answer must hold.
 
-use tulle_control::cluster::{Config, EndpointsFrom, H2Upgrade, Ipv6, TransportMode};
-use tulle_control::destination::{self, ZoneWeights};
+use tulle_control::cluster::{Config, EndpointsSource, H2Upgrade, Ipv6, TransportMode};
+use tulle_control::destination;
+use tulle_control::destination::config::ZoneWeights;
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddr, update};
@@ -583,10 +584,10 @@ async fn zones_are_labels_and_may_weigh() {
     let endpoints = "{addresses: [10.3.0.1], zone: a}, {addresses: [10.3.0.2], zone: b}, {addresses: [10.3.0.3]}";
     let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{endpoints}]"))).await;
     let path = "web.shop.svc.cluster.local:80";
-    let equal = destination::Config::default();
-    let preferring = destination::Config {
+    let equal = destination::config::Config::default();
+    let preferring = destination::config::Config {
         zone_weights: ZoneWeights::PreferLocal,
-        ..destination::Config::default()
+        ..destination::config::Config::default()
     };
     let rows = [
         (
@@ -650,7 +651,7 @@ async fn endpoints_count_their_ready_addresses_only() {
            - addresses: [{ip: 10.3.0.1, hostname: web-0}]\n  notReadyAddresses: [{ip: 10.3.0.2}]\n  \
            ports: [{name: http, port: 8080}]\n";
     let config = Config {
-        endpoints_from: EndpointsFrom::Endpoints,
+        endpoints_source: EndpointsSource::Endpoints,
         ..Config::default()
     };
     let mesh = mesh_with(&yaml, config).await;

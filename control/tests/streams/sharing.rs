@@ -6,7 +6,7 @@ use http_body_util::{BodyExt as _, Full};
 use prost::Message;
 use tonic::body::Body;
 use tower::Service;
-use tulle_control::tls::creds::ClientCertificates;
+use tulle_control::tls::mesh_credentials::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_proto::destination::{GetDestination, Update};
 use tulle_proto::inbound::PortSpec;
@@ -82,7 +82,11 @@ fn get(path: &str, node: &str) -> GetDestination {
 fn destination(
     mesh: &Mesh,
 ) -> impl Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible> {
-    destination::server(mesh.cluster.clone(), destination::Config::default(), mesh.drain())
+    destination::server(
+        mesh.cluster.clone(),
+        destination::config::Config::default(),
+        mesh.drain(),
+    )
 }
 
 #[tokio::test]
@@ -116,9 +120,9 @@ async fn services_with_other_settings_do_not_share() {
     let mesh = mesh(MANIFESTS).await;
     let near = get(WEB, "near");
     let first = data(&mut open(&mut destination(&mesh), "Get", &near).await).await;
-    let config = destination::Config {
-        zone_weights: destination::ZoneWeights::PreferLocal,
-        ..destination::Config::default()
+    let config = destination::config::Config {
+        zone_weights: destination::config::ZoneWeights::PreferLocal,
+        ..destination::config::Config::default()
     };
     let mut other = destination::server(mesh.cluster.clone(), config, mesh.drain());
     assert!(!are_shared(
@@ -145,7 +149,7 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut once = open(&mut inbound, "GetPort", &port).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut once).await));
 
-    let mut outbound = policy::outbound_server(mesh.cluster.clone(), policy::Config::default(), mesh.drain());
+    let mut outbound = policy::outbound_server(mesh.cluster.clone(), policy::config::Config::default(), mesh.drain());
     let traffic = TrafficSpec {
         source_workload: "shop:client".to_owned(),
         target: Some(traffic_spec::Target::Authority(WEB.to_owned())),

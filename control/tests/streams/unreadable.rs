@@ -412,7 +412,7 @@ async fn kinds_of_a_directory_that_are_not_read_are_told() {
     eventually(|| mesh.errors().len() == 1).await;
     let error = mesh.errors().concat();
     assert!(
-        error.contains("Sever is no kind of policy.linkerd.io; accepted: Server"),
+        error.contains("unknown kind Sever in group policy.linkerd.io; supported: Server"),
         "{error}"
     );
 }

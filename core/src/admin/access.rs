@@ -1,4 +1,4 @@
-//! Who may have what the admin server shows: a judgement that a binary brings.
+//! Authorization of admin requests; each binary supplies the check.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -9,28 +9,28 @@ use http::{StatusCode, request};
 
 use crate::identity::Identity;
 
-/// Judges a request before its handler sees it; an error is the status of the answer.
-pub type Guard = Arc<dyn Fn(Caller, request::Parts) -> Judging + Send + Sync>;
+/// Authorizes a request before its handler runs. An error is the status of the response.
+pub type AuthorizeFn = Arc<dyn Fn(Caller, request::Parts) -> AuthorizeFuture + Send + Sync>;
 
-/// A judgement under way.
-pub type Judging = Pin<Box<dyn Future<Output = Result<(), StatusCode>> + Send>>;
+/// The future of an authorization check.
+pub type AuthorizeFuture = Pin<Box<dyn Future<Output = Result<(), StatusCode>> + Send>>;
 
-/// Who asks.
+/// The client of an admin request.
 #[derive(Clone, Debug)]
 pub struct Caller {
     pub client: SocketAddr,
-    /// The address of this machine at which the client asks.
+    /// The local address that the client connected to.
     pub local: SocketAddr,
     pub tls: Tls,
 }
 
-/// How the connection of a client is secured.
+/// Whether the client's connection uses TLS.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Tls {
     #[default]
     None,
     Terminated {
-        /// The verified identity of the client, if it has shown one.
+        /// The client's verified identity, if it presented a certificate.
         client_id: Option<Identity>,
     },
 }

@@ -1,10 +1,10 @@
-//! A tiny HTTP server for operators: metrics, probes, and what else a binary adds.
+//! Admin server: a small HTTP server for metrics, probes and further paths of each binary.
 //!
-//! It speaks HTTP/1 and HTTP/2, in the clear and over TLS where a binary brings that; its requests and responses fit into
-//! memory.
+//! It speaks HTTP/1 and HTTP/2, in plaintext, and over TLS if the binary supplies a TLS terminator. Request and response
+//! bodies are held in memory.
 
 pub mod access;
-mod pages;
+mod metrics_renderer;
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -29,26 +29,26 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::addr::canonical;
-use crate::admin::access::{Caller, Guard, Tls};
-use crate::admin::pages::{Coding, Pages};
+use crate::admin::access::{AuthorizeFn, Caller, Tls};
+use crate::admin::metrics_renderer::{ContentEncoding, MetricsRenderer};
 use crate::descriptors;
 use crate::drain::Watch;
-use crate::listener::{Accepted, Listener};
+use crate::listener::{AcceptedConnection, Listener};
 use crate::metrics::Registry;
-use crate::ready::Readiness;
+use crate::readiness::Readiness;
 
-/// The server, until it is served.
+/// An admin server that is being configured; [`serve`](Self::serve) starts it.
 pub struct Admin {
     registry: Registry,
     routes: Routes,
-    terminate: Option<Terminate>,
+    terminate: Option<TlsTerminator>,
 }
 
-/// What a handler gets.
+/// The input of a handler.
 #[derive(Clone, Debug)]
 pub struct AdminRequest {
     pub client: SocketAddr,
-    /// The address of this machine at which the client asks.
+    /// The local address that the client connected to.
     pub local: SocketAddr,
     pub method: Method,
     pub query: Option<String>,
@@ -56,35 +56,35 @@ pub struct AdminRequest {
     pub body: Bytes,
 }
 
-/// Which HTTP a connection speaks.
+/// The HTTP version of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     Http1,
     Http2,
 }
 
-/// A connection whose bytes are HTTP.
+/// A byte stream that carries HTTP: TCP, or TLS over TCP.
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
-/// What is left of a connection once its TLS is off.
-type Opened = (Box<dyn Stream>, Version, Tls);
-type Terminate = Arc<dyn Fn(TcpStream) -> OpenedFuture + Send + Sync>;
-type OpenedFuture = Pin<Box<dyn Future<Output = io::Result<Opened>> + Send>>;
+/// A stream after TLS termination, with its HTTP version and TLS state.
+type AcceptedStream = (Box<dyn Stream>, Version, Tls);
+type TlsTerminator = Arc<dyn Fn(TcpStream) -> TerminateFuture + Send + Sync>;
+type TerminateFuture = Pin<Box<dyn Future<Output = io::Result<AcceptedStream>> + Send>>;
 
 #[derive(Default)]
 struct Routes {
     handlers: HashMap<Cow<'static, str>, Handler>,
-    /// Paths that are open to everybody, whatever the guard says.
-    open: HashSet<Cow<'static, str>>,
-    guard: Option<Guard>,
+    /// Paths without authorization, regardless of `authorize`.
+    public_paths: HashSet<Cow<'static, str>>,
+    authorize: Option<AuthorizeFn>,
 }
 
 type Handler = Arc<dyn Fn(AdminRequest) -> HandlerFuture + Send + Sync>;
 type HandlerFuture = Pin<Box<dyn Future<Output = Response<Full<Bytes>>> + Send>>;
 
-/// A response of plain text.
+/// A plain-text response.
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
     let mut rsp = Response::new(Full::new(body.into()));
     *rsp.status_mut() = status;
@@ -94,21 +94,21 @@ pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>>
 }
 
 impl AdminRequest {
-    /// Whether the client is on this machine; v4-mapped loopback addresses count.
+    /// Whether the client's address is loopback; IPv4-mapped loopback addresses count.
     pub fn is_loopback(&self) -> bool {
         canonical(self.client).ip().is_loopback()
     }
 }
 
 impl Admin {
-    /// A server of `/metrics`, `/live` and `/ready`.
+    /// A server for `/metrics`, `/live` and `/ready`.
     pub fn new(registry: Registry, readiness: Readiness) -> Self {
         let admin = Self {
             registry: registry.clone(),
             routes: Routes::default(),
             terminate: None,
         };
-        let pages = Arc::new(Pages::new(registry));
+        let pages = Arc::new(MetricsRenderer::new(registry));
         admin
             .route("/metrics", move |req| {
                 let pages = pages.clone();
@@ -118,7 +118,7 @@ impl Admin {
             .probe("/ready", move |_| std::future::ready(ready(&readiness)))
     }
 
-    /// Serves this path, whatever the method, by this handler.
+    /// Serves this path with this handler, for every method.
     pub fn route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
@@ -132,7 +132,7 @@ impl Admin {
         self
     }
 
-    /// Serves this path as [`Self::route`] does, to everybody: the kubelet proves nothing.
+    /// Adds a route as [`Self::route`] does, but without authorization, because the kubelet presents no identity.
     pub fn probe<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
@@ -142,19 +142,20 @@ impl Admin {
         F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
     {
         let path = path.into();
-        self.routes.open.insert(path.clone());
+        self.routes.public_paths.insert(path.clone());
         self.route(path, handler)
     }
 
-    /// Has other requests than probes judged first.
-    pub fn guarded_by(mut self, guard: Guard) -> Self {
-        self.routes.guard = Some(guard);
+    /// Sets the authorization check for all requests except probes.
+    pub fn authorize_with(mut self, guard: AuthorizeFn) -> Self {
+        self.routes.authorize = Some(guard);
         self
     }
 
-    /// Hands connections that begin with TLS to `terminate`, unread; it says what comes out of them.
+    /// Sets the TLS terminator for connections whose first byte starts a TLS handshake; nothing has been read from them.
     ///
-    /// It may take a minute, and is cut then; its client has said something within five seconds.
+    /// The terminator returns the decrypted stream. It is cancelled after 60 seconds. The client must send its first byte
+    /// within five seconds.
     pub fn tls<F, S>(mut self, terminate: impl Fn(TcpStream) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = io::Result<(S, Version, Tls)>> + Send + 'static,
@@ -171,12 +172,13 @@ impl Admin {
         self
     }
 
-    /// Serves until the drain, then lets the requests in flight end, bounded. When all places are taken, newcomers are served,
-    /// and those who have most of them lose one.
+    /// Serves until the drain starts, then waits for requests in flight, for a limited time.
+    ///
+    /// At the connection limit, a new connection replaces one of the client that has the most.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
         let (routes, terminate) = (Arc::new(self.routes), self.terminate);
-        let max = MAX_CONNECTIONS.min(descriptors::limit() / 8);
+        let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 8);
         let listener = Listener::new("admin", listener, max, &self.registry);
         let watch = drain.clone();
         let serve = move |accepted| serve_connection(accepted, terminate.clone(), routes.clone(), watch.clone());
@@ -184,33 +186,38 @@ impl Admin {
     }
 }
 
-async fn serve_connection(accepted: Accepted, terminate: Option<Terminate>, routes: Arc<Routes>, drain: Watch) {
+async fn serve_connection(
+    accepted: AcceptedConnection,
+    terminate: Option<TlsTerminator>,
+    routes: Arc<Routes>,
+    drain: Watch,
+) {
     let (client, is_tls) = (accepted.client, accepted.is_tls());
-    let Accepted { stream, place, .. } = accepted;
+    let AcceptedConnection { stream, permit, .. } = accepted;
     let local = match stream.local_addr() {
         Ok(local) => canonical(local),
-        Err(err) => return debug!(%client, %err, "an admin connection has no address"),
+        Err(err) => return debug!(%client, %err, "reading the local address of an admin connection failed"),
     };
     let caller = |tls| Caller { client, local, tls };
     let opened = match terminate.filter(|_| is_tls) {
-        Some(terminate) => timeout(HEAD_LIMIT, terminate(stream)).await,
-        None => timeout(HEAD_LIMIT, open(stream)).await,
+        Some(terminate) => timeout(HEADER_READ_TIMEOUT, terminate(stream)).await,
+        None => timeout(HEADER_READ_TIMEOUT, detect_version(stream)).await,
     };
     let served = match opened {
-        Ok(Ok((stream, Version::Http2, tls))) => serve_http2(place.watch(stream), caller(tls), routes, drain).await,
-        Ok(Ok((stream, Version::Http1, tls))) => serve_http1(place.watch(stream), caller(tls), routes, drain).await,
-        Ok(Err(err)) => return debug!(%client, %err, "opening an admin connection failed"),
-        Err(_) => return debug!(%client, "an admin connection was not opened in time"),
+        Ok(Ok((stream, Version::Http2, tls))) => serve_http2(permit.track(stream), caller(tls), routes, drain).await,
+        Ok(Ok((stream, Version::Http1, tls))) => serve_http1(permit.track(stream), caller(tls), routes, drain).await,
+        Ok(Err(err)) => return debug!(%client, %err, "TLS or protocol detection of an admin connection failed"),
+        Err(_) => return debug!(%client, "an admin connection did not finish TLS and protocol detection in time"),
     };
     if let Err(err) = served {
         debug!(%client, %err, "serving an admin connection failed");
     }
 }
 
-/// Learns what the client speaks from the HTTP/2 preface, which no HTTP/1 method begins like.
+/// Detects the HTTP version from the first three bytes of the HTTP/2 preface, with which no HTTP/1 method starts.
 ///
-/// A preface that comes in pieces of one or two bytes is taken for HTTP/1 and refused there.
-async fn open(stream: TcpStream) -> io::Result<Opened> {
+/// A preface that arrives in pieces of one or two bytes is taken for HTTP/1 and refused there.
+async fn detect_version(stream: TcpStream) -> io::Result<AcceptedStream> {
     let mut start = [0; 3];
     let n = stream.peek(&mut start).await?;
     let version = match start[..n] == *b"PRI" {
@@ -229,7 +236,7 @@ async fn serve_http1(
     let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
     let conn = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_LIMIT)
+        .header_read_timeout(HEADER_READ_TIMEOUT)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
     tokio::select! {
@@ -248,8 +255,8 @@ async fn serve_http2(
     let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
-        .keep_alive_interval(HEAD_LIMIT)
-        .max_concurrent_streams(MAX_STREAMS)
+        .keep_alive_interval(HEADER_READ_TIMEOUT)
+        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
     tokio::select! {
@@ -269,13 +276,13 @@ async fn respond(
     let Some(handler) = routes.handlers.get(path) else {
         return Ok(text(StatusCode::NOT_FOUND, "not found\n"));
     };
-    if let Some(guard) = &routes.guard
-        && !routes.open.contains(path)
+    if let Some(guard) = &routes.authorize
+        && !routes.public_paths.contains(path)
         && let Err(status) = guard(caller.clone(), head.clone()).await
     {
         return Ok(text(status, "refused by the policy of this port\n"));
     }
-    let body = match timeout(BODY_LIMIT, Limited::new(body, MAX_BODY).collect()).await {
+    let body = match timeout(BODY_READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(_)) => {
             return Ok(text(
@@ -297,7 +304,7 @@ async fn respond(
     .await)
 }
 
-/// Whether the process is ready; if not, a line for each thing that is missing.
+/// The response of `/ready`: 200, or one line for each reason why the process is not ready.
 fn ready(readiness: &Readiness) -> Response<Full<Bytes>> {
     let reasons = readiness.reasons();
     if reasons.is_empty() {
@@ -311,10 +318,10 @@ fn ready(readiness: &Readiness) -> Response<Full<Bytes>> {
     text(StatusCode::SERVICE_UNAVAILABLE, page)
 }
 
-async fn metrics(pages: &Pages, headers: &HeaderMap) -> Response<Full<Bytes>> {
+async fn metrics(pages: &MetricsRenderer, headers: &HeaderMap) -> Response<Full<Bytes>> {
     let coding = match accepts_gzip(headers) {
-        true => Coding::Gzip,
-        false => Coding::Plain,
+        true => ContentEncoding::Gzip,
+        false => ContentEncoding::Plain,
     };
     let Some(page) = pages.get(coding).await else {
         return text(StatusCode::INTERNAL_SERVER_ERROR, "");
@@ -322,7 +329,7 @@ async fn metrics(pages: &Pages, headers: &HeaderMap) -> Response<Full<Bytes>> {
     let mut rsp = text(StatusCode::OK, page);
     let headers = rsp.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
-    if coding == Coding::Gzip {
+    if coding == ContentEncoding::Gzip {
         headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
     }
     rsp
@@ -338,14 +345,14 @@ fn accepts_gzip(headers: &HeaderMap) -> bool {
         .any(|coding| coding.split(';').next().unwrap_or("").trim() == "gzip")
 }
 
-/// More than any monitoring needs; less where the process may have few files.
+/// Maximum number of open connections; lower if the limit of open files is low.
 const MAX_CONNECTIONS: usize = 256;
-/// Requests at once on a connection of HTTP/2.
-const MAX_STREAMS: u32 = 16;
-const MAX_BODY: usize = 64 * 1024;
-/// How long a connection may take from its first byte to the end of TLS and of the first head, and be without a request.
-const HEAD_LIMIT: Duration = Duration::from_secs(60);
-const BODY_LIMIT: Duration = Duration::from_secs(10);
+/// Maximum number of concurrent requests on an HTTP/2 connection.
+const MAX_CONCURRENT_STREAMS: u32 = 16;
+const MAX_BODY_BYTES: usize = 64 * 1024;
+/// Maximum time for the TLS handshake, and for receiving a request head, idle time included. Also the HTTP/2 ping interval.
+const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(60);
+const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests;

@@ -124,14 +124,14 @@ async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
         "PUT Some(\"a=b\") b\"hello\" true\n"
     );
     let req = Request::put("/echo")
-        .body(Full::new(Bytes::from(vec![0; MAX_BODY + 1])))
+        .body(Full::new(Bytes::from(vec![0; MAX_BODY_BYTES + 1])))
         .unwrap();
     assert_eq!(send(running.addr, req).await.status(), StatusCode::PAYLOAD_TOO_LARGE);
 }
 
 #[tokio::test]
-async fn a_connection_that_begins_as_tls_does_is_opened_first() {
-    // What opens it here takes one byte off, and believes the next.
+async fn a_connection_that_starts_with_tls_goes_to_the_terminator() {
+    // This terminator reads one byte and takes the next one as the HTTP version.
     async fn open(mut stream: TcpStream) -> io::Result<(TcpStream, Version, Tls)> {
         assert_eq!(stream.read_u8().await?, 22, "nothing was read before");
         let version = match stream.read_u8().await? {
@@ -151,7 +151,7 @@ async fn a_connection_that_begins_as_tls_does_is_opened_first() {
         assert_eq!(rsp.body(), "live\n");
     }
     assert_eq!(send(running.addr, get("/live")).await.body(), "live\n");
-    // Without anybody to open it, it is a request that nobody understands.
+    // Without a TLS terminator, a TLS handshake is an invalid HTTP request.
     let running = start().await;
     let mut stream = TcpStream::connect(running.addr).await.unwrap();
     stream.write_all(b"\x16\x03\x01\x00\x05hello\r\n\r\n").await.unwrap();
@@ -161,15 +161,15 @@ async fn a_connection_that_begins_as_tls_does_is_opened_first() {
 }
 
 #[tokio::test]
-async fn a_guard_judges_all_but_probes() {
-    let guard: Guard = Arc::new(|caller, head| {
+async fn all_requests_but_probes_are_authorized() {
+    let guard: AuthorizeFn = Arc::new(|caller, head| {
         assert!(caller.client.ip().is_loopback() && caller.tls == Tls::None);
         Box::pin(std::future::ready(match head.uri.path() {
             "/echo" => Ok(()),
             _ => Err(StatusCode::FORBIDDEN),
         }))
     });
-    let running = start_with(|admin| admin.guarded_by(guard)).await;
+    let running = start_with(|admin| admin.authorize_with(guard)).await;
     for (path, status) in [
         ("/metrics", StatusCode::FORBIDDEN),
         ("/echo", StatusCode::OK),
@@ -212,9 +212,9 @@ async fn a_drain_closes_idle_connections_and_the_listener() {
 }
 
 #[tokio::test]
-async fn probes_are_answered_while_strangers_hold_all_connections() {
+async fn probes_are_answered_while_other_clients_hold_all_connections() {
     let running = start().await;
-    let mut strangers = Vec::new();
+    let mut idle_clients = Vec::new();
     for start in [
         &b""[..],
         b"G",
@@ -222,10 +222,10 @@ async fn probes_are_answered_while_strangers_hold_all_connections() {
         b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n",
     ] {
         for _ in 0..MAX_CONNECTIONS {
-            let mut stranger = TcpStream::connect(running.addr).await.unwrap();
-            // Those who came first may have lost their places by now.
-            let _ = stranger.write_all(start).await;
-            strangers.push(stranger);
+            let mut idle_client = TcpStream::connect(running.addr).await.unwrap();
+            // The oldest connections may be evicted by now.
+            let _ = idle_client.write_all(start).await;
+            idle_clients.push(idle_client);
         }
         for path in ["/live", "/ready"] {
             let answered = timeout(Duration::from_secs(5), send(running.addr, get(path))).await;

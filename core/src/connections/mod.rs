@@ -1,17 +1,20 @@
-//! Bounds the connections of a listener, so that no client can starve the others.
+//! Connection limit of a listener, shared fairly between clients.
 //!
-//! A new connection is admitted even if all places are taken: another connection is closed for it. That is one of a client
-//! address that has more than its share, else of a global IPv6 network of which this is true, else of the addresses that have
-//! the most one that is not in use, else of any the one that has been silent for the longest.
-//! Connections whose peer has proven an identity are closed last. They have three quarters of the places at least, and leave
-//! the rest to those who are about to prove theirs: then an identity, or one of its addresses, loses what it has above its share.
-//! Where [`Within::Keep`] is chosen, an address does not lose connections that have carried bytes to its own newcomers.
+//! When the limit is reached, a new connection replaces an open one. The first rule that applies selects it:
+//! 1. a connection of a client address that has more than its fair share;
+//! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
+//! 3. an unused or idle connection of the addresses that have the most connections;
+//! 4. the connection that has been idle for the longest time.
+//!
+//! Connections with a verified identity are evicted last. They can hold at least three quarters of the limit. If fewer than
+//! a quarter of the limit are unverified, a verified client or identity above its share loses a connection instead.
+//! With [`FullLimitPolicy::CloseUnusedOnly`], an address does not lose used connections to its own new ones.
 
-mod shares;
+mod eviction;
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,73 +28,64 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::metrics::{Counter, Labels, Registry};
-use shares::{Connection, State, Terms};
+pub use eviction::FullLimitPolicy;
+use eviction::{Connection, Connections, EvictionParams, global_network};
 
-/// The places of one listener.
+/// The connection limit of one listener.
 pub struct ConnectionLimiter {
     server: &'static str,
     max: usize,
-    within: Within,
-    state: Mutex<State>,
+    full_limit_policy: FullLimitPolicy,
+    state: Mutex<Connections>,
     warned_at: Mutex<Option<Instant>>,
-    /// Connections closed for others, and those that found no place.
+    /// Connections that were evicted. The next counter has those that were refused.
     closed: Arc<Counter>,
     refused: Arc<Counter>,
 }
 
-/// What happens if a newcomer is of the address that has the most connections.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Within {
-    /// The longest silent connection of the address is closed for it.
-    Replace,
-    /// A connection that has never carried a byte is closed for it. If there is none, the newcomer is refused: a client that has
-    /// too many connections keeps those that it uses.
-    Keep,
-}
-
-/// The place of one connection, until it is dropped.
-pub struct Place {
+/// Counts one connection towards the limit until it is dropped.
+pub struct ConnectionPermit {
     limiter: Arc<ConnectionLimiter>,
     connection: Arc<Connection>,
 }
 
-/// Says what happens on a connection that has a place.
+/// Records the activity of an admitted connection, and the task that serves it.
 #[derive(Clone)]
-pub struct Activity(Arc<Connection>);
+pub struct ActivityTracker(Arc<Connection>);
 
-/// A stream whose place knows when it carries bytes.
-pub struct Watched<S> {
+/// A stream that records its activity.
+pub struct TrackedStream<S> {
     stream: S,
-    activity: Activity,
+    activity: ActivityTracker,
 }
 
 impl ConnectionLimiter {
-    /// A limiter of `max` places for a server of this name, by which metrics and logs know it.
-    pub fn new(server: &'static str, max: usize, within: Within, registry: &Registry) -> Arc<Self> {
+    /// A limiter for at most `max` connections. Metrics and logs use the server's name.
+    pub fn new(server: &'static str, max: usize, full_limit_policy: FullLimitPolicy, registry: &Registry) -> Arc<Self> {
         Arc::new(Self {
             server,
             max,
-            within,
+            full_limit_policy,
             state: Mutex::default(),
             warned_at: Mutex::default(),
-            closed: closed(server, "place_taken", registry),
-            refused: closed(server, "no_place", registry),
+            closed: closed_counter(server, "evicted", registry),
+            refused: closed_counter(server, "limit_reached", registry),
         })
     }
 
-    /// A place for a connection from this address. If all are taken, another connection is closed. There is no place if none may
-    /// be closed.
-    pub fn admit(self: &Arc<Self>, client: IpAddr) -> Option<Place> {
+    /// Admits a connection from this address. At the limit, another connection is closed for it; `None` if none may be
+    /// closed.
+    pub fn admit(self: &Arc<Self>, client: IpAddr) -> Option<ConnectionPermit> {
         let client = client.to_canonical();
-        let terms = Terms {
+        let params = EvictionParams {
             max: self.max,
-            within: self.within,
+            full_limit_policy: self.full_limit_policy,
             now: Instant::now(),
         };
         let mut state = self.state.lock();
         let mut victim = None;
         if state.n() >= self.max {
-            victim = state.take_victim(client, terms);
+            victim = state.evict_for(client, params);
             if victim.is_none() {
                 drop(state);
                 self.refused.inc();
@@ -99,94 +93,94 @@ impl ConnectionLimiter {
                 return None;
             }
         }
-        let connection = state.add(client, terms.now);
+        let connection = state.add(client, params.now);
         drop(state);
         if let Some(closed) = victim {
             closed.close();
             self.closed.inc();
             self.warn(closed.ip);
         }
-        Some(Place {
+        Some(ConnectionPermit {
             limiter: self.clone(),
             connection,
         })
     }
 
-    /// How many places there are.
+    /// The maximum number of connections.
     pub fn max(&self) -> usize {
         self.max
     }
 
-    /// How many connections have a place.
-    pub fn n(&self) -> usize {
+    /// The number of admitted connections.
+    pub fn n_connections(&self) -> usize {
         self.state.lock().n()
     }
 
     fn warn(&self, client: IpAddr) {
         let now = Instant::now();
         let mut warned_at = self.warned_at.lock();
-        if warned_at.is_none_or(|before| now - before >= WARNING_INTERVAL) {
+        if warned_at.is_none_or(|before| now - before >= FULL_WARNING_INTERVAL) {
             *warned_at = Some(now);
-            warn!(server = self.server, max = self.max, %client, "all places are taken, closing connections of this client");
+            warn!(server = self.server, max = self.max, %client, "connection limit reached, closing or refusing connections of this client");
         }
     }
 }
 
-impl Place {
-    /// Says which identity the peer has proven: its connection is closed after those of strangers.
-    pub fn verified(&self, identity: &str) {
+impl ConnectionPermit {
+    /// Sets the verified identity of the peer. Such a connection is evicted after unverified ones.
+    pub fn set_identity(&self, identity: &str) {
         self.limiter.state.lock().verify(&self.connection, identity);
     }
 
-    /// Says that bytes came or went.
-    pub fn mark(&self) {
+    /// Records that bytes were read or written.
+    pub fn record_activity(&self) {
         self.connection.mark();
     }
 
-    pub fn activity(&self) -> Activity {
-        Activity(self.connection.clone())
+    pub fn activity(&self) -> ActivityTracker {
+        ActivityTracker(self.connection.clone())
     }
 
-    /// The same stream; what it carries from now on counts against silence.
-    pub fn watch<S>(&self, stream: S) -> Watched<S> {
-        Watched {
+    /// Wraps the stream so that its reads and writes are recorded as activity.
+    pub fn track<S>(&self, stream: S) -> TrackedStream<S> {
+        TrackedStream {
             stream,
             activity: self.activity(),
         }
     }
 }
 
-impl fmt::Debug for Place {
+impl fmt::Debug for ConnectionPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Place({})", self.connection.ip)
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.limiter.state.lock().remove(&self.connection);
     }
 }
 
-impl Activity {
-    /// Says that bytes came or went.
-    pub fn mark(&self) {
+impl ActivityTracker {
+    /// Records that bytes were read or written.
+    pub fn record_activity(&self) {
         self.0.mark();
     }
 
-    /// Names the task that serves the connection; it is aborted if its place goes to another connection.
+    /// Sets the task that serves the connection; eviction aborts it.
     ///
-    /// The task may run before it is named, and have named another one to go on with: that stays.
-    pub fn served_by(&self, task: AbortHandle) {
-        self.name_task(|current| current.get_or_insert(task));
+    /// The task may run before this call and call [`replace_task`](Self::replace_task) first; that task is kept.
+    pub fn set_task(&self, task: AbortHandle) {
+        self.update_task(|current| current.get_or_insert(task));
     }
 
-    /// Names the task that goes on with the connection.
-    pub fn handed_to(&self, task: AbortHandle) {
-        self.name_task(|current| current.insert(task));
+    /// Sets the task that continues to serve the connection.
+    pub fn replace_task(&self, task: AbortHandle) {
+        self.update_task(|current| current.insert(task));
     }
 
-    fn name_task(&self, name: impl FnOnce(&mut Option<AbortHandle>) -> &mut AbortHandle) {
+    fn update_task(&self, name: impl FnOnce(&mut Option<AbortHandle>) -> &mut AbortHandle) {
         let mut current = self.0.task.lock();
         let task = name(&mut current);
         if self.0.is_closed.load(Ordering::Relaxed) {
@@ -195,53 +189,43 @@ impl Activity {
     }
 }
 
-impl fmt::Debug for Activity {
+impl fmt::Debug for ActivityTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Activity({})", self.0.ip)
     }
 }
 
-/// Counts connections that a server closes for a reason of its own.
-pub(crate) fn closed(server: &str, cause: &str, registry: &Registry) -> Arc<Counter> {
+/// The counter of connections that a server closes for this cause.
+pub(crate) fn closed_counter(server: &str, cause: &str, registry: &Registry) -> Arc<Counter> {
     let family = registry.counter(
         "tulle_connections_closed_total",
-        "Connections that a server closed for want of places, or because the client said nothing",
+        "Connections closed because the limit was reached or the client sent no data",
     );
     family.get(&Labels::new().with("server", server).with("cause", cause))
 }
 
-/// The network that stands for a client where each client has a bounded number of something: of global IPv6 the /64, as one
-/// machine can have all of its addresses; else the address. Machines and pods of a private network share a /64.
-pub fn network(client: IpAddr) -> IpAddr {
+/// The client's network for limits per client: the /64 of a global IPv6 address, because one machine can use all of its
+/// addresses; otherwise the address itself. Hosts and pods of a private network can share a /64.
+pub fn client_network(client: IpAddr) -> IpAddr {
     let client = client.to_canonical();
     global_network(client).map_or(client, IpAddr::V6)
 }
 
-/// The first address of the /64 of a global IPv6 address.
-fn global_network(client: IpAddr) -> Option<Ipv6Addr> {
-    match client {
-        IpAddr::V6(ip) if !(ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local()) => {
-            Some(Ipv6Addr::from_bits(ip.to_bits() & (u128::MAX << 64)))
-        }
-        _ => None,
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for TrackedStream<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
         if buf.filled().len() > before {
-            self.activity.mark();
+            self.activity.record_activity();
         }
         Poll::Ready(Ok(()))
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for TrackedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
-        self.activity.mark();
+        self.activity.record_activity();
         Poll::Ready(Ok(written))
     }
 
@@ -251,7 +235,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
-        self.activity.mark();
+        self.activity.record_activity();
         Poll::Ready(Ok(written))
     }
 
@@ -268,8 +252,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
     }
 }
 
-/// How often a listener that is full says so in the log.
-const WARNING_INTERVAL: Duration = Duration::from_secs(60);
+/// Minimum time between two warnings about a full listener.
+const FULL_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests;

@@ -1,13 +1,14 @@
-//! What the kernel knows of this process, read from `/proc` at every scrape.
+//! Process metrics of the kernel, read from `/proc` at every scrape.
 
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::{Labels, text};
+use super::labels::Labels;
+use super::text;
 
-/// Writes all `process_*` metrics that can be read.
+/// Writes the `process_*` metrics that can be read.
 pub(super) fn write(out: &mut String) {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -15,7 +16,7 @@ pub(super) fn write(out: &mut String) {
     gauge(
         out,
         "process_clock_time_seconds",
-        "The time of this process, in seconds since 1970.",
+        "Current time of this process, in seconds since 1970.",
         now,
     );
     if let Some(stat) = fs::read_to_string("/proc/self/stat")
@@ -33,30 +34,25 @@ pub(super) fn write(out: &mut String) {
         .as_deref()
         .and_then(parse_max_fds)
     {
-        gauge(
-            out,
-            "process_max_fds",
-            "File descriptors that may be open at most.",
-            max,
-        );
+        gauge(out, "process_max_fds", "Maximum number of open file descriptors.", max);
     }
     if let Ok(text) = fs::read_to_string("/proc/self/net/dev") {
         let (received, transmitted) = parse_net_dev(&text);
-        let help = "Bytes received on all interfaces but the loopback.";
+        let help = "Bytes received on all interfaces except loopback.";
         counter(out, "process_network_receive_bytes_total", help, received);
-        let help = "Bytes transmitted on all interfaces but the loopback.";
+        let help = "Bytes transmitted on all interfaces except loopback.";
         counter(out, "process_network_transmit_bytes_total", help, transmitted);
     }
 }
 
 fn write_stat(out: &mut String, stat: &Stat, now: f64) {
-    let (Some(ticks), Some(page)) = (system(SysconfVar::CLK_TCK), system(SysconfVar::PAGE_SIZE)) else {
+    let (Some(ticks), Some(page)) = (sysconf_value(SysconfVar::CLK_TCK), sysconf_value(SysconfVar::PAGE_SIZE)) else {
         return;
     };
     counter(
         out,
         "process_cpu_seconds_total",
-        "CPU time, user and system, in seconds.",
+        "User and system CPU time, in seconds.",
         stat.cpu_ticks / ticks,
     );
     gauge(
@@ -81,19 +77,19 @@ fn write_stat(out: &mut String, stat: &Stat, now: f64) {
         gauge(
             out,
             "process_start_time_seconds",
-            "When this process started, in seconds since 1970.",
+            "Start time of this process, in seconds since 1970.",
             start,
         );
         counter(
             out,
             "process_uptime_seconds_total",
-            "How long this process has run.",
+            "Time since the start of this process, in seconds.",
             (now - start).max(0.0),
         );
     }
 }
 
-/// The few fields of `/proc/self/stat` that are used; see proc(5).
+/// The fields of `/proc/self/stat` that are used; see proc(5).
 #[derive(Debug, PartialEq)]
 struct Stat {
     cpu_ticks: f64,
@@ -105,7 +101,7 @@ struct Stat {
 
 impl Stat {
     fn parse(text: &str) -> Option<Self> {
-        // The program's name is in parentheses and may hold anything, parentheses too; fields count from 3 after it.
+        // The program name is in parentheses and may contain parentheses. The first field after it is number 3.
         let (_, rest) = text.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
         let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
@@ -132,7 +128,7 @@ fn parse_boot_time(stat: &str) -> Option<f64> {
         .ok()
 }
 
-/// Received and transmitted bytes of all interfaces but the loopback.
+/// Received and transmitted bytes of all interfaces except loopback.
 fn parse_net_dev(text: &str) -> (f64, f64) {
     let mut totals = (0.0, 0.0);
     for (name, rest) in text.lines().filter_map(|line| line.split_once(':')) {
@@ -145,18 +141,18 @@ fn parse_net_dev(text: &str) -> (f64, f64) {
     totals
 }
 
-fn system(what: SysconfVar) -> Option<f64> {
+fn sysconf_value(what: SysconfVar) -> Option<f64> {
     sysconf(what).ok().flatten().map(|value| value as f64)
 }
 
 fn gauge(out: &mut String, name: &str, help: &str, value: f64) {
-    text::head(out, name, help, "gauge");
-    text::sample(out, name, &Labels::new(), value);
+    text::write_header(out, name, help, "gauge");
+    text::write_sample(out, name, &Labels::new(), value);
 }
 
 fn counter(out: &mut String, name: &str, help: &str, value: f64) {
-    text::head(out, name, help, "counter");
-    text::sample(out, name, &Labels::new(), value);
+    text::write_header(out, name, help, "counter");
+    text::write_sample(out, name, &Labels::new(), value);
 }
 
 #[cfg(test)]
@@ -164,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_is_read_past_a_strange_program_name() {
+    fn a_program_name_with_parentheses_does_not_break_the_parsing_of_stat() {
         let text = "7 (a) b) S 1 7 7 0 -1 4194304 100 0 0 0 30 12 0 0 20 0 4 0 900 8192 25 1844";
         let stat = Stat::parse(text).unwrap();
         let expected = Stat {
@@ -179,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_bytes_are_not_network_bytes() {
+    fn loopback_bytes_are_not_counted() {
         let text = "Inter-|   Receive  |  Transmit\n face |bytes packets|bytes\n    lo: 5 1 0 0 0 0 0 0 5 1 0 0 0 0 0 0\n  \
                     eth0: 70 1 0 0 0 0 0 0 30 1 0 0 0 0 0 0\n  eth1:7 1 0 0 0 0 0 0 3 1 0 0 0 0 0 0\n";
         assert_eq!(parse_net_dev(text), (77.0, 33.0));

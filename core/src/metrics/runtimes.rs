@@ -1,46 +1,47 @@
-//! What tokio knows of its runtimes, at every scrape.
+//! Metrics of tokio's runtimes, read at every scrape.
 
 use tokio::runtime::RuntimeMetrics;
 
-use super::{Labels, text};
+use super::labels::Labels;
+use super::text;
 
-/// Writes the `tokio_rt_*` metrics of all these runtimes together, as far as tokio tells them to every build.
+/// Writes the `tokio_rt_*` totals of these runtimes, as far as tokio provides them without `tokio_unstable`.
 pub(super) fn write(runtimes: &[RuntimeMetrics], out: &mut String) {
     let sum = |of: &dyn Fn(&RuntimeMetrics) -> f64| runtimes.iter().map(of).sum::<f64>();
     let workers = |of: &dyn Fn(&RuntimeMetrics, usize) -> f64| {
         sum(&|runtime| (0..runtime.num_workers()).map(|worker| of(runtime, worker)).sum())
     };
-    let mut say = |name, help, kind, value: f64| {
-        text::head(out, name, help, kind);
-        text::sample(out, name, &Labels::new(), value);
+    let mut write_metric = |name, help, kind, value: f64| {
+        text::write_header(out, name, help, kind);
+        text::write_sample(out, name, &Labels::new(), value);
     };
-    say(
+    write_metric(
         "tokio_rt_workers",
-        "Threads that run tasks.",
+        "Number of worker threads.",
         "gauge",
         workers(&|_, _| 1.0),
     );
-    say(
+    write_metric(
         "tokio_rt_alive_tasks",
-        "Tasks that have not ended.",
+        "Number of alive tasks.",
         "gauge",
         sum(&|runtime| runtime.num_alive_tasks() as f64),
     );
-    say(
+    write_metric(
         "tokio_rt_injection_queue_depth",
-        "Tasks that wait for any thread.",
+        "Number of tasks in the global queue.",
         "gauge",
         sum(&|runtime| runtime.global_queue_depth() as f64),
     );
-    say(
+    write_metric(
         "tokio_rt_park_total",
-        "Times that threads had nothing to run.",
+        "Number of times that worker threads parked.",
         "counter",
         workers(&|runtime, worker| runtime.worker_park_count(worker) as f64),
     );
-    say(
+    write_metric(
         "tokio_rt_busy_seconds_total",
-        "Seconds that threads have run tasks.",
+        "Time that worker threads were busy, in seconds.",
         "counter",
         workers(&|runtime, worker| runtime.worker_total_busy_duration(worker).as_secs_f64()),
     );

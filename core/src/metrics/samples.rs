@@ -1,6 +1,6 @@
-//! Reads the Prometheus text that proxies serve at `/metrics`.
+//! Parses the Prometheus text that proxies serve at `/metrics`.
 
-/// One sample: a name, labels in the order they were written, a value.
+/// One sample: a name, its labels in the order of the text, and a value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
     pub name: String,
@@ -18,32 +18,32 @@ impl Sample {
         label.map(|(_, value)| value.as_str())
     }
 
-    /// Whether each of these labels has this value.
+    /// Whether the sample has all of these labels with these values.
     pub fn matches(&self, labels: &[(&str, &str)]) -> bool {
         labels.iter().all(|(name, value)| self.label(name) == Some(value))
     }
 }
 
 impl Samples {
-    /// Reads a page; lines that are no samples are left out, as a proxy of another version may have its own.
+    /// Parses a page. Lines that are not samples are skipped, because proxies of other versions may use other syntax.
     pub fn parse(text: &str) -> Self {
         Self(text.lines().filter_map(sample).collect())
     }
 
     /// The samples of one family that have these labels.
-    pub fn of<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
+    pub fn family<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
         self.0
             .iter()
             .filter(move |sample| sample.name == name && sample.matches(labels))
     }
 
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        self.of(name, labels).map(|sample| sample.value).sum()
+        self.family(name, labels).map(|sample| sample.value).sum()
     }
 }
 
-/// The samples of some families of a page, one after the other; of others no more is read than the name.
-pub fn of_families(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Item = Sample> {
+/// Iterates over the samples of the wanted families. Other lines are parsed up to the name only.
+pub fn parse_families(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Item = Sample> {
     let is_one = move |line: &&str| {
         let name = line.trim_start().split(['{', ' ']).next();
         name.is_some_and(is_wanted)
@@ -51,7 +51,7 @@ pub fn of_families(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Ite
     text.lines().filter(is_one).filter_map(sample)
 }
 
-/// `name{key="value",…} number`, perhaps followed by a timestamp.
+/// Parses `name{key="value",…} number`, optionally followed by a timestamp.
 fn sample(line: &str) -> Option<Sample> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {
@@ -71,7 +71,7 @@ fn sample(line: &str) -> Option<Sample> {
     })
 }
 
-/// Labels up to the closing brace, and what follows it.
+/// Parses labels up to the closing brace, and returns the rest.
 fn labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
     let mut labels = Vec::new();
     loop {
@@ -86,7 +86,7 @@ fn labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
     }
 }
 
-/// A value up to its closing quote, and what follows it.
+/// Parses a value up to its closing quote, and returns the rest.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut chars = text.char_indices();
@@ -120,7 +120,7 @@ mod tests {
         );
         assert_eq!(samples.sum("request_total", &[("direction", "inbound")]), 15.0);
         assert_eq!(samples.sum("request_total", &[("tls", "true")]), 12.0);
-        let escaped = samples.of("escaped", &[]).next().unwrap();
+        let escaped = samples.family("escaped", &[]).next().unwrap();
         assert_eq!(escaped.label("reason"), Some("a \"b\" \\ c, d}\n"));
         assert_eq!(escaped.value, 1500.0);
         assert_eq!(samples.sum("plain", &[]), 7.0);

@@ -46,7 +46,7 @@ fn histograms_are_cumulative_and_a_bound_belongs_to_its_bucket() {
 fn what_is_measured_is_current_and_seconds_have_fractions() {
     let registry = Registry::new();
     let age = registry.seconds("age_seconds", "Age.").get(&Labels::new());
-    registry.measured(move || age.set(age.get() + 0.25));
+    registry.before_render(move || age.set(age.get() + 0.25));
     for expected in ["0.25", "0.5"] {
         let expected = format!("# HELP age_seconds Age.\n# TYPE age_seconds gauge\nage_seconds {expected}\n");
         assert_eq!(registry.render(), expected);

@@ -1,6 +1,6 @@
-//! The rules through iptables' own programs, a transaction a family: `*-restore --noflush`, read back afterwards.
+//! The iptables backend: one `*-restore --noflush` transaction per family, verified by reading the rules back.
 //!
-//! Names and comments are Linkerd's, so that its tools and ours repair each other's work.
+//! Chain names and comments are those of Linkerd, so that either tool can repair the rules of the other.
 
 mod text;
 
@@ -13,18 +13,18 @@ use std::{fmt, fs, thread};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use tulle_core::caps;
+use tulle_core::capabilities;
 
-use crate::iptables::text::Saved;
-use crate::netlink::native::{Change, Live};
+use crate::iptables::text::SavedRules;
+use crate::netlink::nftables::{Change, Live};
 use crate::rules::{Family, Rules};
 
-/// Which programs speak to which part of the kernel.
+/// The flavour of the iptables programs, which determines the kernel interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
     Nft,
     Legacy,
-    /// Whatever the system has under the plain names.
+    /// The programs without a suffix; their flavour depends on the system.
     Plain,
 }
 
@@ -43,16 +43,16 @@ pub enum IptablesError {
         status: String,
         answer: String,
     },
-    #[error("{program} accepted the rules but {family} shows others afterwards")]
-    NotKept { program: String, family: &'static str },
-    #[error("{cause}; and the former rules could not be put back: {undo}")]
+    #[error("{program} accepted the rules, but reading {family} back shows different ones")]
+    NotApplied { program: String, family: &'static str },
+    #[error("{cause}; and the previous rules could not be put back: {undo}")]
     NotUndone { cause: Box<Self>, undo: Box<Self> },
 }
 
-/// Puts the rules in place in each family, unless they are already.
+/// Applies the rules in each family, unless they are live already.
 ///
 /// # Errors
-/// When a program is missing or refuses. What was changed by then is put back, so the former rules stay.
+/// If a program is missing or fails. Changes made by then are undone, so the previous rules stay.
 pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, IptablesError> {
     let plans: Vec<Plan> = save_all(flavour, rules)?
         .into_iter()
@@ -66,22 +66,22 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
     if plans.is_empty() {
         return Ok(Change::Unchanged);
     }
-    // There is no trial before: it costs as much as the work, and iptables' own does not ask the kernel.
-    let done = in_each(&plans, |plan| {
-        restore(flavour, plan.family, &plan.script, wait, How::Add)?;
-        kept(flavour, plan.family, rules)
+    // No `--test` run first: it takes as long as the real run, and does not ask the kernel.
+    let done = for_each_family(&plans, |plan| {
+        restore(flavour, plan.family, &plan.script, wait, RestoreMode::Add)?;
+        verify_applied(flavour, plan.family, rules)
     });
     match done {
         Ok(_) => Ok(Change::Applied),
-        // What failed after its commit must be undone as well; what was not committed is undone to no effect.
+        // A failure after the commit needs the undo; without a commit, the undo has no effect.
         Err(cause) => Err(undo(flavour, &plans, wait, cause)),
     }
 }
 
-/// How the live rules of one flavour relate to the wanted ones.
+/// Compares the live rules of one flavour with the wanted rules.
 ///
 /// # Errors
-/// When a program is missing or fails.
+/// If a program is missing or fails.
 pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
     let saved = save_all(flavour, rules)?;
     let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
@@ -92,43 +92,44 @@ pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
     })
 }
 
-/// Removes our rules, and Linkerd's, from both families of one flavour; says where there were some.
+/// Removes the rules of tulle and Linkerd from both families of one flavour; returns where there were any.
 ///
 /// # Errors
-/// When a program is missing or refuses.
+/// If a program is missing or fails.
 pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesError> {
     let mut removed = Vec::new();
     for family in in_use(flavour) {
         let script = text::remove(&save(flavour, family)?);
         if !script.is_empty() {
-            restore(flavour, family, &script, wait, How::Add)?;
+            restore(flavour, family, &script, wait, RestoreMode::Add)?;
             removed.push(format!("{flavour} {}", family.name()));
         }
     }
     Ok(removed)
 }
 
-/// Lets new connections pass while open ones keep being translated; says which ports they are translated to.
+/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which they are
+/// redirected.
 ///
 /// # Errors
-/// When a program is missing or refuses.
-pub fn let_pass(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesError> {
+/// If a program is missing or fails.
+pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesError> {
     let mut ports = Vec::new();
     for family in in_use(flavour) {
         let saved = save(flavour, family)?;
         ports.extend(saved.redirect_ports());
         let script = text::let_pass(&saved);
         if !script.is_empty() {
-            restore(flavour, family, &script, wait, How::Add)?;
+            restore(flavour, family, &script, wait, RestoreMode::Add)?;
         }
     }
     Ok(ports)
 }
 
-/// Chains of strangers that translate destinations, for a warning.
+/// Chains of other programs that translate destinations, for a warning.
 ///
 /// # Errors
-/// When a program is missing or fails.
+/// If a program is missing or fails.
 pub fn redirectors(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     let mut found = Vec::new();
     for family in in_use(flavour) {
@@ -142,7 +143,7 @@ pub fn redirectors(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     Ok(found)
 }
 
-/// What [`apply`] would feed to the restore programs where there are no rules yet, a script a family.
+/// The input of the restore programs in a namespace without rules: one pair of command and script per family.
 #[must_use]
 pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
     rules
@@ -153,50 +154,50 @@ pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
                 program(flavour, family, "restore"),
                 DEFAULT_WAIT_SECS
             );
-            (command, text::apply(rules, family, &Saved::default()))
+            (command, text::apply(rules, family, &SavedRules::default()))
         })
         .collect()
 }
 
-/// Seconds to wait for locks unless chosen.
+/// Default number of seconds to wait for locks.
 pub const DEFAULT_WAIT_SECS: u64 = 5;
 
-/// Whether the legacy part of the kernel is in use here for one of the families, and so may hold rules of ours.
+/// Whether legacy tables that can hold rules of tulle or Linkerd exist for one of the families.
 #[must_use]
 pub fn legacy_in_use() -> bool {
     in_use(Flavour::Legacy).next().is_some()
 }
 
-/// What is to be done in one family, and what was there before.
+/// The script for one family, and the rules that were saved before.
 #[derive(Debug)]
 struct Plan {
     family: Family,
     script: String,
-    saved: Saved,
+    saved: SavedRules,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
-    /// Change what is named and leave the rest.
+enum RestoreMode {
+    /// Changes the named chains and keeps the rest.
     Add,
-    /// Replace the tables that are named.
+    /// Replaces the named tables.
     Replace,
 }
 
-fn kept(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesError> {
+fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesError> {
     if text::matches(rules, family, &save(flavour, family)?) {
         return Ok(());
     }
-    Err(IptablesError::NotKept {
+    Err(IptablesError::NotApplied {
         program: program(flavour, family, "restore"),
         family: family.name(),
     })
 }
 
 fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
-    let undone = in_each(plans, |plan| {
+    let undone = for_each_family(plans, |plan| {
         let former = text::undo(&plan.script, &plan.saved);
-        restore(flavour, plan.family, &former, wait, How::Replace)
+        restore(flavour, plan.family, &former, wait, RestoreMode::Replace)
     });
     match undone {
         Ok(_) => cause,
@@ -207,17 +208,17 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
     }
 }
 
-/// What is there in both families: one that gets no rules may still have those of a former run.
-fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, Saved)>, IptablesError> {
-    in_each(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
-        // Where the family cannot be asked, nothing of ours is there.
-        Err(_) if rules.of(*family).next().is_none() => Ok((*family, Saved::default())),
+/// The saved rules of both families. A family without wanted rules may still have rules of a previous run.
+fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
+    for_each_family(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
+        // A family that is unavailable has no rules of tulle or Linkerd.
+        Err(_) if rules.of(*family).next().is_none() => Ok((*family, SavedRules::default())),
         saved => Ok((*family, saved?)),
     })
 }
 
-/// Does the same in all families at once, each to its end; the time goes by in the programs.
-fn in_each<F: Sync, T: Send>(
+/// Runs `work` for all families in parallel, and waits for all of them; the time is spent in child processes.
+fn for_each_family<F: Sync, T: Send>(
     families: &[F],
     work: impl Fn(&F) -> Result<T, IptablesError> + Sync,
 ) -> Result<Vec<T>, IptablesError> {
@@ -230,28 +231,28 @@ fn in_each<F: Sync, T: Send>(
     results.into_iter().collect()
 }
 
-/// What the tables that we write to hold. Asking the legacy programs for one of them by its name would make it.
+/// The tables that tulle uses. The legacy programs create a table when it is requested by name, so all are requested.
 ///
-/// Who is not root may not know which there are, and then has to ask by name.
-fn save(flavour: Flavour, family: Family) -> Result<Saved, IptablesError> {
+/// Only root may list the existing legacy tables; other users must request tables by name.
+fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
     let unknown = |error: io::Error| error.kind() == io::ErrorKind::PermissionDenied;
     if flavour == Flavour::Legacy && fs::read(legacy_tables(family)).is_err_and(unknown) {
         let nat = run(&program, &["-t", "nat"], "")?;
-        // A kernel without it has no rules of ours there; if some are wanted, writing them says what is missing.
+        // A kernel without the mangle table has no rules in it; if rules are wanted, applying them reports the error.
         let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
-        return Ok(Saved::parse(&(nat + &mangle)));
+        return Ok(SavedRules::parse(&(nat + &mangle)));
     }
-    Ok(Saved::parse(&run(&program, &[], "")?))
+    Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families in which there can be rules.
+/// The families that can have rules.
 fn in_use(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family))
 }
 
-/// The kernel's list of the legacy tables of this network namespace.
+/// The file with the kernel's list of legacy tables of this network namespace.
 fn legacy_tables(family: Family) -> &'static str {
     match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
@@ -259,17 +260,23 @@ fn legacy_tables(family: Family) -> &'static str {
     }
 }
 
-/// Whether this network namespace has legacy tables of ours; without permission to know, it has none.
+/// Whether a legacy nat or mangle table exists in this network namespace; `false` if the list cannot be read.
 fn has_legacy_table(family: Family) -> bool {
     let names = fs::read_to_string(legacy_tables(family)).unwrap_or_default();
     names.lines().any(|name| name == "nat" || name == "mangle")
 }
 
-fn restore(flavour: Flavour, family: Family, script: &str, wait: Duration, how: How) -> Result<(), IptablesError> {
+fn restore(
+    flavour: Flavour,
+    family: Family,
+    script: &str,
+    wait: Duration,
+    how: RestoreMode,
+) -> Result<(), IptablesError> {
     let program = program(flavour, family, "restore");
     let wait = wait.as_secs().max(1).to_string();
     let mut arguments = vec!["--wait", &wait];
-    arguments.extend((how != How::Replace).then_some("--noflush"));
+    arguments.extend((how != RestoreMode::Replace).then_some("--noflush"));
     run(&program, &arguments, script).map(|_| ())
 }
 
@@ -278,8 +285,8 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
         program: program.to_owned(),
         source,
     };
-    caps::raise_ambient();
-    // A file and no pipe: if we are killed meanwhile, the program has read all of it or will.
+    capabilities::raise_ambient();
+    // A file instead of a pipe: if this process is killed, the program still reads the complete script.
     let script = memfd_create(c"rules", MFdFlags::MFD_CLOEXEC).map_err(|errno| missing(errno.into()))?;
     let mut script = File::from(script);
     script
@@ -291,7 +298,7 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let lacking = if caps::has_net_admin() {
+    let lacking = if capabilities::has_net_admin() {
         ""
     } else {
         "; the capability NET_ADMIN is missing"

@@ -1,6 +1,6 @@
-//! The rules in the words of `iptables-restore` and `iptables-save`, pure.
+//! The rules in the syntax of `iptables-restore` and `iptables-save`; pure functions.
 //!
-//! Every line is written exactly as `iptables-save` prints it, so that comparing texts is comparing rules.
+//! Each line is written exactly as `iptables-save` prints it, so rules can be compared as text.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,26 +8,26 @@ use std::fmt::Write;
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::netlink::foreign::IPTABLES_ANSWERS as ANSWERS;
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test, Way};
+use crate::netlink::iptables_nft::IPTABLES_ANSWERS as ANSWERS;
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
 
-/// What `iptables-save` prints of the tables that we write to.
+/// The output of `iptables-save` for the tables that tulle uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Saved {
+pub(crate) struct SavedRules {
     sections: BTreeMap<&'static str, Vec<String>>,
 }
 
-/// One rule line and where it is.
+/// One rule line, with its table and chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Line {
     table: &'static str,
-    /// Without the `-A CHAIN` in front.
+    /// `text` has no `-A CHAIN` prefix.
     chain: &'static str,
     text: String,
 }
 
-impl Saved {
-    /// Reads the output of `iptables-save`; lines that are no rules are of no interest here, nor are tables of others.
+impl SavedRules {
+    /// Parses the output of `iptables-save`. Lines other than chains and rules are ignored, and so are other tables.
     pub(crate) fn parse(text: &str) -> Self {
         let mut saved = Self::default();
         let mut table = None;
@@ -41,35 +41,35 @@ impl Saved {
         saved
     }
 
-    /// A section that brings a table back as it was, strangers' rules included.
+    /// A section that restores a table as it was, with the rules of other programs.
     fn whole(&self, table: &str) -> String {
         let lines = self.lines(table).fold(String::new(), |lines, line| lines + line + "\n");
         format!("*{table}\n{lines}COMMIT\n")
     }
 
-    /// Whether anything of ours, or of Linkerd's, is there.
+    /// Whether any chain or jump of tulle or Linkerd exists.
     pub(crate) fn has_ours(&self) -> bool {
         TABLES
             .iter()
             .any(|(table, _)| !self.chains(table).is_empty() || self.jumps(table).next().is_some())
     }
 
-    /// Whether one table holds anything of ours.
+    /// Whether one table contains any chain or jump of tulle or Linkerd.
     fn has_ours_in(&self, table: &str) -> bool {
         !self.chains(table).is_empty() || self.jumps(table).next().is_some()
     }
 
     /// The ports to which our rules redirect.
     pub(crate) fn redirect_ports(&self) -> Vec<u16> {
-        let lines = self.lines("nat").filter(|line| ours(chain_of(line)));
+        let lines = self.lines("nat").filter(|line| is_own_chain(chain_of(line)));
         lines
             .filter_map(|line| line.split(" --to-ports ").nth(1)?.trim().parse().ok())
             .collect()
     }
 
-    /// Chains of strangers that translate destinations.
+    /// Chains of other programs that translate destinations.
     pub(crate) fn redirectors(&self) -> Vec<String> {
-        let strange = self.lines("nat").filter(|line| !ours(chain_of(line)));
+        let strange = self.lines("nat").filter(|line| !is_own_chain(chain_of(line)));
         let mut chains: Vec<String> = strange
             .filter(|line| [" -j REDIRECT", " -j DNAT"].iter().any(|target| line.contains(target)))
             .map(|line| chain_of(line).to_owned())
@@ -86,30 +86,30 @@ impl Saved {
         let declared = self
             .lines(table)
             .filter_map(|line| line.strip_prefix(':')?.split(' ').next());
-        declared.filter(|chain| ours(chain)).collect()
+        declared.filter(|chain| is_own_chain(chain)).collect()
     }
 
-    /// Rules of strangers' chains that jump to ours.
+    /// Rules in other chains that jump to ours.
     fn jumps(&self, table: &str) -> impl Iterator<Item = &str> {
         self.lines(table)
-            .filter(|line| line.starts_with("-A ") && !ours(chain_of(line)) && ours(target_of(line)))
+            .filter(|line| line.starts_with("-A ") && !is_own_chain(chain_of(line)) && is_own_chain(target_of(line)))
     }
 }
 
-/// A script that puts the rules of one family in the place of what is saved, without touching anything else.
+/// A script that replaces our saved rules of one family and keeps all others; empty if nothing changes.
 ///
-/// The programs commit table by table. A table that is right already is therefore left out: who is cut off between two
-/// commits leaves redirecting rules that are wholly the old or the new ones, and the same of those that drop.
-pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
+/// The programs commit table by table, so a table that is already correct is omitted. A run that is interrupted between two
+/// commits leaves complete redirect rules, old or new, and likewise complete drop rules.
+pub(crate) fn apply(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
     let mut tables = TABLES;
-    if !rules.keep_clients() {
-        tables.reverse(); // between two commits what goes is still there, rather than what comes not yet
+    if !rules.preserves_client_addr() {
+        tables.reverse(); // between the two commits, the old rules still apply rather than none
     }
     for (table, _) in tables {
         let wanted: Vec<&Line> = lines.iter().filter(|line| line.table == table).collect();
-        if holds(&wanted, table, saved) {
+        if table_matches(&wanted, table, saved) {
             continue;
         }
         if !wanted.is_empty() {
@@ -121,16 +121,16 @@ pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
     text
 }
 
-/// A script that brings the tables back to which the other one writes.
-pub(crate) fn undo(script: &str, saved: &Saved) -> String {
+/// A script that restores the tables that the other script writes.
+pub(crate) fn undo(script: &str, saved: &SavedRules) -> String {
     let written = TABLES
         .iter()
         .filter(|(table, _)| script.contains(&format!("*{table}\n")));
     written.map(|(table, _)| saved.whole(table)).collect()
 }
 
-/// A script that removes all that is ours; empty when there is nothing.
-pub(crate) fn remove(saved: &Saved) -> String {
+/// A script that removes all our rules; empty if there are none.
+pub(crate) fn remove(saved: &SavedRules) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
         removal(&mut text, table, saved);
@@ -138,8 +138,8 @@ pub(crate) fn remove(saved: &Saved) -> String {
     text
 }
 
-/// A script that makes our chains let new connections pass, while open ones keep being translated.
-pub(crate) fn let_pass(saved: &Saved) -> String {
+/// A script that makes our chains accept new connections, while open connections stay translated.
+pub(crate) fn let_pass(saved: &SavedRules) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
         let chains: Vec<&str> = saved
@@ -157,23 +157,23 @@ pub(crate) fn let_pass(saved: &Saved) -> String {
     text
 }
 
-/// Whether what is saved is exactly what the rules say, for our chains and the jumps to them.
-pub(crate) fn matches(rules: &Rules, family: Family, saved: &Saved) -> bool {
+/// Whether the saved rules match the wanted rules exactly, in our chains and the jumps to them.
+pub(crate) fn matches(rules: &Rules, family: Family, saved: &SavedRules) -> bool {
     apply(rules, family, saved).is_empty()
 }
 
-/// Whether a table has exactly the wanted lines in our chains, and the jumps to them ahead of all strangers' rules.
-fn holds(wanted: &[&Line], table: &str, saved: &Saved) -> bool {
+/// Whether our chains in a table have exactly the wanted lines, and the jumps to them precede all other rules.
+fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for line in wanted {
         let there = expected.entry(line.chain).or_default();
-        // What is inserted comes before what was.
-        let place = if ours(line.chain) { there.len() } else { 0 };
+        // A jump is inserted before the existing rules.
+        let place = if is_own_chain(line.chain) { there.len() } else { 0 };
         there.insert(place, format!("-A {} {}", line.chain, line.text));
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
-    for line in rules().filter(|line| ours(chain_of(line)) || ours(target_of(line))) {
+    for line in rules().filter(|line| is_own_chain(chain_of(line)) || is_own_chain(target_of(line))) {
         shown.entry(chain_of(line)).or_default().push(line.to_owned());
     }
     let ahead = |jump: &str| {
@@ -181,27 +181,27 @@ fn holds(wanted: &[&Line], table: &str, saved: &Saved) -> bool {
         before
             .by_ref()
             .take_while(|line| *line != jump)
-            .all(|line| ours(target_of(line)))
+            .all(|line| is_own_chain(target_of(line)))
     };
     expected == shown && saved.jumps(table).all(ahead)
 }
 
-fn section(text: &mut String, table: &str, saved: &Saved, wanted: &[&Line]) {
+fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
     let used = |chain: &&str| wanted.iter().any(|line| line.chain == *chain);
     let of_table = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
         of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
     let there = saved.chains(table);
     let gone: Vec<&str> = unused.into_iter().filter(|chain| there.contains(chain)).collect();
-    // Writing to a String cannot fail, here and below.
+    // Writing to a String cannot fail; the same holds below.
     let _ = writeln!(text, "*{table}");
     declare(text, used.into_iter().chain(gone.iter().copied()));
     for jump in saved.jumps(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
     for line in wanted {
-        // A stranger's rule that redirects would win if it came first.
-        let verb = if ours(line.chain) { "-A" } else { "-I" };
+        // An earlier rule of another program would take precedence, so the jump is inserted first.
+        let verb = if is_own_chain(line.chain) { "-A" } else { "-I" };
         let _ = writeln!(text, "{verb} {} {}", line.chain, line.text);
     }
     for chain in gone {
@@ -210,7 +210,7 @@ fn section(text: &mut String, table: &str, saved: &Saved, wanted: &[&Line]) {
     text.push_str("COMMIT\n");
 }
 
-fn removal(text: &mut String, table: &str, saved: &Saved) {
+fn removal(text: &mut String, table: &str, saved: &SavedRules) {
     let _ = writeln!(text, "*{table}");
     declare(text, saved.chains(table).iter().copied());
     for jump in saved.jumps(table) {
@@ -222,16 +222,16 @@ fn removal(text: &mut String, table: &str, saved: &Saved) {
     text.push_str("COMMIT\n");
 }
 
-/// Makes chains, or empties them within the transaction.
+/// Creates chains, or empties them within the transaction.
 fn declare<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
     for chain in chains {
         let _ = writeln!(text, ":{chain} - [0:0]");
     }
 }
 
-/// The lines of one family; the jumps come last, as they do in a first run of Linkerd's init.
+/// The lines of one family. The jumps are last, as in a first run of Linkerd's init.
 fn lines(rules: &Rules, family: Family) -> Vec<Line> {
-    let hooked = HOOKED
+    let hooked = HOOKED_CHAINS
         .into_iter()
         .filter(|(chain, ..)| rules.of(family).any(|rule| rule.chain == *chain));
     let jumps = hooked.map(|(_, builtin, own, comment)| Line {
@@ -251,7 +251,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
         Chain::Output => ("nat", "OUTPUT"),
         Chain::TproxyInbound => ("mangle", "PROXY_INIT_TPROXY_INBOUND"),
         Chain::Tproxy => ("mangle", "PROXY_INIT_TPROXY"),
-        Chain::Answers => ("mangle", ANSWERS),
+        Chain::TproxyReplies => ("mangle", ANSWERS),
         Chain::UnredirectedInbound => ("mangle", "PROXY_INIT_UNREDIRECTED_IN"),
         Chain::Unredirected => ("mangle", "PROXY_INIT_UNREDIRECTED"),
         Chain::Invalid => ("mangle", "PROXY_INIT_INVALID"),
@@ -271,7 +271,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
     };
     let comment = rule.comment.as_str();
     match rule.tests.as_slice() {
-        [Test::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
+        [Match::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
             .map(|port| {
                 line(
                     &format!("-p tcp -m tcp --dport {port}"),
@@ -279,7 +279,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
                 )
             })
             .collect(),
-        [Test::Ports { ports, .. }] => groups(ports)
+        [Match::Ports { ports, .. }] => groups(ports)
             .map(|group| {
                 line(
                     &format!("-p tcp -m multiport --dports {group}"),
@@ -287,7 +287,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
                 )
             })
             .collect(),
-        [Test::Nets { side, nets, .. }] => nets
+        [Match::Nets { side, nets, .. }] => nets
             .iter()
             .map(|net| line(&address(*side, net), &format!("{comment}-{net}")))
             .collect(),
@@ -295,36 +295,40 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
     }
 }
 
-fn conditions(tests: &[Test]) -> String {
+fn conditions(tests: &[Match]) -> String {
     let (mut interface, mut tcp) = ("", "");
     let words = tests.iter().map(|test| match test {
-        Test::Tcp => {
+        Match::Tcp => {
             tcp = "-p tcp";
             String::new()
         }
-        Test::Opens => {
+        Match::NewConnection => {
             tcp = "-p tcp";
             "-m tcp --tcp-flags FIN,SYN,RST,ACK SYN".to_owned()
         }
-        Test::ToLocal => "-m addrtype --dst-type LOCAL".to_owned(),
-        Test::OverLoopback => {
+        Match::ToLocal => "-m addrtype --dst-type LOCAL".to_owned(),
+        Match::OverLoopback => {
             interface = "-o lo";
             String::new()
         }
-        Test::FromLoopback => {
+        Match::FromLoopback => {
             interface = "-i lo";
             String::new()
         }
-        Test::FromForeign => "-m addrtype ! --src-type LOCAL".to_owned(),
-        Test::Marked(mark, way) => {
-            let way = if *way == Way::Original { "ORIGINAL" } else { "REPLY" };
+        Match::FromNonLocal => "-m addrtype ! --src-type LOCAL".to_owned(),
+        Match::Marked(mark, way) => {
+            let way = if *way == Direction::Original {
+                "ORIGINAL"
+            } else {
+                "REPLY"
+            };
             format!("-m connmark --mark {mark:#x} -m conntrack --ctdir {way}")
         }
-        Test::User(uid) => format!("-m owner --uid-owner {uid}"),
-        Test::Group(gid) => format!("-m owner --gid-owner {gid}"),
-        Test::Invalid => "-m conntrack --ctstate INVALID".to_owned(),
-        // These become several lines and stand alone in their rules.
-        Test::Ports { .. } | Test::Nets { .. } => String::new(),
+        Match::User(uid) => format!("-m owner --uid-owner {uid}"),
+        Match::Group(gid) => format!("-m owner --gid-owner {gid}"),
+        Match::Invalid => "-m conntrack --ctstate INVALID".to_owned(),
+        // These become rules of their own.
+        Match::Ports { .. } | Match::Nets { .. } => String::new(),
     });
     let words: Vec<String> = words.filter(|word| !word.is_empty()).collect();
     [interface, tcp, &words.join(" ")]
@@ -334,7 +338,7 @@ fn conditions(tests: &[Test]) -> String {
         .join(" ")
 }
 
-/// The network of all addresses is no test, and is not printed as one; only TCP gets here, and each test costs time.
+/// Omitted for the network of all addresses, as `iptables-save` does; each match costs time.
 fn address(side: Side, net: &IpNet) -> String {
     let option = if side == Side::Source { "-s" } else { "-d" };
     if net.prefix_len() == 0 {
@@ -369,7 +373,7 @@ fn each_port(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// One match takes 15 ports, and a range counts as two.
+/// A multiport match has 15 slots; a range uses two.
 fn groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     let mut groups: Vec<(usize, Vec<String>)> = Vec::new();
     for port in each_port(ports) {
@@ -396,11 +400,12 @@ fn target_of(line: &str) -> &str {
     target.and_then(|target| target.split(' ').next()).unwrap_or_default()
 }
 
-fn ours(chain: &str) -> bool {
+fn is_own_chain(chain: &str) -> bool {
     TABLES.iter().any(|(_, chains)| chains.contains(&chain))
 }
 
-/// The tables we write to, and the chains we own in them; the names are Linkerd's, so that either repairs the other.
+/// The tables that tulle uses, and its chains in them. The names are those of Linkerd, so that either tool can repair the
+/// rules of the other.
 const TABLES: [(&str, &[&str]); 2] = [
     (
         "mangle",
@@ -415,15 +420,15 @@ const TABLES: [(&str, &[&str]); 2] = [
     ),
     ("nat", &["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT"]),
 ];
-/// Chains that are jumped to from a chain of the system: that, their name, and the jump's comment.
-const HOOKED: [(Chain, &str, &str, &str); 4] = [
+/// Jumps from built-in chains to ours: the chain in the rules, the built-in chain, our chain's name, and the comment.
+const HOOKED_CHAINS: [(Chain, &str, &str, &str); 4] = [
     (
         Chain::Tproxy,
         "PREROUTING",
         "PROXY_INIT_TPROXY",
         "install-proxy-init-tproxy",
     ),
-    (Chain::Answers, "OUTPUT", ANSWERS, "install-proxy-init-answers"),
+    (Chain::TproxyReplies, "OUTPUT", ANSWERS, "install-proxy-init-answers"),
     (
         Chain::Unredirected,
         "PREROUTING",
@@ -443,17 +448,17 @@ const MULTIPORT_SLOTS: usize = 15;
 mod tests {
     use super::*;
     use crate::options::{Inbound, InboundMode, Invalid, Options};
-    use crate::rules::plan;
+    use crate::rules::build_rules;
     use crate::rules::tests::{example, ports};
 
     #[test]
     fn a_first_run_appends_chains_and_jumps() {
-        let rules = plan(&Options {
+        let rules = build_rules(&Options {
             outbound_skip_nets: Vec::new(),
             ..example()
         });
         assert_eq!(
-            apply(&rules, Family::V4, &Saved::default()),
+            apply(&rules, Family::V4, &SavedRules::default()),
             r#"*nat
 :PROXY_INIT_REDIRECT - [0:0]
 :PROXY_INIT_OUTPUT - [0:0]
@@ -486,9 +491,9 @@ COMMIT
 "#;
 
     #[test]
-    fn jumps_that_are_there_are_replaced_and_strangers_are_left_alone() {
-        let saved = Saved::parse(LINKERD);
-        let script = apply(&plan(&example()), Family::V4, &saved);
+    fn existing_jumps_are_replaced_and_other_rules_are_kept() {
+        let saved = SavedRules::parse(LINKERD);
+        let script = apply(&build_rules(&example()), Family::V4, &saved);
         let deleted: Vec<&str> = script.lines().filter(|line| line.starts_with("-D")).collect();
         assert_eq!(
             deleted,
@@ -501,43 +506,43 @@ COMMIT
         assert_eq!(saved.redirectors(), ["PREROUTING"]);
         assert_eq!(saved.redirect_ports(), [4143]);
         assert!(remove(&saved).ends_with("-X PROXY_INIT_OUTPUT\n-X PROXY_INIT_REDIRECT\nCOMMIT\n"));
-        assert_eq!(remove(&Saved::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")), "");
+        assert_eq!(remove(&SavedRules::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")), "");
     }
 
     #[test]
-    fn what_was_applied_matches_and_nothing_else_does() {
-        let rules = plan(&Options {
+    fn only_the_applied_rules_match() {
+        let rules = build_rules(&Options {
             invalid: Invalid::Drop,
             ..example()
         });
         for family in [Family::V4, Family::V6] {
-            let script = apply(&rules, family, &Saved::default());
+            let script = apply(&rules, family, &SavedRules::default());
             assert!(!script.contains("TPROXY") && !script.contains("ANSWERS"), "{script}");
-            let saved = Saved::parse(&script.replace("-I ", "-A "));
+            let saved = SavedRules::parse(&script.replace("-I ", "-A "));
             assert!(matches(&rules, family, &saved));
-            assert!(!matches(&plan(&example()), family, &saved));
+            assert!(!matches(&build_rules(&example()), family, &saved));
             let whole = undo(&script, &saved);
-            assert_eq!(Saved::parse(&whole), saved);
+            assert_eq!(SavedRules::parse(&whole), saved);
             let twice = whole.replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
-            assert!(!matches(&rules, family, &Saved::parse(&twice)));
+            assert!(!matches(&rules, family, &SavedRules::parse(&twice)));
             let behind = whole.replace("-A OUTPUT", "-A OUTPUT -j ACCEPT\n-A OUTPUT");
-            let script = apply(&rules, family, &Saved::parse(&behind));
+            let script = apply(&rules, family, &SavedRules::parse(&behind));
             assert!(
                 script.starts_with("*nat\n") && script.contains("\n-I OUTPUT "),
                 "{script}"
             );
         }
-        assert!(!matches(&rules, Family::V4, &Saved::default()));
+        assert!(!matches(&rules, Family::V4, &SavedRules::default()));
     }
 
     #[test]
-    fn clients_keep_their_address_by_rules_of_the_mangle_table() {
-        let tproxy = plan(&Options {
+    fn tproxy_mode_uses_rules_in_the_mangle_table() {
+        let tproxy = build_rules(&Options {
             inbound_mode: InboundMode::Tproxy,
             inbound_skip_nets: Vec::new(),
             ..example()
         });
-        let script = apply(&tproxy, Family::V6, &Saved::default());
+        let script = apply(&tproxy, Family::V6, &SavedRules::default());
         let mangle = script.split("*nat\n").next().unwrap();
         assert_eq!(
             mangle,
@@ -558,36 +563,36 @@ COMMIT
 COMMIT
 "#
         );
-        // Back to redirection: first the rules that redirect, then what they replace goes.
+        // Back to redirect mode: the redirect rules are committed before the others are removed.
         let saved = made_by(&script);
         assert!(matches(&tproxy, Family::V6, &saved));
-        let back = apply(&plan(&example()), Family::V6, &saved);
+        let back = apply(&build_rules(&example()), Family::V6, &saved);
         assert!(back.starts_with("*nat\n:PROXY_INIT_REDIRECT "), "{back}");
         assert!(back.ends_with("-X PROXY_INIT_ANSWERS\nCOMMIT\n"), "{back}");
-        // While connections drain, answers still find their way.
+        // While connections drain, replies are still routed to the proxy.
         let draining = let_pass(&saved);
         assert!(
             draining.contains(":PROXY_INIT_TPROXY ") && !draining.contains(ANSWERS),
             "{draining}"
         );
-        // Two jumps from one chain are known again in the order in which they end up.
-        let dropping = plan(&Options {
+        // Two jumps from one chain are recognised in their final order.
+        let dropping = build_rules(&Options {
             inbound_mode: InboundMode::Tproxy,
             invalid: Invalid::Drop,
             ..example()
         });
-        let script = apply(&dropping, Family::V4, &Saved::default());
+        let script = apply(&dropping, Family::V4, &SavedRules::default());
         assert!(matches(&dropping, Family::V4, &made_by(&script)), "{script}");
         assert!(!matches(
             &dropping,
             Family::V4,
-            &Saved::parse(&script.replace("-I ", "-A "))
+            &SavedRules::parse(&script.replace("-I ", "-A "))
         ));
     }
 
-    /// What a script leaves where nothing was.
-    fn made_by(script: &str) -> Saved {
-        let mut saved = Saved::parse(script);
+    /// The state after running a script in an empty namespace.
+    fn made_by(script: &str) -> SavedRules {
+        let mut saved = SavedRules::parse(script);
         for line in saved.sections.values_mut() {
             line.retain(|line| !line.starts_with("-I "));
         }
@@ -612,11 +617,11 @@ COMMIT
 
     #[test]
     fn listed_ports_are_redirected_one_by_one() {
-        let rules = plan(&Options {
+        let rules = build_rules(&Options {
             inbound: Inbound::Listed(ports("80,8080-8081")),
             ..example()
         });
-        let script = apply(&rules, Family::V4, &Saved::default());
+        let script = apply(&rules, Family::V4, &SavedRules::default());
         for port in ["80", "8080:8081"] {
             let line = format!(
                 "-A PROXY_INIT_REDIRECT -p tcp -m tcp --dport {port} -m comment --comment \

@@ -1,6 +1,6 @@
 //! Netlink attributes: type, length and payload, nested and padded to four bytes.
 
-/// Attributes being written, one after another.
+/// A buffer to which attributes are appended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Attrs(Vec<u8>);
 
@@ -9,13 +9,13 @@ impl Attrs {
         Self::default()
     }
 
-    /// What messages of routing have in front of their attributes.
+    /// Starts with the header that routing messages have before their attributes.
     pub(crate) fn headed(header: [u8; 8]) -> Self {
         Self(header.into())
     }
 
     pub(crate) fn bytes(mut self, kind: u16, payload: &[u8]) -> Self {
-        // Lists are cut into messages long before a payload outgrows its length field.
+        // Lists are split into messages long before a payload exceeds its length field.
         let len = u16::try_from(payload.len() + HEADER).expect("attributes stay below 64 KiB");
         self.0.extend_from_slice(&len.to_ne_bytes());
         self.0.extend_from_slice(&kind.to_ne_bytes());
@@ -24,12 +24,12 @@ impl Attrs {
         self
     }
 
-    /// A string with the closing zero that the kernel expects.
+    /// A NUL-terminated string.
     pub(crate) fn text(self, kind: u16, text: &str) -> Self {
         self.bytes(kind, &[text.as_bytes(), &[0]].concat())
     }
 
-    /// Numbers of nftables travel in network order.
+    /// nftables uses network byte order.
     pub(crate) fn be32(self, kind: u16, value: u32) -> Self {
         self.bytes(kind, &value.to_be_bytes())
     }
@@ -47,7 +47,7 @@ impl Attrs {
     }
 }
 
-/// Reads attributes, without the flags of their types; stops at the first that is cut short.
+/// Parses attributes, without the flags of their types; stops at the first truncated one.
 pub(crate) fn parse(bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     raw(bytes).map(|(kind, payload)| (kind & TYPE_MASK, payload))
 }
@@ -59,7 +59,7 @@ pub(crate) fn find(bytes: &[u8], kind: u16) -> Option<&[u8]> {
         .map(|(_, payload)| payload)
 }
 
-/// A string attribute without its closing zero.
+/// A string attribute without its NUL byte.
 pub(crate) fn find_text(bytes: &[u8], kind: u16) -> Option<&str> {
     let payload = find(bytes, kind)?;
     std::str::from_utf8(payload.strip_suffix(&[0]).unwrap_or(payload)).ok()
@@ -73,21 +73,21 @@ pub(crate) fn find_be16(bytes: &[u8], kind: u16) -> Option<u16> {
     Some(u16::from_be_bytes(find(bytes, kind)?.try_into().ok()?))
 }
 
-/// Whether what the kernel shows holds all that we would send.
+/// Whether the attributes that the kernel shows contain all wanted ones.
 ///
-/// The kernel adds attributes (handles, defaults, counts) but never repeats one, so every type must occur as often as
-/// with us and hold the same; nested attributes are compared likewise.
+/// The kernel adds attributes (handles, defaults, counters) but never duplicates one. So each wanted type must occur
+/// equally often, with the same payload; nested attributes are compared recursively.
 pub(crate) fn covers(shown: &[u8], wanted: &[u8]) -> bool {
     raw(wanted).enumerate().all(|(at, (kind, payload))| {
         let plain = kind & TYPE_MASK;
         let earlier = parse(wanted).take(at).filter(|(other, _)| *other == plain).count();
-        let ours = parse(wanted).filter(|(other, _)| *other == plain).count();
+        let n_wanted = parse(wanted).filter(|(other, _)| *other == plain).count();
         let mut theirs = parse(shown).filter(|(other, _)| *other == plain);
-        let counted = parse(shown).filter(|(other, _)| *other == plain).count();
+        let n_shown = parse(shown).filter(|(other, _)| *other == plain).count();
         let Some((_, there)) = theirs.nth(earlier) else {
             return false;
         };
-        ours == counted
+        n_wanted == n_shown
             && if kind & NESTED != 0 {
                 covers(there, payload)
             } else {
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn additions_of_the_kernel_are_covered_and_differences_are_not() {
+    fn attributes_added_by_the_kernel_are_ignored_and_differences_are_not() {
         let list = |values: &[u32]| values.iter().fold(Attrs::new(), |attrs, value| attrs.be32(1, *value));
         let wanted = Attrs::new().text(1, "a").nested(2, &list(&[1, 2]));
         let shown = |values: &[u32]| Attrs::new().be64(9, 1).text(1, "a").nested(2, &list(values).be32(8, 8));

@@ -1,19 +1,20 @@
-//! Counts open connections that still need rules of ours.
+//! Counts open connections that still need our rules.
 
 use crate::netlink::attr::{self, Attrs};
-use crate::netlink::wire::{Answer, CONNTRACK, Message, Socket, WireError};
-use crate::rules::AS_CLIENT;
+use crate::netlink::socket::{Answer, CONNTRACK, Message, NetlinkError, Socket};
+use crate::rules::TPROXY_CLIENT_MARK;
 
-/// How many open TCP connections are translated to one of these ports, or dialled by the proxy as their client.
+/// The number of open TCP connections that are redirected to one of these ports, or that the proxy dialled from its
+/// client's address.
 ///
 /// # Errors
-/// When the kernel cannot list connections.
-pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, WireError> {
-    // The kernel leaves out the others; one before 5.15 does not, and then they are left out below.
+/// If the kernel cannot list connections.
+pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkError> {
+    // Kernels before 5.15 ignore this filter, so the result is filtered again below.
     let translated = Attrs::new()
         .be32(STATUS, DESTINATION_TRANSLATED)
         .be32(STATUS_MASK, DESTINATION_TRANSLATED);
-    let as_client = Attrs::new().be32(MARK, AS_CLIENT).be32(MARK_MASK, u32::MAX);
+    let as_client = Attrs::new().be32(MARK, TPROXY_CLIENT_MARK).be32(MARK_MASK, u32::MAX);
     let mut count = |attrs, needs: &dyn Fn(&Answer) -> Option<bool>| {
         let request = Message {
             kind: CONNTRACK << 8 | GET_CONNECTIONS,
@@ -31,7 +32,7 @@ pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, WireErro
     let translated = count(translated, &|connection| is_translated(connection, ports))?;
     Ok(translated
         + count(as_client, &|connection| {
-            Some(attr::find_be32(&connection.attrs, MARK)? == AS_CLIENT)
+            Some(attr::find_be32(&connection.attrs, MARK)? == TPROXY_CLIENT_MARK)
         })?)
 }
 
@@ -60,5 +61,5 @@ const SOURCE_PORT: u16 = 2;
 const TCP_INFO: u16 = 1;
 const TCP_STATE: u16 = 1;
 const DESTINATION_TRANSLATED: u32 = 1 << 5;
-/// Time-wait and close: neither side will send anything that matters.
+/// TIME_WAIT and CLOSE: no more data follows.
 const OVER: [u8; 2] = [7, 8];

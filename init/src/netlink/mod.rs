@@ -1,13 +1,13 @@
-//! Firewall rules and routes over netlink, in our own encoding: no program to start, one transaction for both families.
+//! Firewall rules and routes over netlink, without external programs; one transaction covers both families.
 //!
-//! [`attr`] writes and reads attributes, [`wire`] moves messages, [`table`] encodes our rules, [`native`] puts them in
-//! place, [`foreign`] finds rules of others and removes what iptables' nft flavour has of ours, [`conntrack`]
-//! counts the connections that still need the rules, and [`routing`] brings marked packets back.
+//! [`attr`] encodes and decodes attributes, [`wire`] sends and receives messages, [`table`] encodes our rules, and
+//! [`native`] applies them. [`foreign`] finds rules of other programs and removes ours made by iptables-nft. [`conntrack`]
+//! counts the connections that still need the rules, and [`routing`] routes marked packets to this namespace.
 
 pub mod attr;
 pub mod conntrack;
-pub mod foreign;
-pub mod native;
+pub mod iptables_nft;
+pub mod nftables;
 pub mod routing;
+pub mod socket;
 pub mod table;
-pub mod wire;

@@ -1,20 +1,20 @@
-//! Policy routing: packets with our mark are delivered here, whoever they are for.
+//! Policy routing: delivers packets with our mark locally, regardless of their destination address.
 //!
-//! One rule a family sends them to a table of ours, whose one route leads to this namespace. Messages, names and
-//! numbers are those of `linux/rtnetlink.h` and `linux/fib_rules.h`.
+//! One rule per family selects our routing table, whose only route is local. Messages, names and numbers are those of
+//! `linux/rtnetlink.h` and `linux/fib_rules.h`.
 
 use crate::netlink::attr::{self, Attrs};
-use crate::netlink::native::Change;
+use crate::netlink::nftables::Change;
+use crate::netlink::socket::{Answer, CREATE, Message, NetlinkError, Socket};
 use crate::netlink::table::nfproto;
-use crate::netlink::wire::{Answer, CREATE, Message, Socket, WireError};
 use crate::options::Families;
-use crate::rules::{AS_CLIENT, Family};
+use crate::rules::{Family, TPROXY_CLIENT_MARK};
 
-/// Makes what is missing of it.
+/// Adds the missing rules and routes.
 ///
 /// # Errors
-/// What the kernel refused.
-pub fn put(families: Families) -> Result<Change, WireError> {
+/// If the kernel refuses.
+pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut change = Change::Unchanged;
     for part in families.each().flat_map(parts) {
@@ -26,11 +26,11 @@ pub fn put(families: Families) -> Result<Change, WireError> {
     Ok(change)
 }
 
-/// Whether nothing of it is missing.
+/// Whether all rules and routes exist.
 ///
 /// # Errors
-/// When the kernel does not answer.
-pub fn is_there(families: Families) -> Result<bool, WireError> {
+/// If the kernel does not answer.
+pub fn exists(families: Families) -> Result<bool, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     for part in families.each().flat_map(parts) {
         if !part.is_there(&mut socket)? {
@@ -40,17 +40,17 @@ pub fn is_there(families: Families) -> Result<bool, WireError> {
     Ok(true)
 }
 
-/// Removes it from both families; says where it was.
+/// Removes the rules and routes of both families; returns those that existed.
 ///
 /// # Errors
-/// What the kernel refused.
-pub fn remove() -> Result<Vec<String>, WireError> {
+/// If the kernel refuses.
+pub fn remove() -> Result<Vec<String>, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut removed = Vec::new();
     for family in Families::Both.each() {
         for part in parts(family) {
             let there = match part.is_there(&mut socket) {
-                Err(error) if error.unsupported() => false, // a kernel without this family
+                Err(error) if error.is_unsupported() => false, // the kernel lacks this family
                 there => there?,
             };
             if there {
@@ -62,13 +62,13 @@ pub fn remove() -> Result<Vec<String>, WireError> {
     Ok(removed)
 }
 
-/// The commands that would do the same.
+/// The equivalent `ip` commands.
 #[must_use]
 pub fn commands(families: Families) -> Vec<String> {
     let each = families.each().flat_map(|family| {
         let ip = if family == Family::V4 { "ip" } else { "ip -6" };
         [
-            format!("{ip} rule add fwmark {AS_CLIENT:#x} lookup {TABLE} priority {PRIORITY}"),
+            format!("{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {TABLE} priority {PRIORITY}"),
             format!("{ip} route add local default dev lo table {TABLE}"),
         ]
     });
@@ -76,19 +76,19 @@ pub fn commands(families: Families) -> Vec<String> {
 }
 
 /// The rule or the route of one family.
-struct Part {
+struct RoutingObject {
     family: Family,
     name: &'static str,
     new: u16,
     delete: u16,
     list: u16,
-    /// What follows family, lengths and type of service in the header: table, three bytes, and flags.
+    /// The header after family, lengths and TOS: table, three bytes, and flags.
     header: [u8; 8],
     attrs: Vec<(u16, u32)>,
 }
 
-fn parts(family: Family) -> [Part; 2] {
-    let rule = Part {
+fn parts(family: Family) -> [RoutingObject; 2] {
+    let rule = RoutingObject {
         family,
         name: "routing rule",
         new: 32,
@@ -97,11 +97,11 @@ fn parts(family: Family) -> [Part; 2] {
         header: [TABLE, 0, 0, TO_TABLE, 0, 0, 0, 0],
         attrs: vec![
             (RULE_PRIORITY, PRIORITY),
-            (RULE_MARK, AS_CLIENT),
+            (RULE_MARK, TPROXY_CLIENT_MARK),
             (RULE_MARK_MASK, u32::MAX),
         ],
     };
-    let route = Part {
+    let route = RoutingObject {
         family,
         name: "route",
         new: 24,
@@ -113,20 +113,20 @@ fn parts(family: Family) -> [Part; 2] {
     [rule, route]
 }
 
-impl Part {
+impl RoutingObject {
     fn message(&self, kind: u16, flags: u16) -> Message {
         let head = Attrs::headed(self.header);
         let attrs = self.attrs.iter();
         Message {
             kind,
             flags,
-            family: nfproto(self.family), // the same numbers as those of address families
+            family: nfproto(self.family), // NFPROTO_* and AF_* have the same numbers
             attrs: attrs.fold(head, |attrs, (kind, value)| attrs.bytes(*kind, &value.to_ne_bytes())),
             what: format!("the {} of {}", self.name, self.family.name()),
         }
     }
 
-    fn is_there(&self, socket: &mut Socket) -> Result<bool, WireError> {
+    fn is_there(&self, socket: &mut Socket) -> Result<bool, NetlinkError> {
         let all = socket.dump(&self.message(self.list, 0))?;
         Ok(all.iter().any(|shown| self.is(shown) == Some(true)))
     }
@@ -135,16 +135,16 @@ impl Part {
         let (header, attrs) = shown.attrs.split_at_checked(self.header.len())?;
         let same =
             |(kind, value): &(u16, u32)| attr::find(attrs, *kind).is_some_and(|shown| shown == value.to_ne_bytes());
-        // Others of the header are as the kernel likes: the scope of routes of IPv6 is always that of all.
+        // Other header fields are chosen by the kernel; for example, IPv6 routes always have the scope `universe`.
         Some(header[0] == self.header[0] && header[3] == self.header[3] && self.attrs.iter().all(same))
     }
 }
 
-/// Neither the system's tables (253 to 255) nor those that others are known to take.
+/// Neither a system table (253 to 255) nor one that other programs are known to use.
 const TABLE: u8 = 143;
-/// Behind the table of local addresses (0), before all that chooses by source.
+/// After the table of local addresses (0), before rules that select by source.
 const PRIORITY: u32 = 100;
-/// Of every network namespace.
+/// The interface index of `lo` in every network namespace.
 const LOOPBACK: u32 = 1;
 const TO_TABLE: u8 = 1;
 const STATIC: u8 = 4;

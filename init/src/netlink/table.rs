@@ -1,7 +1,7 @@
-//! Our rules as messages of nftables: sets, chains, and rules made of expressions.
+//! Encodes our rules as nftables messages: sets, chains, and rules made of expressions.
 //!
-//! Names and numbers are those of `linux/netfilter/nf_tables.h`. Comments and the flags that the `nft` program keeps
-//! beside sets are written as it writes them, so that its listings read as if it had made the rules.
+//! Names and numbers are those of `linux/netfilter/nf_tables.h`. Comments and user data of sets are written as the `nft`
+//! program writes them, so that its listings show the rules as if it had created them.
 
 use std::net::IpAddr;
 
@@ -9,20 +9,20 @@ use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
 use crate::netlink::attr::{self, Attrs};
-use crate::netlink::wire::{APPEND, CREATE, Message, NFTABLES};
-use crate::nft_text::{self, Hook, STATE_CHAIN, TABLE};
-use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test, Way};
+use crate::netlink::socket::{APPEND, CREATE, Message, NFTABLES};
+use crate::nft_script::{self, Hook, STATE_CHAIN, TABLE};
+use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
 
-/// How many tables hold the rules.
+/// The number of tables that hold the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// One for both families.
+    /// One `inet` table for both families.
     Inet,
-    /// One a family, for kernels whose `inet` tables cannot translate addresses (before 5.2).
+    /// One table per family, for kernels without NAT in `inet` tables (before 5.2).
     Split,
 }
 
-/// All that one table of ours holds, in the order in which it is made.
+/// The content of one of our tables, in the order of creation.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
     pub(crate) family: u8,
@@ -34,14 +34,14 @@ pub(crate) struct Table {
 #[derive(Clone, Debug)]
 pub(crate) struct Set {
     pub(crate) name: &'static str,
-    /// Without its id, which counts only within a transaction and is never shown.
+    /// Without the id, which is valid only within a transaction and never shown.
     pub(crate) message: Message,
     id: u32,
     /// First and last key of each range.
     pub(crate) ranges: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// The tables that carry the rules out.
+/// The tables for these rules.
 pub(crate) fn tables(rules: &Rules, layout: Layout) -> Vec<Table> {
     match layout {
         Layout::Inet => vec![table(INET, rules, rules.list.iter().collect())],
@@ -52,7 +52,7 @@ pub(crate) fn tables(rules: &Rules, layout: Layout) -> Vec<Table> {
     }
 }
 
-/// A transaction that puts the tables in place of whatever tables of ours there are.
+/// A transaction that replaces our existing tables with these.
 pub(crate) fn replace(tables: &[Table], present: &[u8]) -> Vec<Message> {
     let mut messages: Vec<Message> = present.iter().map(|family| delete_table(*family)).collect();
     for table in tables {
@@ -86,7 +86,7 @@ pub(crate) fn delete_table(family: u8) -> Message {
     )
 }
 
-/// A request for all objects of a kind; our table's alone where the kernel can choose.
+/// A request for all objects of a kind; limited to one table if the kernel supports it.
 pub(crate) fn list(kind: u16, family: u8, table: Option<&str>) -> Message {
     let attrs = table.map_or_else(Attrs::new, |table| Attrs::new().text(TABLE_NAME, table));
     message(kind, 0, family, attrs, "a listing of rules".to_owned())
@@ -129,7 +129,7 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
         TABLE,
         STATE_CHAIN,
         &unreached,
-        &nft_text::hash(rules),
+        &nft_script::hash(rules),
     ));
     Table {
         family,
@@ -139,18 +139,18 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
     }
 }
 
-/// The chain that brings answers back, alone.
+/// Only the chain that routes replies to the proxy.
 pub(crate) fn answers(family: u8) -> [Message; 2] {
-    let hook = Chain::Answers.hook(0);
-    let mut back = condition(&Test::Marked(rules::AS_CLIENT, Way::Reply), None);
-    back.extend(action(Action::MarkPacket(rules::AS_CLIENT), family));
+    let hook = Chain::TproxyReplies.hook(0);
+    let mut back = condition(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
+    back.extend(action(Action::MarkPacket(rules::TPROXY_CLIENT_MARK), family));
     [
-        chain(family, Chain::Answers.name(), hook.as_ref()),
-        rule_message(family, TABLE, Chain::Answers.name(), &back, "draining"),
+        chain(family, Chain::TproxyReplies.name(), hook.as_ref()),
+        rule_message(family, TABLE, Chain::TproxyReplies.name(), &back, "draining"),
     ]
 }
 
-/// A table of both families needs a test for one.
+/// A table for both families needs a match on the family.
 fn only_family(rule: &Rule, table: u8) -> Vec<Attrs> {
     match rule.family {
         Some(family) if table == INET => vec![meta(META_NFPROTO), compare(EQUAL, &[nfproto(family)])],
@@ -197,24 +197,24 @@ pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
     )
 }
 
-/// What a test needs to be a set of ranges.
+/// A match in the form of a set of ranges.
 struct RangeSet {
     name: &'static str,
-    /// The number that `nft` gives the type, for its listings.
+    /// The number that `nft` uses for the key type, for its listings.
     kind: u32,
     key_len: u32,
     ranges: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-fn range_set(test: &Test) -> Option<RangeSet> {
+fn range_set(test: &Match) -> Option<RangeSet> {
     match test {
-        Test::Ports { set, ports } => Some(RangeSet {
+        Match::Ports { set, ports } => Some(RangeSet {
             name: set,
             kind: 13,
             key_len: 2,
             ranges: port_ranges(ports),
         }),
-        Test::Nets { set, nets, .. } => {
+        Match::Nets { set, nets, .. } => {
             let (kind, key_len) = match nets.first().map(Family::of) {
                 Some(Family::V6) => (8, 16),
                 _ => (7, 4),
@@ -254,7 +254,7 @@ fn port_ranges(ports: &PortSet) -> Vec<(Vec<u8>, Vec<u8>)> {
         .collect()
 }
 
-/// Networks that touch become one range, as the kernel would show them.
+/// Adjacent networks are merged into one range, as the kernel shows them.
 fn net_ranges(nets: &[IpNet]) -> Vec<(Vec<u8>, Vec<u8>)> {
     let octets = |ip: IpAddr| match ip {
         IpAddr::V4(ip) => ip.octets().to_vec(),
@@ -271,7 +271,7 @@ fn net_ranges(nets: &[IpNet]) -> Vec<(Vec<u8>, Vec<u8>)> {
     ranges
 }
 
-/// The key after this one; none after the largest.
+/// The next key; `None` after the largest.
 fn after(key: &[u8]) -> Option<Vec<u8>> {
     let mut next = key.to_vec();
     for byte in next.iter_mut().rev() {
@@ -284,7 +284,7 @@ fn after(key: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// The keys at which ranges begin (`false`) and, one behind their last key, end (`true`).
+/// The first key of each range (`false`), and the key after its last one (`true`).
 pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec<u8>, bool)> + '_ {
     ranges.iter().flat_map(|(first, last)| {
         let end = after(last).map(|end| (end, true));
@@ -292,7 +292,7 @@ pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec
     })
 }
 
-/// The elements of a set, cut into messages whose lists stay far below 64 KiB.
+/// The elements of a set, split into messages whose lists stay far below 64 KiB.
 fn elements(family: u8, set: &Set) -> Vec<Message> {
     let bounds: Vec<(Vec<u8>, bool)> = bounds(&set.ranges).collect();
     let lists = bounds.chunks(ELEMENTS_A_MESSAGE).map(|bounds| {
@@ -318,9 +318,9 @@ fn elements(family: u8, set: &Set) -> Vec<Message> {
     lists.collect()
 }
 
-/// Reads the bounds that a listing of elements shows.
+/// Parses the bounds in a listing of elements.
 ///
-/// The `nft` program begins every set with an end at zero, which means nothing.
+/// The `nft` program starts every set with an end at zero, which has no meaning and is skipped.
 pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
     let list = attr::find(attrs, ELEMENTS_LIST).unwrap_or_default();
     let bounds = attr::parse(list).filter_map(|(_, element)| {
@@ -333,11 +333,11 @@ pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
         .collect()
 }
 
-fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
+fn condition(test: &Match, family: Option<Family>) -> Vec<Attrs> {
     let tcp = || [meta(META_L4PROTO), compare(EQUAL, &[TCP])];
     match test {
-        Test::Tcp => tcp().into(),
-        Test::Opens => tcp()
+        Match::Tcp => tcp().into(),
+        Match::NewConnection => tcp()
             .into_iter()
             .chain([
                 payload(TRANSPORT, 13, 1),
@@ -345,7 +345,7 @@ fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
                 compare(EQUAL, &[SYN]),
             ])
             .collect(),
-        Test::ToLocal => vec![
+        Match::ToLocal => vec![
             expression(
                 "fib",
                 Attrs::new()
@@ -355,26 +355,26 @@ fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
             ),
             compare(EQUAL, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Test::OverLoopback => vec![meta(META_OIFNAME), compare(EQUAL, &LOOPBACK)],
-        Test::FromLoopback => vec![meta(META_IIFNAME), compare(EQUAL, &LOOPBACK)],
-        Test::FromForeign => vec![
+        Match::OverLoopback => vec![meta(META_OIFNAME), compare(EQUAL, &LOOPBACK)],
+        Match::FromLoopback => vec![meta(META_IIFNAME), compare(EQUAL, &LOOPBACK)],
+        Match::FromNonLocal => vec![
             expression(
                 "fib",
                 Attrs::new().be32(1, REGISTER).be32(2, FIB_ADDRTYPE).be32(3, FIB_SOURCE),
             ),
             compare(NOT_EQUAL, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Test::Marked(mark, way) => vec![
+        Match::Marked(mark, way) => vec![
             conntrack(CT_MARK),
             compare(EQUAL, &mark.to_ne_bytes()),
             conntrack(CT_DIRECTION),
-            compare(EQUAL, &[u8::from(*way == Way::Reply)]),
+            compare(EQUAL, &[u8::from(*way == Direction::Reply)]),
         ],
-        Test::Ports { set, .. } => tcp()
+        Match::Ports { set, .. } => tcp()
             .into_iter()
             .chain([payload(TRANSPORT, 2, 2), lookup(set)])
             .collect(),
-        Test::Nets { set, side, .. } => {
+        Match::Nets { set, side, .. } => {
             let (offset, len) = match (family, side) {
                 (Some(Family::V6), Side::Source) => (8, 16),
                 (Some(Family::V6), Side::Destination) => (24, 16),
@@ -383,13 +383,13 @@ fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
             };
             vec![payload(NETWORK, offset, len), lookup(set)]
         }
-        Test::User(uid) => vec![meta(META_SKUID), compare(EQUAL, &uid.to_ne_bytes())],
-        Test::Group(gid) => vec![meta(META_SKGID), compare(EQUAL, &gid.to_ne_bytes())],
-        Test::Invalid => conntrack_state(CT_INVALID),
+        Match::User(uid) => vec![meta(META_SKUID), compare(EQUAL, &uid.to_ne_bytes())],
+        Match::Group(gid) => vec![meta(META_SKGID), compare(EQUAL, &gid.to_ne_bytes())],
+        Match::Invalid => conntrack_state(CT_INVALID),
     }
 }
 
-/// The packet's connection is in one of these states.
+/// Matches packets whose connection is in one of these states.
 pub(crate) fn conntrack_state(states: u32) -> Vec<Attrs> {
     vec![
         conntrack(CT_STATE),
@@ -432,7 +432,7 @@ fn action(action: Action, table: u8) -> Vec<Attrs> {
     }
 }
 
-/// Puts a value into the register.
+/// Loads a value into the register.
 fn load(value: &[u8]) -> Attrs {
     let value = Attrs::new().bytes(DATA_VALUE, value);
     expression(
@@ -455,7 +455,7 @@ pub(crate) fn verdict(code: i32, chain: Option<&str>) -> Attrs {
 
 fn expression(name: &str, data: Attrs) -> Attrs {
     let named = Attrs::new().text(EXPRESSION_NAME, name);
-    // Counters have nothing to say at the start, and what they count must not look like a difference later.
+    // Counters have no data: they start at zero, and their values must not count as a difference later.
     if data == Attrs::new() {
         named
     } else {
@@ -495,7 +495,7 @@ fn lookup(set: &str) -> Attrs {
     expression("lookup", Attrs::new().text(1, set).be32(2, REGISTER))
 }
 
-/// A comment as `nft` keeps it: type 0, length, text with its closing zero.
+/// A comment in the form of `nft`: type 0, length, NUL-terminated text.
 fn userdata_text(text: &str) -> Vec<u8> {
     let len = u8::try_from(text.len() + 1).expect("comments are short and our own");
     [&[0, len], text.as_bytes(), &[0]].concat()
@@ -576,7 +576,7 @@ pub(crate) const VERDICT_CHAIN: u16 = 2;
 const INTERVAL: u32 = 4;
 const INTERVAL_END: u32 = 1;
 const ELEMENTS_A_MESSAGE: usize = 500;
-/// What `nft` keeps beside a set: keys in network order (type 0), overlapping elements are merged (type 2).
+/// User data of a set in the form of `nft`: keys are big-endian (type 0), overlapping elements are merged (type 2).
 const AUTO_MERGE: [u8; 12] = {
     let [a, b, c, d] = 2_u32.to_ne_bytes();
     let [e, f, g, h] = 1_u32.to_ne_bytes();
@@ -587,7 +587,7 @@ const AUTO_MERGE: [u8; 12] = {
 const REGISTER: u32 = 1;
 const EQUAL: u32 = 0;
 const NOT_EQUAL: u32 = 1;
-/// All of it is compared, so that "lo" does not stand for "lo1".
+/// Padded to the full length, so that "lo" does not match "lo1".
 const LOOPBACK: [u8; 16] = [b'l', b'o', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 const META_MARK: u32 = 3;
 const META_IIFNAME: u32 = 6;
@@ -633,7 +633,7 @@ mod tests {
         assert_eq!(ranges[0], (vec![10, 0, 0, 0], vec![10, 0, 1, 127]));
         let bounds: Vec<(Vec<u8>, bool)> = bounds(&ranges).collect();
         assert_eq!(bounds[1], (vec![10, 0, 1, 128], true));
-        // Nothing comes after the largest key, so its range has no end.
+        // There is no key after the largest, so its range has no end.
         assert_eq!(bounds.last().unwrap(), &(vec![255, 255, 255, 0], false));
     }
 }

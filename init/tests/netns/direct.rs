@@ -1,4 +1,4 @@
-//! T20–T32: what must not be redirected.
+//! Traffic that must not be redirected.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
@@ -9,22 +9,21 @@ use nix::sys::socket::{MsgFlags, recv};
 use socket2::{Domain, Protocol, Socket, Type};
 use tulle_core::netns::Namespace;
 
-use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, flags, root, success};
+use crate::scene::{APP, BACKENDS, Fixture, PROXY, ROOT, User, eventually, expect, families, flags, root, success};
 
-/// T20, T21.
 #[test]
 fn what_the_proxy_opens_is_direct() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[9000]);
+    let scene = Fixture::new(&[9000]);
     for backend in BACKENDS {
         for family in families() {
             scene.apply(backend, &[]);
             expect(&scene.pod, PROXY, (family.peer, 9000), "peer", backend);
             expect(
                 &scene.pod,
-                Who { gid: 7777, ..APP },
+                User { gid: 7777, ..APP },
                 (family.peer, 9000),
                 "outbound",
                 backend,
@@ -32,12 +31,12 @@ fn what_the_proxy_opens_is_direct() {
             scene.apply(backend, &["--proxy-gid", "7777"]);
             expect(
                 &scene.pod,
-                Who { gid: 7777, ..APP },
+                User { gid: 7777, ..APP },
                 (family.peer, 9000),
                 "peer",
                 backend,
             );
-            // 0 is an id like others where it is given.
+            // 0 is a valid id if it is given.
             scene.apply(backend, &["--proxy-uid", "0"]);
             expect(&scene.pod, ROOT, (family.peer, 9000), "peer", backend);
             expect(&scene.pod, PROXY, (family.peer, 9000), "outbound", backend);
@@ -45,37 +44,35 @@ fn what_the_proxy_opens_is_direct() {
     }
 }
 
-/// T22, T23, T24.
 #[test]
 fn what_stays_in_the_pod_is_direct() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     for backend in BACKENDS {
         scene.apply(backend, &[]);
         for family in families() {
-            for who in [APP, ROOT, PROXY] {
+            for user in [APP, ROOT, PROXY] {
                 for ip in family.loopbacks {
-                    expect(&scene.pod, who, (ip.parse::<IpAddr>().unwrap(), 8080), "app", backend);
+                    expect(&scene.pod, user, (ip.parse::<IpAddr>().unwrap(), 8080), "app", backend);
                 }
                 for ip in family.pod {
-                    expect(&scene.pod, who, (ip, 8080), "app", backend);
+                    expect(&scene.pod, user, (ip, 8080), "app", backend);
                 }
             }
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend); // the rules are there
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend); // the rules are live
         }
     }
 }
 
-/// T25, T26.
 #[test]
 fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
     if !root() {
         return;
     }
     let ports = [4190, 4191, 4189, 4192, 7000, 6999, 7001, 7010, 7020, 7009, 7021, 7015];
-    let scene = Scene::new(&ports);
+    let scene = Fixture::new(&ports);
     for backend in BACKENDS {
         let skip = "7000,7010-7020";
         scene.apply(
@@ -94,37 +91,37 @@ fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
     }
 }
 
-/// T25: without a list, tap and admin stay direct; a list that leaves them out has the proxy serve them elsewhere.
+/// Tap and admin are not redirected by default; if a list omits them, their ports are redirected.
 #[test]
 fn the_ports_of_tap_and_admin_are_direct_unless_a_list_says_otherwise() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[4190, 4191, 9191]);
+    let scene = Fixture::new(&[4190, 4191, 9191]);
     for backend in BACKENDS {
         for family in families() {
             scene.apply(backend, &[]);
-            for (port, who) in [(4190, "app"), (4191, "app"), (9191, "inbound")] {
-                expect(&scene.peer, ROOT, (family.pod[0], port), who, backend);
+            for (port, server) in [(4190, "app"), (4191, "app"), (9191, "inbound")] {
+                expect(&scene.peer, ROOT, (family.pod[0], port), server, backend);
             }
             scene.apply(backend, &["--inbound-ports-to-ignore", "4190,9191"]);
-            for (port, who) in [(4190, "app"), (4191, "inbound"), (9191, "app")] {
-                expect(&scene.peer, ROOT, (family.pod[0], port), who, backend);
+            for (port, server) in [(4190, "app"), (4191, "inbound"), (9191, "app")] {
+                expect(&scene.peer, ROOT, (family.pod[0], port), server, backend);
             }
         }
     }
 }
 
-/// Where IPv6 is not redirected, it must not lead round the proxy either.
+/// If IPv6 is not redirected, inbound IPv6 must not bypass the proxy either.
 #[test]
 fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080, 7000, 4191]);
+    let scene = Fixture::new(&[8080, 7000, 4191]);
     let [v4, v6] = families();
     let off = |more: &[&'static str]| [&["--ipv6=false"][..], more].concat();
-    let other = Who {
+    let other = User {
         from: Some(v6.other_peer),
         ..ROOT
     };
@@ -150,7 +147,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
             expect(&scene.peer, ROOT, (v6.pod[0], port), "app", backend);
         }
         expect(&scene.peer, other, (v6.pod[0], 8080), "app", backend);
-        // What the pod opens itself stays direct: to others, to its own address, over loopback.
+        // Connections that the pod opens are not redirected: to other hosts, to its own address, over loopback.
         expect(&scene.pod, APP, (v6.peer, 8080), "peer", backend);
         expect(&scene.pod, APP, (v6.pod[0], 8080), "app", backend);
         assert_eq!(
@@ -179,13 +176,13 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
     }
 }
 
-/// Each interface has its own setting; that of all says only what was last written to all.
+/// Each interface has its own setting; `all` only contains the value that was last written to it.
 #[test]
 fn ipv6_of_one_interface_counts_although_it_was_turned_off_for_all() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     scene.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
     scene.sysctl("net/ipv6/conf/eth0/disable_ipv6", "0");
     let v6 = families()[1];
@@ -197,13 +194,13 @@ fn ipv6_of_one_interface_counts_although_it_was_turned_off_for_all() {
     expect(&scene.peer, ROOT, (v6.pod[0], 8080), "inbound", "nft");
 }
 
-/// T27, T28: lists that mix families.
+/// Skip lists with networks of both families.
 #[test]
 fn skipped_networks_are_direct_in_both_families() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     let networks = "10.78.0.0/24,fd78::/64,192.168.7.0/24";
     for backend in BACKENDS {
         scene.apply(
@@ -216,7 +213,7 @@ fn skipped_networks_are_direct_in_both_families() {
             ],
         );
         for family in families() {
-            let other = Who {
+            let other = User {
                 from: Some(family.other_peer),
                 ..ROOT
             };
@@ -228,26 +225,25 @@ fn skipped_networks_are_direct_in_both_families() {
     }
 }
 
-/// T29.
 #[test]
 fn datagrams_echo_requests_and_neighbour_discovery_pass() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[]);
+    let scene = Fixture::new(&[]);
     for (backend, more) in BACKENDS
         .iter()
         .flat_map(|backend| [(*backend, &[][..]), (*backend, &["--drop-invalid"])])
     {
         scene.apply(backend, more);
         for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend); // the rules are there
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend); // the rules are live
             expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
             for (from, to, ip) in [
                 (&scene.peer, &scene.pod, family.pod[0]),
                 (&scene.pod, &scene.peer, family.peer),
             ] {
-                // Whoever comes first must find its neighbour again.
+                // The first packet must resolve its neighbour again.
                 let flushed = from.command("ip").args(["neigh", "flush", "dev", "eth0"]).output();
                 success(&flushed.unwrap());
                 datagram(from, to, ip).unwrap_or_else(|error| panic!("{backend}: UDP to {ip}: {error}"));
@@ -273,7 +269,7 @@ fn datagram(from: &Namespace, to: &Namespace, ip: IpAddr) -> io::Result<()> {
     Ok(())
 }
 
-/// An echo request over a raw socket, as `ping` sends it.
+/// Sends an echo request over a raw socket, as `ping` does.
 fn ping(from: &Namespace, ip: IpAddr) -> io::Result<()> {
     let (domain, protocol, request, reply) = match ip {
         IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4, 8, 0),
@@ -283,7 +279,7 @@ fn ping(from: &Namespace, ip: IpAddr) -> io::Result<()> {
     socket.set_read_timeout(Some(LIMIT))?;
     let mut packet = [request, 0, 0, 0, 0x12, 0x34, 0, 1];
     if ip.is_ipv4() {
-        let sum = checksum(&packet); // for IPv6 the kernel does it
+        let sum = checksum(&packet); // the kernel sets it for IPv6
         packet[2..4].copy_from_slice(&sum.to_be_bytes());
     }
     socket.send_to(&packet, &SocketAddr::new(ip, 0).into())?;
@@ -308,13 +304,12 @@ fn checksum(bytes: &[u8]) -> u16 {
     !u16::try_from(sum).unwrap()
 }
 
-/// T30.
 #[test]
 fn forwarded_traffic_is_taken_only_with_scope_all() {
     if !root() {
         return;
     }
-    let mut scene = Scene::new(&[9000]);
+    let mut scene = Fixture::new(&[9000]);
     let inner = scene.inner();
     for backend in BACKENDS {
         for family in families() {
@@ -326,18 +321,18 @@ fn forwarded_traffic_is_taken_only_with_scope_all() {
     }
 }
 
-/// T32: a segment of no known connection is answered with a reset, unless such segments are dropped.
+/// A segment without a connection is answered with a reset, unless such segments are dropped.
 #[test]
 fn invalid_segments_provoke_no_reset_when_dropped() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     for backend in BACKENDS {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
             scene.apply(backend, &[]);
-            // Strict tracking calls a segment without a connection invalid instead of guessing one.
+            // Strict tracking marks a segment without a connection as invalid instead of creating a connection for it.
             scene.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
             let before = resets(&scene);
             stray_segment(&scene.peer, family.peer, to);
@@ -346,15 +341,15 @@ fn invalid_segments_provoke_no_reset_when_dropped() {
             scene.apply(backend, &["--drop-invalid"]);
             let before = resets(&scene);
             stray_segment(&scene.peer, family.peer, to);
-            // Whatever the segment provoked is over when a connection behind it has been served.
+            // After a later connection has been served, a reset for the segment would have been sent.
             expect(&scene.peer, ROOT, to, "inbound", backend);
             assert_eq!(resets(&scene), before, "{backend}: {to}");
         }
     }
 }
 
-/// Resets that the pod has sent.
-fn resets(scene: &Scene) -> u64 {
+/// The number of resets that the pod has sent.
+fn resets(scene: &Fixture) -> u64 {
     let text = scene
         .pod
         .run(|| std::fs::read_to_string("/proc/thread-self/net/snmp"))
@@ -366,7 +361,7 @@ fn resets(scene: &Scene) -> u64 {
     pairs.find(|(name, _)| *name == "OutRsts").unwrap().1.parse().unwrap()
 }
 
-/// An acknowledgement out of nowhere.
+/// Sends an ACK segment that belongs to no connection.
 fn stray_segment(from: &Namespace, source: IpAddr, to: SocketAddr) {
     let mut segment = Vec::new();
     segment.extend_from_slice(&40_000_u16.to_be_bytes());
@@ -376,14 +371,14 @@ fn stray_segment(from: &Namespace, source: IpAddr, to: SocketAddr) {
         IpAddr::V4(ip) => ip.octets().to_vec(),
         IpAddr::V6(ip) => ip.octets().to_vec(),
     };
-    // Both families sum up the same: addresses, protocol, length.
+    // The pseudo header is the same for both families: addresses, protocol, length.
     let length = u8::try_from(segment.len()).unwrap();
     let pseudo = [octets(source), octets(to.ip()), vec![0, 6, 0, length], segment.clone()].concat();
     let sum = checksum(&pseudo);
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
     let open = || Socket::new(Domain::for_address(to), Type::RAW, Some(Protocol::TCP));
     let socket = from.run(open).unwrap().unwrap();
-    // A raw socket of IPv6 takes no port.
+    // IPv6 raw sockets require port 0.
     socket.send_to(&segment, &SocketAddr::new(to.ip(), 0).into()).unwrap();
 }
 

@@ -1,21 +1,20 @@
-//! T40, T41, T45–T54, T62: rules that come, change and go.
+//! Applying, changing and removing rules.
 
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
 use crate::scene::{
-    APP, BACKENDS, BIN, FLAGS, Family, PROXY_UID, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags,
+    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, ask, dial, echo, eventually, expect, families, flags,
     open, root, success,
 };
 
-/// T40.
 #[test]
 fn applying_twice_changes_nothing() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     for backend in BACKENDS {
         let more = [
             "--report",
@@ -28,7 +27,7 @@ fn applying_twice_changes_nothing() {
         let before = scene.dump();
         assert_eq!(result(&scene.apply(backend, &more)), "unchanged", "{backend}");
         assert_eq!(scene.dump(), before, "{backend}");
-        // What somebody has changed by hand is repaired.
+        // Manual changes are repaired.
         match backend {
             "nft" => scene.sh("nft flush chain inet l5d_init outbound"),
             _ => scene.sh(&format!("{backend} -t nat -D PROXY_INIT_OUTPUT 1")),
@@ -43,7 +42,7 @@ fn result(report: &str) -> String {
     report["result"].as_str().unwrap().to_owned()
 }
 
-/// What Linkerd's init runs, command by command, for one family (no flag, redirect all).
+/// The commands of Linkerd's init for one family (no flags, redirect all).
 pub(crate) fn linkerd(program: &str) -> String {
     let commands = "
         if save | grep -q '^:PROXY_INIT_REDIRECT '; then run -F PROXY_INIT_REDIRECT; else run -N PROXY_INIT_REDIRECT; fi
@@ -64,7 +63,7 @@ pub(crate) fn linkerd(program: &str) -> String {
     format!("run() {{ {program} -t nat \"$@\"; }}; save() {{ {program}-save -t nat; }}; {commands}")
 }
 
-/// T41; the tool is of the same world as the backend, or of the other.
+/// The tool uses the same kernel interface as the backend, or the other one.
 #[test]
 fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
     if !root() {
@@ -79,7 +78,7 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         ("iptables-legacy", "iptables-nft"),
     ] {
         let case = format!("{backend}, {tool}");
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         let tools = [tool.to_owned(), tool.replace("ip", "ip6")];
         let expect_jumps = |tool: &str, count: usize| {
             let saved = scene.sh(&format!("{tool}-save -t nat"));
@@ -114,7 +113,7 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
             expect_jumps(command, 1);
         }
         expect_redirects();
-        // What Linkerd has made goes as ours does.
+        // `--clean` removes Linkerd's rules too.
         success(&scene.init(&["--clean"]));
         assert!(
             !scene.dump().contains("PROXY_INIT") && !scene.dump().contains("l5d_init"),
@@ -123,13 +122,12 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
     }
 }
 
-/// T45.
 #[test]
-fn what_makes_no_sense_is_refused_and_changes_nothing() {
+fn invalid_flags_are_refused_and_change_nothing() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     for backend in BACKENDS {
         scene.apply(backend, &[]);
         let before = scene.dump();
@@ -149,8 +147,8 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
         ] {
             let output = scene.init(&flags(backend, bad));
             assert_eq!(output.status.code(), Some(1), "{bad:?}");
-            let said = String::from_utf8_lossy(&output.stderr);
-            assert!(said.contains(bad[0]), "{bad:?}: {said}");
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert!(stderr.contains(bad[0]), "{bad:?}: {stderr}");
         }
         assert_eq!(scene.dump(), before, "{backend}");
     }
@@ -162,16 +160,15 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
     assert!(String::from_utf8_lossy(&output.stdout).contains("elements = { 80 }"));
 }
 
-/// T46.
 #[test]
 fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     scene.apply("nft", &[]);
     let before = scene.dump();
-    // The kernel has no NAT that early.
+    // The kernel does not allow NAT chains at such an early priority.
     let output = scene.init(&flags("nft", &["--priority", "-300"]));
     assert_eq!(output.status.code(), Some(1));
     assert!(
@@ -180,7 +177,7 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
     );
     assert_eq!(scene.dump(), before);
 
-    // One family is refused while the other is committed, which must be undone; also when the undoing fails it is told.
+    // One family is refused while the other is committed, and the commit must be undone. A failing undo is reported.
     for (backend, family) in [
         ("iptables-nft", "ip6tables"),
         ("iptables-nft", "iptables"),
@@ -194,7 +191,7 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
             let broken = programs
                 .path()
                 .join(format!("{}-restore", backend.replace("iptables", family)));
-            // The kernel's own refusal, after rules that it takes: packets that arrive have no owner.
+            // The kernel refuses a later rule: packets that arrive have no owner.
             let script = format!(
                 "#!/bin/sh\ncase \"$*\" in {refuses}) sed 's/^-[AI] PREROUTING/& -m owner --uid-owner 7/' | \
                  PATH=${{PATH#*:}} $(basename $0) \"$@\";; *) PATH=${{PATH#*:}} exec $(basename $0) \"$@\";; esac\n"
@@ -211,21 +208,21 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
             assert_eq!(output.status.code(), Some(1), "{backend}, {family}");
             String::from_utf8_lossy(&output.stderr).into_owned()
         };
-        let said = refused("*--noflush*");
+        let stderr = refused("*--noflush*");
         assert!(
-            said.contains("failed") && !said.contains("could not be put back"),
-            "{said}"
+            stderr.contains("failed") && !stderr.contains("could not be put back"),
+            "{stderr}"
         );
         assert_eq!(scene.dump(), before, "{backend}, {family}");
-        let said = refused("*");
-        assert!(said.contains("could not be put back"), "{said}");
+        let stderr = refused("*");
+        assert!(stderr.contains("could not be put back"), "{stderr}");
         scene.apply(backend, &["--drop-invalid"]);
         assert_eq!(scene.dump(), before, "{backend}, {family}");
     }
 }
 
-/// Open connections in both directions, each family.
-pub(crate) fn connections(scene: &Scene, port: u16) -> Vec<(TcpStream, String)> {
+/// Opens connections in both directions and families.
+pub(crate) fn connections(scene: &Fixture, port: u16) -> Vec<(TcpStream, String)> {
     let both = |family: Family| {
         let (inbound, inward) = open(&scene.peer, ROOT, (family.pod[0], port).into()).unwrap();
         let (outbound, outward) = open(&scene.pod, APP, (family.peer, port).into()).unwrap();
@@ -234,14 +231,13 @@ pub(crate) fn connections(scene: &Scene, port: u16) -> Vec<(TcpStream, String)> 
     families().into_iter().flat_map(both).collect()
 }
 
-/// T47, T48.
 #[test]
-fn open_connections_survive_rules_that_come_and_change() {
+fn open_connections_survive_new_and_changed_rules() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         let mut before = connections(&scene, 8080);
         assert!(
             before
@@ -281,15 +277,14 @@ fn open_connections_survive_rules_that_come_and_change() {
     }
 }
 
-/// T49, T51.
 #[test]
-fn cleaning_restores_what_was_there_and_spares_strangers() {
+fn cleaning_restores_the_previous_state_and_keeps_other_rules() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
-        strangers(&scene);
+        let scene = Fixture::new(&[8080]);
+        add_other_rules(&scene);
         let before = scene.dump();
         scene.apply(backend, &["--drop-invalid"]);
         assert_eq!(without_ours(&scene.dump()), before, "{backend}");
@@ -309,8 +304,8 @@ fn cleaning_restores_what_was_there_and_spares_strangers() {
     }
 }
 
-/// Rules of others, in our tables and in theirs, of each world.
-fn strangers(scene: &Scene) {
+/// Rules of other programs, in shared and in their own tables, for each kernel interface.
+fn add_other_rules(scene: &Fixture) {
     let rules = "-t nat -N SOMEBODY; T -t nat -A SOMEBODY -j RETURN; T -t nat -A OUTPUT -p udp -j SOMEBODY; \
                  T -t mangle -A PREROUTING -p udp -j ACCEPT; T -t nat -A PREROUTING -p udp -j ACCEPT; \
                  T -t filter -A INPUT -p udp --dport 9 -j DROP; T -t raw -A PREROUTING -p udp -j ACCEPT";
@@ -322,10 +317,10 @@ fn strangers(scene: &Scene) {
             "{tool} -t nat -A PREROUTING -p tcp --dport 1 -j DNAT --to-destination 10.250.0.1"
         ));
     }
-    scene.sh("nft 'table inet stranger { chain c { type nat hook output priority -90; tcp dport 2 counter redirect to :3; }; }'");
+    scene.sh("nft 'table inet other { chain c { type nat hook output priority -90; tcp dport 2 counter redirect to :3; }; }'");
 }
 
-/// A dump without the lines that are ours.
+/// A dump without our rules.
 fn without_ours(dump: &str) -> String {
     let mut table_of_ours = false;
     let lines = dump.lines().filter(|line| {
@@ -337,14 +332,13 @@ fn without_ours(dump: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// T50.
 #[test]
 fn draining_lets_open_connections_end() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         scene.apply(backend, &[]);
         let mut streams = connections(&scene, 8080);
         assert!(
@@ -375,7 +369,7 @@ fn draining_lets_open_connections_end() {
             !scene.dump().contains("l5d_init") && !scene.dump().contains("PROXY_INIT"),
             "{backend}"
         );
-        // Who does not end in time is cut off, with a warning.
+        // Connections that do not end in time are reset, with a warning.
         scene.apply(backend, &[]);
         let (mut kept, _) = open(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
         echo(&mut kept, b"still here").unwrap();
@@ -390,13 +384,13 @@ fn draining_lets_open_connections_end() {
     }
 }
 
-/// T52: ours win over rules of the other world that were there before, and over strangers' in the same chain.
+/// Our rules take precedence over existing rules of the other kernel interface, and over other rules in the same chain.
 #[test]
-fn with_rules_in_both_worlds_ours_win_and_a_warning_says_so() {
+fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
     if !root() {
         return;
     }
-    let thieves = |tools: [&str; 2], scene: &Scene| {
+    let add_redirects = |tools: [&str; 2], scene: &Fixture| {
         for (tool, ip) in tools.iter().zip(["10.77.0.1", "fd77::1"]) {
             scene.sh(&format!(
                 "{tool} -t nat -I OUTPUT -p tcp -d {ip} -j REDIRECT --to-port 15001"
@@ -407,44 +401,45 @@ fn with_rules_in_both_worlds_ours_win_and_a_warning_says_so() {
         }
     };
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         let expect_ours = || {
             for family in families() {
                 expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
                 expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             }
         };
-        // Whoever is registered last comes first: the other world, then our own, in it strangers and then we.
-        let worlds = [
+        // The interface that registered last is evaluated first: the other one, then ours. In ours, the other rules come
+        // first.
+        let interfaces = [
             ["iptables-legacy", "ip6tables-legacy"],
             ["iptables-nft", "ip6tables-nft"],
         ];
-        let worlds = if backend == "iptables-legacy" {
-            [worlds[1], worlds[0]]
+        let interfaces = if backend == "iptables-legacy" {
+            [interfaces[1], interfaces[0]]
         } else {
-            worlds
+            interfaces
         };
-        for world in worlds {
-            thieves(world, &scene);
+        for interface in interfaces {
+            add_redirects(interface, &scene);
         }
         let output = scene.init(&flags(backend, &[]));
         success(&output);
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         for chain in ["PREROUTING", "OUTPUT"] {
             for place in [
                 format!("chain {chain} of iptables-legacy (ipv6) redirects"),
                 format!("chain {chain} of nftables table nat redirects"),
             ] {
-                assert!(said.contains(&place), "{backend}: {said}");
+                assert!(stderr.contains(&place), "{backend}: {stderr}");
             }
         }
         expect_ours();
-        // One who comes later is behind ours in its own table, or found out and put behind by the next run.
+        // A later rule in the same table is behind ours, or `--check` finds it and the next run puts ours first.
         if backend != "nft" {
             let own = [backend, &backend.replace("ip", "ip6")];
-            thieves(own, &scene);
-            let who = scene.pod.run(|| dial(APP, (families()[0].peer, 8080).into())).unwrap();
-            assert!(who.is_err(), "{backend}: {who:?}");
+            add_redirects(own, &scene);
+            let connected = scene.pod.run(|| dial(APP, (families()[0].peer, 8080).into())).unwrap();
+            assert!(connected.is_err(), "{backend}: {connected:?}");
             assert_eq!(scene.code(&flags(backend, &["--check"])), 3, "{backend}");
             scene.apply(backend, &[]);
             assert_eq!(scene.code(&flags(backend, &["--check"])), 0, "{backend}");
@@ -453,14 +448,15 @@ fn with_rules_in_both_worlds_ours_win_and_a_warning_says_so() {
     }
 }
 
-/// T52, where ours do not win: the world of our backend was there before the other one. That is told and found out.
+/// Our rules do not take precedence if the backend's kernel interface registered before the other one; verification detects
+/// it.
 #[test]
-fn strangers_who_come_first_are_named_and_found_out() {
+fn rules_with_precedence_over_ours_are_named_and_detected() {
     if !root() {
         return;
     }
     for (backend, first) in [("iptables-nft", "iptables-legacy"), ("iptables-legacy", "iptables-nft")] {
-        let scene = Scene::bare();
+        let scene = Fixture::bare();
         scene.sh(&format!(
             "{backend} -t nat -A OUTPUT -j ACCEPT; {backend} -t nat -F OUTPUT"
         ));
@@ -486,7 +482,7 @@ fn strangers_who_come_first_are_named_and_found_out() {
             "chain OUTPUT of nftables table nat"
         };
         assert!(warnings.contains(place), "{report}");
-        // Natively ours are new, and ahead of who comes later if told to be.
+        // The native chains are new, and precede later chains of others with a lower priority number.
         let native = |more: &[&str]| scene.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
         assert_eq!(native(&[]), 0);
         scene.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
@@ -495,13 +491,13 @@ fn strangers_who_come_first_are_named_and_found_out() {
     }
 }
 
-/// A connection of the proxy's user is left alone, whoever's it is.
+/// Connections of processes that run as the proxy's user are not redirected.
 #[test]
-fn applications_of_the_proxys_user_are_named() {
+fn processes_of_the_proxys_user_are_named() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let uid = PROXY_UID.to_string();
     let mut application = scene.pod.command("setpriv");
     application.args(["--reuid", &uid, "--clear-groups", "sleep", "60"]);
@@ -523,15 +519,14 @@ fn applications_of_the_proxys_user_are_named() {
     assert_eq!(warned(), "[]");
 }
 
-/// T53.
 #[test]
-fn runs_at_the_same_time_agree() {
+fn concurrent_runs_agree() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
         for _ in 0..3 {
-            let scene = Scene::bare();
+            let scene = Fixture::bare();
             let other = flags(backend, &["-g", "7"]);
             let usual = flags(backend, &[]);
             thread::scope(|scope| {
@@ -546,34 +541,32 @@ fn runs_at_the_same_time_agree() {
     }
 }
 
-/// T54.
 #[test]
 fn without_a_proxy_connections_are_refused_not_direct() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::bare();
+        let scene = Fixture::bare();
         crate::scene::serve(&scene.pod, "app", "[::]:8080");
         crate::scene::serve(&scene.peer, "peer", "[::]:8080");
         scene.apply(backend, &[]);
         for family in families() {
-            for (from, who, to) in [(&scene.peer, ROOT, family.pod[0]), (&scene.pod, APP, family.peer)] {
+            for (from, user, to) in [(&scene.peer, ROOT, family.pod[0]), (&scene.pod, APP, family.peer)] {
                 let to = SocketAddr::from((to, 8080));
-                let error = from.run(|| dial(who, to)).unwrap().unwrap_err();
+                let error = from.run(|| dial(user, to)).unwrap().unwrap_err();
                 assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{backend}: {to}");
             }
         }
     }
 }
 
-/// T62.
 #[test]
-fn checking_tells_equal_different_and_absent_apart() {
+fn check_distinguishes_equal_different_and_absent_rules() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let check: Vec<&str> = FLAGS.iter().copied().chain(["--check"]).collect();
     for backend in BACKENDS {
         let check = flags(backend, &["--check"]);
@@ -583,7 +576,7 @@ fn checking_tells_equal_different_and_absent_apart() {
         assert_eq!(scene.code(&check), 0, "{backend}");
         assert_eq!(scene.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
         assert_eq!(scene.dump(), before, "{backend}");
-        // Also when it is in one family only.
+        // Differences in one family count too.
         assert_eq!(
             scene.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
             3,
@@ -598,7 +591,7 @@ fn checking_tells_equal_different_and_absent_apart() {
         }
         success(&scene.init(&["--clean"]));
     }
-    // Without a backend named, whoever holds the rules is found.
+    // Without `--backend`, the backend that holds the rules is found.
     assert_eq!(scene.code(&check), 4);
     scene.apply("iptables-nft", &[]);
     assert_eq!(scene.code(&check), 0);

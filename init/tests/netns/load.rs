@@ -1,4 +1,4 @@
-//! T42–T44 and draining: rules that change and go under load, and runs that are killed.
+//! Rules that change under load, draining under load, and runs that are killed.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,27 +16,27 @@ use tulle_core::netns::Namespace;
 
 use crate::lifecycle::{connections, linkerd};
 use crate::scene::{
-    APP, BACKENDS, BIN, ROOT, Scene, Who, ask, dial, echo, eventually, families, flags, root, serve, success,
+    APP, BACKENDS, BIN, Fixture, ROOT, User, ask, dial, echo, eventually, families, flags, root, serve, success,
 };
 
-/// What one client met while rules changed.
+/// The connections of one client while rules changed.
 #[derive(Debug, Default)]
-pub(crate) struct Met {
+pub(crate) struct Observed {
     /// Family and direction.
     pub(crate) way: &'static str,
     pub(crate) proxied: usize,
     pub(crate) bypassed: usize,
-    /// Refused, reset, unanswered, or with another original destination than was dialled.
+    /// Refused, reset, unanswered, or with a wrong original destination.
     pub(crate) failed: Vec<String>,
 }
 
-/// Six clients dial in both directions and families, as fast as they can, until the work is done.
-pub(crate) fn under_load(scene: &Scene, port: u16, work: impl FnOnce()) -> Vec<Met> {
-    // Thousands of closed connections need not be remembered.
+/// Six clients connect in both directions and families, without pause, until the work is done.
+pub(crate) fn under_load(scene: &Fixture, port: u16, work: impl FnOnce()) -> Vec<Observed> {
+    // Shortens the tracking of thousands of closed connections.
     scene.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
     let stop = AtomicBool::new(false);
     let [v4, v6] = families();
-    let clients: [(&'static str, &Namespace, Who, SocketAddr); 6] = [
+    let clients: [(&'static str, &Namespace, User, SocketAddr); 6] = [
         ("ipv4 inbound", &scene.peer, ROOT, (v4.pod[0], port).into()),
         ("ipv4 inbound", &scene.peer, ROOT, (v4.pod[1], port).into()),
         ("ipv6 inbound", &scene.peer, ROOT, (v6.pod[0], port).into()),
@@ -46,8 +46,8 @@ pub(crate) fn under_load(scene: &Scene, port: u16, work: impl FnOnce()) -> Vec<M
     ];
     thread::scope(|scope| {
         let stop = &stop;
-        let runs = clients.map(|(way, namespace, who, to)| {
-            scope.spawn(move || namespace.run(|| dial_until(way, who, to, stop)).unwrap())
+        let runs = clients.map(|(way, namespace, user, to)| {
+            scope.spawn(move || namespace.run(|| dial_until(way, user, to, stop)).unwrap())
         });
         work();
         stop.store(true, Ordering::Relaxed);
@@ -55,38 +55,41 @@ pub(crate) fn under_load(scene: &Scene, port: u16, work: impl FnOnce()) -> Vec<M
     })
 }
 
-fn dial_until(way: &'static str, who: Who, to: SocketAddr, stop: &AtomicBool) -> Met {
-    let mut met = Met { way, ..Met::default() };
+fn dial_until(way: &'static str, user: User, to: SocketAddr, stop: &AtomicBool) -> Observed {
+    let mut observed = Observed {
+        way,
+        ..Observed::default()
+    };
     while !stop.load(Ordering::Relaxed) {
-        match dial(who, to) {
+        match dial(user, to) {
             Ok((stream, answer)) => {
                 socket2::SockRef::from(&stream)
                     .set_linger(Some(Duration::ZERO))
                     .unwrap();
                 match answer.server.as_str() {
-                    "inbound" | "outbound" if answer.orig_dst == Some(to) => met.proxied += 1,
-                    "app" | "peer" => met.bypassed += 1,
-                    _ => met.failed.push(format!("{answer:?}")), // nothing said is a reset
+                    "inbound" | "outbound" if answer.orig_dst == Some(to) => observed.proxied += 1,
+                    "app" | "peer" => observed.bypassed += 1,
+                    _ => observed.failed.push(format!("{answer:?}")), // an empty answer means a reset
                 }
             }
-            Err(error) => met.failed.push(error.to_string()),
+            Err(error) => observed.failed.push(error.to_string()),
         }
     }
-    met
+    observed
 }
 
-/// How many connections a way had, by what became of them; none may have failed.
-fn count(met: &[Met], ways: &mut BTreeMap<&'static str, [usize; 2]>) {
-    for met in met {
-        assert_eq!(met.failed, Vec::<String>::new(), "{}", met.way);
-        let [proxied, bypassed] = ways.entry(met.way).or_default();
-        *proxied += met.proxied;
-        *bypassed += met.bypassed;
+/// Adds up the connections of each client by result; none may have failed.
+fn count(observed: &[Observed], ways: &mut BTreeMap<&'static str, [usize; 2]>) {
+    for observed in observed {
+        assert_eq!(observed.failed, Vec::<String>::new(), "{}", observed.way);
+        let [proxied, bypassed] = ways.entry(observed.way).or_default();
+        *proxied += observed.proxied;
+        *bypassed += observed.bypassed;
     }
 }
 
-/// Works for this long, and says how often.
-pub(crate) fn for_a_while(limit: Duration, mut work: impl FnMut(usize)) -> usize {
+/// Repeats the work for this long, and returns the number of runs.
+pub(crate) fn repeat_for(limit: Duration, mut work: impl FnMut(usize)) -> usize {
     let started = Instant::now();
     let mut times = 0;
     while started.elapsed() < limit {
@@ -96,36 +99,36 @@ pub(crate) fn for_a_while(limit: Duration, mut work: impl FnMut(usize)) -> usize
     times
 }
 
-/// T42: not one of at least ten thousand connections goes past the proxy or is reset, nor is one that stays open.
+/// None of at least ten thousand connections bypasses the proxy or is reset, including those that stay open.
 #[test]
 fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         scene.apply(backend, &[]);
         let mut streams = connections(&scene, 8080);
         let mut ways: BTreeMap<_, [usize; 2]> = BTreeMap::new();
         let mut applied = 0;
         let started = Instant::now();
-        // Busy machines dial more slowly; the count is what matters.
+        // A busy machine connects more slowly, and the number of connections is what matters.
         let few =
             |ways: &BTreeMap<_, [usize; 2]>| ways.len() < 4 || ways.values().any(|ways| ways[0] < CONNECTIONS / 4);
         while few(&ways) && started.elapsed() < Duration::from_secs(60) {
-            let met = under_load(&scene, 8080, || {
-                // Always something else, so that every run writes.
-                applied += for_a_while(Duration::from_secs(10), |n| {
+            let observed = under_load(&scene, 8080, || {
+                // The flags alternate, so that every run writes rules.
+                applied += repeat_for(Duration::from_secs(10), |n| {
                     scene.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
                     for (stream, server) in &mut streams {
                         echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
                     }
                 });
             });
-            count(&met, &mut ways);
+            count(&observed, &mut ways);
         }
         let total: usize = ways.values().map(|[proxied, _]| proxied).sum();
-        println!("T42 {backend}: {total} connections over {applied} re-applications; proxied and bypassed: {ways:?}");
+        println!("{backend}: {total} connections over {applied} re-applications; proxied and bypassed: {ways:?}");
         assert!(ways.values().all(|[_, bypassed]| *bypassed == 0), "{backend}: {ways:?}");
         assert!(
             !few(&ways) && applied >= 10,
@@ -134,39 +137,39 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
     }
 }
 
-/// The harness can see a bypass: the sequence of Linkerd's init has some.
+/// Shows that the harness detects a bypass: the commands of Linkerd's init cause some.
 #[test]
 fn linkerds_sequence_lets_connections_bypass_the_proxy() {
     if !root() {
         return;
     }
     for tool in ["iptables-nft", "iptables-legacy"] {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
         scene.sh(&both);
-        let met = under_load(&scene, 8080, || {
-            for_a_while(Duration::from_secs(2), |_| {
+        let observed = under_load(&scene, 8080, || {
+            repeat_for(Duration::from_secs(2), |_| {
                 scene.sh(&both);
             });
         });
-        let sum = |part: fn(&Met) -> usize| met.iter().map(part).sum::<usize>();
+        let sum = |part: fn(&Observed) -> usize| observed.iter().map(part).sum::<usize>();
         println!(
             "T42 self-test, {tool}: {} proxied, {} bypassed",
-            sum(|met| met.proxied),
-            sum(|met| met.bypassed)
+            sum(|observed| observed.proxied),
+            sum(|observed| observed.bypassed)
         );
-        assert!(sum(|met| met.bypassed) > 0, "{tool}");
+        assert!(sum(|observed| observed.bypassed) > 0, "{tool}");
     }
 }
 
-/// T43: a port that is skipped now and then is served by one or the other, and never by nobody.
+/// A port that is skipped in some runs is served by the application or by the proxy; no connection fails.
 #[test]
 fn a_changing_skip_list_is_the_old_or_the_new_one() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         scene.apply(backend, &[]);
         let skip = [
             "--inbound-ports-to-ignore",
@@ -174,32 +177,32 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
             "--outbound-ports-to-ignore",
             "8080",
         ];
-        let met = under_load(&scene, 8080, || {
-            for_a_while(Duration::from_secs(4), |n| {
+        let observed = under_load(&scene, 8080, || {
+            repeat_for(Duration::from_secs(4), |n| {
                 scene.apply(backend, if n % 2 == 0 { &skip } else { &[] });
             });
         });
         let mut ways = BTreeMap::new();
-        count(&met, &mut ways);
-        println!("T43 {backend}: proxied and direct: {ways:?}");
+        count(&observed, &mut ways);
+        println!("{backend}: proxied and direct: {ways:?}");
         assert!(ways.values().flatten().all(|count| *count >= 50), "{backend}: {ways:?}");
     }
 }
 
-/// Connections that are open when draining starts go on, and of those that come meanwhile none fails.
+/// Connections that are open when draining starts continue, and no new connection fails.
 #[test]
 fn draining_under_load_fails_no_connection() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         scene.apply(backend, &[]);
         let mut streams = connections(&scene, 8080);
-        let met = under_load(&scene, 8080, || {
+        let observed = under_load(&scene, 8080, || {
             thread::scope(|scope| {
                 let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
-                for_a_while(Duration::from_secs(2), |_| {
+                repeat_for(Duration::from_secs(2), |_| {
                     for (stream, server) in &mut streams {
                         echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
                     }
@@ -213,26 +216,26 @@ fn draining_under_load_fails_no_connection() {
                     "{output:?}"
                 );
             });
-            // Also without any rule.
-            for_a_while(Duration::from_millis(300), |_| {
+            // After the rules are removed, too.
+            repeat_for(Duration::from_millis(300), |_| {
                 ask(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
             });
         });
         let mut ways = BTreeMap::new();
-        count(&met, &mut ways);
+        count(&observed, &mut ways);
         println!("drain {backend}: proxied and direct: {ways:?}");
         assert!(ways.values().all(|[_, direct]| *direct > 500), "{backend}: {ways:?}");
         assert_eq!(scene.code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
 
-/// T44: whenever a run is killed, the rules are the old or the new ones; with iptables, those of each family are.
+/// A killed run leaves the old or the new rules; with iptables, this holds for each family.
 #[test]
 fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     if !root() {
         return;
     }
-    // Scripts that no pipe holds at once, in both tables.
+    // Scripts that are larger than a pipe's buffer, in both tables.
     let networks: Vec<String> = (0..700)
         .map(|n| format!("10.{}.{}.0/25,fd00:{n:x}::/64", n / 250, n % 250))
         .collect();
@@ -255,25 +258,25 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     }
 }
 
-/// Who is killed.
+/// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kill {
-    /// It alone: the programs that it has started finish.
+    /// Only the init process; the programs that it started finish.
     Init,
-    /// With its programs, as the end of a container does. They commit table by table.
+    /// Its programs too, as at the end of a container. They commit table by table.
     Programs,
 }
 
-#[allow(clippy::print_stdout)] // the figures, as in the tests themselves
+#[allow(clippy::print_stdout)] // prints measurements, as the tests do
 fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let commands: &[&str] = match backend {
         "nft" => &["nft list ruleset"],
         "iptables-nft" => &["iptables-nft-save", "ip6tables-nft-save"],
         _ => &["iptables-legacy-save", "ip6tables-legacy-save"],
     };
     let dumps = || -> Vec<String> {
-        // What still writes holds the lock.
+        // Programs that still write hold the lock.
         eventually("the programs to end", || {
             let name = <SocketAddrUnix as SocketAddrExt>::from_abstract_name("tulle-init").unwrap();
             scene.pod.run(|| UnixListener::bind_addr(&name).is_ok()).unwrap()
@@ -291,7 +294,7 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
                 .collect(),
         }
     };
-    // The tables that iptables makes as it needs them are there from now on.
+    // From here on, the tables that iptables creates on demand exist.
     scene.apply(backend, &["--drop-invalid"]);
     let mut whole = Duration::ZERO;
     let known = [1, 0].map(|variant: usize| {
@@ -300,7 +303,7 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
         whole = started.elapsed();
         dumps()
     });
-    let mut hit = [0; 2];
+    let mut n_by_variant = [0; 2];
     for n in 0..kills {
         let mut run = scene.pod.command(BIN);
         let mut run = run
@@ -309,30 +312,31 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
             .process_group(0)
             .spawn()
             .unwrap();
-        // Anywhere from before its start to after its end.
+        // At a random time, from before its start to after its end.
         thread::sleep(whole.mul_f64(fastrand::f64() * 1.2));
         match kill {
             Kill::Init => run.kill().unwrap(),
-            // It may be over already.
+            // The run may have ended.
             Kill::Programs => drop(killpg(Pid::from_raw(run.id().cast_signed()), Signal::SIGKILL)),
         }
         run.wait().unwrap();
         for (part, dump) in dumps().iter().enumerate() {
             let is = known.iter().position(|known| known[part] == *dump);
-            hit[is.unwrap_or_else(|| panic!("{backend}, {kill:?}, kill {n}: neither old nor new:\n{dump}"))] += 1;
+            n_by_variant
+                [is.unwrap_or_else(|| panic!("{backend}, {kill:?}, kill {n}: neither old nor new:\n{dump}"))] += 1;
         }
     }
-    println!("T44 {backend}, {kill:?}: {kills} kills, states found {hit:?}");
-    assert!(hit.iter().all(|hits| *hits > 0), "{backend}: {hit:?}");
+    println!("{backend}, {kill:?}: {kills} kills, states found {n_by_variant:?}");
+    assert!(n_by_variant.iter().all(|hits| *hits > 0), "{backend}: {n_by_variant:?}");
 }
 
-/// Rules of both backends at once, as one is replaced by the other, leave no gap either.
+/// Replacing one backend's rules by another's leaves no gap, although both exist for a moment.
 #[test]
-fn switching_backends_under_load_lets_nothing_bypass() {
+fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     scene.proxy();
     serve(&scene.pod, "app", "[::]:8080");
     serve(&scene.peer, "peer", "[::]:8080");
@@ -343,13 +347,13 @@ fn switching_backends_under_load_lets_nothing_bypass() {
             .server,
         "inbound"
     );
-    let met = under_load(&scene, 8080, || {
-        for_a_while(Duration::from_secs(4), |n| {
+    let observed = under_load(&scene, 8080, || {
+        repeat_for(Duration::from_secs(4), |n| {
             scene.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
         });
     });
     let mut ways: BTreeMap<_, [usize; 2]> = BTreeMap::new();
-    count(&met, &mut ways);
+    count(&observed, &mut ways);
     println!("switching: proxied and bypassed: {ways:?}");
     assert!(
         ways.values()

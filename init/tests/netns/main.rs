@@ -1,9 +1,9 @@
-//! The rules in real network namespaces: a pod with its proxy, a peer outside, sometimes somebody behind the pod.
+//! Tests of the rules in network namespaces: a pod with its proxy, a peer, and sometimes a host behind the pod.
 //!
-//! Numbers such as T05 are those of the test list of the specification.
-//! Each test walks through backends and families itself, so that a namespace serves several of them.
+//! Each test iterates over backends and families itself, so that several cases share a namespace.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // clippy exempts only functions marked as tests
 
 mod direct;
 mod lifecycle;

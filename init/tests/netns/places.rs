@@ -1,4 +1,4 @@
-//! T55–T61 and IPv6 alone: other namespaces, few rights, missing parts.
+//! Other namespaces, few privileges, missing features, and IPv6 only.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -10,17 +10,16 @@ use std::thread;
 use nix::sched::{CloneFlags, setns};
 
 use crate::scene::{
-    APP, BACKENDS, BIN, FLAGS, PROXY, ROOT, Scene, Who, ask, dial, echo, eventually, expect, families, flags, open,
+    APP, BACKENDS, BIN, FLAGS, Fixture, PROXY, ROOT, User, ask, dial, echo, eventually, expect, families, flags, open,
     root, serve, serve_on, success,
 };
 
-/// T55.
 #[test]
-fn simulating_does_nothing_and_prints_what_would_be_done() {
+fn simulate_prints_the_rules_and_changes_nothing() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     for (backend, by_hand) in [("nft", "nft -f -"), ("iptables-nft", ""), ("iptables-legacy", "")] {
         let before = scene.dump();
         let trace = tempfile::NamedTempFile::new().unwrap();
@@ -66,8 +65,8 @@ fn simulating_does_nothing_and_prints_what_would_be_done() {
     }
 }
 
-/// Runs a printed script as its head lines say, or with the given command.
-fn feed(scene: &Scene, command: &str, script: &str) {
+/// Runs a printed script with the commands in its comment lines, or with the given command.
+fn feed(scene: &Fixture, command: &str, script: &str) {
     let parts: Vec<(String, String)> = match command {
         "" => script
             .split("# ")
@@ -82,15 +81,14 @@ fn feed(scene: &Scene, command: &str, script: &str) {
     }
 }
 
-/// T56.
 #[test]
 fn another_namespace_is_programmed_and_only_that_one() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     let setting = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";
-    // Where it is started, and where the test is.
+    // The namespaces in which the program is started and in which the test runs.
     let elsewhere = || {
         [
             scene.peer.run(|| fs::read_to_string(setting).ok()).unwrap(),
@@ -120,16 +118,16 @@ fn another_namespace_is_programmed_and_only_that_one() {
     assert_eq!(missing.status.code(), Some(1));
 }
 
-/// T57; users are those of the namespace.
+/// User ids are those of the user namespace.
 #[test]
 fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     serve(&scene.peer, "peer", "[::]:8080");
     let mut command = scene.pod.command("unshare");
-    let holder = Holder(command.args(["--user", "--net", "sleep", "60"]).spawn().unwrap());
+    let holder = NamespaceHolder(command.args(["--user", "--net", "sleep", "60"]).spawn().unwrap());
     let pid = holder.0.id();
     let path = format!("/proc/{pid}/ns/net");
     let own = fs::metadata(scene.pod.path()).unwrap().ino();
@@ -162,34 +160,34 @@ fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
         .output()
         .unwrap();
     success(&output);
-    let mapped = |who: Who| Who {
-        uid: 100_000 + who.uid,
-        gid: 100_000 + who.gid,
-        ..who
+    let mapped = |user: User| User {
+        uid: 100_000 + user.uid,
+        gid: 100_000 + user.gid,
+        ..user
     };
     for [peer, pod] in [
         ["10.80.0.1:8080", "10.80.0.2:8080"],
         ["[fd80::1]:8080", "[fd80::2]:8080"],
     ] {
         expect(&scene.peer, ROOT, pod.parse::<SocketAddr>().unwrap(), "inbound", pod);
-        for (who, server) in [(APP, "outbound"), (ROOT, "outbound"), (PROXY, "peer")] {
-            let (_, answer) = inside(&path, || dial(mapped(who), peer.parse().unwrap())).unwrap();
-            assert_eq!(answer.server, server, "{who:?} to {peer}");
+        for (user, server) in [(APP, "outbound"), (ROOT, "outbound"), (PROXY, "peer")] {
+            let (_, answer) = inside(&path, || dial(mapped(user), peer.parse().unwrap())).unwrap();
+            assert_eq!(answer.server, server, "{user:?} to {peer}");
         }
     }
 }
 
-/// A process that ends with the test.
-struct Holder(Child);
+/// A process that holds a namespace and is killed on drop.
+struct NamespaceHolder(Child);
 
-impl Drop for Holder {
+impl Drop for NamespaceHolder {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 }
 
-/// Works on a thread in a network namespace that only has a path.
+/// Runs a closure on a new thread in a network namespace given by its path.
 fn inside<T: Send>(path: &str, work: impl FnOnce() -> T + Send) -> T {
     let entered = || {
         setns(fs::File::open(path).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
@@ -198,7 +196,7 @@ fn inside<T: Send>(path: &str, work: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| scope.spawn(entered).join()).unwrap()
 }
 
-/// The program where any user may start it.
+/// A copy of the program that every user may start.
 fn shared_program() -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir_in("/tmp").unwrap();
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -208,7 +206,7 @@ fn shared_program() -> (tempfile::TempDir, PathBuf) {
     (directory, program)
 }
 
-fn as_nobody(scene: &Scene, capabilities: &str, flags: &[&str]) -> Output {
+fn as_unprivileged_user(scene: &Fixture, capabilities: &str, flags: &[&str]) -> Output {
     let (_directory, program) = shared_program();
     let mut command = scene.pod.command("unshare");
     let read_only = "mount --make-rprivate / && mount -o remount,ro,bind / && \
@@ -235,20 +233,19 @@ fn as_nobody(scene: &Scene, capabilities: &str, flags: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// T58.
 #[test]
-fn net_admin_alone_is_enough_for_nobody() {
+fn net_admin_is_enough_for_an_unprivileged_user() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080, 9000]);
-    // The legacy programs ask by a raw socket, and nobody may not know which tables there are.
+    let scene = Fixture::new(&[8080, 9000]);
+    // The legacy programs use a raw socket, and an unprivileged user may not list the legacy tables.
     for (backend, capabilities) in [
         ("nft", "-all,+net_admin"),
         ("iptables-nft", "-all,+net_admin"),
         ("iptables-legacy", "-all,+net_admin,+net_raw"),
     ] {
-        success(&as_nobody(&scene, capabilities, &flags(backend, &[])));
+        success(&as_unprivileged_user(&scene, capabilities, &flags(backend, &[])));
         for family in families() {
             expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             expect(&scene.pod, APP, (family.peer, 9000), "outbound", backend);
@@ -256,34 +253,32 @@ fn net_admin_alone_is_enough_for_nobody() {
     }
 }
 
-/// T59.
 #[test]
 fn a_missing_capability_is_named() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     for flags in BACKENDS
         .map(|backend| flags(backend, &[]))
         .iter()
         .map(Vec::as_slice)
         .chain([&FLAGS[..]])
     {
-        let output = as_nobody(&scene, "-all", flags);
+        let output = as_unprivileged_user(&scene, "-all", flags);
         assert_eq!(output.status.code(), Some(1), "{flags:?}");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(said.contains("NET_ADMIN"), "{flags:?}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains("NET_ADMIN"), "{flags:?}: {stderr}");
     }
     assert_eq!(scene.dump(), "");
 }
 
-/// T60.
 #[test]
 fn no_program_is_needed() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     let run = |flags: &[&str]| {
         scene
             .pod
@@ -302,7 +297,7 @@ fn no_program_is_needed() {
     success(&run(&flags("nft", &[])));
     expect_redirects();
     success(&run(&["--clean"]));
-    // Where a chart asks for iptables, its absence is a warning and the rules come all the same.
+    // If a chart asks for iptables and it is missing, a warning is logged and native rules are applied.
     let asked = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
     let output = run(&asked);
     success(&output);
@@ -311,14 +306,14 @@ fn no_program_is_needed() {
         "{output:?}"
     );
     expect_redirects();
-    // With iptables there, what the chart asked for is used, and the native rules go.
+    // If iptables is available, it is used, and the native rules are removed.
     success(&scene.init(&asked));
     let dump = scene.dump();
     assert!(
         dump.contains("PROXY_INIT_REDIRECT") && !dump.contains("l5d_init"),
         "{dump}"
     );
-    // As are the plain programs, whichever of the two they are.
+    // The plain programs are used too, regardless of their flavour.
     success(&scene.init(&["--clean"]));
     scene.apply("iptables", &["--drop-invalid"]);
     expect_redirects();
@@ -327,14 +322,13 @@ fn no_program_is_needed() {
     assert_eq!(scene.dump(), "");
 }
 
-/// T61.
 #[test]
-fn without_ipv6_the_rest_is_redirected_unless_ipv6_was_asked_for() {
+fn without_ipv6_only_ipv4_is_redirected_unless_ipv6_is_required() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::new(&[8080]);
+        let scene = Fixture::new(&[8080]);
         scene.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
         let before = scene.dump();
         let output = scene.init(&flags(backend, &["--ipv6"]));
@@ -356,13 +350,13 @@ fn without_ipv6_the_rest_is_redirected_unless_ipv6_was_asked_for() {
     }
 }
 
-/// `--ipv6=false` leaves IPv6 alone where inbound IPv6 is allowed; by default it is dropped (`direct.rs`).
+/// With `--unredirected-ipv6=allow`, `--ipv6=false` does not touch IPv6; by default inbound IPv6 is dropped (`direct.rs`).
 #[test]
-fn ipv6_stays_direct_when_it_is_not_wanted() {
+fn ipv6_is_not_redirected_if_it_is_disabled_by_flag() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     let [v4, v6] = families();
     for backend in BACKENDS {
         scene.apply(backend, &["--ipv6=false", "--unredirected-ipv6=allow"]);
@@ -374,14 +368,14 @@ fn ipv6_stays_direct_when_it_is_not_wanted() {
     }
 }
 
-/// A pod without any address of IPv4 is redirected, skipped, proven, drained and cleaned like others.
+/// A pod without an IPv4 address supports redirection, skipping, verification, draining and cleaning.
 #[test]
-fn a_pod_with_ipv6_alone_is_like_others() {
+fn a_pod_with_only_ipv6_is_redirected() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Scene::bare();
+        let scene = Fixture::bare();
         for namespace in [&scene.pod, &scene.peer] {
             success(
                 &namespace
@@ -423,7 +417,7 @@ fn a_pod_with_ipv6_alone_is_like_others() {
             serve(&scene.pod, "app", &format!("[::]:{port}"));
             serve(&scene.peer, "peer", &format!("[::]:{port}"));
         }
-        let other = Who {
+        let other = User {
             from: Some(family.other_peer),
             ..ROOT
         };

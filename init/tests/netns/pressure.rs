@@ -1,4 +1,4 @@
-//! Tables of tracked connections without room for more.
+//! A full connection tracking table.
 
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -11,17 +11,18 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::lifecycle::connections;
-use crate::scene::{BACKENDS, FLAGS, Scene, echo, families, flags, root, success};
+use crate::scene::{BACKENDS, FLAGS, Fixture, echo, families, flags, root, success};
 
-/// Whom the kernel cannot track it does not let through, so nobody gets past the proxy; rules come and go all the same.
+/// The kernel drops packets of connections that it cannot track, so none bypasses the proxy. Rules can still be applied and
+/// removed.
 ///
-/// The limit is the machine's, but each namespace counts for itself: one that is full disturbs nobody.
+/// The limit applies to the machine, but each namespace is counted separately, so other namespaces are not affected.
 #[test]
-fn a_full_table_of_connections_lets_nothing_bypass() {
+fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
+    let scene = Fixture::new(&[8080]);
     let setting = |name: &str| -> u32 {
         let text = scene.sh(&format!("cat /proc/sys/net/netfilter/{name}"));
         text.trim().parse().unwrap()
@@ -30,17 +31,23 @@ fn a_full_table_of_connections_lets_nothing_bypass() {
     let mut streams = connections(&scene, 8080);
     let limit = setting("nf_conntrack_max");
     let started = Instant::now();
-    track(&scene.pod, limit - setting("nf_conntrack_count") - ROOM);
-    println!("{limit} connections were there after {:?}", started.elapsed());
-    assert!(limit - setting("nf_conntrack_count") <= ROOM, "they are not there");
+    track(&scene.pod, limit - setting("nf_conntrack_count") - CONNTRACK_TABLE_SIZE);
+    println!("{limit} connections were tracked after {:?}", started.elapsed());
+    assert!(
+        limit - setting("nf_conntrack_count") <= CONNTRACK_TABLE_SIZE,
+        "the tracked connections are missing"
+    );
 
-    // As it fills up, connections are the proxy's until there are none.
+    // Until the table is full, connections are redirected to the proxy.
     let to = SocketAddr::from((families()[0].pod[0], 8080));
     let mut last = Vec::new();
     while let Some((stream, server)) = try_dial(&scene.peer, to) {
         assert_eq!(server, "inbound");
         last.push(stream);
-        assert!(last.len() <= 2 * ROOM as usize, "it does not fill up");
+        assert!(
+            last.len() <= 2 * CONNTRACK_TABLE_SIZE as usize,
+            "the table does not fill up"
+        );
     }
     assert!(!last.is_empty());
 
@@ -69,7 +76,7 @@ fn a_full_table_of_connections_lets_nothing_bypass() {
         }
     }
 
-    // Draining finds the few that matter among all.
+    // Draining finds the few relevant connections among all.
     thread::scope(|scope| {
         let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
         for (stream, server) in &mut streams {
@@ -89,7 +96,7 @@ fn a_full_table_of_connections_lets_nothing_bypass() {
     assert_eq!(scene.code(&[&FLAGS[..], &["--check"]].concat()), 4);
 }
 
-/// Who answers, if anybody does soon.
+/// Returns the connection and the server's name, if a server answers within the time limit.
 fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)> {
     let stream = namespace.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap().ok()?;
     let mut line = String::new();
@@ -98,7 +105,7 @@ fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)
     Some((stream, server))
 }
 
-/// Has the kernel track this many connections that nobody has, and that it may not forget for others.
+/// Adds tracked connections without endpoints that the kernel may not evict.
 fn track(namespace: &Namespace, count: u32) {
     let kernel = namespace.run(|| {
         let netfilter = SockProtocol::NetlinkNetFilter;
@@ -113,7 +120,7 @@ fn track(namespace: &Namespace, count: u32) {
     }
 }
 
-/// A request of ctnetlink for one assured exchange of datagrams.
+/// A ctnetlink request for one assured UDP connection.
 fn new_connection(n: u32) -> Vec<u8> {
     let ports = [(n & 0xffff) as u16, (n >> 16) as u16 + 1];
     let ips = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2)];
@@ -159,6 +166,6 @@ fn attr(kind: u16, data: &[u8]) -> Vec<u8> {
 }
 
 const NESTED: u16 = 1 << 15;
-/// Connections that fit in before the table is full.
-const ROOM: u32 = 8;
+/// Connections that still fit before the table is full.
+const CONNTRACK_TABLE_SIZE: u32 = 8;
 const LIMIT: Duration = Duration::from_secs(1);

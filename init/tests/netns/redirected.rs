@@ -1,4 +1,4 @@
-//! T01–T12: what must arrive at the proxy.
+//! Traffic that must arrive at the proxy.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::Ordering;
@@ -7,38 +7,38 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, SockaddrStor
 use nix::unistd::{Gid, getgroups, setgroups};
 use std::os::fd::AsRawFd;
 
-use crate::scene::{APP, BACKENDS, ROOT, Scene, Who, expect, families, flags, root, serve, success};
+use crate::scene::{APP, BACKENDS, Fixture, ROOT, User, expect, families, flags, root, serve, success};
 
-/// T01, T02, T03, T04 (the IPv4 client of the dual-stack listener), T05, T06, T08, T10.
+/// Both families, IPv4 clients of dual-stack listeners, ports without a listener, and ports that are skipped in the other
+/// direction.
 #[test]
 fn both_directions_arrive_at_the_proxy_with_what_was_dialled() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080, 9000, 4567, 53]);
+    let scene = Fixture::new(&[8080, 9000, 4567, 53]);
     for backend in BACKENDS {
         scene.apply(backend, &["--inbound-ports-to-ignore", "4567"]);
         for family in families() {
             let [pod, second] = family.pod;
             expect(&scene.peer, ROOT, (pod, 8080), "inbound", backend);
-            expect(&scene.peer, ROOT, (pod, 8081), "inbound", backend); // nobody listens there
+            expect(&scene.peer, ROOT, (pod, 8081), "inbound", backend); // no application listens on this port
             expect(&scene.peer, ROOT, (second, 8080), "inbound", backend);
             expect(&scene.peer, ROOT, (pod, 53), "inbound", backend);
             expect(&scene.pod, APP, (family.peer, 9000), "outbound", backend);
             expect(&scene.pod, ROOT, (family.peer, 9000), "outbound", backend);
-            expect(&scene.pod, APP, (family.peer, 4567), "outbound", backend); // skipped inbound only
+            expect(&scene.pod, APP, (family.peer, 4567), "outbound", backend); // skipped for inbound only
             expect(&scene.pod, APP, (family.peer, 53), "outbound", backend);
         }
     }
 }
 
-/// T07.
 #[test]
 fn a_supplementary_group_is_not_the_skipped_group() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[9000]);
+    let scene = Fixture::new(&[9000]);
     let groups = getgroups().unwrap();
     for backend in BACKENDS {
         scene.apply(backend, &["-g", "5555"]);
@@ -48,7 +48,7 @@ fn a_supplementary_group_is_not_the_skipped_group() {
             setgroups(&groups).unwrap();
             expect(
                 &scene.pod,
-                Who { gid: 5555, ..APP },
+                User { gid: 5555, ..APP },
                 (family.peer, 9000),
                 "peer",
                 backend,
@@ -57,13 +57,12 @@ fn a_supplementary_group_is_not_the_skipped_group() {
     }
 }
 
-/// T09.
 #[test]
 fn with_a_list_only_listed_ports_are_redirected() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080, 8081, 8090, 8091, 8092]);
+    let scene = Fixture::new(&[8080, 8081, 8090, 8091, 8092]);
     for backend in BACKENDS {
         scene.apply(backend, &["--ports-to-redirect", "8080,8090-8091"]);
         for family in families() {
@@ -80,14 +79,13 @@ fn with_a_list_only_listed_ports_are_redirected() {
     }
 }
 
-/// T11.
 #[test]
 fn data_in_the_first_segment_arrives_at_the_proxy() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
-    // Client and all listeners to come, without cookies.
+    let scene = Fixture::bare();
+    // Enables TCP Fast Open for clients and all new listeners, without cookies.
     for namespace in [&scene.pod, &scene.peer] {
         let set = namespace.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_fastopen", "1543"));
         set.unwrap().unwrap();
@@ -102,16 +100,20 @@ fn data_in_the_first_segment_arrives_at_the_proxy() {
             ] {
                 let to = SocketAddr::from((ip, 8080));
                 let before = fast_opens(&scene);
-                let answer = from.run(|| early(to)).unwrap();
+                let answer = from.run(|| dial_with_data(to)).unwrap();
                 assert!(answer.starts_with(&format!("{server} {to} ")), "{backend}: {answer}");
-                assert_eq!(fast_opens(&scene), before + 1, "{backend}: the data came later");
+                assert_eq!(
+                    fast_opens(&scene),
+                    before + 1,
+                    "{backend}: the data arrived in a later segment"
+                );
             }
         }
     }
 }
 
-/// Dials with data, and hears what comes back until the data has.
-fn early(to: SocketAddr) -> String {
+/// Connects with data in the first segment, and reads until the echo arrives.
+fn dial_with_data(to: SocketAddr) -> String {
     let family = if to.is_ipv4() {
         AddressFamily::Inet
     } else {
@@ -130,7 +132,7 @@ fn early(to: SocketAddr) -> String {
     String::from_utf8(heard).unwrap()
 }
 
-fn fast_opens(scene: &Scene) -> u64 {
+fn fast_opens(scene: &Fixture) -> u64 {
     let text = scene
         .pod
         .run(|| std::fs::read_to_string("/proc/thread-self/net/netstat"))
@@ -147,16 +149,16 @@ fn fast_opens(scene: &Scene) -> u64 {
         .unwrap()
 }
 
-/// T12; the times are printed for the record.
+/// Prints durations for information.
 #[test]
 fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
     if !root() {
         return;
     }
-    // The first, one in the middle and the last of each list, and what is next to them.
+    // The first, a middle and the last entry of each list, and their neighbours.
     let skipped_ports = [10_000, 10_998, 11_998];
     let other_ports = [10_001, 10_999, 12_000];
-    let scene = Scene::new(&[&skipped_ports[..], &other_ports, &[8080]].concat());
+    let scene = Fixture::new(&[&skipped_ports[..], &other_ports, &[8080]].concat());
     let ports: Vec<String> = (0..1000).map(|n| (10_000 + 2 * n).to_string()).collect();
     let networks: Vec<String> = (0..500)
         .flat_map(|n| {
@@ -186,7 +188,7 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
         ["--outbound-subnets-to-ignore", &networks],
     ];
     for backend in BACKENDS {
-        // As the first to come.
+        // As a first run.
         success(&scene.init(&["--clean"]));
         let millis = |more: &[&str]| {
             let (code, report) = scene.report(&[&flags(backend, lists.as_flattened()), more].concat());
@@ -214,7 +216,7 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
             };
             for (list, inbound, outbound) in [(&skipped[..], "app", "peer"), (&others[..], "inbound", "outbound")] {
                 for ip in addresses(list) {
-                    let from = Who { from: Some(ip), ..ROOT };
+                    let from = User { from: Some(ip), ..ROOT };
                     expect(&scene.peer, from, (pod, 8080), inbound, backend);
                     expect(&scene.pod, APP, (ip, 8080), outbound, backend);
                 }
@@ -223,13 +225,13 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
     }
 }
 
-/// T31: what is for the proxy itself is delivered once.
+/// A connection to the proxy's own port is delivered once.
 #[test]
 fn the_inbound_port_can_be_dialled_directly() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let accepted = serve(&scene.pod, "inbound", "[::]:4143");
     let elsewhere = serve(&scene.pod, "outbound", "127.0.0.1:4140");
     for backend in BACKENDS {

@@ -1,4 +1,4 @@
-//! A pod, a peer, stub servers that say who they are, and clients that say who they are.
+//! A pod, a peer, stub servers that send their names, and clients with a user id.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -14,27 +14,27 @@ use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use socket2::{Domain, Socket, Type};
 use tokio::time::Instant;
 use tulle_core::addr;
-use tulle_core::netns::{Host, Lab, Namespace};
+use tulle_core::netns::{Host, Namespace, VirtualNetwork};
 
-/// All that hold rules. The plain programs are one of the others under another name.
+/// All backends. The plain programs are one of the iptables backends under another name.
 pub(crate) const BACKENDS: [&str; 3] = ["nft", "iptables-nft", "iptables-legacy"];
 pub(crate) const PROXY_UID: u32 = 2102;
-pub(crate) const APP: Who = Who {
+pub(crate) const APP: User = User {
     uid: 1000,
     gid: 1000,
     from: None,
 };
-pub(crate) const ROOT: Who = Who {
+pub(crate) const ROOT: User = User {
     uid: 0,
     gid: 0,
     from: None,
 };
-pub(crate) const PROXY: Who = Who {
+pub(crate) const PROXY: User = User {
     uid: PROXY_UID,
     gid: PROXY_UID,
     from: None,
 };
-/// What every run gets.
+/// The flags of every run.
 pub(crate) const FLAGS: [&str; 6] = ["-p", "4143", "-o", "4140", "-u", "2102"];
 pub(crate) const BIN: &str = env!("CARGO_BIN_EXE_tulle-init");
 
@@ -48,30 +48,30 @@ pub(crate) struct Family {
     pub(crate) loopbacks: &'static [&'static str],
 }
 
-/// A pod with stub proxy and application, and a peer with servers, on one bridge.
-pub(crate) struct Scene {
-    pub(crate) lab: Lab,
+/// A pod with a stub proxy and an application, and a peer with servers, on one bridge.
+pub(crate) struct Fixture {
+    pub(crate) network: VirtualNetwork,
     pub(crate) pod: Arc<Namespace>,
     pub(crate) peer: Arc<Namespace>,
 }
 
-/// Who dials, and from which of its addresses.
+/// The user of a client, and optionally its source address.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Who {
+pub(crate) struct User {
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     pub(crate) from: Option<IpAddr>,
 }
 
-/// What a stub server says of a connection.
+/// A stub server's answer to a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) server: String,
-    /// What the option for the client's family says the client dialled.
+    /// The original destination, read by the socket option of the client's family.
     pub(crate) orig_dst: Option<SocketAddr>,
 }
 
-/// Whether to go on; says loudly if not. In CI nothing may be left out.
+/// Whether the test can run; prints a message if not. In CI it must run.
 pub(crate) fn root() -> bool {
     const WHY: &str = "network namespaces need root; run this test as root";
     let root = Uid::effective().is_root();
@@ -100,10 +100,10 @@ pub(crate) fn families() -> [Family; 2] {
     ]
 }
 
-impl Scene {
-    /// Pod and peer, each a default route of the other, without a server.
+impl Fixture {
+    /// Pod and peer, each the default route of the other, without servers.
     pub(crate) fn bare() -> Self {
-        let mut lab = Lab::new("ti-t-").unwrap();
+        let mut network = VirtualNetwork::new("ti-t-").unwrap();
         let pod = Host {
             name: "pod",
             addrs: &["10.77.0.2/24", "10.77.0.3/24", "fd77::2/64", "fd77::3/64"],
@@ -114,12 +114,12 @@ impl Scene {
             addrs: &["10.77.0.1/24", "10.78.0.1/24", "fd77::1/64", "fd78::1/64"],
             gateways: &["10.77.0.2", "fd77::2"],
         };
-        let pod = lab.add(pod).unwrap();
-        let peer = lab.add(peer).unwrap();
-        Self { lab, pod, peer }
+        let pod = network.add(pod).unwrap();
+        let peer = network.add(peer).unwrap();
+        Self { network, pod, peer }
     }
 
-    /// With the proxy's listeners, an application on these ports, and the same ports at the peer.
+    /// With the proxy's listeners, an application on these ports, and the same ports on the peer.
     pub(crate) fn new(ports: &[u16]) -> Self {
         let scene = Self::bare();
         scene.proxy();
@@ -138,7 +138,7 @@ impl Scene {
 
     /// A namespace that reaches the peer only through the pod.
     pub(crate) fn inner(&mut self) -> Arc<Namespace> {
-        let inner = self.lab.bare("inner").unwrap();
+        let inner = self.network.add_isolated("inner").unwrap();
         let name = inner.name().to_owned();
         let pod = format!(
             "link add eth1 type veth peer name eth0 netns {name}\naddr add 10.79.0.1/24 dev eth1\n\
@@ -153,7 +153,7 @@ impl Scene {
         inner
     }
 
-    /// Sets a kernel setting of the pod.
+    /// Writes a sysctl of the pod.
     pub(crate) fn sysctl(&self, name: &str, value: &str) {
         let path = format!("/proc/sys/{name}");
         self.pod
@@ -162,12 +162,12 @@ impl Scene {
             .unwrap_or_else(|error| panic!("{path}: {error}"));
     }
 
-    /// Runs the program in the pod with these flags alone.
+    /// Runs the program in the pod with only these flags.
     pub(crate) fn init(&self, flags: &[&str]) -> Output {
         self.pod.command(BIN).args(flags).output().unwrap()
     }
 
-    /// Applies with the usual flags and more, and expects that to work.
+    /// Applies rules with the usual flags and more; panics on failure.
     pub(crate) fn apply(&self, backend: &str, more: &[&str]) -> String {
         let output = self.init(&flags(backend, more));
         success(&output);
@@ -178,23 +178,23 @@ impl Scene {
         self.init(flags).status.code().unwrap()
     }
 
-    /// Runs the program in the pod with these flags; exit code and report.
+    /// Runs the program in the pod with these flags; returns exit code and report.
     pub(crate) fn report(&self, flags: &[&str]) -> (i32, serde_json::Value) {
         let output = self.init(&[flags, &["--report", "json"]].concat());
         let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
         (output.status.code().unwrap(), report)
     }
 
-    /// Runs a shell command in the pod, and expects it to work.
+    /// Runs a shell command in the pod; panics on failure.
     pub(crate) fn sh(&self, script: &str) -> String {
         let output = self.pod.command("sh").args(["-ec", script]).output().unwrap();
         success(&output);
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// All rules of the pod, of both families and all backends, without times and counts.
+    /// All rules of the pod, of both families and all backends, without timestamps and counters.
     ///
-    /// Tables and chains of the system's own count only for the rules in them: iptables makes them as it needs them.
+    /// Built-in tables and chains are included only if they have rules, because iptables creates them on demand.
     pub(crate) fn dump(&self) -> String {
         let listed = self.sh(
             "nft list tables | grep -vE ' ip6? (nat|mangle|filter|raw)$' | while read table; do nft list $table; done",
@@ -227,7 +227,7 @@ fn without_counts(line: &str) -> String {
 
 /// The usual flags for a backend, with more.
 pub(crate) fn flags<'a>(backend: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    // Proving dials, which would show in counts; that has tests of its own.
+    // Verification opens a connection, which would change counters; it has tests of its own.
     FLAGS
         .iter()
         .copied()
@@ -245,8 +245,8 @@ pub(crate) fn success(output: &Output) {
     );
 }
 
-/// Answers every connection with the server's name, what was dialled and by whom, then echoes what it reads; counts the
-/// connections.
+/// Sends the server's name, the original destination and the client's address on every connection, then echoes; returns the
+/// number of connections.
 pub(crate) fn serve(namespace: &Namespace, name: &'static str, addr: &str) -> Arc<AtomicUsize> {
     let listener = namespace.run(|| TcpListener::bind(addr)).unwrap();
     serve_on(
@@ -290,31 +290,31 @@ fn answer(mut stream: TcpStream, name: &str) -> io::Result<()> {
     }
 }
 
-/// Dials and hears who answers.
-pub(crate) fn ask(namespace: &Namespace, who: Who, to: SocketAddr) -> io::Result<Answer> {
-    let (stream, answer) = open(namespace, who, to)?;
-    // Closed by a reset, so that thousands of them do not wait for late packets.
+/// Connects and returns the server's answer.
+pub(crate) fn ask(namespace: &Namespace, user: User, to: SocketAddr) -> io::Result<Answer> {
+    let (stream, answer) = open(namespace, user, to)?;
+    // Closes with a reset, so that thousands of connections do not wait in TIME_WAIT.
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
     Ok(answer)
 }
 
-/// Dials and keeps the connection after the server has said who it is.
-pub(crate) fn open(namespace: &Namespace, who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
-    namespace.run(|| dial(who, to)).unwrap()
+/// Connects and keeps the connection after the server's answer.
+pub(crate) fn open(namespace: &Namespace, user: User, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
+    namespace.run(|| dial(user, to)).unwrap()
 }
 
-/// As [`open`], on a thread that is in the right namespace already.
-pub(crate) fn dial(who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
-    // A socket belongs to whom its thread passes for as it is made; these calls concern one thread.
-    setfsgid(Gid::from_raw(who.gid));
-    setfsuid(Uid::from_raw(who.uid));
+/// As [`open`], on a thread that is already in the namespace.
+pub(crate) fn dial(user: User, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
+    // A socket gets the fsuid and fsgid of the thread that creates it.
+    setfsgid(Gid::from_raw(user.gid));
+    setfsuid(Uid::from_raw(user.uid));
     let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
-    if let Some(from) = who.from {
+    if let Some(from) = user.from {
         socket.bind(&SocketAddr::new(from, 0).into())?;
     }
-    socket.connect_timeout(&to.into(), LIMIT)?;
+    socket.connect_timeout(&to.into(), TIMEOUT)?;
     let stream = TcpStream::from(socket);
-    stream.set_read_timeout(Some(LIMIT))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::with_capacity(128, &stream).read_line(&mut line)?;
     let mut words = line.trim_end().split(' ');
@@ -322,7 +322,7 @@ pub(crate) fn dial(who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> 
         server: words.next().unwrap_or_default().to_owned(),
         orig_dst: words.next().and_then(|word| word.parse().ok()),
     };
-    // Only destinations are translated. A port may be another: two addresses of the pod become one.
+    // Only destinations are translated. The source port may differ: two addresses of the pod become one.
     if let Some(seen) = words.next() {
         let seen: SocketAddr = seen.parse().unwrap();
         assert_eq!(
@@ -348,31 +348,31 @@ pub(crate) fn echo(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// What to expect of a connection to `to`.
-pub(crate) fn said(server: &str, to: SocketAddr) -> Answer {
+/// The expected answer to a connection to `to`.
+pub(crate) fn expected_answer(server: &str, to: SocketAddr) -> Answer {
     Answer {
         server: server.to_owned(),
         orig_dst: Some(to),
     }
 }
 
-/// Expects that a server of this name answers, and, if it is the proxy, that it knows what was dialled.
-pub(crate) fn expect(namespace: &Namespace, who: Who, to: impl Into<SocketAddr>, server: &str, case: &str) {
+/// Expects an answer from the server of this name. The proxy must report the original destination.
+pub(crate) fn expect(namespace: &Namespace, user: User, to: impl Into<SocketAddr>, server: &str, case: &str) {
     let to = to.into();
-    let answer = ask(namespace, who, to).unwrap_or_else(|error| panic!("{case}: {who:?} to {to}: {error}"));
-    assert_eq!(answer.server, server, "{case}: {who:?} to {to}");
+    let answer = ask(namespace, user, to).unwrap_or_else(|error| panic!("{case}: {user:?} to {to}: {error}"));
+    assert_eq!(answer.server, server, "{case}: {user:?} to {to}");
     if ["inbound", "outbound"].contains(&server) {
-        assert_eq!(answer, said(server, to), "{case}: {who:?}");
+        assert_eq!(answer, expected_answer(server, to), "{case}: {user:?}");
     }
 }
 
-/// Waits for a condition, bounded.
+/// Waits for a condition, for at most 10 seconds.
 pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !condition() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        assert!(Instant::now() < deadline, "timed out waiting for {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,4 +1,5 @@
-//! T80–T84: connections that keep their client's address, with a stub of a proxy that takes them and dials as the client.
+//! Tproxy mode, with a stub proxy that accepts connections to any address and dials the application from the client's
+//! address.
 
 use std::io::{self, ErrorKind};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -11,17 +12,17 @@ use socket2::{Domain, Socket, Type};
 use tulle_core::addr;
 
 use crate::scene::{
-    APP, BACKENDS, FLAGS, ROOT, Scene, Who, echo, eventually, expect, families, flags, open, root, serve, success,
+    APP, BACKENDS, FLAGS, Fixture, ROOT, User, echo, eventually, expect, families, flags, open, root, serve, success,
 };
 
-/// T80, T81, T82: also with strict filters of reverse paths, and where handshakes are remembered in cookies alone.
+/// Also with strict reverse path filters, and with SYN cookies for every handshake.
 #[test]
-fn applications_see_their_clients_and_outbound_arrives_at_the_proxy() {
+fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
     if !root() {
         return;
     }
     let scene = scene();
-    let taken = keeper(&scene);
+    let taken = transparent_proxy(&scene);
     for name in ["all", "eth0", "lo"] {
         scene.sysctl(&format!("net/ipv4/conf/{name}/rp_filter"), "1");
     }
@@ -29,14 +30,14 @@ fn applications_see_their_clients_and_outbound_arrives_at_the_proxy() {
         scene.apply(backend, &TPROXY);
         scene.sysctl("net/ipv4/tcp_syncookies", cookies);
         for family in families() {
-            let other = Who {
+            let other = User {
                 from: Some(family.other_peer),
                 ..ROOT
             };
-            for (who, ip) in [(ROOT, family.pod[0]), (ROOT, family.pod[1]), (other, family.pod[0])] {
+            for (user, ip) in [(ROOT, family.pod[0]), (ROOT, family.pod[1]), (other, family.pod[0])] {
                 let before = taken.load(Ordering::Relaxed);
-                // That the application sees this client is asserted where the answer is read.
-                expect(&scene.peer, who, (ip, 8080), "app", backend);
+                // `expect` checks that the application sees this client's address.
+                expect(&scene.peer, user, (ip, 8080), "app", backend);
                 assert_eq!(taken.load(Ordering::Relaxed), before + 1, "{backend}: {ip}");
             }
             let before = taken.load(Ordering::Relaxed);
@@ -63,7 +64,7 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
         return;
     }
     let scene = scene();
-    let taken = keeper(&scene);
+    let taken = transparent_proxy(&scene);
     for backend in BACKENDS {
         let lists = [
             "--ports-to-redirect",
@@ -73,30 +74,30 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
         ];
         scene.apply(backend, &[&TPROXY[..], &lists].concat());
         for family in families() {
-            let other = Who {
+            let other = User {
                 from: Some(family.other_peer),
                 ..ROOT
             };
-            for (who, port, n) in [(ROOT, 8080, 1), (ROOT, 9000, 0), (other, 8080, 0)] {
+            for (user, port, n) in [(ROOT, 8080, 1), (ROOT, 9000, 0), (other, 8080, 0)] {
                 let before = taken.load(Ordering::Relaxed);
-                expect(&scene.peer, who, (family.pod[0], port), "app", backend);
+                expect(&scene.peer, user, (family.pod[0], port), "app", backend);
                 assert_eq!(
                     taken.load(Ordering::Relaxed),
                     before + n,
-                    "{backend}: {who:?} to {port}"
+                    "{backend}: {user:?} to {port}"
                 );
             }
         }
     }
 }
 
-/// Neither where nobody listens at the proxy's port, nor where the one who does takes only what is for himself.
+/// Neither if there is no listener on the proxy's port, nor if the listener is not transparent.
 #[test]
 fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let application = serve(&scene.pod, "app", "[::]:8080");
     let refused = |backend: &str| {
         for family in families() {
@@ -118,14 +119,14 @@ fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
     assert_eq!(application.load(Ordering::Relaxed), 0);
 }
 
-/// T84 too: rules, routes and the choice between their tables come together, are mended, and go together.
+/// Rules, routes and routing rules are added, repaired and removed together.
 #[test]
-fn routes_come_and_go_with_the_rules() {
+fn routes_are_added_and_removed_with_the_rules() {
     if !root() {
         return;
     }
     let scene = scene();
-    keeper(&scene);
+    transparent_proxy(&scene);
     let bare = (scene.dump(), routes(&scene));
     for backend in BACKENDS {
         let wanted = flags(backend, &TPROXY);
@@ -147,13 +148,13 @@ fn routes_come_and_go_with_the_rules() {
             assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}: {damage}");
             assert_eq!(scene.code(&check), 0, "{backend}: {damage}");
         }
-        // The other mode, and back.
+        // Switches to redirect mode and back.
         scene.apply(backend, &[]);
         assert_eq!(routes(&scene), bare.1, "{backend}");
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
             let redirected = scene.peer.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap();
-            redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub takes these as well
+            redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub accepts these as well
         }
         scene.apply(backend, &TPROXY);
         assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}");
@@ -163,7 +164,7 @@ fn routes_come_and_go_with_the_rules() {
             expect(&scene.peer, ROOT, (family.pod[0], 8080), "app", backend);
         }
     }
-    // What is printed makes the same.
+    // The printed script has the same result.
     let simulated = scene.init(&flags("nft", &[&TPROXY[..], &["--simulate"]].concat()));
     let script = String::from_utf8(simulated.stdout).unwrap();
     let commands: Vec<&str> = script.lines().filter_map(|line| line.strip_prefix("# ")).collect();
@@ -176,13 +177,13 @@ fn routes_come_and_go_with_the_rules() {
 }
 
 #[test]
-fn open_connections_survive_rules_that_come_change_and_drain() {
+fn open_connections_survive_new_changed_and_draining_rules() {
     if !root() {
         return;
     }
     for backend in BACKENDS {
         let scene = scene();
-        let taken = keeper(&scene);
+        let taken = transparent_proxy(&scene);
         let dial = || families().map(|family| open(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0);
         let still = |streams: &mut [TcpStream], what: &str| {
             for stream in streams {
@@ -198,7 +199,7 @@ fn open_connections_survive_rules_that_come_change_and_drain() {
             backend,
             &[&TPROXY[..], &["-g", "7", "--inbound-ports-to-ignore", "8080"]].concat(),
         );
-        still(&mut kept, "kept by former rules");
+        still(&mut kept, "kept by previous rules");
         drop(dial());
         assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}: the port is skipped now");
 
@@ -226,11 +227,11 @@ fn open_connections_survive_rules_that_come_change_and_drain() {
 }
 
 #[test]
-fn verifying_finds_out_when_answers_do_not_come_back() {
+fn verification_detects_replies_that_are_not_routed_back() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let verified = |backend: &str| {
         let (code, report) = scene.report(&[&FLAGS[..], &["--backend", backend], &TPROXY].concat());
         (code, report["verified"].clone())
@@ -238,18 +239,18 @@ fn verifying_finds_out_when_answers_do_not_come_back() {
     for backend in BACKENDS {
         let redirected = serde_json::json!({"ipv4": "redirected", "ipv6": "redirected"});
         assert_eq!(verified(backend), (0, redirected), "{backend}");
-        // A stranger who is asked first.
+        // A routing rule of another program that is evaluated first.
         scene.sh("ip rule add priority 50 fwmark 0x2044 lookup main");
         let (code, report) = verified(backend);
         assert_eq!((code, &report["ipv6"]), (95, &"redirected".into()), "{backend}");
-        let said = report["ipv4"].as_str().unwrap();
-        assert!(said.contains("does not come back"), "{backend}: {said}");
+        let verdict = report["ipv4"].as_str().unwrap();
+        assert!(verdict.contains("are not routed back"), "{backend}: {verdict}");
         scene.sh("ip rule del priority 50");
     }
 }
 
-fn scene() -> Scene {
-    let scene = Scene::bare();
+fn scene() -> Fixture {
+    let scene = Fixture::bare();
     for port in [8080, 9000, 4191] {
         serve(&scene.pod, "app", &format!("[::]:{port}"));
         serve(&scene.peer, "peer", &format!("[::]:{port}"));
@@ -259,13 +260,14 @@ fn scene() -> Scene {
     scene
 }
 
-/// What chooses between tables of routes, and ours, of both families.
-fn routes(scene: &Scene) -> String {
+/// Routing rules, and the routes of our table, of both families.
+fn routes(scene: &Fixture) -> String {
     scene.sh("for family in -4 -6; do ip $family rule; ip $family route show table 143 2>/dev/null || true; done")
 }
 
-/// A proxy that takes connections for any address and joins them to the application, which it dials as their client.
-fn keeper(scene: &Scene) -> Arc<AtomicUsize> {
+/// A proxy that accepts connections to any address and connects them to the application, which it dials from the client's
+/// address.
+fn transparent_proxy(scene: &Fixture) -> Arc<AtomicUsize> {
     let taken = Arc::new(AtomicUsize::new(0));
     let count = taken.clone();
     let start = || -> io::Result<()> {
@@ -275,7 +277,7 @@ fn keeper(scene: &Scene) -> Arc<AtomicUsize> {
         socket.bind(&SocketAddr::from(([0_u16; 8], 4143)).into())?;
         socket.listen(128)?;
         let listener = TcpListener::from(socket);
-        // Threads are in the namespace of who starts them.
+        // Threads inherit the namespace of the thread that starts them.
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 count.fetch_add(1, Ordering::Relaxed);
@@ -294,12 +296,12 @@ fn join(client: &TcpStream) -> io::Result<()> {
         addr::canonical(client.local_addr()?),
     );
     if dialled.port() == 4143 {
-        return Ok(()); // translated, so that only connection tracking knows
+        return Ok(()); // redirected; the original destination is known only to connection tracking
     }
     let socket = Socket::new(Domain::for_address(dialled), Type::STREAM, None)?;
     socket.set_ip_transparent_v4(true)?;
     socket.set_reuse_address(true)?;
-    // With its port it would be the connection that the client has already.
+    // With the same port, the address pair would be that of the client's own connection.
     socket.bind(&SocketAddr::new(peer.ip(), fastrand::u16(61_000..)).into())?;
     socket.connect_timeout(&dialled.into(), LIMIT)?;
     let application = TcpStream::from(socket);

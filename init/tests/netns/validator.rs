@@ -1,4 +1,4 @@
-//! T70 and `--verify`: is traffic redirected?
+//! `validate` and `--verify`: whether traffic is redirected.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -8,7 +8,7 @@ use std::thread;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::scene::{BACKENDS, BIN, FLAGS, Scene, eventually, root, success};
+use crate::scene::{BACKENDS, BIN, FLAGS, Fixture, eventually, root, success};
 
 const V4: [&str; 4] = ["validate", "--timeout=2s", "--connect-addr", "10.99.0.1:1404"];
 const V6: [&str; 6] = [
@@ -20,18 +20,17 @@ const V6: [&str; 6] = [
     "[fd99::1]:20001",
 ];
 
-fn said(output: &Output) -> String {
+fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// T70.
 #[test]
 fn the_validator_succeeds_with_rules_only() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
-    // The peer has what is dialled, and says something of its own.
+    let scene = Fixture::bare();
+    // The peer has the test address, and sends another answer.
     scene
         .peer
         .ip("addr add 10.99.0.1/32 dev lo\naddr add fd99::1/128 dev lo nodad\n")
@@ -40,14 +39,14 @@ fn the_validator_succeeds_with_rules_only() {
         let listener = scene.peer.run(|| TcpListener::bind(addr)).unwrap().unwrap();
         thread::spawn(move || {
             for stream in listener.incoming() {
-                stream.unwrap().write_all(b"somebody else\n").unwrap();
+                stream.unwrap().write_all(b"another server\n").unwrap();
             }
         });
     }
     for trial in [&V4[..], &V6] {
         let output = scene.init(trial);
         assert_eq!(output.status.code(), Some(95), "{output:?}");
-        assert!(said(&output).contains("somebody else"), "{output:?}");
+        assert!(stderr(&output).contains("another server"), "{output:?}");
     }
     for backend in BACKENDS {
         scene.apply(backend, &[]);
@@ -55,21 +54,20 @@ fn the_validator_succeeds_with_rules_only() {
             success(&scene.init(trial));
         }
     }
-    // Under Linkerd's name it is the validator without being told.
+    // Under the name of Linkerd's program, it runs `validate`.
     let directory = tempfile::tempdir().unwrap();
     let link = directory.path().join("linkerd2-network-validator");
     std::os::unix::fs::symlink(BIN, &link).unwrap();
     success(&scene.pod.command(&link).args(&V4[1..]).output().unwrap());
 }
 
-/// T70.
 #[test]
-fn the_validator_says_what_is_wrong() {
+fn the_validator_reports_the_reason_of_a_failure() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
-    // Nobody answers: the peer drops what it is asked.
+    let scene = Fixture::bare();
+    // No answer: the peer drops the packets.
     scene
         .peer
         .command("nft")
@@ -98,7 +96,7 @@ fn the_validator_says_what_is_wrong() {
     ] {
         let output = scene.init(&[&dial[..], &["--timeout", "300ms"]].concat());
         assert_eq!(output.status.code(), Some(95));
-        assert!(said(&output).contains("no answer within 300ms"), "{output:?}");
+        assert!(stderr(&output).contains("no answer within 300ms"), "{output:?}");
 
         let mut run = scene.pod.command(BIN);
         let run = run
@@ -107,18 +105,18 @@ fn the_validator_says_what_is_wrong() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It handles signals by the time it listens.
+        // It handles signals before it listens.
         eventually("the listener", || scene.sh("ss -ltn 'sport = :4140'").contains("4140"));
         kill(Pid::from_raw(run.id().cast_signed()), Signal::SIGTERM).unwrap();
         let output = run.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(95));
-        assert!(said(&output).contains("SIGTERM"), "{output:?}");
+        assert!(stderr(&output).contains("SIGTERM"), "{output:?}");
 
-        // The pod's own address is dialled, and nobody is there.
+        // Connects to a closed port of the pod's own address.
         let refused = dial[2].replace("77.0.1", "77.0.2").replace("::1", "::2");
         let output = scene.init(&["validate", dial[3], "--connect-addr", &refused]);
         assert_eq!(output.status.code(), Some(95));
-        assert!(said(&output).contains("refused"), "{output:?}");
+        assert!(stderr(&output).contains("refused"), "{output:?}");
 
         scene.sh(if away.starts_with('[') {
             "ip -6 route del default"
@@ -128,7 +126,7 @@ fn the_validator_says_what_is_wrong() {
         let output = scene.init(&["validate", dial[3], "--connect-addr", away]);
         assert_eq!(output.status.code(), Some(95));
         assert!(
-            said(&output).contains(&format!("there is no route to {away}")),
+            stderr(&output).contains(&format!("there is no route to {away}")),
             "{output:?}"
         );
     }
@@ -138,31 +136,31 @@ fn the_validator_says_what_is_wrong() {
 }
 
 #[test]
-fn verifying_proves_each_family_that_has_a_route() {
+fn verification_covers_each_family_that_has_a_route() {
     if !root() {
         return;
     }
-    let scene = Scene::bare();
+    let scene = Fixture::bare();
     let verify = |more: &[&str]| {
         let (code, report) = scene.report(&[&FLAGS[..], more].concat());
         (code, report["verified"].clone(), report["warnings"].to_string())
     };
-    // What is not proven is a warning too.
+    // A family that is not proven also causes a warning.
     let skipped = |more: &[&str], family: &str, reason: &str| {
         let (code, verified, warnings) = verify(more);
-        let said = verified[family].as_str().unwrap();
+        let verdict = verified[family].as_str().unwrap();
         assert!(
-            code == 0 && said.starts_with("skipped: ") && said.contains(reason),
-            "{said}"
+            code == 0 && verdict.starts_with("skipped: ") && verdict.contains(reason),
+            "{verdict}"
         );
         assert!(
             warnings.contains(&format!("{family} is not proven")) && warnings.contains(reason),
             "{warnings}"
         );
     };
-    let thief = |family: &str| {
+    let foreign = |family: &str| {
         format!(
-            "table {family} thief {{ chain c {{ type nat hook output priority -110; tcp dport 1-60000 redirect to :15001; }}; }}"
+            "table {family} foreign {{ chain c {{ type nat hook output priority -110; tcp dport 1-60000 redirect to :15001; }}; }}"
         )
     };
     for backend in BACKENDS {
@@ -173,18 +171,18 @@ fn verifying_proves_each_family_that_has_a_route() {
             (0, &"redirected".into(), &"redirected".into())
         );
         assert!(!warnings.contains("not proven"), "{warnings}");
-        // A stranger that comes first takes connections away, and that is found out.
-        for (family, robbed, other) in [("ip", "ipv4", "ipv6"), ("ip6", "ipv6", "ipv4")] {
-            scene.sh(&format!("nft '{}'", thief(family)));
+        // A chain of another program that takes precedence and redirects connections is detected.
+        for (family, affected, other) in [("ip", "ipv4", "ipv6"), ("ip6", "ipv6", "ipv4")] {
+            scene.sh(&format!("nft '{}'", foreign(family)));
             let (code, verified, _) = verify(&named);
             assert_eq!(
                 (code, &verified[other]),
                 (95, &"redirected".into()),
                 "{backend}: {verified}"
             );
-            let said = verified[robbed].as_str().unwrap();
-            assert!(said.starts_with("not redirected: dialling "), "{backend}: {said}");
-            scene.sh(&format!("nft delete table {family} thief"));
+            let verdict = verified[affected].as_str().unwrap();
+            assert!(verdict.starts_with("not redirected: dialling "), "{backend}: {verdict}");
+            scene.sh(&format!("nft delete table {family} foreign"));
         }
         skipped(&[&named[..], &["-u", "0"]].concat(), "ipv4", "runs as the proxy");
     }

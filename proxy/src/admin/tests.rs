@@ -1,8 +1,10 @@
-//! Every route: methods, who may ask, and what comes back.
+//! Every route: methods, authorization, and responses.
 
+use bytes::Bytes;
+use http::header::ALLOW;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::BodyExt;
-use tulle_core::telemetry::{self, Format};
+use tulle_core::logging::{self, Format};
 
 use super::*;
 
@@ -20,43 +22,43 @@ fn req(method: Method, client: &str) -> AdminRequest {
     }
 }
 
-fn body(rsp: Answer) -> String {
+fn body(rsp: AdminResponse) -> String {
     use futures_util::FutureExt;
     let collected = rsp
         .into_body()
         .collect()
         .now_or_never()
-        .expect("the body is there")
+        .expect("reading the body")
         .unwrap();
     String::from_utf8(collected.to_bytes().to_vec()).unwrap()
 }
 
 #[test]
 fn the_log_filter_is_shown_and_changed_from_this_machine() {
-    let log = telemetry::init("warn,tulle=info", Format::Plain).unwrap();
-    let ask = |req: AdminRequest| log_level(&req, Some(&log));
-    assert_eq!(body(ask(req(Method::GET, HERE))), "warn,tulle=info");
+    let log = logging::init("warn,tulle=info", Format::Plain).unwrap();
+    let send = |req: AdminRequest| log_level(&req, Some(&log));
+    assert_eq!(body(send(req(Method::GET, HERE))), "warn,tulle=info");
     let put = |filter: &'static str| AdminRequest {
         body: Bytes::from_static(filter.as_bytes()),
         ..req(Method::PUT, HERE)
     };
-    assert_eq!(ask(put("error\n")).status(), StatusCode::NO_CONTENT);
+    assert_eq!(send(put("error\n")).status(), StatusCode::NO_CONTENT);
     assert_eq!(log.current(), "error");
-    let bad = ask(put("tulle=loud"));
+    let bad = send(put("tulle=loud"));
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
     assert!(body(bad).contains("tulle=loud"));
     let binary = AdminRequest {
         body: Bytes::from_static(b"\xff"),
         ..req(Method::PUT, HERE)
     };
-    assert_eq!(ask(binary).status(), StatusCode::BAD_REQUEST);
-    let posted = ask(req(Method::POST, HERE));
+    assert_eq!(send(binary).status(), StatusCode::BAD_REQUEST);
+    let posted = send(req(Method::POST, HERE));
     assert_eq!(
         (posted.status(), &posted.headers()[ALLOW]),
         (StatusCode::METHOD_NOT_ALLOWED, &"GET, PUT".parse().unwrap())
     );
     for method in [Method::GET, Method::PUT] {
-        assert_eq!(ask(req(method, THERE)).status(), StatusCode::FORBIDDEN);
+        assert_eq!(send(req(method, THERE)).status(), StatusCode::FORBIDDEN);
     }
     assert_eq!(log.current(), "error");
     assert_eq!(log_level(&req(Method::GET, HERE), None).status(), StatusCode::NOT_FOUND);
@@ -67,7 +69,7 @@ fn variables_are_json_and_can_be_chosen() {
     let env = [("A", "1"), ("B", "two")]
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .into();
-    let ask = |query: Option<&str>| {
+    let send = |query: Option<&str>| {
         env_json(
             &AdminRequest {
                 query: query.map(str::to_owned),
@@ -76,11 +78,11 @@ fn variables_are_json_and_can_be_chosen() {
             &env,
         )
     };
-    let all = ask(None);
+    let all = send(None);
     assert_eq!(all.headers()[CONTENT_TYPE], "application/json");
     assert_eq!(body(all), r#"{"A":"1","B":"two"}"#);
-    assert_eq!(body(ask(Some("B&C"))), r#"{"B":"two","C":null}"#);
-    assert_eq!(ask(Some("A=1")).status(), StatusCode::BAD_REQUEST);
+    assert_eq!(body(send(Some("B&C"))), r#"{"B":"two","C":null}"#);
+    assert_eq!(send(Some("A=1")).status(), StatusCode::BAD_REQUEST);
     assert_eq!(
         env_json(&req(Method::PUT, HERE), &env).status(),
         StatusCode::METHOD_NOT_ALLOWED
@@ -107,21 +109,21 @@ fn variables_are_json_and_can_be_chosen() {
 }
 
 #[tokio::test]
-async fn the_end_is_asked_for_by_post_from_this_machine_where_enabled() {
+async fn shutdown_needs_a_post_from_loopback_and_must_be_enabled() {
     let shutdown = Notify::new();
-    let ask = |endpoint, method, client| shut_down(&req(method, client), endpoint, &shutdown).status();
+    let send = |endpoint, method, client| shut_down(&req(method, client), endpoint, &shutdown).status();
     assert_eq!(
-        ask(ShutdownEndpoint::Disabled, Method::POST, HERE),
+        send(ShutdownEndpoint::Disabled, Method::POST, HERE),
         StatusCode::NOT_FOUND
     );
     assert_eq!(
-        ask(ShutdownEndpoint::Enabled, Method::GET, HERE),
+        send(ShutdownEndpoint::Enabled, Method::GET, HERE),
         StatusCode::METHOD_NOT_ALLOWED
     );
     assert_eq!(
-        ask(ShutdownEndpoint::Enabled, Method::POST, THERE),
+        send(ShutdownEndpoint::Enabled, Method::POST, THERE),
         StatusCode::FORBIDDEN
     );
-    assert_eq!(ask(ShutdownEndpoint::Enabled, Method::POST, HERE), StatusCode::OK);
+    assert_eq!(send(ShutdownEndpoint::Enabled, Method::POST, HERE), StatusCode::OK);
     shutdown.notified().await;
 }

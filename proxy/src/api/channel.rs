@@ -1,7 +1,7 @@
-//! A gRPC channel to one control-plane service: finds it, verifies it, and finds it again when it is gone.
+//! A gRPC channel to one control-plane service: resolves, connects, verifies, and reconnects when the connection is lost.
 //!
-//! A channel has one HTTP/2 connection, made when a call needs it and kept while it works. One task a channel dials,
-//! so that hundreds of streams that break together make one connection, not hundreds.
+//! A channel has one HTTP/2 connection, made when a call needs it and kept while it works. One task for each channel dials, so
+//! that hundreds of streams that fail together cause one connection, not hundreds.
 
 use std::future::Future;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -27,19 +27,20 @@ use tower::Service;
 use tracing::{debug, info, warn};
 use tulle_core::addr::Addr;
 use tulle_core::backoff::Backoff;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::Identity;
 use tulle_core::metrics::{Counter, Histogram, Labels};
 
-use crate::api::attempts;
 use crate::api::dns::{DnsError, Resolver};
+use crate::api::happy_eyeballs;
 use crate::api::metrics::Metrics;
-use crate::api::retry::RetrySignal;
-use crate::metrics::balancers::{self, Op};
+use crate::api::retry_signal::RetrySignal;
+use crate::metrics::balancers::{self, UpdateOp};
 use crate::tls::client;
-use crate::tls::creds::{Alpn, Credentials};
-use crate::tls::status::{ClientTls, WhyClientPlain};
+use crate::tls::credentials::{Alpn, Credentials};
+use crate::tls::status::{ClientTls, NoClientTls};
 
-/// Where a control-plane service is, and what it must prove.
+/// The address of a control-plane service, and its expected identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlAddr {
     pub addr: Addr,
@@ -48,52 +49,50 @@ pub struct ControlAddr {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
-    /// The service is on this machine: plaintext.
+    /// The service is on this host: plaintext.
     Loopback,
-    /// The service must have this identity; we show ours.
+    /// The service must have this identity; the proxy presents its own certificate.
     MutualTls(Identity),
 }
 
-/// How a channel connects.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
-    /// What the names of its metrics begin with.
+    /// Prefix of the names of its metrics.
     pub client: &'static str,
-    /// TCP and TLS together, for each address.
+    /// Timeout of TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
-    /// How long a call waits for a connection; [`CALL_WAIT`].
-    pub call_wait: Duration,
-    pub own_identity: OwnIdentity,
+    /// Time that a call waits for a connection; [`CONNECTION_WAIT_TIMEOUT`].
+    pub connection_wait_timeout: Duration,
+    pub client_certificate: ClientCertificate,
 }
 
-/// Whether a connection by mutual TLS waits until we have a certificate to show.
+/// Whether a mutual TLS connection waits until the proxy has a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OwnIdentity {
-    /// The service asks for it.
+pub(crate) enum ClientCertificate {
+    /// The service requires it.
     Required,
-    /// The service gives it, or asks for none.
+    /// The service issues it, or does not require it.
     Optional,
 }
 
-/// What all channels share.
 #[derive(Clone)]
 pub(crate) struct Connector {
     pub creds: Credentials,
     pub resolver: Resolver,
     pub metrics: Metrics,
-    /// Where connections live, and calls must be made.
+    /// The runtime of the connections; calls must be made on it.
     pub runtime: Handle,
 }
 
-/// A channel; clones share its connection. Calls fail with `Unavailable` when there is none for too long.
+/// A channel; clones share its connection. A call fails with `Unavailable` if no connection is made in time.
 #[derive(Clone)]
 pub(crate) struct Channel {
     shared: Arc<Shared>,
     connection: watch::Receiver<Connection>,
 }
 
-/// True for addresses of this machine, by number or as `localhost`.
+/// True for loopback addresses and `localhost`.
 pub(crate) fn is_loopback(addr: &Addr) -> bool {
     match addr {
         Addr::Socket(addr) => addr.ip().to_canonical().is_loopback(),
@@ -106,18 +105,18 @@ struct Shared {
     authority: Authority,
     scheme: Scheme,
     /// Tells the dialling task that a call waits.
-    wanted: Notify,
-    /// Whether the last attempt to connect was in vain.
+    connect_requested: Notify,
+    /// Whether the last attempt to connect failed.
     failing: AtomicBool,
-    /// Cuts the pause before the next attempt short.
+    /// Shortens the backoff before the next attempt.
     retry: RetrySignal,
-    call_wait: Duration,
+    connection_wait_timeout: Duration,
     metrics: ChannelMetrics,
 }
 
 #[derive(Clone)]
 enum Connection {
-    /// None; why the last attempt failed, if it did.
+    /// No connection; the error of the last attempt, if it failed.
     Missing(Option<Arc<str>>),
     Ready(SendRequest<Body>),
 }
@@ -127,7 +126,7 @@ struct ChannelMetrics {
     labels: Labels,
     requests: Arc<Counter>,
     latency: Arc<Histogram>,
-    /// The replica that there is a connection to is ready, and the others pending.
+    /// The connected replica counts as ready, the others as pending.
     balancer: Arc<balancers::Series>,
 }
 
@@ -149,7 +148,7 @@ enum ConnectError {
 }
 
 impl Connector {
-    /// A channel to a service; nothing is dialled before the first call.
+    /// A channel to a service; dialled on the first call.
     pub(crate) fn channel(&self, target: ControlAddr, config: Config) -> Channel {
         let (sender, connection) = watch::channel(Connection::Missing(None));
         let shared = Arc::new(Shared {
@@ -158,14 +157,14 @@ impl Connector {
                 Security::Loopback => Scheme::HTTP,
                 Security::MutualTls(_) => Scheme::HTTPS,
             },
-            wanted: Notify::new(),
+            connect_requested: Notify::new(),
             failing: AtomicBool::new(false),
             retry: RetrySignal::default(),
-            call_wait: config.call_wait,
+            connection_wait_timeout: config.connection_wait_timeout,
             metrics: ChannelMetrics::new(&self.metrics, config.client, &target),
             target,
         });
-        let dialler = Dialler {
+        let dialler = ConnectTask {
             connector: self.clone(),
             config,
             shared: shared.clone(),
@@ -181,12 +180,12 @@ impl Channel {
         &self.shared.target
     }
 
-    /// Whether the service could not be reached when it was last needed.
+    /// Whether the last attempt to reach the service failed.
     pub(crate) fn is_failing(&self) -> bool {
         self.shared.failing.load(Ordering::Relaxed)
     }
 
-    /// Has the next attempt to connect made soon, if there is no connection.
+    /// Makes the next attempt to connect start soon, if there is no connection.
     pub(crate) fn retry_soon(&self) {
         if matches!(*self.connection.borrow(), Connection::Missing(_)) {
             self.shared.retry.retry_soon();
@@ -195,42 +194,46 @@ impl Channel {
 
     async fn send(mut self, mut req: Request<Body>) -> Result<Response<Incoming>, Status> {
         let shared = self.shared.clone();
-        address(&mut req, &shared)?;
+        set_uri(&mut req, &shared)?;
         let mut connection = self.ready().await?;
         shared.metrics.requests.inc();
         let started_at = Instant::now();
         let sent = connection.send_request(req).await;
         shared.metrics.latency.observe(started_at.elapsed().as_secs_f64() * 1e3);
         shared.metrics.response(sent.as_ref().ok());
-        sent.map_err(|error| Status::unavailable(format!("asking {}: {}", shared.target.addr, Causes(&error))))
+        sent.map_err(|error| Status::unavailable(format!("calling {}: {}", shared.target.addr, ErrorChain(&error))))
     }
 
-    /// Waits for a connection that works, however long that takes.
+    /// Waits for a working connection, without a limit.
     pub(crate) async fn connected(&mut self) {
         if self.connection().await.is_none() {
-            // The runtime is ending, and takes who waits with it.
+            // The runtime is shutting down and drops this future.
             std::future::pending::<()>().await;
         }
     }
 
-    /// The connection, as soon as there is one that works; none when the runtime of the channel has ended.
+    /// Waits for a working connection; `None` if the runtime of the channel has ended.
     async fn connection(&mut self) -> Option<SendRequest<Body>> {
         let balancer = &self.shared.metrics.balancer;
         let mut waiting = None;
         loop {
             match &*self.connection.borrow_and_update() {
                 Connection::Ready(connection) if !connection.is_closed() => return Some(connection.clone()),
-                Connection::Ready(_) | Connection::Missing(_) => self.shared.wanted.notify_one(),
+                Connection::Ready(_) | Connection::Missing(_) => self.shared.connect_requested.notify_one(),
             }
-            waiting.get_or_insert_with(|| balancer.wait());
+            waiting.get_or_insert_with(|| balancer.enter_queue());
             self.connection.changed().await.ok()?;
         }
     }
 
-    /// The connection that a call is made on.
+    /// The connection for a call.
     async fn ready(&mut self) -> Result<SendRequest<Body>, Status> {
         let shared = self.shared.clone();
-        let Shared { call_wait, target, .. } = &*shared;
+        let Shared {
+            connection_wait_timeout: call_wait,
+            target,
+            ..
+        } = &*shared;
         match timeout(*call_wait, self.connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
@@ -256,8 +259,7 @@ impl Service<Request<Body>> for Channel {
     }
 }
 
-/// Makes the connections of one channel.
-struct Dialler {
+struct ConnectTask {
     connector: Connector,
     config: Config,
     shared: Arc<Shared>,
@@ -265,9 +267,9 @@ struct Dialler {
 
 type Driver = Pin<Box<dyn Future<Output = Result<(), hyper::Error>> + Send>>;
 
-impl Dialler {
+impl ConnectTask {
     async fn run(self, connection: watch::Sender<Connection>) {
-        // Both branches only wait; when the channel is gone, so is everything that was under way.
+        // Both branches are cancel-safe; when the channel is dropped, pending work is no longer needed.
         tokio::select! {
             () = connection.closed() => {}
             () = self.dial_on_demand(&connection) => {}
@@ -276,30 +278,30 @@ impl Dialler {
 
     async fn dial_on_demand(&self, connection: &watch::Sender<Connection>) {
         let addr = &self.shared.target.addr;
-        let mut delays = self.config.backoff.at_most(LONGEST_PAUSE).steps();
+        let mut delays = self.config.backoff.capped_at(MAX_CONNECT_BACKOFF).start();
         let (failing, balancer) = (&self.shared.failing, &self.shared.metrics.balancer);
         loop {
-            self.shared.wanted.notified().await;
+            self.shared.connect_requested.notified().await;
             let is_mutual = matches!(self.shared.target.security, Security::MutualTls(_));
-            if is_mutual && self.config.own_identity == OwnIdentity::Required {
-                self.connector.creds.certified().await;
+            if is_mutual && self.config.client_certificate == ClientCertificate::Required {
+                self.connector.creds.wait_certified().await;
             }
             let dialled_at = Instant::now();
             let reason = match self.dial().await {
                 Ok((n_addrs, (sender, driver))) => {
-                    balancer.endpoints(1, n_addrs - 1);
+                    balancer.set_endpoints(1, n_addrs - 1);
                     if failing.swap(false, Ordering::Relaxed) {
                         info!(%addr, "control plane is reachable again");
                     }
                     debug!(%addr, "connected to the control plane");
                     connection.send_replace(Connection::Ready(sender));
                     let ended = driver.await;
-                    balancer.endpoints(0, n_addrs);
+                    balancer.set_endpoints(0, n_addrs);
                     debug!(%addr, ?ended, "connection to the control plane ended");
-                    ended.err().map(|error| Arc::from(Causes(&error).to_string()))
+                    ended.err().map(|error| Arc::from(ErrorChain(&error).to_string()))
                 }
                 Err(error) => {
-                    // Once an outage: what is known goes on being served.
+                    // Logged once for each outage: the known configuration stays in use.
                     if !failing.swap(true, Ordering::Relaxed) {
                         warn!(%addr, %error, "control plane is not reachable, trying again");
                     }
@@ -308,21 +310,21 @@ impl Dialler {
                 }
             };
             connection.send_replace(Connection::Missing(reason));
-            // A server that accepts and hangs up at once must not be dialled at once.
-            if dialled_at.elapsed() > self.config.backoff.max.min(SETTLED) {
+            // Backoff also applies to a server that accepts and closes at once.
+            if dialled_at.elapsed() > self.config.backoff.max.min(STABLE_CONNECTION_AGE) {
                 delays.reset();
             }
-            self.shared.retry.pause(delays.next_delay()).await;
+            self.shared.retry.wait(delays.next_delay()).await;
         }
     }
 
-    /// Tries all addresses; also says how many there are.
+    /// Tries all addresses; also returns their number.
     async fn dial(&self) -> Result<(usize, (SendRequest<Body>, Driver)), ConnectError> {
         let addrs = self.addrs().await.map_err(ConnectError::Resolve)?;
         let n_addrs = addrs.len();
-        self.shared.metrics.balancer.told(Op::Reset);
-        self.shared.metrics.balancer.endpoints(0, n_addrs);
-        let connected = attempts::first(addrs, |addr| async move {
+        self.shared.metrics.balancer.record_update(UpdateOp::Reset);
+        self.shared.metrics.balancer.set_endpoints(0, n_addrs);
+        let connected = happy_eyeballs::connect_first(addrs, |addr| async move {
             let limit = self.config.connect_timeout;
             let connected = timeout(limit, self.connect(addr)).await;
             let connected = connected.unwrap_or(Err(ConnectError::Timeout { addr, limit }));
@@ -375,7 +377,7 @@ where
     Ok((sender, Box::pin(connection)))
 }
 
-/// A SPIFFE identity is no host name; then the service is asked for by the name it is found under.
+/// A SPIFFE identity is not a host name; then the SNI is the name that the service was resolved by.
 fn server_name(target: &ControlAddr, identity: &Identity) -> String {
     match (identity, &target.addr) {
         (Identity::Dns(name), _) => name.to_string(),
@@ -388,8 +390,8 @@ fn authority(addr: &Addr) -> Authority {
     Authority::from_maybe_shared(addr.to_string()).expect("addresses are authorities")
 }
 
-/// tonic knows the path of a method only; HTTP/2 needs all of the URI.
-fn address(req: &mut Request<Body>, shared: &Shared) -> Result<(), Status> {
+/// tonic sets only the path of the method; HTTP/2 needs the full URI.
+fn set_uri(req: &mut Request<Body>, shared: &Shared) -> Result<(), Status> {
     let path = req
         .uri()
         .path_and_query()
@@ -406,7 +408,7 @@ fn address(req: &mut Request<Body>, shared: &Shared) -> Result<(), Status> {
 impl ChannelMetrics {
     fn new(families: &Metrics, client: &str, target: &ControlAddr) -> Self {
         let tls = match &target.security {
-            Security::Loopback => ClientTls::Plain(WhyClientPlain::Loopback),
+            Security::Loopback => ClientTls::Plain(NoClientTls::Loopback),
             Security::MutualTls(identity) => ClientTls::Meshed(identity.clone()),
         };
         let labels = Labels::new().with("addr", &target.addr);
@@ -422,7 +424,7 @@ impl ChannelMetrics {
         }
     }
 
-    /// Counts a response by its head; a stream that fails later was a success so far.
+    /// Counts a response by its head; a stream that fails later still counts as a success.
     fn response(&self, rsp: Option<&Response<Incoming>>) {
         let status = rsp.map_or_else(String::new, |rsp| rsp.status().as_u16().to_string());
         let grpc_status = rsp
@@ -439,29 +441,15 @@ impl ChannelMetrics {
     }
 }
 
-/// An error with its causes on one line, for messages that leave the world of errors.
-struct Causes<'a>(&'a (dyn std::error::Error + 'static));
-
-impl std::fmt::Display for Causes<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut cause = self.0.source();
-        while let Some(error) = cause {
-            write!(f, ": {error}")?;
-            cause = error.source();
-        }
-        Ok(())
-    }
-}
-
-/// How long calls of the proxy wait for a connection.
-pub(crate) const CALL_WAIT: Duration = Duration::from_secs(10);
-/// The largest message that is read: the endpoints of a large service take more than the 4 MiB of tonic's default.
-pub(super) const MESSAGE_LIMIT: usize = 64 * 1024 * 1024;
-/// Between attempts to connect: endpoints change while a control plane comes back, and who learns it late fails.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// A connection that lasted this long was a good one.
-const SETTLED: Duration = Duration::from_secs(10);
-/// Dead peers are found out within 13 seconds while streams are open.
+/// Default time that calls wait for a connection.
+pub(crate) const CONNECTION_WAIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum message size: the endpoints of a large service exceed the 4 MiB of tonic's default.
+pub(super) const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
+/// Maximum backoff between attempts to connect: endpoints change while a control plane restarts, and stale endpoints make
+/// requests fail.
+const MAX_CONNECT_BACKOFF: Duration = Duration::from_secs(5);
+/// A connection that lasted this long resets the backoff.
+const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(10);
+/// With this interval a dead peer is detected within 13 seconds while streams are open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);

@@ -13,18 +13,18 @@ use tulle_core::backoff::Backoff;
 use tulle_proto::destination as proto;
 use tulle_proto::destination::destination_client::DestinationClient;
 
-use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
-use crate::api::retry::RetrySignal;
-use crate::api::watch::{self as stream, Position, StreamLimits, Terms, Watched};
+use crate::api::channel::{Channel, MAX_MESSAGE_BYTES, Security};
+use crate::api::retry_signal::RetrySignal;
+use crate::api::watch::{self as stream, Position, StreamLimits, WatchParams, WatchState};
 
-/// DNS names by their last labels.
+/// DNS suffixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Suffixes {
-    /// In lower case, without dots around; the empty one holds every name.
+    /// In lower case, without leading or trailing dot; the empty suffix matches every name.
     suffixes: Vec<String>,
 }
 
-/// Targets that may have a profile.
+/// The targets that may have a profile.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProfileScope {
     pub suffixes: Suffixes,
@@ -46,13 +46,13 @@ pub(crate) struct Destinations {
     shared: Arc<Shared>,
 }
 
-/// What every lookup has in common.
+/// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim, so that the control plane knows who asks.
+    /// Sent verbatim; tells the control plane which workload asks.
     pub context_token: String,
     pub profiles: ProfileScope,
-    /// They do not hold for a control plane on this machine.
+    /// Not used for a control plane on this host.
     pub limits: StreamLimits,
     pub backoff: Backoff,
 }
@@ -124,7 +124,7 @@ impl Destinations {
             config.limits = StreamLimits::default();
         }
         Self {
-            client: DestinationClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            client: DestinationClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
             shared: Arc::new(Shared {
                 channel,
                 config,
@@ -133,24 +133,23 @@ impl Destinations {
         }
     }
 
-    /// Whether a target may have a profile.
     pub(crate) fn may_have_profile(&self, target: &Addr) -> bool {
         self.shared.config.profiles.contains(target)
     }
 
-    /// Whether the control plane can be asked.
-    pub(crate) fn can_answer(&self) -> bool {
+    pub(crate) fn is_reachable(&self) -> bool {
         !self.shared.channel.is_failing()
     }
 
-    /// Watches the profile of a target; `None` where there cannot be one.
+    /// Watches the profile of a target; `None` if the target cannot have one.
     ///
-    /// Refused, there is none as of now; with `FailedPrecondition` the control plane cannot say whose the address is.
+    /// A refusal means that there is no profile for now; with `FailedPrecondition` the control plane does not know the owner of
+    /// the address yet.
     pub(crate) fn profile<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
         mut decode: impl FnMut(proto::DestinationProfile) -> T + Send + 'static,
-    ) -> Option<watch::Receiver<Watched<T>>> {
+    ) -> Option<watch::Receiver<WatchState<T>>> {
         if !self.shared.config.profiles.contains(target) {
             return None;
         }
@@ -159,20 +158,20 @@ impl Destinations {
             let (mut client, req) = (client.clone(), req.clone());
             async move { client.get_profile(req).await }
         };
-        let terms = self.terms(format!("profile of {target}"), PROFILE_REFUSALS);
-        Some(stream::spawn(&self.shared.runtime, terms, open, move |_, message| {
+        let params = self.watch_params(format!("profile of {target}"), PROFILE_REFUSAL_CODES);
+        Some(stream::spawn(&self.shared.runtime, params, open, move |_, message| {
             decode(message)
         }))
     }
 
-    /// Watches the endpoints behind a path, `name:port` as the control plane wrote it.
+    /// Watches the endpoints of a path, `name:port` as the control plane wrote it.
     ///
-    /// The stream is incremental: `decode` keeps the set, and starts over at [`Position::First`].
+    /// The stream is incremental: `decode` keeps the set, and clears it at [`Position::First`].
     pub(crate) fn endpoints<T: Send + Sync + 'static>(
         &self,
         path: &str,
         decode: impl FnMut(Position, proto::Update) -> T + Send + 'static,
-    ) -> watch::Receiver<Watched<T>> {
+    ) -> watch::Receiver<WatchState<T>> {
         let (client, req) = (self.client.clone(), self.request(path.to_owned()));
         let open = move || {
             let (mut client, req) = (client.clone(), req.clone());
@@ -180,7 +179,7 @@ impl Destinations {
         };
         stream::spawn(
             &self.shared.runtime,
-            self.terms(format!("endpoints of {path}"), ENDPOINT_REFUSALS),
+            self.watch_params(format!("endpoints of {path}"), ENDPOINT_REFUSAL_CODES),
             open,
             decode,
         )
@@ -195,27 +194,27 @@ impl Destinations {
         }
     }
 
-    fn terms(&self, what: String, refusals: &'static [Code]) -> Terms {
+    fn watch_params(&self, what: String, refusals: &'static [Code]) -> WatchParams {
         let Config { limits, backoff, .. } = &self.shared.config;
-        Terms {
+        WatchParams {
             channel: self.shared.channel.clone(),
-            what,
+            description: what,
             limits: *limits,
             backoff: *backoff,
             retry: RetrySignal::default(),
-            refusals,
+            refusal_codes: refusals,
         }
     }
 }
 
-/// A name that is not served has no profile; neither has one of which the control plane knows nothing.
-const PROFILE_REFUSALS: &[Code] = &[
+/// Codes that mean "no profile": the name is not served, or the control plane does not know it.
+const PROFILE_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,
     Code::Unimplemented,
 ];
-const ENDPOINT_REFUSALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::Unimplemented];
+const ENDPOINT_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::Unimplemented];
 
 #[cfg(test)]
 mod tests {
@@ -244,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn profiles_are_asked_for_in_scope_only() {
+    fn profiles_are_requested_in_scope_only() {
         let scope = ProfileScope {
             suffixes: "svc.cluster.local.".parse().unwrap(),
             networks: vec!["10.0.0.0/8".parse().unwrap()],

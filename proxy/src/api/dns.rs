@@ -1,5 +1,5 @@
-//! Where the control plane is: SRV records first, then addresses, no longer than their time to live. And the addresses of
-//! names that applications ask for.
+//! Resolves the addresses of the control plane: SRV records first, then address records, kept no longer than their TTL. Also
+//! resolves names for applications.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -18,16 +18,16 @@ use tulle_core::metrics::Labels;
 
 use crate::api::metrics::Metrics;
 
-/// Bounds of the time that an answer is kept; none by default.
+/// Bounds of the time that an answer is cached; no bounds by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     pub min_ttl: Option<Duration>,
     pub max_ttl: Option<Duration>,
 }
 
-/// Looks names up with the servers of `/etc/resolv.conf`.
+/// Resolves names with the servers of `/etc/resolv.conf`.
 ///
-/// The file is read at the first lookup: a proxy whose control plane has an address needs no DNS at all.
+/// The file is read at the first lookup: a proxy whose control plane is given by address needs no DNS.
 #[derive(Clone)]
 pub(crate) struct Resolver {
     shared: Arc<Shared>,
@@ -45,16 +45,16 @@ pub(crate) enum DnsError {
         source: NetError,
     },
     #[error("looking up {name}: no answer within {limit:?}")]
-    Late { name: Arc<str>, limit: Duration },
+    Timeout { name: Arc<str>, limit: Duration },
     #[error("{name} has no addresses")]
-    Empty { name: Arc<str> },
+    NoAddresses { name: Arc<str> },
 }
 
-/// What a name leads to, and until when that holds.
+/// The addresses of a name, and when they expire.
 #[derive(Debug)]
 pub(crate) struct Addresses {
     pub(crate) ips: Vec<IpAddr>,
-    pub(crate) until: Instant,
+    pub(crate) expires_at: Instant,
 }
 
 struct Shared {
@@ -74,50 +74,50 @@ impl Resolver {
         }
     }
 
-    /// The addresses behind a name, each once, with the port of its SRV record if it has one.
+    /// The addresses of a name, without duplicates, with the port of its SRV record if it has one.
     pub(crate) async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
         let resolver = self.shared.resolver()?;
-        let mut found = self.services(&resolver, addr).await;
+        let mut found = self.lookup_srv(&resolver, addr).await;
         if found.is_empty() {
-            let ips = self.ips(&resolver, &addr.name, addr).await?;
+            let ips = self.lookup_ips(&resolver, &addr.name, addr).await?;
             found = ips.into_iter().map(|ip| SocketAddr::new(ip, addr.port)).collect();
         }
         found.sort_unstable();
         found.dedup();
         match found.is_empty() {
-            true => Err(DnsError::Empty {
+            true => Err(DnsError::NoAddresses {
                 name: addr.name.clone(),
             }),
             false => Ok(found),
         }
     }
 
-    /// The addresses of a name that an application asks for, IPv4 and IPv6.
+    /// The IPv4 and IPv6 addresses of a name that an application asks for.
     ///
     /// # Errors
-    /// It has none, or nobody answers within `limit`.
-    pub(crate) async fn addresses(&self, name: &str, limit: Duration) -> Result<Addresses, DnsError> {
+    /// The name has no address, or no server answers within `limit`.
+    pub(crate) async fn resolve_ips(&self, name: &str, limit: Duration) -> Result<Addresses, DnsError> {
         let resolver = self.shared.resolver()?;
         let lookup = tokio::time::timeout(limit, resolver.lookup_ip(name)).await;
         self.count(&"applications", "A/AAAA", matches!(lookup, Ok(Ok(_))));
         match lookup {
             Ok(Ok(lookup)) => Ok(Addresses {
                 ips: lookup.iter().collect(),
-                until: Instant::from_std(lookup.valid_until()),
+                expires_at: Instant::from_std(lookup.valid_until()),
             }),
             Ok(Err(source)) => Err(DnsError::Lookup {
                 name: name.into(),
                 source,
             }),
-            Err(_) => Err(DnsError::Late {
+            Err(_) => Err(DnsError::Timeout {
                 name: name.into(),
                 limit,
             }),
         }
     }
 
-    /// What SRV records lead to; nothing if there are none, which is normal outside of Kubernetes.
-    async fn services(&self, resolver: &TokioResolver, addr: &NameAddr) -> Vec<SocketAddr> {
+    /// The addresses from SRV records; empty if there are none, which is normal outside of Kubernetes.
+    async fn lookup_srv(&self, resolver: &TokioResolver, addr: &NameAddr) -> Vec<SocketAddr> {
         let lookup = resolver.srv_lookup(&*addr.name).await;
         self.count(addr, "SRV", lookup.is_ok());
         let Ok(lookup) = lookup else { return Vec::new() };
@@ -127,16 +127,16 @@ impl Resolver {
                 continue;
             };
             let target = target.to_utf8();
-            let ips = match ip_of_label(&target) {
+            let ips = match ip_from_pod_name(&target) {
                 Some(ip) => vec![ip],
-                None => self.ips(resolver, &target, addr).await.unwrap_or_default(),
+                None => self.lookup_ips(resolver, &target, addr).await.unwrap_or_default(),
             };
             found.extend(ips.into_iter().map(|ip| SocketAddr::new(ip, *port)));
         }
         found
     }
 
-    async fn ips(&self, resolver: &TokioResolver, name: &str, addr: &NameAddr) -> Result<Vec<IpAddr>, DnsError> {
+    async fn lookup_ips(&self, resolver: &TokioResolver, name: &str, addr: &NameAddr) -> Result<Vec<IpAddr>, DnsError> {
         let lookup = resolver.lookup_ip(name).await;
         self.count(addr, "A/AAAA", lookup.is_ok());
         match lookup {
@@ -159,8 +159,8 @@ impl Resolver {
 }
 
 impl Config {
-    /// Sets how long answers are kept.
-    fn bound(&self, options: &mut ResolverOpts) {
+    /// Sets the bounds of the time that answers are cached.
+    fn apply_ttl_bounds(&self, options: &mut ResolverOpts) {
         let max = self.max_ttl.unwrap_or(Duration::MAX);
         options.positive_min_ttl = Some(self.min_ttl.unwrap_or(MIN_TTL).min(max));
         options.positive_max_ttl = self.max_ttl;
@@ -175,23 +175,24 @@ impl Shared {
             return Ok(resolver.clone());
         }
         let mut builder = TokioResolver::builder_tokio().map_err(DnsError::Configuration)?;
-        self.config.bound(builder.options_mut());
+        self.config.apply_ttl_bounds(builder.options_mut());
         let built = builder.build().map_err(DnsError::Configuration)?;
         Ok(resolver.insert(built).clone())
     }
 }
 
-/// The address that Kubernetes writes into the first label of a pod's name: `10-0-0-1.…`, `fd00--1.…`.
-fn ip_of_label(name: &str) -> Option<IpAddr> {
+/// The address in the first label of a pod's DNS name: `10-0-0-1.…`, `fd00--1.…`.
+fn ip_from_pod_name(name: &str) -> Option<IpAddr> {
     let label = name.split('.').next()?;
     let v4 = label.replace('-', ".").parse::<Ipv4Addr>().map(IpAddr::V4);
     v4.or_else(|_| label.replace('-', ":").parse::<Ipv6Addr>().map(IpAddr::V6))
         .ok()
 }
 
-/// Shorter times to live only make load for DNS servers.
+/// Minimum TTL: shorter ones only load the DNS servers.
 const MIN_TTL: Duration = Duration::from_secs(5);
-/// A control plane that comes back has a name again; who asks waits between attempts as it is.
+/// Maximum TTL of negative answers. Short, because a restarting control plane gets its name back, and the callers have their
+/// own backoff.
 const NEGATIVE_TTL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -221,13 +222,13 @@ mod tests {
             ("linkerd-dst-0.linkerd-dst-headless.linkerd.svc.cluster.local.", None),
             ("", None),
         ] {
-            assert_eq!(ip_of_label(name), expected.map(|ip| ip.parse().unwrap()), "{name}");
+            assert_eq!(ip_from_pod_name(name), expected.map(|ip| ip.parse().unwrap()), "{name}");
         }
     }
 
     const LIMIT: Duration = Duration::from_secs(10);
 
-    /// The records of a small zone, and what holds them.
+    /// The records of a small test zone.
     fn zone(name: &str, kind: RecordType) -> Vec<RData> {
         let srv = |target: &str| RData::SRV(SRV::new(0, 1, 9086, Name::from_ascii(target).unwrap()));
         match (name, kind) {
@@ -247,7 +248,7 @@ mod tests {
         let server = NameServerConfig::new(server.ip(), true, vec![connection]);
         let servers = ResolverConfig::from_name_servers(vec![server]);
         let mut builder = TokioResolver::builder_with_config(servers, TokioRuntimeProvider::default());
-        config.bound(builder.options_mut());
+        config.apply_ttl_bounds(builder.options_mut());
         let resolver = Resolver::new(config, Metrics::new(registry));
         *resolver.shared.resolver.lock() = Some(builder.build().unwrap());
         resolver
@@ -261,19 +262,19 @@ mod tests {
             loop {
                 let (length, client) = socket.recv_from(&mut bytes).await.unwrap();
                 let query = Message::from_vec(&bytes[..length]).unwrap();
-                let asked = query.queries[0].clone();
-                let name = asked.name().to_ascii().to_ascii_lowercase();
+                let question = query.queries[0].clone();
+                let name = question.name().to_ascii().to_ascii_lowercase();
                 let mut answer = Message::response(query.metadata.id, OpCode::Query);
-                let found = zone(&name, asked.query_type());
+                let found = zone(&name, question.query_type());
                 if found.is_empty() {
                     answer.metadata.response_code = ResponseCode::NXDomain;
                 }
                 answer.add_answers(
                     found
                         .into_iter()
-                        .map(|data| Record::from_rdata(asked.name().clone(), 30, data)),
+                        .map(|data| Record::from_rdata(question.name().clone(), 30, data)),
                 );
-                answer.add_query(asked);
+                answer.add_query(question);
                 socket.send_to(&answer.to_vec().unwrap(), client).await.unwrap();
             }
         });
@@ -304,23 +305,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn answers_are_kept_for_their_time_within_bounds() {
+    async fn answers_are_cached_for_their_ttl_within_bounds() {
         let (addr, _server) = name_server().await;
         let seconds = |n| Some(Duration::from_secs(n));
         for (min_ttl, max_ttl, expected) in [
             (None, None, 30),
             (seconds(60), None, 60),
             (None, seconds(20), 20),
-            // Below what is the least otherwise.
+            // Below the default minimum.
             (None, seconds(3), 3),
         ] {
             let resolver = resolver(addr, Config { min_ttl, max_ttl }, &Registry::new());
             let asked_at = Instant::now();
-            let found = resolver.addresses("both.mesh.", LIMIT).await.unwrap();
+            let found = resolver.resolve_ips("both.mesh.", LIMIT).await.unwrap();
             let mut ips = found.ips;
             ips.sort_unstable();
             assert_eq!(ips, ["10.0.0.4", "fd00::4"].map(|ip| ip.parse::<IpAddr>().unwrap()));
-            let kept = found.until - asked_at;
+            let kept = found.expires_at - asked_at;
             let expected = Duration::from_secs(expected);
             assert!(
                 kept > expected - Duration::from_secs(2) && kept < expected + Duration::from_secs(2),
@@ -328,7 +329,7 @@ mod tests {
             );
         }
         let resolver = resolver(addr, Config::default(), &Registry::new());
-        assert!(resolver.addresses("missing.mesh.", LIMIT).await.is_err());
+        assert!(resolver.resolve_ips("missing.mesh.", LIMIT).await.is_err());
     }
 
     #[tokio::test]
@@ -337,7 +338,7 @@ mod tests {
         let registry = Registry::new();
         let resolver = resolver(silent.local_addr().unwrap(), Config::default(), &registry);
         let limit = Duration::from_millis(50);
-        let error = resolver.addresses("both.mesh.", limit).await.unwrap_err();
+        let error = resolver.resolve_ips("both.mesh.", limit).await.unwrap_err();
         assert_eq!(error.to_string(), "looking up both.mesh.: no answer within 50ms");
         let counted =
             r#"control_dns_resolutions_total{client="applications",record_type="A/AAAA",result="not_found"} 1"#;

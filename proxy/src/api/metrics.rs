@@ -1,4 +1,4 @@
-//! `control_*`: what we ask of the control plane and how it answers.
+//! `control_*`: requests to the control plane and their results.
 
 use std::sync::Arc;
 
@@ -37,13 +37,13 @@ impl Metrics {
         }
     }
 
-    /// The replicas that a client has for a service, and the calls that wait for one.
+    /// The series of a client's replicas for a service, and of the calls that wait for one.
     pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::Series> {
         balancers::Families::without_gate(&self.registry, client).series(labels)
     }
 }
 
-/// Those of all latency histograms of the field.
+/// Bucket upper bounds, in milliseconds; those of Linkerd's latency histograms.
 const LATENCY_MS: &[f64] = &[
     1., 2., 3., 4., 5., 10., 20., 30., 40., 50., 100., 200., 300., 400., 500., 1_000., 2_000., 3_000., 4_000., 5_000.,
     10_000., 20_000., 30_000., 40_000., 50_000.,

@@ -1,15 +1,15 @@
-//! Clients of the control plane: channels that heal themselves, and streams that become `watch` values.
+//! Clients of the control plane: channels that reconnect, and streams that become `watch` values.
 //!
-//! Everything runs on the runtime whose handle is passed in, never on that of the traffic.
-//! What messages mean is not known here: callers bring a function that decodes them.
+//! Everything runs on the runtime whose handle is passed in, never on a worker's. Messages are not interpreted here: callers
+//! pass a function that decodes them.
 
-mod attempts;
 pub(crate) mod channel;
 pub(crate) mod destination;
 pub(crate) mod dns;
+mod happy_eyeballs;
 pub(crate) mod metrics;
 pub(crate) mod policies;
-pub(crate) mod retry;
+pub(crate) mod retry_signal;
 pub(crate) mod watch;
 
 #[cfg(test)]

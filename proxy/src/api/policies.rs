@@ -14,9 +14,9 @@ use tulle_proto::outbound;
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::traffic_spec::Target;
 
-use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
-use crate::api::retry::RetrySignal;
-use crate::api::watch::{self as stream, StreamLimits, Terms, Watched};
+use crate::api::channel::{Channel, MAX_MESSAGE_BYTES, Security};
+use crate::api::retry_signal::RetrySignal;
+use crate::api::watch::{self as stream, StreamLimits, WatchParams, WatchState};
 
 /// A client of the policy service; clones share its channel.
 #[derive(Clone)]
@@ -26,21 +26,21 @@ pub(crate) struct Policies {
     shared: Arc<Shared>,
 }
 
-/// How a policy is followed.
+/// How a policy is kept up to date.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Follow {
+pub(crate) enum WatchMode {
     /// By a stream that stays open.
     Watch,
-    /// By a stream that is open until the first answer, and by another one after so long.
-    AskEvery(Duration),
+    /// By a stream that closes after the first answer, and is opened again after this interval.
+    Poll(Duration),
 }
 
-/// What every lookup has in common.
+/// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim, so that the control plane knows whose ports they are.
+    /// Sent verbatim; tells the control plane which workload's ports are meant.
     pub workload: String,
-    /// They do not hold for a control plane on this machine.
+    /// Not used for a control plane on this host.
     pub limits: StreamLimits,
     pub inbound_backoff: Backoff,
     pub outbound_backoff: Backoff,
@@ -58,8 +58,8 @@ impl Policies {
             config.limits = StreamLimits::default();
         }
         Self {
-            inbound: InboundServerPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
-            outbound: OutboundPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            inbound: InboundServerPoliciesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
+            outbound: OutboundPoliciesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
             shared: Arc::new(Shared {
                 channel,
                 config,
@@ -68,25 +68,25 @@ impl Policies {
         }
     }
 
-    /// Whether the control plane can tell what is not known; while it cannot, nothing known is to be forgotten.
-    pub(crate) fn can_answer(&self) -> bool {
+    /// Whether the control plane is reachable; while it is not, known policies must be kept.
+    pub(crate) fn is_reachable(&self) -> bool {
         !self.shared.channel.is_failing()
     }
 
-    /// Has an answer asked for soon where there is none yet: `retry` is of its watch.
+    /// Retries soon if there is no answer yet; `retry` is the signal of the watch.
     pub(crate) fn retry_soon(&self, retry: &RetrySignal) {
         self.shared.channel.retry_soon();
         retry.retry_soon();
     }
 
-    /// Follows who may use a port of ours.
+    /// Watches the policy of an inbound port.
     pub(crate) fn inbound<T: Send + Sync + 'static>(
         &self,
         port: u16,
-        follow: Follow,
+        follow: WatchMode,
         retry: RetrySignal,
         mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
-    ) -> watch::Receiver<Watched<T>> {
+    ) -> watch::Receiver<WatchState<T>> {
         let (client, workload) = (self.inbound.clone(), self.shared.config.workload.clone());
         let open = move || {
             let (mut client, workload) = (client.clone(), workload.clone());
@@ -99,27 +99,28 @@ impl Policies {
                     .await
             }
         };
-        let mut terms = self.terms(
+        let mut params = self.watch_params(
             format!("policy of port {port}"),
             self.shared.config.inbound_backoff,
-            INBOUND_REFUSALS,
+            INBOUND_REFUSAL_CODES,
             retry,
         );
-        if let Follow::AskEvery(interval) = follow {
-            terms.limits.idle = Some(Duration::ZERO);
-            (terms.backoff.min, terms.backoff.max) = (interval, interval);
+        if let WatchMode::Poll(interval) = follow {
+            params.limits.idle = Some(Duration::ZERO);
+            (params.backoff.min, params.backoff.max) = (interval, interval);
         }
-        stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
+        stream::spawn(&self.shared.runtime, params, open, move |_, message| decode(message))
     }
 
-    /// Watches how a target is reached.
+    /// Watches the policy of an outbound target.
     ///
-    /// Refused with `NotFound` or `Unimplemented`, it is reached as it was dialled, or as its profile says.
+    /// If it is refused with `NotFound` or `Unimplemented`, the target is reached by its profile or by its original
+    /// destination.
     pub(crate) fn outbound<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
         mut decode: impl FnMut(outbound::OutboundPolicy) -> T + Send + 'static,
-    ) -> watch::Receiver<Watched<T>> {
+    ) -> watch::Receiver<WatchState<T>> {
         let spec = outbound::TrafficSpec {
             source_workload: self.shared.config.workload.clone(),
             target: Some(match target {
@@ -132,29 +133,35 @@ impl Policies {
             let (mut client, spec) = (client.clone(), spec.clone());
             async move { client.watch(spec).await }
         };
-        let terms = self.terms(
+        let params = self.watch_params(
             format!("policy of {target}"),
             self.shared.config.outbound_backoff,
-            OUTBOUND_REFUSALS,
+            OUTBOUND_REFUSAL_CODES,
             RetrySignal::default(),
         );
-        stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
+        stream::spawn(&self.shared.runtime, params, open, move |_, message| decode(message))
     }
 
-    fn terms(&self, what: String, backoff: Backoff, refusals: &'static [Code], retry: RetrySignal) -> Terms {
-        Terms {
+    fn watch_params(
+        &self,
+        what: String,
+        backoff: Backoff,
+        refusals: &'static [Code],
+        retry: RetrySignal,
+    ) -> WatchParams {
+        WatchParams {
             channel: self.shared.channel.clone(),
-            what,
+            description: what,
             limits: self.shared.config.limits,
             backoff,
             retry,
-            refusals,
+            refusal_codes: refusals,
         }
     }
 }
 
-const INBOUND_REFUSALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
-const OUTBOUND_REFUSALS: &[Code] = &[
+const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
+const OUTBOUND_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,
@@ -172,10 +179,10 @@ mod tests {
     use tulle_core::metrics::Registry;
 
     use super::*;
-    use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
+    use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config, with_timeout};
     use crate::tls::tests::Authority;
 
-    /// Answers with what it was asked, where an answer has room for it.
+    /// Returns the request's fields in the response.
     #[derive(Clone)]
     struct Echo;
 
@@ -197,9 +204,9 @@ mod tests {
 
         async fn watch_port(&self, req: Request<inbound::PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
             let spec = req.into_inner();
-            let asked = format!("{} {}", spec.workload, spec.port);
+            let requested = format!("{} {}", spec.workload, spec.port);
             hold(inbound::Server {
-                labels: [("asked".to_owned(), asked)].into(),
+                labels: [("requested".to_owned(), requested)].into(),
                 ..Default::default()
             })
         }
@@ -239,17 +246,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn ports_are_watched_as_the_workload_that_we_are() {
+    async fn ports_are_watched_with_the_workload_of_the_proxy() {
         let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
         let creds = authority.credentials(CONTROL);
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
         let connector = connector(authority.credentials(CLIENT), &Registry::new());
-        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let channel = connector.channel(server.target(mutual_tls()), test_config());
         let policies = Policies::new(channel, Handle::current(), config());
-        let mut asked = policies.inbound(8080, Follow::Watch, RetrySignal::default(), |server| {
-            server.labels["asked"].clone()
+        let mut requested = policies.inbound(8080, WatchMode::Watch, RetrySignal::default(), |server| {
+            server.labels["requested"].clone()
         });
-        soon(asked.wait_for(|asked| *asked == Watched::Known(format!("{WORKLOAD} 8080"))))
+        with_timeout(requested.wait_for(|requested| *requested == WatchState::Known(format!("{WORKLOAD} 8080"))))
             .await
             .unwrap();
     }
@@ -260,18 +267,20 @@ mod tests {
         let creds = authority.credentials(CONTROL);
         let server = Server::start(addr, Some(creds), OutboundPoliciesServer::new(Echo)).await;
         let connector = connector(authority.credentials(CLIENT), &Registry::new());
-        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let channel = connector.channel(server.target(mutual_tls()), test_config());
         let policies = Policies::new(channel, Handle::current(), config());
         let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
-        let expected = Watched::Known(outbound::OutboundPolicy::default());
-        soon(known.wait_for(|policy| *policy == expected)).await.unwrap();
+        let expected = WatchState::Known(outbound::OutboundPolicy::default());
+        with_timeout(known.wait_for(|policy| *policy == expected))
+            .await
+            .unwrap();
 
         let mut unknown = policies.outbound(&"web.shop:80".parse().unwrap(), |policy| policy);
-        let refused = soon(unknown.wait_for(|policy| matches!(policy, Watched::Refused(_))))
+        let refused = with_timeout(unknown.wait_for(|policy| matches!(policy, WatchState::Refused(_))))
             .await
             .unwrap()
             .clone();
-        let Watched::Refused(refusal) = refused else {
+        let WatchState::Refused(refusal) = refused else {
             panic!("{refused:?}")
         };
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Channels and watches against real servers on loopback. Other rooms' tests borrow the server.
+//! Channels and watches against real servers on loopback. Tests of other modules use [`Server`] too.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -31,12 +31,12 @@ use tulle_core::metrics::Registry;
 use tulle_proto::destination::destination_server::{Destination, DestinationServer};
 use tulle_proto::destination::{self as proto, update};
 
-use crate::api::channel::{Channel, Config, Connector, ControlAddr, OwnIdentity, Security};
+use crate::api::channel::{Channel, ClientCertificate, Config, Connector, ControlAddr, Security};
 use crate::api::destination::{self, Destinations, ProfileScope};
 use crate::api::dns;
 use crate::api::metrics::Metrics;
-use crate::api::watch::{Position, StreamLimits, Watched};
-use crate::tls::creds::{Alpn, Credentials};
+use crate::api::watch::{Position, StreamLimits, WatchState};
+use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::server;
 use crate::tls::tests::Authority;
 
@@ -56,7 +56,7 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Serves on loopback, with TLS if there are credentials.
+    /// Serves on loopback, with TLS if credentials are given.
     pub(crate) async fn start<S>(addr: SocketAddr, creds: Option<Credentials>, service: S) -> Self
     where
         S: tower::Service<Request<Incoming>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
@@ -65,7 +65,7 @@ impl Server {
         let listener = TcpListener::bind(addr).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(async move {
-            // Dropped with this task, which ends all connections.
+            // Dropped with this task, which closes all connections.
             let mut connections = JoinSet::new();
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
@@ -84,7 +84,7 @@ impl Server {
         Self { addr, task }
     }
 
-    /// Frees the port for a successor.
+    /// Stops the server and frees its port.
     pub(crate) async fn stop(mut self) {
         self.task.abort();
         let _cancelled = (&mut self.task).await;
@@ -106,8 +106,8 @@ where
 {
     let service = service_fn(move |req| service.clone().oneshot(req));
     let mut server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-    server.max_concurrent_streams(None); // as the control plane has it
-    // Clients that leave are no concern of a test server.
+    server.max_concurrent_streams(None); // as in the control plane
+    // A test server ignores clients that disconnect.
     let _ = server.serve_connection(TokioIo::new(io), service).await;
 }
 
@@ -126,18 +126,18 @@ pub(crate) fn connector(creds: Credentials, registry: &Registry) -> Connector {
     }
 }
 
-pub(crate) fn quick() -> Config {
+pub(crate) fn test_config() -> Config {
     Config {
         client: "control_test",
         connect_timeout: Duration::from_secs(5),
         backoff: BACKOFF,
-        call_wait: Duration::from_secs(1),
-        own_identity: OwnIdentity::Optional,
+        connection_wait_timeout: Duration::from_secs(1),
+        client_certificate: ClientCertificate::Optional,
     }
 }
 
-/// What happens within reason happens within this time.
-pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
+/// Fails the test if the future takes too long.
+pub(crate) async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
         .expect("within 20 seconds")
@@ -150,38 +150,37 @@ const BACKOFF: Backoff = Backoff {
 };
 const ANYWHERE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
-/// Answers `Get` by a script, one act a call.
+/// Answers `Get` calls from a script, one step for each call.
 #[derive(Clone, Default)]
 struct Scripted {
-    acts: Arc<Mutex<VecDeque<Act>>>,
+    steps: Arc<Mutex<VecDeque<Step>>>,
     requests: Arc<Mutex<Vec<proto::GetDestination>>>,
-    asked: Arc<Notify>,
-    /// What all profiles are.
+    request_received: Arc<Notify>,
+    /// The profile of every target.
     profile: sync::watch::Sender<proto::DestinationProfile>,
 }
 
-enum Act {
+enum Step {
     Refuse(Code),
-    /// Sends updates, then ends the stream.
     Send(Vec<proto::Update>),
-    /// Sends updates, then keeps the stream open; tells when the client has left.
+    /// Sends updates, then keeps the stream open; reports when the client has cancelled it.
     Hold(Vec<proto::Update>, oneshot::Sender<()>),
 }
 
 type Updates = Pin<Box<dyn Stream<Item = Result<proto::Update, Status>> + Send>>;
 
 impl Scripted {
-    fn play(acts: impl IntoIterator<Item = Act>) -> Self {
+    fn new(steps: impl IntoIterator<Item = Step>) -> Self {
         Self {
-            acts: Arc::new(Mutex::new(acts.into_iter().collect())),
+            steps: Arc::new(Mutex::new(steps.into_iter().collect())),
             ..Self::default()
         }
     }
 
-    async fn asked(&self, times: usize) {
-        soon(async {
+    async fn wait_requests(&self, times: usize) {
+        with_timeout(async {
             while self.requests.lock().len() < times {
-                self.asked.notified().await;
+                self.request_received.notified().await;
             }
         })
         .await;
@@ -195,15 +194,15 @@ impl Destination for Scripted {
 
     async fn get(&self, req: tonic::Request<proto::GetDestination>) -> Result<tonic::Response<Updates>, Status> {
         self.requests.lock().push(req.into_inner());
-        self.asked.notify_one();
-        let act = self.acts.lock().pop_front();
-        let stream: Updates = match act {
+        self.request_received.notify_one();
+        let step = self.steps.lock().pop_front();
+        let stream: Updates = match step {
             None => Box::pin(stream::pending()),
-            Some(Act::Refuse(code)) => return Err(Status::new(code, "scripted")),
-            Some(Act::Send(updates)) => Box::pin(stream::iter(updates.into_iter().map(Ok))),
-            Some(Act::Hold(updates, left)) => {
+            Some(Step::Refuse(code)) => return Err(Status::new(code, "scripted")),
+            Some(Step::Send(updates)) => Box::pin(stream::iter(updates.into_iter().map(Ok))),
+            Some(Step::Hold(updates, left)) => {
                 let hold = stream::pending().map(move |update| {
-                    // Never runs; the closure owns the sender, and is dropped with the stream.
+                    // Never runs; the closure owns the sender, which is dropped with the stream.
                     let _ = &left;
                     update
                 });
@@ -217,12 +216,12 @@ impl Destination for Scripted {
         &self,
         _: tonic::Request<proto::GetDestination>,
     ) -> Result<tonic::Response<Self::GetProfileStream>, Status> {
-        let said = WatchStream::new(self.profile.subscribe());
-        Ok(tonic::Response::new(Box::pin(said.map(Ok))))
+        let updates = WatchStream::new(self.profile.subscribe());
+        Ok(tonic::Response::new(Box::pin(updates.map(Ok))))
     }
 }
 
-/// An update that is told from others by its port.
+/// An update that is identified by its port.
 fn added(port: u32) -> proto::Update {
     let addr = proto::WeightedAddr {
         addr: Some(tulle_proto::net::TcpAddress {
@@ -261,7 +260,7 @@ fn destinations(channel: Channel, limits: StreamLimits, backoff: Backoff) -> Des
     Destinations::new(channel, Handle::current(), config)
 }
 
-type Endpoints = Watched<(Position, u32)>;
+type Endpoints = WatchState<(Position, u32)>;
 
 fn endpoints(channel: Channel, limits: StreamLimits) -> Receiver<Endpoints> {
     endpoints_with(channel, limits, BACKOFF)
@@ -271,13 +270,13 @@ fn endpoints_with(channel: Channel, limits: StreamLimits, backoff: Backoff) -> R
     destinations(channel, limits, backoff).endpoints("web.shop:80", |position, update| (position, port(&update)))
 }
 
-async fn becomes(endpoints: &mut Receiver<Endpoints>, expected: (Position, u32)) {
-    soon(endpoints.wait_for(|value| *value == Watched::Known(expected)))
+async fn wait_endpoints(endpoints: &mut Receiver<Endpoints>, expected: (Position, u32)) {
+    with_timeout(endpoints.wait_for(|value| *value == WatchState::Known(expected)))
         .await
         .unwrap();
 }
 
-/// A server that says the same profile of everything, a client of it, and what changes the profile.
+/// A server with the same profile for every target, a client of it, and the sender that changes the profile.
 pub(crate) async fn profiles_of(
     profile: proto::DestinationProfile,
 ) -> (sync::watch::Sender<proto::DestinationProfile>, Server, Destinations) {
@@ -288,22 +287,22 @@ pub(crate) async fn profiles_of(
 }
 
 /// A scripted server with TLS, and a channel to it.
-async fn scripted(acts: impl IntoIterator<Item = Act>) -> (Scripted, Server, Channel) {
+async fn scripted(steps: impl IntoIterator<Item = Step>) -> (Scripted, Server, Channel) {
     let authority = Authority::new();
-    let script = Scripted::play(acts);
+    let script = Scripted::new(steps);
     let creds = authority.credentials(CONTROL);
     let server = Server::start(ANYWHERE, Some(creds), DestinationServer::new(script.clone())).await;
     let connector = connector(authority.credentials(CLIENT), &Registry::new());
-    let channel = connector.channel(server.target(mutual_tls()), quick());
+    let channel = connector.channel(server.target(mutual_tls()), test_config());
     (script, server, channel)
 }
 
 #[tokio::test]
 async fn a_watch_follows_its_stream_over_mutual_tls() {
-    let (script, _server, channel) = scripted([Act::Send(vec![added(1), added(2)])]).await;
+    let (script, _server, channel) = scripted([Step::Send(vec![added(1), added(2)])]).await;
     let mut watch = endpoints(channel, StreamLimits::default());
-    becomes(&mut watch, (Position::Later, 2)).await;
-    script.asked(2).await;
+    wait_endpoints(&mut watch, (Position::Later, 2)).await;
+    script.wait_requests(2).await;
     let expected = proto::GetDestination {
         path: "web.shop:80".to_owned(),
         context_token: "{}".to_owned(),
@@ -314,21 +313,21 @@ async fn a_watch_follows_its_stream_over_mutual_tls() {
 
 #[tokio::test]
 async fn a_resumed_stream_starts_over() {
-    let acts = [
-        Act::Send(vec![added(1), added(2)]),
-        Act::Refuse(Code::Unavailable),
-        Act::Send(vec![added(3)]),
+    let steps = [
+        Step::Send(vec![added(1), added(2)]),
+        Step::Refuse(Code::Unavailable),
+        Step::Send(vec![added(3)]),
     ];
-    let (_script, _server, channel) = scripted(acts).await;
+    let (_script, _server, channel) = scripted(steps).await;
     let mut watch = endpoints(channel, StreamLimits::default());
-    becomes(&mut watch, (Position::First, 3)).await;
+    wait_endpoints(&mut watch, (Position::First, 3)).await;
 }
 
 #[tokio::test]
-async fn a_watch_does_not_back_off_from_a_control_plane_that_is_not_there() {
+async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     let authority = Authority::new();
     let creds = authority.credentials(CONTROL);
-    let service = DestinationServer::new(Scripted::play([Act::Send(vec![added(1)])]));
+    let service = DestinationServer::new(Scripted::new([Step::Send(vec![added(1)])]));
     let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
     let (addr, target) = (server.addr, server.target(mutual_tls()));
     server.stop().await;
@@ -342,55 +341,55 @@ async fn a_watch_does_not_back_off_from_a_control_plane_that_is_not_there() {
         max: hour,
         jitter: 0.0,
     };
-    let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, quick());
+    let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, test_config());
     let mut watch = endpoints_with(channel.clone(), limits, backoff);
     // Longer than a stream may take to open.
     timeout(Duration::from_millis(200), watch.changed()).await.unwrap_err();
     assert!(channel.is_failing());
     let _server = Server::start(addr, Some(creds), service).await;
-    becomes(&mut watch, (Position::First, 1)).await;
+    wait_endpoints(&mut watch, (Position::First, 1)).await;
 }
 
 #[tokio::test]
-async fn what_is_refused_is_asked_for_again_until_it_is_known() {
+async fn a_refused_target_is_retried_until_it_is_known() {
     for code in [Code::InvalidArgument, Code::FailedPrecondition] {
-        let acts = [
-            Act::Refuse(Code::Unavailable),
-            Act::Refuse(code),
-            Act::Refuse(code),
-            Act::Send(vec![added(1)]),
+        let steps = [
+            Step::Refuse(Code::Unavailable),
+            Step::Refuse(code),
+            Step::Refuse(code),
+            Step::Send(vec![added(1)]),
         ];
-        let (script, _server, channel) = scripted(acts).await;
+        let (script, _server, channel) = scripted(steps).await;
         let mut watch = endpoints(channel, StreamLimits::default());
-        let refused = soon(watch.wait_for(|value| matches!(value, Watched::Refused(_))))
+        let refused = with_timeout(watch.wait_for(|value| matches!(value, WatchState::Refused(_))))
             .await
             .unwrap()
             .clone();
-        let Watched::Refused(refusal) = refused else {
+        let WatchState::Refused(refusal) = refused else {
             panic!("{refused:?}")
         };
         assert_eq!(
             refusal.to_string(),
             format!("control plane refuses endpoints of web.shop:80 ({code:?}): scripted")
         );
-        // The second refusal is the same, and wakes nobody.
-        soon(watch.changed()).await.unwrap();
-        assert_eq!(*watch.borrow(), Watched::Known((Position::First, 1)));
+        // The second refusal is the same and does not notify the receiver.
+        with_timeout(watch.changed()).await.unwrap();
+        assert_eq!(*watch.borrow(), WatchState::Known((Position::First, 1)));
         assert!(script.requests.lock().len() >= 4);
     }
 }
 
 #[tokio::test]
-async fn a_refusal_does_not_take_what_is_known() {
-    let acts = [
-        Act::Send(vec![added(1)]),
-        Act::Refuse(Code::InvalidArgument),
-        Act::Send(vec![added(2)]),
+async fn a_refusal_does_not_replace_a_known_value() {
+    let steps = [
+        Step::Send(vec![added(1)]),
+        Step::Refuse(Code::InvalidArgument),
+        Step::Send(vec![added(2)]),
     ];
-    let (_script, _server, channel) = scripted(acts).await;
+    let (_script, _server, channel) = scripted(steps).await;
     let mut watch = endpoints(channel, StreamLimits::default());
-    becomes(&mut watch, (Position::First, 1)).await;
-    becomes(&mut watch, (Position::First, 2)).await;
+    wait_endpoints(&mut watch, (Position::First, 1)).await;
+    wait_endpoints(&mut watch, (Position::First, 2)).await;
 }
 
 #[tokio::test]
@@ -416,58 +415,59 @@ async fn streams_that_break_a_limit_are_opened_again() {
         } else {
             vec![added(1)]
         };
-        let (script, _server, channel) = scripted([Act::Hold(initial, first), Act::Send(vec![added(2)])]).await;
+        let (script, _server, channel) = scripted([Step::Hold(initial, first), Step::Send(vec![added(2)])]).await;
         let mut watch = endpoints(channel, limits);
-        becomes(&mut watch, (Position::First, 2)).await;
-        script.asked(2).await;
+        wait_endpoints(&mut watch, (Position::First, 2)).await;
+        script.wait_requests(2).await;
     }
 }
 
 #[tokio::test]
 async fn dropping_the_last_receiver_ends_the_stream() {
     let (sender, left) = oneshot::channel();
-    let (_script, _server, channel) = scripted([Act::Hold(vec![added(1)], sender)]).await;
+    let (_script, _server, channel) = scripted([Step::Hold(vec![added(1)], sender)]).await;
     let mut watch = endpoints(channel, StreamLimits::default());
-    becomes(&mut watch, (Position::First, 1)).await;
+    wait_endpoints(&mut watch, (Position::First, 1)).await;
     drop(watch);
-    soon(left).await.unwrap_err();
+    with_timeout(left).await.unwrap_err();
 }
 
 #[tokio::test]
-async fn what_is_known_survives_a_restart_of_the_control_plane() {
+async fn known_values_survive_a_restart_of_the_control_plane() {
     let authority = Authority::new();
-    let (creds, script) = (authority.credentials(CONTROL), Scripted::play([]));
-    let serving = |acts: Vec<Act>| {
-        script.acts.lock().extend(acts);
+    let (creds, script) = (authority.credentials(CONTROL), Scripted::new([]));
+    let serving = |steps: Vec<Step>| {
+        script.steps.lock().extend(steps);
         DestinationServer::new(script.clone())
     };
     let (sender, _left) = oneshot::channel();
     let server = Server::start(
         ANYWHERE,
         Some(creds.clone()),
-        serving(vec![Act::Hold(vec![added(1)], sender)]),
+        serving(vec![Step::Hold(vec![added(1)], sender)]),
     )
     .await;
     let addr = server.addr;
     let registry = Registry::new();
-    let channel = connector(authority.credentials(CLIENT), &registry).channel(server.target(mutual_tls()), quick());
+    let channel =
+        connector(authority.credentials(CLIENT), &registry).channel(server.target(mutual_tls()), test_config());
     let mut watch = endpoints(channel, StreamLimits::default());
-    becomes(&mut watch, (Position::First, 1)).await;
+    wait_endpoints(&mut watch, (Position::First, 1)).await;
     server.stop().await;
-    assert_eq!(*watch.borrow(), Watched::Known((Position::First, 1)));
-    let _server = Server::start(addr, Some(creds), serving(vec![Act::Send(vec![added(2)])])).await;
-    becomes(&mut watch, (Position::First, 2)).await;
+    assert_eq!(*watch.borrow(), WatchState::Known((Position::First, 1)));
+    let _server = Server::start(addr, Some(creds), serving(vec![Step::Send(vec![added(2)])])).await;
+    wait_endpoints(&mut watch, (Position::First, 2)).await;
 }
 
 #[tokio::test]
-async fn the_replica_of_a_connection_is_counted_and_who_waits_for_one() {
+async fn the_connected_replica_and_waiting_calls_are_counted() {
     let authority = Authority::new();
     let (creds, registry) = (authority.credentials(CONTROL), Registry::new());
-    let service = DestinationServer::new(Scripted::play([]));
+    let service = DestinationServer::new(Scripted::new([]));
     let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
     let (addr, target) = (server.addr, server.target(mutual_tls()));
     server.stop().await;
-    let mut channel = connector(authority.credentials(CLIENT), &registry).channel(target, quick());
+    let mut channel = connector(authority.credentials(CLIENT), &registry).channel(target, test_config());
     let counts = async |expected: &[(&str, &str, u32)]| {
         let lines = expected.iter().map(|(name, label, value)| {
             let label = if label.is_empty() {
@@ -497,8 +497,8 @@ async fn the_replica_of_a_connection_is_counted_and_who_waits_for_one() {
     ])
     .await;
     let server = Server::start(addr, Some(creds), service).await;
-    soon(waiting).await.unwrap();
-    soon(channel.connected()).await; // which waits for nothing
+    with_timeout(waiting).await.unwrap();
+    with_timeout(channel.connected()).await; // which returns at once
     counts(&[
         ("queue_length", "", 0),
         ("queue_requests_total", "", 1),
@@ -509,19 +509,24 @@ async fn the_replica_of_a_connection_is_counted_and_who_waits_for_one() {
     .await;
     server.stop().await;
     counts(&[("endpoints", ready, 0), ("endpoints", pending, 1)]).await;
-    assert!(!registry.render().contains("_gate_"), "nobody fails for others");
+    assert!(
+        !registry.render().contains("_gate_"),
+        "control plane channels do not fail fast"
+    );
 }
 
 #[tokio::test]
-async fn a_server_with_another_identity_is_never_asked() {
+async fn a_server_with_another_identity_gets_no_request() {
     let authority = Authority::new();
-    let script = Scripted::play([Act::Send(vec![added(1)])]);
+    let script = Scripted::new([Step::Send(vec![added(1)])]);
     let impostor = authority.credentials("impostor.linkerd.serviceaccount.identity.linkerd.cluster.local");
     let server = Server::start(ANYWHERE, Some(impostor), DestinationServer::new(script.clone())).await;
     let connector = connector(authority.credentials(CLIENT), &Registry::new());
-    let channel = connector.channel(server.target(mutual_tls()), quick());
+    let channel = connector.channel(server.target(mutual_tls()), test_config());
     let mut client = proto::destination_client::DestinationClient::new(channel);
-    let status = soon(client.get(proto::GetDestination::default())).await.unwrap_err();
+    let status = with_timeout(client.get(proto::GetDestination::default()))
+        .await
+        .unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
     assert!(status.message().contains("peer is [impostor."), "{}", status.message());
     assert!(script.requests.lock().is_empty());
@@ -529,20 +534,20 @@ async fn a_server_with_another_identity_is_never_asked() {
 
 #[tokio::test]
 async fn loopback_names_are_plaintext_and_tried_on_both_families() {
-    let (script, registry) = (Scripted::play([Act::Send(vec![added(7)])]), Registry::new());
+    let (script, registry) = (Scripted::new([Step::Send(vec![added(7)])]), Registry::new());
     let server = Server::start(ANYWHERE, None, DestinationServer::new(script)).await;
     let authority = Authority::new();
     let target = ControlAddr {
         addr: format!("localhost.:{}", server.addr.port()).parse().unwrap(),
         security: Security::Loopback,
     };
-    let channel = connector(authority.credentials(CLIENT), &registry).channel(target, quick());
-    // Limits do not hold for a control plane on this machine.
+    let channel = connector(authority.credentials(CLIENT), &registry).channel(target, test_config());
+    // Limits are not used for a control plane on this host.
     let limits = StreamLimits {
         initial: Some(Duration::ZERO),
         ..Default::default()
     };
-    becomes(&mut endpoints(channel, limits), (Position::First, 7)).await;
+    wait_endpoints(&mut endpoints(channel, limits), (Position::First, 7)).await;
     let metrics = registry.render();
     let labels = format!(
         r#"addr="localhost.:{}",tls="no_identity",no_tls_reason="loopback""#,
@@ -570,7 +575,7 @@ async fn profiles_are_watched_in_scope_only() {
     let mut profile = destinations
         .profile(&inside, |profile| profile.fully_qualified_name)
         .unwrap();
-    soon(profile.wait_for(|value| *value == Watched::Known("web.shop".to_owned())))
+    with_timeout(profile.wait_for(|value| *value == WatchState::Known("web.shop".to_owned())))
         .await
         .unwrap();
 }

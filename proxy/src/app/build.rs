@@ -1,11 +1,11 @@
-//! Both directions, built from the configuration.
+//! Builds both directions from the configuration.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tulle_core::{
-    connections::{ConnectionLimiter, Within},
+    connections::{ConnectionLimiter, FullLimitPolicy},
     log_limit::LogLimiter,
     metrics::{Labels, Registry},
 };
@@ -13,59 +13,62 @@ use tulle_core::{
 use crate::{
     api::{
         self,
-        channel::{self, OwnIdentity},
+        channel::{self, ClientCertificate},
         destination::Destinations,
         dns::Resolver,
         policies::Policies,
     },
-    app::Surroundings,
+    app::context::ProcessContext,
     balance::balancer::Strategy,
-    config::{self, Balancing, Config, Direction, InboundMode, Ingress, Visibility},
-    gateway::Through,
+    config::{self, Config, Direction, InboundMode, IngressMode, LoadBalancing, Visibility},
+    gateway::OutboundGateway,
     http::{
-        access_log::AccessLog,
         client::PoolConfig,
-        h1::{self, pool::Resend},
+        h1::{self, pool::ResendPolicy},
         h2,
-        layers::{Admission, Errors, Observe, Wrappers},
-        respond::Reasons,
-        server,
+        server_config::ServerConfig,
+        stack::access_log::AccessLog,
+        stack::admission::Admission,
+        stack::error_response::ErrorDetail,
+        stack::layers::{CountLayer, ErrorMetrics, ServiceStack},
     },
-    identity::Source,
+    identity::IdentitySource,
     inbound::{
-        DialAs, Inbound,
+        Inbound,
+        app_clients::{AppClients, SourceAddress},
         gateway::Gateway,
+        http_server_configs::HttpServerConfigs,
         metrics as inbound_metrics,
-        policy::{Current, Defaults, Ports, UnknownPolicy},
+        policy::{ActivePolicy, DefaultPolicies, PortPolicies, PortPoliciesConfig, UnknownPolicy},
         profiles::{self, Profiles},
-        servers::Servers,
     },
     metrics::{
         failures::Failures,
-        hosts::{Hosts, SaidBy},
-        http as http_metrics, unreadable,
+        hosts::{HostSeries, HostSource},
+        http as http_metrics, invalid_updates,
     },
     net::{
         connect::{self, SocketOptions},
-        counts,
-        memory::Shortage,
-        orig_dst,
+        memory::MemoryPressure,
+        orig_dst, tcp_metrics,
     },
-    outbound::{Mode, Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
+    outbound::{
+        Mode, Outbound, backend::BackendFactory, destination::discovery::Discovery, endpoint::EndpointContext,
+        metrics as outbound_metrics,
+    },
     policy::{
         client::{ForwardParams, Queue},
         server::DefaultPolicy,
     },
-    tap::Taps,
-    tls::creds::Credentials,
+    tap::TapRegistry,
+    tls::credentials::Credentials,
     trace::Tracer,
 };
 
-/// Clients of the control plane's services.
-pub(super) struct ControlPlane {
-    /// Where it certifies us.
+/// Channels to the control plane's services.
+pub(super) struct ControlPlaneClients {
     pub(super) identity: Option<channel::Channel>,
-    /// Where spans of traces go.
+    /// The collector of trace spans.
     pub(super) collector: Option<channel::Channel>,
     destinations: Destinations,
     policies: Policies,
@@ -73,7 +76,7 @@ pub(super) struct ControlPlane {
     runtime: Handle,
 }
 
-impl ControlPlane {
+impl ControlPlaneClients {
     pub(super) fn new(config: &Config, creds: &Credentials, registry: &Registry, runtime: &Handle) -> Self {
         let control = &config.control;
         let metrics = api::metrics::Metrics::new(registry);
@@ -95,13 +98,13 @@ impl ControlPlane {
                     client,
                     connect_timeout: direction.connect.timeout,
                     backoff: direction.connect.backoff,
-                    call_wait: channel::CALL_WAIT,
-                    own_identity,
+                    connection_wait_timeout: channel::CONNECTION_WAIT_TIMEOUT,
+                    client_certificate: own_identity,
                 },
             )
         };
         let destinations = Destinations::new(
-            connect("control_destination", &control.destination, OwnIdentity::Required),
+            connect("control_destination", &control.destination, ClientCertificate::Required),
             runtime.clone(),
             api::destination::Config {
                 context_token: control.context_token.clone(),
@@ -111,7 +114,7 @@ impl ControlPlane {
             },
         );
         let policies = Policies::new(
-            connect("control_policy", &control.policy, OwnIdentity::Required),
+            connect("control_policy", &control.policy, ClientCertificate::Required),
             runtime.clone(),
             api::policies::Config {
                 workload: control.workload.clone(),
@@ -122,15 +125,17 @@ impl ControlPlane {
         );
         Self {
             identity: match &config.identity.source {
-                Source::ControlPlane { certify, .. } => {
-                    Some(connect("control_identity", &certify.service, OwnIdentity::Optional))
-                }
-                Source::WorkloadApi { .. } => None,
+                IdentitySource::ControlPlane { certify, .. } => Some(connect(
+                    "control_identity",
+                    &certify.service,
+                    ClientCertificate::Optional,
+                )),
+                IdentitySource::WorkloadApi { .. } => None,
             },
             collector: config
                 .trace
                 .as_ref()
-                .map(|trace| connect("opentelemetry", &trace.collector, OwnIdentity::Optional)),
+                .map(|trace| connect("opentelemetry", &trace.collector, ClientCertificate::Optional)),
             destinations,
             policies,
             resolver,
@@ -139,126 +144,196 @@ impl ControlPlane {
     }
 }
 
-/// What both directions are built from.
 #[derive(Clone, Copy)]
-pub(super) struct Parts<'a> {
+pub(super) struct ProxyBuilder<'a> {
     pub(super) config: &'a Config,
-    pub(super) surroundings: &'a Surroundings,
+    pub(super) context: &'a ProcessContext,
     pub(super) workers: usize,
     pub(super) creds: &'a Credentials,
-    pub(super) control: &'a ControlPlane,
+    pub(super) control: &'a ControlPlaneClients,
     pub(super) registry: &'a Registry,
     pub(super) http: &'a http_metrics::Families,
-    pub(super) tcp: &'a counts::Families,
+    pub(super) tcp: &'a tcp_metrics::Families,
     pub(super) access_log: Option<&'a AccessLog>,
-    pub(super) taps: &'a Arc<Taps>,
-    pub(super) shortage: &'a Shortage,
-    /// Files that the process may have open.
+    pub(super) taps: &'a Arc<TapRegistry>,
+    pub(super) shortage: &'a MemoryPressure,
+    /// Maximum number of open files of the process.
     pub(super) descriptors: usize,
-    /// Who makes spans, inbound and outbound.
     pub(super) tracers: &'a [Option<Tracer>; 2],
 }
 
-impl Parts<'_> {
+impl ProxyBuilder<'_> {
     pub(super) fn outbound(&self) -> Arc<Outbound> {
         let Self { config, registry, .. } = *self;
         let direction = &config.outbound.direction;
-        let mode = match config.outbound.ingress {
-            Ingress::Off => Mode::Sidecar,
-            Ingress::On => Mode::Ingress,
+        let mode = match config.outbound.ingress_mode {
+            IngressMode::Off => Mode::Sidecar,
+            IngressMode::On => Mode::Ingress,
         };
         let by_name = (config.outbound.hostname_labels == Visibility::Shown).then_some(match mode {
-            Mode::Sidecar => SaidBy::Known,
-            Mode::Ingress => SaidBy::Stranger,
+            Mode::Sidecar => HostSource::Trusted,
+            Mode::Ingress => HostSource::Untrusted,
         });
         let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
-        let common = Common {
+        let common = EndpointContext {
             creds: self.creds.clone(),
             connect: connect_config(direction, None),
             http2: http2_client(direction),
             pool: pool(direction),
             families: families.clone(),
-            ips: config.inbound.ips.clone(),
+            local_ips: config.inbound.local_ips.clone(),
             workers: self.workers,
             taps: self.taps.clone(),
             tracer: self.tracers[1].clone(),
             mode,
         };
-        let unreadable = unreadable::Families::new(registry);
-        let factory = Factory {
-            common: Arc::new(common),
+        let discover = self.discovery(direction, common);
+        Arc::new(Outbound {
+            orig_dst: self.context.orig_dst.clone(),
+            own_listeners: config
+                .outbound
+                .listen
+                .iter()
+                .copied()
+                .chain(config.outbound.explicit_listen)
+                .collect(),
+            discover,
+            detect_timeout: direction.accept.detect_timeout,
+            server: ServerConfig {
+                http1: http1_server(direction),
+                http2: http2_server(direction),
+            },
+            wrappers: self.wrappers("outbound", direction, config.log.access_directions.includes_outbound()),
+            error_detail: match config.outbound.informational_headers {
+                Visibility::Shown => ErrorDetail::Include,
+                Visibility::Hidden => ErrorDetail::Omit,
+            },
+            families,
+            tracer: self.tracers[1].clone(),
+            mode,
+            identity_name: self.creds.id().as_str().into(),
+            log_limiter: LogLimiter::default(),
+        })
+    }
+
+    /// Discovery of destinations; it also updates the gauges of their endpoints.
+    fn discovery(&self, direction: &Direction, common: EndpointContext) -> Arc<Discovery> {
+        let unreadable = invalid_updates::Families::new(self.registry);
+        let factory = BackendFactory {
+            endpoint_context: Arc::new(common),
             destinations: self.control.destinations.clone(),
-            strategy: match config.outbound.balancing {
-                Balancing::PeakEwma => Strategy::PeakEwma,
-                Balancing::RoundRobin => Strategy::RoundRobin,
+            strategy: match self.config.outbound.load_balancing {
+                LoadBalancing::PeakEwma => Strategy::PeakEwma,
+                LoadBalancing::RoundRobin => Strategy::RoundRobin,
             },
             min_queue_capacity: direction.http_queue_capacity,
-            unreadable: unreadable.clone(),
-            balanced: Mutex::default(),
+            invalid_updates: unreadable.clone(),
+            services: Mutex::default(),
             forwards: Mutex::default(),
         };
         let queue = Queue {
             capacity: direction.http_queue_capacity,
             failfast_timeout: direction.http_failfast_timeout,
         };
-        let discover = Discover {
+        let discover = Discovery {
             destinations: self.control.destinations.clone(),
             policies: self.control.policies.clone(),
             resolver: self.control.resolver.clone(),
             factory,
-            unreadable,
-            forward: ForwardParams {
+            invalid_updates: unreadable,
+            forward_params: ForwardParams {
                 detect_timeout: direction.accept.detect_timeout,
                 queue,
             },
-            idle: direction.discovery_idle_timeout,
+            idle_timeout: direction.discovery_idle_timeout,
             runtime: self.control.runtime.clone(),
-            known: Mutex::default(),
+            cache: Mutex::default(),
         };
         let discover = Arc::new(discover);
         let measured = Arc::downgrade(&discover);
-        registry.measured(move || {
+        self.registry.before_render(move || {
             if let Some(discover) = measured.upgrade() {
-                discover.factory.measure();
+                discover.factory.update_gauges();
             }
         });
-        Arc::new(Outbound {
-            orig_dst: self.surroundings.orig_dst.clone(),
-            own: config
-                .outbound
-                .listen
-                .iter()
-                .copied()
-                .chain(config.outbound.explicit)
-                .collect(),
-            discover,
-            detect_timeout: direction.accept.detect_timeout,
-            server: server::Config {
-                http1: http1_server(direction),
-                http2: http2_server(direction),
-            },
-            wrappers: self.wrappers("outbound", direction, config.log.access_directions.outbound()),
-            reasons: match config.outbound.informational_headers {
-                Visibility::Shown => Reasons::Told,
-                Visibility::Hidden => Reasons::Kept,
-            },
-            families,
-            tracer: self.tracers[1].clone(),
-            mode,
-            name: self.creds.id().as_str().into(),
-            log: LogLimiter::default(),
-        })
+        discover
     }
 
-    /// `outbound` takes on what a gateway is asked for.
+    /// `outbound` handles the requests of the gateway.
     pub(super) fn inbound(&self, outbound: &Arc<Outbound>) -> Arc<Inbound> {
         let Self { config, registry, .. } = *self;
         let suffixes = config.inbound.gateway_suffixes.clone();
         let gateway = (!suffixes.is_empty()).then(|| {
             let outbound = outbound.clone();
-            Arc::new(Through { outbound, suffixes }) as Arc<dyn Gateway>
+            Arc::new(OutboundGateway { outbound, suffixes }) as Arc<dyn Gateway>
         });
         let direction = &config.inbound.direction;
+        let unknown = self.unknown_policy(direction.accept.detect_timeout);
+        let detect_timeout = direction.accept.detect_timeout;
+        let own_port = config.inbound.listen.port();
+        let mut watched_ports = config.inbound.watched_ports.clone();
+        if gateway.is_some() {
+            watched_ports.insert(own_port); // its policy authorizes clients of the gateway
+        }
+        if !config.admin.listen.ip().is_loopback() {
+            watched_ports.insert(config.admin.listen.port()); // scrapes need not wait for the policy
+        }
+        let (orig_dst, dial_as) = match config.inbound.mode {
+            InboundMode::Redirect => (self.context.orig_dst.clone(), SourceAddress::Proxy),
+            InboundMode::Tproxy => (orig_dst::local_addr_lookup(own_port), SourceAddress::Client),
+        };
+        Arc::new(Inbound {
+            own_port,
+            local_ips: config.inbound.local_ips.clone(),
+            orig_dst_lookup: orig_dst,
+            creds: self.creds.clone(),
+            port_policies: Arc::new(PortPolicies::new(
+                self.control.policies.clone(),
+                PortPoliciesConfig {
+                    unknown_policy: unknown,
+                    detect_timeout,
+                    always_watched: watched_ports,
+                    idle_timeout: direction.discovery_idle_timeout,
+                },
+                invalid_updates::Families::new(registry),
+            )),
+            profiles: Profiles::new(
+                registry,
+                self.control.destinations.clone(),
+                profiles::ProfileTimeouts {
+                    wait_timeout: config.inbound.profile_timeout,
+                    idle_timeout: direction.discovery_idle_timeout,
+                },
+                self.control.runtime.clone(),
+            ),
+            detect_timeout,
+            server_configs: HttpServerConfigs::new(ServerConfig {
+                http1: http1_server(direction),
+                http2: http2_server(direction),
+            }),
+            service_stack: self.wrappers("inbound", direction, config.log.access_directions.includes_inbound()),
+            families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            taps: self.taps.clone(),
+            tracer: self.tracers[0].clone(),
+            identity_name: self.creds.id().as_str().into(),
+            server_names: HostSeries::default(),
+            log_limiter: LogLimiter::default(),
+            authority_hosts: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
+            gateway,
+            app_clients: AppClients {
+                connect: connect_config(direction, Some(own_port)),
+                source_address: dial_as,
+                http2: http2_client(direction),
+                pool: pool(direction),
+                connections: self.tcp.clone(),
+                by_worker: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
+            },
+        })
+    }
+
+    /// What holds for a port whose policy the control plane has not sent.
+    fn unknown_policy(&self, detect_timeout: Duration) -> UnknownPolicy {
+        let config = self.config;
         let policy = match config.inbound.default_policy {
             config::DefaultPolicy::Deny => DefaultPolicy::Deny,
             config::DefaultPolicy::AllAuthenticated => DefaultPolicy::AllAuthenticated,
@@ -267,87 +342,43 @@ impl Parts<'_> {
             config::DefaultPolicy::ClusterUnauthenticated => DefaultPolicy::ClusterUnauthenticated,
             config::DefaultPolicy::Audit => DefaultPolicy::Audit,
         };
-        let (networks, detect_timeout) = (&config.control.cluster_networks, direction.accept.detect_timeout);
-        let unknown = match config.inbound.unknown_policy {
+        let networks = &config.control.cluster_networks;
+        match config.inbound.unknown_policy {
             config::UnknownPolicy::Refuse => UnknownPolicy::Refuse,
-            config::UnknownPolicy::Default => UnknownPolicy::Default(Defaults {
-                detect: Current::new(policy.detect(detect_timeout, networks)),
-                opaque: Current::new(policy.opaque(networks)),
+            config::UnknownPolicy::Default => UnknownPolicy::Default(DefaultPolicies {
+                detect: ActivePolicy::new(policy.detect(detect_timeout, networks)),
+                opaque: ActivePolicy::new(policy.opaque(networks)),
                 opaque_ports: config.inbound.opaque_ports.clone(),
             }),
-        };
-        let own_port = config.inbound.listen.port();
-        let mut kept = config.inbound.ports.clone();
-        if gateway.is_some() {
-            kept.insert(own_port); // its policy says who may send what to others
         }
-        if !config.admin.listen.ip().is_loopback() {
-            kept.insert(config.admin.listen.port()); // scrapes need not wait for it
-        }
-        let (orig_dst, dial_as) = match config.inbound.mode {
-            InboundMode::Redirect => (self.surroundings.orig_dst.clone(), DialAs::Us),
-            InboundMode::Tproxy => (orig_dst::untranslated(own_port), DialAs::Client),
-        };
-        Arc::new(Inbound {
-            own_port,
-            ips: config.inbound.ips.clone(),
-            orig_dst,
-            creds: self.creds.clone(),
-            ports: Arc::new(Ports::new(
-                self.control.policies.clone(),
-                unknown,
-                detect_timeout,
-                kept,
-                direction.discovery_idle_timeout,
-                unreadable::Families::new(registry),
-            )),
-            profiles: Profiles::new(
-                registry,
-                self.control.destinations.clone(),
-                profiles::Terms {
-                    timeout: config.inbound.profile_timeout,
-                    idle: direction.discovery_idle_timeout,
-                },
-                self.control.runtime.clone(),
-            ),
-            detect_timeout,
-            connect: connect_config(direction, Some(own_port)),
-            dial_as,
-            http2_client: http2_client(direction),
-            pool: pool(direction),
-            servers: Servers::new(server::Config {
-                http1: http1_server(direction),
-                http2: http2_server(direction),
-            }),
-            wrappers: self.wrappers("inbound", direction, config.log.access_directions.inbound()),
-            families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
-            taps: self.taps.clone(),
-            tracer: self.tracers[0].clone(),
-            name: self.creds.id().as_str().into(),
-            names: Hosts::default(),
-            log: LogLimiter::default(),
-            authorities: (config.inbound.authority_labels == Visibility::Shown).then(Hosts::default),
-            gateway,
-            apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
-        })
     }
 
-    fn wrappers(&self, name: &'static str, direction: &Direction, is_logged: bool) -> Wrappers {
+    fn wrappers(&self, name: &'static str, direction: &Direction, is_logged: bool) -> ServiceStack {
         // With its other side, what one direction accepts leaves the other one half of all files.
-        let connections = ConnectionLimiter::new(name, self.descriptors / 4, Within::Keep, self.registry);
+        let connections = ConnectionLimiter::new(
+            name,
+            self.descriptors / 4,
+            FullLimitPolicy::CloseUnusedOnly,
+            self.registry,
+        );
         let failures = Failures::new(self.registry, name);
-        Wrappers {
+        ServiceStack {
             access_log: self.access_log.filter(|_| is_logged).cloned(),
-            admission: Admission::new(direction.max_in_flight, connections, self.shortage.clone(), failures),
-            observe: Observe::new(self.registry, name),
-            errors: errors(self.registry, name),
+            admission: Admission::new(
+                direction.max_in_flight_requests,
+                connections,
+                self.shortage.clone(),
+                failures,
+            ),
+            count_layer: CountLayer::new(self.registry, name),
+            error_metrics: errors(self.registry, name),
         }
     }
 }
 
-fn errors(registry: &Registry, direction: &'static str) -> Errors {
+fn errors(registry: &Registry, direction: &'static str) -> ErrorMetrics {
     let name = format!("{direction}_http_errors_total");
-    Errors::new(
+    ErrorMetrics::new(
         registry.counter(&name, "HTTP requests that the proxy answered itself, by kind of error"),
         Failures::new(registry, direction),
         Labels::new().with("direction", direction),
@@ -379,35 +410,35 @@ fn pool(direction: &Direction) -> PoolConfig {
     PoolConfig {
         idle_timeout: pool.idle_timeout,
         max_idle: pool.max_idle_per_endpoint,
-        resend: match direction.resend {
-            config::Resend::Never => Resend::Never,
-            config::Resend::Safe => Resend::Safe,
-            config::Resend::Idempotent => Resend::Idempotent,
+        resend: match direction.resend_policy {
+            config::ResendPolicy::Never => ResendPolicy::Never,
+            config::ResendPolicy::SafeMethods => ResendPolicy::SafeMethods,
+            config::ResendPolicy::IdempotentMethods => ResendPolicy::IdempotentMethods,
         },
     }
 }
 
-fn http1_server(direction: &Direction) -> h1::server::Config {
+fn http1_server(direction: &Direction) -> h1::server::Http1Config {
     let server = &direction.http1_server;
-    h1::server::Config {
-        max_head: server.max_head_size,
-        head_timeout: server.head_timeout,
+    h1::server::Http1Config {
+        max_header_bytes: server.max_header_bytes,
+        header_read_timeout: server.header_read_timeout,
         idle_timeout: server.idle_timeout,
     }
 }
 
-fn http2_client(direction: &Direction) -> h2::Params {
+fn http2_client(direction: &Direction) -> h2::Http2Config {
     let windows = direction.http2_client;
-    h2::Params {
+    h2::Http2Config {
         stream_window: windows.stream,
         connection_window: windows.connection,
-        ..h2::Params::default()
+        ..h2::Http2Config::default()
     }
 }
 
-fn http2_server(direction: &Direction) -> h2::Params {
+fn http2_server(direction: &Direction) -> h2::Http2Config {
     let server = &direction.http2_server;
-    h2::Params {
+    h2::Http2Config {
         stream_window: server.windows.stream,
         connection_window: server.windows.connection,
         keep_alive: server.keep_alive.map(|pings| h2::KeepAlive {
@@ -416,12 +447,12 @@ fn http2_server(direction: &Direction) -> h2::Params {
         }),
         max_frame_size: server.max_frame_size,
         max_concurrent_streams: Some(server.max_concurrent_streams),
-        max_send_buffer: server.max_send_buf_size,
-        max_pending_resets: server.max_pending_accept_reset_streams,
-        max_resets: None,
-        max_header_list: server
-            .max_header_list_size
-            .unwrap_or_else(|| h2::Params::list_of(direction.http1_server.max_head_size)),
-        max_header_lists: h2::Params::HEADER_LISTS,
+        max_send_buffer_bytes: server.max_send_buffer_bytes,
+        max_pending_reset_streams: server.max_pending_reset_streams,
+        max_reset_streams: None,
+        max_header_list_bytes: server
+            .max_header_list_bytes
+            .unwrap_or_else(|| h2::Http2Config::header_list_limit_for(direction.http1_server.max_header_bytes)),
+        max_total_header_list_bytes: h2::Http2Config::DEFAULT_TOTAL_HEADER_LIST_BYTES,
     }
 }

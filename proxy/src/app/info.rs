@@ -1,31 +1,31 @@
-//! `proxy_build_info`, `rustls_info` and `tulle_unsupported_variable`: what this proxy is, and is not, as labels.
+//! `proxy_build_info`, `rustls_info` and `tulle_unsupported_variable`: build and configuration facts, as labels.
 
 use std::sync::Arc;
 
 use tulle_core::metrics::{Gauge, Labels, Registry};
 
-use crate::tls::creds;
+use crate::tls::credentials;
 
-/// Series live as long as who holds them. `unsupported` are variables that are set and have no effect.
+/// Series live as long as the returned gauges. `unsupported` are variables that are set and have no effect.
 pub(super) fn register(registry: &Registry, unsupported: &[String]) -> Vec<Arc<Gauge>> {
     let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
     let build = Labels::new()
         .with("version", env!("CARGO_PKG_VERSION"))
         .with("vendor", "tulle")
         .with("profile", profile)
-        // They would make every build another.
+        // Commit and date are empty, so that builds are reproducible.
         .with("git_sha", "")
         .with("date", "");
-    let is = registry.gauge("proxy_build_info", "What this proxy was built of");
+    let is = registry.gauge("proxy_build_info", "Build information of this proxy");
 
-    let (suites, groups) = creds::algorithms();
+    let (suites, groups) = credentials::algorithms();
     let tls = Labels::new()
         .with("tls_suites", suites)
         .with("tls_kx_groups", groups)
         .with("tls_rand", "aws-lc-rs")
         .with("tls_key_provider", "aws-lc-rs")
         .with("tls_fips", false);
-    let with = registry.gauge("rustls_info", "What this proxy encrypts with");
+    let with = registry.gauge("rustls_info", "Cipher suites and key exchanges of this proxy");
     let no_effect = registry.gauge(
         "tulle_unsupported_variable",
         "Variables that are set and have no effect",

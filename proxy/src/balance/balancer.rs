@@ -1,4 +1,4 @@
-//! Picking an endpoint: now, or after a bounded wait, or failing fast.
+//! Picks an endpoint: at once, or after a bounded wait in the queue. After a wait has timed out, requests fail fast.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,67 +9,41 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until};
 
-use crate::balance::breaker::{Breaker, Fleet};
-use crate::balance::load::Load;
+use crate::balance::breaker::BreakerGroup;
+use crate::balance::candidate::Candidate;
+use crate::balance::endpoint_set::DiscoveryState;
 use crate::balance::p2c;
-use crate::metrics::balancers::{Gate, Op, Series};
+use crate::metrics::balancers::{Gate, Series, UpdateOp};
 use crate::policy::client::Queue;
 
-/// What a balancer has to know of an endpoint.
-pub(crate) trait Candidate {
-    fn load(&self) -> &Load;
-    fn breaker(&self) -> &Breaker;
-}
-
-/// How an endpoint is chosen among the available ones.
+/// How an available endpoint is picked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Strategy {
-    /// Two at random, the one with the lower load.
+    /// The one with the lower load of two drawn at random.
     #[default]
     PeakEwma,
-    /// One after the other.
+    /// Each in turn.
     RoundRobin,
 }
 
-/// What discovery knows of a service.
-#[derive(Debug)]
-pub(crate) enum Discovered<E> {
-    /// Nothing yet: requests wait.
-    Unknown,
-    /// Perhaps an empty list, when the last endpoint has just gone: requests wait.
-    Endpoints(Box<[Arc<E>]>),
-    /// Nobody is there and nobody is expected: requests fail at once.
-    NoEndpoints,
-}
-
-impl<E> Discovered<E> {
-    fn endpoints(&self) -> &[Arc<E>] {
-        match self {
-            Self::Endpoints(endpoints) => endpoints,
-            Self::Unknown | Self::NoEndpoints => &[],
-        }
-    }
-}
-
-/// Why there is no endpoint for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration, Missing),
+    FailFast(Duration, UnavailableReason),
     #[error("no endpoint is available")]
-    Unavailable(Missing),
-    #[error("{0} requests wait for an endpoint already")]
+    Unavailable(UnavailableReason),
+    #[error("the queue is full: {0} requests already wait for an endpoint")]
     QueueFull(usize),
 }
 
-/// Where endpoints are that are not available.
+/// Why endpoints are not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Missing {
-    /// They cannot be reached, one of them for this cause; or nobody knows of any yet.
-    Unready(Option<&'static str>),
-    /// One at least was taken out for failing.
+pub(crate) enum UnavailableReason {
+    /// They cannot be reached, for example for this cause. `None` if there is no cause, because no endpoint is known yet.
+    Unreachable(Option<&'static str>),
+    /// At least one was ejected by its breaker.
     Ejected,
 }
 
@@ -78,14 +52,13 @@ pub(crate) enum Missing {
 pub(crate) struct Balancer<E> {
     strategy: Strategy,
     queue: Queue,
-    snapshot: ArcSwap<Discovered<E>>,
-    fleet: Fleet,
-    /// Where round robin goes on.
-    cursor: AtomicUsize,
-    waiting: AtomicUsize,
-    /// Set when a request has waited in vain, until an endpoint is available again.
+    snapshot: ArcSwap<DiscoveryState<E>>,
+    breaker_group: BreakerGroup,
+    round_robin_next: AtomicUsize,
+    n_queued: AtomicUsize,
+    /// Set when a request times out in the queue; cleared when an endpoint is available again.
     is_failing_fast: AtomicBool,
-    /// What those who use it count of it.
+    /// Series of all routes that use this balancer.
     series: Mutex<Vec<Weak<Series>>>,
 }
 
@@ -94,22 +67,26 @@ impl<E: Candidate> Balancer<E> {
         Self {
             strategy,
             queue,
-            snapshot: ArcSwap::from_pointee(Discovered::Unknown),
-            fleet: Fleet::default(),
-            cursor: AtomicUsize::new(0),
-            waiting: AtomicUsize::new(0),
+            snapshot: ArcSwap::from_pointee(DiscoveryState::Unknown),
+            breaker_group: BreakerGroup::default(),
+            round_robin_next: AtomicUsize::new(0),
+            n_queued: AtomicUsize::new(0),
             is_failing_fast: AtomicBool::new(false),
             series: Mutex::default(),
         }
     }
 
-    /// Counts in these series too, for as long as somebody else holds them.
-    pub(crate) fn counted(&self, series: &Arc<Series>) {
-        series.waits_for(self.queue.failfast_timeout.as_secs_f64());
+    /// Adds metric series to record in. The balancer does not keep them alive.
+    pub(crate) fn register_series(&self, series: &Arc<Series>) {
+        series.set_gate_timeout(self.queue.failfast_timeout.as_secs_f64());
         let mut all = self.series.lock();
         all.retain(|other| other.strong_count() > 0);
-        if !all.iter().filter_map(Weak::upgrade).any(|other| other.is(series)) {
-            series.turned(match self.is_failing_fast.load(Ordering::Relaxed) {
+        if !all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .any(|other| other.has_same_labels(series))
+        {
+            series.record_gate(match self.is_failing_fast.load(Ordering::Relaxed) {
                 true => Gate::Shut,
                 false => Gate::Open,
             });
@@ -117,55 +94,53 @@ impl<E: Candidate> Balancer<E> {
         all.push(Arc::downgrade(series));
     }
 
-    /// Counts what discovery told.
-    pub(crate) fn told(&self, op: Op) {
-        self.each_series(|series| series.told(op));
+    pub(crate) fn record_update(&self, op: UpdateOp) {
+        self.for_each_series(|series| series.record_update(op));
     }
 
-    /// Counts the endpoints, as they are now.
-    pub(crate) fn measure(&self, now: Instant) {
+    pub(crate) fn update_gauges(&self, now: Instant) {
         let (ready, known) = match &**self.snapshot.load() {
-            Discovered::Endpoints(endpoints) => {
-                let ready = endpoints.iter().filter(|endpoint| endpoint.breaker().available(now));
+            DiscoveryState::Endpoints(endpoints) => {
+                let ready = endpoints.iter().filter(|endpoint| endpoint.breaker().is_available(now));
                 (ready.count(), endpoints.len())
             }
-            Discovered::Unknown | Discovered::NoEndpoints => (0, 0),
+            DiscoveryState::Unknown | DiscoveryState::NoEndpoints => (0, 0),
         };
-        self.each_series(|series| series.endpoints(ready, known - ready));
+        self.for_each_series(|series| series.set_endpoints(ready, known - ready));
     }
 
-    /// Tells each series once: several routes may count in the same.
-    fn each_series(&self, tell: impl Fn(&Series)) {
+    /// Calls `record` once for each series: several routes may share one.
+    fn for_each_series(&self, record: impl Fn(&Series)) {
         let all: Vec<_> = self.series.lock().iter().filter_map(Weak::upgrade).collect();
         for (index, series) in all.iter().enumerate() {
-            if !all[..index].iter().any(|other| other.is(series)) {
-                tell(series);
+            if !all[..index].iter().any(|other| other.has_same_labels(series)) {
+                record(series);
             }
         }
     }
 
-    /// What discovery knows, and whether requests fail at once.
-    pub(crate) fn shown(&self) -> (Arc<Discovered<E>>, bool) {
+    /// The discovery state, and whether requests fail fast.
+    pub(crate) fn status(&self) -> (Arc<DiscoveryState<E>>, bool) {
         (self.snapshot.load_full(), self.is_failing_fast.load(Ordering::Relaxed))
     }
 
-    /// Lets requests wait, or fail at once.
+    /// Opens the gate of the queue so that requests wait, or shuts it so that they fail fast.
     #[cold]
-    fn turn(&self, gate: Gate) {
+    fn set_gate(&self, gate: Gate) {
         let was_shut = self.is_failing_fast.swap(gate == Gate::Shut, Ordering::Relaxed);
         if was_shut != (gate == Gate::Shut) {
-            self.each_series(|series| series.turned(gate));
+            self.for_each_series(|series| series.record_gate(gate));
         }
     }
 
-    /// For the breakers of this balancer's endpoints: one that opens is noticed by those who wait.
-    pub(crate) fn fleet(&self) -> Fleet {
-        self.fleet.clone()
+    /// The group for the breakers of this balancer's endpoints. It wakes waiting requests when an endpoint becomes
+    /// available.
+    pub(crate) fn breaker_group(&self) -> BreakerGroup {
+        self.breaker_group.clone()
     }
 
-    /// Publishes what discovery has learnt.
-    pub(crate) fn update(&self, discovered: Discovered<E>) {
-        self.fleet.resize(discovered.endpoints().len());
+    pub(crate) fn publish(&self, discovered: DiscoveryState<E>) {
+        self.breaker_group.set_n_endpoints(discovered.endpoints().len());
         let discovered = Arc::new(discovered);
         let before = self.snapshot.swap(discovered.clone());
         let kept: HashSet<_> = discovered.endpoints().iter().map(Arc::as_ptr).collect();
@@ -174,102 +149,112 @@ impl<E: Candidate> Balancer<E> {
                 gone.breaker().retire();
             }
         }
-        self.fleet.wake();
+        self.breaker_group.notify();
     }
 
-    /// Whether a request would get an endpoint at once.
     pub(crate) fn is_available(&self, now: Instant) -> bool {
         match &**self.snapshot.load() {
-            Discovered::Endpoints(endpoints) => endpoints.iter().any(|endpoint| endpoint.breaker().available(now)),
-            Discovered::Unknown | Discovered::NoEndpoints => false,
+            DiscoveryState::Endpoints(endpoints) => {
+                endpoints.iter().any(|endpoint| endpoint.breaker().is_available(now))
+            }
+            DiscoveryState::Unknown | DiscoveryState::NoEndpoints => false,
         }
     }
 
-    /// An available endpoint, rather one that this request has not tried.
-    pub(crate) fn pick_now(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
+    /// Picks an available endpoint, preferably one that is not in `tried`.
+    pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let snapshot = self.snapshot.load();
-        let Discovered::Endpoints(endpoints) = &**snapshot else {
+        let DiscoveryState::Endpoints(endpoints) = &**snapshot else {
             return None;
         };
-        let picked = self.admit(endpoints, now, |endpoint| {
+        let picked = self.pick_admitted(endpoints, now, |endpoint| {
             !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
         });
         let picked = match picked {
-            None if !tried.is_empty() => self.admit(endpoints, now, |_| true),
+            None if !tried.is_empty() => self.pick_admitted(endpoints, now, |_| true),
             picked => picked,
         };
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
-            self.turn(Gate::Open);
+            self.set_gate(Gate::Open);
         }
         picked
     }
 
-    /// An available endpoint of which this holds.
-    pub(crate) fn pick_where(&self, now: Instant, may: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
+    /// Picks an available endpoint that `is_allowed` accepts.
+    pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.snapshot.load() {
-            Discovered::Endpoints(endpoints) => self.admit(endpoints, now, may),
-            Discovered::Unknown | Discovered::NoEndpoints => None,
+            DiscoveryState::Endpoints(endpoints) => self.pick_admitted(endpoints, now, is_allowed),
+            DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
 
-    /// An available endpoint, as soon as there is one; a wait is counted in `series`.
+    /// Picks an endpoint, or waits in the queue for one; `series` records the wait.
     ///
     /// # Errors
-    /// There are none, none became available in time, nobody waits any more because of that, or too many do.
+    /// The service has no endpoints, none became available in time, requests fail fast after such a timeout, or the queue is
+    /// full.
     pub(crate) async fn pick(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
-        match self.pick_now(Instant::now(), tried) {
+        match self.try_pick(Instant::now(), tried) {
             Some(endpoint) => Ok(endpoint),
-            // Rare, and its timer is large.
-            None => Box::pin(self.wait(tried, series)).await,
+            // Boxed because it is rare and its timer is large.
+            None => Box::pin(self.wait_for_endpoint(tried, series)).await,
         }
     }
 
-    async fn wait(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
-        self.refuse_if_empty()?;
+    async fn wait_for_endpoint(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
+        self.check_not_empty()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
-            return Err(PickError::Unavailable(self.missing()));
+            return Err(PickError::Unavailable(self.unavailable_reason()));
         }
-        // Before discovery has answered, all who come wait for the same answer.
+        // The queue is unlimited until discovery has answered: all requests wait for the same answer.
         let capacity = match &**self.snapshot.load() {
-            Discovered::Unknown => usize::MAX,
-            Discovered::Endpoints(_) | Discovered::NoEndpoints => self.queue.capacity,
+            DiscoveryState::Unknown => usize::MAX,
+            DiscoveryState::Endpoints(_) | DiscoveryState::NoEndpoints => self.queue.capacity,
         };
-        let _place = match Place::take(&self.waiting, capacity) {
-            Ok(place) => place,
-            // The places may be of those whom the same answer of discovery, this very moment, wakes.
-            Err(full) => return self.pick_now(Instant::now(), tried).ok_or(full),
+        let _permit = match QueuePermit::try_acquire(&self.n_queued, capacity) {
+            Ok(permit) => permit,
+            // The queue may be full of requests that a discovery update has just woken. Try once more before failing.
+            Err(full) => return self.try_pick(Instant::now(), tried).ok_or(full),
         };
-        let _waiting = series.wait();
+        let _queue_guard = series.enter_queue();
         let deadline = Instant::now() + self.queue.failfast_timeout;
         loop {
-            // Listening starts before looking, so that nothing that happens between the two is missed.
-            let mut woken = std::pin::pin!(self.fleet.woken());
+            // Registered before the check, so that no notification between the two is missed.
+            let mut woken = std::pin::pin!(self.breaker_group.changed());
             woken.as_mut().enable();
             let now = Instant::now();
-            if let Some(endpoint) = self.pick_now(now, tried) {
+            if let Some(endpoint) = self.try_pick(now, tried) {
                 return Ok(endpoint);
             }
-            self.refuse_if_empty()?;
+            self.check_not_empty()?;
             if now >= deadline {
-                self.turn(Gate::Shut);
-                self.fleet.wake(); // who came later would wait in vain as well
+                self.set_gate(Gate::Shut);
+                self.breaker_group.notify(); // wakes the other waiting requests, which fail too
             }
             if self.is_failing_fast.load(Ordering::Relaxed) {
-                return Err(PickError::FailFast(self.queue.failfast_timeout, self.missing()));
+                return Err(PickError::FailFast(
+                    self.queue.failfast_timeout,
+                    self.unavailable_reason(),
+                ));
             }
             let next = self.available_at().map_or(deadline, |at| at.min(deadline));
             tokio::select! {
-                // Both may be dropped at any time: one only listens, the other only sleeps.
+                // Both branches are cancel-safe: a notification and a timer.
                 () = woken => {}
                 () = sleep_until(next) => {}
             }
         }
     }
 
-    fn admit(&self, endpoints: &[Arc<E>], now: Instant, may: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
-        // Another worker may take the one probe that made an endpoint look available; then there is a next draw.
-        for _ in 0..ADMISSIONS {
-            let is_available = |endpoint: &Arc<E>| may(endpoint) && endpoint.breaker().available(now);
+    fn pick_admitted(
+        &self,
+        endpoints: &[Arc<E>],
+        now: Instant,
+        is_allowed: impl Fn(&Arc<E>) -> bool,
+    ) -> Option<Arc<E>> {
+        // Another worker may take the one probe that made an endpoint look available; then pick again.
+        for _ in 0..MAX_PICK_ATTEMPTS {
+            let is_available = |endpoint: &Arc<E>| is_allowed(endpoint) && endpoint.breaker().is_available(now);
             let index = match self.strategy {
                 Strategy::PeakEwma => p2c::choose(
                     endpoints.len(),
@@ -280,7 +265,7 @@ impl<E: Candidate> Balancer<E> {
                     },
                 ),
                 Strategy::RoundRobin => {
-                    let start = self.cursor.fetch_add(1, Ordering::Relaxed);
+                    let start = self.round_robin_next.fetch_add(1, Ordering::Relaxed);
                     (0..endpoints.len())
                         .map(|step| start.wrapping_add(step) % endpoints.len())
                         .find(|index| is_available(&endpoints[*index]))
@@ -294,60 +279,64 @@ impl<E: Candidate> Balancer<E> {
         None
     }
 
-    fn refuse_if_empty(&self) -> Result<(), PickError> {
+    fn check_not_empty(&self) -> Result<(), PickError> {
         match &**self.snapshot.load() {
-            Discovered::NoEndpoints => Err(PickError::NoEndpoints),
-            Discovered::Unknown | Discovered::Endpoints(_) => Ok(()),
+            DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),
+            DiscoveryState::Unknown | DiscoveryState::Endpoints(_) => Ok(()),
         }
     }
 
-    fn missing(&self) -> Missing {
+    fn unavailable_reason(&self) -> UnavailableReason {
         match &**self.snapshot.load() {
-            Discovered::Endpoints(endpoints) if endpoints.iter().any(|endpoint| endpoint.breaker().is_ejected()) => {
-                Missing::Ejected
+            DiscoveryState::Endpoints(endpoints)
+                if endpoints.iter().any(|endpoint| endpoint.breaker().is_ejected()) =>
+            {
+                UnavailableReason::Ejected
             }
-            Discovered::Endpoints(endpoints) => {
-                Missing::Unready(endpoints.iter().find_map(|endpoint| endpoint.breaker().unreached()))
-            }
-            Discovered::Unknown | Discovered::NoEndpoints => Missing::Unready(None),
+            DiscoveryState::Endpoints(endpoints) => UnavailableReason::Unreachable(
+                endpoints
+                    .iter()
+                    .find_map(|endpoint| endpoint.breaker().dial_failure_cause()),
+            ),
+            DiscoveryState::Unknown | DiscoveryState::NoEndpoints => UnavailableReason::Unreachable(None),
         }
     }
 
-    /// When the first of the unavailable endpoints may be tried again.
+    /// The earliest time at which an unavailable endpoint may be tried again.
     fn available_at(&self) -> Option<Instant> {
         match &**self.snapshot.load() {
-            Discovered::Endpoints(endpoints) => endpoints
+            DiscoveryState::Endpoints(endpoints) => endpoints
                 .iter()
                 .filter_map(|endpoint| endpoint.breaker().available_at())
                 .min(),
-            Discovered::Unknown | Discovered::NoEndpoints => None,
+            DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
 }
 
-/// A place among those who wait; it is free again when this is dropped.
-struct Place<'a>(&'a AtomicUsize);
+/// A place in the queue, which is freed when this is dropped.
+struct QueuePermit<'a>(&'a AtomicUsize);
 
-impl<'a> Place<'a> {
-    fn take(waiting: &'a AtomicUsize, capacity: usize) -> Result<Self, PickError> {
-        let taken = waiting.fetch_add(1, Ordering::Relaxed);
-        let place = Self(waiting);
+impl<'a> QueuePermit<'a> {
+    fn try_acquire(n_queued: &'a AtomicUsize, capacity: usize) -> Result<Self, PickError> {
+        let taken = n_queued.fetch_add(1, Ordering::Relaxed);
+        let permit = Self(n_queued);
         if taken < capacity {
-            Ok(place)
+            Ok(permit)
         } else {
             Err(PickError::QueueFull(taken))
         }
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePermit<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Draws before a request that lost every race for a probe has to wait.
-const ADMISSIONS: usize = 3;
+/// Maximum number of picks if other workers take the probe of each picked endpoint first. Then the request waits in the queue.
+const MAX_PICK_ATTEMPTS: usize = 3;
 
 #[cfg(test)]
 mod tests {
@@ -358,7 +347,9 @@ mod tests {
     use tulle_core::metrics::{Labels, Registry};
 
     use super::*;
-    use crate::balance::load::Pending;
+    use crate::balance::breaker::Breaker;
+    use crate::balance::candidate::InFlightGuard;
+    use crate::balance::load::Load;
     use crate::metrics::balancers::Families;
     use crate::policy::client::LoadParams;
 
@@ -405,31 +396,31 @@ mod tests {
         let peer = |number| Peer {
             number,
             load: Load::new(params, now),
-            breaker: Breaker::new(None, balancer.fleet(), now),
+            breaker: Breaker::new(None, balancer.breaker_group(), now),
         };
         let peers: Vec<_> = (0..count).map(|number| Arc::new(peer(number))).collect();
-        balancer.update(Discovered::Endpoints(peers.iter().cloned().collect()));
+        balancer.publish(DiscoveryState::Endpoints(peers.iter().cloned().collect()));
         peers
     }
 
-    /// Shares of peers that answer after so many milliseconds, at a fixed rate of requests, in virtual time.
+    /// Shares of the requests that peers with these latencies get at a fixed request rate, in virtual time.
     fn shares(strategy: Strategy, millis: &[u32], requests_per_second: u32) -> Vec<f64> {
         let balancer = balancer(strategy);
         peers(&balancer, millis.len());
         let (start, seconds) = (Instant::now(), 30);
         let mut hits = vec![0_u32; millis.len()];
         let mut due = BinaryHeap::new();
-        let mut flights: Vec<Option<Pending<Peer>>> = Vec::new();
+        let mut in_flight: Vec<Option<InFlightGuard<Peer>>> = Vec::new();
         for request in 0..requests_per_second * seconds {
             let now = start + Duration::from_secs(1) * request / requests_per_second;
             while due.peek().is_some_and(|Reverse((at, _))| *at <= now) {
                 let Reverse((at, flight)): Reverse<(Instant, usize)> = due.pop().unwrap();
-                flights[flight].take().unwrap().answered(at);
+                in_flight[flight].take().unwrap().record_response(at);
             }
-            let peer = balancer.pick_now(now, &[]).unwrap();
+            let peer = balancer.try_pick(now, &[]).unwrap();
             hits[peer.number] += 1;
-            due.push(Reverse((now + MS * millis[peer.number], flights.len())));
-            flights.push(Some(Pending::new(peer, now)));
+            due.push(Reverse((now + MS * millis[peer.number], in_flight.len())));
+            in_flight.push(Some(InFlightGuard::new(peer, now)));
         }
         hits.into_iter()
             .map(|hits| f64::from(hits) / f64::from(requests_per_second * seconds))
@@ -449,36 +440,36 @@ mod tests {
     }
 
     #[test]
-    fn round_robin_does_not_care() {
+    fn round_robin_ignores_latency() {
         for share in shares(Strategy::RoundRobin, &[1, 1, 51], 500) {
             assert!((share - 1.0 / 3.0).abs() < 0.01, "{share}");
         }
     }
 
     #[test]
-    fn equals_get_equal_shares() {
+    fn endpoints_of_equal_latency_get_equal_shares() {
         for share in shares(Strategy::PeakEwma, &[2, 2, 2, 2], 500) {
             assert!((share - 0.25).abs() < 0.05, "{share}");
         }
     }
 
     #[test]
-    fn the_unavailable_are_passed_over_and_the_untried_preferred() {
+    fn unavailable_endpoints_are_skipped_and_untried_ones_preferred() {
         for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
             let balancer = balancer(strategy);
             let peers = peers(&balancer, 4);
             let now = Instant::now();
-            peers[0].breaker.connect_failed("connect-refused", now);
+            peers[0].breaker.record_dial_failure("connect-refused", now);
             for _ in 0..100 {
-                let number = balancer.pick_now(now, &peers[1..3]).unwrap().number;
+                let number = balancer.try_pick(now, &peers[1..3]).unwrap().number;
                 assert_eq!(number, 3);
-                let number = balancer.pick_now(now, &peers[1..]).unwrap().number;
-                assert_ne!(number, 0, "better one more time than not at all");
+                let number = balancer.try_pick(now, &peers[1..]).unwrap().number;
+                assert_ne!(number, 0, "a tried endpoint is better than none");
             }
             for peer in &peers[1..] {
-                peer.breaker.connect_failed("connect-refused", now);
+                peer.breaker.record_dial_failure("connect-refused", now);
             }
-            assert!(balancer.pick_now(now, &[]).is_none());
+            assert!(balancer.try_pick(now, &[]).is_none());
             assert!(!balancer.is_available(now));
             assert!(balancer.is_available(now + 200 * MS));
         }
@@ -494,7 +485,7 @@ mod tests {
         advance(1000 * MS).await;
         peers(&balancer, 1);
         assert_eq!(waiter.await.unwrap(), Ok(0));
-        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 0);
+        assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test(start_paused = true)]
@@ -506,30 +497,30 @@ mod tests {
         });
         tokio::task::yield_now().await;
         let start = Instant::now();
-        balancer.update(Discovered::NoEndpoints);
+        balancer.publish(DiscoveryState::NoEndpoints);
         assert_eq!(waiter.await.unwrap(), Err(PickError::NoEndpoints));
         assert_eq!(balancer.pick(&[], &series()).await.unwrap_err(), PickError::NoEndpoints);
         assert_eq!(start.elapsed(), Duration::ZERO);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_one_wait_in_vain_requests_are_shed_until_somebody_is_there() {
+    async fn after_one_timeout_requests_fail_fast_until_an_endpoint_is_available() {
         let balancer = balancer(Strategy::PeakEwma);
-        balancer.update(Discovered::Endpoints(Box::new([])));
+        balancer.publish(DiscoveryState::Endpoints(Box::new([])));
         let start = Instant::now();
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::FailFast(FAILFAST, Missing::Unready(None))
+            PickError::FailFast(FAILFAST, UnavailableReason::Unreachable(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::Unavailable(Missing::Unready(None))
+            PickError::Unavailable(UnavailableReason::Unreachable(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         let peers = peers(&balancer, 1);
         assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0);
-        peers[0].breaker.connect_failed("connect-refused", Instant::now());
+        peers[0].breaker.record_dial_failure("connect-refused", Instant::now());
         assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0, "waits again");
     }
 
@@ -538,7 +529,7 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         let peers = peers(&balancer, 1);
         let start = Instant::now();
-        peers[0].breaker.connect_failed("connect-refused", start);
+        peers[0].breaker.record_dial_failure("connect-refused", start);
         let series = series();
         let (first, second) = tokio::join!(balancer.pick(&[], &series), async {
             tokio::task::yield_now().await;
@@ -550,16 +541,16 @@ mod tests {
         assert!(second.is_ok());
         assert!(
             (200 * MS..250 * MS).contains(&waited),
-            "the probe had its time alone: {waited:?}"
+            "only the probe passes until then: {waited:?}"
         );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_probe_that_succeeds_lets_the_others_go() {
+    async fn a_successful_probe_releases_queued_requests() {
         let balancer = balancer(Strategy::PeakEwma);
         let peers = peers(&balancer, 1);
         let start = Instant::now();
-        peers[0].breaker.connect_failed("connect-refused", start);
+        peers[0].breaker.record_dial_failure("connect-refused", start);
         balancer.pick(&[], &series()).await.unwrap();
         let waiter = tokio::spawn({
             let balancer = balancer.clone();
@@ -567,14 +558,14 @@ mod tests {
         });
         tokio::task::yield_now().await;
         let connected = start.elapsed();
-        peers[0].breaker.connected();
+        peers[0].breaker.record_connected();
         assert_eq!(waiter.await.unwrap(), Ok(connected));
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_queue_is_bounded() {
         let balancer = balancer(Strategy::PeakEwma);
-        balancer.update(Discovered::Endpoints(Box::new([])));
+        balancer.publish(DiscoveryState::Endpoints(Box::new([])));
         let waiters: Vec<_> = (0..2)
             .map(|_| {
                 let balancer = balancer.clone();
@@ -590,11 +581,11 @@ mod tests {
         for waiter in waiters {
             let _ = waiter.await;
         }
-        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 0);
+        assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nobody_is_refused_for_those_whom_the_first_endpoints_wake() {
+    async fn requests_woken_by_the_first_endpoints_do_not_fill_the_queue() {
         let balancer = balancer(Strategy::PeakEwma);
         let waiters: Vec<_> = (0..3)
             .map(|_| {
@@ -603,10 +594,10 @@ mod tests {
             })
             .collect();
         tokio::task::yield_now().await;
-        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 3);
+        assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 3);
         peers(&balancer, 1);
-        // Its first look was before there were endpoints, its second is after.
-        assert!(balancer.wait(&[], &series()).await.is_ok());
+        // `pick` checked before there were endpoints, and this is its second check.
+        assert!(balancer.wait_for_endpoint(&[], &series()).await.is_ok());
         for waiter in waiters {
             assert_eq!(waiter.await.unwrap(), Ok(()));
         }
@@ -619,27 +610,27 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn endpoints_waits_and_their_end_are_counted() {
+    async fn endpoint_queue_and_gate_metrics_are_recorded() {
         let registry = Registry::new();
         let of = |parent| Families::new(&registry, "http").series(&Labels::new().with("parent", parent));
         let (one, other) = (of("one"), of("other"));
         let balancer = balancer(Strategy::PeakEwma);
-        balancer.counted(&one);
+        balancer.register_series(&one);
         let again = of("one");
-        balancer.counted(&again);
+        balancer.register_series(&again);
         let peers = peers(&balancer, 2);
-        balancer.told(Op::Reset);
-        balancer.counted(&other);
-        let says = |expected: &[&str]| {
-            balancer.measure(Instant::now());
+        balancer.record_update(UpdateOp::Reset);
+        balancer.register_series(&other);
+        let assert_metrics = |expected: &[&str]| {
+            balancer.update_gauges(Instant::now());
             let page = registry.render();
             for line in expected {
                 let line = format!("outbound_http_balancer_{line}\n");
                 assert!(page.contains(&line), "{line}{page}");
             }
         };
-        peers[1].breaker.connect_failed("connect-refused", Instant::now());
-        says(&[
+        peers[1].breaker.record_dial_failure("connect-refused", Instant::now());
+        assert_metrics(&[
             r#"endpoints{parent="one",endpoint_state="ready"} 1"#,
             r#"endpoints{parent="other",endpoint_state="pending"} 1"#,
             r#"p2c_endpoints{parent="other"} 2"#,
@@ -647,9 +638,9 @@ mod tests {
             r#"p2c_updates_total{parent="other",op="Reset"} 0"#,
             r#"queue_gate_timeout_seconds{parent="one"} 3"#,
         ]);
-        balancer.update(Discovered::Endpoints(Box::new([])));
+        balancer.publish(DiscoveryState::Endpoints(Box::new([])));
         balancer.pick(&[], &one).await.unwrap_err();
-        says(&[
+        assert_metrics(&[
             r#"queue_requests_total{parent="one"} 1"#,
             r#"queue_length{parent="one"} 0"#,
             r#"queue_latency_seconds_sum{parent="one"} 3"#,
@@ -659,7 +650,7 @@ mod tests {
         ]);
         self::peers(&balancer, 1);
         balancer.pick(&[], &one).await.unwrap();
-        says(&[
+        assert_metrics(&[
             r#"queue_gate_open_total{parent="other"} 2"#,
             r#"queue_gate_shut_time_seconds{parent="one"} 0"#,
         ]);

@@ -1,7 +1,7 @@
-//! Whether an endpoint may be used: failure accrual and the backoff after a failed dial.
+//! Whether an endpoint is available: failure accrual, and the backoff after a failed dial.
 //!
-//! Both are gates. A gate that has shut lets one probe pass when its backoff is over; the probe's fate opens it or
-//! shuts it for longer. Asking a gate that is open costs one atomic load; locks are for those that are not.
+//! Both are gates. A shut gate lets one probe pass when its backoff is over. The result of the probe opens the gate, or shuts it
+//! for longer. Checking an open gate costs one atomic load; only a shut gate takes a lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -11,66 +11,66 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::Instant;
-use tulle_core::backoff::{Backoff, Steps};
+use tulle_core::backoff::{Backoff, BackoffDelays};
 
 use crate::policy::client::{AccrualKind, FailureAccrual};
 
 /// How a request to an endpoint ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum RequestOutcome {
     Success,
-    /// A server error, in the terms of the protocol, or of the transport.
+    /// A server error of HTTP or gRPC, or a transport error.
     Failure,
-    /// The endpoint turned the request away for load: 429, or `RESOURCE_EXHAUSTED`.
+    /// The endpoint refused the request because of load: 429, or `RESOURCE_EXHAUSTED`.
     Overloaded,
 }
 
-/// What the breakers of one balancer's endpoints share.
+/// State that the breakers of one balancer's endpoints share.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Fleet(Arc<Shared>);
+pub(crate) struct BreakerGroup(Arc<GroupState>);
 
 #[derive(Debug, Default)]
-struct Shared {
-    /// Wakes those who wait for an endpoint when one opens or appears.
-    woken: Notify,
-    endpoints: AtomicU32,
-    /// Those that were taken out for failing, and those that could not be reached; who is both counts twice, which lets others
-    /// stay.
-    out: AtomicU32,
+struct GroupState {
+    /// Wakes the requests that wait for an endpoint when a gate opens or an endpoint is added.
+    changed: Notify,
+    n_endpoints: AtomicU32,
+    /// Number of endpoints that are ejected, plus number of endpoints that cannot be reached. An endpoint that is both counts
+    /// twice, so that fewer of the others are ejected.
+    n_unavailable: AtomicU32,
 }
 
 /// The gates of one endpoint, shared by all workers.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     start: Instant,
-    fleet: Fleet,
-    dial: Gate,
-    /// Whether the endpoint is gone from its balancer: it counts neither as one that is there nor as one that is out.
+    group: BreakerGroup,
+    dial_gate: ProbeGate,
+    /// Whether the endpoint was removed from its balancer. It then counts neither as an endpoint nor as unavailable.
     is_retired: AtomicBool,
-    /// Why the endpoint could not be reached, when it was last tried.
-    unreached: Mutex<Option<&'static str>>,
+    dial_failure_cause: Mutex<Option<&'static str>>,
     accrual: Option<Accrual>,
 }
 
 #[derive(Debug)]
 struct Accrual {
     policy: FailureAccrual,
-    gate: Gate,
-    consecutive: AtomicU32,
-    window: Mutex<Window>,
+    gate: ProbeGate,
+    n_consecutive_failures: AtomicU32,
+    window: Mutex<SuccessRateWindow>,
 }
 
-/// Times are nanoseconds since the breaker's start, plus one.
+/// Lets requests pass while it is open; while it is shut, one probe after each backoff. Times are nanoseconds since the
+/// breaker's start, plus one.
 #[derive(Debug)]
-struct Gate {
+struct ProbeGate {
     /// When the next probe may pass; 0 while the gate is open.
-    until: AtomicU64,
+    next_probe_at: AtomicU64,
     state: Mutex<GateState>,
 }
 
 #[derive(Debug)]
 struct GateState {
-    steps: Steps,
+    backoff: BackoffDelays,
     delay: Duration,
     phase: Phase,
 }
@@ -83,132 +83,142 @@ enum Phase {
 }
 
 impl Breaker {
-    pub(crate) fn new(accrual: Option<FailureAccrual>, fleet: Fleet, now: Instant) -> Self {
+    pub(crate) fn new(accrual: Option<FailureAccrual>, group: BreakerGroup, now: Instant) -> Self {
         let accrual = accrual.map(|policy| Accrual {
-            gate: Gate::new(policy.backoff.steps),
+            gate: ProbeGate::new(policy.backoff.steps),
             policy,
-            consecutive: AtomicU32::new(0),
+            n_consecutive_failures: AtomicU32::new(0),
             window: Mutex::default(),
         });
         Self {
             start: now,
-            fleet,
-            dial: Gate::new(DIAL_BACKOFF),
+            group,
+            dial_gate: ProbeGate::new(DIAL_BACKOFF),
             is_retired: AtomicBool::new(false),
-            unreached: Mutex::default(),
+            dial_failure_cause: Mutex::default(),
             accrual,
         }
     }
 
-    /// Whether a request may go to this endpoint; it still has to be admitted.
-    pub(crate) fn available(&self, now: Instant) -> bool {
-        self.dial.is_passable(|| self.at(now))
-            && self
-                .accrual
-                .as_ref()
-                .is_none_or(|accrual| accrual.gate.is_passable(|| self.at(now)) || self.is_needed(accrual))
+    /// Whether the endpoint is available. A request also needs [`Self::admit`].
+    pub(crate) fn is_available(&self, now: Instant) -> bool {
+        self.dial_gate.allows(|| self.nanos_at(now))
+            && self.accrual.as_ref().is_none_or(|accrual| {
+                accrual.gate.allows(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+            })
     }
 
-    /// Whether too few are left without this endpoint, however it does: others have gone since it was taken out.
-    fn is_needed(&self, accrual: &Accrual) -> bool {
-        self.fleet.ready() < accrual.policy.min_ready_endpoints
+    /// Whether fewer than `min_ready_endpoints` are ready, so that this endpoint stays available although it is ejected. This
+    /// happens when others are removed after its ejection.
+    fn is_required_by_minimum(&self, accrual: &Accrual) -> bool {
+        self.group.n_ready() < accrual.policy.min_ready_endpoints
     }
 
-    /// Lets one request go to this endpoint, perhaps as the probe that decides whether others may follow.
+    /// Admits one request to this endpoint, perhaps as the probe.
     ///
-    /// A probe that nobody reports on is replaced by another after as long again.
+    /// If no result of a probe is recorded, another probe passes after the same delay.
     #[must_use]
     pub(crate) fn admit(&self, now: Instant) -> bool {
-        self.available(now)
-            && self.dial.pass(|| self.at(now))
-            && self
-                .accrual
-                .as_ref()
-                .is_none_or(|accrual| accrual.gate.pass(|| self.at(now)) || self.is_needed(accrual))
+        self.is_available(now)
+            && self.dial_gate.try_pass(|| self.nanos_at(now))
+            && self.accrual.as_ref().is_none_or(|accrual| {
+                accrual.gate.try_pass(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+            })
     }
 
     /// When an unavailable endpoint may be tried again.
     pub(crate) fn available_at(&self) -> Option<Instant> {
-        let until = self.gates().map(|gate| gate.until.load(Ordering::Relaxed)).max()?;
+        let until = self
+            .gates()
+            .map(|gate| gate.next_probe_at.load(Ordering::Relaxed))
+            .max()?;
         (until > 0).then(|| self.start + Duration::from_nanos(until - 1))
     }
 
-    /// Notes how a request ended, and for how long the endpoint asks to be left alone.
+    /// Records the outcome of a request and its `Retry-After`.
     ///
-    /// What was sent before the gate shut does not count; what answers while a probe is out counts as the probe.
-    pub(crate) fn record(&self, outcome: Outcome, retry_after: Option<Duration>, now: Instant) {
+    /// While the gate is shut, outcomes are ignored: their requests were sent before. While a probe is in flight, any outcome
+    /// counts as its result.
+    pub(crate) fn record_outcome(&self, outcome: RequestOutcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
-        let verdict = match accrual.gate.phase() {
-            Phase::Open => accrual.judge(outcome, self.at(now)),
-            Phase::Shut => Verdict::Keep,
-            Phase::Probing if accrual.is_failure(outcome) => Verdict::Shut,
-            Phase::Probing => Verdict::Open,
+        let action = match accrual.gate.phase() {
+            Phase::Open => accrual.evaluate(outcome, self.nanos_at(now)),
+            Phase::Shut => GateAction::Keep,
+            Phase::Probing if accrual.is_failure(outcome) => GateAction::Shut,
+            Phase::Probing => GateAction::Open,
         };
         let Backoff { max, .. } = accrual.policy.backoff.steps;
-        let asked = retry_after.filter(|_| accrual.policy.backoff.heeds_hints);
-        let (least, stay) = (asked.unwrap_or_default().min(max), accrual.policy.min_ready_endpoints);
-        match verdict {
-            Verdict::Keep => {}
-            Verdict::Shut => {
-                if !accrual.gate.shut(self.at(now), least, || self.take_out(stay)) {
-                    accrual.forget(); // the others are too few
+        let retry_after = retry_after.filter(|_| accrual.policy.backoff.honors_retry_after);
+        let (min_delay, min_ready) = (
+            retry_after.unwrap_or_default().min(max),
+            accrual.policy.min_ready_endpoints,
+        );
+        match action {
+            GateAction::Keep => {}
+            GateAction::Shut => {
+                if !accrual
+                    .gate
+                    .shut(self.nanos_at(now), min_delay, || self.try_mark_unavailable(min_ready))
+                {
+                    accrual.reset(); // too few other endpoints are ready
                 }
             }
-            Verdict::Open => {
-                accrual.forget();
-                accrual.gate.open(|| self.fleet.take_back());
-                self.fleet.wake();
+            GateAction::Open => {
+                accrual.reset();
+                accrual.gate.open(|| self.group.mark_available());
+                self.group.notify();
             }
         }
     }
 
-    /// Whether it was taken out for failing.
+    /// Whether failure accrual has ejected the endpoint.
     pub(crate) fn is_ejected(&self) -> bool {
         let accrual = self.accrual.as_ref();
         accrual.is_some_and(|accrual| accrual.gate.phase() != Phase::Open)
     }
 
-    /// Why it cannot be reached, where that is so.
-    pub(crate) fn unreached(&self) -> Option<&'static str> {
-        match self.dial.phase() {
+    /// Why the endpoint cannot be reached; `None` if it can.
+    pub(crate) fn dial_failure_cause(&self) -> Option<&'static str> {
+        match self.dial_gate.phase() {
             Phase::Open => None,
-            Phase::Shut | Phase::Probing => *self.unreached.lock(),
+            Phase::Shut | Phase::Probing => *self.dial_failure_cause.lock(),
         }
     }
 
-    /// Notes that the endpoint could not be reached, and why; others are preferred until a backoff from 100 ms to 10 s is over.
-    pub(crate) fn connect_failed(&self, cause: &'static str, now: Instant) {
-        *self.unreached.lock() = Some(cause);
-        self.dial.shut(self.at(now), Duration::ZERO, || self.take_out(0));
+    /// Records a failed dial. The endpoint is unavailable until its backoff of 100 ms to 10 s is over.
+    pub(crate) fn record_dial_failure(&self, cause: &'static str, now: Instant) {
+        *self.dial_failure_cause.lock() = Some(cause);
+        self.dial_gate
+            .shut(self.nanos_at(now), Duration::ZERO, || self.try_mark_unavailable(0));
     }
 
-    /// Notes that the endpoint can be reached.
-    pub(crate) fn connected(&self) {
-        if self.dial.phase() != Phase::Open {
-            self.dial.open(|| self.fleet.take_back());
-            self.fleet.wake();
+    pub(crate) fn record_connected(&self) {
+        if self.dial_gate.phase() != Phase::Open {
+            self.dial_gate.open(|| self.group.mark_available());
+            self.group.notify();
         }
     }
 
-    /// Notes that the endpoint is gone from its balancer, whoever still holds it.
+    /// Records that the endpoint was removed from its balancer, even if requests still use it.
     pub(crate) fn retire(&self) {
-        // Before its gates open: one that shuts at the same time has seen it, or is opened here.
+        // Set before the gates are opened: a gate that shuts concurrently sees the flag, or is opened below.
         self.is_retired.store(true, Ordering::Relaxed);
         for gate in self.gates() {
-            gate.open(|| self.fleet.take_back());
+            gate.open(|| self.group.mark_available());
         }
     }
 
-    /// Counts the endpoint as out, if it is there and as many as `stay` others are ready.
-    fn take_out(&self, stay: u32) -> bool {
-        !self.is_retired.load(Ordering::Relaxed) && self.fleet.take_out(stay)
+    /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` others are ready. Returns whether it
+    /// did.
+    fn try_mark_unavailable(&self, min_ready: u32) -> bool {
+        !self.is_retired.load(Ordering::Relaxed) && self.group.try_mark_unavailable(min_ready)
     }
 
-    fn gates(&self) -> impl Iterator<Item = &Gate> {
-        std::iter::once(&self.dial).chain(self.accrual.as_ref().map(|accrual| &accrual.gate))
+    fn gates(&self) -> impl Iterator<Item = &ProbeGate> {
+        std::iter::once(&self.dial_gate).chain(self.accrual.as_ref().map(|accrual| &accrual.gate))
     }
 
-    fn at(&self, now: Instant) -> u64 {
+    fn nanos_at(&self, now: Instant) -> u64 {
         let nanos = now.saturating_duration_since(self.start).as_nanos();
         u64::try_from(nanos).unwrap_or(u64::MAX).saturating_add(1)
     }
@@ -217,25 +227,28 @@ impl Breaker {
 impl Drop for Breaker {
     fn drop(&mut self) {
         for gate in self.gates() {
-            gate.open(|| self.fleet.take_back());
+            gate.open(|| self.group.mark_available());
         }
     }
 }
 
-enum Verdict {
+enum GateAction {
     Keep,
     Shut,
     Open,
 }
 
 impl Accrual {
-    fn judge(&self, outcome: Outcome, now: u64) -> Verdict {
-        let is_failure = outcome == Outcome::Failure;
-        let consecutive = match (outcome, self.consecutive.load(Ordering::Relaxed)) {
-            (Outcome::Failure, _) => self.consecutive.fetch_add(1, Ordering::Relaxed).saturating_add(1),
+    fn evaluate(&self, outcome: RequestOutcome, now: u64) -> GateAction {
+        let is_failure = outcome == RequestOutcome::Failure;
+        let consecutive = match (outcome, self.n_consecutive_failures.load(Ordering::Relaxed)) {
+            (RequestOutcome::Failure, _) => self
+                .n_consecutive_failures
+                .fetch_add(1, Ordering::Relaxed)
+                .saturating_add(1),
             (_, 0) => 0,
             _ => {
-                self.consecutive.store(0, Ordering::Relaxed);
+                self.n_consecutive_failures.store(0, Ordering::Relaxed);
                 0
             }
         };
@@ -247,60 +260,64 @@ impl Accrual {
                 min_requests,
                 max_consecutive_failures,
             } => {
-                let rate = self.window.lock().record(outcome == Outcome::Success, now, window);
+                let rate = self
+                    .window
+                    .lock()
+                    .record(outcome == RequestOutcome::Success, now, window);
                 let too_many = max_consecutive_failures > 0 && is_failure && consecutive >= max_consecutive_failures;
-                too_many || (outcome != Outcome::Success && rate.is_below(success_rate, min_requests))
+                too_many
+                    || (outcome != RequestOutcome::Success && rate.success_rate_is_below(success_rate, min_requests))
             }
         };
-        if trips { Verdict::Shut } else { Verdict::Keep }
+        if trips { GateAction::Shut } else { GateAction::Keep }
     }
 
-    fn is_failure(&self, outcome: Outcome) -> bool {
+    fn is_failure(&self, outcome: RequestOutcome) -> bool {
         match self.policy.kind {
-            AccrualKind::Consecutive { .. } => outcome == Outcome::Failure,
-            AccrualKind::Unified { .. } => outcome != Outcome::Success,
+            AccrualKind::Consecutive { .. } => outcome == RequestOutcome::Failure,
+            AccrualKind::Unified { .. } => outcome != RequestOutcome::Success,
         }
     }
 
-    fn forget(&self) {
-        self.consecutive.store(0, Ordering::Relaxed);
-        *self.window.lock() = Window::default();
+    fn reset(&self) {
+        self.n_consecutive_failures.store(0, Ordering::Relaxed);
+        *self.window.lock() = SuccessRateWindow::default();
     }
 }
 
-impl Gate {
+impl ProbeGate {
     fn new(backoff: Backoff) -> Self {
         let state = GateState {
-            steps: backoff.steps(),
+            backoff: backoff.start(),
             delay: backoff.min,
             phase: Phase::Open,
         };
         Self {
-            until: AtomicU64::new(0),
+            next_probe_at: AtomicU64::new(0),
             state: Mutex::new(state),
         }
     }
 
     fn phase(&self) -> Phase {
-        match self.until.load(Ordering::Relaxed) {
+        match self.next_probe_at.load(Ordering::Relaxed) {
             0 => Phase::Open,
             _ => self.state.lock().phase,
         }
     }
 
-    fn is_passable(&self, now: impl FnOnce() -> u64) -> bool {
-        match self.until.load(Ordering::Relaxed) {
+    fn allows(&self, now: impl FnOnce() -> u64) -> bool {
+        match self.next_probe_at.load(Ordering::Relaxed) {
             0 => true,
             until => until <= now(),
         }
     }
 
-    fn pass(&self, now: impl FnOnce() -> u64) -> bool {
-        if self.until.load(Ordering::Relaxed) == 0 {
+    fn try_pass(&self, now: impl FnOnce() -> u64) -> bool {
+        if self.next_probe_at.load(Ordering::Relaxed) == 0 {
             return true;
         }
         let mut state = self.state.lock();
-        let (until, now) = (self.until.load(Ordering::Relaxed), now());
+        let (until, now) = (self.next_probe_at.load(Ordering::Relaxed), now());
         if until == 0 {
             return true;
         }
@@ -308,144 +325,146 @@ impl Gate {
             return false;
         }
         state.phase = Phase::Probing;
-        self.set_until(now, state.delay);
+        self.set_next_probe(now, state.delay);
         true
     }
 
-    /// Shuts for as long as the next step of the backoff says, and for `least` at least; `false` if `may` forbids it, which is
-    /// asked where the gate was open.
-    fn shut(&self, now: u64, least: Duration, may: impl FnOnce() -> bool) -> bool {
+    /// Shuts the gate for the next backoff delay, at least `min_delay`. An open gate stays open if `allow` returns `false`; then
+    /// this returns `false`.
+    fn shut(&self, now: u64, min_delay: Duration, allow: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
-        // Several workers may see the same failure: one lengthens the backoff.
+        // Several workers may record the same failure: only the first one extends the backoff.
         if state.phase == Phase::Shut {
             return true;
         }
-        if state.phase == Phase::Open && !may() {
+        if state.phase == Phase::Open && !allow() {
             return false;
         }
         state.phase = Phase::Shut;
-        state.delay = state.steps.next_delay().max(least);
-        self.set_until(now, state.delay);
+        state.delay = state.backoff.next_delay().max(min_delay);
+        self.set_next_probe(now, state.delay);
         true
     }
 
-    /// Opens; `then` is called if it was not open.
+    /// Opens the gate; `then` is called if it was not open.
     fn open(&self, then: impl FnOnce()) {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.phase, Phase::Open) != Phase::Open {
             then();
         }
-        state.steps.reset();
-        self.until.store(0, Ordering::Relaxed);
+        state.backoff.reset();
+        self.next_probe_at.store(0, Ordering::Relaxed);
     }
 
-    fn set_until(&self, now: u64, delay: Duration) {
+    fn set_next_probe(&self, now: u64, delay: Duration) {
         let delay = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
-        self.until.store(now.saturating_add(delay), Ordering::Relaxed);
+        self.next_probe_at.store(now.saturating_add(delay), Ordering::Relaxed);
     }
 }
 
-impl Fleet {
-    pub(crate) fn wake(&self) {
-        self.0.woken.notify_waiters();
+impl BreakerGroup {
+    pub(crate) fn notify(&self) {
+        self.0.changed.notify_waiters();
     }
 
-    pub(super) fn woken(&self) -> Notified<'_> {
-        self.0.woken.notified()
+    pub(super) fn changed(&self) -> Notified<'_> {
+        self.0.changed.notified()
     }
 
-    /// Notes how many endpoints there are.
-    pub(super) fn resize(&self, endpoints: usize) {
+    pub(super) fn set_n_endpoints(&self, endpoints: usize) {
         let endpoints = u32::try_from(endpoints).unwrap_or(u32::MAX);
-        self.0.endpoints.store(endpoints, Ordering::Relaxed);
+        self.0.n_endpoints.store(endpoints, Ordering::Relaxed);
     }
 
-    /// Endpoints that are not out.
-    fn ready(&self) -> u32 {
-        let endpoints = self.0.endpoints.load(Ordering::Relaxed);
-        endpoints.saturating_sub(self.0.out.load(Ordering::Relaxed))
+    /// Number of endpoints that are not unavailable.
+    fn n_ready(&self) -> u32 {
+        let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
+        endpoints.saturating_sub(self.0.n_unavailable.load(Ordering::Relaxed))
     }
 
-    /// Takes one out, if as many as `stay` others are ready.
-    fn take_out(&self, stay: u32) -> bool {
-        let endpoints = self.0.endpoints.load(Ordering::Relaxed);
-        let one_more = |out: u32| (stay == 0 || out + 1 + stay <= endpoints).then_some(out + 1);
-        let update = self.0.out.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+    /// Counts one more endpoint as unavailable, if at least `min_ready` others are ready. Returns whether it did.
+    fn try_mark_unavailable(&self, min_ready: u32) -> bool {
+        let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
+        let one_more = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
+        let update = self
+            .0
+            .n_unavailable
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
         update.is_ok()
     }
 
-    fn take_back(&self) {
-        self.0.out.fetch_sub(1, Ordering::Relaxed);
+    fn mark_available(&self) {
+        self.0.n_unavailable.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Successes and failures of the recent past, in ten steps.
+/// Successes and requests within the window of a success rate, in slots of equal time.
 #[derive(Debug, Default)]
-struct Window {
-    step: u64,
-    slots: [Rate; SLOTS as usize],
+struct SuccessRateWindow {
+    current_slot: u64,
+    slots: [RequestCounts; WINDOW_SLOTS as usize],
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Rate {
+struct RequestCounts {
     successes: u32,
     requests: u32,
 }
 
-impl Window {
-    /// Adds one outcome and returns what the window holds.
-    fn record(&mut self, is_success: bool, now: u64, length: Duration) -> Rate {
-        let nanos = (length / SLOTS).as_nanos().max(1);
+impl SuccessRateWindow {
+    /// Adds one outcome and returns the counts of the window.
+    fn record(&mut self, is_success: bool, now: u64, length: Duration) -> RequestCounts {
+        let nanos = (length / WINDOW_SLOTS).as_nanos().max(1);
         let step = u64::try_from(u128::from(now) / nanos)
             .unwrap_or(u64::MAX)
-            .max(self.step);
-        for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
-            self.slots[(expired % u64::from(SLOTS)) as usize] = Rate::default();
+            .max(self.current_slot);
+        for expired in (self.current_slot + 1..=step).rev().take(self.slots.len()) {
+            self.slots[(expired % u64::from(WINDOW_SLOTS)) as usize] = RequestCounts::default();
         }
-        self.step = step;
-        let slot = &mut self.slots[(step % u64::from(SLOTS)) as usize];
+        self.current_slot = step;
+        let slot = &mut self.slots[(step % u64::from(WINDOW_SLOTS)) as usize];
         slot.requests = slot.requests.saturating_add(1);
         slot.successes = slot.successes.saturating_add(is_success.into());
-        self.slots.iter().fold(Rate::default(), |sum, slot| Rate {
-            successes: sum.successes.saturating_add(slot.successes),
-            requests: sum.requests.saturating_add(slot.requests),
-        })
+        self.slots
+            .iter()
+            .fold(RequestCounts::default(), |sum, slot| RequestCounts {
+                successes: sum.successes.saturating_add(slot.successes),
+                requests: sum.requests.saturating_add(slot.requests),
+            })
     }
 }
 
-impl Rate {
-    fn is_below(self, threshold: f64, min_requests: u32) -> bool {
+impl RequestCounts {
+    fn success_rate_is_below(self, threshold: f64, min_requests: u32) -> bool {
         self.requests >= min_requests.max(1) && f64::from(self.successes) / f64::from(self.requests) < threshold
     }
 }
 
-/// For an endpoint that cannot be reached.
 const DIAL_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(100),
     max: Duration::from_secs(10),
     jitter: 0.1,
 };
 
-/// Steps in which a window's time passes.
-const SLOTS: u32 = 10;
+const WINDOW_SLOTS: u32 = 10;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::client::HintedBackoff;
+    use crate::policy::client::RetryAfterBackoff;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     fn accrual(kind: AccrualKind) -> FailureAccrual {
         FailureAccrual {
             kind,
-            backoff: HintedBackoff {
+            backoff: RetryAfterBackoff {
                 steps: Backoff {
                     min: SECOND,
                     max: Duration::from_secs(3),
                     jitter: 0.0,
                 },
-                heeds_hints: false,
+                honors_retry_after: false,
             },
             min_ready_endpoints: 0,
         }
@@ -466,75 +485,75 @@ mod tests {
 
     fn breaker(policy: Option<FailureAccrual>) -> (Breaker, Instant) {
         let now = Instant::now();
-        (Breaker::new(policy, Fleet::default(), now), now)
+        (Breaker::new(policy, BreakerGroup::default(), now), now)
     }
 
-    /// Breakers of as many endpoints, of which so many are to stay.
-    fn fleet(endpoints: usize, min_ready_endpoints: u32) -> (Fleet, Vec<Breaker>, Instant) {
-        let (fleet, now) = (Fleet::default(), Instant::now());
-        fleet.resize(endpoints);
+    /// A group of `endpoints` breakers that trip at the first failure, while `min_ready_endpoints` stay ready.
+    fn breaker_group(endpoints: usize, min_ready_endpoints: u32) -> (BreakerGroup, Vec<Breaker>, Instant) {
+        let (group, now) = (BreakerGroup::default(), Instant::now());
+        group.set_n_endpoints(endpoints);
         let policy = FailureAccrual {
             min_ready_endpoints,
             ..consecutive(1)
         };
-        let breakers = (0..endpoints).map(|_| Breaker::new(Some(policy), fleet.clone(), now));
-        (fleet.clone(), breakers.collect(), now)
+        let breakers = (0..endpoints).map(|_| Breaker::new(Some(policy), group.clone(), now));
+        (group.clone(), breakers.collect(), now)
     }
 
     #[test]
-    fn some_endpoints_stay_however_many_fail() {
-        let (fleet, mut breakers, now) = fleet(4, 2);
+    fn min_ready_endpoints_stay_available() {
+        let (group, mut breakers, now) = breaker_group(4, 2);
         for breaker in &breakers {
-            breaker.record(Outcome::Failure, None, now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
-        let available = |breakers: &[Breaker]| breakers.iter().filter(|breaker| breaker.available(now)).count();
+        let available = |breakers: &[Breaker]| breakers.iter().filter(|breaker| breaker.is_available(now)).count();
         assert_eq!(available(&breakers), 2);
         let later = now + SECOND;
         assert!(breakers[0].admit(later));
-        breakers[0].record(Outcome::Success, None, later);
+        breakers[0].record_outcome(RequestOutcome::Success, None, later);
         assert_eq!(available(&breakers), 3);
-        breakers[3].record(Outcome::Failure, None, now);
-        breakers[2].record(Outcome::Failure, None, now);
-        assert_eq!(available(&breakers), 2, "as one has come back, another may go");
+        breakers[3].record_outcome(RequestOutcome::Failure, None, now);
+        breakers[2].record_outcome(RequestOutcome::Failure, None, now);
+        assert_eq!(available(&breakers), 2, "one has recovered, so another may be ejected");
         breakers.truncate(3);
-        fleet.resize(3);
+        group.set_n_endpoints(3);
         assert_eq!(available(&breakers), 2);
         breakers.remove(0);
-        fleet.resize(2);
-        assert_eq!(available(&breakers), 2, "one that was taken out is needed now");
+        group.set_n_endpoints(2);
+        assert_eq!(available(&breakers), 2, "an ejected endpoint is needed for the minimum");
     }
 
     #[test]
-    fn an_endpoint_that_is_gone_does_not_count_as_out_whoever_still_holds_it() {
-        let (fleet, breakers, now) = fleet(4, 2);
+    fn a_removed_endpoint_does_not_count_as_unavailable() {
+        let (group, breakers, now) = breaker_group(4, 2);
         let (gone, left) = breakers.split_at(2);
         for breaker in gone {
-            breaker.record(Outcome::Failure, None, now);
-            breaker.connect_failed("connect-refused", now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
+            breaker.record_dial_failure("connect-refused", now);
         }
-        fleet.resize(2);
+        group.set_n_endpoints(2);
         gone.iter().for_each(Breaker::retire);
-        assert_eq!(fleet.ready(), 2);
-        // What is still under way to them changes nothing.
+        assert_eq!(group.n_ready(), 2);
+        // Results of requests that are still in flight to them change nothing.
         for breaker in gone {
-            breaker.record(Outcome::Failure, None, now);
-            breaker.connect_failed("connect-refused", now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
+            breaker.record_dial_failure("connect-refused", now);
         }
-        assert_eq!(fleet.ready(), 2);
-        fleet.resize(3);
-        left[0].record(Outcome::Failure, None, now);
-        assert!(!left[0].available(now), "two others are ready");
+        assert_eq!(group.n_ready(), 2);
+        group.set_n_endpoints(3);
+        left[0].record_outcome(RequestOutcome::Failure, None, now);
+        assert!(!left[0].is_available(now), "two others are ready");
         drop(breakers);
-        assert_eq!(fleet.ready(), 3);
+        assert_eq!(group.n_ready(), 3);
     }
 
     #[test]
-    fn who_asks_to_be_left_alone_is_left_alone_where_the_policy_says_so() {
-        for (heeds_hints, seconds) in [(true, 2), (false, 1)] {
+    fn retry_after_extends_the_backoff_when_the_policy_honors_it() {
+        for (honors_retry_after, seconds) in [(true, 2), (false, 1)] {
             let mut policy = consecutive(1);
-            policy.backoff.heeds_hints = heeds_hints;
+            policy.backoff.honors_retry_after = honors_retry_after;
             let (breaker, now) = breaker(Some(policy));
-            breaker.record(Outcome::Failure, Some(2 * SECOND), now);
+            breaker.record_outcome(RequestOutcome::Failure, Some(2 * SECOND), now);
             assert_eq!(breaker.available_at(), Some(now + seconds * SECOND));
         }
     }
@@ -543,136 +562,139 @@ mod tests {
     fn without_a_policy_no_failure_counts() {
         let (breaker, now) = breaker(None);
         for _ in 0..100 {
-            breaker.record(Outcome::Failure, None, now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
         assert!(breaker.admit(now));
     }
 
     #[test]
-    fn failures_in_a_row_shut_it_and_a_success_between_does_not() {
+    fn consecutive_failures_eject_the_endpoint_unless_a_success_is_between() {
         let (breaker, now) = breaker(Some(consecutive(3)));
-        use Outcome::{Failure, Overloaded, Success};
+        use RequestOutcome::{Failure, Overloaded, Success};
         for outcome in [
             Failure, Failure, Success, Failure, Failure, Overloaded, Failure, Failure,
         ] {
-            breaker.record(outcome, None, now);
-            assert!(breaker.available(now));
+            breaker.record_outcome(outcome, None, now);
+            assert!(breaker.is_available(now));
         }
-        breaker.record(Failure, None, now);
-        assert!(!breaker.available(now));
+        breaker.record_outcome(Failure, None, now);
+        assert!(!breaker.is_available(now));
         assert_eq!(breaker.available_at(), Some(now + SECOND));
     }
 
     #[test]
-    fn one_probe_passes_after_the_backoff_and_its_success_opens() {
+    fn one_probe_passes_after_the_backoff_and_its_success_opens_the_gate() {
         let (breaker, now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, None, now);
-        breaker.record(Outcome::Success, None, now);
-        assert!(!breaker.available(now), "an answer from before it shut opens nothing");
+        breaker.record_outcome(RequestOutcome::Failure, None, now);
+        breaker.record_outcome(RequestOutcome::Success, None, now);
+        assert!(
+            !breaker.is_available(now),
+            "a request sent before the gate shut does not open it"
+        );
         let later = now + SECOND;
-        assert!(breaker.available(later));
+        assert!(breaker.is_available(later));
         assert!(breaker.admit(later));
         assert!(!breaker.admit(later), "only one");
-        breaker.record(Outcome::Success, None, later);
+        breaker.record_outcome(RequestOutcome::Success, None, later);
         assert!(breaker.admit(later) && breaker.admit(later));
     }
 
     #[test]
     fn failed_probes_lengthen_the_backoff_up_to_its_maximum() {
         let (breaker, mut now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, None, now);
+        breaker.record_outcome(RequestOutcome::Failure, None, now);
         for seconds in [1, 2, 3, 3] {
             let due = now + SECOND * seconds;
-            assert!(!breaker.available(due - Duration::from_millis(1)));
+            assert!(!breaker.is_available(due - Duration::from_millis(1)));
             assert!(breaker.admit(due), "after {seconds} s");
-            breaker.record(Outcome::Failure, None, due);
-            breaker.record(Outcome::Failure, None, due);
+            breaker.record_outcome(RequestOutcome::Failure, None, due);
+            breaker.record_outcome(RequestOutcome::Failure, None, due);
             now = due;
         }
     }
 
     #[test]
-    fn a_probe_without_a_report_is_replaced() {
+    fn a_probe_without_an_outcome_is_replaced() {
         let (breaker, now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, None, now);
+        breaker.record_outcome(RequestOutcome::Failure, None, now);
         assert!(breaker.admit(now + SECOND));
         assert!(!breaker.admit(now + SECOND + SECOND / 2));
         assert!(breaker.admit(now + 2 * SECOND));
     }
 
     #[test]
-    fn a_low_success_rate_shuts_once_there_are_enough_requests() {
+    fn a_low_success_rate_ejects_once_there_are_enough_requests() {
         let (breaker, now) = breaker(Some(unified(0)));
         for index in 0..9 {
             let outcome = if index % 3 == 0 {
-                Outcome::Overloaded
+                RequestOutcome::Overloaded
             } else {
-                Outcome::Success
+                RequestOutcome::Success
             };
-            breaker.record(outcome, None, now);
-            assert!(breaker.available(now), "{index}");
+            breaker.record_outcome(outcome, None, now);
+            assert!(breaker.is_available(now), "{index}");
         }
-        breaker.record(Outcome::Overloaded, None, now);
-        assert!(!breaker.available(now));
+        breaker.record_outcome(RequestOutcome::Overloaded, None, now);
+        assert!(!breaker.is_available(now));
         assert!(breaker.admit(now + SECOND));
-        breaker.record(Outcome::Overloaded, None, now + SECOND);
-        assert!(!breaker.available(now + 2 * SECOND), "turning a probe away fails it");
+        breaker.record_outcome(RequestOutcome::Overloaded, None, now + SECOND);
+        assert!(!breaker.is_available(now + 2 * SECOND), "an overloaded probe fails");
     }
 
     #[test]
     fn old_failures_leave_the_window() {
         let (breaker, now) = breaker(Some(unified(0)));
         for _ in 0..9 {
-            breaker.record(Outcome::Failure, None, now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
         let later = now + 11 * SECOND;
         for _ in 0..9 {
-            breaker.record(Outcome::Success, None, later);
+            breaker.record_outcome(RequestOutcome::Success, None, later);
         }
-        breaker.record(Outcome::Failure, None, later);
-        assert!(breaker.available(later));
+        breaker.record_outcome(RequestOutcome::Failure, None, later);
+        assert!(breaker.is_available(later));
     }
 
     #[test]
-    fn the_unified_policy_limits_failures_in_a_row_too() {
+    fn the_unified_policy_limits_consecutive_failures_too() {
         let (breaker, now) = breaker(Some(unified(4)));
         for _ in 0..3 {
-            breaker.record(Outcome::Failure, None, now);
+            breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
-        assert!(breaker.available(now));
-        breaker.record(Outcome::Failure, None, now);
-        assert!(!breaker.available(now));
+        assert!(breaker.is_available(now));
+        breaker.record_outcome(RequestOutcome::Failure, None, now);
+        assert!(!breaker.is_available(now));
     }
 
     #[test]
-    fn an_endpoint_that_cannot_be_reached_is_left_alone_for_a_while() {
+    fn an_unreachable_endpoint_is_skipped_during_its_backoff() {
         let (breaker, now) = breaker(None);
-        assert_eq!(breaker.unreached(), None);
-        breaker.connect_failed("connect-refused", now);
-        breaker.connect_failed("connect-refused", now);
-        assert!(!breaker.available(now + Duration::from_millis(99)));
+        assert_eq!(breaker.dial_failure_cause(), None);
+        breaker.record_dial_failure("connect-refused", now);
+        breaker.record_dial_failure("connect-refused", now);
+        assert!(!breaker.is_available(now + Duration::from_millis(99)));
         let later = now + Duration::from_millis(111);
         assert!(
             breaker.admit(later),
-            "the second report of one failure lengthens nothing"
+            "a second report of the same failure does not extend the backoff"
         );
-        breaker.connect_failed("connect-timeout", later);
-        assert!(!breaker.available(later + Duration::from_millis(199)));
-        assert_eq!(breaker.unreached(), Some("connect-timeout"));
-        breaker.connected();
-        assert_eq!(breaker.unreached(), None);
+        breaker.record_dial_failure("connect-timeout", later);
+        assert!(!breaker.is_available(later + Duration::from_millis(199)));
+        assert_eq!(breaker.dial_failure_cause(), Some("connect-timeout"));
+        breaker.record_connected();
+        assert_eq!(breaker.dial_failure_cause(), None);
         assert!(breaker.admit(later) && breaker.admit(later));
     }
 
     #[tokio::test]
-    async fn opening_wakes_those_who_wait() {
+    async fn an_opened_gate_wakes_waiting_requests() {
         let now = Instant::now();
-        let fleet = Fleet::default();
-        let breaker = Breaker::new(None, fleet.clone(), now);
-        breaker.connect_failed("connect-refused", now);
-        let mut woken = std::pin::pin!(fleet.woken());
+        let group = BreakerGroup::default();
+        let breaker = Breaker::new(None, group.clone(), now);
+        breaker.record_dial_failure("connect-refused", now);
+        let mut woken = std::pin::pin!(group.changed());
         assert!(!woken.as_mut().enable());
-        breaker.connected();
+        breaker.record_connected();
         woken.await;
     }
 }

@@ -1,34 +1,34 @@
 //! Power of two choices: of two candidates drawn at random, the cheaper one.
 
-/// The cheaper of two candidates drawn among those that are available.
+/// Returns the index of the cheaper of two candidates drawn among the available ones.
 ///
-/// `cost` is `None` where a candidate is unavailable; `draw(n)` is a random number below `n`.
+/// `cost` is `None` if a candidate is unavailable; `draw(n)` is a random number below `n`.
 /// Constant time while most candidates are available.
 pub(crate) fn choose(
-    candidates: usize,
+    n_candidates: usize,
     mut draw: impl FnMut(usize) -> usize,
     cost: impl Fn(usize) -> Option<f64>,
 ) -> Option<usize> {
-    if candidates < 2 {
-        return (0..candidates).find(|index| cost(*index).is_some());
+    if n_candidates < 2 {
+        return (0..n_candidates).find(|index| cost(*index).is_some());
     }
-    for _ in 0..DRAWS {
-        let (first, second) = two_below(candidates, &mut draw);
+    for _ in 0..MAX_SAMPLED_PAIRS {
+        let (first, second) = two_distinct_below(n_candidates, &mut draw);
         if let (Some(first_cost), Some(second_cost)) = (cost(first), cost(second)) {
             return Some(if second_cost < first_cost { second } else { first });
         }
     }
-    // An available one must not win only because its rival was not: two are drawn among the available.
-    let available = || (0..candidates).filter_map(|index| Some((index, cost(index)?)));
+    // Draw two of the available candidates: one must not win only because the other was unavailable.
+    let available = || (0..n_candidates).filter_map(|index| Some((index, cost(index)?)));
     match available().count() {
         0 => None,
         1 => available().next().map(|(index, _)| index),
         n => {
-            let (first, second) = two_below(n, &mut draw);
-            let drawn = available()
+            let (first, second) = two_distinct_below(n, &mut draw);
+            let sampled = available()
                 .enumerate()
                 .filter(|(rank, _)| *rank == first || *rank == second);
-            drawn
+            sampled
                 .map(|(_, found)| found)
                 .min_by(|(_, a), (_, b)| a.total_cmp(b))
                 .map(|(index, _)| index)
@@ -37,14 +37,14 @@ pub(crate) fn choose(
 }
 
 /// Two distinct numbers below `n`, which is at least 2.
-fn two_below(n: usize, draw: &mut impl FnMut(usize) -> usize) -> (usize, usize) {
-    let first = draw(n);
-    let second = draw(n - 1);
+fn two_distinct_below(n: usize, random_below: &mut impl FnMut(usize) -> usize) -> (usize, usize) {
+    let first = random_below(n);
+    let second = random_below(n - 1);
     (first, if second >= first { second + 1 } else { second })
 }
 
-/// Pairs to draw before all candidates are looked at.
-const DRAWS: usize = 3;
+/// Maximum number of pairs to draw before all candidates are checked.
+const MAX_SAMPLED_PAIRS: usize = 3;
 
 #[cfg(test)]
 mod tests {
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn the_dearest_is_never_chosen_and_the_cheapest_most() {
+    fn the_most_expensive_is_never_chosen_and_the_cheapest_most_often() {
         for (costs, expected) in [
             (vec![Some(1.0), Some(2.0), Some(3.0)], vec![2.0 / 3.0, 1.0 / 3.0, 0.0]),
             (vec![Some(1.0)], vec![1.0]),
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_share_equally() {
+    fn candidates_of_equal_cost_get_equal_shares() {
         for share in shares(&[Some(1.0); 4]) {
             assert!((share - 0.25).abs() < 0.02, "{share}");
         }

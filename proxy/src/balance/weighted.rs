@@ -1,9 +1,9 @@
-//! Choosing among backends: by weight, or the first that is available.
+//! Chooses among backends: by weight, or the first available one.
 
-/// Weights of some choices; at least one is not zero.
+/// Weights of choices; at least one is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Weights {
-    /// Running sums, the last of which is the total.
+    /// Cumulative sums; the last one is the total.
     sums: Box<[u64]>,
 }
 
@@ -18,12 +18,12 @@ impl Weights {
         sums.last().is_some_and(|total| *total > 0).then_some(Self { sums })
     }
 
-    /// The choice that a random number falls to, each by its weight.
+    /// Maps a random number to a choice, in proportion to the weights.
     pub(crate) fn choose(&self, random: u32) -> usize {
-        self.owner(scale(random, self.total()))
+        self.index_at(scale(random, self.total()))
     }
 
-    /// The same among the available choices only, or none if none of those has a weight.
+    /// As [`Self::choose`], but among the available choices; `None` if none of them has a weight above zero.
     pub(crate) fn choose_available(&self, random: u32, is_available: impl Fn(usize) -> bool) -> Option<usize> {
         let choice = self.choose(random);
         if is_available(choice) {
@@ -31,11 +31,11 @@ impl Weights {
         }
         let available = || (0..self.sums.len()).filter(|index| self.weight(*index) > 0 && is_available(*index));
         let total = available().map(|index| self.weight(index)).sum();
-        let mut rest = scale(random, total);
+        let mut remaining = scale(random, total);
         available().find(|index| {
             let weight = self.weight(*index);
-            let is_hit = rest < weight;
-            rest = rest.saturating_sub(weight);
+            let is_hit = remaining < weight;
+            remaining = remaining.saturating_sub(weight);
             is_hit
         })
     }
@@ -48,19 +48,19 @@ impl Weights {
         self.sums[index] - index.checked_sub(1).map_or(0, |before| self.sums[before])
     }
 
-    fn owner(&self, point: u64) -> usize {
+    fn index_at(&self, point: u64) -> usize {
         self.sums.partition_point(|sum| *sum <= point)
     }
 }
 
-/// The first available choice, or the first at all: somebody has to wait for it.
+/// The first available choice. If none is available, the first choice: the request then waits for it.
 pub(crate) fn first_available(choices: usize, is_available: impl Fn(usize) -> bool) -> usize {
     (0..choices).find(|index| is_available(*index)).unwrap_or(0)
 }
 
-/// A random number, brought below `n`.
+/// Scales a random number to a number below `n`.
 fn scale(random: u32, n: u64) -> u64 {
-    // The product, shifted by the bits of the first number, is below the second.
+    // `random` is below 2^32, so the product divided by 2^32 is below `n`.
     ((u128::from(random) * u128::from(n)) >> u32::BITS) as u64
 }
 
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_chosen_by_its_weight() {
+    fn choices_are_selected_in_proportion_to_their_weights() {
         let weights = Weights::new([1, 0, 3]).unwrap();
         let mut hits = [0_u32; 3];
         for step in 0..1000_u32 {
@@ -81,21 +81,21 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_choose_from_is_refused() {
+    fn weights_that_are_all_zero_are_refused() {
         for weights in [&[][..], &[0], &[0, 0]] {
             assert_eq!(Weights::new(weights.iter().copied()), None, "{weights:?}");
         }
     }
 
     #[test]
-    fn large_weights_are_weights() {
+    fn large_weights_do_not_overflow() {
         let weights = Weights::new([u32::MAX, u32::MAX, u32::MAX]).unwrap();
         let choices = [0, u32::MAX / 2, u32::MAX].map(|random| weights.choose(random));
         assert_eq!(choices, [0, 1, 2]);
     }
 
     #[test]
-    fn the_unavailable_leave_their_share_to_the_others() {
+    fn unavailable_choices_leave_their_share_to_the_others() {
         let weights = Weights::new([2, 1, 1, 0]).unwrap();
         let mut hits = [0_u32; 4];
         for step in 0..1000_u32 {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_available_or_the_first() {
+    fn the_first_available_choice_is_selected_or_else_the_first() {
         assert_eq!(first_available(3, |index| index > 0), 1);
         assert_eq!(first_available(3, |_| false), 0);
     }

@@ -1,6 +1,6 @@
-//! The only reader of variables: `LINKERD2_PROXY_*` to [`Config`], or everything that is wrong with them at once.
+//! The only reader of environment variables: converts `LINKERD2_PROXY_*` to [`Config`], or reports all errors at once.
 //!
-//! Variables that we do not know are ignored, and one that is set to nothing is not set.
+//! Unknown variables are ignored, and an empty variable counts as not set.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,11 +19,11 @@ use crate::api::channel::{ControlAddr, Security};
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
-    Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server,
-    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, Resend, UnknownPolicy,
-    Visibility, Workers,
+    Accept, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server, Http2Server,
+    Http2Windows, Inbound, InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, Outbound, ResendPolicy,
+    UnknownPolicy, Visibility, Workers,
 };
-use crate::env::values::Reason;
+use crate::env::values::ParseError;
 use crate::identity;
 use crate::tap;
 use crate::trace;
@@ -33,22 +33,22 @@ mod values;
 #[cfg(test)]
 mod tests;
 
-/// A variable that stops the process from starting.
+/// An error in a variable that prevents the process from starting.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name}{}: {reason}", .value.as_ref().map(|value| format!("={value:?}")).unwrap_or_default())]
 pub struct EnvError {
     /// With its prefix.
     pub name: String,
-    /// As it was set; none for a variable that is missing.
+    /// The value; `None` if the variable is missing.
     pub value: Option<String>,
-    /// What is wrong, and what would be accepted.
+    /// What is wrong, and which values are accepted.
     pub reason: String,
 }
 
-/// Reads the configuration through `lookup`, which gives the value of a variable.
+/// Reads the configuration through `lookup`, which returns the value of a variable.
 ///
 /// # Errors
-/// All problems, in the order in which the variables are read.
+/// All errors, in the order in which the variables are read.
 pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvError>> {
     let mut env = Env {
         lookup: &lookup,
@@ -57,26 +57,28 @@ pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvEr
     let config = config(&mut env);
     match config {
         Some(config) if env.errors.is_empty() => Ok(config),
-        // A value is missing only where an error says so.
+        // A value is missing only if there is an error.
         _ => Err(env.errors),
     }
 }
 
-/// The variables that may be shown to anybody who asks: ours. Others can hold secrets of the workload, and so can the headers
-/// of its probes.
-pub fn shown(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
+/// The variables that may be shown publicly: those of the proxy. Others may contain secrets of the workload, and so may the
+/// headers of its probes.
+pub fn public_variables(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
     variables
-        .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX) || name == INBOUND_UNKNOWN_POLICY)
+        .filter(|(name, _)| {
+            name.starts_with(LINKERD_PREFIX) || name.starts_with(TULLE_PREFIX) || name == INBOUND_UNKNOWN_POLICY
+        })
         .filter(|(name, _)| name != names::probes::VARIABLE)
         .collect()
 }
 
-/// Reads everything before giving up on anything, so that all problems are found.
+/// Reads all variables before it fails, so that all errors are found.
 fn config(env: &mut Env<'_>) -> Option<Config> {
     let cluster_networks = env.or_default("POLICY_CLUSTER_NETWORKS", values::networks);
     let ingress = match env.flag("INGRESS_MODE") {
-        true => Ingress::On,
-        false => Ingress::Off,
+        true => IngressMode::On,
+        false => IngressMode::Off,
     };
     let outbound = outbound(env, ingress);
     let inbound = inbound(env);
@@ -112,7 +114,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     let log = Log {
         filter: env.or("LOG", values::text, DEFAULT_LOG.to_owned()),
         format: env.or_default("LOG_FORMAT", values::log_format),
-        access: env.get("ACCESS_LOG", values::access_log),
+        access_log_format: env.get("ACCESS_LOG", values::access_log),
         access_directions: env.or_default(ACCESS_LOG_DIRECTIONS, values::directions),
     };
     let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
@@ -134,13 +136,13 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         log,
         shutdown_grace_period,
         metrics_retain_idle,
-        memory_limit,
-        ignored,
+        memory_limit_bytes: memory_limit,
+        unsupported_variables: ignored,
     })
 }
 
-fn outbound(env: &mut Env<'_>, ingress: Ingress) -> Outbound {
-    let hide_by_default = ingress == Ingress::On;
+fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
+    let hide_by_default = ingress == IngressMode::On;
     let hidden = env.or("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", values::flag, hide_by_default);
     let single = env.get("OUTBOUND_LISTEN_ADDR", values::listen_addr);
     let several = env.get("OUTBOUND_LISTEN_ADDRS", values::listen_addrs);
@@ -165,15 +167,15 @@ fn outbound(env: &mut Env<'_>, ingress: Ingress) -> Outbound {
             true => Visibility::Shown,
             false => Visibility::Hidden,
         },
-        ingress,
-        explicit: env.get(EXPLICIT, values::loopback_addr),
-        balancing: env.or_default::<Balancing>(BALANCER, values::balancing),
+        ingress_mode: ingress,
+        explicit_listen: env.get(EXPLICIT_LISTEN_ADDR, values::loopback_addr),
+        load_balancing: env.or_default::<LoadBalancing>(BALANCER, values::balancing),
     }
 }
 
 fn inbound(env: &mut Env<'_>) -> Inbound {
     let defaults = DirectionDefaults {
-        connect_timeout: INBOUND_CONNECT_TIMEOUT,
+        connect_timeout: MIN_INBOUND_CONNECT_TIMEOUT,
         backoff_max: Duration::from_secs(10),
         failfast_timeout: Duration::from_secs(1),
         discovery_idle_timeout: Duration::from_secs(90),
@@ -181,7 +183,7 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     };
     let mut direction = direction(env, "INBOUND", &defaults);
     let connect_timeout = &mut direction.connect.timeout;
-    *connect_timeout = INBOUND_CONNECT_TIMEOUT.max(*connect_timeout);
+    *connect_timeout = MIN_INBOUND_CONNECT_TIMEOUT.max(*connect_timeout);
     Inbound {
         listen: env.or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
         mode: env.or_default::<InboundMode>(INBOUND_MODE, values::inbound_mode),
@@ -191,25 +193,25 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
             values::duration,
             Duration::from_millis(500),
         ),
-        authority_labels: match env.get("INBOUND_METRICS_AUTHORITY_LABELS", values::unsafe_only) {
+        authority_labels: match env.get("INBOUND_METRICS_AUTHORITY_LABELS", values::unsafe_flag) {
             Some(()) => Visibility::Shown,
             None => Visibility::Hidden,
         },
         unknown_policy: env.or_default::<UnknownPolicy>(INBOUND_UNKNOWN_POLICY, values::unknown_policy),
         default_policy: env.or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
-        ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
+        watched_ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
         opaque_ports: env.or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
-        ips: env.or_default("INBOUND_IPS", values::ips),
+        local_ips: env.or_default("INBOUND_IPS", values::ips),
         gateway_suffixes: env.or_default::<Suffixes>("INBOUND_GATEWAY_SUFFIXES", values::suffixes),
     }
 }
 
-/// How long the application is dialled at least, whatever the environment says. Where its queue of connections is full, the kernel
-/// drops the first packet and sends it again after one second and after three; an application that does not listen refuses at
-/// once.
-const INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
+/// Minimum timeout for connecting to the application, whatever the environment says. If the application's accept queue is full,
+/// the kernel drops the SYN and sends it again after one and after three seconds. An application that does not listen refuses
+/// at once.
+const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Where the two directions differ.
+/// The defaults that differ between the directions.
 struct DirectionDefaults {
     connect_timeout: Duration,
     backoff_max: Duration,
@@ -242,11 +244,15 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
                 Duration::from_secs(3),
             ),
         },
-        resend: env.or(&format!("{OUR_PREFIX}{dir}_RESEND"), values::resend, Resend::Idempotent),
+        resend_policy: env.or(
+            &format!("{TULLE_PREFIX}{dir}_RESEND"),
+            values::resend,
+            ResendPolicy::IdempotentMethods,
+        ),
         http1_server: http1_server(env, &name("HTTP1")),
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
-        max_in_flight: env.or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
+        max_in_flight_requests: env.or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
         http_queue_capacity: env.or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
         http_failfast_timeout: env.or(
             &name("HTTP_FAILFAST_TIMEOUT"),
@@ -283,10 +289,10 @@ fn windows(env: &mut Env<'_>) -> Http2Windows {
 }
 
 fn http1_server(env: &mut Env<'_>, prefix: &str) -> Http1Server {
-    let name = |rest: &str| format!("{OUR_PREFIX}{prefix}_{rest}");
+    let name = |rest: &str| format!("{TULLE_PREFIX}{prefix}_{rest}");
     Http1Server {
-        max_head_size: env.or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
-        head_timeout: env.or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
+        max_header_bytes: env.or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
+        header_read_timeout: env.or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
         idle_timeout: env.or(&name("IDLE_TIMEOUT"), values::duration, Duration::from_secs(3600)),
     }
 }
@@ -310,9 +316,9 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
         keep_alive: keep_alive.map(|(interval, timeout)| KeepAlive { interval, timeout }),
         max_concurrent_streams: env.or(&name("MAX_CONCURRENT_STREAMS"), values::number, 16_384),
         max_frame_size: env.get(&name("MAX_FRAME_SIZE"), values::frame_size),
-        max_header_list_size: env.get(&name("MAX_HEADER_LIST_SIZE"), values::number),
-        max_pending_accept_reset_streams: env.get(&name("MAX_PENDING_ACCEPT_RESET_STREAMS"), values::number),
-        max_send_buf_size: env.get(&name("MAX_SEND_BUF_SIZE"), values::at_least_one),
+        max_header_list_bytes: env.get(&name("MAX_HEADER_LIST_SIZE"), values::number),
+        max_pending_reset_streams: env.get(&name("MAX_PENDING_ACCEPT_RESET_STREAMS"), values::number),
+        max_send_buffer_bytes: env.get(&name("MAX_SEND_BUF_SIZE"), values::at_least_one),
     }
 }
 
@@ -326,11 +332,11 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     let socket_name = WORKLOAD_API.iter().find(|name| env.value(name).is_some());
     let socket = socket_name.and_then(|name| env.get(name, values::unix_socket));
     let source = match (socket, socket_name) {
-        (Some(socket), _) => Some(identity::Source::WorkloadApi {
+        (Some(socket), _) => Some(identity::IdentitySource::WorkloadApi {
             socket,
             anchors: env.get("IDENTITY_TRUST_ANCHORS", values::trust_anchors),
         }),
-        // Its address is wrong, which has been noted.
+        // The address is invalid; the error is recorded.
         (None, Some(_)) => None,
         (None, None) => certified_by_control_plane(env),
     };
@@ -350,11 +356,11 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
         return None;
     };
     match (&source, &id) {
-        (Some(identity::Source::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
+        (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
             socket_name.unwrap_or(&WORKLOAD_API[0]),
             "it needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI, and LINKERD2_PROXY_IDENTITY_SERVER_NAME",
         ),
-        (Some(identity::Source::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
+        (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
             "IDENTITY_SERVER_ID",
             "the control plane certifies DNS names; a URI needs LINKERD2_PROXY_IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
         ),
@@ -367,7 +373,7 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     })
 }
 
-fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::Source> {
+fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
     let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
     let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
     let min_refresh = env.or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
@@ -384,7 +390,7 @@ fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::Source> {
     }
     let dir = env.get("IDENTITY_DIR", values::text).map(PathBuf::from);
     let service = control_addr(env, "IDENTITY_SVC");
-    Some(identity::Source::ControlPlane {
+    Some(identity::IdentitySource::ControlPlane {
         anchors: anchors?,
         certify: identity::certify::Config {
             service: service?,
@@ -428,7 +434,7 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
     })
 }
 
-/// An address on this machine is reached in the clear; any other needs to know whom it should find there.
+/// A loopback address is reached in plaintext; any other requires an identity.
 fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
     let (addr_name, identity_name) = (format!("{prefix}_ADDR"), format!("{prefix}_NAME"));
     let addr = env.required(&addr_name, values::from_str::<Addr>);
@@ -456,7 +462,7 @@ fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
 }
 
 fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
-    let sampling = env.or(TRACE_SAMPLING, values::share, 0.0);
+    let sampling = env.or(TRACE_SAMPLING, values::ratio_or_zero, 0.0);
     if env.value("TRACE_COLLECTOR_SVC_ADDR").is_none() {
         if sampling > 0.0 {
             env.refuse(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
@@ -464,7 +470,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
         return None;
     }
     let mut attributes = env.or_default("TRACE_EXTRA_ATTRIBUTES", values::attribute_lines);
-    if let Some(text) = env.foreign("OTEL_RESOURCE_ATTRIBUTES") {
+    if let Some(text) = env.unprefixed_value("OTEL_RESOURCE_ATTRIBUTES") {
         match values::attribute_list(&text) {
             Ok(more) => attributes.extend(more),
             Err(reason) => env.errors.push(EnvError {
@@ -478,7 +484,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
         collector: control_addr(env, "TRACE_COLLECTOR_SVC")?,
         sampling,
         service: env.or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
-        host: env.foreign("HOSTNAME"),
+        host: env.unprefixed_value("HOSTNAME"),
         labels: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
         attributes,
     })
@@ -493,7 +499,7 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
         .filter_map(|(name, limit)| limit.map(|limit| (name, limit)));
     let set: Vec<_> = set.collect();
     if let Some(pair) = set.windows(2).find(|pair| pair[0].1 > pair[1].1) {
-        env.refuse(pair[0].0, &format!("it is above {PREFIX}{}", pair[1].0));
+        env.refuse(pair[0].0, &format!("it is above {LINKERD_PREFIX}{}", pair[1].0));
     }
     let [initial, idle, lifetime] = limits;
     StreamLimits {
@@ -503,7 +509,7 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
     }
 }
 
-/// The variables, and what was wrong with those that have been read.
+/// The variables, and the errors of those that have been read.
 struct Env<'a> {
     lookup: &'a dyn Fn(&str) -> Option<String>,
     errors: Vec<EnvError>,
@@ -511,31 +517,31 @@ struct Env<'a> {
 
 impl Env<'_> {
     fn value(&self, name: &str) -> Option<String> {
-        (self.lookup)(&full(name)).filter(|value| !value.trim().is_empty())
+        (self.lookup)(&full_name(name)).filter(|value| !value.trim().is_empty())
     }
 
-    /// A variable that is not ours.
-    fn foreign(&self, name: &str) -> Option<String> {
+    /// A variable without the prefix.
+    fn unprefixed_value(&self, name: &str) -> Option<String> {
         (self.lookup)(name).filter(|value| !value.trim().is_empty())
     }
 
-    /// The parsed value of a variable that is set; what cannot be parsed is noted, once.
-    fn get<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> Option<T> {
+    /// The parsed value of a variable that is set; an error is recorded once.
+    fn get<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         let value = self.value(name)?;
         match parse(&value) {
             Ok(parsed) => Some(parsed),
             Err(reason) => {
-                self.note(name, Some(value), reason);
+                self.push_error(name, Some(value), reason);
                 None
             }
         }
     }
 
-    fn or<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>, default: T) -> T {
+    fn or<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>, default: T) -> T {
         self.get(name, parse).unwrap_or(default)
     }
 
-    fn or_default<T: Default>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> T {
+    fn or_default<T: Default>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> T {
         self.get(name, parse).unwrap_or_default()
     }
 
@@ -544,45 +550,45 @@ impl Env<'_> {
     }
 
     /// The first of several names that is set.
-    fn first<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, Reason> + Copy) -> Option<T> {
+    fn first<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, ParseError> + Copy) -> Option<T> {
         let name = names.iter().find(|name| self.value(name).is_some())?;
         self.get(name, parse)
     }
 
-    fn required<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> Option<T> {
+    fn required<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         if self.value(name).is_none() {
             self.missing(name, "it is required");
         }
         self.get(name, parse)
     }
 
-    /// Two variables that mean something only together.
+    /// Two variables that must be set together.
     fn pair<A, B>(
         &mut self,
-        (first, parse_first): (&str, impl Fn(&str) -> Result<A, Reason>),
-        (second, parse_second): (&str, impl Fn(&str) -> Result<B, Reason>),
+        (first, parse_first): (&str, impl Fn(&str) -> Result<A, ParseError>),
+        (second, parse_second): (&str, impl Fn(&str) -> Result<B, ParseError>),
     ) -> Option<(A, B)> {
         for (set, other) in [(first, second), (second, first)] {
             if self.value(set).is_some() && self.value(other).is_none() {
-                self.missing(other, &format!("it is required together with {}", full(set)));
+                self.missing(other, &format!("it is required together with {}", full_name(set)));
             }
         }
         self.get(first, parse_first).zip(self.get(second, parse_second))
     }
 
     fn missing(&mut self, name: &str, reason: &str) {
-        self.note(name, None, reason.to_owned());
+        self.push_error(name, None, reason.to_owned());
     }
 
-    /// Notes that the value of a variable does not go together with something else.
+    /// Records that the value of a variable conflicts with another setting.
     fn refuse(&mut self, name: &str, reason: &str) {
         let value = self.value(name);
-        self.note(name, value, reason.to_owned());
+        self.push_error(name, value, reason.to_owned());
     }
 
-    fn note(&mut self, name: &str, value: Option<String>, reason: Reason) {
+    fn push_error(&mut self, name: &str, value: Option<String>, reason: ParseError) {
         let error = EnvError {
-            name: full(name),
+            name: full_name(name),
             value: value.map(shortened),
             reason,
         };
@@ -592,10 +598,10 @@ impl Env<'_> {
     }
 
     fn ignored(&self) -> Vec<String> {
-        let set = NOT_SUPPORTED
+        let set = UNSUPPORTED_VARIABLES
             .iter()
             .filter(|name| self.value(name).is_some_and(|value| value != "false"));
-        set.map(|name| full(name)).collect()
+        set.map(|name| full_name(name)).collect()
     }
 }
 
@@ -605,38 +611,38 @@ impl fmt::Debug for Env<'_> {
     }
 }
 
-fn full(name: &str) -> String {
-    match name.starts_with(OUR_PREFIX) || name == INBOUND_UNKNOWN_POLICY {
+fn full_name(name: &str) -> String {
+    match name.starts_with(TULLE_PREFIX) || name == INBOUND_UNKNOWN_POLICY {
         true => name.to_owned(),
-        false => format!("{PREFIX}{name}"),
+        false => format!("{LINKERD_PREFIX}{name}"),
     }
 }
 
-/// A bundle of certificates would bury the reason.
+/// Shortens a long value, such as a certificate bundle, which would hide the reason.
 fn shortened(value: String) -> String {
-    match value.char_indices().nth(SHOWN_CHARACTERS) {
+    match value.char_indices().nth(MAX_VALUE_CHARS_IN_ERROR) {
         Some((end, _)) => format!("{}…", &value[..end]),
         None => value,
     }
 }
 
-const PREFIX: &str = "LINKERD2_PROXY_";
+const LINKERD_PREFIX: &str = "LINKERD2_PROXY_";
 /// The socket of a SPIFFE Workload API; the second is the older name.
 const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"];
-/// Variables that only this proxy knows.
-const OUR_PREFIX: &str = "TULLE_PROXY_";
+/// Prefix of the variables that only tulle has.
+const TULLE_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
 const INBOUND_UNKNOWN_POLICY: &str = "TULLE_INBOUND_UNKNOWN_POLICY";
 const INBOUND_MODE: &str = "TULLE_PROXY_INBOUND_MODE";
 const TRACE_SAMPLING: &str = "TULLE_PROXY_TRACE_SAMPLING";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
-const EXPLICIT: &str = "TULLE_PROXY_EXPLICIT_LISTEN_ADDR";
+const EXPLICIT_LISTEN_ADDR: &str = "TULLE_PROXY_EXPLICIT_LISTEN_ADDR";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
-const SHOWN_CHARACTERS: usize = 80;
-/// What traffic flows without.
-const NOT_SUPPORTED: &[&str] = &[
+const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
+/// Variables of Linkerd that have no effect here.
+const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_TCP_QUEUE_CAPACITY",
     "OUTBOUND_TCP_FAILFAST_TIMEOUT",
     "INBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",

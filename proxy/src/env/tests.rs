@@ -1,14 +1,15 @@
-//! Defaults, every grammar, and all problems at once.
+//! Defaults, the syntax of each value, and reporting all errors at once.
 
 use std::collections::HashMap;
 
-use tulle_core::telemetry::Format;
+use tulle_core::logging::Format;
 
 use super::*;
-use crate::identity::{Anchors, Source};
+use crate::identity::IdentitySource;
+use crate::identity::anchors::TrustAnchorSource;
 use crate::tls::tests::Authority;
 
-/// The variables that have no default.
+/// The variables without a default.
 fn required() -> HashMap<String, String> {
     let id = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
     let variables = [
@@ -28,12 +29,18 @@ fn required() -> HashMap<String, String> {
             "web.emojivoto.serviceaccount.identity.linkerd.cluster.local",
         ),
     ];
-    variables.map(|(name, value)| (full(name), value.to_owned())).into()
+    variables
+        .map(|(name, value)| (full_name(name), value.to_owned()))
+        .into()
 }
 
 fn load_with(changes: &[(&str, &str)]) -> Result<Config, Vec<EnvError>> {
     let mut variables = required();
-    variables.extend(changes.iter().map(|(name, value)| (full(name), (*value).to_owned())));
+    variables.extend(
+        changes
+            .iter()
+            .map(|(name, value)| (full_name(name), (*value).to_owned())),
+    );
     load(|name| variables.get(name).cloned())
 }
 
@@ -55,7 +62,7 @@ fn defaults_are_those_of_the_contract() {
         }
     );
     assert_eq!(config.log.format, Format::Plain);
-    assert_eq!(config.outbound.balancing, Balancing::PeakEwma);
+    assert_eq!(config.outbound.load_balancing, LoadBalancing::PeakEwma);
     assert_eq!(config.inbound.mode, InboundMode::Redirect);
     assert_eq!(config.outbound.informational_headers, Visibility::Shown);
     assert_eq!(config.inbound.default_policy, DefaultPolicy::AllUnauthenticated);
@@ -71,10 +78,10 @@ fn defaults_are_those_of_the_contract() {
         assert_eq!(direction.http2_server.windows, windows);
         assert_eq!(direction.http2_server.keep_alive, None);
         assert_eq!(direction.http2_server.max_concurrent_streams, 16_384);
-        assert_eq!(direction.max_in_flight, 100_000);
+        assert_eq!(direction.max_in_flight_requests, 100_000);
         assert_eq!(direction.accept.detect_timeout, Duration::from_secs(10));
         assert_eq!(direction.http1_pool.idle_timeout, Duration::from_secs(3));
-        assert_eq!(direction.resend, Resend::Idempotent);
+        assert_eq!(direction.resend_policy, ResendPolicy::IdempotentMethods);
     }
     assert_eq!(
         (outbound.connect.timeout, inbound.connect.timeout),
@@ -86,18 +93,18 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(inbound.http_failfast_timeout, Duration::from_secs(1));
     assert_eq!(outbound.discovery_idle_timeout, Duration::from_secs(5));
     assert_eq!(inbound.discovery_idle_timeout, Duration::from_secs(90));
-    let Source::ControlPlane { certify, .. } = &config.identity.source else {
+    let IdentitySource::ControlPlane { certify, .. } = &config.identity.source else {
         panic!("the control plane certifies")
     };
     assert_eq!(certify.min_refresh, Duration::from_secs(10));
     assert_eq!(certify.max_refresh, Duration::from_secs(86_400));
-    assert_eq!(config.ignored, [""; 0]);
+    assert_eq!(config.unsupported_variables, [""; 0]);
 }
 
 #[test]
 fn loopback_control_addresses_are_plaintext_and_others_name_an_identity() {
     let config = load_with(&[("POLICY_SVC_ADDR", "[::1]:8090")]).unwrap();
-    let Source::ControlPlane { certify, .. } = &config.identity.source else {
+    let IdentitySource::ControlPlane { certify, .. } = &config.identity.source else {
         panic!("the control plane certifies")
     };
     assert_eq!(certify.service.security, Security::Loopback);
@@ -173,9 +180,9 @@ fn values_of_a_chart_are_understood() {
         timeout: Duration::from_secs(3),
     };
     assert_eq!(inbound.direction.http2_server.keep_alive, Some(keep_alive));
-    assert!(inbound.ports.contains(8001) && !inbound.ports.contains(8003));
+    assert!(inbound.watched_ports.contains(8001) && !inbound.watched_ports.contains(8003));
     assert!(inbound.opaque_ports.contains(5432));
-    assert_eq!(inbound.ips.len(), 2);
+    assert_eq!(inbound.local_ips.len(), 2);
     assert_eq!(inbound.default_policy, DefaultPolicy::ClusterAuthenticated);
     assert_eq!(inbound.unknown_policy, UnknownPolicy::Default);
     assert_eq!(inbound.mode, InboundMode::Tproxy);
@@ -186,13 +193,13 @@ fn values_of_a_chart_are_understood() {
         (Duration::from_millis(50), Duration::from_secs(5))
     );
     assert_eq!(config.outbound.informational_headers, Visibility::Hidden);
-    assert_eq!(config.outbound.balancing, Balancing::RoundRobin);
+    assert_eq!(config.outbound.load_balancing, LoadBalancing::RoundRobin);
     assert_eq!(config.control.cluster_networks.len(), 2);
     assert_eq!(config.control.stream_limits.lifetime, Some(Duration::from_secs(3600)));
     assert!(matches!(
         config.identity.source,
-        Source::ControlPlane {
-            anchors: Anchors::Fixed(_),
+        IdentitySource::ControlPlane {
+            anchors: TrustAnchorSource::Fixed(_),
             ..
         }
     ));
@@ -211,25 +218,29 @@ fn values_of_a_chart_are_understood() {
     let tap = config.tap.unwrap();
     assert_eq!(tap.listen.port(), 4190);
     assert_eq!(tap.clients.len(), 1, "{tap:?}");
-    assert_eq!(config.outbound.ingress, Ingress::On);
-    assert_eq!(config.outbound.explicit, Some(([127, 0, 0, 1], 15001).into()));
-    assert!(config.ignored.is_empty(), "{:?}", config.ignored);
+    assert_eq!(config.outbound.ingress_mode, IngressMode::On);
+    assert_eq!(config.outbound.explicit_listen, Some(([127, 0, 0, 1], 15001).into()));
+    assert!(
+        config.unsupported_variables.is_empty(),
+        "{:?}",
+        config.unsupported_variables
+    );
 }
 
 #[test]
-fn the_application_is_waited_for_until_the_kernel_has_asked_it_again() {
-    for (told, expected) in [("100ms", 4), ("0s", 4), ("10s", 10)] {
-        let config = load_with(&[("INBOUND_CONNECT_TIMEOUT", told)]).unwrap();
+fn the_connect_timeout_covers_two_retransmissions_of_the_syn() {
+    for (value, expected) in [("100ms", 4), ("0s", 4), ("10s", 10)] {
+        let config = load_with(&[("INBOUND_CONNECT_TIMEOUT", value)]).unwrap();
         assert_eq!(
             config.inbound.direction.connect.timeout,
             Duration::from_secs(expected),
-            "{told}"
+            "{value}"
         );
     }
 }
 
 #[test]
-fn what_has_no_effect_is_told() {
+fn unsupported_variables_are_reported() {
     let set = [
         ("OUTBOUND_TCP_QUEUE_CAPACITY", "10"),
         ("OUTBOUND_TCP_FAILFAST_TIMEOUT", "1s"),
@@ -238,7 +249,10 @@ fn what_has_no_effect_is_told() {
         ("INBOUND_HTTP_QUEUE_CAPACITY", "10"),
         ("INBOUND_HTTP_FAILFAST_TIMEOUT", "1s"),
     ];
-    assert_eq!(load_with(&set).unwrap().ignored, set.map(|(name, _)| full(name)));
+    assert_eq!(
+        load_with(&set).unwrap().unsupported_variables,
+        set.map(|(name, _)| full_name(name))
+    );
 }
 
 #[test]
@@ -246,7 +260,7 @@ fn all_problems_are_listed_at_once() {
     let errors = load(|_| None).unwrap_err();
     let names: Vec<_> = errors
         .iter()
-        .map(|error| error.name.trim_start_matches(PREFIX))
+        .map(|error| error.name.trim_start_matches(LINKERD_PREFIX))
         .collect();
     assert_eq!(
         names,
@@ -351,7 +365,7 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
         let [error] = &errors[..] else {
             panic!("{name}={value}: {errors:?}")
         };
-        assert_eq!(error.name, full(name));
+        assert_eq!(error.name, full_name(name));
         assert!(
             error.value.as_ref().is_some_and(|shown| value.starts_with(shown)),
             "{error}"
@@ -361,7 +375,7 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
 }
 
 #[test]
-fn what_belongs_together_must_come_together() {
+fn variables_that_belong_together_must_be_set_together() {
     for (set, value, missing) in [
         (
             "INBOUND_CONNECT_EXP_BACKOFF_MIN",
@@ -383,7 +397,7 @@ fn what_belongs_together_must_come_together() {
         let errors = load_with(&[(set, value)]).unwrap_err();
         assert_eq!(
             errors.iter().map(|error| error.name.clone()).collect::<Vec<_>>(),
-            [full(missing)]
+            [full_name(missing)]
         );
         assert!(errors[0].reason.contains(set), "{}", errors[0]);
     }
@@ -436,7 +450,7 @@ fn a_workload_api_needs_no_token_no_identity_service_and_no_trust_anchors() {
         let config = load_with(&variables).unwrap();
         assert_eq!(config.identity.id, Identity::Uri("spiffe://root/vm".into()));
         assert_eq!(config.identity.server_name, "vm.example.com");
-        let Source::WorkloadApi { socket, anchors } = &config.identity.source else {
+        let IdentitySource::WorkloadApi { socket, anchors } = &config.identity.source else {
             panic!("{name} asks for a Workload API")
         };
         assert_eq!((socket.to_str(), anchors), (Some("/run/spire.sock"), &None));
@@ -445,14 +459,14 @@ fn a_workload_api_needs_no_token_no_identity_service_and_no_trust_anchors() {
 
 #[test]
 fn only_our_variables_are_shown() {
-    // The headers of probes may be credentials.
+    // The headers of probes may contain credentials.
     let variables = [
         "LINKERD2_PROXY_LOG",
         "TULLE_PROXY_BALANCER",
         "TULLE_PROXY_PROBES",
         "DATABASE_PASSWORD",
     ];
-    let shown = shown(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
+    let shown = public_variables(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
     assert_eq!(
         shown.keys().collect::<Vec<_>>(),
         ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
@@ -485,7 +499,7 @@ fn declared_probes_are_read_or_refused_with_the_reason() {
         ),
         (
             probe(r#""httpGet":{"port":80,"scheme":"HTTPS","httpHeaders":[{"name":"Host","value":"a b"}]}"#),
-            "is no host",
+            "is not a valid host",
         ),
         (
             probe(r#""tcpSocket":{"port":80}"#).replace(r#""port":80,"t"#, r#""port":0,"t"#),
@@ -506,7 +520,7 @@ fn declared_probes_are_read_or_refused_with_the_reason() {
 }
 
 #[test]
-fn traces_need_a_collector_and_attributes_that_can_be_told_apart() {
+fn traces_need_a_collector_and_unambiguous_attributes() {
     let collector = [
         ("TRACE_COLLECTOR_SVC_ADDR", "collector.obs:4317"),
         ("TRACE_COLLECTOR_SVC_NAME", "collector.obs"),

@@ -1,4 +1,4 @@
-//! How the values of variables are written; every grammar says what it accepts.
+//! Parsers for the values of variables; each error says what is accepted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -7,46 +7,47 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::Identity;
+use tulle_core::logging::Format;
 use tulle_core::probes::DeclaredProbe;
-use tulle_core::telemetry::Format;
 
-use crate::admin::{Probe, ProbeRefused};
+use crate::admin::{InvalidProbe, Probe};
 use crate::api::destination::Suffixes;
-use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode, Resend, UnknownPolicy};
-use crate::http::access_log;
-use crate::identity::Anchors;
+use crate::config::{AccessLogDirections, DefaultPolicy, InboundMode, LoadBalancing, ResendPolicy, UnknownPolicy};
+use crate::http::stack::access_log;
+use crate::identity::anchors::TrustAnchorSource;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
-use crate::tls::creds::TrustAnchors;
+use crate::tls::credentials::TrustAnchors;
 
-/// What is wrong with a value, ending in what would be accepted.
-pub(super) type Reason = String;
+/// What is wrong with a value, and what is accepted.
+pub(super) type ParseError = String;
 
-pub(super) fn from_str<T: FromStr<Err: ToString>>(value: &str) -> Result<T, Reason> {
+pub(super) fn from_str<T: FromStr<Err: ToString>>(value: &str) -> Result<T, ParseError> {
     value.trim().parse().map_err(|error: T::Err| error.to_string())
 }
 
-pub(super) fn text(value: &str) -> Result<String, Reason> {
+pub(super) fn text(value: &str) -> Result<String, ParseError> {
     Ok(value.to_owned())
 }
 
-pub(super) fn duration(value: &str) -> Result<Duration, Reason> {
+pub(super) fn duration(value: &str) -> Result<Duration, ParseError> {
     tulle_core::duration::parse(value).map_err(|error| error.to_string())
 }
 
-pub(super) fn flag(value: &str) -> Result<bool, Reason> {
+pub(super) fn flag(value: &str) -> Result<bool, ParseError> {
     one_of(value, &[("true", true), ("false", false)])
 }
 
-pub(super) fn number<T: FromStr>(value: &str) -> Result<T, Reason> {
+pub(super) fn number<T: FromStr>(value: &str) -> Result<T, ParseError> {
     value
         .trim()
         .parse()
         .map_err(|_| "expected a number that is not negative, without sign or unit".to_owned())
 }
 
-/// Declared probes, as the injector writes them.
-pub(super) fn probes(value: &str) -> Result<Vec<Probe>, Reason> {
+/// Declared probes, in the JSON of the injector.
+pub(super) fn probes(value: &str) -> Result<Vec<Probe>, ParseError> {
     let declared: Vec<DeclaredProbe> = serde_json::from_str(value).map_err(|error| {
         format!(
             r#"expected probes such as [{{"container":"app","probe":"readiness","port":80,"timeoutSeconds":1,"tcpSocket":{{"port":80}}}}]: {error}"#
@@ -54,49 +55,49 @@ pub(super) fn probes(value: &str) -> Result<Vec<Probe>, Reason> {
     })?;
     let usable = declared.into_iter().map(Probe::try_from);
     usable
-        .collect::<Result<_, ProbeRefused>>()
+        .collect::<Result<_, InvalidProbe>>()
         .map_err(|error| error.to_string())
 }
 
-/// A flow-control window: RFC 9113 allows up to 2^31 - 1 bytes.
-pub(super) fn window(value: &str) -> Result<u32, Reason> {
+/// A flow-control window in bytes: RFC 9113 allows up to 2^31 - 1.
+pub(super) fn window(value: &str) -> Result<u32, ParseError> {
     match number(value)? {
         size @ 1..=MAX_WINDOW => Ok(size),
         _ => Err(format!("expected a window of 1 to {MAX_WINDOW} bytes")),
     }
 }
 
-/// The largest frame a peer may send (RFC 9113 section 6.5.2).
-pub(super) fn frame_size(value: &str) -> Result<u32, Reason> {
+/// The largest frame that a peer may send, in bytes (RFC 9113 section 6.5.2).
+pub(super) fn frame_size(value: &str) -> Result<u32, ParseError> {
     match number(value)? {
         size if FRAME_SIZES.contains(&size) => Ok(size),
         _ => Err("expected a frame size of 16384 to 16777215 bytes".to_owned()),
     }
 }
 
-pub(super) fn at_least_one(value: &str) -> Result<usize, Reason> {
+pub(super) fn at_least_one(value: &str) -> Result<usize, ParseError> {
     match number(value)? {
         0 => Err("expected a number of at least 1".to_owned()),
         number => Ok(number),
     }
 }
 
-pub(super) fn ratio(value: &str) -> Result<f64, Reason> {
+pub(super) fn ratio(value: &str) -> Result<f64, ParseError> {
     match value.trim().parse::<f64>() {
         Ok(ratio) if ratio > 0.0 && ratio <= 1.0 => Ok(ratio),
         _ => Err("expected a number above 0 and at most 1".to_owned()),
     }
 }
 
-pub(super) fn share(value: &str) -> Result<f64, Reason> {
+pub(super) fn ratio_or_zero(value: &str) -> Result<f64, ParseError> {
     match value.trim().parse::<f64>() {
         Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
         _ => Err("expected a number from 0 to 1".to_owned()),
     }
 }
 
-/// `name=value` a line.
-pub(super) fn attribute_lines(value: &str) -> Result<BTreeMap<String, String>, Reason> {
+/// One `name=value` on each line.
+pub(super) fn attribute_lines(value: &str) -> Result<BTreeMap<String, String>, ParseError> {
     let lines = value.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.map(|line| attribute(line, '\n')).collect()
 }
@@ -104,7 +105,7 @@ pub(super) fn attribute_lines(value: &str) -> Result<BTreeMap<String, String>, R
 /// `name=value,name=value`, with `%2C` for a comma.
 ///
 /// Source: `OTEL_RESOURCE_ATTRIBUTES` of OpenTelemetry, which is like W3C Baggage.
-pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Reason> {
+pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, ParseError> {
     let decode = |(name, value): (String, String)| {
         let mut bytes = Vec::with_capacity(value.len());
         let mut rest = value.as_bytes();
@@ -121,7 +122,7 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Re
     list(value).map(|pair| attribute(pair, ',').map(decode)).collect()
 }
 
-fn attribute(pair: &str, between: char) -> Result<(String, String), Reason> {
+fn attribute(pair: &str, between: char) -> Result<(String, String), ParseError> {
     match pair.split_once('=') {
         Some((name, value)) if !name.trim().is_empty() => Ok((name.trim().to_owned(), value.trim().to_owned())),
         _ => Err(format!(
@@ -130,33 +131,31 @@ fn attribute(pair: &str, between: char) -> Result<(String, String), Reason> {
     }
 }
 
-pub(super) fn jitter(value: &str) -> Result<f64, Reason> {
+pub(super) fn jitter(value: &str) -> Result<f64, ParseError> {
     match value.trim().parse::<f64>() {
         Ok(jitter) if (0.0..=100.0).contains(&jitter) => Ok(jitter),
         _ => Err("expected a ratio from 0 to 100".to_owned()),
     }
 }
 
-pub(super) fn listen_addr(value: &str) -> Result<SocketAddr, Reason> {
+pub(super) fn listen_addr(value: &str) -> Result<SocketAddr, ParseError> {
     value
         .trim()
         .parse()
         .map_err(|_| "expected <ip>:<port> or [<ipv6>]:<port>".to_owned())
 }
 
-/// An address that only this machine reaches.
-pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, Reason> {
+pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, ParseError> {
     let addr = listen_addr(value)?;
     match addr.ip().to_canonical().is_loopback() {
         true => Ok(addr),
         false => Err(
-            "who connects there speaks in this workload's name; expected a loopback address such as 127.0.0.1:15001"
-                .to_owned(),
+            "clients of this port act as this workload; expected a loopback address such as 127.0.0.1:15001".to_owned(),
         ),
     }
 }
 
-pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, Reason> {
+pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, ParseError> {
     let addrs: Vec<_> = list(value).map(listen_addr).collect::<Result<_, _>>()?;
     match addrs.len() {
         1 | 2 => Ok(addrs),
@@ -164,11 +163,11 @@ pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, Reason> {
     }
 }
 
-pub(super) fn networks(value: &str) -> Result<Vec<IpNet>, Reason> {
-    tulle_core::nets::parse_networks(value).map_err(|error| error.to_string())
+pub(super) fn networks(value: &str) -> Result<Vec<IpNet>, ParseError> {
+    tulle_core::networks::parse_networks(value).map_err(|error| error.to_string())
 }
 
-pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, Reason> {
+pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, ParseError> {
     let parse = |part: &str| {
         part.parse()
             .map_err(|_| format!("expected a comma list of IP addresses, found {part:?}"))
@@ -176,11 +175,11 @@ pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, Reason> {
     list(value).map(parse).collect()
 }
 
-pub(super) fn suffixes(value: &str) -> Result<Suffixes, Reason> {
+pub(super) fn suffixes(value: &str) -> Result<Suffixes, ParseError> {
     from_str(value)
 }
 
-pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, Reason> {
+pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, ParseError> {
     one_of(
         value,
         &[
@@ -194,46 +193,46 @@ pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, Reason> {
     )
 }
 
-pub(super) fn unknown_policy(value: &str) -> Result<UnknownPolicy, Reason> {
+pub(super) fn unknown_policy(value: &str) -> Result<UnknownPolicy, ParseError> {
     one_of(
         value,
         &[("refuse", UnknownPolicy::Refuse), ("default", UnknownPolicy::Default)],
     )
 }
 
-pub(super) fn balancing(value: &str) -> Result<Balancing, Reason> {
+pub(super) fn balancing(value: &str) -> Result<LoadBalancing, ParseError> {
     one_of(
         value,
         &[
-            ("peak-ewma", Balancing::PeakEwma),
-            ("round-robin", Balancing::RoundRobin),
+            ("peak-ewma", LoadBalancing::PeakEwma),
+            ("round-robin", LoadBalancing::RoundRobin),
         ],
     )
 }
 
-pub(super) fn resend(value: &str) -> Result<Resend, Reason> {
+pub(super) fn resend(value: &str) -> Result<ResendPolicy, ParseError> {
     one_of(
         value,
         &[
-            ("never", Resend::Never),
-            ("safe", Resend::Safe),
-            ("idempotent", Resend::Idempotent),
+            ("never", ResendPolicy::Never),
+            ("safe", ResendPolicy::SafeMethods),
+            ("idempotent", ResendPolicy::IdempotentMethods),
         ],
     )
 }
 
-pub(super) fn inbound_mode(value: &str) -> Result<InboundMode, Reason> {
+pub(super) fn inbound_mode(value: &str) -> Result<InboundMode, ParseError> {
     one_of(
         value,
         &[("redirect", InboundMode::Redirect), ("tproxy", InboundMode::Tproxy)],
     )
 }
 
-pub(super) fn log_format(value: &str) -> Result<Format, Reason> {
+pub(super) fn log_format(value: &str) -> Result<Format, ParseError> {
     from_str(value)
 }
 
-pub(super) fn access_log(value: &str) -> Result<access_log::Format, Reason> {
+pub(super) fn access_log(value: &str) -> Result<access_log::Format, ParseError> {
     let formats = [
         ("apache", access_log::Format::Apache),
         ("json", access_log::Format::Json),
@@ -241,40 +240,39 @@ pub(super) fn access_log(value: &str) -> Result<access_log::Format, Reason> {
     one_of(&value.to_ascii_lowercase(), &formats)
 }
 
-/// Identities, between commas.
-pub(super) fn identities(value: &str) -> Result<Vec<Identity>, Reason> {
+pub(super) fn identities(value: &str) -> Result<Vec<Identity>, ParseError> {
     value.split(',').map(from_str).collect()
 }
 
-pub(super) fn directions(value: &str) -> Result<Directions, Reason> {
+pub(super) fn directions(value: &str) -> Result<AccessLogDirections, ParseError> {
     one_of(
         value,
         &[
-            ("inbound", Directions::Inbound),
-            ("outbound", Directions::Outbound),
-            ("both", Directions::Both),
+            ("inbound", AccessLogDirections::Inbound),
+            ("outbound", AccessLogDirections::Outbound),
+            ("both", AccessLogDirections::Both),
         ],
     )
 }
 
-pub(super) fn unsafe_only(value: &str) -> Result<(), Reason> {
+pub(super) fn unsafe_flag(value: &str) -> Result<(), ParseError> {
     one_of(value, &[("unsafe", ())])
 }
 
-/// PEM text, or else the path of a file that holds it and is read again when it changes.
-pub(super) fn trust_anchors(value: &str) -> Result<Anchors, Reason> {
+/// PEM text, or else the path of a PEM file, which is watched for changes.
+pub(super) fn trust_anchors(value: &str) -> Result<TrustAnchorSource, ParseError> {
     if !value.contains("-----BEGIN") {
         return match value.contains('\n') {
             true => Err("expected PEM CERTIFICATE blocks, or the path of a file of them".to_owned()),
-            false => Ok(Anchors::File(PathBuf::from(value.trim()))),
+            false => Ok(TrustAnchorSource::File(PathBuf::from(value.trim()))),
         };
     }
-    let anchors = TrustAnchors::from_pem(value).map_err(|error| with_cause(&error))?;
-    Ok(Anchors::Fixed(anchors))
+    let anchors = TrustAnchors::from_pem(value).map_err(|error| ErrorChain(&error).to_string())?;
+    Ok(TrustAnchorSource::Fixed(anchors))
 }
 
-/// A socket in the file system, as SPIFFE writes its address, or just its path.
-pub(super) fn unix_socket(value: &str) -> Result<PathBuf, Reason> {
+/// A Unix socket, as a SPIFFE URI or as a path.
+pub(super) fn unix_socket(value: &str) -> Result<PathBuf, ParseError> {
     let value = value.trim();
     let path = match value.strip_prefix("unix:") {
         Some(rest) => rest.strip_prefix("//").unwrap_or(rest),
@@ -286,14 +284,7 @@ pub(super) fn unix_socket(value: &str) -> Result<PathBuf, Reason> {
     }
 }
 
-fn with_cause(error: &dyn std::error::Error) -> Reason {
-    match error.source() {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
-    }
-}
-
-fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, Reason> {
+fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, ParseError> {
     let found = accepted.iter().find(|(name, _)| *name == value);
     found.map(|(_, meaning)| *meaning).ok_or_else(|| {
         let names: Vec<_> = accepted.iter().map(|(name, _)| *name).collect();

@@ -1,26 +1,27 @@
-//! A gateway: what peers send to names of another network goes on by the outbound side, as if our application had sent it.
+//! A gateway: forwards requests to services that clients name in the transport header. The outbound side sends them, as if the
+//! local application had sent them.
 
 use std::sync::Arc;
 
 use http::{Request, Response};
-use tulle_core::addr::NameAddr;
+use tulle_core::addr::{ClientAddr, NameAddr};
 
 use crate::{
     api::destination::Suffixes,
     http::{body::Body, error::Error},
-    inbound::gateway::{Gateway, Going, Onward},
+    inbound::gateway::{Gateway, GatewayConnection, GatewayFuture},
     net::io::Io,
-    outbound::Outbound,
+    outbound::{AcceptedClient, Outbound},
 };
 
-/// Goes on by the outbound side, to names with these suffixes.
-pub(crate) struct Through {
+/// Forwards to services whose names have one of these suffixes.
+pub(crate) struct OutboundGateway {
     pub(crate) outbound: Arc<Outbound>,
     pub(crate) suffixes: Suffixes,
 }
 
-impl Through {
-    fn check(&self, name: &NameAddr) -> Result<(), Error> {
+impl OutboundGateway {
+    fn check_suffix(&self, name: &NameAddr) -> Result<(), Error> {
         match self.suffixes.contain(&name.name) {
             true => Ok(()),
             false => Err(Error::GatewayDomain(name.name.clone())),
@@ -28,24 +29,33 @@ impl Through {
     }
 }
 
-impl Gateway for Through {
-    fn send<'a>(&'a self, onward: &'a Onward, req: &'a mut Request<Body>) -> Going<'a, Response<Body>> {
+impl Gateway for OutboundGateway {
+    fn send<'a>(
+        &'a self,
+        connection: &'a GatewayConnection,
+        req: &'a mut Request<Body>,
+    ) -> GatewayFuture<'a, Response<Body>> {
         Box::pin(async move {
-            self.check(&onward.name)?;
-            let Onward {
+            self.check_suffix(&connection.name)?;
+            let GatewayConnection {
                 name,
                 worker,
                 client,
                 drain,
-            } = onward;
-            self.outbound.send_to(name, *worker, *client, drain, req).await
+            } = connection;
+            let client = AcceptedClient {
+                worker: *worker,
+                addr: ClientAddr(*client),
+                drain: drain.clone(),
+            };
+            self.outbound.send_to_service(name, client, req).await
         })
     }
 
-    fn open<'a>(&'a self, name: &'a NameAddr) -> Going<'a, Io> {
+    fn connect<'a>(&'a self, name: &'a NameAddr) -> GatewayFuture<'a, Io> {
         Box::pin(async move {
-            self.check(name)?;
-            self.outbound.open_to(name).await
+            self.check_suffix(name)?;
+            self.outbound.connect_to_service(name).await
         })
     }
 }

@@ -1,5 +1,4 @@
-//! The one `Body`: bytes from a client, from a peer, from the application, or from ourselves, and an observer that
-//! hears of every frame and of the end.
+//! The body type of all requests and responses, with an observer of its frames and of its end.
 
 use std::{
     collections::VecDeque,
@@ -12,59 +11,79 @@ use http::HeaderMap;
 use http_body::{Body as _, Frame, SizeHint};
 use tokio::sync::oneshot;
 
-use crate::http::{error::Error, h1, h2, layers::Slot, limits::Limited, replay::Keeping, tunnel::Leg};
+use crate::http::{
+    error::Error, h2::body::StreamBody, h2::upgraded_stream::UpgradedStream, stack::admission::InFlightSlot,
+    upgrade::tunnel::TunnelEnd,
+};
 
 /// A request or response body.
 #[derive(Default)]
 pub(crate) struct Body {
-    source: Source,
-    observer: Option<Box<dyn Observe>>,
-    /// The place among the requests in flight, for as long as the body lives.
-    slot: Option<Slot>,
-    /// Where the client's side comes, once it has been told that its request was granted.
-    upgraded: Option<oneshot::Receiver<Leg>>,
+    source: BodySource,
+    observer: Option<Box<dyn BodyObserver>>,
+    /// In-flight slot, released when the body is dropped.
+    slot: Option<InFlightSlot>,
+    /// Receives the client's side of the tunnel after the upgrade response is sent.
+    client_leg: Option<oneshot::Receiver<TunnelEnd>>,
 }
 
 #[derive(Default)]
-enum Source {
+enum BodySource {
     #[default]
     Empty,
     Full(Bytes),
     /// Received on an HTTP/2 stream.
-    H2(h2::Received),
-    /// Received from an HTTP/1 client.
-    H1Request(Box<h1::server::Received>),
-    /// Received from an HTTP/1 server.
-    H1Response(Box<h1::client::Received>),
-    /// Nothing: the stream has been granted to another protocol, and is taken by the tunnel.
-    Stream(Option<Box<h2::stream::Stream>>),
-    /// Already received, followed by the rest.
-    Replayed(Box<Replayed>),
-    /// Kept while it passes.
-    Keeping(Box<Keeping>),
-    /// Given up when its time is over.
-    Limited(Box<Limited>),
+    H2(StreamBody),
+    /// Received on an HTTP/1 connection, or a wrapper around another body.
+    Dyn(Box<dyn ReceivedBody>),
+    /// No body: the stream switched to another protocol. `None` after the tunnel has taken the stream.
+    Upgraded(Option<Box<UpgradedStream>>),
+    Replayed(Box<ReplayedBody>),
 }
 
-/// A body of which the first part was kept.
-struct Replayed {
-    kept: VecDeque<Bytes>,
-    /// What came after `kept`; then there is no rest.
+/// A body whose first part is buffered.
+struct ReplayedBody {
+    buffered: VecDeque<Bytes>,
+    /// Trailers after `buffered`; `rest` is empty then.
     trailers: Option<HeaderMap>,
     rest: Body,
 }
 
-/// Hears how a body went. Dropping it before `end` means that the receiver went away.
-pub(crate) trait Observe: Send {
+/// A source of frames that a codec or a wrapper implements.
+pub(crate) trait ReceivedBody: Send {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>>;
+
+    fn is_end_stream(&self) -> bool;
+
+    fn size_hint(&self) -> SizeHint;
+
+    /// Takes the connection to a server that has switched protocols. Returns `None` on the second call.
+    fn take_server_leg(&mut self) -> Option<TunnelEnd> {
+        None
+    }
+
+    /// Ready with the timeout error when a deadline of the body has passed. `unsent` is the number of bytes that wait for
+    /// the receiver.
+    fn poll_deadline(&mut self, _unsent: usize, _cx: &mut Context<'_>) -> Poll<Error> {
+        Poll::Pending
+    }
+
+    /// The wrapped body. [`Body::finish`] finishes it too.
+    fn into_inner(self: Box<Self>) -> Option<Body> {
+        None
+    }
+}
+
+/// Observes the frames and the end of a body. If it is dropped before `end`, the receiver dropped the body early.
+pub(crate) trait BodyObserver: Send {
     fn data(&mut self, len: usize);
     fn trailers(&mut self, trailers: &HeaderMap);
     fn end(&mut self, result: Result<(), &Error>);
 }
 
-/// Two observers of one body.
-struct Both(Box<dyn Observe>, Box<dyn Observe>);
+struct ObserverPair(Box<dyn BodyObserver>, Box<dyn BodyObserver>);
 
-impl Observe for Both {
+impl BodyObserver for ObserverPair {
     fn data(&mut self, len: usize) {
         self.0.data(len);
         self.1.data(len);
@@ -91,140 +110,132 @@ impl Body {
         if bytes.is_empty() {
             Self::default()
         } else {
-            Self::of(Source::Full(bytes))
+            Self::from_source(BodySource::Full(bytes))
         }
     }
 
-    /// The body of a request to us.
-    pub(crate) fn h1_request(received: Box<h1::server::Received>) -> Self {
-        Self::of(Source::H1Request(received))
+    pub(crate) fn received(source: Box<dyn ReceivedBody>) -> Self {
+        Self::from_source(BodySource::Dyn(source))
     }
 
-    /// The body of a response to us.
-    pub(crate) fn h1_response(received: Box<h1::client::Received>) -> Self {
-        Self::of(Source::H1Response(received))
-    }
-
-    /// The body of a request that asks for another protocol.
-    pub(crate) fn upgradable(mut self, upgraded: oneshot::Receiver<Leg>) -> Self {
-        self.upgraded = Some(upgraded);
+    /// Makes this the body of an upgrade request.
+    pub(crate) fn with_client_leg(mut self, upgraded: oneshot::Receiver<TunnelEnd>) -> Self {
+        self.client_leg = Some(upgraded);
         self
     }
 
-    /// Where the side of a client that asks for another protocol comes; once.
-    pub(crate) fn take_client(&mut self) -> Option<oneshot::Receiver<Leg>> {
-        self.upgraded.take()
+    /// Takes the receiver of the client's side of the tunnel. Returns `None` on the second call.
+    pub(crate) fn take_client_leg(&mut self) -> Option<oneshot::Receiver<TunnelEnd>> {
+        self.client_leg.take()
     }
 
-    /// The answer that grants a stream.
-    pub(crate) fn stream(stream: h2::stream::Stream) -> Self {
-        Self::of(Source::Stream(Some(Box::new(stream))))
+    /// The body of a response that accepts an extended CONNECT.
+    pub(crate) fn upgraded(stream: UpgradedStream) -> Self {
+        Self::from_source(BodySource::Upgraded(Some(Box::new(stream))))
     }
 
     pub(crate) fn replayed(kept: VecDeque<Bytes>, rest: Self) -> Self {
         let trailers = None;
-        Self::of(Source::Replayed(Box::new(Replayed { kept, trailers, rest })))
+        Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
+            buffered: kept,
+            trailers,
+            rest,
+        })))
     }
 
-    /// A body that has been received to its end.
-    pub(crate) fn received(kept: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
+    /// A completely received body.
+    pub(crate) fn buffered(kept: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
         let rest = Self::empty();
-        Self::of(Source::Replayed(Box::new(Replayed { kept, trailers, rest })))
+        Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
+            buffered: kept,
+            trailers,
+            rest,
+        })))
     }
 
-    pub(crate) fn limited(limited: Box<Limited>) -> Self {
-        Self::of(Source::Limited(limited))
-    }
-
-    /// The server's side behind the answer that grants another protocol; once.
-    pub(crate) fn take_upgraded(&mut self) -> Option<Leg> {
+    /// Takes the server's side of the tunnel after a response that switches protocols. Returns `None` on the second call.
+    pub(crate) fn take_server_leg(&mut self) -> Option<TunnelEnd> {
         match &mut self.source {
-            Source::H1Response(received) => received.take_upgraded().map(Leg::Connection),
-            Source::Stream(stream) => stream.take().map(Leg::Stream),
+            BodySource::Dyn(received) => received.take_server_leg(),
+            BodySource::Upgraded(stream) => stream.take().map(TunnelEnd::Stream),
             _ => None,
         }
     }
 
-    pub(crate) fn keeping(keeping: Box<Keeping>) -> Self {
-        Self::of(Source::Keeping(keeping))
-    }
-
-    fn of(source: Source) -> Self {
+    fn from_source(source: BodySource) -> Self {
         Self {
             source,
             observer: None,
             slot: None,
-            upgraded: None,
+            client_leg: None,
         }
     }
 
-    pub(crate) fn holding(mut self, slot: Option<Slot>) -> Self {
+    pub(crate) fn with_slot(mut self, slot: Option<InFlightSlot>) -> Self {
         self.slot = slot;
         if http_body::Body::is_end_stream(&self) {
-            self.ended(Ok(()));
+            self.report_end(Ok(()));
         }
         self
     }
 
-    /// Tells `observer` what passes from now on. A body that is already at its end reports that at once.
-    pub(crate) fn observed(mut self, mut observer: Box<dyn Observe>) -> Self {
+    /// Adds an observer of the remaining frames. If the body is already at its end, `observer` gets the end at once.
+    pub(crate) fn with_observer(mut self, mut observer: Box<dyn BodyObserver>) -> Self {
         if http_body::Body::is_end_stream(&self) {
             observer.end(Ok(()));
         } else {
             self.observer = Some(match self.observer.take() {
                 None => observer,
-                Some(first) => Box::new(Both(first, observer)),
+                Some(first) => Box::new(ObserverPair(first, observer)),
             });
         }
         self
     }
 
-    /// Drops a body before its end; observers hear that it ended so.
-    pub(crate) fn end_with(mut self, result: Result<(), &Error>) {
-        self.ended(result);
+    /// Drops a body before its end and reports `result` to its observers.
+    pub(crate) fn finish(mut self, result: Result<(), &Error>) {
+        self.report_end(result);
         let inner = match self.source {
-            Source::Replayed(replayed) => Some(replayed.rest),
-            Source::Limited(limited) => limited.into_inner(),
+            BodySource::Replayed(replayed) => Some(replayed.rest),
+            BodySource::Dyn(received) => received.into_inner(),
             _ => None,
         };
         if let Some(inner) = inner {
-            inner.end_with(result);
+            inner.finish(result);
         }
     }
 
-    /// Whether its time is over, to be asked while its receiver takes nothing of it, because it has so many bytes of it left.
-    pub(crate) fn poll_late(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
-        let Source::Limited(limited) = &mut self.source else {
+    /// Ready with the timeout error when a deadline of the body has passed. Poll it while the receiver still has `unsent`
+    /// bytes and does not poll for frames.
+    pub(crate) fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
+        let BodySource::Dyn(received) = &mut self.source else {
             return Poll::Pending;
         };
-        let late = ready!(limited.poll_late(unsent, cx));
-        self.ended(Err(&late));
-        Poll::Ready(late)
+        let timeout_error = ready!(received.poll_deadline(unsent, cx));
+        self.report_end(Err(&timeout_error));
+        Poll::Ready(timeout_error)
     }
 
-    fn ended(&mut self, result: Result<(), &Error>) {
+    fn report_end(&mut self, result: Result<(), &Error>) {
         if let Some(mut observer) = self.observer.take() {
             observer.end(result);
         }
         if let Some(slot) = &mut self.slot {
-            slot.ended(result);
+            slot.record_end(result);
         }
     }
 
     fn poll_source(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match &mut self.source {
-            Source::Empty | Source::Stream(_) => Poll::Ready(None),
-            Source::Full(bytes) => {
+            BodySource::Empty | BodySource::Upgraded(_) => Poll::Ready(None),
+            BodySource::Full(bytes) => {
                 let bytes = std::mem::take(bytes);
-                self.source = Source::Empty;
+                self.source = BodySource::Empty;
                 Poll::Ready(Some(Ok(Frame::data(bytes))))
             }
-            Source::H2(received) => received.poll_frame(cx),
-            Source::H1Request(received) => received.poll_frame(cx),
-            Source::H1Response(received) => received.poll_frame(cx),
-            Source::Keeping(keeping) => keeping.poll_frame(cx),
-            Source::Limited(limited) => limited.poll_frame(cx),
-            Source::Replayed(replayed) => match (replayed.kept.pop_front(), replayed.trailers.take()) {
+            BodySource::H2(received) => received.poll_frame(cx),
+            BodySource::Dyn(received) => received.poll_frame(cx),
+            BodySource::Replayed(replayed) => match (replayed.buffered.pop_front(), replayed.trailers.take()) {
                 (Some(bytes), trailers) => {
                     replayed.trailers = trailers;
                     Poll::Ready(Some(Ok(Frame::data(bytes))))
@@ -236,9 +247,9 @@ impl Body {
     }
 }
 
-impl From<h2::Received> for Body {
-    fn from(received: h2::Received) -> Self {
-        Self::of(Source::H2(received))
+impl From<StreamBody> for Body {
+    fn from(received: StreamBody) -> Self {
+        Self::from_source(BodySource::H2(received))
     }
 }
 
@@ -256,8 +267,8 @@ impl http_body::Body for Body {
         let this = self.get_mut();
         let frame = ready!(this.poll_source(cx));
         match &frame {
-            None => this.ended(Ok(())),
-            Some(Err(error)) => this.ended(Err(error)),
+            None => this.report_end(Ok(())),
+            Some(Err(error)) => this.report_end(Err(error)),
             Some(Ok(frame)) => {
                 if let Some(observer) = &mut this.observer {
                     if let Some(data) = frame.data_ref() {
@@ -266,10 +277,10 @@ impl http_body::Body for Body {
                         observer.trailers(trailers);
                     }
                 }
-                // Receivers may stop asking once the end is known, so it is reported with the last frame.
-                let is_watched = this.observer.is_some() || this.slot.is_some();
-                if is_watched && http_body::Body::is_end_stream(this) {
-                    this.ended(Ok(()));
+                // A receiver may stop polling when `is_end_stream` is true, so the end is reported with the last frame.
+                let has_observer = this.observer.is_some() || this.slot.is_some();
+                if has_observer && http_body::Body::is_end_stream(this) {
+                    this.report_end(Ok(()));
                 }
             }
         }
@@ -278,30 +289,24 @@ impl http_body::Body for Body {
 
     fn is_end_stream(&self) -> bool {
         match &self.source {
-            Source::Empty | Source::Stream(_) => true,
-            Source::Full(_) => false,
-            Source::H2(received) => received.is_end_stream(),
-            Source::H1Request(received) => received.is_end_stream(),
-            Source::H1Response(received) => received.is_end_stream(),
-            Source::Keeping(keeping) => keeping.is_end_stream(),
-            Source::Limited(limited) => limited.is_end_stream(),
-            Source::Replayed(replayed) => {
-                replayed.kept.is_empty() && replayed.trailers.is_none() && replayed.rest.is_end_stream()
+            BodySource::Empty | BodySource::Upgraded(_) => true,
+            BodySource::Full(_) => false,
+            BodySource::H2(received) => received.is_end_stream(),
+            BodySource::Dyn(received) => received.is_end_stream(),
+            BodySource::Replayed(replayed) => {
+                replayed.buffered.is_empty() && replayed.trailers.is_none() && replayed.rest.is_end_stream()
             }
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.source {
-            Source::Empty | Source::Stream(_) => SizeHint::with_exact(0),
-            Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            Source::H2(received) => received.size_hint(),
-            Source::H1Request(received) => received.size_hint(),
-            Source::H1Response(received) => received.size_hint(),
-            Source::Keeping(keeping) => keeping.size_hint(),
-            Source::Limited(limited) => limited.size_hint(),
-            Source::Replayed(replayed) => {
-                let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();
+            BodySource::Empty | BodySource::Upgraded(_) => SizeHint::with_exact(0),
+            BodySource::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
+            BodySource::H2(received) => received.size_hint(),
+            BodySource::Dyn(received) => received.size_hint(),
+            BodySource::Replayed(replayed) => {
+                let kept: u64 = replayed.buffered.iter().map(|bytes| bytes.len() as u64).sum();
                 match replayed.rest.size_hint().exact() {
                     Some(rest) => SizeHint::with_exact(kept + rest),
                     None => SizeHint::default(),

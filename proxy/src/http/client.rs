@@ -1,5 +1,5 @@
-//! One client per endpoint and worker: HTTP/1 from a pool, HTTP/2 on one shared connection, dialled once for all who
-//! wait.
+//! HTTP client of one worker for one endpoint: HTTP/1 connections from a pool, and shared HTTP/2 connections. Concurrent
+//! requests share one HTTP/2 dial.
 
 use std::{
     future::Future,
@@ -19,20 +19,21 @@ use crate::{
         body::Body,
         error::{Error, Retry},
         h1::{
-            client::{self as http1, Exchange, Failed, NoHead, SendAgainTo},
-            pool::{Pool, Resend},
+            client::{self as http1, Exchange, FailedExchange, ResendTarget, ResponseHeadError},
+            pool::{ConnectionPool, ResendPolicy},
         },
-        h2::{Params, client as http2, windows::Waiters},
-        orig_proto, websocket,
+        h2::{Http2Config, client as http2, flow_control::StreamWaiters},
+        upgrade::http1_over_http2,
+        upgrade::websocket,
     },
-    net::{awaited::Answer, io::Io},
+    net::{io::Io, pending_responses::PendingResponse},
 };
 
-/// Opens a connection to the endpoint for one HTTP version; boxed once a connection, not once a request.
-pub(crate) type Connect =
+/// Opens a connection to the endpoint for one HTTP version. The future is boxed once per connection, not per request.
+pub(crate) type ConnectFn =
     Box<dyn Fn(Protocol) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
 
-/// The HTTP version spoken on a connection.
+/// HTTP version of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Protocol {
     Http1,
@@ -40,236 +41,245 @@ pub(crate) enum Protocol {
 }
 
 /// Connections of one worker to one endpoint.
-pub(crate) struct Client {
+pub(crate) struct EndpointClient {
     addr: SocketAddr,
-    connect: Connect,
-    /// More than one where the peer permits fewer streams than there are requests.
-    http2: Mutex<SmallVec<[http2::Shared; 1]>>,
-    /// Who waits for a free stream.
-    waiters: Arc<Waiters>,
-    /// Held while dialling, so that others wait for the same connection.
-    dialling: tokio::sync::Mutex<()>,
-    dialled_since: Mutex<Option<Instant>>,
-    /// Who waited for a dial shares its failure.
-    failed: Mutex<FailedDials>,
-    params: Params,
-    pool: Arc<Pool>,
+    connect: ConnectFn,
+    /// More than one if the peer permits fewer streams than there are concurrent requests.
+    http2: Mutex<SmallVec<[http2::SharedConnection; 1]>>,
+    stream_waiters: Arc<StreamWaiters>,
+    /// Held during an HTTP/2 dial, so that other requests wait for the same connection.
+    dial_lock: tokio::sync::Mutex<()>,
+    dial_started_at: Mutex<Option<Instant>>,
+    /// A request that waited for a failed dial fails with its cause.
+    failed_dials: Mutex<FailedDials>,
+    params: Http2Config,
+    pool: Arc<ConnectionPool>,
 }
 
 #[derive(Clone, Copy, Default)]
 struct FailedDials {
-    n: u64,
-    /// Of the last one.
-    cause: &'static str,
+    count: u64,
+    last_cause: &'static str,
 }
 
-/// How HTTP/1 connections are kept.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolConfig {
     pub(crate) idle_timeout: Duration,
     pub(crate) max_idle: usize,
-    pub(crate) resend: Resend,
+    pub(crate) resend: ResendPolicy,
 }
 
-/// HTTP/2 connections of one worker to one endpoint at most.
+/// Maximum number of HTTP/2 connections of one worker to one endpoint.
 const MAX_HTTP2_CONNECTIONS: usize = 64;
 
 /// A connection that can take a request now.
-pub(crate) enum Ready {
-    Http1(http1::Connection, Option<Arc<Pool>>),
-    Http2(http2::Sender),
-    /// For a stream that carries another protocol.
-    Stream(Box<http2::Shared>),
-    /// Who is there takes no such streams.
-    NoStream,
+pub(crate) enum ReadyConnection {
+    Http1(http1::ClientConnection, Option<Arc<ConnectionPool>>),
+    Http2(http2::StreamSender),
+    /// For an extended CONNECT, a stream that carries another protocol (RFC 8441).
+    ExtendedConnect(Box<http2::SharedConnection>),
+    /// The peer does not accept another extended CONNECT stream.
+    ExtendedConnectUnsupported,
 }
 
-/// Whether an HTTP/1 connection may be used for other requests.
+/// The kind of connection that a request needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reuse {
+pub(crate) enum ConnectionUse {
     Pooled,
-    /// Upgrades, HTTP/1.0, and the second try after a reused connection turned out to be closed.
-    OwnConnection,
-    /// What a stream of the shared connection is to carry, where the peer has said that it takes such; HTTP/1 has a connection
-    /// of its own otherwise.
-    OwnStream,
+    /// A new HTTP/1 connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 requests share
+    /// connections.
+    NewConnection,
+    /// A stream of a shared HTTP/2 connection that carries another protocol. If the peer does not accept one, an HTTP/1
+    /// request gets a new HTTP/1 connection.
+    ExtendedConnect,
 }
 
-impl Client {
-    pub(crate) fn new(addr: SocketAddr, connect: Connect, params: Params, pool: PoolConfig) -> Self {
+impl EndpointClient {
+    pub(crate) fn new(addr: SocketAddr, connect: ConnectFn, params: Http2Config, pool: PoolConfig) -> Self {
         Self {
             addr,
             connect,
             http2: Mutex::default(),
-            waiters: Arc::default(),
-            dialling: tokio::sync::Mutex::new(()),
-            dialled_since: Mutex::new(None),
-            failed: Mutex::default(),
+            stream_waiters: Arc::default(),
+            dial_lock: tokio::sync::Mutex::new(()),
+            dial_started_at: Mutex::new(None),
+            failed_dials: Mutex::default(),
             params,
-            pool: Pool::new(pool.idle_timeout, pool.max_idle, pool.resend),
+            pool: ConnectionPool::new(pool.idle_timeout, pool.max_idle, pool.resend),
         }
     }
 
-    /// Which requests may be sent again that may have been processed.
-    pub(crate) fn resend(&self) -> Resend {
+    pub(crate) fn resend_policy(&self) -> ResendPolicy {
         self.pool.resend
     }
 
-    /// A connection for one request: an open one where there is one.
+    /// Returns an open connection, or dials one.
     ///
     /// # Errors
-    /// As [`Client::dial`].
-    pub(crate) async fn ready(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
-        match self.open(protocol, reuse).await {
+    /// As [`EndpointClient::dial`].
+    pub(crate) async fn connection(&self, protocol: Protocol, reuse: ConnectionUse) -> Result<ReadyConnection, Error> {
+        match self.existing_connection(protocol, reuse).await {
             Some(ready) => Ok(ready),
-            // Rare: the first request, or the connection ended.
+            // Boxed: rare, for the first request or after a connection was closed.
             None => Box::pin(self.dial(protocol, reuse)).await,
         }
     }
 
-    /// An open connection, if there is one that this request may use.
-    pub(crate) async fn open(&self, protocol: Protocol, reuse: Reuse) -> Option<Ready> {
+    /// Returns an open connection that the request can use, if there is one.
+    pub(crate) async fn existing_connection(
+        &self,
+        protocol: Protocol,
+        reuse: ConnectionUse,
+    ) -> Option<ReadyConnection> {
         match (protocol, reuse) {
-            (_, Reuse::OwnStream) => Box::pin(self.open_stream()).await,
-            (Protocol::Http1, Reuse::OwnConnection) => None,
-            (Protocol::Http1, Reuse::Pooled) => Some(Ready::Http1(self.pool.take()?, Some(self.pool.clone()))),
-            (Protocol::Http2, _) => self.open_http2(),
+            (_, ConnectionUse::ExtendedConnect) => Box::pin(self.extended_connect_connection()).await,
+            (Protocol::Http1, ConnectionUse::NewConnection) => None,
+            (Protocol::Http1, ConnectionUse::Pooled) => Some(ReadyConnection::Http1(
+                http1::ClientConnection::reused(self.pool.take()?),
+                Some(self.pool.clone()),
+            )),
+            (Protocol::Http2, _) => self.existing_http2(),
         }
     }
 
-    /// A place on the first HTTP/2 connection that has a free stream. Connections that have ended are left, and a further one that
-    /// is not needed any more.
-    fn open_http2(&self) -> Option<Ready> {
+    /// Reserves a stream on the first HTTP/2 connection that has a free one. Drops closed connections, and the last
+    /// connection if it is surplus.
+    fn existing_http2(&self) -> Option<ReadyConnection> {
         let mut connections = self.http2.lock();
         let mut index = 0;
         while let Some(connection) = connections.get_mut(index) {
-            if connection.is_over() {
+            if connection.is_closed() {
                 connections.remove(index);
                 continue;
             }
-            if connection.has_room() {
+            if connection.has_free_stream() {
                 if index > 0 {
-                    connection.use_beside_others();
+                    connection.mark_needed();
                 }
                 let sender = connection.sender();
-                if index + 1 < connections.len() && connections.last().is_some_and(http2::Shared::is_spare) {
+                if index + 1 < connections.len() && connections.last().is_some_and(http2::SharedConnection::is_surplus)
+                {
                     connections.pop();
                 }
-                return Some(Ready::Http2(sender));
+                return Some(ReadyConnection::Http2(sender));
             }
             index += 1;
         }
         None
     }
 
-    /// Whether another HTTP/2 connection would help, and is permitted: not while a peer has not told how many streams it permits, or
-    /// permits none.
-    fn needs_http2(&self) -> bool {
+    /// Whether another HTTP/2 connection can be dialled when no stream is free. It cannot at the limit, while the settings of
+    /// a connection are unknown, or if a connection has no streams because its peer permits none.
+    fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
-        let is_full = |connection: &http2::Shared| !connection.is_untold() && connection.n_streams() > 0;
+        let is_full =
+            |connection: &http2::SharedConnection| !connection.awaits_settings() && connection.n_streams() > 0;
         connections.len() < MAX_HTTP2_CONNECTIONS && connections.iter().all(is_full)
     }
 
-    /// The first shared connection whose peer takes another stream for another protocol.
-    async fn open_stream(&self) -> Option<Ready> {
+    /// Returns the first shared connection whose peer accepts another extended CONNECT stream.
+    async fn extended_connect_connection(&self) -> Option<ReadyConnection> {
         let connections = self.http2.lock().clone();
         for mut connection in connections {
-            if connection.takes_stream().await && !connection.is_over() {
-                return Some(Ready::Stream(Box::new(connection)));
+            if connection.accepts_extended_connect().await && !connection.is_closed() {
+                return Some(ReadyConnection::ExtendedConnect(Box::new(connection)));
             }
         }
         None
     }
 
-    /// Whether there is a connection that requests can share, as far as is known.
-    pub(crate) fn is_shared(&self) -> bool {
+    /// Whether there is a shared HTTP/2 connection. It may be closed already.
+    pub(crate) fn has_http2_connection(&self) -> bool {
         !self.http2.lock().is_empty()
     }
 
-    /// A new connection; one of HTTP/2 is shared by all who ask for it meanwhile.
+    /// Dials a connection. Concurrent requests share one HTTP/2 dial.
     ///
     /// # Errors
-    /// Dialling or the handshake failed. Nothing of the request has been sent.
-    pub(crate) async fn dial(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
-        if reuse == Reuse::OwnStream {
+    /// Dialling or the handshake fails, or no HTTP/2 stream becomes free in time. Nothing of the request was sent.
+    pub(crate) async fn dial(&self, protocol: Protocol, reuse: ConnectionUse) -> Result<ReadyConnection, Error> {
+        if reuse == ConnectionUse::ExtendedConnect {
             self.dial_http2().await?;
-            match self.open_stream().await {
+            match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
-                None if protocol == Protocol::Http2 => return Ok(Ready::NoStream),
+                None if protocol == Protocol::Http2 => return Ok(ReadyConnection::ExtendedConnectUnsupported),
                 None => {}
             }
         } else if protocol == Protocol::Http2 {
             return self.dial_http2().await;
         }
-        let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
-        let pool = (reuse == Reuse::Pooled).then(|| self.pool.clone());
-        Ok(Ready::Http1(connection, pool))
+        let connection = http1::ClientConnection::new((self.connect)(Protocol::Http1).await?);
+        let pool = (reuse == ConnectionUse::Pooled).then(|| self.pool.clone());
+        Ok(ReadyConnection::Http1(connection, pool))
     }
 
-    /// Keeps a connection that nobody has used.
-    pub(crate) fn keep(&self, ready: Ready) {
-        if let Ready::Http1(connection, Some(pool)) = ready {
-            connection.keep(&pool);
+    /// Returns an unused HTTP/1 connection to the pool.
+    pub(crate) fn return_to_pool(&self, ready: ReadyConnection) {
+        if let ReadyConnection::Http1(connection, Some(pool)) = ready {
+            connection.return_to_pool(&pool);
         }
     }
 
-    /// When the dial began that is under way for all who wait for HTTP/2.
-    pub(crate) fn dialled_since(&self) -> Option<Instant> {
-        *self.dialled_since.lock()
+    /// Start time of the HTTP/2 dial in progress.
+    pub(crate) fn dial_started_at(&self) -> Option<Instant> {
+        *self.dial_started_at.lock()
     }
 
-    /// A place on an HTTP/2 connection: on a new one, or where there may be no more, on the first that has a free stream.
-    async fn dial_http2(&self) -> Result<Ready, Error> {
+    /// Reserves a stream on a new HTTP/2 connection, or, if no further connection can be dialled, waits for a free stream.
+    async fn dial_http2(&self) -> Result<ReadyConnection, Error> {
         let begun = Instant::now();
         loop {
-            let failed_before = self.failed.lock().n;
+            let failed_before = self.failed_dials.lock().count;
             {
-                let _turn = self.dialling.lock().await;
-                if let Some(ready) = self.open_http2() {
-                    return Ok(ready); // somebody else dialled meanwhile
+                let _dial_guard = self.dial_lock.lock().await;
+                if let Some(ready) = self.existing_http2() {
+                    return Ok(ready); // another request has dialled in the meantime
                 }
-                let FailedDials { n, cause } = *self.failed.lock();
+                let FailedDials {
+                    count: n,
+                    last_cause: cause,
+                } = *self.failed_dials.lock();
                 if n != failed_before {
-                    // So did the dial that this request waited for.
+                    // The dial that this request waited for has failed.
                     return Err(Error::DialFailed { addr: self.addr, cause });
                 }
-                if self.needs_http2() {
+                if self.can_add_http2_connection() {
                     return self.connect_http2().await;
                 }
             }
             let (addr, limit) = (self.addr, http2::STREAM_TIMEOUT);
-            let waited = timeout_at(begun + limit, self.stream_is_free()).await;
+            let waited = timeout_at(begun + limit, self.wait_for_free_stream()).await;
             let sent = false;
-            waited.map_err(|_| Error::NoFreeStream { addr, limit, sent })?;
+            waited.map_err(|_| Error::StreamLimit { addr, limit, sent })?;
         }
     }
 
-    /// Waits until a connection may have a free stream, or another one may be dialled.
-    async fn stream_is_free(&self) {
-        let waiting = self.waiters.enter();
+    /// Waits until a stream may be free or another connection can be dialled.
+    async fn wait_for_free_stream(&self) {
+        let waiting = self.stream_waiters.enter();
         let mut freed = pin!(waiting.freed());
-        // Listening starts before looking, so that nothing that happens between the two is missed.
+        // Enabled before the check, so that no notification is lost in between.
         freed.as_mut().enable();
-        let is_free = self.http2.lock().iter().any(http2::Shared::has_room);
-        if !is_free && !self.needs_http2() {
+        let is_free = self.http2.lock().iter().any(http2::SharedConnection::has_free_stream);
+        if !is_free && !self.can_add_http2_connection() {
             freed.await;
         }
     }
 
-    async fn connect_http2(&self) -> Result<Ready, Error> {
+    async fn connect_http2(&self) -> Result<ReadyConnection, Error> {
         let dialled = {
-            let _dialling = Dialling::begin(&self.dialled_since);
+            let _dialling = DialGuard::start(&self.dial_started_at);
             match (self.connect)(Protocol::Http2).await {
-                Ok(io) => http2::connect(io, &self.params, &self.waiters).await,
+                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters).await,
                 Err(error) => Err(error),
             }
         };
         let mut shared = dialled.inspect_err(|error| {
-            let mut failed = self.failed.lock();
-            (failed.n, failed.cause) = (failed.n + 1, error.cause());
+            let mut failed = self.failed_dials.lock();
+            (failed.count, failed.last_cause) = (failed.count + 1, error.cause());
         })?;
-        if shared.is_over() {
-            return Err(Error::Closed {
+        if shared.is_closed() {
+            return Err(Error::ConnectionClosed {
                 addr: self.addr,
                 reused: false,
                 sent: false,
@@ -277,94 +287,105 @@ impl Client {
         }
         let sender = shared.sender();
         self.http2.lock().push(shared);
-        Ok(Ready::Http2(sender))
+        Ok(ReadyConnection::Http2(sender))
     }
 
-    /// Sends a request, which is taken out of `req`, on a connection of this client.
+    /// Takes the request out of `req` and sends it on a connection of this client.
     ///
     /// # Errors
-    /// See [`Error::retry`] for what may be tried again.
-    pub(crate) async fn send(&self, ready: Ready, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
-        let answer = Answer::awaited();
+    /// The request gets no response head. [`Error::retry`] says whether it can be sent again.
+    pub(crate) async fn send(&self, ready: ReadyConnection, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        let pending_response = PendingResponse::register();
         let answered = match ready {
-            Ready::Http1(connection, pool) => {
+            ReadyConnection::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool);
                 match exchange.head().await {
-                    Ok(head) => Ok(exchange.response(head)),
-                    // Rare, and much larger than the rest.
-                    Err(why) => Box::pin(self.send_again(exchange, why)).await,
+                    Ok(head) => Ok(exchange.into_response(head)),
+                    // Boxed: rare, and much larger than the rest of this future.
+                    Err(why) => Box::pin(self.resend(exchange, why)).await,
                 }
             }
-            Ready::Http2(send) => http2::send(send, req, self.addr).await,
-            Ready::Stream(shared) => Box::pin(self.send_extended(*shared, req)).await,
-            Ready::NoStream => Err(Error::NoStream { addr: self.addr }),
+            ReadyConnection::Http2(send) => http2::send(send, req, self.addr).await,
+            ReadyConnection::ExtendedConnect(shared) => Box::pin(self.send_extended_connect(*shared, req)).await,
+            ReadyConnection::ExtendedConnectUnsupported => Err(Error::ExtendedConnectUnsupported { addr: self.addr }),
         };
-        answer.pass_on().await;
+        pending_response.wait_for_release().await;
         answered
     }
 
-    /// Asks for a stream that carries another protocol. HTTP/1 that asks for a WebSocket gets a connection of its own where the
-    /// shared one has just ended.
-    async fn send_extended(&self, shared: http2::Shared, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+    /// Sends an extended CONNECT. If the shared connection has just closed, an HTTP/1 upgrade request is sent on a new
+    /// HTTP/1 connection.
+    async fn send_extended_connect(
+        &self,
+        shared: http2::SharedConnection,
+        req: &mut Request<Body>,
+    ) -> Result<Response<Body>, Error> {
         if req.version() == Version::HTTP_2 {
-            return http2::extend(shared, std::mem::take(req), self.addr).await;
+            return http2::send_extended_connect(shared, std::mem::take(req), self.addr).await;
         }
-        match http2::extend(shared, websocket::carried(req)?, self.addr).await {
+        match http2::send_extended_connect(shared, http1_over_http2::to_extended_connect(req)?, self.addr).await {
             Ok(mut rsp) => {
-                if websocket::opens_stream(&rsp) {
-                    websocket::granted(req, &mut rsp);
+                if websocket::is_tunnel_response(&rsp) {
+                    websocket::set_handshake_response(req, &mut rsp);
                 } else {
-                    orig_proto::downgrade(&mut rsp);
+                    http1_over_http2::downgrade(&mut rsp);
                 }
                 Ok(rsp)
             }
-            Err(error) if !self.may_send_again(&error) => Err(error),
+            Err(error) if !self.can_resend(&error) => Err(error),
             Err(error) => {
                 let io = (self.connect)(Protocol::Http1).await;
-                let io = io.map_err(|failed| self.gone(&error, failed))?;
-                let mut exchange = http1::Connection::new(io).send(req, self.addr, None);
+                let io = io.map_err(|failed| self.reconnect_error(&error, failed))?;
+                let mut exchange = http1::ClientConnection::new(io).send(req, self.addr, None);
                 match exchange.head().await {
-                    Ok(head) => Ok(exchange.response(head)),
-                    Err(why) => Err(exchange.failed(why, self.resend()).await.error),
+                    Ok(head) => Ok(exchange.into_response(head)),
+                    Err(why) => Err(exchange.into_failure(why, self.resend_policy()).await.error),
                 }
             }
         }
     }
 
-    /// Whether a WebSocket may be asked for again: a GET, which may have been processed.
-    fn may_send_again(&self, error: &Error) -> bool {
+    /// Whether a WebSocket handshake, which is a GET, can be sent again.
+    fn can_resend(&self, error: &Error) -> bool {
         match error.retry() {
             Retry::NeverSent => true,
-            Retry::IfIdempotent => self.resend().permits(&Method::GET),
+            Retry::IfIdempotent => self.resend_policy().allows(&Method::GET),
             Retry::No => false,
         }
     }
 
-    /// Sends a request once more that nobody has read, or that may be processed twice.
-    async fn send_again(&self, exchange: Exchange, why: NoHead) -> Result<Response<Body>, Error> {
+    /// Sends a request again if the server has not read it, or if it can be processed twice.
+    async fn resend(&self, exchange: Exchange, why: ResponseHeadError) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
-        let Failed { error, again } = exchange.failed(why, self.resend()).await;
-        let Some(mut again) = again else { return Err(error) };
-        let io = match ((self.connect)(Protocol::Http1).await, again.to) {
-            (Ok(io), SendAgainTo::Whoever) => io,
-            (Err(failed), SendAgainTo::Whoever) => return Err(self.gone(&error, failed)),
-            (Err(failed), SendAgainTo::Another) if failed.is_refusal() && again.is_thrown_away().await => {
-                return Err(self.gone(&error, failed));
-            }
-            (Ok(_) | Err(_), SendAgainTo::Another) => return Err(error),
+        let FailedExchange {
+            error,
+            resend: resend_request,
+        } = exchange.into_failure(why, self.resend_policy()).await;
+        let Some(mut resend_request) = resend_request else {
+            return Err(error);
         };
-        let mut exchange = http1::Connection::new(io).send_again(again, self.addr, pool);
+        let io = match ((self.connect)(Protocol::Http1).await, resend_request.target) {
+            (Ok(io), ResendTarget::SameEndpoint) => io,
+            (Err(failed), ResendTarget::SameEndpoint) => return Err(self.reconnect_error(&error, failed)),
+            (Err(failed), ResendTarget::OtherEndpoint)
+                if failed.is_connection_refused() && resend_request.was_discarded().await =>
+            {
+                return Err(self.reconnect_error(&error, failed));
+            }
+            (Ok(_) | Err(_), ResendTarget::OtherEndpoint) => return Err(error),
+        };
+        let mut exchange = http1::ClientConnection::new(io).resend(resend_request, self.addr, pool);
         match exchange.head().await {
-            Ok(head) => Ok(exchange.response(head)),
-            Err(why) => Err(exchange.failed(why, self.resend()).await.error),
+            Ok(head) => Ok(exchange.into_response(head)),
+            Err(why) => Err(exchange.into_failure(why, self.resend_policy()).await.error),
         }
     }
 
-    /// Why a request was not sent again after `error`, where a connection for it could not be had.
-    fn gone(&self, error: &Error, dial: Error) -> Error {
+    /// The error of a request that failed with `error` and whose resend failed to open a connection.
+    fn reconnect_error(&self, error: &Error, dial: Error) -> Error {
         match error.retry() {
             Retry::NeverSent => dial,
-            Retry::IfIdempotent | Retry::No => Error::Gone {
+            Retry::IfIdempotent | Retry::No => Error::ReconnectFailed {
                 addr: self.addr,
                 cause: dial.cause(),
             },
@@ -372,17 +393,17 @@ impl Client {
     }
 }
 
-/// A dial that is under way, until it has ended or nobody waits for it any more.
-struct Dialling<'a>(&'a Mutex<Option<Instant>>);
+/// Marks a dial as in progress until it ends or is cancelled.
+struct DialGuard<'a>(&'a Mutex<Option<Instant>>);
 
-impl<'a> Dialling<'a> {
-    fn begin(since: &'a Mutex<Option<Instant>>) -> Self {
+impl<'a> DialGuard<'a> {
+    fn start(since: &'a Mutex<Option<Instant>>) -> Self {
         *since.lock() = Some(Instant::now());
         Self(since)
     }
 }
 
-impl Drop for Dialling<'_> {
+impl Drop for DialGuard<'_> {
     fn drop(&mut self) {
         *self.0.lock() = None;
     }
@@ -406,27 +427,27 @@ mod tests {
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
-    /// What becomes of a request to an application that does this with its connection, and whether it came on a second one.
-    /// Where there is no error for a second dial, the application listens still.
-    async fn ended(
-        end: impl AsyncFnOnce(TcpStream),
-        again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
+    /// Sends a POST to an application that handles its first connection with `close`. Returns the result, and whether the
+    /// request arrived on a second connection. The second dial fails with `dial_error`, if there is one.
+    async fn send_post(
+        close: impl AsyncFnOnce(TcpStream),
+        dial_error: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
     ) -> (Result<Response<Body>, Error>, bool) {
         let post = Request::post("/").body(Body::full(Bytes::from_static(b"a body")));
-        asked(post.unwrap(), end, again).await
+        send_request(post.unwrap(), close, dial_error).await
     }
 
-    async fn asked(
+    async fn send_request(
         mut req: Request<Body>,
-        end: impl AsyncFnOnce(TcpStream),
-        again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
+        close: impl AsyncFnOnce(TcpStream),
+        dial_error: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
     ) -> (Result<Response<Body>, Error>, bool) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let dials = AtomicU64::new(0);
-        let connect: Connect = Box::new(move |_| {
+        let connect: ConnectFn = Box::new(move |_| {
             let is_first = dials.fetch_add(1, Ordering::Relaxed) == 0;
-            let failed = again(addr).filter(|_| !is_first).map(Error::connect);
+            let failed = dial_error(addr).filter(|_| !is_first).map(Error::from_connect);
             Box::pin(async move {
                 match failed {
                     Some(failed) => Err(failed),
@@ -437,37 +458,41 @@ mod tests {
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
-            resend: Resend::Idempotent,
+            resend: ResendPolicy::IdempotentMethods,
         };
-        let client = Client::new(addr, connect, Params::default(), pool);
-        let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
+        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
         let (application, _) = listener.accept().await.unwrap();
-        let mut twice = false;
+        let mut is_resent = false;
         let sent = {
-            let end_and_answer = async {
-                end(application).await;
+            let close_and_answer = async {
+                close(application).await;
                 loop {
                     let (mut second, _) = listener.accept().await.unwrap();
-                    twice |= second.read(&mut [0; 1024]).await.is_ok_and(|n| n > 0);
-                    // Who only asked whether somebody listens is gone.
+                    is_resent |= second.read(&mut [0; 1024]).await.is_ok_and(|n| n > 0);
+                    // Fails if the client only checked whether the port is open.
                     let _ = second.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").await;
                 }
             };
             tokio::select! {
-                biased; // what ends at once ends before
-                () = end_and_answer => unreachable!(),
+                biased; // an application that closes at once does so before the request is sent
+                () = close_and_answer => unreachable!(),
                 sent = client.send(ready, &mut req) => sent,
             }
         };
-        (sent, twice)
+        (sent, is_resent)
     }
 
-    /// Whether it may be sent to another endpoint, where the second dial fails with this.
-    async fn retry_where(
-        end: impl AsyncFnOnce(TcpStream),
-        again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
+    /// Whether the request can be sent to another endpoint after the second dial failed with `dial_error`.
+    async fn retry_after(
+        close: impl AsyncFnOnce(TcpStream),
+        dial_error: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
     ) -> Retry {
-        ended(end, move |addr| Some(again(addr))).await.0.unwrap_err().retry()
+        send_post(close, move |addr| Some(dial_error(addr)))
+            .await
+            .0
+            .unwrap_err()
+            .retry()
     }
 
     fn refused(addr: SocketAddr) -> ConnectError {
@@ -480,13 +505,13 @@ mod tests {
         ConnectError::Timeout { addr, limit }
     }
 
-    /// With the request unread.
+    /// Closes with unread data, so that the kernel sends a reset.
     async fn reset(application: TcpStream) {
         application.peek(&mut [0]).await.unwrap();
     }
 
-    /// As on a machine with more to do than processors, where whoever is told of the end runs before who has ended.
-    async fn reset_a_while_after_the_end(mut application: TcpStream) {
+    /// The reset is delayed after the FIN, as on a machine with too few processors.
+    async fn reset_after_fin(mut application: TcpStream) {
         application.peek(&mut [0]).await.unwrap();
         application.shutdown().await.unwrap();
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -505,16 +530,16 @@ mod tests {
             addr,
             source: nix::Error::EMFILE.into(),
         };
-        let after_it_was_read = async |mut application: TcpStream| {
+        let after_read = async |mut application: TcpStream| {
             read(&mut application, b"a body").await;
             application.set_zero_linger().unwrap();
         };
-        let late = reset_a_while_after_the_end;
-        for again in [refused, timed_out, out_of_files] {
+        let after_fin = reset_after_fin;
+        for dial_error in [refused, timed_out, out_of_files] {
             for retry in [
-                retry_where(reset, again).await,
-                retry_where(late, again).await,
-                retry_where(after_it_was_read, again).await,
+                retry_after(reset, dial_error).await,
+                retry_after(after_fin, dial_error).await,
+                retry_after(after_read, dial_error).await,
             ] {
                 assert_eq!(retry, Retry::No);
             }
@@ -523,68 +548,70 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_that_was_read_is_not_sent_again() {
-        let whole = async |mut application: TcpStream| read(&mut application, b"a body").await;
-        let to_a_reset = async |mut application: TcpStream| {
+        let close_after_read = async |mut application: TcpStream| read(&mut application, b"a body").await;
+        let reset_after_read = async |mut application: TcpStream| {
             read(&mut application, b"a body").await;
             application.shutdown().await.unwrap();
             application.set_zero_linger().unwrap();
         };
-        let to_its_middle = async |mut application: TcpStream| {
+        let fin_after_part = async |mut application: TcpStream| {
             application.read_exact(&mut [0; 32]).await.unwrap();
             application.shutdown().await.unwrap();
         };
-        for (sent, twice) in [
-            ended(whole, |_| None).await,
-            ended(to_a_reset, |_| None).await,
-            ended(to_its_middle, |_| None).await,
-            ended(reset_a_while_after_the_end, |_| None).await,
+        for (sent, is_resent) in [
+            send_post(close_after_read, |_| None).await,
+            send_post(reset_after_read, |_| None).await,
+            send_post(fin_after_part, |_| None).await,
+            send_post(reset_after_fin, |_| None).await,
         ] {
-            assert!(matches!(sent, Err(Error::Closed { .. })) && !twice, "{sent:?}");
+            assert!(
+                matches!(sent, Err(Error::ConnectionClosed { .. })) && !is_resent,
+                "{sent:?}"
+            );
         }
-        assert_ne!(retry_where(whole, refused).await, Retry::NeverSent);
+        assert_ne!(retry_after(close_after_read, refused).await, Retry::NeverSent);
     }
 
-    /// Its application had closed the connection before, which nobody had noticed yet.
+    /// The application closes the connection before the request, and the client has not noticed yet.
     #[tokio::test]
-    async fn a_request_that_came_after_the_end_is_sent_again() {
+    async fn a_request_sent_after_the_server_closed_is_resent() {
         let closed = async |application: TcpStream| drop(application);
-        let (sent, twice) = ended(closed, |_| None).await;
-        assert!(sent.is_ok() && twice, "{sent:?}");
-        assert_eq!(retry_where(closed, refused).await, Retry::NeverSent);
+        let (sent, is_resent) = send_post(closed, |_| None).await;
+        assert!(sent.is_ok() && is_resent, "{sent:?}");
+        assert_eq!(retry_after(closed, refused).await, Retry::NeverSent);
     }
 
     #[tokio::test]
-    async fn a_request_that_may_be_processed_twice_goes_elsewhere_once_nobody_listens() {
+    async fn an_idempotent_request_goes_to_another_endpoint_when_the_port_is_closed() {
         let get = || Request::get("/").body(Body::empty()).unwrap();
         let reset = async |mut application: TcpStream| {
             read(&mut application, b"\r\n\r\n").await;
             application.set_zero_linger().unwrap();
         };
-        let (sent, _) = asked(get(), reset, |addr| Some(refused(addr))).await;
-        let gone = sent.unwrap_err();
-        assert_eq!(gone.retry(), Retry::IfIdempotent);
-        assert_eq!(gone.told(), "connection-closed; then=connect-refused");
-        // It may be the request that ends connections.
-        let (sent, twice) = asked(get(), reset, |_| None).await;
-        assert!(!twice);
+        let (sent, _) = send_request(get(), reset, |addr| Some(refused(addr))).await;
+        let error = sent.unwrap_err();
+        assert_eq!(error.retry(), Retry::IfIdempotent);
+        assert_eq!(error.cause_header(), "connection-closed; then=connect-refused");
+        // While the port is open, the request itself may make the application close its connections.
+        let (sent, is_resent) = send_request(get(), reset, |_| None).await;
+        assert!(!is_resent);
         assert_eq!(sent.unwrap_err().retry(), Retry::No);
     }
 
-    /// A server of HTTP/1 that says for how long it keeps connections.
     #[tokio::test]
-    async fn a_connection_is_used_as_long_as_its_server_says() {
+    async fn an_idle_connection_is_reused_within_the_keep_alive_timeout() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let connect: Connect =
+        let connect: ConnectFn =
             Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(60),
             max_idle: 1,
-            resend: Resend::Idempotent,
+            resend: ResendPolicy::IdempotentMethods,
         };
-        let client = Client::new(addr, connect, Params::default(), pool);
-        let answered = async || {
-            let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
+        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let send_get = async || {
+            let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
             let mut get = Request::get("/").body(Body::empty()).unwrap();
             let (sent, server) = tokio::join!(client.send(ready, &mut get), async {
                 let (mut server, _) = listener.accept().await.unwrap();
@@ -596,35 +623,35 @@ mod tests {
             server
         };
         for (idle, is_open) in [(30, true), (39, false)] {
-            let _server = answered().await;
+            let _server = send_get().await;
             tokio::time::pause();
             tokio::time::advance(Duration::from_secs(idle)).await;
-            let open = client.open(Protocol::Http1, Reuse::Pooled).await;
+            let open = client.existing_connection(Protocol::Http1, ConnectionUse::Pooled).await;
             assert_eq!(open.is_some(), is_open, "{idle} s");
             tokio::time::resume();
         }
     }
 
     #[tokio::test]
-    async fn a_dial_that_nobody_waits_for_any_more_is_over() {
+    async fn a_dial_without_waiters_is_cancelled() {
         let addr = ([127, 0, 0, 1], 1).into();
-        let connect: Connect = Box::new(|_| Box::pin(std::future::pending()));
+        let connect: ConnectFn = Box::new(|_| Box::pin(std::future::pending()));
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
-            resend: Resend::Idempotent,
+            resend: ResendPolicy::IdempotentMethods,
         };
-        let client = Client::new(addr, connect, Params::default(), pool);
+        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
         {
-            let mut dial = pin!(client.dial(Protocol::Http2, Reuse::Pooled));
+            let mut dial = pin!(client.dial(Protocol::Http2, ConnectionUse::Pooled));
             assert!(futures_util::poll!(&mut dial).is_pending());
-            assert!(client.dialled_since().is_some());
+            assert!(client.dial_started_at().is_some());
         }
-        assert!(client.dialled_since().is_none());
+        assert!(client.dial_started_at().is_none());
     }
 
-    /// What a server of HTTP/2 has a WebSocket, and an extended CONNECT, go by.
-    async fn ready_for(server: &h2::server::Builder) -> [Ready; 2] {
+    /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
+    async fn connections_to(server: &h2::server::Builder) -> [ReadyConnection; 2] {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let server = server.clone();
@@ -638,34 +665,49 @@ mod tests {
                 });
             }
         });
-        let connect: Connect =
+        let connect: ConnectFn =
             Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
-            resend: Resend::Idempotent,
+            resend: ResendPolicy::IdempotentMethods,
         };
-        let client = Client::new(addr, connect, Params::default(), pool);
-        let websocket = client.ready(Protocol::Http1, Reuse::OwnStream).await.unwrap();
+        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let websocket = client
+            .connection(Protocol::Http1, ConnectionUse::ExtendedConnect)
+            .await
+            .unwrap();
         [
             websocket,
-            client.ready(Protocol::Http2, Reuse::OwnStream).await.unwrap(),
+            client
+                .connection(Protocol::Http2, ConnectionUse::ExtendedConnect)
+                .await
+                .unwrap(),
         ]
     }
 
     #[tokio::test]
-    async fn streams_carry_other_protocols_only_where_the_peer_takes_them_and_has_room() {
+    async fn extended_connect_is_used_if_the_peer_supports_it_and_has_free_streams() {
         let mut server = h2::server::Builder::new();
         assert!(matches!(
-            ready_for(&server).await,
-            [Ready::Http1(_, None), Ready::NoStream]
+            connections_to(&server).await,
+            [
+                ReadyConnection::Http1(_, None),
+                ReadyConnection::ExtendedConnectUnsupported
+            ]
         ));
         server.enable_connect_protocol();
-        assert!(matches!(ready_for(&server).await, [Ready::Stream(_), Ready::Stream(_)]));
+        assert!(matches!(
+            connections_to(&server).await,
+            [ReadyConnection::ExtendedConnect(_), ReadyConnection::ExtendedConnect(_)]
+        ));
         server.max_concurrent_streams(4);
         assert!(matches!(
-            ready_for(&server).await,
-            [Ready::Http1(_, None), Ready::NoStream]
+            connections_to(&server).await,
+            [
+                ReadyConnection::Http1(_, None),
+                ReadyConnection::ExtendedConnectUnsupported
+            ]
         ));
     }
 }

@@ -1,4 +1,4 @@
-//! Why a request failed: whose fault it is, whether it may be tried again, and what the client is told.
+//! Request errors: the side at fault, whether a retry is safe, and the status that the client gets.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -6,32 +6,32 @@ use ::h2::Reason;
 use http::{HeaderValue, StatusCode};
 use tulle_core::{addr::Addr, identity::Identity};
 
-use crate::{http::h1::head::MAX_LINES, metrics::http::Fault, net::connect::ConnectError};
+use crate::{metrics::http::ErrorLabels, net::connect::ConnectError};
 
-/// Whose fault a failed request is.
+/// The side that caused an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// The client sent something wrong or went away.
+    /// The client sent an invalid request or closed the connection.
     Client,
     /// The other end of the upstream connection.
     Peer,
-    /// What the control plane said.
+    /// The configuration from the control plane.
     Policy,
     /// This proxy.
-    Us,
+    Proxy,
 }
 
 /// Whether a failed attempt may be repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
-    /// Nothing of the request reached anybody who could have acted on it.
+    /// The server has not processed the request, so any request can be sent again.
     NeverSent,
-    /// It may have been processed; only a request that is safe to repeat may be sent again.
+    /// The server may have processed the request, so only an idempotent one can be sent again.
     IfIdempotent,
     No,
 }
 
-/// A request that did not get its response.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum Error {
@@ -39,91 +39,91 @@ pub(crate) enum Error {
     ConnectTimeout(#[source] ConnectError),
     #[error("connect error")]
     Connect(#[source] ConnectError),
-    #[error("connect error: another request's dial of {addr} has just failed")]
+    #[error("connect error: dialling {addr} for another request failed ({cause})")]
     DialFailed {
         addr: SocketAddr,
-        /// Which kind of failure.
+        /// Cause code.
         cause: &'static str,
     },
     #[error("TLS handshake with {addr}")]
     Tls {
         addr: SocketAddr,
-        /// Which kind of failure.
+        /// Cause code.
         cause: &'static str,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     #[error("connection to {addr} closed before a response")]
-    Closed {
+    ConnectionClosed {
         addr: SocketAddr,
         reused: bool,
-        /// Whether somebody may have read something of the request.
+        /// Whether the server may have read a part of the request.
         sent: bool,
     },
     /// The request may have been processed.
-    #[error("connection to {addr} closed before a response, and there is no other ({cause})")]
-    Gone {
+    #[error("connection to {addr} closed before a response, and reconnecting failed ({cause})")]
+    ReconnectFailed {
         addr: SocketAddr,
-        /// Why the dial of another connection failed.
+        /// Cause code of the failed dial.
         cause: &'static str,
     },
     #[error("HTTP/2 connection to {addr} ended before a response")]
     ConnectionLost { addr: SocketAddr },
     #[error("{addr} had no free HTTP/2 stream within {limit:?}")]
-    NoFreeStream {
+    StreamLimit {
         addr: SocketAddr,
         limit: Duration,
-        /// Whether something of the request may have left.
+        /// Whether a part of the request may have been sent.
         sent: bool,
     },
     #[error("HTTP/2 error")]
     H2(#[source] ::h2::Error),
     #[error("reading the response")]
-    Response(#[source] std::io::Error),
+    ReadResponse(#[source] std::io::Error),
     #[error("invalid response: {0}")]
-    BadResponse(&'static str),
-    #[error("{addr} takes no extended CONNECT (RFC 8441), or no more of them")]
-    NoStream { addr: SocketAddr },
-    /// It was safe to send once more, but for its body.
+    InvalidResponse(&'static str),
+    #[error("{addr} does not accept another extended CONNECT stream (RFC 8441)")]
+    ExtendedConnectUnsupported { addr: SocketAddr },
+    /// A retry was safe, but the body was too large to be kept for it.
     #[error(transparent)]
     TooLargeToRetry(Box<Self>),
     #[error("receiving the request body")]
-    RequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
-    #[error("the request is given up here, or sent to another endpoint")]
-    TakenBack,
-    #[error("a body is not as long as its content-length")]
-    Miscounted,
+    ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
+    RequestCancelled,
+    #[error("the length of a body differs from its content-length")]
+    ContentLengthMismatch,
     #[error("invalid request: {0}")]
-    BadRequest(&'static str),
-    #[error("the path can be taken for another one, and what is permitted here depends on it")]
+    InvalidRequest(&'static str),
+    #[error("the path is ambiguous, and the policy of this port depends on the path")]
     AmbiguousPath,
-    #[error("the request's head has more than {limit} bytes, or more than {MAX_LINES} lines")]
-    HeadTooLong { limit: usize },
-    #[error("the request's head did not come within {0:?}")]
-    HeadTimeout(Duration),
-    #[error("nothing more of the request's body came for {0:?}")]
-    BodyTimeout(Duration),
-    #[error("the client left before its response")]
-    Left,
-    #[error("the client's connection broke")]
-    Client(#[source] std::io::Error),
+    #[error("the request head has more than {limit} bytes or more than {MAX_HEADERS} header lines")]
+    HeaderTooLarge { limit: usize },
+    #[error("the request head was not received within {0:?}")]
+    HeaderReadTimeout(Duration),
+    #[error("no data of the request body was received for {0:?}")]
+    BodyIdleTimeout(Duration),
+    #[error("the client closed the connection or reset the stream before the response")]
+    ClientClosed,
+    #[error("the connection to the client failed")]
+    ClientIo(#[source] std::io::Error),
     #[error("no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration, Unready),
+    FailFast(Duration, UnavailableReason),
     #[error("no endpoint is available")]
-    Unavailable(Unready),
+    EndpointsUnavailable(UnavailableReason),
     #[error("the route has no backends")]
     NoBackends,
     #[error("too many requests wait for an endpoint")]
     QueueFull,
     #[error("too many requests in flight")]
-    Shed,
+    MaxInFlight,
     #[error("the requests in flight on one HTTP/2 connection have header lists of more than {limit} bytes")]
-    TooManyHeaders { limit: usize },
+    HeaderListsTooLarge { limit: usize },
     #[error("memory is about to run out")]
-    MemoryShort,
-    #[error("{limit} connections are open, as many as there may be")]
+    MemoryPressure,
+    #[error("the limit of {limit} connections is reached")]
     TooManyConnections { limit: usize },
     #[error("no route for request")]
     RouteNotFound,
@@ -132,8 +132,8 @@ pub(crate) enum Error {
     #[error("the request has passed this gateway before")]
     GatewayLoop,
     #[error("backend refuses: {0}")]
-    NoBackend(&'static str),
-    #[error("the control plane has not told who may use this port")]
+    InvalidBackend(&'static str),
+    #[error("the control plane has not sent the policy of this port")]
     PolicyUnknown,
     #[error("{0}")]
     InvalidPolicy(String),
@@ -148,52 +148,51 @@ pub(crate) enum Error {
     #[error("{message}")]
     InjectedGrpc { code: i32, message: String },
     #[error("endpoint is not {required}")]
-    RequireId { required: String, actual: Option<Identity> },
+    IdentityMismatch { required: String, actual: Option<Identity> },
     #[error(transparent)]
-    Late(Late),
-    #[error("the discovery of {0} did not answer in time")]
-    Undiscovered(Addr),
-    #[error("{name} is of no service of the mesh, and DNS has no address of it")]
-    Unresolved {
+    Timeout(TimeoutKind),
+    #[error("the discovery of {0} timed out")]
+    DiscoveryTimeout(Addr),
+    #[error("{name} is not a service of the mesh, and DNS has no address for it")]
+    NameUnresolved {
         name: Arc<str>,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    #[error("no client is led to {0}")]
+    #[error("the proxy does not forward to {0}")]
     TargetForbidden(Addr),
-    #[error("{limit} targets are in use, and no further name is looked up")]
+    #[error("the limit of {limit} names in use is reached")]
     TooManyNames { limit: usize },
 }
 
-/// Why no endpoint is available of those that there are.
+/// Why none of the endpoints is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unready {
-    /// They cannot be reached; one of them for this cause, if any has been tried.
-    Unreached { after: Option<&'static str> },
-    /// Some were taken out for failing.
-    Ejected,
+pub(crate) enum UnavailableReason {
+    /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none was dialled.
+    Unreachable { after: Option<&'static str> },
+    /// Circuit breakers have ejected some endpoints.
+    BreakerOpen,
 }
 
-/// Which time of a request is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Late {
-    /// Of the request, with all that was tried.
+pub(crate) enum TimeoutKind {
+    /// The whole request, with all its attempts.
     #[error("request timeout: not answered within {0:?}")]
     Request(Duration),
-    /// Of one try, to the head of its response.
+    /// One attempt, until its response head.
     #[error("response headers timeout: none within {0:?}")]
-    Head(Duration),
-    /// Of the response, to its end.
+    ResponseHeaders(Duration),
+    /// The response, until its end.
     #[error("response timeout: not complete within {0:?}")]
     Response(Duration),
     #[error("idle timeout: no data for {0:?}")]
     Idle(Duration),
-    /// Of the response, by a ServiceProfile.
+    /// The response, with the timeout of a ServiceProfile.
     #[error("response timeout: no response within {0:?}")]
     Profile(Duration),
 }
 
-/// Code `Unavailable` and its siblings of gRPC.
+/// gRPC status codes.
 pub(crate) mod grpc {
     pub(crate) use tulle_core::retry::{DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE};
 
@@ -206,38 +205,37 @@ pub(crate) mod grpc {
     pub(crate) const UNIMPLEMENTED: i32 = 12;
 }
 
-/// What the client is told.
+/// The status that the client gets.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ErrorStatus {
     pub(crate) status: StatusCode,
-    pub(crate) grpc: i32,
-    /// Whether the client's connection is closed gracefully with it.
-    pub(crate) close: bool,
+    pub(crate) grpc_code: i32,
+    /// Whether the response also closes the client's connection gracefully.
+    pub(crate) closes_connection: bool,
 }
 
 impl Error {
-    /// An error of a body that a client sends us.
+    /// Wraps an error from receiving a request body.
     pub(crate) fn from_client(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
-        Self::RequestBody(error.into())
+        Self::ReadRequestBody(error.into())
     }
 
-    pub(crate) fn connect(error: ConnectError) -> Self {
+    pub(crate) fn from_connect(error: ConnectError) -> Self {
         match error {
             ConnectError::Timeout { .. } => Self::ConnectTimeout(error),
             _ => Self::Connect(error),
         }
     }
 
-    /// Whether it was the request's body that failed, which nobody gets the rest of.
-    pub(crate) fn is_of_request_body(&self) -> bool {
+    /// Whether the request body failed. The server then does not get the rest of it.
+    pub(crate) fn is_request_body_error(&self) -> bool {
         matches!(
             self,
-            Self::RequestBody(_) | Self::BodyTimeout(_) | Self::Miscounted | Self::TakenBack
+            Self::ReadRequestBody(_) | Self::BodyIdleTimeout(_) | Self::ContentLengthMismatch | Self::RequestCancelled
         )
     }
 
-    /// Whether nobody listens where this dialled.
-    pub(crate) fn is_refusal(&self) -> bool {
+    pub(crate) fn is_connection_refused(&self) -> bool {
         matches!(
             self,
             Self::Connect(ConnectError::Io { source, .. }) if source.kind() == std::io::ErrorKind::ConnectionRefused
@@ -247,48 +245,48 @@ impl Error {
     pub(crate) fn side(&self) -> Side {
         match self {
             Self::TooLargeToRetry(error) => error.side(),
-            Self::RequestBody(_)
-            | Self::BadRequest(_)
+            Self::ReadRequestBody(_)
+            | Self::InvalidRequest(_)
             | Self::AmbiguousPath
-            | Self::HeadTooLong { .. }
-            | Self::HeadTimeout(_)
-            | Self::BodyTimeout(_)
-            | Self::NoStream { .. }
+            | Self::HeaderTooLarge { .. }
+            | Self::HeaderReadTimeout(_)
+            | Self::BodyIdleTimeout(_)
+            | Self::ExtendedConnectUnsupported { .. }
             | Self::TargetForbidden(_)
-            | Self::Left
-            | Self::Client(_) => Side::Client,
+            | Self::ClientClosed
+            | Self::ClientIo(_) => Side::Client,
             Self::ConnectTimeout(_)
             | Self::Connect(_)
             | Self::DialFailed { .. }
             | Self::Tls { .. }
-            | Self::Closed { .. }
-            | Self::Gone { .. }
+            | Self::ConnectionClosed { .. }
+            | Self::ReconnectFailed { .. }
             | Self::ConnectionLost { .. }
-            | Self::NoFreeStream { .. }
+            | Self::StreamLimit { .. }
             | Self::H2(_)
-            | Self::Response(_)
-            | Self::BadResponse(_)
-            | Self::Miscounted
-            | Self::RequireId { .. }
-            | Self::Late(_) => Side::Peer,
-            Self::TakenBack
-            | Self::Shed
-            | Self::TooManyHeaders { .. }
-            | Self::MemoryShort
+            | Self::ReadResponse(_)
+            | Self::InvalidResponse(_)
+            | Self::ContentLengthMismatch
+            | Self::IdentityMismatch { .. }
+            | Self::Timeout(_) => Side::Peer,
+            Self::RequestCancelled
+            | Self::MaxInFlight
+            | Self::HeaderListsTooLarge { .. }
+            | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::QueueFull
-            | Self::Undiscovered(_)
+            | Self::DiscoveryTimeout(_)
             | Self::TooManyNames { .. }
-            | Self::PolicyUnknown => Side::Us,
+            | Self::PolicyUnknown => Side::Proxy,
             Self::NoEndpoints
-            | Self::Unresolved { .. }
+            | Self::NameUnresolved { .. }
             | Self::FailFast(..)
-            | Self::Unavailable(_)
+            | Self::EndpointsUnavailable(_)
             | Self::RouteNotFound
             | Self::GatewayDomain(_)
             | Self::GatewayLoop
             | Self::NoBackends
-            | Self::NoBackend(_)
+            | Self::InvalidBackend(_)
             | Self::InvalidPolicy(_)
             | Self::Unauthorized { .. }
             | Self::RateLimited { .. }
@@ -298,20 +296,20 @@ impl Error {
         }
     }
 
-    /// Whether there was no connection to send anything on.
-    pub(crate) fn is_of_dial(&self) -> bool {
+    /// Whether no connection could be opened, so nothing was sent.
+    pub(crate) fn is_dial_error(&self) -> bool {
         matches!(
             self,
             Self::ConnectTimeout(_) | Self::Connect(_) | Self::DialFailed { .. } | Self::Tls { .. }
         )
     }
 
-    /// Whether the other end of an HTTP/2 connection says that it has not processed the stream: it refused the stream, or the stream
-    /// is above the last one that it answers before it ends the connection. A new connection may do better.
+    /// Whether the peer of an HTTP/2 connection reports that it has not processed the stream: with `REFUSED_STREAM`, or
+    /// with a GOAWAY whose last stream is lower. The request can be sent again on a new connection.
     pub(crate) fn is_unprocessed(&self) -> bool {
         match self {
             Self::TooLargeToRetry(error) => error.is_unprocessed(),
-            // Streams up to the last one go on, so that only those above it fail with what the other end has said.
+            // Only streams above the last stream of a GOAWAY fail with it; the others continue.
             Self::H2(error) => {
                 error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.is_remote())
             }
@@ -319,77 +317,85 @@ impl Error {
         }
     }
 
-    /// Whether a connection was ended in good order.
-    pub(crate) fn is_graceful_end(&self) -> bool {
+    /// Whether the peer closed the connection with GOAWAY and `NO_ERROR`.
+    pub(crate) fn is_graceful_go_away(&self) -> bool {
         matches!(self, Self::H2(error) if error.is_go_away() && error.is_remote() && error.reason() == Some(Reason::NO_ERROR))
     }
 
     pub(crate) fn retry(&self) -> Retry {
         match self {
-            error if error.is_of_dial() => Retry::NeverSent,
+            error if error.is_dial_error() => Retry::NeverSent,
             error if error.is_unprocessed() => Retry::NeverSent,
-            Self::Closed { sent: false, .. } | Self::NoFreeStream { sent: false, .. } => Retry::NeverSent,
-            Self::Closed { reused: true, .. } | Self::Gone { .. } | Self::ConnectionLost { .. } => Retry::IfIdempotent,
+            Self::ConnectionClosed { sent: false, .. } | Self::StreamLimit { sent: false, .. } => Retry::NeverSent,
+            Self::ConnectionClosed { reused: true, .. }
+            | Self::ReconnectFailed { .. }
+            | Self::ConnectionLost { .. } => Retry::IfIdempotent,
             Self::H2(error) if error.is_io() || error.is_go_away() => Retry::IfIdempotent,
             _ => Retry::No,
         }
     }
 
-    /// Source: `spec` of the compatible system, its table of errors and responses.
-    pub(crate) fn answer(&self) -> Answer {
-        let answer = |status, grpc, close| Answer { status, grpc, close };
+    /// HTTP status and gRPC code of the error response.
+    ///
+    /// Source: the responses of Linkerd's proxy.
+    pub(crate) fn status(&self) -> ErrorStatus {
+        let answer = |status, grpc, close| ErrorStatus {
+            status,
+            grpc_code: grpc,
+            closes_connection: close,
+        };
         match self {
-            Self::TooLargeToRetry(error) => error.answer(),
+            Self::TooLargeToRetry(error) => error.status(),
             Self::ConnectTimeout(_)
             | Self::DialFailed {
                 cause: "connect-timeout",
                 ..
             }
             | Self::FailFast(..) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
-            Self::Late(late) => answer(
+            Self::Timeout(kind) => answer(
                 StatusCode::GATEWAY_TIMEOUT,
                 grpc::DEADLINE_EXCEEDED,
-                matches!(late, Late::Profile(_)),
+                matches!(kind, TimeoutKind::Profile(_)),
             ),
             Self::Connect(_)
             | Self::DialFailed { .. }
             | Self::Tls { .. }
-            | Self::Closed { .. }
-            | Self::Gone { .. }
+            | Self::ConnectionClosed { .. }
+            | Self::ReconnectFailed { .. }
             | Self::ConnectionLost { .. }
             | Self::H2(_)
-            | Self::Response(_)
-            | Self::BadResponse(_)
-            | Self::Miscounted
-            | Self::RequireId { .. }
-            | Self::TakenBack
-            | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
+            | Self::ReadResponse(_)
+            | Self::InvalidResponse(_)
+            | Self::ContentLengthMismatch
+            | Self::IdentityMismatch { .. }
+            | Self::RequestCancelled
+            | Self::InvalidBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints
             | Self::NoBackends
-            | Self::Unavailable(_)
+            | Self::EndpointsUnavailable(_)
             | Self::QueueFull
-            | Self::NoFreeStream { .. }
-            | Self::Shed
-            | Self::TooManyHeaders { .. }
-            | Self::MemoryShort
+            | Self::StreamLimit { .. }
+            | Self::MaxInFlight
+            | Self::HeaderListsTooLarge { .. }
+            | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
-            | Self::Unresolved { .. }
+            | Self::NameUnresolved { .. }
             | Self::PolicyUnknown
-            | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
-            Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
+            | Self::DiscoveryTimeout(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
+            Self::ReadRequestBody(_) | Self::InvalidRequest(_) | Self::ClientClosed | Self::ClientIo(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
             }
-            Self::HeadTooLong { .. } => answer(
+            Self::HeaderTooLarge { .. } => answer(
                 StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
                 grpc::RESOURCE_EXHAUSTED,
                 true,
             ),
-            Self::HeadTimeout(_) | Self::BodyTimeout(_) => {
+            Self::HeaderReadTimeout(_) | Self::BodyIdleTimeout(_) => {
                 answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
             Self::AmbiguousPath => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, false),
-            Self::NoStream { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
+            Self::ExtendedConnectUnsupported { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
             Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
             Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
@@ -407,94 +413,95 @@ impl Error {
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::TooLargeToRetry(error) => error.label(),
-            Self::Shed
-            | Self::TooManyHeaders { .. }
-            | Self::NoFreeStream { .. }
-            | Self::MemoryShort
+            Self::MaxInFlight
+            | Self::HeaderListsTooLarge { .. }
+            | Self::StreamLimit { .. }
+            | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
-            | Self::Unavailable(_)
+            | Self::EndpointsUnavailable(_)
             | Self::NoEndpoints
             | Self::NoBackends => "loadshed",
             Self::FailFast(..) => "failfast",
-            Self::RequireId { .. } => "identity required",
+            Self::IdentityMismatch { .. } => "identity required",
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
             Self::PolicyUnknown => "policy unknown",
             Self::AmbiguousPath => "ambiguous path",
-            Self::Late(_) => "response timeout",
+            Self::Timeout(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
             | Self::DialFailed { .. }
             | Self::Tls { .. }
-            | Self::Closed { .. }
-            | Self::Gone { .. }
+            | Self::ConnectionClosed { .. }
+            | Self::ReconnectFailed { .. }
             | Self::ConnectionLost { .. }
             | Self::H2(_)
-            | Self::Response(_) => "i/o",
+            | Self::ReadResponse(_) => "i/o",
             _ => "unexpected",
         }
     }
 
-    /// Code and details as `l5d-proxy-cause` tells them, but for who tells.
-    pub(crate) fn told(&self) -> String {
+    /// Cause code and details for `l5d-proxy-cause`, without direction, proxy and target.
+    pub(crate) fn cause_header(&self) -> String {
         let code = self.cause();
         match self {
             Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
             Self::RateLimited { limit } => format!("{code}; limit={limit}"),
             Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
-            Self::FailFast(_, Unready::Unreached { after: Some(after) })
-            | Self::Unavailable(Unready::Unreached { after: Some(after) }) => format!("{code}; after={after}"),
-            Self::Gone { cause, .. } => format!("{code}; then={cause}"),
+            Self::FailFast(_, UnavailableReason::Unreachable { after: Some(after) })
+            | Self::EndpointsUnavailable(UnavailableReason::Unreachable { after: Some(after) }) => {
+                format!("{code}; after={after}")
+            }
+            Self::ReconnectFailed { cause, .. } => format!("{code}; then={cause}"),
             _ => code.to_owned(),
         }
     }
 
-    /// The address that failed, where it is another than was asked for.
-    pub(crate) fn target(&self) -> Option<SocketAddr> {
+    /// The endpoint that failed, if the error is about an endpoint.
+    pub(crate) fn failed_addr(&self) -> Option<SocketAddr> {
         match self {
             Self::ConnectTimeout(error) | Self::Connect(error) => Some(error.addr()),
             Self::DialFailed { addr, .. }
             | Self::Tls { addr, .. }
-            | Self::Closed { addr, .. }
-            | Self::Gone { addr, .. }
+            | Self::ConnectionClosed { addr, .. }
+            | Self::ReconnectFailed { addr, .. }
             | Self::ConnectionLost { addr }
-            | Self::NoFreeStream { addr, .. }
-            | Self::NoStream { addr } => Some(*addr),
-            Self::TooLargeToRetry(error) => error.target(),
+            | Self::StreamLimit { addr, .. }
+            | Self::ExtendedConnectUnsupported { addr } => Some(*addr),
+            Self::TooLargeToRetry(error) => error.failed_addr(),
             _ => None,
         }
     }
 
-    /// What it is called in metrics.
-    pub(crate) fn fault(&self) -> Fault {
-        Fault {
+    pub(crate) fn labels(&self) -> ErrorLabels {
+        ErrorLabels {
             cause: self.cause(),
-            stream: self.stream_label(),
+            route_error: self.route_label(),
         }
     }
 
-    /// The name of an error in the metrics of routes.
-    fn stream_label(&self) -> &'static str {
+    /// Label of the error in route metrics.
+    fn route_label(&self) -> &'static str {
         match self {
-            Self::TooLargeToRetry(error) => error.stream_label(),
+            Self::TooLargeToRetry(error) => error.route_label(),
             Self::FailFast(..) => "FAIL_FAST",
-            Self::Shed
-            | Self::TooManyHeaders { .. }
-            | Self::NoFreeStream { .. }
-            | Self::MemoryShort
+            Self::MaxInFlight
+            | Self::HeaderListsTooLarge { .. }
+            | Self::StreamLimit { .. }
+            | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
-            | Self::Unavailable(_)
+            | Self::EndpointsUnavailable(_)
             | Self::NoEndpoints
             | Self::NoBackends => "LOAD_SHED",
-            Self::Late(Late::Request(_)) => "REQUEST_TIMEOUT",
-            Self::Late(Late::Head(_) | Late::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
-            Self::Late(Late::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
-            Self::Late(Late::Idle(_)) | Self::BodyTimeout(_) => "IDLE_TIMEOUT",
-            Self::Left | Self::Client(_) | Self::RequestBody(_) => "CANCEL",
+            Self::Timeout(TimeoutKind::Request(_)) => "REQUEST_TIMEOUT",
+            Self::Timeout(TimeoutKind::ResponseHeaders(_) | TimeoutKind::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
+            Self::Timeout(TimeoutKind::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
+            Self::Timeout(TimeoutKind::Idle(_)) | Self::BodyIdleTimeout(_) => "IDLE_TIMEOUT",
+            Self::ClientClosed | Self::ClientIo(_) | Self::ReadRequestBody(_) => "CANCEL",
             Self::H2(error) if error.is_go_away() => "GO_AWAY",
             Self::H2(error) => match error.reason() {
                 Some(Reason::CANCEL) => "CANCEL",
@@ -507,276 +514,67 @@ impl Error {
             | Self::Connect(_)
             | Self::DialFailed { .. }
             | Self::Tls { .. }
-            | Self::Closed { .. }
-            | Self::Gone { .. }
+            | Self::ConnectionClosed { .. }
+            | Self::ReconnectFailed { .. }
             | Self::ConnectionLost { .. }
-            | Self::Response(_) => "IO",
+            | Self::ReadResponse(_) => "IO",
             _ => "UNKNOWN",
         }
     }
 
-    /// The stable machine-readable reason, for `l5d-proxy-cause` and metric labels.
+    /// The stable cause code, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
             Self::TooLargeToRetry(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
-            Self::Closed { .. } | Self::Gone { .. } | Self::ConnectionLost { .. } | Self::TakenBack => {
-                "connection-closed"
-            }
-            Self::NoFreeStream { .. } => "no-free-stream",
+            Self::ConnectionClosed { .. }
+            | Self::ReconnectFailed { .. }
+            | Self::ConnectionLost { .. }
+            | Self::RequestCancelled => "connection-closed",
+            Self::StreamLimit { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
-            Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
-            Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
+            Self::ReadResponse(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",
+            Self::ReadRequestBody(_) | Self::InvalidRequest(_) => "bad-request",
             Self::AmbiguousPath => "ambiguous_path",
-            Self::NoStream { .. } => "no-extended-connect",
-            Self::HeadTooLong { .. } => "head-too-long",
-            Self::HeadTimeout(_) => "head-timeout",
-            Self::BodyTimeout(_) => "body-timeout",
-            Self::Left | Self::Client(_) => "client-left",
+            Self::ExtendedConnectUnsupported { .. } => "no-extended-connect",
+            Self::HeaderTooLarge { .. } => "head-too-long",
+            Self::HeaderReadTimeout(_) => "head-timeout",
+            Self::BodyIdleTimeout(_) => "body-timeout",
+            Self::ClientClosed | Self::ClientIo(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
-            Self::FailFast(_, Unready::Ejected) | Self::Unavailable(Unready::Ejected) => "breaker-open",
-            Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
+            Self::FailFast(_, UnavailableReason::BreakerOpen)
+            | Self::EndpointsUnavailable(UnavailableReason::BreakerOpen) => "breaker-open",
+            Self::FailFast(..) | Self::EndpointsUnavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
-            Self::Shed | Self::TooManyHeaders { .. } | Self::TooManyConnections { .. } | Self::TooManyNames { .. } => {
-                "overload"
-            }
-            Self::MemoryShort => "memory-short",
+            Self::MaxInFlight
+            | Self::HeaderListsTooLarge { .. }
+            | Self::TooManyConnections { .. }
+            | Self::TooManyNames { .. } => "overload",
+            Self::MemoryPressure => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::GatewayDomain(_) => "gateway-domain",
             Self::GatewayLoop => "gateway-loop",
-            Self::NoBackend(_) | Self::NoBackends => "no-backend",
+            Self::InvalidBackend(_) | Self::NoBackends => "no-backend",
             Self::PolicyUnknown => "policy_unknown",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Unauthorized { .. } => "policy-denied",
             Self::RateLimited { .. } => "rate-limited",
             Self::Redirect { .. } => "redirect",
             Self::Injected { .. } | Self::InjectedGrpc { .. } => "injected",
-            Self::RequireId { .. } => "tls-identity-mismatch",
-            Self::Late(Late::Request(_) | Late::Profile(_)) => "deadline",
-            Self::Late(Late::Head(_) | Late::Response(_)) => "response-timeout",
-            Self::Late(Late::Idle(_)) => "idle-timeout",
-            Self::Undiscovered(_) => "discovery-timeout",
-            Self::Unresolved { .. } => "name-unresolved",
+            Self::IdentityMismatch { .. } => "tls-identity-mismatch",
+            Self::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => "deadline",
+            Self::Timeout(TimeoutKind::ResponseHeaders(_) | TimeoutKind::Response(_)) => "response-timeout",
+            Self::Timeout(TimeoutKind::Idle(_)) => "idle-timeout",
+            Self::DiscoveryTimeout(_) => "discovery-timeout",
+            Self::NameUnresolved { .. } => "name-unresolved",
             Self::TargetForbidden(_) => "target-forbidden",
         }
     }
 }
 
+/// Maximum number of header lines in the head of an HTTP/1 message.
+pub(super) const MAX_HEADERS: usize = 4096;
+
 #[cfg(test)]
-mod tests {
-    use tulle_core::causes;
-
-    use super::*;
-    use crate::metrics::routes::code_name;
-
-    #[test]
-    fn the_page_of_errors_says_what_clients_are_told() {
-        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
-        let refused = || ConnectError::Io {
-            addr,
-            source: std::io::ErrorKind::ConnectionRefused.into(),
-        };
-        let tls = |cause| Error::Tls {
-            addr,
-            cause,
-            source: "handshake".into(),
-        };
-        let dial_failed = |cause| Error::DialFailed { addr, cause };
-        for error in [
-            Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
-            Error::Connect(refused()),
-            Error::Connect(ConnectError::Ourselves { addr }),
-            dial_failed("connect-refused"),
-            dial_failed("connect-timeout"),
-            dial_failed("tls-identity-mismatch"),
-            tls("tls-identity-mismatch"),
-            tls("tls-untrusted"),
-            tls("tls-expired"),
-            tls("tls-refused"),
-            tls("tls-handshake"),
-            Error::Closed {
-                addr,
-                reused: false,
-                sent: true,
-            },
-            Error::Gone {
-                addr,
-                cause: "connect-refused",
-            },
-            Error::ConnectionLost { addr },
-            Error::NoFreeStream {
-                addr,
-                limit,
-                sent: false,
-            },
-            Error::H2(Reason::INTERNAL_ERROR.into()),
-            Error::Response(std::io::ErrorKind::UnexpectedEof.into()),
-            Error::BadResponse("its length"),
-            Error::Miscounted,
-            Error::from_client("gone"),
-            Error::BadRequest("its target"),
-            Error::AmbiguousPath,
-            Error::HeadTooLong { limit: 1 },
-            Error::HeadTimeout(limit),
-            Error::NoStream { addr },
-            Error::BodyTimeout(limit),
-            Error::Left,
-            Error::NoEndpoints,
-            Error::FailFast(limit, Unready::Unreached { after: None }),
-            Error::FailFast(limit, Unready::Ejected),
-            Error::Unavailable(Unready::Unreached { after: None }),
-            Error::Unavailable(Unready::Ejected),
-            Error::NoBackends,
-            Error::NoBackend("it has no dispatcher"),
-            Error::QueueFull,
-            Error::Shed,
-            Error::TooManyHeaders { limit: 1 },
-            Error::MemoryShort,
-            Error::RouteNotFound,
-            Error::GatewayDomain("other.test".into()),
-            Error::GatewayLoop,
-            Error::PolicyUnknown,
-            Error::InvalidPolicy("of nobody".into()),
-            Error::Unauthorized {
-                rule: String::new(),
-                why: "no-tls",
-            },
-            Error::RateLimited { limit: String::new() },
-            Error::RequireId {
-                required: String::new(),
-                actual: None,
-            },
-            Error::Late(Late::Request(limit)),
-            Error::Late(Late::Head(limit)),
-            Error::Late(Late::Response(limit)),
-            Error::Late(Late::Idle(limit)),
-            Error::Late(Late::Profile(limit)),
-            Error::Undiscovered(Addr::Socket(addr)),
-            Error::TargetForbidden(Addr::Socket(addr)),
-            Error::TooManyConnections { limit: 1 },
-            Error::TooManyNames { limit: 1 },
-            Error::Unresolved {
-                name: "files.example".into(),
-                source: "nobody answers".into(),
-            },
-        ] {
-            let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
-            let answer = error.answer();
-            let code = code_name(u16::try_from(answer.grpc).ok());
-            for told in [answer.status.as_str(), code] {
-                assert!(
-                    cause.answers.contains(told),
-                    "{error:?}: {told} is not in {:?}",
-                    cause.answers
-                );
-            }
-        }
-        let injected = Error::InjectedGrpc {
-            code: 1,
-            message: String::new(),
-        };
-        for error in [injected, Error::TooLargeToRetry(Box::new(Error::Connect(refused())))] {
-            assert!(causes::find(error.cause()).is_some(), "{error:?}");
-        }
-    }
-
-    /// What clients of Linkerd's proxy are told: status, code of gRPC, and whether their connection is closed.
-    #[test]
-    fn answers_are_those_of_the_contract() {
-        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
-        let refused = || ConnectError::Io {
-            addr,
-            source: std::io::ErrorKind::ConnectionRefused.into(),
-        };
-        let status = |status| StatusCode::from_u16(status).unwrap();
-        let redirect = Error::Redirect {
-            status: status(302),
-            location: HeaderValue::from_static("http://x/"),
-        };
-        let injected = Error::Injected {
-            status: status(418),
-            message: String::new(),
-        };
-        let injected_grpc = Error::InjectedGrpc {
-            code: 8,
-            message: String::new(),
-        };
-        let unauthorized = Error::Unauthorized {
-            rule: String::new(),
-            why: "no-tls",
-        };
-        let not_required = Error::RequireId {
-            required: String::new(),
-            actual: None,
-        };
-        let closed = Error::Closed {
-            addr,
-            reused: false,
-            sent: true,
-        };
-        for (error, expected) in [
-            (Error::InvalidPolicy(String::new()), (500, 13, true)),
-            (Error::RouteNotFound, (404, 5, false)),
-            (Error::GatewayDomain("other.test".into()), (404, 5, false)),
-            (Error::GatewayLoop, (508, 10, true)),
-            (unauthorized, (403, 7, false)),
-            (Error::RateLimited { limit: String::new() }, (429, 8, false)),
-            (redirect, (302, 5, false)),
-            (injected, (418, 9, false)),
-            (injected_grpc, (200, 8, false)),
-            (Error::Connect(refused()), (502, 14, true)),
-            (closed, (502, 14, true)),
-            (
-                Error::Response(std::io::ErrorKind::UnexpectedEof.into()),
-                (502, 14, true),
-            ),
-            (Error::H2(Reason::INTERNAL_ERROR.into()), (502, 14, true)),
-            (
-                Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
-                (504, 4, true),
-            ),
-            (Error::FailFast(limit, Unready::Ejected), (504, 4, true)),
-            (Error::Shed, (503, 14, true)),
-            (Error::QueueFull, (503, 14, true)),
-            (Error::Unavailable(Unready::Ejected), (503, 14, true)),
-            (Error::Late(Late::Request(limit)), (504, 4, false)),
-            (Error::Late(Late::Response(limit)), (504, 4, false)),
-            (Error::Late(Late::Head(limit)), (504, 4, false)),
-            (Error::Late(Late::Idle(limit)), (504, 4, false)),
-            (Error::Late(Late::Profile(limit)), (504, 4, true)),
-            (not_required, (502, 14, true)),
-            (Error::NoBackend("it has no dispatcher"), (502, 14, true)),
-            (Error::NoBackends, (503, 14, true)),
-        ] {
-            let Answer { status, grpc, close } = error.answer();
-            assert_eq!((status.as_u16(), grpc, close), expected, "{error:?}");
-        }
-    }
-
-    /// What dashboards of Linkerd know of `*_http_errors_total`.
-    #[test]
-    fn kinds_of_errors_are_those_of_the_contract() {
-        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
-        let dial_failed = Error::DialFailed {
-            addr,
-            cause: "connect-refused",
-        };
-        let not_required = Error::RequireId {
-            required: String::new(),
-            actual: None,
-        };
-        for (error, expected) in [
-            (Error::Shed, "loadshed"),
-            (Error::FailFast(limit, Unready::Ejected), "failfast"),
-            (Error::GatewayDomain("other.test".into()), "gateway domain invalid"),
-            (Error::GatewayLoop, "gateway loop"),
-            (dial_failed, "i/o"),
-            (not_required, "identity required"),
-            (Error::Late(Late::Profile(limit)), "response timeout"),
-            (Error::InvalidPolicy(String::new()), "unexpected"),
-        ] {
-            assert_eq!(error.label(), expected, "{error:?}");
-        }
-    }
-}
+mod tests;

@@ -1,4 +1,4 @@
-//! Header hygiene: what concerns one hop only, who is addressed, and what proxies tell each other.
+//! Header rules: hop-by-hop headers, the authority of a request, and the `l5d-*` headers between proxies.
 
 use std::time::{Duration, SystemTime};
 
@@ -7,49 +7,48 @@ use http::{
     header::{self, HeaderValue},
     uri::{Authority, Scheme},
 };
-use http_body::Body as _;
 use tulle_core::names::header as names;
 
-use crate::http::{body::Body, error::Error};
+use crate::http::error::Error;
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const TRAILERS: &[u8] = b"trailers";
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// The first value of a header. Messages have few headers, so that looking at each is less than looking one up.
+/// The first value of a header. Messages have few headers, so a scan is faster than a hash lookup.
 pub(crate) fn get<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue> {
     headers
         .iter()
         .find_map(|(other, value)| (other == name).then_some(value))
 }
 
-/// Whom a request is addressed to, by its target or its `host`.
-pub(crate) fn authority(req: &Request<Body>) -> Option<Authority> {
+/// The authority of a request, from its target or its `host` header.
+pub(crate) fn authority<B>(req: &Request<B>) -> Option<Authority> {
     let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
     req.uri().authority().cloned().or_else(of_header)
 }
 
-/// Which kinds of headers a message has that are removed before it is forwarded.
+/// The kinds of headers in a message that are removed before it is forwarded.
 #[derive(Default)]
-struct Found {
-    /// Headers of the connection alone (RFC 9110 §7.6.1).
-    hop_by_hop: bool,
+struct RemovableHeaders {
+    /// Hop-by-hop headers (RFC 9110 §7.6.1).
+    has_hop_by_hop: bool,
     /// `l5d-*` headers.
-    of_proxies: bool,
-    /// Names that become `l5d-*` where an application takes underscores for hyphens.
-    folded: bool,
+    has_proxy_headers: bool,
+    /// Underscore aliases of `l5d-*` headers, see [`is_underscore_alias`].
+    has_underscore_names: bool,
 }
 
-impl Found {
-    /// Most messages have none of these, and looking at each name once is less than looking for each of them.
-    fn of(headers: &HeaderMap) -> Self {
+impl RemovableHeaders {
+    /// Looks at each name once. Most messages have none of these headers, so this is faster than a lookup for each of them.
+    fn scan(headers: &HeaderMap) -> Self {
         let mut found = Self::default();
         for name in headers.keys() {
             match name.as_str() {
-                "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te" => found.hop_by_hop = true,
+                "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te" => found.has_hop_by_hop = true,
                 name if name.starts_with("l5d") => {
-                    found.of_proxies |= name.starts_with("l5d-");
-                    found.folded |= is_folded(name);
+                    found.has_proxy_headers |= name.starts_with("l5d-");
+                    found.has_underscore_names |= is_underscore_alias(name);
                 }
                 _ => {}
             }
@@ -58,8 +57,9 @@ impl Found {
     }
 }
 
-/// Whether a name is one of those that only proxies say, to applications that take underscores for hyphens (CGI, WSGI).
-fn is_folded(name: &str) -> bool {
+/// Whether a name with underscores becomes an `l5d-*` header in applications that do not distinguish underscores from
+/// hyphens (CGI, WSGI).
+fn is_underscore_alias(name: &str) -> bool {
     match name.as_bytes() {
         [b'l', b'5', b'd', b'_', ..] => true,
         [b'l', b'5', b'd', b'-', rest @ ..] => rest.contains(&b'_'),
@@ -67,40 +67,40 @@ fn is_folded(name: &str) -> bool {
     }
 }
 
-/// Removes headers whose names become those of proxies where an application takes underscores for hyphens.
-pub(crate) fn strip_folded(headers: &mut HeaderMap) {
-    // Hardly any message has one.
-    while let Some(name) = headers.keys().find(|name| is_folded(name.as_str())).cloned() {
+/// Removes headers that an application could read as `l5d-*` headers, see [`is_underscore_alias`].
+pub(crate) fn strip_underscore_aliases(headers: &mut HeaderMap) {
+    // Quadratic, but almost no message has such a header.
+    while let Some(name) = headers.keys().find(|name| is_underscore_alias(name.as_str())).cloned() {
         headers.remove(name);
     }
 }
 
-/// Removes what concerns only the connection a message came on.
+/// Removes the hop-by-hop headers (RFC 9110 §7.6.1).
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    if Found::of(headers).hop_by_hop {
+    if RemovableHeaders::scan(headers).has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
 }
 
-/// [`strip_hop_by_hop`] and [`strip_folded`] at once, for each request of a client's proxy.
-pub(crate) fn strip_hop_by_hop_and_folded(headers: &mut HeaderMap) {
-    let found = Found::of(headers);
-    if found.folded {
-        strip_folded(headers);
+/// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for requests from a peer's proxy.
+pub(crate) fn strip_from_peer_request(headers: &mut HeaderMap) {
+    let found = RemovableHeaders::scan(headers);
+    if found.has_underscore_names {
+        strip_underscore_aliases(headers);
     }
-    if found.hop_by_hop {
+    if found.has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
 }
 
-/// [`strip_hop_by_hop`] and [`strip_forged`] at once, for each response of an application.
-pub(crate) fn strip_hop_by_hop_and_forged(headers: &mut HeaderMap) {
-    let found = Found::of(headers);
-    if found.hop_by_hop {
+/// [`strip_hop_by_hop`] and [`strip_spoofed`] with one scan, for responses of the application.
+pub(crate) fn strip_from_app_response(headers: &mut HeaderMap) {
+    let found = RemovableHeaders::scan(headers);
+    if found.has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
-    if found.of_proxies {
-        remove_forged(headers);
+    if found.has_proxy_headers {
+        remove_spoofed(headers);
     }
 }
 
@@ -120,7 +120,7 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
         headers.remove(name);
     }
     if headers.contains_key(header::TE) {
-        // Of this one, HTTP/2 and gRPC know exactly one value.
+        // `trailers` is the only value that HTTP/2 permits (RFC 9113 §8.2.2); gRPC requires it.
         let trailers = |value: &HeaderValue| {
             value
                 .as_bytes()
@@ -135,7 +135,7 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Headers that a message means for its last receiver, or a proxy for another, whatever its `connection` lists.
+/// Whether a header is kept even if `connection` lists it: it is end-to-end, or is for a proxy.
 fn is_end_to_end(name: &HeaderName) -> bool {
     [
         header::HOST,
@@ -147,25 +147,25 @@ fn is_end_to_end(name: &HeaderName) -> bool {
         || name.as_str().starts_with("l5d-")
 }
 
-/// Whether a trailer is for the last receiver. Others concern one connection, or say what only proxies may.
-pub(crate) fn is_trailer(name: &HeaderName) -> bool {
-    let of_connection = [
+/// Whether a trailer is forwarded. Framing and hop-by-hop headers, `l5d-*` headers and their aliases are not.
+pub(crate) fn is_forwarded_trailer(name: &HeaderName) -> bool {
+    let hop_by_hop = [
         header::CONNECTION,
         header::UPGRADE,
         header::TRAILER,
         KEEP_ALIVE,
         PROXY_CONNECTION,
     ];
-    !is_end_to_end(name) && !is_folded(name.as_str()) && !of_connection.contains(name)
+    !is_end_to_end(name) && !is_underscore_alias(name.as_str()) && !hop_by_hop.contains(name)
 }
 
-/// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered
-/// as HTTP/1.1, which every client accepts.
-pub(crate) fn wants_upgrade<B>(req: &Request<B>) -> bool {
+/// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 (`h2c`) does not count: it is
+/// answered as HTTP/1.1, which every client accepts.
+pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
-    // Nor is one that offers it among others: the application could choose it, and speak HTTP/2 past us.
+    // A list that contains `h2c` does not count either: the application could choose it, and HTTP/2 would bypass the proxy.
     let is_h2c = |to: &HeaderValue| {
         let mut protocols = to.as_bytes().split(|b| *b == b',');
         protocols.any(|protocol| protocol.trim_ascii().eq_ignore_ascii_case(b"h2c"))
@@ -175,7 +175,7 @@ pub(crate) fn wants_upgrade<B>(req: &Request<B>) -> bool {
         || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(is_h2c))
 }
 
-/// Keeps of what concerns only the connection of a message what asks for, or grants, another protocol on it.
+/// Removes the hop-by-hop headers except those of an upgrade: `upgrade`, and `connection` if it lists `upgrade`.
 pub(crate) fn strip_all_but_upgrade(headers: &mut HeaderMap) {
     let lists_upgrade = |line: &HeaderValue| {
         let mut names = line.as_bytes().split(|b| *b == b',');
@@ -192,49 +192,55 @@ pub(crate) fn strip_all_but_upgrade(headers: &mut HeaderMap) {
     }
 }
 
-/// Refuses requests that cannot be passed on as what they are: that are addressed to two hosts or to none, whose target does not fit
-/// their method, or whose body could not be told from what follows it. What a request of HTTP/2 is addressed to is in its target
-/// afterwards, and nowhere else.
+/// Refuses requests that cannot be forwarded unambiguously: with several hosts or none, with a target that does not fit
+/// the method, or with a body whose end is unclear. Moves the authority of an HTTP/2 request from `host` to its target.
 ///
 /// # Errors
-/// The request breaks a rule of its version.
-pub(crate) fn check_request(req: &mut Request<Body>) -> Result<(), Error> {
+/// The request breaks a rule of its HTTP version.
+pub(crate) fn check_request<B: http_body::Body>(req: &mut Request<B>) -> Result<(), Error> {
     match req.version() {
         Version::HTTP_2 => check_http2(req),
         _ => check_http1(req),
     }
 }
 
-fn check_http1(req: &Request<Body>) -> Result<(), Error> {
-    let coded = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
-    if req.headers().get_all(header::TRANSFER_ENCODING).iter().any(coded) {
-        return Err(Error::BadRequest("its transfer-encoding is not just chunked"));
+fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
+    let is_not_chunked = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
+    if req
+        .headers()
+        .get_all(header::TRANSFER_ENCODING)
+        .iter()
+        .any(is_not_chunked)
+    {
+        return Err(Error::InvalidRequest("its transfer-encoding is not just chunked"));
     }
-    check_restored(req)
+    check_http1_target(req)
 }
 
-/// The rules of HTTP/1 for a request that came through HTTP/2, which has no transfer-encoding. What concerns the bytes of a
-/// request was looked at when it was read.
-pub(crate) fn check_restored(req: &Request<Body>) -> Result<(), Error> {
+/// Checks the HTTP/1 rules for the target and the body of a request, but not `transfer-encoding`. Also for HTTP/1
+/// requests that a peer's proxy sent over HTTP/2. The parser has already checked the bytes of an HTTP/1 head.
+pub(crate) fn check_http1_target<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     let uri = req.uri();
     let is_connect = *req.method() == Method::CONNECT;
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
     match (is_connect, req.version()) {
         (true, Version::HTTP_11) if !authority_form => {
-            return Err(Error::BadRequest("the target of CONNECT is not an authority"));
+            return Err(Error::InvalidRequest("CONNECT needs an authority as its target"));
         }
-        (true, Version::HTTP_10) => return Err(Error::BadRequest("CONNECT needs HTTP/1.1")),
-        (true, _) if !req.body().is_end_stream() => return Err(Error::BadRequest("CONNECT has no body")),
+        (true, Version::HTTP_10) => return Err(Error::InvalidRequest("CONNECT needs HTTP/1.1")),
+        (true, _) if !req.body().is_end_stream() => return Err(Error::InvalidRequest("CONNECT has no body")),
         (false, _) if authority_form => {
-            return Err(Error::BadRequest("only CONNECT has an authority for a target"));
+            return Err(Error::InvalidRequest(
+                "only CONNECT can have an authority as its target",
+            ));
         }
         _ => {}
     }
-    let unframed = req.version() == Version::HTTP_10
+    let is_unframed = req.version() == Version::HTTP_10
         && !req.body().is_end_stream()
         && !req.headers().contains_key(header::CONTENT_LENGTH);
-    if unframed {
-        return Err(Error::BadRequest(
+    if is_unframed {
+        return Err(Error::InvalidRequest(
             "an HTTP/1.0 request with a body needs a content-length",
         ));
     }
@@ -242,53 +248,53 @@ pub(crate) fn check_restored(req: &Request<Body>) -> Result<(), Error> {
 }
 
 /// Source: RFC 9113 §8.3.1 for the authority, §8.5 for CONNECT, RFC 9110 §8.6 for the length.
-fn check_http2(req: &mut Request<Body>) -> Result<(), Error> {
+fn check_http2<B: http_body::Body>(req: &mut Request<B>) -> Result<(), Error> {
     let (mut host, mut length) = (None, None);
     for (name, value) in req.headers() {
         if *name == header::HOST {
             if host.replace(value).is_some() {
-                return Err(Error::BadRequest("it names two hosts"));
+                return Err(Error::InvalidRequest("it names two hosts"));
             }
         } else if *name == header::CONTENT_LENGTH && length.replace(value).is_some() {
-            return Err(Error::BadRequest("it has two content-lengths"));
+            return Err(Error::InvalidRequest("it has two content-lengths"));
         }
     }
-    if length.is_some_and(|length| number(length.as_bytes()).is_none()) {
-        return Err(Error::BadRequest("its content-length is not a number"));
+    if length.is_some_and(|length| parse_decimal(length.as_bytes()).is_none()) {
+        return Err(Error::InvalidRequest("its content-length is not a number"));
     }
     if length.is_some() && *req.method() == Method::CONNECT {
-        return Err(Error::BadRequest("CONNECT has no body"));
+        return Err(Error::InvalidRequest("CONNECT has no body"));
     }
     let authority = req.uri().authority();
     if authority.is_some_and(|authority| authority.as_str().contains('@')) {
-        return Err(Error::BadRequest("its authority names a user"));
+        return Err(Error::InvalidRequest("its authority contains userinfo"));
     }
     match (authority, host) {
         (Some(_), None) => return Ok(()),
         (Some(authority), Some(host)) => {
             if !is_same_host(authority, host, req.uri().scheme()) {
-                return Err(Error::BadRequest("its host is not its authority"));
+                return Err(Error::InvalidRequest("its host differs from its authority"));
             }
         }
         (None, Some(host)) => {
             let authority = Authority::try_from(host.as_bytes()).ok();
             let authority = authority.filter(|authority| !authority.as_str().contains('@'));
-            let authority = authority.ok_or(Error::BadRequest("its host is not an authority"))?;
+            let authority = authority.ok_or(Error::InvalidRequest("its host is not an authority"))?;
             if *req.method() == Method::CONNECT {
-                return Err(Error::BadRequest("CONNECT needs an authority"));
+                return Err(Error::InvalidRequest("CONNECT needs an authority"));
             }
             let mut parts = std::mem::take(req.uri_mut()).into_parts();
-            parts.scheme = Some(Scheme::HTTP); // which a target without an authority cannot keep
+            parts.scheme = Some(Scheme::HTTP); // a URI with an authority and a path needs a scheme
             parts.authority = Some(authority);
-            *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
+            *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("its target"))?;
         }
-        (None, None) => return Err(Error::BadRequest("it names no host")),
+        (None, None) => return Err(Error::InvalidRequest("it names no host")),
     }
     req.headers_mut().remove(header::HOST);
     Ok(())
 }
 
-/// Whether a `host` says the same as an authority: letters count alike in both cases, and the port of the scheme may be left out.
+/// Whether a `host` equals an authority, ignoring case and a default port of the scheme.
 ///
 /// Source: RFC 3986 §6.2.
 fn is_same_host(authority: &Authority, host: &HeaderValue, scheme: Option<&Scheme>) -> bool {
@@ -303,49 +309,49 @@ fn is_same_host(authority: &Authority, host: &HeaderValue, scheme: Option<&Schem
     host.host().eq_ignore_ascii_case(authority.host()) && port(&host) == port(authority) && !host.as_str().contains('@')
 }
 
-/// How long a server keeps the connection of a response when it is idle, if it says so.
+/// The `timeout` parameter of `keep-alive`: how long the server keeps the idle connection.
 pub(crate) fn keep_alive_timeout(headers: &HeaderMap) -> Option<Duration> {
     let seconds = |parameter: &[u8]| {
         let (name, value) = parameter.split_at_checked(parameter.iter().position(|b| *b == b'=')?)?;
         let is_timeout = name.trim_ascii().eq_ignore_ascii_case(b"timeout");
-        number(value[1..].trim_ascii()).filter(|_| is_timeout)
+        parse_decimal(value[1..].trim_ascii()).filter(|_| is_timeout)
     };
-    let told = get(headers, &KEEP_ALIVE)?.as_bytes();
-    told.split(|b| *b == b',').find_map(seconds).map(Duration::from_secs)
+    let value = get(headers, &KEEP_ALIVE)?.as_bytes();
+    value.split(|b| *b == b',').find_map(seconds).map(Duration::from_secs)
 }
 
-/// What a request's head counts as in HTTP/2 (RFC 9113, section 10.5.1), its method and scheme aside.
-pub(crate) fn list_size<B>(req: &Request<B>) -> usize {
-    const EACH: usize = 32;
+/// Size of a request's header list in bytes (RFC 9113 §10.5.1), without method and scheme.
+pub(crate) fn header_list_size<B>(req: &Request<B>) -> usize {
+    const HEADER_OVERHEAD_BYTES: usize = 32;
     let target = req.uri().authority().map_or(0, |authority| authority.as_str().len())
         + req.uri().path_and_query().map_or(0, |path| path.as_str().len());
     let lines = req
         .headers()
         .iter()
-        .map(|(name, value)| name.as_str().len() + value.len() + EACH);
+        .map(|(name, value)| name.as_str().len() + value.len() + HEADER_OVERHEAD_BYTES);
     target + lines.sum::<usize>()
 }
 
-/// The length that the headers tell.
 pub(crate) fn content_length(headers: &HeaderMap) -> Option<u64> {
-    number(headers.get(header::CONTENT_LENGTH)?.as_bytes())
+    parse_decimal(headers.get(header::CONTENT_LENGTH)?.as_bytes())
 }
 
-/// Digits only: a sign, for one, is a number to some readers.
-pub(crate) fn number(digits: &[u8]) -> Option<u64> {
+/// Parses digits only. `str::parse` also accepts a sign, which other parsers may reject.
+pub(crate) fn parse_decimal(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
         return None;
     }
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Whether the request speaks gRPC.
+/// Whether the request is a gRPC request: HTTP/2 with a `content-type` of `application/grpc`.
 pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
         && get(headers, &header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
-/// How long a server asks not to be asked again: `retry-after` in seconds or as a date, or what gRPC has for it.
+/// The delay that a server requests before a retry: `retry-after` in seconds or as a date, or
+/// `grpc-retry-pushback-ms`.
 pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     if let Some(after) = headers.get(header::RETRY_AFTER) {
         let after = after.to_str().ok()?.trim();
@@ -361,26 +367,26 @@ pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     Some(Duration::from_millis(millis))
 }
 
-/// Removes what only a peer's proxy may tell us from a response; returns its reasons for the log and for retries.
-pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
-    if !Found::of(headers).of_proxies {
-        return ProxyWords::default();
+/// Removes and returns the response headers that a peer's proxy adds for this proxy.
+pub(crate) fn take_proxy_headers(headers: &mut HeaderMap) -> ProxyHeaders {
+    if !RemovableHeaders::scan(headers).has_proxy_headers {
+        return ProxyHeaders::default();
     }
     let close = headers.remove(names::L5D_PROXY_CONNECTION);
-    ProxyWords {
+    ProxyHeaders {
         error: headers.remove(names::L5D_PROXY_ERROR),
-        close: close.is_some_and(|value| value == "close"),
+        closes_connection: close.is_some_and(|value| value == "close"),
     }
 }
 
-/// Removes from an application's response what only proxies say.
-pub(crate) fn strip_forged(headers: &mut HeaderMap) {
-    if Found::of(headers).of_proxies {
-        remove_forged(headers);
+/// Removes headers from an application's response that only proxies may set.
+pub(crate) fn strip_spoofed(headers: &mut HeaderMap) {
+    if RemovableHeaders::scan(headers).has_proxy_headers {
+        remove_spoofed(headers);
     }
 }
 
-fn remove_forged(headers: &mut HeaderMap) {
+fn remove_spoofed(headers: &mut HeaderMap) {
     for name in [
         names::L5D_PROXY_ERROR,
         names::L5D_PROXY_CAUSE,
@@ -390,33 +396,34 @@ fn remove_forged(headers: &mut HeaderMap) {
     }
 }
 
-/// What a peer's proxy said with a response.
+/// Response headers that a peer's proxy adds for this proxy.
 #[derive(Debug, Default)]
-pub(crate) struct ProxyWords {
+pub(crate) struct ProxyHeaders {
     pub(crate) error: Option<HeaderValue>,
-    pub(crate) close: bool,
+    pub(crate) closes_connection: bool,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::body::Body;
 
     #[test]
-    fn servers_ask_for_peace_in_three_ways() {
-        let asked = |name: &'static str, value: &str| {
+    fn retry_after_is_read_from_three_formats() {
+        let parsed = |name: &'static str, value: &str| {
             let value = HeaderValue::from_str(value).unwrap();
             retry_after(&HeaderMap::from_iter([(HeaderName::from_static(name), value)]))
         };
-        assert_eq!(asked("retry-after", "7"), Some(Duration::from_secs(7)));
+        assert_eq!(parsed("retry-after", "7"), Some(Duration::from_secs(7)));
         assert_eq!(
-            asked("grpc-retry-pushback-ms", "1500"),
+            parsed("grpc-retry-pushback-ms", "1500"),
             Some(Duration::from_millis(1500))
         );
         let date = httpdate::fmt_http_date(SystemTime::now() + Duration::from_secs(60));
-        let until = asked("retry-after", &date).unwrap();
+        let until = parsed("retry-after", &date).unwrap();
         assert!((50..=60).contains(&until.as_secs()), "{until:?}");
         for (name, value) in [("retry-after", "soon"), ("grpc-retry-pushback-ms", "-1"), ("date", "7")] {
-            assert_eq!(asked(name, value), None, "{name}: {value}");
+            assert_eq!(parsed(name, value), None, "{name}: {value}");
         }
     }
 
@@ -429,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_of_one_hop_stay_there() {
+    fn hop_by_hop_headers_are_removed() {
         let mut given = headers(&[
             ("connection", "x-hop, keep-alive"),
             ("x-hop", "1"),
@@ -464,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn bodies_that_nobody_could_delimit_are_refused() {
+    fn requests_with_ambiguous_framing_are_refused() {
         let req = |version, coding: &str| {
             let req = Request::post("/").version(version).header("transfer-encoding", coding);
             req.body(Body::full("GET / HTTP/1.1")).unwrap()
@@ -525,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_say_how_long_they_keep_an_idle_connection() {
+    fn the_keep_alive_timeout_of_a_server_is_parsed() {
         for (value, seconds) in [
             ("timeout=5", Some(5)),
             ("timeout=5, max=100", Some(5)),
@@ -537,13 +544,13 @@ mod tests {
             ("max=100", None),
             ("", None),
         ] {
-            let told = keep_alive_timeout(&headers(&[("keep-alive", value)]));
-            assert_eq!(told, seconds.map(Duration::from_secs), "{value}");
+            let timeout = keep_alive_timeout(&headers(&[("keep-alive", value)]));
+            assert_eq!(timeout, seconds.map(Duration::from_secs), "{value}");
         }
     }
 
     #[test]
-    fn of_a_connection_only_the_upgrade_is_kept() {
+    fn strip_all_but_upgrade_keeps_only_the_upgrade() {
         let mut given = headers(&[
             ("connection", "keep-alive, x-hop"),
             ("connection", "upgrade, l5d-client-id"),
@@ -561,17 +568,17 @@ mod tests {
     }
 
     #[test]
-    fn only_real_upgrades_count() {
+    fn an_upgrade_to_h2c_does_not_count() {
         let req = |upgrade: &str| {
             Request::get("/")
                 .header("upgrade", upgrade)
                 .body(Body::empty())
                 .unwrap()
         };
-        assert!(wants_upgrade(&req("websocket")));
-        assert!(!wants_upgrade(&req("h2c")));
-        assert!(!wants_upgrade(&req("websocket, H2C")));
-        assert!(!wants_upgrade(&Request::get("/").body(Body::empty()).unwrap()));
+        assert!(is_upgrade_request(&req("websocket")));
+        assert!(!is_upgrade_request(&req("h2c")));
+        assert!(!is_upgrade_request(&req("websocket, H2C")));
+        assert!(!is_upgrade_request(&Request::get("/").body(Body::empty()).unwrap()));
     }
 
     #[test]

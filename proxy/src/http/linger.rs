@@ -1,23 +1,23 @@
-//! Ending a connection on which something may still be coming: with bytes unread, the kernel would take back what was
-//! written last.
+//! Closes a connection that may still receive data. If data is unread when a connection is closed, the kernel sends a
+//! reset, and the peer may lose the last response.
 
 use std::{io, time::Duration};
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
-/// How long a client is still listened to.
-const TIME: Duration = Duration::from_secs(2);
-/// For how many bytes.
-const BYTES: usize = 512 * 1024;
+/// Maximum time to read after the end of the write side.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum number of bytes to read and discard.
+const MAX_DISCARDED_BYTES: usize = 512 * 1024;
 
-/// Ends our side, and reads what the other side sends up to its end; not for ever.
+/// Shuts down the write side, then reads and discards data until the peer closes or a limit is reached.
 ///
 /// # Errors
-/// Our side could not be ended.
+/// Shutting down the write side fails.
 pub(crate) async fn close<IO: AsyncRead + AsyncWrite + Unpin>(io: &mut IO) -> io::Result<()> {
     let ending = async {
         io.shutdown().await?;
-        let (mut space, mut left) = ([0; 1024], BYTES);
+        let (mut space, mut left) = ([0; 1024], MAX_DISCARDED_BYTES);
         while let Ok(n) = io.read(&mut space).await {
             match left.checked_sub(n) {
                 Some(rest) if n > 0 => left = rest,
@@ -26,6 +26,8 @@ pub(crate) async fn close<IO: AsyncRead + AsyncWrite + Unpin>(io: &mut IO) -> io
         }
         Ok(())
     };
-    // Boxed: rare, and part of every connection's future. It has ended as far as we are concerned when the time is over.
-    tokio::time::timeout(TIME, Box::pin(ending)).await.unwrap_or(Ok(()))
+    // Boxed: rare, and otherwise a part of every connection's future. A timeout counts as success.
+    tokio::time::timeout(LINGER_TIMEOUT, Box::pin(ending))
+        .await
+        .unwrap_or(Ok(()))
 }

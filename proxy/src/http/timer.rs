@@ -1,5 +1,5 @@
-//! A timer that is set often and rarely fires: setting it notes a time, and the runtime's timer wheel, one a worker,
-//! hears of it when the time noted before has passed.
+//! A timer that is set often and rarely fires. Setting a later time only stores it; the runtime's timer is reset when the
+//! earlier time has passed.
 
 use std::{
     cell::RefCell,
@@ -13,27 +13,28 @@ use tokio::{
 };
 
 #[derive(Default)]
-pub(super) struct Timer {
+pub(super) struct ResettableTimer {
     at: Option<Instant>,
-    entry: Option<Entry>,
+    entry: Option<SleepEntry>,
 }
 
-/// A place in the wheel of a runtime.
-struct Entry {
+/// A sleep in the timer wheel of a runtime.
+struct SleepEntry {
     runtime: Id,
     sleep: Pin<Box<Sleep>>,
 }
 
 thread_local! {
-    /// What timers leave behind stays in the wheel for those that come: the way in and the way out each lock it, and the first
-    /// one in wakes the worker. Who had it before may be woken once for nothing; what is left of a task that is over goes then.
-    static SPARE: RefCell<Vec<Entry>> = const { RefCell::new(Vec::new()) };
+    /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the
+    /// wheel, and the first insertion also wakes the worker. The previous task can get one spurious wake-up; if it has ended,
+    /// its memory is freed only then.
+    static SPARE: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Entries that a thread keeps.
-const ENTRIES: usize = 64;
+/// Maximum number of sleeps that a thread keeps.
+const MAX_SPARE_SLEEPS: usize = 64;
 
-impl Timer {
+impl ResettableTimer {
     pub(super) fn set(&mut self, at: Instant) {
         self.at = Some(at);
         if let Some(entry) = &mut self.entry {
@@ -41,10 +42,10 @@ impl Timer {
         }
     }
 
-    /// Ready once the time that was set last has come.
+    /// Ready when the last set time has passed. Pending if none was set.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(at) = self.at else { return Poll::Pending };
-        let sleep = &mut self.entry.get_or_insert_with(|| Entry::until(at)).sleep;
+        let sleep = &mut self.entry.get_or_insert_with(|| SleepEntry::until(at)).sleep;
         loop {
             ready!(sleep.as_mut().poll(cx));
             if sleep.deadline() >= at {
@@ -55,21 +56,21 @@ impl Timer {
     }
 }
 
-impl Drop for Timer {
+impl Drop for ResettableTimer {
     fn drop(&mut self) {
         let Some(entry) = self.entry.take() else { return };
-        // A thread that ends keeps nothing.
+        // Fails when the thread ends; the sleep is dropped then.
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
-            if spare.len() < ENTRIES {
+            if spare.len() < MAX_SPARE_SLEEPS {
                 spare.push(entry);
             }
         });
     }
 }
 
-impl Entry {
-    /// An entry that does not stay beyond `at`.
+impl SleepEntry {
+    /// Returns a spare or new entry whose deadline is at most `at`.
     fn until(at: Instant) -> Self {
         let runtime = Handle::current().id();
         match SPARE.with_borrow_mut(Vec::pop) {
@@ -98,10 +99,10 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn the_time_that_was_set_last_counts() {
+    async fn the_last_set_time_counts() {
         let begun = Instant::now();
         let after = |seconds| begun + Duration::from_secs(seconds);
-        let mut timer = Timer::default();
+        let mut timer = ResettableTimer::default();
         for (first, last) in [(10, 30), (60, 40)] {
             timer.set(after(first));
             assert!(poll_fn(|cx| Poll::Ready(timer.poll(cx))).await.is_pending());
@@ -112,31 +113,31 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_another_timer_left_behind_fires_neither_early_nor_late() {
-        for left_at in [1, 10, 60] {
-            for is_over in [false, true] {
-                let mut left = Timer::default();
-                left.set(Instant::now() + Duration::from_secs(left_at));
-                match is_over {
-                    true => poll_fn(|cx| left.poll(cx)).await,
-                    false => assert!(poll_fn(|cx| Poll::Ready(left.poll(cx))).await.is_pending()),
+    async fn a_reused_sleep_fires_on_time() {
+        for earlier_seconds in [1, 10, 60] {
+            for fires in [false, true] {
+                let mut earlier = ResettableTimer::default();
+                earlier.set(Instant::now() + Duration::from_secs(earlier_seconds));
+                match fires {
+                    true => poll_fn(|cx| earlier.poll(cx)).await,
+                    false => assert!(poll_fn(|cx| Poll::Ready(earlier.poll(cx))).await.is_pending()),
                 }
-                drop(left);
-                let (begun, mut timer) = (Instant::now(), Timer::default());
+                drop(earlier);
+                let (begun, mut timer) = (Instant::now(), ResettableTimer::default());
                 timer.set(begun + Duration::from_secs(10));
                 poll_fn(|cx| timer.poll(cx)).await;
-                assert_eq!(begun.elapsed().as_secs(), 10, "{left_at} {is_over}");
+                assert_eq!(begun.elapsed().as_secs(), 10, "{earlier_seconds} {fires}");
             }
         }
     }
 
     #[test]
-    fn nothing_is_left_behind_for_another_runtime() {
+    fn a_sleep_is_not_reused_in_another_runtime() {
         for _ in 0..2 {
             let mut builder = tokio::runtime::Builder::new_current_thread();
             let runtime = builder.enable_time().start_paused(true).build().unwrap();
             runtime.block_on(async {
-                let mut timer = Timer::default();
+                let mut timer = ResettableTimer::default();
                 timer.set(Instant::now() + Duration::from_secs(1));
                 poll_fn(|cx| timer.poll(cx)).await;
             });

@@ -1,4 +1,4 @@
-//! Token and signing request in, certificate out, for as long as the process lives.
+//! Requests certificates with a token and a signing request, and renews them while the process runs.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,31 +8,32 @@ use rustls::pki_types::CertificateDer;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tonic::Status;
 use tracing::{debug, info, warn};
-use tulle_core::backoff::{Backoff, Steps};
-use tulle_core::due::{Clock, Due};
+use tulle_core::backoff::{Backoff, BackoffDelays};
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Latch;
+use tulle_core::readiness::Latch;
+use tulle_core::wall_clock::{Clock, Deadline};
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::{CertifyRequest, CertifyResponse};
 use zeroize::Zeroizing;
 
 use crate::api::channel::{Channel, ControlAddr, Security};
-use crate::identity::Anchors;
+use crate::identity::anchors::TrustAnchorSource;
 use crate::identity::key::Key;
-use crate::identity::metrics::{Metrics, causes};
-use crate::metrics::unreadable::Reporter;
-use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::identity::metrics::Metrics;
+use crate::metrics::invalid_updates::InvalidUpdateReporter;
+use crate::tls::credentials::{Credentials, CredentialsError, Leaf, TrustAnchors};
 
-/// How certificates are asked for.
+/// How certificates are requested.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The identity service.
     pub service: ControlAddr,
-    /// Where `key.p8` and `csr.der` may be; we make our own where there are none.
+    /// Directory of `key.p8` and `csr.der`; without them the proxy makes its own key.
     pub dir: Option<PathBuf>,
-    /// Read again for every request, because it is replaced before it expires.
+    /// Read for every request, because the token is replaced before it expires.
     pub token_file: PathBuf,
-    /// Bounds of the time between two certificates; 10 s and 24 h.
+    /// Bounds of the time between two certificates; default 10 s and 24 h.
     pub min_refresh: Duration,
     pub max_refresh: Duration,
 }
@@ -40,19 +41,19 @@ pub struct Config {
 /// Keeps [`Credentials`] certified.
 pub(crate) struct Certifier {
     config: Config,
-    anchors: Anchors,
-    /// What the file said last that could be understood.
-    in_file: Option<TrustAnchors>,
-    /// What a control plane sent last that our anchors had verified.
-    sent: Option<TrustAnchors>,
-    /// Tells of a file that cannot be used as it is.
-    unreadable: Reporter,
+    anchors: TrustAnchorSource,
+    /// The last valid content of the file.
+    file_anchors: Option<TrustAnchors>,
+    /// The last bundle from a control plane that the proxy's anchors had verified.
+    control_plane_anchors: Option<TrustAnchors>,
+    /// Reports a file that cannot be used.
+    unreadable: InvalidUpdateReporter,
     key: Key,
     /// The clock by which certificates expire.
     clock: Clock,
     creds: Credentials,
     client: IdentityClient<Channel>,
-    /// Whether the answers come from whom they should.
+    /// Whether the channel verifies the identity service.
     security: Security,
     metrics: Metrics,
 }
@@ -67,9 +68,9 @@ enum CertifyError {
     },
     #[error("identity token in {} is empty", .path.display())]
     NoToken { path: PathBuf },
-    #[error("asking for a certificate ({:?}): {}", .0.code(), .0.message())]
+    #[error("requesting a certificate ({:?}): {}", .0.code(), .0.message())]
     Refused(Status),
-    #[error("asking for a certificate took longer than {CERTIFY_TIMEOUT:?}")]
+    #[error("requesting a certificate took longer than {CERTIFY_TIMEOUT:?}")]
     Timeout,
     #[error("using the trust anchors that came with the certificate")]
     Anchors(#[source] CredentialsError),
@@ -77,26 +78,37 @@ enum CertifyError {
     Certificate(#[source] CredentialsError),
 }
 
+/// What a certifier needs.
+pub(crate) struct CertifierParams {
+    pub(crate) config: Config,
+    pub(crate) anchors: TrustAnchorSource,
+    pub(crate) key: Key,
+    /// The credentials that get the certificates.
+    pub(crate) creds: Credentials,
+    /// The channel to the identity service.
+    pub(crate) channel: Channel,
+    pub(crate) clock: Clock,
+}
+
 impl Certifier {
-    /// Certifies `creds` with `key` at the identity service behind `channel`.
-    pub(crate) fn new(
-        config: Config,
-        anchors: Anchors,
-        key: Key,
-        creds: Credentials,
-        channel: Channel,
-        registry: &Registry,
-        clock: Clock,
-    ) -> Self {
+    pub(crate) fn new(params: CertifierParams, registry: &Registry) -> Self {
+        let CertifierParams {
+            config,
+            anchors,
+            key,
+            creds,
+            channel,
+            clock,
+        } = params;
         let security = channel.target().security.clone();
         let client = IdentityClient::new(channel);
         Self {
             config,
-            in_file: match &anchors {
-                Anchors::Fixed(_) => None,
-                file @ Anchors::File(_) => file.read().ok(),
+            file_anchors: match &anchors {
+                TrustAnchorSource::Fixed(_) => None,
+                file @ TrustAnchorSource::File(_) => file.read().ok(),
             },
-            sent: None,
+            control_plane_anchors: None,
             unreadable: anchors.reporter(registry),
             anchors,
             key,
@@ -108,67 +120,67 @@ impl Certifier {
         }
     }
 
-    /// Gets a certificate, then a new one in time, and follows the file of trust anchors; never returns.
+    /// Requests a certificate, renews it in time, and watches the file of trust anchors; never returns.
     ///
     /// `uncertified` is dropped with the first certificate.
     pub(crate) async fn run(mut self, uncertified: Latch) {
         let mut uncertified = Some(uncertified);
-        let mut look_at_file = ticks(ANCHORS_INTERVAL);
-        let mut remind = ticks(REMINDER_INTERVAL);
+        let mut look_at_file = delayed_interval(ANCHORS_RELOAD_INTERVAL);
+        let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
         let mut delays = self.backoff();
-        let mut due = Due::after(Duration::ZERO, self.clock);
+        let mut due = Deadline::after(Duration::ZERO, self.clock);
         let mut last_error = None;
         loop {
-            // Each branch only waits; certifying itself is bounded by a timeout.
+            // Each branch only waits; certifying itself has a timeout.
             tokio::select! {
                 () = due.wait() => match self.certify().await {
                     Ok(lifetime) => {
                         uncertified = None;
                         last_error = None;
                         delays.reset();
-                        due = Due::after(lifetime, self.clock);
+                        due = Deadline::after(lifetime, self.clock);
                     }
                     Err(error) => {
                         self.metrics.failed();
                         let delay = delays.next_delay();
-                        debug!(error = %causes(&error), ?delay, "certification failed");
+                        debug!(error = %ErrorChain(&error), ?delay, "certification failed");
                         if let Some(uncertified) = &uncertified {
-                            uncertified.explain(format!("no certificate yet: {}", causes(&error)));
+                            uncertified.set_reason(format!("no certificate yet: {}", ErrorChain(&error)));
                         }
                         if last_error.is_none() {
-                            warn!(error = %causes(&error), "no new certificate, trying again");
+                            warn!(error = %ErrorChain(&error), "certificate renewal failed, retrying");
                         }
                         last_error = Some(error);
-                        due = Due::after(delay, self.clock);
+                        due = Deadline::after(delay, self.clock);
                     }
                 },
-                _ = remind.tick() => {
+                _ = log_interval.tick() => {
                     if uncertified.is_some() && let Some(error) = &last_error {
-                        warn!(error = %causes(error), "still waiting for a certificate");
+                        warn!(error = %ErrorChain(error), "still waiting for a certificate");
                     }
                 }
                 _ = look_at_file.tick() => {
-                    if self.follow_file() {
-                        // Whom others accept may have changed with whom we accept.
-                        due = Due::after(Duration::ZERO, self.clock);
+                    if self.reload_anchors_file() {
+                        // New trust anchors may mean that peers only accept a certificate of a new issuer.
+                        due = Deadline::after(Duration::ZERO, self.clock);
                     }
                 }
             }
         }
     }
 
-    /// Quick at first, because a mesh may start all at once; then at the cadence of the configuration.
-    fn backoff(&self) -> Steps {
-        let max = self.config.min_refresh.max(FIRST_RETRY);
+    /// Fast at first, because a whole mesh may start at once; after that by the configured interval.
+    fn backoff(&self) -> BackoffDelays {
+        let max = self.config.min_refresh.max(MIN_CERTIFY_BACKOFF);
         Backoff {
-            min: FIRST_RETRY,
+            min: MIN_CERTIFY_BACKOFF,
             max,
             jitter: 0.1,
         }
-        .steps()
+        .start()
     }
 
-    /// Gets and installs one certificate; returns the time until the next is due.
+    /// Requests and installs one certificate; returns the time until the renewal.
     async fn certify(&mut self) -> Result<Duration, CertifyError> {
         let req = CertifyRequest {
             identity: self.creds.id().to_string(),
@@ -179,7 +191,7 @@ impl Certifier {
             .await
             .map_err(|_| CertifyError::Timeout)?;
         let answer = answer.map_err(CertifyError::Refused)?.into_inner();
-        let anchors = self.anchors_of(&answer)?;
+        let anchors = self.anchors_from(&answer)?;
         let intermediates = answer.intermediate_certificates.into_iter();
         let chain = std::iter::once(answer.leaf_certificate)
             .chain(intermediates)
@@ -191,14 +203,14 @@ impl Certifier {
         };
         let validity = self.creds.replace(leaf, anchors).map_err(CertifyError::Certificate)?;
 
-        // The next certificate is of another key.
+        // The next certificate gets a new key.
         if let Err(error) = self.key.renew(self.creds.id()) {
-            warn!(error = %causes(&error), "the key stays what it is");
+            warn!(error = %ErrorChain(&error), "renewing the key failed, the old one stays in use");
         }
         let now = (self.clock)();
         let left = validity.not_after.duration_since(now).unwrap_or_default();
         self.metrics.refreshed(now, validity.not_after);
-        let next = refresh_after(left, &self.config);
+        let next = renewal_delay(left, &self.config);
         info!(id = %self.creds.id(), ?left, ?next, "certified");
         Ok(next)
     }
@@ -216,8 +228,8 @@ impl Certifier {
         }
     }
 
-    /// The bundle to trust from now on; a control plane that ours has verified may send a new one.
-    fn anchors_of(&mut self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+    /// The trust anchors after this response; only a control plane that the current anchors have verified may change them.
+    fn anchors_from(&mut self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
         let current = self.creds.anchors();
         let verified = matches!(self.security, Security::MutualTls(_));
         if answer.trust_anchors.is_empty() || !verified {
@@ -225,39 +237,42 @@ impl Certifier {
         }
         let certificates = answer.trust_anchors.iter().cloned().map(CertificateDer::from).collect();
         let sent = TrustAnchors::from_der(certificates).map_err(CertifyError::Anchors)?;
-        if self.sent.as_ref() != Some(&sent) && sent != current {
+        if self.control_plane_anchors.as_ref() != Some(&sent) && sent != current {
             info!("the control plane sent new trust anchors");
         }
-        self.sent = Some(sent);
-        self.effective().map_err(CertifyError::Anchors)
+        self.control_plane_anchors = Some(sent);
+        self.merged_anchors().map_err(CertifyError::Anchors)
     }
 
-    /// All that is trusted: what the control plane has sent takes the place of what was fixed, and adds to what is in a file.
-    fn effective(&self) -> Result<TrustAnchors, CredentialsError> {
-        match (&self.in_file, &self.sent) {
-            (Some(in_file), Some(sent)) => in_file.and(sent),
+    /// All trust anchors: those from the control plane replace fixed ones, and are added to those of a file.
+    fn merged_anchors(&self) -> Result<TrustAnchors, CredentialsError> {
+        match (&self.file_anchors, &self.control_plane_anchors) {
+            (Some(in_file), Some(sent)) => in_file.union(sent),
             (Some(only), None) | (None, Some(only)) => Ok(only.clone()),
             (None, None) => Ok(self.creds.anchors()),
         }
     }
 
-    /// Takes over a bundle that has changed in its file; true if it has.
-    fn follow_file(&mut self) -> bool {
-        if let Anchors::Fixed(_) = self.anchors {
+    /// Reads the bundle file again; true if it has changed.
+    fn reload_anchors_file(&mut self) -> bool {
+        if let TrustAnchorSource::Fixed(_) = self.anchors {
             return false;
         }
         let read = match self.anchors.read() {
             Ok(read) => read,
             Err(error) => {
-                self.unreadable.report(&error); // they stay as they were
+                self.unreadable.report(&error); // the old anchors stay
                 return false;
             }
         };
-        if self.in_file.as_ref() == Some(&read) {
+        if self.file_anchors.as_ref() == Some(&read) {
             return false;
         }
-        self.in_file = Some(read);
-        match self.effective().and_then(|anchors| self.creds.replace_anchors(anchors)) {
+        self.file_anchors = Some(read);
+        match self
+            .merged_anchors()
+            .and_then(|anchors| self.creds.replace_anchors(anchors))
+        {
             Ok(()) => info!("trust anchors have changed"),
             Err(error) => drop(self.unreadable.report(&error)),
         }
@@ -265,21 +280,22 @@ impl Certifier {
     }
 }
 
-/// 70 % of what is left, a little earlier at random so that a fleet that started together spreads, within the bounds.
-fn refresh_after(left: Duration, config: &Config) -> Duration {
+/// 70 % of the remaining time, within the bounds, minus a random part, so that proxies that started together do not renew
+/// together.
+fn renewal_delay(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
         .clamp(config.min_refresh, config.max_refresh)
 }
 
-pub(super) fn ticks(period: Duration) -> tokio::time::Interval {
+pub(super) fn delayed_interval(period: Duration) -> tokio::time::Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
 }
 
-/// Longer than a channel waits for a connection, so that its reason is seen.
+/// Longer than a channel waits for a connection, so that the channel's error is reported.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
-const FIRST_RETRY: Duration = Duration::from_millis(500);
-pub(super) const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
-/// A mounted file changes rarely; this is how long a revoked root lives on at most.
-pub(super) const ANCHORS_INTERVAL: Duration = Duration::from_secs(10);
+const MIN_CERTIFY_BACKOFF: Duration = Duration::from_millis(500);
+pub(super) const WAITING_LOG_INTERVAL: Duration = Duration::from_secs(15);
+/// How often the file is read again; a removed root is trusted for at most this time.
+pub(super) const ANCHORS_RELOAD_INTERVAL: Duration = Duration::from_secs(10);

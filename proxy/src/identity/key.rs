@@ -1,4 +1,4 @@
-//! The key pair of this process, and the request to certify it.
+//! The key pair of this process, and its certificate signing request.
 
 use std::fmt;
 use std::fs;
@@ -18,14 +18,13 @@ pub(crate) struct Key {
     pub(super) pkcs8: Zeroizing<PrivatePkcs8KeyDer<'static>>,
     /// PKCS#10 in DER.
     pub(super) csr: Vec<u8>,
-    origin: Origin,
+    origin: KeyOrigin,
 }
 
-/// Who made a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
-    Ours,
-    /// Somebody who has left it in files; it is all that we may use.
+enum KeyOrigin {
+    Generated,
+    /// Read from files; it cannot be replaced by the proxy.
     Files,
 }
 
@@ -45,7 +44,7 @@ pub(crate) enum KeyError {
         source: io::Error,
     },
     #[error("{} is there without {}, both or neither are needed", .found.display(), .missing.display())]
-    Half { found: PathBuf, missing: PathBuf },
+    IncompletePair { found: PathBuf, missing: PathBuf },
     #[error("using {}, an ECDSA P-256 key in PKCS#8 DER is needed", .path.display())]
     BadKey {
         path: PathBuf,
@@ -63,17 +62,17 @@ pub(crate) enum KeyError {
 }
 
 impl Key {
-    /// The files in `dir` if there are any, else a pair of our own.
+    /// The files in `dir` if they exist, else a new key pair.
     pub(crate) fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
         let Some(dir) = dir else { return Self::generate(id) };
         let (key, csr) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
         match (read(&key)?, read(&csr)?) {
             (None, None) => Self::generate(id),
-            (Some(_), None) => Err(KeyError::Half {
+            (Some(_), None) => Err(KeyError::IncompletePair {
                 found: key,
                 missing: csr,
             }),
-            (None, Some(_)) => Err(KeyError::Half {
+            (None, Some(_)) => Err(KeyError::IncompletePair {
                 found: csr,
                 missing: key,
             }),
@@ -95,19 +94,19 @@ impl Key {
         Ok(Self {
             pkcs8: Zeroizing::new(PrivatePkcs8KeyDer::from(pair.serialize_der())),
             csr: request.der().to_vec(),
-            origin: Origin::Ours,
+            origin: KeyOrigin::Generated,
         })
     }
 
-    /// Makes another key to take the place of this one, where it is of our own making; else it stays.
+    /// Replaces a generated key with a new one; a key from files stays.
     pub(super) fn renew(&mut self, id: &Identity) -> Result<(), KeyError> {
-        if self.origin == Origin::Ours {
+        if self.origin == KeyOrigin::Generated {
             *self = Self::generate(id)?;
         }
         Ok(())
     }
 
-    /// Takes foreign files only if they fit together: a request that nobody can answer would fail much later.
+    /// Checks that the files match: a request with another key would fail much later.
     fn check(pkcs8: Vec<u8>, csr: Vec<u8>, key: PathBuf, request: PathBuf) -> Result<Self, KeyError> {
         let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(pkcs8));
         let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
@@ -128,7 +127,7 @@ impl Key {
         Ok(Self {
             pkcs8,
             csr,
-            origin: Origin::Files,
+            origin: KeyOrigin::Files,
         })
     }
 }

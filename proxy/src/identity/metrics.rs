@@ -1,4 +1,4 @@
-//! What we count of our own certificates, wherever they come from.
+//! Metrics of the proxy's certificates, for every source.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -18,16 +18,16 @@ impl Metrics {
         let gauge = |name, help| registry.gauge(name, help).get(&none);
         let refreshes = registry.counter(
             "control_identity_cert_refreshes_total",
-            "Certificates asked for, by result.",
+            "Certificate requests, by result.",
         );
         Self {
             expires_at: gauge(
                 "control_identity_cert_expiration_timestamp_seconds",
-                "When our certificate expires, in seconds since 1970.",
+                "Time at which the certificate expires, in seconds since 1970.",
             ),
             refreshed_at: gauge(
                 "control_identity_cert_refresh_timestamp_seconds",
-                "When our certificate was made, in seconds since 1970.",
+                "Time at which the certificate was issued, in seconds since 1970.",
             ),
             succeeded: refreshes.get(&none.clone().with("result", "ok")),
             failed: refreshes.get(&none.with("result", "error")),
@@ -48,15 +48,4 @@ impl Metrics {
 fn timestamp(time: SystemTime) -> i64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
-}
-
-/// An error and what led to it, on one line.
-pub(super) fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -1,4 +1,4 @@
-//! Certification against a real identity service, and keys from files and of our own.
+//! Certification against a real identity service, with keys from files and generated keys.
 
 use std::fs;
 use std::path::Path;
@@ -12,22 +12,22 @@ use rustls::pki_types::CertificateSigningRequestDer;
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status};
-use tulle_core::due::Clock;
 use tulle_core::identity::Identity;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
+use tulle_core::wall_clock::Clock;
 use tulle_proto::identity::identity_server::{Identity as Service, IdentityServer};
 use tulle_proto::identity::{CertifyRequest, CertifyResponse};
 
 use crate::api::channel::Security;
-use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
-use crate::identity::Anchors;
-use crate::identity::certify::{Certifier, Config};
+use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config, with_timeout};
+use crate::identity::anchors::TrustAnchorSource;
+use crate::identity::certify::{Certifier, CertifierParams, Config};
 use crate::identity::key::{Key, KeyError};
-use crate::tls::creds::{Credentials, TrustAnchors};
+use crate::tls::credentials::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
 
-/// Signs whatever it is asked to, as told.
+/// Signs every request, as configured.
 #[derive(Clone)]
 struct Signer {
     shared: Arc<Signing>,
@@ -63,8 +63,8 @@ impl Service for Signer {
     }
 }
 
-/// A running certifier and what it works with.
-struct Bench {
+/// A running certifier and its environment.
+struct Fixture {
     authority: Arc<Authority>,
     signing: Arc<Signing>,
     creds: Credentials,
@@ -75,25 +75,23 @@ struct Bench {
     _server: Server,
 }
 
-impl Drop for Bench {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.certifier.abort();
     }
 }
 
-/// What differs between tests.
 struct Setup {
     lifetime: Duration,
-    /// What the service sends as bundle, given the authority of the mesh.
+    /// The bundle that the service sends, given the authority of the mesh.
     anchors: fn(&Authority) -> Vec<Vec<u8>>,
     security: Security,
     refusals: Vec<Status>,
-    /// Whether our anchors are in a file, or fixed.
+    /// Whether the proxy's anchors are in a file, or fixed.
     in_file: bool,
     signer: fn(Arc<Authority>) -> Arc<Authority>,
     clock: Clock,
-    /// Whether the key comes from files.
-    given_key: bool,
+    has_key_files: bool,
 }
 
 impl Default for Setup {
@@ -106,12 +104,12 @@ impl Default for Setup {
             in_file: true,
             signer: |authority| authority,
             clock: SystemTime::now,
-            given_key: false,
+            has_key_files: false,
         }
     }
 }
 
-async fn bench(setup: Setup) -> Bench {
+async fn fixture(setup: Setup) -> Fixture {
     let authority = Arc::new(Authority::new());
     let signing = Arc::new(Signing {
         authority: Mutex::new((setup.signer)(authority.clone())),
@@ -134,8 +132,8 @@ async fn bench(setup: Setup) -> Bench {
     fs::write(dir.path().join("anchors.pem"), authority.root.pem()).unwrap();
     let id: Identity = CLIENT.parse().unwrap();
     let anchors = match setup.in_file {
-        true => Anchors::File(dir.path().join("anchors.pem")),
-        false => Anchors::Fixed(authority.anchors()),
+        true => TrustAnchorSource::File(dir.path().join("anchors.pem")),
+        false => TrustAnchorSource::Fixed(authority.anchors()),
     };
     let config = Config {
         service: server.target(setup.security.clone()),
@@ -146,16 +144,26 @@ async fn bench(setup: Setup) -> Bench {
     };
     let creds = Credentials::new(id.clone(), CLIENT, anchors.read().unwrap()).unwrap();
     let mut key = Key::generate(&id).unwrap();
-    if setup.given_key {
+    if setup.has_key_files {
         write(dir.path(), key.pkcs8.secret_pkcs8_der(), &key.csr);
         key = Key::load(Some(dir.path()), &id).unwrap();
     }
     let registry = Registry::new();
-    let channel = connector(creds.clone(), &registry).channel(config.service.clone(), quick());
+    let channel = connector(creds.clone(), &registry).channel(config.service.clone(), test_config());
     let readiness = Readiness::new();
-    let certifier = Certifier::new(config, anchors, key, creds.clone(), channel, &registry, setup.clock);
+    let certifier = Certifier::new(
+        CertifierParams {
+            config,
+            anchors,
+            key,
+            creds: creds.clone(),
+            channel,
+            clock: setup.clock,
+        },
+        &registry,
+    );
     let certifier = tokio::spawn(certifier.run(readiness.latch("no certificate yet")));
-    Bench {
+    Fixture {
         authority,
         signing,
         creds,
@@ -167,9 +175,9 @@ async fn bench(setup: Setup) -> Bench {
     }
 }
 
-impl Bench {
+impl Fixture {
     async fn until(&self, condition: impl Fn(&Self) -> bool) {
-        soon(async {
+        with_timeout(async {
             while !condition(self) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -183,105 +191,106 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn the_first_certificate_makes_ready() {
-    let bench = bench(Setup::default()).await;
-    assert_eq!(bench.readiness.reasons(), ["no certificate yet"]);
-    soon(bench.creds.certified()).await;
-    bench.until(|bench| bench.readiness.is_ready()).await;
-    let req = bench.signing.requests.lock()[0].clone();
+async fn the_first_certificate_makes_the_proxy_ready() {
+    let fixture = fixture(Setup::default()).await;
+    assert_eq!(fixture.readiness.reasons(), ["no certificate yet"]);
+    with_timeout(fixture.creds.wait_certified()).await;
+    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    let req = fixture.signing.requests.lock()[0].clone();
     assert_eq!((req.identity.as_str(), req.token.as_slice()), (CLIENT, &b"first"[..]));
-    assert!(bench.metric(r#"control_identity_cert_refreshes_total{result="ok"} 1"#));
-    let expires = bench
+    assert!(fixture.metric(r#"control_identity_cert_refreshes_total{result="ok"} 1"#));
+    let expires = fixture
         .creds
         .validity()
         .unwrap()
         .not_after
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap();
-    assert!(bench.metric(&format!(
+    assert!(fixture.metric(&format!(
         "control_identity_cert_expiration_timestamp_seconds {}",
         expires.as_secs()
     )));
 }
 
 #[tokio::test]
-async fn certificates_are_renewed_in_time_with_the_token_of_now() {
-    let bench = bench(Setup {
+async fn certificates_are_renewed_in_time_with_the_current_token() {
+    let fixture = fixture(Setup {
         lifetime: Duration::from_secs(2),
         ..Setup::default()
     })
     .await;
-    soon(bench.creds.certified()).await;
-    fs::write(bench.dir.path().join("token"), "second").unwrap();
-    bench.until(|bench| bench.creds.generation() >= 2).await;
+    with_timeout(fixture.creds.wait_certified()).await;
+    fs::write(fixture.dir.path().join("token"), "second").unwrap();
+    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
     assert!(
-        bench.creds.validity().unwrap().not_after > SystemTime::now(),
-        "the former one has not run out"
+        fixture.creds.validity().unwrap().not_after > SystemTime::now(),
+        "the former certificate has not expired"
     );
-    assert_eq!(bench.signing.requests.lock()[1].token, b"second");
+    assert_eq!(fixture.signing.requests.lock()[1].token, b"second");
 }
 
 #[tokio::test]
-async fn each_certificate_is_of_a_key_of_its_own_unless_the_key_is_given() {
-    for given_key in [false, true] {
-        let bench = bench(Setup {
+async fn each_certificate_has_a_new_key_unless_the_key_is_from_files() {
+    for has_key_files in [false, true] {
+        let fixture = fixture(Setup {
             lifetime: Duration::from_secs(2),
-            given_key,
+            has_key_files,
             ..Setup::default()
         })
         .await;
-        bench.until(|bench| bench.creds.generation() >= 2).await;
-        let requests = bench.signing.requests.lock().clone();
+        fixture.until(|fixture| fixture.creds.generation() >= 2).await;
+        let requests = fixture.signing.requests.lock().clone();
         let is_same = requests[0].certificate_signing_request == requests[1].certificate_signing_request;
-        assert_eq!(is_same, given_key);
+        assert_eq!(is_same, has_key_files);
     }
 }
 
-/// How long the machine was suspended.
 static SUSPENDED: AtomicU64 = AtomicU64::new(0);
 
 #[tokio::test]
-async fn a_machine_that_was_suspended_asks_for_a_certificate_as_soon_as_it_wakes() {
-    let bench = bench(Setup {
+async fn a_suspended_machine_requests_a_certificate_when_it_resumes() {
+    let fixture = fixture(Setup {
         clock: || SystemTime::now() + Duration::from_secs(SUSPENDED.load(Ordering::Relaxed)),
         ..Setup::default()
     })
     .await;
-    soon(bench.creds.certified()).await;
+    with_timeout(fixture.creds.wait_certified()).await;
     SUSPENDED.store(3600, Ordering::Relaxed);
     skip(Duration::from_secs(6)).await;
-    bench.until(|bench| bench.creds.generation() >= 2).await;
+    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
 #[tokio::test]
-async fn refusals_are_asked_again() {
+async fn refused_certificate_requests_are_retried() {
     let refusals = vec![Status::unavailable("no issuer"), Status::permission_denied("bad token")];
-    let bench = bench(Setup {
+    let fixture = fixture(Setup {
         refusals,
         ..Setup::default()
     })
     .await;
-    soon(bench.creds.certified()).await;
-    assert!(bench.metric(r#"control_identity_cert_refreshes_total{result="error"} 2"#));
+    with_timeout(fixture.creds.wait_certified()).await;
+    assert!(fixture.metric(r#"control_identity_cert_refreshes_total{result="error"} 2"#));
 }
 
 #[tokio::test]
 async fn a_certificate_of_a_foreign_authority_is_not_used() {
-    let foreign = |_| Arc::new(Authority::named("somebody else"));
-    let bench = bench(Setup {
+    let foreign = |_| Arc::new(Authority::named("foreign"));
+    let fixture = fixture(Setup {
         signer: foreign,
         ..Setup::default()
     })
     .await;
-    bench.until(|bench| bench.signing.requests.lock().len() >= 2).await;
-    assert_eq!(bench.creds.generation(), 0);
-    let reasons = bench.readiness.reasons();
+    fixture
+        .until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .await;
+    assert_eq!(fixture.creds.generation(), 0);
+    let reasons = fixture.readiness.reasons();
     assert!(
         reasons[0].starts_with("no certificate yet: using the certificate: "),
         "{reasons:?}"
     );
-    *bench.signing.authority.lock() = bench.authority.clone();
-    soon(bench.creds.certified()).await;
+    *fixture.signing.authority.lock() = fixture.authority.clone();
+    with_timeout(fixture.creds.wait_certified()).await;
 }
 
 fn both_roots(authority: &Authority) -> Vec<Vec<u8>> {
@@ -292,90 +301,92 @@ fn both_roots(authority: &Authority) -> Vec<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn anchors_that_come_with_a_certificate_are_taken_from_a_verified_server() {
-    let bench = bench(Setup {
+async fn anchors_in_a_certificate_response_are_used_if_the_server_is_verified() {
+    let fixture = fixture(Setup {
         anchors: both_roots,
         ..Setup::default()
     })
     .await;
-    let before = bench.authority.anchors();
-    soon(bench.creds.certified()).await;
-    assert_ne!(bench.creds.anchors(), before);
+    let before = fixture.authority.anchors();
+    with_timeout(fixture.creds.wait_certified()).await;
+    assert_ne!(fixture.creds.anchors(), before);
 }
 
 #[tokio::test]
 async fn anchors_of_file_and_control_plane_overlap() {
-    let bench = bench(Setup {
+    let fixture = fixture(Setup {
         anchors: both_roots,
         ..Setup::default()
     })
     .await;
-    soon(bench.creds.certified()).await;
-    let sent = bench.creds.anchors();
-    // A root that somebody adds to the file stays, whatever the control plane sends with the next certificate.
-    let file = bench.authority.root.pem() + &Authority::named("added").root.pem();
+    with_timeout(fixture.creds.wait_certified()).await;
+    let sent = fixture.creds.anchors();
+    // A root that is added to the file stays, whatever bundle the control plane sends with the next certificate.
+    let file = fixture.authority.root.pem() + &Authority::named("added").root.pem();
     let added = TrustAnchors::from_pem(&file).unwrap();
-    fs::write(bench.dir.path().join("anchors.pem"), file).unwrap();
+    fs::write(fixture.dir.path().join("anchors.pem"), file).unwrap();
     skip(Duration::from_secs(11)).await;
-    let all = added.and(&sent).unwrap();
-    bench.until(|bench| bench.creds.anchors() == all).await;
-    let before = bench.creds.generation();
-    bench.until(|bench| bench.creds.generation() > before).await;
-    assert_eq!(bench.creds.anchors(), all);
+    let all = added.union(&sent).unwrap();
+    fixture.until(|fixture| fixture.creds.anchors() == all).await;
+    let before = fixture.creds.generation();
+    fixture.until(|fixture| fixture.creds.generation() > before).await;
+    assert_eq!(fixture.creds.anchors(), all);
 }
 
 #[tokio::test]
-async fn anchors_from_a_server_that_nobody_verified_are_ignored() {
-    let bench = bench(Setup {
+async fn anchors_from_an_unverified_server_are_ignored() {
+    let fixture = fixture(Setup {
         anchors: both_roots,
         security: Security::Loopback,
         ..Setup::default()
     })
     .await;
-    soon(bench.creds.certified()).await;
-    assert_eq!(bench.creds.anchors(), bench.authority.anchors());
+    with_timeout(fixture.creds.wait_certified()).await;
+    assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
 }
 
 #[tokio::test]
-async fn a_bundle_without_the_issuer_is_not_taken() {
+async fn a_bundle_without_the_issuer_is_not_used() {
     let next_only = |_: &Authority| vec![Authority::named("next").root.der().to_vec()];
-    let bench = bench(Setup {
+    let fixture = fixture(Setup {
         anchors: next_only,
         in_file: false,
         ..Setup::default()
     })
     .await;
-    bench.until(|bench| bench.signing.requests.lock().len() >= 2).await;
-    assert_eq!(bench.creds.generation(), 0);
-    assert_eq!(bench.creds.anchors(), bench.authority.anchors());
+    fixture
+        .until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .await;
+    assert_eq!(fixture.creds.generation(), 0);
+    assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
 }
 
 #[tokio::test]
-async fn the_file_of_anchors_is_followed_and_a_bad_one_is_not() {
-    let bench = bench(Setup::default()).await;
-    soon(bench.creds.certified()).await;
-    let file = bench.dir.path().join("anchors.pem");
-    let both = bench.authority.root.pem() + &Authority::named("next").root.pem();
+async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
+    let fixture = fixture(Setup::default()).await;
+    with_timeout(fixture.creds.wait_certified()).await;
+    let file = fixture.dir.path().join("anchors.pem");
+    let both = fixture.authority.root.pem() + &Authority::named("next").root.pem();
     fs::write(&file, "no certificate").unwrap();
     skip(Duration::from_secs(11)).await;
-    assert_eq!(bench.creds.anchors(), bench.authority.anchors());
-    bench
-        .until(|bench| {
-            let page = bench.registry.render();
+    assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
+    fixture
+        .until(|fixture| {
+            let page = fixture.registry.render();
             page.contains("tulle_unreadable_updates_total{kind=\"trust_anchors\"} ")
                 && !page.contains("{kind=\"trust_anchors\"} 0")
         })
         .await;
     fs::write(&file, both).unwrap();
     skip(Duration::from_secs(11)).await;
-    bench
-        .until(|bench| bench.creds.anchors() != bench.authority.anchors())
+    fixture
+        .until(|fixture| fixture.creds.anchors() != fixture.authority.anchors())
         .await;
-    // Peers may have changed whom they accept, too.
-    bench.until(|bench| bench.creds.generation() >= 2).await;
+    // Peers may have changed their trust anchors, too.
+    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
-/// Lets that time pass at once.
+/// Advances the paused clock.
 async fn skip(time: Duration) {
     tokio::time::pause();
     tokio::time::advance(time).await;
@@ -387,7 +398,7 @@ fn id() -> Identity {
 }
 
 #[test]
-fn our_own_request_names_us_and_nobody_else() {
+fn a_generated_request_names_only_the_own_identity() {
     for id in [id(), "spiffe://root/vm".parse().unwrap()] {
         let key = Key::generate(&id).unwrap();
         KeyPair::from_pkcs8_der_and_sign_algo(&key.pkcs8, &PKCS_ECDSA_P256_SHA256).unwrap();
@@ -407,7 +418,7 @@ fn write(dir: &Path, key: &[u8], csr: &[u8]) {
 }
 
 #[test]
-fn files_are_used_when_they_are_there_and_fit() {
+fn key_files_are_used_if_they_exist_and_match() {
     let (dir, given) = (TempDir::new().unwrap(), Key::generate(&id()).unwrap());
     let path = Some(dir.path());
     assert_ne!(Key::load(path, &id()).unwrap().csr, given.csr, "an empty directory");

@@ -1,7 +1,7 @@
-//! Certificate, key and trust anchors from a SPIFFE Workload API, for as long as the process lives.
+//! Certificate, key and trust anchors from a SPIFFE Workload API, updated while the process runs.
 //!
-//! The API is a gRPC service on a Unix socket; whoever serves it knows the caller by its process, so nothing is shown.
-//! It renews in its own time: what it sends takes effect at once, and while it is gone the last answer stays.
+//! The API is a gRPC service on a Unix socket. The server identifies the caller by its process, so no token is sent. The server
+//! decides when to renew: an update takes effect at once, and the last one stays while the server is unavailable.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,31 +21,32 @@ use tonic::metadata::MetadataValue;
 use tonic::{Status, Streaming};
 use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::Identity;
 use tulle_core::metrics::Registry;
 use tulle_core::names::WORKLOAD_API_METADATA;
-use tulle_core::ready::Latch;
+use tulle_core::readiness::Latch;
 use tulle_proto::workload::spiffe_workload_api_client::SpiffeWorkloadApiClient;
 use tulle_proto::workload::{X509svid, X509svidRequest, X509svidResponse};
 use x509_parser::prelude::{FromDer, X509Certificate};
 use zeroize::Zeroizing;
 
-use crate::identity::certify::{ANCHORS_INTERVAL, REMINDER_INTERVAL, ticks};
-use crate::identity::metrics::{Metrics, causes};
-use crate::identity::{Anchors, AnchorsError};
-use crate::metrics::unreadable::Reporter;
-use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::identity::anchors::{AnchorsError, TrustAnchorSource};
+use crate::identity::certify::{ANCHORS_RELOAD_INTERVAL, WAITING_LOG_INTERVAL, delayed_interval};
+use crate::identity::metrics::Metrics;
+use crate::metrics::invalid_updates::InvalidUpdateReporter;
+use crate::tls::credentials::{Credentials, CredentialsError, Leaf, TrustAnchors};
 
-/// Keeps [`Credentials`] as a Workload API says.
-pub(crate) struct Workload {
+/// Keeps [`Credentials`] up to date from a Workload API.
+pub(crate) struct WorkloadApiClient {
     socket: PathBuf,
-    /// Trusted besides what the API says.
-    added: Option<Anchors>,
-    /// Tells of a file of them that cannot be read.
-    unreadable: Option<Reporter>,
+    /// Additional trust anchors.
+    extra_anchors: Option<TrustAnchorSource>,
+    /// Reports a file of additional anchors that cannot be read.
+    unreadable: Option<InvalidUpdateReporter>,
     creds: Credentials,
     metrics: Metrics,
-    /// What the API said last, without what is added.
+    /// The last bundle of the API, without additional anchors.
     bundle: Option<TrustAnchors>,
 }
 
@@ -59,53 +60,58 @@ enum FetchError {
     },
     #[error("starting HTTP/2 with the Workload API")]
     Http(#[source] hyper::Error),
-    #[error("the Workload API at {} did not answer within {ANSWER_LIMIT:?}", .path.display())]
+    #[error("the Workload API at {} did not answer within {RESPONSE_TIMEOUT:?}", .path.display())]
     Timeout { path: PathBuf },
     #[error("the Workload API has nothing for this process ({:?}): {}", .0.code(), .0.message())]
     Refused(Status),
     #[error("the Workload API ended the stream")]
     Ended,
     #[error("the Workload API offers [{}] where {expected} is needed", .offered.join(", "))]
-    OtherIdentity { expected: Identity, offered: Vec<String> },
+    IdentityNotOffered { expected: Identity, offered: Vec<String> },
     #[error("the {what} from the Workload API are not certificates in DER")]
     Der { what: &'static str },
     #[error(transparent)]
-    Added(AnchorsError),
+    ExtraAnchors(AnchorsError),
     #[error("using the trust anchors from the Workload API")]
     Anchors(#[source] CredentialsError),
     #[error("using the certificate from the Workload API")]
     Certificate(#[source] CredentialsError),
 }
 
-impl Workload {
-    pub(crate) fn new(socket: PathBuf, added: Option<Anchors>, creds: Credentials, registry: &Registry) -> Self {
+impl WorkloadApiClient {
+    pub(crate) fn new(
+        socket: PathBuf,
+        extra_anchors: Option<TrustAnchorSource>,
+        creds: Credentials,
+        registry: &Registry,
+    ) -> Self {
         Self {
             socket,
-            unreadable: added.as_ref().map(|added| added.reporter(registry)),
-            added,
+            unreadable: extra_anchors.as_ref().map(|added| added.reporter(registry)),
+            extra_anchors,
             creds,
             metrics: Metrics::new(registry),
             bundle: None,
         }
     }
 
-    /// Follows the API and the file of added trust anchors; never returns.
+    /// Watches the API and the file of additional trust anchors; never returns.
     ///
     /// `uncertified` is dropped with the first certificate.
     pub(crate) async fn run(mut self, uncertified: Latch) {
-        let waiting = Arc::new(Mutex::new(Waiting {
+        let waiting = Arc::new(Mutex::new(PendingCertificate {
             uncertified: Some(uncertified),
             error: None,
         }));
-        let reminding = remind(waiting.clone());
+        let pending_logs = log_pending(waiting.clone());
         tokio::select! {
-            () = self.follow(&waiting) => {}
-            () = reminding => {}
+            () = self.watch(&waiting) => {}
+            () = pending_logs => {}
         }
     }
 
-    async fn follow(&mut self, waiting: &Mutex<Waiting>) {
-        let mut delays = RETRIES.steps();
+    async fn watch(&mut self, waiting: &Mutex<PendingCertificate>) {
+        let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let before = self.creds.generation();
             let error = match self.stream(waiting).await {
@@ -117,41 +123,41 @@ impl Workload {
                 delays.reset();
             }
             let delay = delays.next_delay();
-            debug!(error = %causes(&error), ?delay, "the Workload API failed");
+            debug!(error = %ErrorChain(&error), ?delay, "the Workload API failed");
             waiting.lock().failed(&error);
             sleep(delay).await;
         }
     }
 
-    /// Takes one stream of updates to its end, which is an error.
-    async fn stream(&mut self, waiting: &Mutex<Waiting>) -> Result<std::convert::Infallible, FetchError> {
-        // Ends the connection with the stream.
+    /// Reads one stream of updates until it fails.
+    async fn stream(&mut self, waiting: &Mutex<PendingCertificate>) -> Result<std::convert::Infallible, FetchError> {
+        // Closes the connection with the stream.
         let mut connection = JoinSet::new();
         let connecting = connect(&self.socket, &mut connection);
-        let mut updates = timeout(ANSWER_LIMIT, connecting)
+        let mut updates = timeout(RESPONSE_TIMEOUT, connecting)
             .await
             .map_err(|_| FetchError::Timeout {
                 path: self.socket.clone(),
             })??;
-        let mut look_at_file = ticks(ANCHORS_INTERVAL);
+        let mut look_at_file = delayed_interval(ANCHORS_RELOAD_INTERVAL);
         loop {
-            // Both branches only wait, and a message is read whole or not at all.
+            // Both branches are cancel-safe: a message is read completely or not at all.
             tokio::select! {
                 update = updates.message() => {
                     let update = update.map_err(FetchError::Refused)?.ok_or(FetchError::Ended)?;
                     self.install(update)?;
                     waiting.lock().succeeded();
                 }
-                _ = look_at_file.tick() => self.follow_file(),
+                _ = look_at_file.tick() => self.reload_anchors_file(),
             }
         }
     }
 
     fn install(&mut self, update: X509svidResponse) -> Result<(), FetchError> {
-        let svid = pick(update.svids, self.creds.id())?;
+        let svid = select_svid(update.svids, self.creds.id())?;
         let bundle = certificates(svid.bundle, "trust anchors")?;
         let bundle = TrustAnchors::from_der(bundle).map_err(FetchError::Anchors)?;
-        let anchors = self.with_added(&bundle)?;
+        let anchors = self.with_extra_anchors(&bundle)?;
         let leaf = Leaf {
             chain: certificates(svid.x509_svid, "certificates")?,
             key: Zeroizing::new(PrivatePkcs8KeyDer::from(svid.x509_svid_key)),
@@ -168,22 +174,22 @@ impl Workload {
         Ok(())
     }
 
-    fn with_added(&self, bundle: &TrustAnchors) -> Result<TrustAnchors, FetchError> {
-        match &self.added {
+    fn with_extra_anchors(&self, bundle: &TrustAnchors) -> Result<TrustAnchors, FetchError> {
+        match &self.extra_anchors {
             Some(added) => bundle
-                .and(&added.read().map_err(FetchError::Added)?)
+                .union(&added.read().map_err(FetchError::ExtraAnchors)?)
                 .map_err(FetchError::Anchors),
             None => Ok(bundle.clone()),
         }
     }
 
-    /// Takes over added trust anchors that have changed in their file.
-    fn follow_file(&mut self) {
-        let (Some(Anchors::File(_)), Some(bundle)) = (&self.added, &self.bundle) else {
+    /// Reads the file of additional trust anchors again, and uses changed ones.
+    fn reload_anchors_file(&mut self) {
+        let (Some(TrustAnchorSource::File(_)), Some(bundle)) = (&self.extra_anchors, &self.bundle) else {
             return;
         };
         let replaced = self
-            .with_added(bundle)
+            .with_extra_anchors(bundle)
             .and_then(|anchors| match anchors == self.creds.anchors() {
                 true => Ok(false),
                 false => self
@@ -195,40 +201,40 @@ impl Workload {
         match replaced {
             Ok(true) => info!("trust anchors have changed"),
             Ok(false) => {}
-            // They stay as they were.
+            // The old anchors stay.
             Err(error) => drop(self.unreadable.as_mut().map(|unreadable| unreadable.report(&error))),
         }
     }
 }
 
-/// What is told of while there is no certificate.
-struct Waiting {
+/// The errors that are reported while there is no certificate.
+struct PendingCertificate {
     uncertified: Option<Latch>,
     error: Option<String>,
 }
 
-impl Waiting {
+impl PendingCertificate {
     fn succeeded(&mut self) {
         self.uncertified = None;
         self.error = None;
     }
 
-    /// The first error of an outage is told.
+    /// Reports the first error of an outage.
     fn failed(&mut self, error: &FetchError) {
         if self.error.is_none() {
-            warn!(error = %causes(error), "no certificate from the Workload API, trying again");
+            warn!(error = %ErrorChain(error), "no certificate from the Workload API, retrying");
         }
         if let Some(uncertified) = &self.uncertified {
-            uncertified.explain(format!("no certificate yet: {}", causes(error)));
+            uncertified.set_reason(format!("no certificate yet: {}", ErrorChain(error)));
         }
-        self.error = Some(causes(error));
+        self.error = Some(ErrorChain(error).to_string());
     }
 }
 
-async fn remind(waiting: Arc<Mutex<Waiting>>) {
-    let mut remind = ticks(REMINDER_INTERVAL);
+async fn log_pending(waiting: Arc<Mutex<PendingCertificate>>) {
+    let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
     loop {
-        remind.tick().await;
+        log_interval.tick().await;
         let waiting = waiting.lock();
         if waiting.uncertified.is_some()
             && let Some(error) = &waiting.error
@@ -256,7 +262,7 @@ async fn connect(
         .map_err(FetchError::Http)?;
     connection.spawn(driver);
     let service = tower::service_fn(move |req: Request<Body>| sender.clone().send_request(req));
-    // HTTP/2 wants an authority, and a socket has none.
+    // HTTP/2 requires an authority, which a socket does not have.
     let mut client = SpiffeWorkloadApiClient::with_origin(service, Uri::from_static("http://localhost"));
     let mut req = tonic::Request::new(X509svidRequest {});
     req.metadata_mut()
@@ -265,17 +271,17 @@ async fn connect(
     Ok(updates.into_inner())
 }
 
-/// The one of several identities that is ours.
-fn pick(svids: Vec<X509svid>, expected: &Identity) -> Result<X509svid, FetchError> {
+/// The one of several identities that is this proxy's.
+fn select_svid(svids: Vec<X509svid>, expected: &Identity) -> Result<X509svid, FetchError> {
     let offered = svids.iter().map(|svid| svid.spiffe_id.clone()).collect();
     let ours = svids.into_iter().find(|svid| svid.spiffe_id == expected.as_str());
-    ours.ok_or_else(|| FetchError::OtherIdentity {
+    ours.ok_or_else(|| FetchError::IdentityNotOffered {
         expected: expected.clone(),
         offered,
     })
 }
 
-/// Takes certificates apart that stand one after the other.
+/// Splits concatenated DER certificates.
 fn certificates(der: Vec<u8>, what: &'static str) -> Result<Vec<CertificateDer<'static>>, FetchError> {
     let mut certificates = Vec::new();
     let mut left = &der[..];
@@ -288,10 +294,10 @@ fn certificates(der: Vec<u8>, what: &'static str) -> Result<Vec<CertificateDer<'
     Ok(certificates)
 }
 
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// An agent that hangs is found out, and asked anew.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Detects an agent that hangs; the stream is then reopened.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
-const RETRIES: Backoff = Backoff {
+const RECONNECT_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(100),
     max: Duration::from_secs(1),
     jitter: 0.2,

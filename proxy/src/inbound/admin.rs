@@ -1,4 +1,4 @@
-//! Requests to the admin server, judged by the policy of its port as those to the application are by theirs.
+//! Authorizes requests to the admin server by the inbound policy of its port.
 
 use std::sync::Arc;
 
@@ -6,88 +6,88 @@ use http::{Request, request};
 use tokio::time::Instant;
 use tulle_core::{
     addr::canonical,
-    admin::access::{Caller, Guard, Tls},
+    admin::access::{AuthorizeFn, Caller, Tls},
 };
 
 use crate::{
-    http::{body::Body, error::Error, filters},
+    http::{body::Body, error::Error, stack::filters},
     inbound::{
-        Inbound,
+        context::Inbound,
         metrics::{connection_labels, with_meta},
     },
-    policy::{authz, matches::Head},
-    tls::status::{ServerTls, WhyServerPlain},
+    policy::{authz, matches::RequestAttributes},
+    tls::status::{NoServerTls, ServerTls},
 };
 
-/// Judges requests to the admin server.
-pub(crate) fn guard(inbound: &Arc<Inbound>) -> Guard {
+/// Returns the authorization function of the admin server.
+pub(crate) fn authorize_fn(inbound: &Arc<Inbound>) -> AuthorizeFn {
     let inbound = inbound.clone();
     Arc::new(move |caller, head| {
         let inbound = inbound.clone();
         Box::pin(async move {
-            let judged = inbound.judge(&caller, head).await;
-            judged.map_err(|error| {
-                inbound.families.admin_refused(error.cause());
+            let result = inbound.authorize_admin(&caller, head).await;
+            result.map_err(|error| {
+                inbound.families.record_admin_denied(error.cause());
                 tracing::debug!(client = %caller.client, %error, "request to the admin server refused");
-                error.answer().status
+                error.status().status
             })
         })
     })
 }
 
 impl Inbound {
-    /// Whether a client may have what the admin server shows.
-    async fn judge(&self, caller: &Caller, head: request::Parts) -> Result<(), Error> {
+    async fn authorize_admin(&self, caller: &Caller, head: request::Parts) -> Result<(), Error> {
         let client = canonical(caller.client).ip();
-        // This workload itself; or a client that has come through this proxy, which has asked the same policy.
-        if client.is_loopback() || self.ips.contains(&client) {
+        // Loopback is this workload, or a client whose request this proxy has authorized by the same policy before forwarding
+        // it.
+        if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }
-        let port = self.ports.get(caller.local.port());
-        self.ports.wait_until_known(&port).await;
+        let port = self.port_policies.get_or_watch(caller.local.port());
+        self.port_policies.wait_until_known(&port).await;
         let current = port.current();
         if current.is_unknown {
-            self.ports.log_unknown(caller.local.port());
+            self.port_policies.warn_unknown_policy(caller.local.port());
             return Err(Error::PolicyUnknown);
         }
         let tls = match &caller.tls {
-            Tls::None => ServerTls::Plain(WhyServerPlain::NoTlsFromRemote),
+            Tls::None => ServerTls::Plain(NoServerTls::NoTlsFromRemote),
             Tls::Terminated { client_id } => ServerTls::Terminated {
                 client_id: client_id.clone(),
             },
         };
-        let policy = &current.policy;
+        let policy = &current.server_policy;
         let labels = || connection_labels(caller.local, &tls, &policy.meta);
         let unauthorized = |why: &'static str| Error::Unauthorized {
             rule: policy.meta.to_string(),
             why,
         };
         let Some(http) = policy.protocol.http() else {
-            let permitted = authz::authorize(&policy.authorizations, client, tls.proven());
+            let permitted = authz::authorize(&policy.authorizations, client, tls.to_conn_tls());
             return permitted.map(drop).map_err(|denied| {
-                self.families.http_denied(&labels(), denied);
+                self.families.record_http_denied(&labels(), denied);
                 unauthorized(denied.name())
             });
         };
-        let found = current.find(http, Head::of(&head.method, &head.uri, &head.headers))?;
+        let found = current.find_route(http, RequestAttributes::of(&head.method, &head.uri, &head.headers))?;
         let found = found.ok_or_else(|| {
-            self.families.no_route(&labels());
+            self.families.record_route_not_found(&labels());
             Error::RouteNotFound
         })?;
-        authz::authorize(&found.rule.payload, client, tls.proven()).map_err(|denied| {
+        authz::authorize(&found.rule.payload, client, tls.to_conn_tls()).map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
-            self.families.http_denied(&labels, denied);
+            self.families.record_http_denied(&labels, denied);
             unauthorized(denied.name())
         })?;
-        filters::apply(
+        filters::apply_request_filters(
             &found.rule.filters,
             &mut Request::from_parts(head, Body::empty()),
             found.prefix,
         )?;
-        if let (Some(limiter), Some(limit)) = (&current.limiter, &http.rate_limit)
+        if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
             && let Err(which) = limiter.check(tls.client_id(), Instant::now())
         {
-            self.families.over_limit(labels(), &limit.meta, which);
+            self.families.record_rate_limited(labels(), &limit.meta, which);
             let limit = limit.meta.to_string();
             return Err(Error::RateLimited { limit });
         }

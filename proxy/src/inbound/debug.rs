@@ -1,12 +1,12 @@
-//! The policies in force, as `/debug/policies` shows them.
+//! The policies in force, for `/debug/policies`.
 
 use std::sync::Arc;
 
 use serde::Serialize;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::{
-    inbound::policy::{FallbackOrigin, Port, Ports},
+    inbound::policy::{FallbackOrigin, PortPolicies, PortPolicy},
     policy::{
         authz::{Authentication, Authorization, IdentitySuffix},
         route,
@@ -14,65 +14,64 @@ use crate::{
     },
 };
 
-/// The policy of one port.
 #[derive(Serialize)]
-pub(crate) struct Shown {
+pub(crate) struct PortStatus {
     port: u16,
     policy: String,
-    /// Who says so.
+    /// The source of the policy.
     source: &'static str,
     protocol: &'static str,
-    /// For connections that carry no HTTP.
-    authorizations: Vec<Permission>,
-    routes: Vec<Route>,
-    rate_limit: Option<Limit>,
+    /// Authorizations of connections that are not HTTP.
+    authorizations: Vec<AuthorizationStatus>,
+    routes: Vec<RouteStatus>,
+    rate_limit: Option<RateLimitStatus>,
 }
 
 #[derive(Serialize)]
-struct Route {
+struct RouteStatus {
     name: String,
-    rules: Vec<Vec<Permission>>,
+    rules: Vec<Vec<AuthorizationStatus>>,
 }
 
-/// Who may.
+/// The clients that an authorization permits.
 #[derive(Serialize)]
-struct Permission {
+struct AuthorizationStatus {
     name: String,
     networks: Vec<String>,
     clients: Vec<String>,
 }
 
 #[derive(Serialize)]
-struct Limit {
+struct RateLimitStatus {
     name: String,
     requests_per_second: Option<u32>,
     requests_per_second_of_an_identity: Option<u32>,
 }
 
-impl Ports {
-    /// The policies of all ports that are watched, by port.
-    pub(crate) fn shown(&self) -> Vec<Shown> {
-        let mut all: Vec<_> = self.each(Shown::of);
-        all.sort_unstable_by_key(|shown| shown.port);
+impl PortPolicies {
+    /// The policies of all watched and polled ports, in the order of the ports.
+    pub(crate) fn port_statuses(&self) -> Vec<PortStatus> {
+        let mut all: Vec<_> = self.map_ports(PortStatus::from_port);
+        all.sort_unstable_by_key(|status| status.port);
         all
     }
 }
 
-impl Shown {
-    fn of(number: u16, port: &Port) -> Self {
+impl PortStatus {
+    fn from_port(number: u16, port: &PortPolicy) -> Self {
         let current = port.current();
-        let policy = &current.policy;
+        let policy = &current.server_policy;
         let http = policy.protocol.http();
         Self {
             port: number,
             policy: policy.meta.to_string(),
             source: match (port.is_known(), port.fallback_origin()) {
                 (true, _) => "control plane",
-                (false, FallbackOrigin::Remembered) => "control plane, some time ago; it has not answered again",
+                (false, FallbackOrigin::LastKnown) => "control plane, last known; the current watch has no answer yet",
                 (false, FallbackOrigin::Unknown) => {
-                    "unknown: the control plane has not answered, and nobody may use the port"
+                    "unknown: the control plane has not answered, and connections are refused"
                 }
-                (false, FallbackOrigin::Environment) => "default of the environment, until the control plane answers",
+                (false, FallbackOrigin::Environment) => "environment default, until the control plane answers",
             },
             protocol: match &policy.protocol {
                 ServerProtocol::Detect { .. } => "detect",
@@ -82,40 +81,53 @@ impl Shown {
                 ServerProtocol::Opaque => "opaque",
                 ServerProtocol::Tls => "tls",
             },
-            authorizations: policy.authorizations.iter().map(Permission::of).collect(),
+            authorizations: policy
+                .authorizations
+                .iter()
+                .map(AuthorizationStatus::from_authorization)
+                .collect(),
             routes: http.map_or_else(Vec::new, |http| {
-                let route = |route: &route::Route<Arc<[Authorization]>>| Route {
+                let route = |route: &route::Route<Arc<[Authorization]>>| RouteStatus {
                     name: route.meta.to_string(),
-                    rules: route.rules.iter().map(|rule| permissions(&rule.payload)).collect(),
+                    rules: route
+                        .rules
+                        .iter()
+                        .map(|rule| authorization_statuses(&rule.payload))
+                        .collect(),
                 };
                 http.routes.iter().map(route).collect()
             }),
-            rate_limit: http.and_then(|http| http.rate_limit.as_ref()).map(|limit| Limit {
-                name: limit.meta.to_string(),
-                requests_per_second: limit.total,
-                requests_per_second_of_an_identity: limit.identity,
-            }),
+            rate_limit: http
+                .and_then(|http| http.rate_limit.as_ref())
+                .map(|limit| RateLimitStatus {
+                    name: limit.meta.to_string(),
+                    requests_per_second: limit.total,
+                    requests_per_second_of_an_identity: limit.identity,
+                }),
         }
     }
 }
 
-fn network(network: &NetworkMatch) -> String {
+fn format_network(network: &NetworkMatch) -> String {
     let mut text = network.net.to_string();
     for except in &network.except {
-        text = format!("{text} but {except}");
+        text = format!("{text} except {except}");
     }
     text
 }
 
-fn permissions(authorizations: &[Authorization]) -> Vec<Permission> {
-    authorizations.iter().map(Permission::of).collect()
+fn authorization_statuses(authorizations: &[Authorization]) -> Vec<AuthorizationStatus> {
+    authorizations
+        .iter()
+        .map(AuthorizationStatus::from_authorization)
+        .collect()
 }
 
-impl Permission {
-    fn of(authorization: &Authorization) -> Self {
+impl AuthorizationStatus {
+    fn from_authorization(authorization: &Authorization) -> Self {
         let clients = match &authorization.authentication {
-            Authentication::Unauthenticated => vec!["anybody".to_owned()],
-            Authentication::TlsUnauthenticated => vec!["anybody with TLS".to_owned()],
+            Authentication::Unauthenticated => vec!["unauthenticated".to_owned()],
+            Authentication::TlsUnauthenticated => vec!["TLS without identity".to_owned()],
             Authentication::TlsIdentities { identities, suffixes } => {
                 let mut names: Vec<_> = identities.iter().map(ToString::to_string).collect();
                 names.sort_unstable();
@@ -128,7 +140,7 @@ impl Permission {
         };
         Self {
             name: authorization.meta.to_string(),
-            networks: authorization.networks.iter().map(network).collect(),
+            networks: authorization.networks.iter().map(format_network).collect(),
             clients,
         }
     }

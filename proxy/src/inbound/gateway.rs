@@ -1,4 +1,4 @@
-//! What peers want from another network, which a gateway takes on for them.
+//! The gateway interface: forwards to services that clients name in the transport header.
 
 use std::{net::SocketAddr, pin::Pin};
 
@@ -10,75 +10,79 @@ use crate::{
     net::io::Io,
 };
 
-/// The way to names of other networks; made of the outbound side.
+/// Forwards to services by name; the outbound side implements it.
 pub(crate) trait Gateway: Send + Sync {
-    /// Sends a request to the service of a name.
+    /// Sends a request to a service.
     ///
     /// # Errors
-    /// The name is not served here or not known, or its service brought no response.
-    fn send<'a>(&'a self, onward: &'a Onward, req: &'a mut Request<Body>) -> Going<'a, Response<Body>>;
+    /// The gateway does not serve the name, the service does not exist, or it returned no response.
+    fn send<'a>(
+        &'a self,
+        gateway_connection: &'a GatewayConnection,
+        req: &'a mut Request<Body>,
+    ) -> GatewayFuture<'a, Response<Body>>;
 
-    /// Opens a connection to the service of a name.
+    /// Opens a connection to a service.
     ///
     /// # Errors
-    /// The name is not served here or not known, or its service cannot be reached.
-    fn open<'a>(&'a self, name: &'a NameAddr) -> Going<'a, Io>;
+    /// The gateway does not serve the name, the service does not exist, or it cannot be reached.
+    fn connect<'a>(&'a self, name: &'a NameAddr) -> GatewayFuture<'a, Io>;
 }
 
-pub(crate) type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + Send + 'a>>;
+pub(crate) type GatewayFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + Send + 'a>>;
 
-/// Where the requests of one connection go on to.
-pub(crate) struct Onward {
+/// The target of the requests of one connection, and the context of the connection.
+pub(crate) struct GatewayConnection {
     pub(crate) name: NameAddr,
     pub(crate) worker: usize,
-    /// The peer's end.
+    /// The client's address.
     pub(crate) client: SocketAddr,
     pub(crate) drain: drain::Watch,
 }
 
-/// Refuses what has passed `own` before, or comes from it.
-pub(super) fn check_loop(own: &str, client: &str, req: Option<&Request<Body>>) -> Result<(), Error> {
+/// Returns `GatewayLoop` if the client has this proxy's identity, or if a `Forwarded` header names this proxy.
+pub(super) fn check_loop(own_identity: &str, client: &str, req: Option<&Request<Body>>) -> Result<(), Error> {
     let lines = req.map(|req| req.headers().get_all(header::FORWARDED).iter());
     let mut hops = lines
         .into_iter()
         .flatten()
         .flat_map(|line| line.to_str().unwrap_or_default().split([',', ';']));
-    let is_ours = |hop: &str| {
+    let is_own_hop = |hop: &str| {
         let (name, value) = hop.split_once('=').unwrap_or_default();
-        name.trim().eq_ignore_ascii_case("by") && value.trim().trim_matches('"') == own
+        name.trim().eq_ignore_ascii_case("by") && value.trim().trim_matches('"') == own_identity
     };
-    match client == own || hops.any(is_ours) {
+    match client == own_identity || hops.any(is_own_hop) {
         true => Err(Error::GatewayLoop),
         false => Ok(()),
     }
 }
 
-/// Notes down that a request has passed here (RFC 7239).
-pub(super) fn mark(own: &str, client: &str, req: &mut Request<Body>) {
-    let of_header = || headers::get(req.headers(), &header::HOST).and_then(|host| host.to_str().ok());
+/// Appends this hop to the `Forwarded` header (RFC 7239).
+pub(super) fn append_forwarded_header(own_identity: &str, client: &str, req: &mut Request<Body>) {
+    let host_header = || headers::get(req.headers(), &header::HOST).and_then(|host| host.to_str().ok());
     let host = req
         .uri()
         .authority()
         .map(|authority| authority.as_str())
-        .or_else(of_header);
+        .or_else(host_header);
     let line = [
-        ("by", Some(own)),
+        ("by", Some(own_identity)),
         ("for", Some(client)),
         ("host", host),
         ("proto", Some("https")),
     ]
     .into_iter()
-    .filter_map(|(name, value)| Some(format!("{name}={}", value_of(value?))))
+    .filter_map(|(name, value)| Some(format!("{name}={}", quote_unless_token(value?))))
     .collect::<Vec<_>>()
     .join(";");
-    // Identities and hosts have been found to be text before.
+    // Identities and hosts were validated before, so this conversion does not fail.
     if let Ok(line) = HeaderValue::try_from(line) {
         req.headers_mut().append(header::FORWARDED, line);
     }
 }
 
-/// As it is if it is a token, and quoted otherwise.
-fn value_of(value: &str) -> String {
+/// Quotes a value that is not a token (RFC 9110).
+fn quote_unless_token(value: &str) -> String {
     match value
         .bytes()
         .all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
@@ -93,13 +97,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_passed_before_is_found_however_it_is_written() {
+    fn gateway_loops_are_found_in_any_forwarded_syntax() {
         let mut req = Request::get("http://web.test:81/").body(Body::empty()).unwrap();
-        mark("gate.test", "spiffe://a/b", &mut req);
+        append_forwarded_header("gate.test", "spiffe://a/b", &mut req);
         let line = "by=gate.test;for=\"spiffe://a/b\";host=\"web.test:81\";proto=https";
         assert_eq!(req.headers()["forwarded"], line);
-        fn is_loop(own: &str, req: &Request<Body>) -> bool {
-            matches!(check_loop(own, "a", Some(req)), Err(Error::GatewayLoop))
+        fn is_loop(own_identity: &str, req: &Request<Body>) -> bool {
+            matches!(check_loop(own_identity, "a", Some(req)), Err(Error::GatewayLoop))
         }
         assert!(is_loop("gate.test", &req));
         assert!(!is_loop("web.test:81", &req));

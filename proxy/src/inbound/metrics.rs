@@ -1,4 +1,4 @@
-//! Families of the inbound side, and their label sets.
+//! Metric families of the inbound side, and their label sets.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -6,22 +6,21 @@ use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    http::upload::Upload,
+    http::lifecycle::request_timing::RequestTiming,
     metrics::{
         failures::Failures,
-        http::{self as http_metrics, Outcome},
-        routes::{self, Kind, StatusSeries, Statuses},
+        http::{self as http_metrics, ResponseOutcome},
+        routes::{self, StatusKind, StatusSeries, Statuses},
     },
-    net::{counts, detected},
+    net::{detect_metrics, tcp_metrics},
     policy::{authz::Denied, meta::Meta, rate_limit::RateLimited},
     tls::{status::ServerTls, verify::HandshakeFailure},
 };
 
-/// All families that inbound traffic is counted in.
 #[derive(Clone)]
 pub(crate) struct Families {
     pub(crate) http: http_metrics::Families,
-    pub(crate) tcp: counts::Families,
+    pub(crate) tcp: tcp_metrics::Families,
     pub(super) http_allow: Family<Counter>,
     http_deny: Family<Counter>,
     route_not_found: Family<Counter>,
@@ -34,92 +33,91 @@ pub(crate) struct Families {
     failures: Failures,
     denied: Family<Counter>,
     pub(super) transport_header: Family<Counter>,
-    detected: detected::Families,
+    detected: detect_metrics::Families,
     http_routes: RouteFamilies,
     grpc_routes: RouteFamilies,
 }
 
-/// Families of the routes of one kind.
+/// Families of HTTP routes or of gRPC routes.
 #[derive(Clone)]
 struct RouteFamilies {
     requests: Family<Counter>,
     statuses: Statuses,
     request_duration: Family<Histogram>,
     response_duration: Family<Histogram>,
-    request_frames: Family<Histogram>,
-    response_frames: Family<Histogram>,
+    request_frame_bytes: Family<Histogram>,
+    response_frame_bytes: Family<Histogram>,
 }
 
-/// The series of one route.
 pub(super) struct RouteSeries {
     requests: Arc<Counter>,
     statuses: StatusSeries,
     request_duration: Arc<Histogram>,
     response_duration: Arc<Histogram>,
-    pub(super) request_frames: Arc<Histogram>,
-    response_frames: Arc<Histogram>,
+    pub(super) request_frame_bytes: Arc<Histogram>,
+    response_frame_bytes: Arc<Histogram>,
 }
 
 impl RouteFamilies {
-    fn new(registry: &Registry, kind: Kind) -> Self {
+    fn new(registry: &Registry, kind: StatusKind) -> Self {
         let name = |name: &str| format!("inbound_{}_{name}", kind.name());
-        let histogram = |of, help, bounds| registry.histogram(&name(of), help, bounds);
+        let histogram = |suffix, help, bounds| registry.histogram(&name(suffix), help, bounds);
         Self {
-            requests: registry.counter(&name("requests_total"), "Requests permitted, by their route"),
+            requests: registry.counter(&name("requests_total"), "Requests permitted, by route"),
             statuses: Statuses::new(registry, &name("statuses_total"), kind, "status", false),
             request_duration: histogram(
                 "request_duration_seconds",
                 "Seconds from a request's head to the end of its response",
-                routes::FINE,
+                routes::SECONDS_BUCKETS_FINE,
             ),
             response_duration: histogram(
                 "response_duration_seconds",
                 "Seconds from the end of a request to the end of its response",
-                routes::COARSE,
+                routes::SECONDS_BUCKETS_COARSE,
             ),
-            request_frames: histogram(
+            request_frame_bytes: histogram(
                 "request_frame_size_bytes",
-                "Sizes of the pieces of request bodies",
-                routes::FRAMES,
+                "Bytes per frame of request bodies",
+                routes::FRAME_BYTES_BUCKETS,
             ),
-            response_frames: histogram(
+            response_frame_bytes: histogram(
                 "response_frame_size_bytes",
-                "Sizes of the pieces of response bodies",
-                routes::FRAMES,
+                "Bytes per frame of response bodies",
+                routes::FRAME_BYTES_BUCKETS,
             ),
         }
     }
 }
 
 impl RouteSeries {
-    pub(super) fn request(&self) {
+    pub(super) fn record_request(&self) {
         self.requests.inc();
     }
 
-    pub(super) fn frame(&self, len: usize) {
-        self.response_frames.observe(len as f64);
+    pub(super) fn record_frame(&self, len: usize) {
+        self.response_frame_bytes.observe(len as f64);
     }
 
-    /// A response has come to its end, or failed to come.
-    pub(super) fn ended(&self, upload: &Upload, outcome: &Outcome, now: Instant) {
+    /// Records the end of a response, or that there is none.
+    pub(super) fn record_response(&self, upload: &RequestTiming, outcome: &ResponseOutcome, now: Instant) {
         routes::observe(&self.request_duration, upload.started(), now);
         routes::observe(&self.response_duration, upload.ended(), now);
-        self.statuses.ended(outcome);
+        self.statuses.record(outcome);
     }
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families) -> Self {
+    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: tcp_metrics::Families) -> Self {
         let counter = |name, help| registry.counter(name, help);
         Self {
-            detected: detected::Families::new(registry, "inbound"),
-            http_routes: RouteFamilies::new(registry, Kind::Http),
-            grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
+            detected: detect_metrics::Families::new(registry, "inbound"),
+            http_routes: RouteFamilies::new(registry, StatusKind::Http),
+            grpc_routes: RouteFamilies::new(registry, StatusKind::Grpc),
             http,
             tcp,
             http_allow: counter(
                 "inbound_http_authz_allow_total",
-                "HTTP requests permitted, by what permitted them",
+                "HTTP requests permitted, by authorization",
             ),
             http_deny: counter("inbound_http_authz_deny_total", "HTTP requests refused"),
             route_not_found: counter(
@@ -129,12 +127,12 @@ impl Families {
             rate_limited: counter("inbound_http_local_ratelimit_total", "HTTP requests over a rate limit"),
             tcp_allow: counter(
                 "inbound_tcp_authz_allow_total",
-                "Connections permitted, by what permitted them",
+                "Connections permitted, by authorization",
             ),
             tcp_deny: counter("inbound_tcp_authz_deny_total", "Connections refused"),
             tcp_terminate: counter(
                 "inbound_tcp_authz_terminate_total",
-                "Connections ended because a changed policy refuses them",
+                "Connections closed because a changed policy denies them",
             ),
             failures: Failures::new(registry, "inbound"),
             tcp_errors: counter(
@@ -147,20 +145,20 @@ impl Families {
             ),
             denied: counter(
                 "tulle_inbound_denied_total",
-                "Requests and connections refused, by what was missing",
+                "Requests and connections denied, by reason",
             ),
             transport_header: counter(
                 "inbound_tcp_transport_header_connections_total",
-                "Direct connections, by what their transport header says",
+                "Direct connections, by the fields of their transport header",
             ),
         }
     }
 
-    /// What is counted of a route of the server at `port`.
-    pub(super) fn route(&self, kind: Kind, server: &Meta, port: u16, route: &Meta) -> Arc<RouteSeries> {
+    /// The series of a route of the server at `port`.
+    pub(super) fn route_series(&self, kind: StatusKind, server: &Meta, port: u16, route: &Meta) -> Arc<RouteSeries> {
         let families = match kind {
-            Kind::Http => &self.http_routes,
-            Kind::Grpc => &self.grpc_routes,
+            StatusKind::Http => &self.http_routes,
+            StatusKind::Grpc => &self.grpc_routes,
         };
         let labels = with_meta(Labels::new(), "parent", server).with("parent_port", port);
         let labels = with_meta(labels, "route", route);
@@ -168,74 +166,73 @@ impl Families {
             requests: families.requests.get(&labels),
             request_duration: families.request_duration.get(&labels),
             response_duration: families.response_duration.get(&labels),
-            request_frames: families.request_frames.get(&labels),
-            response_frames: families.response_frames.get(&labels),
+            request_frame_bytes: families.request_frame_bytes.get(&labels),
+            response_frame_bytes: families.response_frame_bytes.get(&labels),
             statuses: families.statuses.series(labels),
         })
     }
 
-    /// Connections to `port` under the policy of `server`, by what they turn out to be.
-    pub(super) fn detected(&self, server: &Meta, port: u16) -> detected::Series {
+    /// The protocol detection series of `port` under the policy of `server`.
+    pub(super) fn detect_series(&self, server: &Meta, port: u16) -> detect_metrics::Series {
         self.detected.series(with_server(Labels::new(), server, port))
     }
 
-    /// Counts a handshake that failed.
-    pub(super) fn handshake_failed(&self, target: SocketAddr, failure: HandshakeFailure) {
+    pub(super) fn record_handshake_failure(&self, target: SocketAddr, failure: HandshakeFailure) {
         let labels = Labels::new().with("target_addr", target).with("reason", failure);
         self.handshake_failures.get(&labels).inc();
         self.failures.count(failure.cause());
     }
 
-    /// Counts a connection that ended before it was served, by the name that its error has had all along, and by its cause.
-    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
+    /// Counts a connection that failed before it was served, by Linkerd's `error` label and by cause.
+    pub(super) fn record_tcp_error(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
         self.failures.count(cause);
     }
 
-    /// Counts a connection that is not the HTTP that its port demands.
-    pub(super) fn not_http(&self, target: SocketAddr) {
-        self.tcp_failed(target, "not http", "not-http");
+    /// Counts a connection that is not HTTP on a port whose policy requires HTTP.
+    pub(super) fn record_not_http(&self, target: SocketAddr) {
+        self.record_tcp_error(target, "not http", "not-http");
     }
 
-    /// Counts a refused request.
-    pub(super) fn http_denied(&self, labels: &Labels, denied: Denied) {
+    /// Counts a denied request.
+    pub(super) fn record_http_denied(&self, labels: &Labels, denied: Denied) {
         self.http_deny.get(labels).inc();
-        self.count_reason(labels, denied);
+        self.record_denial_reason(labels, denied);
     }
 
-    /// Counts a request to the admin server that was refused.
-    pub(super) fn admin_refused(&self, cause: &'static str) {
+    /// Counts a denied request to the admin server.
+    pub(super) fn record_admin_denied(&self, cause: &'static str) {
         self.failures.count(cause);
     }
 
     /// Counts a connection to an address that is not this workload's.
-    pub(super) fn foreign_address(&self) {
+    pub(super) fn record_foreign_target(&self) {
         self.failures.count("target-forbidden");
     }
 
-    /// Counts a refused connection.
-    pub(super) fn tcp_denied(&self, labels: &Labels, denied: Denied) {
+    /// Counts a denied connection.
+    pub(super) fn record_tcp_denied(&self, labels: &Labels, denied: Denied) {
         self.tcp_deny.get(labels).inc();
         self.failures.count("policy-denied");
-        self.count_reason(labels, denied);
+        self.record_denial_reason(labels, denied);
     }
 
-    pub(super) fn tcp_terminated(&self, labels: &Labels, denied: Denied) {
+    pub(super) fn record_tcp_terminated(&self, labels: &Labels, denied: Denied) {
         self.tcp_terminate.get(labels).inc();
         self.failures.count("policy-denied");
-        self.count_reason(labels, denied);
+        self.record_denial_reason(labels, denied);
     }
 
-    fn count_reason(&self, labels: &Labels, denied: Denied) {
+    fn record_denial_reason(&self, labels: &Labels, denied: Denied) {
         self.denied.get(&labels.clone().with("reason", denied.name())).inc();
     }
 
-    pub(super) fn no_route(&self, labels: &Labels) {
+    pub(super) fn record_route_not_found(&self, labels: &Labels) {
         self.route_not_found.get(labels).inc();
     }
 
-    /// Counts a request that went over a limit of `limit`.
-    pub(super) fn over_limit(&self, labels: Labels, limit: &Meta, which: RateLimited) {
+    /// Counts a request that exceeded `limit`.
+    pub(super) fn record_rate_limited(&self, labels: Labels, limit: &Meta, which: RateLimited) {
         let scope = match which {
             RateLimited::Total => "total",
             RateLimited::Identity | RateLimited::Override => "identity",
@@ -254,18 +251,18 @@ pub(super) fn target_labels(target: SocketAddr) -> Labels {
         .with("target_port", target.port())
 }
 
-/// Labels of all that happens on one connection under one policy.
+/// Labels of everything on one connection under one policy.
 pub(super) fn connection_labels(target: SocketAddr, tls: &ServerTls, server: &Arc<Meta>) -> Labels {
     with_server(tls.labels(target_labels(target)), server, target.port())
 }
 
-/// Adds the server whose policy holds at `port`.
+/// Adds the server whose policy applies to `port`.
 pub(super) fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
     with_meta(labels, "srv", server).with("srv_port", port)
 }
 
 /// `<prefix>_group`, `_kind` and `_name`.
-pub(super) fn pairs_of<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str); 3] {
+pub(super) fn meta_labels<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str); 3] {
     [
         (format!("{prefix}_group"), meta.group()),
         (format!("{prefix}_kind"), meta.kind()),
@@ -273,9 +270,9 @@ pub(super) fn pairs_of<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str); 
     ]
 }
 
-/// Adds what there is of a resource.
+/// Adds the non-empty labels of a resource.
 pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
-    let pairs = pairs_of(prefix, meta);
+    let pairs = meta_labels(prefix, meta);
     pairs
         .into_iter()
         .fold(labels, |labels, (key, value)| labels.with(&key, value))

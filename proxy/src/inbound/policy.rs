@@ -1,8 +1,8 @@
-//! The live policy of each port.
+//! The current policy of each port.
 //!
-//! A port is watched while it is in use; where too many are, the policy of a further one is asked for every now and then. Until the control plane has told its policy, connections wait for it, and are refused
-//! when it does not come. A policy once known holds as long as the process lives: when the watch of a port ends, because the port
-//! is idle or others need the place, its policy is remembered, and holds again when the control plane cannot be asked.
+//! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] ports are watched, the policy of a further port is polled.
+//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. A policy stays in force after its
+//! watch ends: it is remembered as long as the process runs, and applies again if the control plane is unreachable.
 
 use std::{
     collections::HashMap,
@@ -19,338 +19,363 @@ use tulle_core::ports::PortSet;
 
 use crate::{
     api::{
-        policies::{Follow, Policies},
-        retry::{MIN_RETRY_DELAY, RetrySignal},
-        watch::Watched,
+        policies::{Policies, WatchMode},
+        retry_signal::{MIN_RETRY_DELAY, RetrySignal},
+        watch::WatchState,
     },
     http::error::Error,
-    metrics::unreadable::{self, Message},
-    net::first::Learned,
+    metrics::invalid_updates::{self, UpdateKind},
+    net::first_bytes::LearnedSpeaker,
     policy::{
         authz::Authorization,
         decode,
-        matches::{Head, path},
+        matches::{RequestAttributes, path},
         rate_limit::Limiter,
-        route::{self, Found},
+        route::{self, RouteMatch},
         server::{PathRules, ServerHttp, ServerPolicy},
     },
 };
 
-/// The policies of all ports that were asked for.
-pub(crate) struct Ports {
-    policies: Policies,
-    /// Where policies are counted that cannot be read.
-    unreadable: unreadable::Families,
-    /// What holds for a port before the control plane has spoken.
-    unknown: UnknownPolicy,
-    /// For policies that cannot be decoded.
+/// The policies of all ports that clients have dialled.
+pub(crate) struct PortPolicies {
+    client: Policies,
+    invalid_updates: invalid_updates::Families,
+    /// Applies to a port until the control plane sends its policy.
+    unknown_policy: UnknownPolicy,
+    /// Detection timeout of policies that cannot be decoded.
     detect_timeout: Duration,
-    /// Ports that stay watched.
-    kept: PortSet,
-    /// How long other ports stay watched without a connection.
-    idle: Duration,
-    /// How often the policy of a port is asked for that is not watched.
-    ask_interval: Duration,
-    state: Arc<Mutex<State>>,
-    /// When it was last logged that the policy of a port is not known.
+    /// Ports whose watch never ends.
+    always_watched: PortSet,
+    /// Other watches end after this time without a connection.
+    idle_timeout: Duration,
+    /// Interval between polls of one port that is not watched.
+    poll_interval: Duration,
+    table: Arc<Mutex<PortTable>>,
+    /// Time of the last log line about an unknown policy.
     logged_at: Mutex<Option<Instant>>,
 }
 
-/// What holds for a port whose policy the control plane has not told.
+/// What applies to a port whose policy the control plane has not sent.
 pub(crate) enum UnknownPolicy {
-    /// Nobody may use it; connections wait for the policy first.
+    /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
-    /// The environment's default, at once.
-    Default(Defaults),
+    /// The configured default applies at once.
+    Default(DefaultPolicies),
 }
 
-/// The policy of ports by the environment.
-pub(crate) struct Defaults {
-    pub(crate) detect: Arc<Current>,
-    pub(crate) opaque: Arc<Current>,
+/// The configured default policies.
+pub(crate) struct DefaultPolicies {
+    pub(crate) detect: Arc<ActivePolicy>,
+    pub(crate) opaque: Arc<ActivePolicy>,
     pub(crate) opaque_ports: PortSet,
 }
 
 #[derive(Default)]
-struct State {
+struct PortTable {
     watched: HashMap<u16, WatchedPort>,
-    /// Ports with connections for which there was no place among those that are watched.
-    asked: HashMap<u16, Weak<Port>>,
+    /// Ports in use above the limit of watches.
+    polled: HashMap<u16, Weak<PortPolicy>>,
     /// Policies of ports whose watch has ended.
-    remembered: HashMap<u16, Arc<Current>>,
-    /// One of each of these, because most ports have the same.
-    distinct: Vec<Arc<Current>>,
+    last_known: HashMap<u16, Arc<ActivePolicy>>,
+    /// One copy of each policy in `last_known`, because most ports have the same.
+    interned: Vec<Arc<ActivePolicy>>,
 }
 
 struct WatchedPort {
-    port: Arc<Port>,
+    port: Arc<PortPolicy>,
     used_at: Instant,
 }
 
-/// One port of this workload.
-pub(crate) struct Port {
-    policy: watch::Receiver<Watched<Arc<Current>>>,
-    /// In force until the control plane has answered.
-    fallback: Arc<Current>,
-    origin: FallbackOrigin,
-    /// Has the control plane asked again soon.
-    retry: RetrySignal,
+pub(crate) struct PortPolicy {
+    policy_rx: watch::Receiver<WatchState<Arc<ActivePolicy>>>,
+    /// In force until the control plane answers.
+    fallback: Arc<ActivePolicy>,
+    fallback_origin: FallbackOrigin,
+    /// Shortens the backoff of the watch or poll.
+    retry_signal: RetrySignal,
     watched_since: Instant,
-    /// Who speaks first inside TLS, and without it.
-    pub(super) learned: [Learned; 2],
+    /// The side that speaks first: without TLS, and inside TLS that this proxy terminates.
+    pub(super) learned_speakers: [LearnedSpeaker; 2],
 }
 
-/// Where the policy comes from that is in force until the control plane has answered.
+/// The source of the policy that is in force until the control plane answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FallbackOrigin {
-    /// Nowhere: it refuses everybody.
+    /// No source: every client is refused.
     Unknown,
-    /// The control plane told it earlier.
-    Remembered,
-    /// The environment.
+    /// The control plane; the last policy of an earlier watch.
+    LastKnown,
+    /// The configured default.
     Environment,
 }
 
-/// A policy and the state that lives as long as it holds.
-pub(crate) struct Current {
-    pub(super) policy: ServerPolicy,
-    pub(super) limiter: Option<Arc<Limiter>>,
-    /// Whether connections have to be HTTP.
-    pub(super) demands_http: bool,
-    /// Which rules tell requests apart by their path.
+/// A policy and its runtime state.
+pub(crate) struct ActivePolicy {
+    pub(super) server_policy: ServerPolicy,
+    pub(super) rate_limiter: Option<Arc<Limiter>>,
+    /// Connections that are not HTTP are refused.
+    pub(super) requires_http: bool,
+    /// Whether rules depend on the request path.
     path_rules: PathRules,
-    /// Whether it stands for a policy that the control plane has not told.
+    /// True for the placeholder of a policy that the control plane has not sent.
     pub(super) is_unknown: bool,
 }
 
-impl Current {
+impl ActivePolicy {
     pub(crate) fn new(policy: ServerPolicy) -> Arc<Self> {
-        Self::after(None, policy)
+        Self::replacing(None, policy)
     }
 
-    /// Refuses everybody, because the policy is not known.
+    /// Refuses every client.
     fn unknown() -> Arc<Self> {
         Arc::new(Self {
             is_unknown: true,
-            ..Self::of(ServerPolicy::unknown(), None)
+            ..Self::with_limiter(ServerPolicy::unknown(), None)
         })
     }
 
-    /// A policy that takes the place of another: what stays the same goes on, and what was used of a rate limit is used.
-    fn after(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
-        if let Some(previous) = previous.filter(|previous| previous.policy == policy) {
+    /// Replaces a policy. An equal policy is kept; an equal rate limit keeps its state.
+    fn replacing(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
+        if let Some(previous) = previous.filter(|previous| previous.server_policy == policy) {
             return previous.clone();
         }
         let limit = |policy: &ServerPolicy| policy.protocol.http().and_then(|http| http.rate_limit.clone());
         let limiter = limit(&policy).map(|new| {
-            let kept = previous.filter(|previous| limit(&previous.policy).as_ref() == Some(&new));
-            let kept = kept.and_then(|previous| previous.limiter.clone());
-            kept.unwrap_or_else(|| Arc::new(Limiter::new(&new, Instant::now())))
+            let reused_limiter = previous.filter(|previous| limit(&previous.server_policy).as_ref() == Some(&new));
+            let reused_limiter = reused_limiter.and_then(|previous| previous.rate_limiter.clone());
+            reused_limiter.unwrap_or_else(|| Arc::new(Limiter::new(&new, Instant::now())))
         });
-        Arc::new(Self::of(policy, limiter))
+        Arc::new(Self::with_limiter(policy, limiter))
     }
 
-    fn of(policy: ServerPolicy, limiter: Option<Arc<Limiter>>) -> Self {
+    fn with_limiter(server_policy: ServerPolicy, rate_limiter: Option<Arc<Limiter>>) -> Self {
         Self {
-            demands_http: policy.demands_http(),
-            path_rules: policy.protocol.http().map_or(PathRules::None, ServerHttp::path_rules),
-            policy,
-            limiter,
+            requires_http: server_policy.requires_http(),
+            path_rules: server_policy
+                .protocol
+                .http()
+                .map_or(PathRules::None, ServerHttp::path_rules),
+            server_policy,
+            rate_limiter,
             is_unknown: false,
         }
     }
 }
 
-impl Current {
-    /// The rule of `http`, which is of this policy, that a request falls under.
+impl ActivePolicy {
+    /// Finds the rule of `http`, which must belong to this policy, that matches a request.
     ///
     /// # Errors
-    /// Rules that somebody wrote differ by path, and applications could take the path for another one.
-    pub(super) fn find<'a>(
+    /// The path is ambiguous, and user-defined rules depend on the path.
+    pub(super) fn find_route<'a>(
         &'a self,
         http: &'a ServerHttp,
-        head: Head<'_>,
-    ) -> Result<Option<Found<'a, Arc<[Authorization]>>>, Error> {
-        let normal = match self.path_rules {
+        head: RequestAttributes<'_>,
+    ) -> Result<Option<RouteMatch<'a, Arc<[Authorization]>>>, Error> {
+        let normalized_path = match self.path_rules {
             PathRules::None => None,
-            PathRules::OfProbes => path::normal(head.path),
-            PathRules::Written => Some(path::normal(head.path).ok_or(Error::AmbiguousPath)?),
+            PathRules::ProbesOnly => path::normalize(head.path),
+            PathRules::Custom => Some(path::normalize(head.path).ok_or(Error::AmbiguousPath)?),
         };
-        let Some(normal) = normal else {
+        let Some(normalized_path) = normalized_path else {
             return Ok(route::find(&http.routes, &head));
         };
-        let found = route::find(&http.routes, &Head { path: &normal, ..head });
+        let found = route::find(
+            &http.routes,
+            &RequestAttributes {
+                path: &normalized_path,
+                ..head
+            },
+        );
         Ok(found.map(|found| found.with_prefix(|length| path::original_len(head.path, length))))
     }
 }
 
-impl Ports {
+pub(crate) struct PortPoliciesConfig {
+    pub(crate) unknown_policy: UnknownPolicy,
+    pub(crate) detect_timeout: Duration,
+    /// Ports whose watch never ends.
+    pub(crate) always_watched: PortSet,
+    /// Other watches end after this time without a connection.
+    pub(crate) idle_timeout: Duration,
+}
+
+impl PortPolicies {
     pub(crate) fn new(
-        policies: Policies,
-        unknown: UnknownPolicy,
-        detect_timeout: Duration,
-        kept: PortSet,
-        idle: Duration,
-        unreadable: unreadable::Families,
+        client: Policies,
+        config: PortPoliciesConfig,
+        invalid_updates: invalid_updates::Families,
     ) -> Self {
         let ports = Self {
-            unreadable,
-            policies,
-            unknown,
-            detect_timeout,
-            kept,
-            idle,
-            ask_interval: ASK_INTERVAL,
-            state: Arc::default(),
+            invalid_updates,
+            client,
+            unknown_policy: config.unknown_policy,
+            detect_timeout: config.detect_timeout,
+            always_watched: config.always_watched,
+            idle_timeout: config.idle_timeout,
+            poll_interval: POLL_INTERVAL,
+            table: Arc::default(),
             logged_at: Mutex::default(),
         };
-        for port in ports.kept.ranges().flatten() {
-            ports.get(port);
+        for port in ports.always_watched.ranges().flatten() {
+            ports.get_or_watch(port);
         }
         ports
     }
 
-    /// The port, watched from now on until it has not been asked for in a while, or asked for where as many others are in use as may
-    /// be watched: clients may try every port, and each one that is watched costs the control plane something.
-    pub(super) fn get(&self, port: u16) -> Arc<Port> {
+    /// Returns the policy of a port. The port is watched until it is idle, or polled if too many other ports are in use. The
+    /// limit protects the control plane from clients that scan ports: it serves one stream for each watched port.
+    pub(super) fn get_or_watch(&self, port: u16) -> Arc<PortPolicy> {
         let now = Instant::now();
-        let mut state = self.state.lock();
+        let mut state = self.table.lock();
         if let Some(watched) = state.watched.get_mut(&port) {
             watched.used_at = now;
             return watched.port.clone();
         }
-        if !self.kept.contains(port) && self.make_room(&mut state, now).is_none() {
-            return self.ask(&mut state, port, now);
+        if !self.always_watched.contains(port) && self.evict_watches(&mut state, now).is_none() {
+            return self.get_or_poll(&mut state, port, now);
         }
-        let remembered = state.remembered.get(&port).cloned();
-        let made = Arc::new(self.follow(port, Follow::Watch, remembered, now));
+        let remembered = state.last_known.get(&port).cloned();
+        let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, remembered, now));
         let watched = WatchedPort {
-            port: made.clone(),
+            port: port_policy.clone(),
             used_at: now,
         };
         state.watched.insert(port, watched);
-        made
+        port_policy
     }
 
-    /// The port, whose policy is asked for from now on while it has connections.
-    fn ask(&self, state: &mut State, port: u16, now: Instant) -> Arc<Port> {
-        if let Some(asked) = state.asked.get(&port).and_then(Weak::upgrade) {
-            return asked;
+    /// Returns the policy of a port that is polled while it has connections.
+    fn get_or_poll(&self, state: &mut PortTable, port: u16, now: Instant) -> Arc<PortPolicy> {
+        if let Some(polled) = state.polled.get(&port).and_then(Weak::upgrade) {
+            return polled;
         }
-        state.asked.retain(|_, asked| asked.strong_count() > 0);
-        let n_asked = u32::try_from(state.asked.len()).unwrap_or(u32::MAX);
-        let interval = self.ask_interval.max(MIN_TIME_BETWEEN_ASKS.saturating_mul(n_asked));
-        let remembered = state.remembered.get(&port).cloned();
-        let made = Arc::new(self.follow(port, Follow::AskEvery(interval), remembered, now));
-        state.asked.insert(port, Arc::downgrade(&made));
-        made
+        state.polled.retain(|_, polled| polled.strong_count() > 0);
+        let n_polled = u32::try_from(state.polled.len()).unwrap_or(u32::MAX);
+        let interval = self.poll_interval.max(MIN_TIME_BETWEEN_POLLS.saturating_mul(n_polled));
+        let remembered = state.last_known.get(&port).cloned();
+        let port_policy = Arc::new(self.watch_port(port, WatchMode::Poll(interval), remembered, now));
+        state.polled.insert(port, Arc::downgrade(&port_policy));
+        port_policy
     }
 
-    /// Ends watches of ports without connections: of those that are idle, and of the least used if there are too many.
-    fn make_room(&self, state: &mut State, now: Instant) -> Option<()> {
-        let can_end =
-            |port: u16, watched: &WatchedPort| !self.kept.contains(port) && Arc::strong_count(&watched.port) == 1;
-        let idle = state
-            .watched
-            .iter()
-            .filter(|(port, watched)| can_end(**port, watched) && now.duration_since(watched.used_at) >= self.idle);
+    /// Ends idle watches, and one more if the limit is still reached. Returns `None` if no watch can end.
+    fn evict_watches(&self, state: &mut PortTable, now: Instant) -> Option<()> {
+        let can_end = |port: u16, watched: &WatchedPort| {
+            !self.always_watched.contains(port) && Arc::strong_count(&watched.port) == 1
+        };
+        let idle = state.watched.iter().filter(|(port, watched)| {
+            can_end(**port, watched) && now.duration_since(watched.used_at) >= self.idle_timeout
+        });
         for port in idle.map(|(port, _)| *port).collect::<Vec<_>>() {
             state.end_watch(port);
         }
-        let n_others = state.watched.keys().filter(|port| !self.kept.contains(**port)).count();
-        if n_others >= MAX_OTHER_WATCHES {
-            let free = state.watched.iter().filter(|(port, watched)| can_end(**port, watched));
-            let (&port, _) = free.min_by_key(|(_, watched)| (watched.port.eviction_rank(), watched.used_at))?;
+        let n_others = state
+            .watched
+            .keys()
+            .filter(|port| !self.always_watched.contains(**port))
+            .count();
+        if n_others >= MAX_ON_DEMAND_WATCHES {
+            let evictable = state.watched.iter().filter(|(port, watched)| can_end(**port, watched));
+            let (&port, _) = evictable.min_by_key(|(_, watched)| (watched.port.eviction_rank(), watched.used_at))?;
             state.end_watch(port);
         }
         Some(())
     }
 
-    /// Waits until it is known who may use `port`, for [`MAX_POLICY_WAIT`] at most.
+    /// Waits up to [`MAX_POLICY_WAIT`] for the policy of `port`.
     ///
-    /// Afterwards the port's current policy is to be judged by, which refuses everybody if it is not known.
-    pub(super) async fn wait_until_known(&self, port: &Port) {
+    /// The caller then applies the current policy, which refuses every client if it is still unknown.
+    pub(super) async fn wait_until_known(&self, port: &PortPolicy) {
         if !self.must_wait(port) {
             return;
         }
-        let mut policy = port.policy.clone();
-        let began_at = match port.origin {
-            // What was known is waited for once, not by each connection.
-            FallbackOrigin::Remembered => port.watched_since,
+        let mut policy = port.policy_rx.clone();
+        let began_at = match port.fallback_origin {
+            // The last known policy delays connections only once: the time counts from the start of the watch.
+            FallbackOrigin::LastKnown => port.watched_since,
             FallbackOrigin::Unknown | FallbackOrigin::Environment => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
         while self.must_wait(port) && Instant::now() < deadline {
-            self.policies.retry_soon(&port.retry);
+            self.client.retry_soon(&port.retry_signal);
             let until = deadline.min(Instant::now() + MIN_RETRY_DELAY);
             let has_ended = matches!(timeout_at(until, policy.changed()).await, Ok(Err(_)));
             if has_ended {
-                sleep_until(until).await; // its answer was final
+                sleep_until(until).await; // the watch has ended, so `changed` returns at once
             }
         }
     }
 
-    /// Whether the policy in force may be an old one, or none at all, and the control plane may tell the one that holds.
-    fn must_wait(&self, port: &Port) -> bool {
+    /// Whether the current policy is unknown or possibly outdated, and the control plane may still send one.
+    fn must_wait(&self, port: &PortPolicy) -> bool {
         !port.is_known()
-            && match port.origin {
+            && match port.fallback_origin {
                 FallbackOrigin::Unknown => true,
-                FallbackOrigin::Remembered => self.policies.can_answer(),
+                FallbackOrigin::LastKnown => self.client.is_reachable(),
                 FallbackOrigin::Environment => false,
             }
     }
 
-    /// Logs that connections to `port` are refused because its policy is not known; once a minute.
-    pub(super) fn log_unknown(&self, port: u16) {
+    /// Logs, at most once a minute, that connections are refused because the policy of `port` is unknown.
+    pub(super) fn warn_unknown_policy(&self, port: u16) {
         let now = Instant::now();
         let mut logged_at = self.logged_at.lock();
         if logged_at.is_none_or(|logged_at| now.duration_since(logged_at) >= UNKNOWN_LOG_INTERVAL) {
             *logged_at = Some(now);
             tracing::warn!(
                 port,
-                "connections are refused (policy_unknown): the control plane has not told who may use this port"
+                "connections are refused (policy_unknown): the control plane has not sent the policy of this port"
             );
         }
     }
 
-    /// What `of` makes of each port whose policy is followed.
-    pub(super) fn each<T>(&self, of: impl Fn(u16, &Port) -> T) -> Vec<T> {
-        let state = self.state.lock();
+    /// Maps all watched and polled ports.
+    pub(super) fn map_ports<T>(&self, map: impl Fn(u16, &PortPolicy) -> T) -> Vec<T> {
+        let state = self.table.lock();
         let watched = state
             .watched
             .iter()
             .map(|(number, watched)| (*number, watched.port.clone()));
-        let asked = state
-            .asked
+        let polled = state
+            .polled
             .iter()
             .filter(|(number, _)| !state.watched.contains_key(number));
-        let asked = asked.filter_map(|(number, port)| Some((*number, port.upgrade()?)));
-        watched.chain(asked).map(|(number, port)| of(number, &port)).collect()
+        let polled = polled.filter_map(|(number, port)| Some((*number, port.upgrade()?)));
+        watched.chain(polled).map(|(number, port)| map(number, &port)).collect()
     }
 
-    fn follow(&self, port: u16, follow: Follow, remembered: Option<Arc<Current>>, now: Instant) -> Port {
+    fn watch_port(
+        &self,
+        port: u16,
+        mode: WatchMode,
+        remembered: Option<Arc<ActivePolicy>>,
+        now: Instant,
+    ) -> PortPolicy {
         let timeout = self.detect_timeout;
         let last = Mutex::new(remembered.clone());
         let retry = RetrySignal::default();
-        let mut reporter = self.unreadable.reporter(Message::InboundPolicy, port.to_string());
-        // Of a port that is watched, the policy is remembered when its watch ends.
-        let state = matches!(follow, Follow::AskEvery(_)).then(|| self.state.clone());
-        let policy = self.policies.inbound(port, follow, retry.clone(), move |update| {
+        let mut reporter = self
+            .invalid_updates
+            .reporter(UpdateKind::InboundPolicy, port.to_string());
+        // A polled policy is remembered at once, a watched one when its watch ends.
+        let state = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
+        let policy = self.client.inbound(port, mode, retry.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
-                reporter.report(&error); // nobody may use the port until it can be read
+                reporter.report(&error); // connections are refused until a valid policy arrives
                 ServerPolicy::invalid(timeout)
             });
             let mut last = last.lock();
-            let current = Current::after(last.as_ref(), policy);
+            let current = ActivePolicy::replacing(last.as_ref(), policy);
             *last = Some(current.clone());
             if let Some(state) = &state {
-                state.lock().remember(port, &current);
+                state.lock().store_last_known(port, &current);
             }
             current
         });
-        let (fallback, origin) = match (remembered, &self.unknown) {
-            (Some(remembered), _) => (remembered, FallbackOrigin::Remembered),
-            (None, UnknownPolicy::Refuse) => (Current::unknown(), FallbackOrigin::Unknown),
+        let (fallback, origin) = match (remembered, &self.unknown_policy) {
+            (Some(remembered), _) => (remembered, FallbackOrigin::LastKnown),
+            (None, UnknownPolicy::Refuse) => (ActivePolicy::unknown(), FallbackOrigin::Unknown),
             (None, UnknownPolicy::Default(defaults)) => {
                 let current = match defaults.opaque_ports.contains(port) {
                     true => defaults.opaque.clone(),
@@ -359,85 +384,89 @@ impl Ports {
                 (current, FallbackOrigin::Environment)
             }
         };
-        Port {
-            policy,
+        PortPolicy {
+            policy_rx: policy,
             fallback,
-            origin,
-            retry,
+            fallback_origin: origin,
+            retry_signal: retry,
             watched_since: now,
-            learned: Default::default(),
+            learned_speakers: Default::default(),
         }
     }
 }
 
-impl State {
-    /// Ends the watch of a port; its policy stays in force.
+impl PortTable {
+    /// Ends the watch of a port and remembers its policy.
     fn end_watch(&mut self, port: u16) {
         let Some(WatchedPort { port: watched, .. }) = self.watched.remove(&port) else {
             return;
         };
-        if let Watched::Known(current) = &*watched.policy.borrow() {
-            self.remember(port, current);
+        if let WatchState::Known(current) = &*watched.policy_rx.borrow() {
+            self.store_last_known(port, current);
         }
     }
 
-    fn remember(&mut self, port: u16, current: &Arc<Current>) {
-        let shared = self.shared(current);
-        self.remembered.insert(port, shared);
+    fn store_last_known(&mut self, port: u16, current: &Arc<ActivePolicy>) {
+        let shared = self.intern(current);
+        self.last_known.insert(port, shared);
     }
 
-    /// An equal policy that is remembered already, if there is one. What was used of a rate limit is each port's own.
-    fn shared(&mut self, current: &Arc<Current>) -> Arc<Current> {
-        if current.limiter.is_some() {
+    /// Returns an equal policy that is already stored, or stores this one. Policies with a rate limit are not shared, because
+    /// each port has its own state.
+    fn intern(&mut self, current: &Arc<ActivePolicy>) -> Arc<ActivePolicy> {
+        if current.rate_limiter.is_some() {
             return current.clone();
         }
-        if let Some(same) = self.distinct.iter().find(|other| other.policy == current.policy) {
+        if let Some(same) = self
+            .interned
+            .iter()
+            .find(|other| other.server_policy == current.server_policy)
+        {
             return same.clone();
         }
-        self.distinct.retain(|other| Arc::strong_count(other) > 1);
-        self.distinct.push(current.clone());
+        self.interned.retain(|other| Arc::strong_count(other) > 1);
+        self.interned.push(current.clone());
         current.clone()
     }
 }
 
-impl Port {
-    /// The policy in force.
-    pub(super) fn current(&self) -> Arc<Current> {
-        match &*self.policy.borrow() {
-            Watched::Known(current) => current.clone(),
-            Watched::Pending | Watched::Refused(_) => self.fallback.clone(),
+impl PortPolicy {
+    pub(super) fn current(&self) -> Arc<ActivePolicy> {
+        match &*self.policy_rx.borrow() {
+            WatchState::Known(current) => current.clone(),
+            WatchState::Pending | WatchState::Refused(_) => self.fallback.clone(),
         }
     }
 
-    /// Whether the control plane has told the policy since the port is watched.
+    /// Whether the control plane has sent a policy since this watch or poll began.
     pub(super) fn is_known(&self) -> bool {
-        matches!(&*self.policy.borrow(), Watched::Known(_))
+        matches!(&*self.policy_rx.borrow(), WatchState::Known(_))
     }
 
-    /// Where the policy comes from that is in force while the control plane has not answered.
+    /// The source of the policy in force before the control plane answers.
     pub(super) fn fallback_origin(&self) -> FallbackOrigin {
-        self.origin
+        self.fallback_origin
     }
 
-    /// Whose watch ends first when there are too many; lowest first.
+    /// Ports with the lowest rank lose their watch first.
     fn eviction_rank(&self) -> u8 {
-        match &*self.policy.borrow() {
-            Watched::Pending | Watched::Refused(_) => 0,
-            Watched::Known(current) if current.policy.permits_everybody() && !current.demands_http => 1,
-            Watched::Known(_) => 2,
+        match &*self.policy_rx.borrow() {
+            WatchState::Pending | WatchState::Refused(_) => 0,
+            WatchState::Known(current) if current.server_policy.permits_everybody() && !current.requires_http => 1,
+            WatchState::Known(_) => 2,
         }
     }
 
-    /// Waits until another policy than `seen` is in force.
-    pub(super) async fn changed_from(&self, seen: &Arc<Current>) -> Arc<Current> {
-        let mut policy = self.policy.clone();
+    /// Waits until the policy in force is another one than `seen`.
+    pub(super) async fn wait_changed(&self, seen: &Arc<ActivePolicy>) -> Arc<ActivePolicy> {
+        let mut policy = self.policy_rx.clone();
         loop {
             let current = self.current();
             if !Arc::ptr_eq(&current, seen) {
                 return current;
             }
             if policy.changed().await.is_err() {
-                std::future::pending::<()>().await; // the watch has ended; what is known stays
+                std::future::pending::<()>().await; // the watch has ended; the last policy stays in force
             }
         }
     }
@@ -446,16 +475,16 @@ impl Port {
 /// Maximum time that a connection waits for the policy of its port; then it is refused.
 const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 
-/// Ports that are watched at a time beside those that stay watched.
-const MAX_OTHER_WATCHES: usize = 256;
+/// Maximum number of watched ports, besides those that are always watched.
+const MAX_ON_DEMAND_WATCHES: usize = 256;
 
-/// Between two questions for the policy of one port that is not watched, which is how late its connections are cut when it turns.
-const ASK_INTERVAL: Duration = Duration::from_secs(30);
+/// Interval between polls of one port. A changed policy closes connections at most this late.
+const POLL_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Between two such questions for any port, on average: where many ports are in use, each is asked for less often.
-const MIN_TIME_BETWEEN_ASKS: Duration = Duration::from_millis(50);
+/// Minimum average interval between polls of all ports. With many polled ports, each is polled less often.
+const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 
-/// Between log lines about ports whose policy is not known.
+/// Minimum interval between log lines about unknown policies.
 const UNKNOWN_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
@@ -483,7 +512,7 @@ mod tests {
     use crate::{
         api::{
             policies,
-            tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick},
+            tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config},
             watch::StreamLimits,
         },
         policy::{
@@ -495,17 +524,17 @@ mod tests {
         tls::tests::Authority,
     };
 
-    /// A policy service that permits everybody at even ports and nobody at odd ones.
+    /// A policy service that permits every client on even ports and none on odd ports.
     #[derive(Clone, Default)]
     struct Service {
         n_watches: Arc<AtomicUsize>,
-        /// Says the opposite.
-        has_turned: Arc<AtomicBool>,
+        /// Permits on odd ports instead.
+        is_inverted: Arc<AtomicBool>,
     }
 
-    struct Watching(Arc<AtomicUsize>);
+    struct WatchCountGuard(Arc<AtomicUsize>);
 
-    impl Drop for Watching {
+    impl Drop for WatchCountGuard {
         fn drop(&mut self) {
             self.0.fetch_sub(1, Ordering::Relaxed);
         }
@@ -519,12 +548,12 @@ mod tests {
             }),
             except: Vec::new(),
         };
-        let everywhere = [
+        let any_network = [
             ip_address::Ip::Ipv4(0),
             ip_address::Ip::Ipv6(IPv6 { first: 0, last: 0 }),
         ];
         let everybody = Authz {
-            networks: everywhere.map(all).to_vec(),
+            networks: any_network.map(all).to_vec(),
             authentication: Some(Authn {
                 permit: Some(authn::Permit::Unauthenticated(authn::PermitUnauthenticated {})),
             }),
@@ -555,8 +584,8 @@ mod tests {
 
         async fn watch_port(&self, req: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
             self.n_watches.fetch_add(1, Ordering::Relaxed);
-            let watching = Watching(self.n_watches.clone());
-            let port = req.into_inner().port + u32::from(self.has_turned.load(Ordering::Relaxed));
+            let watching = WatchCountGuard(self.n_watches.clone());
+            let port = req.into_inner().port + u32::from(self.is_inverted.load(Ordering::Relaxed));
             let answers = stream::iter([Ok(answer(port))]).chain(stream::pending());
             Ok(Response::new(Box::pin(answers.inspect(move |_| {
                 let _until_dropped = &watching;
@@ -564,14 +593,14 @@ mod tests {
         }
     }
 
-    fn ports_of(server: &Server, authority: &Authority, unknown: UnknownPolicy, idle: Duration) -> Ports {
+    fn ports_of(server: &Server, authority: &Authority, unknown: UnknownPolicy, idle: Duration) -> PortPolicies {
         let backoff = Backoff {
             min: Duration::from_secs(3600),
             max: Duration::from_secs(3600),
             jitter: 0.0,
         };
         let channel = connector(authority.credentials(CLIENT), &Registry::new());
-        let mut config = quick();
+        let mut config = test_config();
         config.backoff = backoff;
         let policies = Policies::new(
             channel.channel(server.target(mutual_tls()), config),
@@ -583,23 +612,29 @@ mod tests {
                 outbound_backoff: backoff,
             },
         );
-        let unreadable = unreadable::Families::new(&Registry::new());
+        let invalid_updates = invalid_updates::Families::new(&Registry::new());
         let limit = Duration::from_secs(10);
-        Ports::new(policies, unknown, limit, PortSet::default(), idle, unreadable)
+        let config = PortPoliciesConfig {
+            unknown_policy: unknown,
+            detect_timeout: limit,
+            always_watched: PortSet::default(),
+            idle_timeout: idle,
+        };
+        PortPolicies::new(policies, config, invalid_updates)
     }
 
-    /// What a connection to a port comes to: whether it is permitted, or nothing if nobody knows.
-    async fn ask(ports: &Ports, number: u16) -> Option<bool> {
-        let port = ports.get(number);
+    /// Whether a client is authorized; `None` if the policy is unknown.
+    async fn authorize_client(ports: &PortPolicies, number: u16) -> Option<bool> {
+        let port = ports.get_or_watch(number);
         ports.wait_until_known(&port).await;
         let current = port.current();
         let client = [10, 0, 0, 1].into();
-        let authorized = authorize(&current.policy.authorizations, client, ConnTls::NotTerminated);
+        let authorized = authorize(&current.server_policy.authorizations, client, ConnTls::NotTerminated);
         (!current.is_unknown).then_some(authorized.is_ok())
     }
 
     #[tokio::test]
-    async fn what_was_said_of_three_hundred_ports_holds_while_the_control_plane_is_dead() {
+    async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() {
         let authority = Authority::new();
         let creds = authority.credentials(CONTROL);
         let service = Service::default();
@@ -613,93 +648,104 @@ mod tests {
         };
         let server = start(([127, 0, 0, 1], 0).into()).await;
         let addr = server.addr;
-        // Every port is idle at once, as after ten minutes.
+        // An idle timeout of zero: every port is idle at once.
         let ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::ZERO);
         for port in 1000..1300 {
-            assert_eq!(ask(&ports, port).await, Some(port % 2 == 0), "{port}");
+            assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
         }
-        assert!(n_watches.load(Ordering::Relaxed) <= MAX_OTHER_WATCHES);
+        assert!(n_watches.load(Ordering::Relaxed) <= MAX_ON_DEMAND_WATCHES);
         server.stop().await;
         for round in 0..2 {
             for port in 1000..1300 {
-                let permitted = timeout(2 * MAX_POLICY_WAIT, ask(&ports, port)).await;
+                let permitted = timeout(2 * MAX_POLICY_WAIT, authorize_client(&ports, port)).await;
                 assert_eq!(permitted, Ok(Some(port % 2 == 0)), "{port}, round {round}");
             }
         }
         let began_at = Instant::now();
-        assert_eq!(ask(&ports, 2000).await, None, "nobody has said anything of it");
+        assert_eq!(authorize_client(&ports, 2000).await, None, "no policy is known");
         assert!(began_at.elapsed() >= MAX_POLICY_WAIT && began_at.elapsed() < 2 * MAX_POLICY_WAIT);
 
         let _server = start(addr).await;
         for port in [2000, 2001, 1000, 1001] {
-            let permitted = timeout(Duration::from_secs(1), ask(&ports, port)).await;
+            let permitted = timeout(Duration::from_secs(1), authorize_client(&ports, port)).await;
             assert_eq!(permitted, Ok(Some(port % 2 == 0)), "{port}, within a second");
         }
     }
 
     #[tokio::test]
-    async fn ports_that_refuse_somebody_are_the_last_whose_watch_ends() {
+    async fn watches_of_restrictive_ports_are_evicted_last() {
         let authority = Authority::new();
         let creds = authority.credentials(CONTROL);
         let addr = ([127, 0, 0, 1], 0).into();
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
         let ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::from_secs(3600));
-        assert_eq!(ask(&ports, 1).await, Some(false));
-        let n_even = u16::try_from(MAX_OTHER_WATCHES).unwrap() + 10;
+        assert_eq!(authorize_client(&ports, 1).await, Some(false));
+        let n_even = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap() + 10;
         for port in 1..=n_even {
-            assert_eq!(ask(&ports, 2 * port).await, Some(true), "{port}");
+            assert_eq!(authorize_client(&ports, 2 * port).await, Some(true), "{port}");
         }
-        let mut watched = ports.each(|number, _| number);
+        let mut watched = ports.map_ports(|number, _| number);
         watched.sort_unstable();
-        assert_eq!((watched.len(), watched[0]), (MAX_OTHER_WATCHES, 1));
-        assert!(!watched.contains(&2), "the least used of those that permit everybody");
+        assert_eq!((watched.len(), watched[0]), (MAX_ON_DEMAND_WATCHES, 1));
+        assert!(
+            !watched.contains(&2),
+            "the least recently used port that permits every client"
+        );
         assert_eq!(
-            ports.state.lock().distinct.len(),
+            ports.table.lock().interned.len(),
             1,
             "equal policies are remembered once"
         );
-        assert_eq!(ask(&ports, 2).await, Some(true));
+        assert_eq!(authorize_client(&ports, 2).await, Some(true));
     }
 
     #[tokio::test]
-    async fn connections_to_further_ports_are_judged_as_well_and_follow_their_policy() {
+    async fn ports_above_the_watch_limit_are_polled_and_authorized() {
         let authority = Authority::new();
         let creds = authority.credentials(CONTROL);
         let addr = ([127, 0, 0, 1], 0).into();
         let service = Service::default();
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service.clone())).await;
         let mut ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::from_secs(3600));
-        ports.ask_interval = MIN_RETRY_DELAY;
-        let most = u16::try_from(MAX_OTHER_WATCHES).unwrap();
-        let held: Vec<_> = (1..=most).map(|port| ports.get(port)).collect();
+        ports.poll_interval = MIN_RETRY_DELAY;
+        let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
+        let held: Vec<_> = (1..=most).map(|port| ports.get_or_watch(port)).collect();
         for port in &held {
             ports.wait_until_known(port).await;
         }
         for port in 1000..1020 {
-            assert_eq!(ask(&ports, port).await, Some(port % 2 == 0), "{port}");
+            assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
         }
-        let (port, same) = (ports.get(1000), ports.get(1000));
-        assert!(Arc::ptr_eq(&port, &same), "asked for once");
+        let (port, same) = (ports.get_or_watch(1000), ports.get_or_watch(1000));
+        assert!(Arc::ptr_eq(&port, &same), "one poll for each port");
         ports.wait_until_known(&port).await;
         let seen = port.current();
-        service.has_turned.store(true, Ordering::Relaxed);
-        timeout(Duration::from_secs(5), port.changed_from(&seen)).await.unwrap();
-        assert_eq!(ask(&ports, 1000).await, Some(false));
+        service.is_inverted.store(true, Ordering::Relaxed);
+        timeout(Duration::from_secs(5), port.wait_changed(&seen)).await.unwrap();
+        assert_eq!(authorize_client(&ports, 1000).await, Some(false));
         drop((port, same));
         server.stop().await;
-        assert_eq!(ask(&ports, 1000).await, Some(false), "the last that was told");
-        assert_eq!(ask(&ports, 1002).await, Some(true), "which it was of this one");
-        assert_eq!(ports.each(|_, _| ()).len(), MAX_OTHER_WATCHES);
+        assert_eq!(
+            authorize_client(&ports, 1000).await,
+            Some(false),
+            "the last known policy"
+        );
+        assert_eq!(
+            authorize_client(&ports, 1002).await,
+            Some(true),
+            "each port has its own last known policy"
+        );
+        assert_eq!(ports.map_ports(|_, _| ()).len(), MAX_ON_DEMAND_WATCHES);
     }
 
     #[tokio::test]
-    async fn the_environment_s_default_holds_at_once_where_it_is_asked_for() {
+    async fn the_default_policy_of_the_environment_applies_without_waiting() {
         let authority = Authority::new();
         let addr = ([127, 0, 0, 1], 0).into();
         let creds = authority.credentials(CONTROL);
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
-        let everybody = || Current::new(decode::inbound::server_policy(answer(0)).unwrap());
-        let defaults = Defaults {
+        let everybody = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
+        let defaults = DefaultPolicies {
             detect: everybody(),
             opaque: everybody(),
             opaque_ports: PortSet::default(),
@@ -707,12 +753,12 @@ mod tests {
         let ports = ports_of(&server, &authority, UnknownPolicy::Default(defaults), Duration::ZERO);
         server.stop().await;
         let began_at = Instant::now();
-        assert_eq!(ask(&ports, 1).await, Some(true));
+        assert_eq!(authorize_client(&ports, 1).await, Some(true));
         assert!(began_at.elapsed() < MAX_POLICY_WAIT);
     }
 
     #[test]
-    fn what_was_used_of_a_rate_limit_stays_used_when_other_things_change() {
+    fn rate_limiter_state_survives_unrelated_policy_changes() {
         let limited = |total, timeout| {
             let mut policy = ServerPolicy::invalid(Duration::from_secs(timeout));
             if let ServerProtocol::Detect { http, .. } = &mut policy.protocol {
@@ -726,13 +772,13 @@ mod tests {
             policy
         };
         let now = Instant::now();
-        let is_free = |current: &Current| current.limiter.as_ref().unwrap().check(None, now).is_ok();
-        let first = Current::new(limited(1, 1));
+        let is_free = |current: &ActivePolicy| current.rate_limiter.as_ref().unwrap().check(None, now).is_ok();
+        let first = ActivePolicy::new(limited(1, 1));
         assert!(is_free(&first) && !is_free(&first));
-        let same = Current::after(Some(&first), limited(1, 1));
+        let same = ActivePolicy::replacing(Some(&first), limited(1, 1));
         assert!(Arc::ptr_eq(&same, &first));
-        let changed = Current::after(Some(&first), limited(1, 2));
+        let changed = ActivePolicy::replacing(Some(&first), limited(1, 2));
         assert!(!Arc::ptr_eq(&changed, &first) && !is_free(&changed));
-        assert!(is_free(&Current::after(Some(&first), limited(2, 2))));
+        assert!(is_free(&ActivePolicy::replacing(Some(&first), limited(2, 2))));
     }
 }

@@ -1,7 +1,7 @@
-//! ServiceProfiles of requests that arrive: what their routes count, and which responses these call failures.
+//! ServiceProfiles of inbound requests: metrics by route, and response classes.
 //!
-//! The proxy of a peer names the profile that it went by in `l5d-dst-canonical`; other requests go by that of the name that they
-//! are addressed to. Nothing but metrics depends on it, so a request never waits long for one, and goes on without.
+//! A meshed client names its profile in `l5d-dst-canonical`. For other requests, the authority selects the profile. Profiles
+//! only affect metrics, so a request waits a bounded time for its profile and is then served without it.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -18,19 +18,19 @@ use tulle_core::{
 };
 
 use crate::{
-    api::{destination::Destinations, watch::Watched},
+    api::{destination::Destinations, watch::WatchState},
     http::{
         body::Body,
-        classify::{self, Classified},
         error::Error,
+        lifecycle::classify::{self, ProfileResponseObserver},
     },
     metrics::{
         http::{self as http_metrics, Series},
-        unreadable::{self, Message},
+        invalid_updates::{self, UpdateKind},
     },
     policy::{
         decode,
-        matches::Head,
+        matches::RequestAttributes,
         profile::{self, Class, Profile, ProfileRoute},
     },
 };
@@ -39,102 +39,106 @@ use crate::{
 pub(crate) struct Profiles {
     destinations: Destinations,
     families: http_metrics::Families,
-    unreadable: unreadable::Families,
-    terms: Terms,
-    /// Where what is unused is forgotten.
+    invalid_updates: invalid_updates::Families,
+    timeouts: ProfileTimeouts,
+    /// The runtime of the tasks that evict idle profiles.
     runtime: Handle,
-    /// By names as peers write them.
-    known: Mutex<HashMap<Box<[u8]>, Arc<Named>>>,
+    /// By name, as written in the request.
+    entries: Mutex<HashMap<Box<[u8]>, Arc<ProfileEntry>>>,
 }
 
-/// How long things last.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Terms {
-    /// What requests wait for the first answer about a name, all together.
-    pub(crate) timeout: Duration,
-    /// How long a name stays known that nobody uses.
-    pub(crate) idle: Duration,
+pub(crate) struct ProfileTimeouts {
+    /// Maximum time from the first request for a name to the first answer; later requests do not wait again.
+    pub(crate) wait_timeout: Duration,
+    /// A name that is unused for this time is forgotten.
+    pub(crate) idle_timeout: Duration,
 }
 
-/// What is known of a name, for as long as somebody uses it.
-pub(super) struct Named {
-    profile: watch::Receiver<Watched<Arc<Routes>>>,
-    /// Until when requests wait for the first answer.
-    deadline: Instant,
+/// The watch of one profile.
+pub(super) struct ProfileEntry {
+    profile: watch::Receiver<WatchState<Arc<ProfileRoutes>>>,
+    wait_deadline: Instant,
     used_at: Mutex<Instant>,
 }
 
-/// Who names what is to be watched.
+/// Whether a client that names a profile is meshed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum By {
-    /// Who has an identity.
-    Peers,
-    Strangers,
+pub(super) enum ClientTrust {
+    /// The client has an identity.
+    Trusted,
+    Untrusted,
 }
 
-/// The routes of a profile.
-pub(super) struct Routes {
+pub(super) struct ProfileRoutes {
     routes: Arc<[ProfileRoute]>,
-    /// In their order; the last one is for requests that no route matches.
+    /// In the order of the routes; the last one is for requests that match no route.
     series: Vec<Arc<Series>>,
 }
 
-/// One request, as its route counts it.
-pub(super) struct Routed {
-    routes: Arc<Routes>,
-    /// Its route, if any matches.
-    index: Option<usize>,
-    is_over: bool,
+/// Records one request in the metrics of its route. A guard that is dropped without a result records that the client
+/// disconnected.
+pub(super) struct ProfileRequestGuard {
+    routes: Arc<ProfileRoutes>,
+    /// `None` if no route matches.
+    route_index: Option<usize>,
+    is_recorded: bool,
 }
 
 impl Profiles {
-    pub(crate) fn new(registry: &Registry, destinations: Destinations, terms: Terms, runtime: Handle) -> Arc<Self> {
+    pub(crate) fn new(
+        registry: &Registry,
+        destinations: Destinations,
+        timeouts: ProfileTimeouts,
+        runtime: Handle,
+    ) -> Arc<Self> {
         Arc::new(Self {
             destinations,
             families: http_metrics::Families::with_prefix(registry, "route_"),
-            unreadable: unreadable::Families::new(registry),
-            terms,
+            invalid_updates: invalid_updates::Families::new(registry),
+            timeouts,
             runtime,
-            known: Mutex::default(),
+            entries: Mutex::default(),
         })
     }
 
-    /// What is known of a name, watched from now on; nothing where there can be no profile, or too much is watched.
-    pub(super) fn named(self: &Arc<Self>, name: &[u8], by: By) -> Option<Arc<Named>> {
+    /// Returns the watch of a name, and starts it on first use. Returns `None` if the name has no profile or the limit is
+    /// reached.
+    pub(super) fn get_or_watch(self: &Arc<Self>, name: &[u8], by: ClientTrust) -> Option<Arc<ProfileEntry>> {
         let now = Instant::now();
-        let mut known = self.known.lock();
-        if let Some(found) = known.get(name) {
-            *found.used_at.lock() = now;
-            return Some(found.clone());
+        let mut known = self.entries.lock();
+        if let Some(entry) = known.get(name) {
+            *entry.used_at.lock() = now;
+            return Some(entry.clone());
         }
-        let most = match by {
-            By::Peers => MOST,
-            By::Strangers => MOST_WITH_STRANGERS,
+        let max_profiles = match by {
+            ClientTrust::Trusted => MAX_PROFILES,
+            ClientTrust::Untrusted => MAX_UNTRUSTED_PROFILES,
         };
-        if known.len() >= most {
+        if known.len() >= max_profiles {
             return None;
         }
-        let patience = match self.destinations.can_answer() {
-            true => self.terms.timeout,
+        let wait_timeout = match self.destinations.is_reachable() {
+            true => self.timeouts.wait_timeout,
             false => Duration::ZERO,
         };
-        let made = Arc::new(Named {
-            profile: self.ask(str::from_utf8(name).ok()?.parse().ok()?)?,
-            deadline: now + patience,
+        let entry = Arc::new(ProfileEntry {
+            profile: self.watch_profile(str::from_utf8(name).ok()?.parse().ok()?)?,
+            wait_deadline: now + wait_timeout,
             used_at: Mutex::new(now),
         });
-        known.insert(name.into(), made.clone());
-        self.runtime.spawn(forget(self.clone(), name.into()));
-        Some(made)
+        known.insert(name.into(), entry.clone());
+        self.runtime.spawn(evict_when_idle(self.clone(), name.into()));
+        Some(entry)
     }
 
-    fn ask(&self, name: NameAddr) -> Option<watch::Receiver<Watched<Arc<Routes>>>> {
+    fn watch_profile(&self, name: NameAddr) -> Option<watch::Receiver<WatchState<Arc<ProfileRoutes>>>> {
         let (families, dst) = (self.families.clone(), name.to_string());
-        let mut reporter = self.unreadable.reporter(Message::Profile, dst.clone());
-        let mut last = Arc::new(Routes::new(&families, &dst, Profile::default()));
+        let mut reporter = self.invalid_updates.reporter(UpdateKind::Profile, dst.clone());
+        let mut last = Arc::new(ProfileRoutes::new(&families, &dst, Profile::default()));
         self.destinations.profile(&Addr::Name(name), move |message| {
             match decode::profile::profile(message) {
-                Ok(profile) => last = Arc::new(Routes::new(&families, &dst, profile)),
+                Ok(profile) => last = Arc::new(ProfileRoutes::new(&families, &dst, profile)),
                 Err(error) => drop(reporter.report(&error)),
             }
             last.clone()
@@ -142,44 +146,44 @@ impl Profiles {
     }
 }
 
-impl Named {
-    /// The routes of the profile; nothing where there is none, or the control plane has not told it in time.
-    pub(super) async fn routes(&self) -> Option<Arc<Routes>> {
-        if matches!(&*self.profile.borrow(), Watched::Pending) {
-            // Rare, and larger than the rest.
-            Box::pin(self.told()).await;
+impl ProfileEntry {
+    /// The routes of the profile. Returns `None` if there is none, or if the control plane has not answered in time.
+    pub(super) async fn routes(&self) -> Option<Arc<ProfileRoutes>> {
+        if matches!(&*self.profile.borrow(), WatchState::Pending) {
+            // Boxed: rare, and larger than the rest of this future.
+            Box::pin(self.wait_until_known()).await;
         }
         match &*self.profile.borrow() {
-            Watched::Known(routes) => Some(routes.clone()),
-            Watched::Pending | Watched::Refused(_) => None,
+            WatchState::Known(routes) => Some(routes.clone()),
+            WatchState::Pending | WatchState::Refused(_) => None,
         }
     }
 
-    async fn told(&self) {
+    async fn wait_until_known(&self) {
         let mut profile = self.profile.clone();
-        let told = profile.wait_for(|profile| !matches!(profile, Watched::Pending));
-        let _ = tokio::time::timeout_at(self.deadline, told).await;
+        let first_answer = profile.wait_for(|profile| !matches!(profile, WatchState::Pending));
+        let _ = tokio::time::timeout_at(self.wait_deadline, first_answer).await;
     }
 }
 
-/// Waits until nobody has used a name for the idle time, and forgets it.
-async fn forget(profiles: Arc<Profiles>, name: Box<[u8]>) {
-    let mut due = Instant::now() + profiles.terms.idle;
+/// Removes a name that has been unused for the idle timeout.
+async fn evict_when_idle(profiles: Arc<Profiles>, name: Box<[u8]>) {
+    let mut evict_at = Instant::now() + profiles.timeouts.idle_timeout;
     loop {
-        tokio::time::sleep_until(due).await;
-        let (now, mut known) = (Instant::now(), profiles.known.lock());
-        let Some(found) = known.get(&name) else { return };
-        let is_held = Arc::strong_count(found) > 1;
-        let used_at = if is_held { now } else { *found.used_at.lock() };
-        due = used_at + profiles.terms.idle;
-        if due <= now {
+        tokio::time::sleep_until(evict_at).await;
+        let (now, mut known) = (Instant::now(), profiles.entries.lock());
+        let Some(entry) = known.get(&name) else { return };
+        let is_held = Arc::strong_count(entry) > 1;
+        let used_at = if is_held { now } else { *entry.used_at.lock() };
+        evict_at = used_at + profiles.timeouts.idle_timeout;
+        if evict_at <= now {
             known.remove(&name);
             return;
         }
     }
 }
 
-impl Routes {
+impl ProfileRoutes {
     fn new(families: &http_metrics::Families, dst: &str, profile: Profile) -> Self {
         let routes = profile.routes.iter().map(Some).chain([None]);
         let labels = routes.map(|route| profile::labels("inbound", dst, route));
@@ -189,66 +193,65 @@ impl Routes {
         }
     }
 
-    /// Whether there are none, and nothing to tell apart.
     pub(super) fn is_empty(&self) -> bool {
         self.routes.is_empty()
     }
 
-    /// Counts a request by the first route that it matches.
-    pub(super) fn count(self: Arc<Self>, head: &Head<'_>) -> Routed {
-        let routed = Routed {
-            index: profile::find(&self.routes, head),
+    /// Counts a request for the first route that matches it.
+    pub(super) fn record_request(self: Arc<Self>, head: &RequestAttributes<'_>) -> ProfileRequestGuard {
+        let guard = ProfileRequestGuard {
+            route_index: profile::find(&self.routes, head),
             routes: self,
-            is_over: false,
+            is_recorded: false,
         };
-        routed.series().request();
-        routed
+        guard.series().request();
+        guard
     }
 }
 
-impl Routed {
+impl ProfileRequestGuard {
     fn series(&self) -> &Arc<Series> {
-        &self.routes.series[self.index.unwrap_or(self.routes.routes.len())]
+        &self.routes.series[self.route_index.unwrap_or(self.routes.routes.len())]
     }
 
-    /// What an observer of the request is told of its route.
-    pub(super) fn told(&self) -> BTreeMap<String, String> {
-        let route = self.index.map(|index| &self.routes.routes[index]);
+    /// Labels of the route, for tap.
+    pub(super) fn route_labels(&self) -> BTreeMap<String, String> {
+        let route = self.route_index.map(|index| &self.routes.routes[index]);
         route.map(|route| route.labels.clone()).unwrap_or_default()
     }
 
-    /// What a status means on this route; `None` where it does not say so.
-    pub(super) fn class(&self, status: StatusCode) -> Option<Class> {
-        self.routes.routes[self.index?].classify(status)
+    /// The class of a status on this route; `None` if the route does not define one.
+    pub(super) fn classify(&self, status: StatusCode) -> Option<Class> {
+        self.routes.routes[self.route_index?].classify(status)
     }
 
-    /// It brought a response.
-    pub(super) fn answered(mut self, rsp: Response<Body>, started: Instant) -> Response<Body> {
-        self.is_over = true;
-        let (series, class) = (self.series().clone(), self.class(rsp.status()));
-        classify::observe(rsp, started, Classified { series, class })
+    /// Records the response.
+    pub(super) fn observe_response(mut self, rsp: Response<Body>, started: Instant) -> Response<Body> {
+        self.is_recorded = true;
+        let (series, class) = (self.series().clone(), self.classify(rsp.status()));
+        classify::observe(rsp, started, ProfileResponseObserver { series, class })
     }
 
-    /// It brought none.
-    pub(super) fn failed(&mut self, error: &Error) {
-        self.is_over = true;
-        self.series().response(classify::failed(error));
+    /// Records that there is no response.
+    pub(super) fn record_error(&mut self, error: &Error) {
+        self.is_recorded = true;
+        self.series().response(classify::failed_outcome(error));
     }
 }
 
-/// The client has left.
-impl Drop for Routed {
+/// The client has disconnected.
+impl Drop for ProfileRequestGuard {
     fn drop(&mut self) {
-        if !self.is_over {
-            self.failed(&Error::Left);
+        if !self.is_recorded {
+            self.record_error(&Error::ClientClosed);
         }
     }
 }
 
-/// Names that are known at a time; each costs the control plane a stream.
-const MOST: usize = 256;
-/// With so many known, no further one is watched because a stranger says it.
-const MOST_WITH_STRANGERS: usize = 16;
+/// Maximum number of watched profiles; each is one stream from the control plane.
+const MAX_PROFILES: usize = 256;
+/// If this many profiles are watched, an unmeshed client cannot add one.
+const MAX_UNTRUSTED_PROFILES: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -257,15 +260,15 @@ mod tests {
         api::{
             channel::{ControlAddr, Security},
             destination::{self, ProfileScope},
-            tests::{CLIENT, connector, quick},
+            tests::{CLIENT, connector, test_config},
             watch::StreamLimits,
         },
         tls::tests::Authority,
     };
 
-    /// Profiles of a control plane that is not there.
+    /// Profiles of a control plane that is unreachable.
     fn profiles() -> Arc<Profiles> {
-        let (registry, config) = (Registry::new(), quick());
+        let (registry, config) = (Registry::new(), test_config());
         let config = destination::Config {
             context_token: String::new(),
             profiles: ProfileScope {
@@ -279,21 +282,21 @@ mod tests {
             addr: "127.0.0.1:1".parse().unwrap(),
             security: Security::Loopback,
         };
-        let channel = connector(Authority::new().credentials(CLIENT), &registry).channel(nowhere, quick());
+        let channel = connector(Authority::new().credentials(CLIENT), &registry).channel(nowhere, test_config());
         let destinations = Destinations::new(channel, Handle::current(), config);
-        let terms = Terms {
-            timeout: Duration::from_millis(500),
-            idle: Duration::from_secs(90),
+        let timeouts = ProfileTimeouts {
+            wait_timeout: Duration::from_millis(500),
+            idle_timeout: Duration::from_secs(90),
         };
-        Profiles::new(&registry, destinations, terms, Handle::current())
+        Profiles::new(&registry, destinations, timeouts, Handle::current())
     }
 
     #[tokio::test(start_paused = true)]
-    async fn requests_wait_once_for_a_control_plane_that_says_nothing_and_never_for_names_out_of_scope() {
+    async fn requests_wait_once_for_an_unreachable_control_plane_and_never_for_names_out_of_scope() {
         let profiles = profiles();
         let waited = async |name: &str| {
             let start = Instant::now();
-            if let Some(named) = profiles.named(name.as_bytes(), By::Peers) {
+            if let Some(named) = profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted) {
                 assert!(named.routes().await.is_none());
             }
             start.elapsed()
@@ -303,7 +306,7 @@ mod tests {
         assert!((least..most).contains(&first), "{first:?}");
         for other in [
             "web.shop.svc.cluster.local:80",
-            "late.shop.svc.cluster.local:80", // by now it is known that nobody answers
+            "late.shop.svc.cluster.local:80", // the wait for the unreachable control plane is over
             "example.com:80",
             "10.0.0.1:80",
             "web",
@@ -311,17 +314,21 @@ mod tests {
             let waited = waited(other).await;
             assert!(waited < Duration::from_millis(5), "{other}: {waited:?}");
         }
-        for n in 2..=MOST {
+        for n in 2..=MAX_PROFILES {
             let name = format!("n{n}.shop.svc.cluster.local:80");
-            let by_stranger = profiles.named(name.as_bytes(), By::Strangers);
-            assert_eq!(by_stranger.is_some(), n < MOST_WITH_STRANGERS, "{n}");
-            assert_eq!(profiles.named(name.as_bytes(), By::Peers).is_some(), n < MOST, "{n}");
+            let untrusted = profiles.get_or_watch(name.as_bytes(), ClientTrust::Untrusted);
+            assert_eq!(untrusted.is_some(), n < MAX_UNTRUSTED_PROFILES, "{n}");
+            assert_eq!(
+                profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted).is_some(),
+                n < MAX_PROFILES,
+                "{n}"
+            );
         }
-        let held = profiles.named(b"web.shop.svc.cluster.local:80", By::Strangers);
-        tokio::time::sleep(profiles.terms.idle * 2).await;
-        assert_eq!(profiles.known.lock().len(), 1);
+        let held = profiles.get_or_watch(b"web.shop.svc.cluster.local:80", ClientTrust::Untrusted);
+        tokio::time::sleep(profiles.timeouts.idle_timeout * 2).await;
+        assert_eq!(profiles.entries.lock().len(), 1);
         drop(held);
-        tokio::time::sleep(profiles.terms.idle * 2).await;
-        assert!(profiles.known.lock().is_empty());
+        tokio::time::sleep(profiles.timeouts.idle_timeout * 2).await;
+        assert!(profiles.entries.lock().is_empty());
     }
 }

@@ -5,8 +5,8 @@ use std::{sync::Arc, time::SystemTime};
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry, Seconds};
 
-/// Upper bounds of waits in seconds.
-const WAITS: &[f64] = &[0.0005, 0.005, 0.05, 0.5, 1., 3.];
+/// Bucket upper bounds of waits, in seconds.
+const WAIT_SECONDS_BUCKETS: &[f64] = &[0.0005, 0.005, 0.05, 0.5, 1., 3.];
 
 /// The families of balancers of one kind.
 #[derive(Clone)]
@@ -15,8 +15,8 @@ pub(crate) struct Families {
     known: Family<Gauge>,
     updates: Family<Counter>,
     waiting: Family<Gauge>,
-    waited: Family<Counter>,
-    waits: Family<Histogram>,
+    queued: Family<Counter>,
+    queue_latency: Family<Histogram>,
     gate: Option<GateFamilies>,
 }
 
@@ -26,10 +26,10 @@ struct GateFamilies {
     shut: Family<Counter>,
     opened_at: Family<Seconds>,
     shut_at: Family<Seconds>,
-    patience: Family<Seconds>,
+    timeout: Family<Seconds>,
 }
 
-/// The series of a balancer, as one of those who use it sees it.
+/// The series of a balancer for one of its users.
 #[derive(Debug)]
 pub(crate) struct Series {
     ready: Arc<Gauge>,
@@ -48,33 +48,32 @@ struct GateSeries {
     shut: Arc<Counter>,
     opened_at: Arc<Seconds>,
     shut_at: Arc<Seconds>,
-    patience: Arc<Seconds>,
+    timeout: Arc<Seconds>,
 }
 
-/// What discovery told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Op {
-    /// All there is.
+pub(crate) enum UpdateOp {
+    /// The update replaces the whole set.
     Reset,
     Add,
     Remove,
 }
 
-/// Whether requests wait for an endpoint, or fail at once because one has waited in vain.
+/// Whether requests wait for an endpoint, or fail at once because an earlier one timed out (fail fast).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gate {
     Open,
     Shut,
 }
 
-/// One that waits; it does no more when this is dropped.
-pub(crate) struct Waiting<'a> {
+/// A request that waits; it stops waiting when this is dropped.
+pub(crate) struct QueueGuard<'a> {
     series: &'a Series,
     since: Instant,
 }
 
 impl Families {
-    /// Of balancers for `protocol`, which keep nobody waiting where one has waited in vain.
+    /// The families of balancers for `protocol`, which fail fast.
     pub(crate) fn new(registry: &Registry, protocol: &str) -> Self {
         let prefix = format!("outbound_{protocol}");
         Self {
@@ -83,24 +82,24 @@ impl Families {
         }
     }
 
-    /// Of balancers that everybody waits for; their names begin with `prefix`.
+    /// The families of balancers without fail-fast; their names begin with `prefix`.
     pub(crate) fn without_gate(registry: &Registry, prefix: &str) -> Self {
         let name = |name: &str| format!("{prefix}_balancer_{name}");
         let counter = |of, help| registry.counter(&name(of), help);
         let gauge = |of, help| registry.gauge(&name(of), help);
         Self {
             endpoints: gauge("endpoints", "Endpoints, by whether they are available"),
-            known: gauge("p2c_endpoints", "Endpoints that discovery knows"),
-            updates: counter("p2c_updates_total", "What discovery told of endpoints"),
-            waiting: gauge("queue_length", "Waiting for an endpoint now"),
-            waited: counter(
+            known: gauge("p2c_endpoints", "Endpoints from discovery"),
+            updates: counter("p2c_updates_total", "Endpoint updates from discovery"),
+            waiting: gauge("queue_length", "Requests or connections that wait for an endpoint now"),
+            queued: counter(
                 "queue_requests_total",
-                "Those that had to wait because no endpoint was available",
+                "Requests or connections that had to wait because no endpoint was available",
             ),
-            waits: registry.histogram(
+            queue_latency: registry.histogram(
                 &name("queue_latency_seconds"),
-                "Seconds that they waited, whether or not in vain",
-                WAITS,
+                "Seconds that requests or connections waited, whether or not an endpoint became available",
+                WAIT_SECONDS_BUCKETS,
             ),
             gate: None,
         }
@@ -115,8 +114,8 @@ impl Families {
             known: self.known.get(labels),
             updates: ["Reset", "Add", "Remove"].map(updates),
             waiting: self.waiting.get(labels),
-            waited: self.waited.get(labels),
-            waits: self.waits.get(labels),
+            waited: self.queued.get(labels),
+            waits: self.queue_latency.get(labels),
             gate: self.gate.as_ref().map(|gate| gate.series(labels)),
         })
     }
@@ -128,20 +127,20 @@ impl GateFamilies {
         let counter = |of, help| registry.counter(&name(of), help);
         let seconds = |of, help| registry.seconds(&name(of), help);
         Self {
-            opened: counter("queue_gate_open_total", "Times that waiting began to make sense"),
+            opened: counter("queue_gate_open_total", "Times that the queue began to accept requests"),
             shut: counter(
                 "queue_gate_shut_total",
-                "Times that one waited in vain, so that others fail at once",
+                "Times that a request timed out in the queue, so that others fail at once",
             ),
             opened_at: seconds(
                 "queue_gate_open_time_seconds",
-                "Since when waiting makes sense; 0: it does not",
+                "Time since when the queue accepts requests, 0 if it does not",
             ),
             shut_at: seconds(
                 "queue_gate_shut_time_seconds",
-                "Since when others fail at once; 0: they do not",
+                "Time since when requests fail at once, 0 if they do not",
             ),
-            patience: seconds("queue_gate_timeout_seconds", "Seconds to wait for an endpoint"),
+            timeout: seconds("queue_gate_timeout_seconds", "Maximum seconds to wait for an endpoint"),
         }
     }
 
@@ -151,35 +150,34 @@ impl GateFamilies {
             shut: self.shut.get(labels),
             opened_at: self.opened_at.get(labels),
             shut_at: self.shut_at.get(labels),
-            patience: self.patience.get(labels),
+            timeout: self.timeout.get(labels),
         }
     }
 }
 
 impl Series {
-    /// Whether both have the same labels.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn has_same_labels(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.waited, &other.waited)
     }
 
-    pub(crate) fn waits_for(&self, seconds: f64) {
+    pub(crate) fn set_gate_timeout(&self, seconds: f64) {
         if let Some(gate) = &self.gate {
-            gate.patience.set(seconds);
+            gate.timeout.set(seconds);
         }
     }
 
-    pub(crate) fn endpoints(&self, ready: usize, pending: usize) {
+    pub(crate) fn set_endpoints(&self, ready: usize, pending: usize) {
         let number = |n| i64::try_from(n).unwrap_or(i64::MAX);
         self.ready.set(number(ready));
         self.pending.set(number(pending));
         self.known.set(number(ready + pending));
     }
 
-    pub(crate) fn told(&self, op: Op) {
+    pub(crate) fn record_update(&self, op: UpdateOp) {
         self.updates[op as usize].inc();
     }
 
-    pub(crate) fn turned(&self, to: Gate) {
+    pub(crate) fn record_gate(&self, to: Gate) {
         let Some(gate) = &self.gate else { return };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.unwrap_or_default().as_secs_f64();
@@ -192,17 +190,17 @@ impl Series {
         other.set(0.0);
     }
 
-    pub(crate) fn wait(&self) -> Waiting<'_> {
+    pub(crate) fn enter_queue(&self) -> QueueGuard<'_> {
         self.waited.inc();
         self.waiting.add(1);
-        Waiting {
+        QueueGuard {
             series: self,
             since: Instant::now(),
         }
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for QueueGuard<'_> {
     fn drop(&mut self) {
         self.series.waiting.add(-1);
         self.series.waits.observe(self.since.elapsed().as_secs_f64());

@@ -1,8 +1,7 @@
-//! `tulle_failures_total`: whatever fails, by its cause.
+//! `tulle_failures_total`: failures by cause.
 
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-/// The failures of one direction.
 #[derive(Clone)]
 pub(crate) struct Failures {
     family: Family<Counter>,
@@ -14,7 +13,7 @@ impl Failures {
         Self {
             family: registry.counter(
                 "tulle_failures_total",
-                "Requests and connections that the proxy gave up, by cause; docs/errors.md explains each",
+                "Failed requests and connections, by cause; docs/errors.md explains each",
             ),
             direction,
         }

@@ -1,30 +1,30 @@
-//! Hosts that are told apart on metrics: clients choose them, so there is an end to their number and their length.
+//! Series by host name. Clients choose host names, so their number and length are limited.
 
 use std::{borrow::Cow, collections::HashMap};
 
 use parking_lot::Mutex;
 
-/// What is counted of each host.
-pub(crate) struct Hosts<T>(Mutex<Known<T>>);
+/// The series of each host.
+pub(crate) struct HostSeries<T>(Mutex<HostTable<T>>);
 
-struct Known<T> {
+struct HostTable<T> {
     hosts: HashMap<Box<str>, T>,
-    n_of_strangers: usize,
+    n_untrusted: usize,
 }
 
-/// Who says the name of a host.
+/// The origin of a host name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SaidBy {
-    /// Our application, or a peer with an identity.
-    Known,
-    /// Anybody: they have places of their own, so that they cannot use up those of others.
-    Stranger,
+pub(crate) enum HostSource {
+    /// The local application, or a peer with an identity.
+    Trusted,
+    /// Any client. Their hosts have a separate limit, so that they cannot use up that of trusted clients.
+    Untrusted,
 }
 
-impl<T: Clone> Hosts<T> {
-    /// What is counted of `host`, made on first use; nothing where no host is as long, or others have taken all places.
-    pub(crate) fn get(&self, host: &str, said_by: SaidBy, make: impl FnOnce(&str) -> T) -> Option<T> {
-        if host.len() > LONGEST {
+impl<T: Clone> HostSeries<T> {
+    /// The series of `host`, made on first use; `None` if the name is too long or the limit is reached.
+    pub(crate) fn get(&self, host: &str, source: HostSource, make: impl FnOnce(&str) -> T) -> Option<T> {
+        if host.len() > MAX_HOST_BYTES {
             return None;
         }
         let host = match host.bytes().any(|byte| byte.is_ascii_uppercase()) {
@@ -35,46 +35,49 @@ impl<T: Clone> Hosts<T> {
         if let Some(found) = known.hosts.get(&*host) {
             return Some(found.clone());
         }
-        let (taken, most) = match said_by {
-            SaidBy::Known => (known.hosts.len() - known.n_of_strangers, MOST),
-            SaidBy::Stranger => (known.n_of_strangers, MOST_OF_STRANGERS),
+        let (taken, most) = match source {
+            HostSource::Trusted => (known.hosts.len() - known.n_untrusted, MAX_TRUSTED_HOSTS),
+            HostSource::Untrusted => (known.n_untrusted, MAX_UNTRUSTED_HOSTS),
         };
         if taken >= most {
             return None;
         }
         let made = make(&host);
         known.hosts.insert(host.into(), made.clone());
-        known.n_of_strangers += usize::from(said_by == SaidBy::Stranger);
+        known.n_untrusted += usize::from(source == HostSource::Untrusted);
         Some(made)
     }
 }
 
-impl<T> Default for Hosts<T> {
+impl<T> Default for HostSeries<T> {
     fn default() -> Self {
-        Self(Mutex::new(Known {
+        Self(Mutex::new(HostTable {
             hosts: HashMap::new(),
-            n_of_strangers: 0,
+            n_untrusted: 0,
         }))
     }
 }
 
-/// Bytes in a name of DNS.
-const LONGEST: usize = 253;
-const MOST: usize = 1_000;
-const MOST_OF_STRANGERS: usize = 64;
+/// Maximum length of a DNS name, in bytes.
+const MAX_HOST_BYTES: usize = 253;
+const MAX_TRUSTED_HOSTS: usize = 1_000;
+const MAX_UNTRUSTED_HOSTS: usize = 64;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn hosts_are_told_apart_whatever_their_case_until_there_are_too_many() {
-        let hosts = Hosts::default();
-        let of = |host: &str| hosts.get(host, SaidBy::Known, str::to_owned);
+    fn hosts_are_case_insensitive_and_limited_in_number() {
+        let hosts = HostSeries::default();
+        let of = |host: &str| hosts.get(host, HostSource::Trusted, str::to_owned);
         assert_eq!(of("Web.test").as_deref(), Some("web.test"));
-        assert_eq!(of(&"x".repeat(LONGEST)).map(|host| host.len()), Some(LONGEST));
-        assert_eq!(of(&"x".repeat(LONGEST + 1)), None);
-        for n in 0..MOST - 2 {
+        assert_eq!(
+            of(&"x".repeat(MAX_HOST_BYTES)).map(|host| host.len()),
+            Some(MAX_HOST_BYTES)
+        );
+        assert_eq!(of(&"x".repeat(MAX_HOST_BYTES + 1)), None);
+        for n in 0..MAX_TRUSTED_HOSTS - 2 {
             assert!(of(&n.to_string()).is_some());
         }
         assert_eq!(of("one.more"), None);
@@ -82,18 +85,18 @@ mod tests {
     }
 
     #[test]
-    fn strangers_do_not_use_up_the_places_of_others() {
-        let hosts = Hosts::default();
-        let told_apart = |said_by, names: std::ops::Range<usize>| {
-            let of = |n: usize| hosts.get(&n.to_string(), said_by, str::to_owned);
+    fn untrusted_hosts_do_not_use_up_the_limit_of_trusted_ones() {
+        let hosts = HostSeries::default();
+        let n_found = |source, names: std::ops::Range<usize>| {
+            let of = |n: usize| hosts.get(&n.to_string(), source, str::to_owned);
             names.filter(|n| of(*n).is_some()).count()
         };
-        assert_eq!(told_apart(SaidBy::Stranger, 0..10_000), MOST_OF_STRANGERS);
-        assert_eq!(told_apart(SaidBy::Known, 10_000..20_000), MOST);
+        assert_eq!(n_found(HostSource::Untrusted, 0..10_000), MAX_UNTRUSTED_HOSTS);
+        assert_eq!(n_found(HostSource::Trusted, 10_000..20_000), MAX_TRUSTED_HOSTS);
         assert_eq!(
-            told_apart(SaidBy::Stranger, 10_000..20_000),
-            MOST,
-            "what is known is found"
+            n_found(HostSource::Untrusted, 10_000..20_000),
+            MAX_TRUSTED_HOSTS,
+            "known hosts are found"
         );
     }
 }

@@ -9,9 +9,9 @@ use std::{
 use http::StatusCode;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
-use crate::metrics::known::Known;
+use crate::metrics::append_map::AppendOnlyMap;
 
-/// Upper bounds in milliseconds; what lies above is counted in the implied last bucket.
+/// Bucket upper bounds, in milliseconds; the last bucket, `+Inf`, is implied.
 const LATENCY_MS: &[f64] = &[
     1., 2., 3., 4., 5., 10., 20., 30., 40., 50., 100., 200., 300., 400., 500., 1_000., 2_000., 3_000., 4_000., 5_000.,
     10_000., 20_000., 30_000., 40_000., 50_000.,
@@ -25,47 +25,47 @@ pub(crate) struct Families {
     latency: Family<Histogram>,
 }
 
-/// The series of requests that share their labels.
+/// The series of requests with the same labels.
 pub(crate) struct Series {
     families: Families,
     labels: Labels,
-    /// From the first request on: who has had none has no such series.
+    /// Created by the first request, so that unused series are not exported.
     requests: OnceLock<Arc<Counter>>,
-    latencies: Known<StatusCode, Arc<Histogram>>,
-    responses: Known<Outcome, Arc<Counter>>,
+    latencies: AppendOnlyMap<StatusCode, Arc<Histogram>>,
+    responses: AppendOnlyMap<ResponseOutcome, Arc<Counter>>,
 }
 
-/// How a response went, as far as labels tell.
+/// The result of a response, as labels show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Outcome {
+pub(crate) struct ResponseOutcome {
     pub(crate) status: StatusCode,
     pub(crate) grpc: Option<i32>,
     pub(crate) success: bool,
-    pub(crate) end: End,
+    pub(crate) end: ResponseEnd,
 }
 
-/// How a response came to its end.
+/// How a response ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub(crate) enum ResponseEnd {
     Complete,
-    /// It broke off.
-    Broken(Fault),
-    /// It never came.
-    Failed(Fault),
-    /// Its receiver went away, which says nothing of who sent it.
+    /// It ended early.
+    Broken(ErrorLabels),
+    /// No response was received.
+    Failed(ErrorLabels),
+    /// The receiver cancelled it; this says nothing about the sender.
     Abandoned,
 }
 
-/// What an error is called in labels.
+/// The names of an error in labels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
-    /// Our name of it, as in `l5d-proxy-cause`.
+pub(crate) struct ErrorLabels {
+    /// The cause code, as in `l5d-proxy-cause`.
     pub(crate) cause: &'static str,
-    /// Its name in the metrics of routes.
-    pub(crate) stream: &'static str,
+    /// The name in the metrics of routes.
+    pub(crate) route_error: &'static str,
 }
 
-impl End {
+impl ResponseEnd {
     /// Value of the label `error`.
     fn label(self) -> Option<&'static str> {
         match self {
@@ -96,14 +96,14 @@ impl Families {
             families: self.clone(),
             requests: OnceLock::new(),
             labels,
-            latencies: Known::default(),
-            responses: Known::default(),
+            latencies: AppendOnlyMap::default(),
+            responses: AppendOnlyMap::default(),
         })
     }
 }
 
 impl Series {
-    /// The series of the same labels and one more.
+    /// The series with the same labels and one more.
     pub(crate) fn with(&self, label: &str, value: impl Display) -> Arc<Self> {
         self.families.series(self.labels.clone().with(label, value))
     }
@@ -118,12 +118,12 @@ impl Series {
             let labels = self.labels.clone().with("status_code", status.as_u16());
             self.families.latency.get(&labels)
         };
-        // Whole milliseconds, as in the system that this is compatible with.
+        // Whole milliseconds, as in Linkerd.
         let observe = |histogram: &Arc<Histogram>| histogram.observe(elapsed.as_millis() as f64);
-        self.latencies.with(status, histogram, observe);
+        self.latencies.with_or_insert(status, histogram, observe);
     }
 
-    pub(crate) fn response(&self, outcome: Outcome) {
+    pub(crate) fn response(&self, outcome: ResponseOutcome) {
         let counter = || {
             let mut labels = self
                 .labels
@@ -138,7 +138,7 @@ impl Series {
             }
             self.families.responses.get(&labels)
         };
-        self.responses.with(outcome, counter, |counter| counter.inc());
+        self.responses.with_or_insert(outcome, counter, |counter| counter.inc());
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_has_had_no_request_has_no_series() {
+    fn series_without_requests_are_not_exported() {
         let registry = Registry::new();
         let series = Families::with_prefix(&registry, "").series(Labels::new().with("direction", "outbound"));
         assert_eq!(registry.render(), "");

@@ -1,9 +1,9 @@
-//! Handles that are only incremented. Looked up when a route or an endpoint is built, never by a request.
+//! Metric handles that requests only increment. They are looked up when a route or an endpoint is built, never by a request.
 
+mod append_map;
 pub(crate) mod balancers;
 pub(crate) mod failures;
 pub(crate) mod hosts;
 pub(crate) mod http;
-mod known;
+pub(crate) mod invalid_updates;
 pub(crate) mod routes;
-pub(crate) mod unreadable;

@@ -1,5 +1,4 @@
-//! What is counted of the requests of one route, or of one backend behind it: how long they took, how they ended, and the pieces
-//! in which they came.
+//! Metrics of the requests of one route, or of one of its backends: durations, results and frame sizes.
 
 use std::{fmt::Display, sync::Arc};
 
@@ -7,26 +6,26 @@ use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::metrics::{
-    http::{End, Outcome},
-    known::Known,
+    append_map::AppendOnlyMap,
+    http::{ResponseEnd, ResponseOutcome},
 };
 
-/// Upper bounds of frame sizes in bytes.
-pub(crate) const FRAMES: &[f64] = &[128., 1_024., 10_240.];
-/// Upper bounds of durations in seconds, in detail.
-pub(crate) const FINE: &[f64] = &[0.025, 0.05, 0.1, 0.25, 0.5, 1., 10.];
-/// The same, roughly.
-pub(crate) const COARSE: &[f64] = &[0.05, 0.5, 1., 10.];
+/// Bucket upper bounds of frame sizes, in bytes.
+pub(crate) const FRAME_BYTES_BUCKETS: &[f64] = &[128., 1_024., 10_240.];
+/// Bucket upper bounds of durations, in seconds, in fine steps.
+pub(crate) const SECONDS_BUCKETS_FINE: &[f64] = &[0.025, 0.05, 0.1, 0.25, 0.5, 1., 10.];
+/// The same in coarse steps.
+pub(crate) const SECONDS_BUCKETS_COARSE: &[f64] = &[0.05, 0.5, 1., 10.];
 
-/// Whose statuses count.
+/// The protocol whose statuses are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum StatusKind {
     Http,
     Grpc,
 }
 
-impl Kind {
-    /// As it stands in the names of families.
+impl StatusKind {
+    /// As used in the names of families.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Http => "http",
@@ -35,34 +34,38 @@ impl Kind {
     }
 }
 
-/// How exchanges ended, by status and error.
+/// Results of exchanges, by status and error.
 #[derive(Clone)]
 pub(crate) struct Statuses {
     family: Family<Counter>,
-    kind: Kind,
-    /// The name of the label.
+    kind: StatusKind,
     status: &'static str,
     /// Whether the error that ended an exchange is a label.
-    tells_errors: bool,
+    has_error_label: bool,
 }
 
-/// Status and error, as far as there are any.
-type Ending = (Option<u16>, Option<&'static str>);
+type StatusAndError = (Option<u16>, Option<&'static str>);
 
-/// [`Statuses`] of exchanges that share their labels.
+/// The [`Statuses`] of exchanges with the same labels.
 pub(crate) struct StatusSeries {
     statuses: Statuses,
     labels: Labels,
-    known: Known<Ending, Arc<Counter>>,
+    known: AppendOnlyMap<StatusAndError, Arc<Counter>>,
 }
 
 impl Statuses {
-    pub(crate) fn new(registry: &Registry, name: &str, kind: Kind, status: &'static str, tells_errors: bool) -> Self {
+    pub(crate) fn new(
+        registry: &Registry,
+        name: &str,
+        kind: StatusKind,
+        status: &'static str,
+        has_error_label: bool,
+    ) -> Self {
         Self {
-            family: registry.counter(name, "Completed exchanges, by how they ended"),
+            family: registry.counter(name, "Completed exchanges, by result"),
             kind,
             status,
-            tells_errors,
+            has_error_label,
         }
     }
 
@@ -70,50 +73,51 @@ impl Statuses {
         StatusSeries {
             statuses: self.clone(),
             labels,
-            known: Known::default(),
+            known: AppendOnlyMap::default(),
         }
     }
 
-    fn of(&self, outcome: &Outcome) -> Option<u16> {
+    fn status_of(&self, outcome: &ResponseOutcome) -> Option<u16> {
         match self.kind {
-            Kind::Http if matches!(outcome.end, End::Failed(_)) => None,
-            Kind::Http => Some(outcome.status.as_u16()),
-            Kind::Grpc => outcome.grpc.and_then(|code| u16::try_from(code).ok()),
+            StatusKind::Http if matches!(outcome.end, ResponseEnd::Failed(_)) => None,
+            StatusKind::Http => Some(outcome.status.as_u16()),
+            StatusKind::Grpc => outcome.grpc.and_then(|code| u16::try_from(code).ok()),
         }
     }
 
     fn text(&self, status: Option<u16>) -> impl Display {
         match (self.kind, status) {
-            (Kind::Http, None) => String::new(),
-            (Kind::Http, Some(status)) => status.to_string(),
-            (Kind::Grpc, code) => code_name(code).to_owned(),
+            (StatusKind::Http, None) => String::new(),
+            (StatusKind::Http, Some(status)) => status.to_string(),
+            (StatusKind::Grpc, code) => grpc_code_name(code).to_owned(),
         }
     }
 }
 
 impl StatusSeries {
-    pub(crate) fn ended(&self, outcome: &Outcome) {
+    pub(crate) fn record(&self, outcome: &ResponseOutcome) {
         let error = match outcome.end {
-            _ if !self.statuses.tells_errors => None,
-            End::Complete => None,
-            End::Broken(fault) | End::Failed(fault) => Some(fault.stream),
-            End::Abandoned => Some("CANCEL"),
+            _ if !self.statuses.has_error_label => None,
+            ResponseEnd::Complete => None,
+            ResponseEnd::Broken(fault) | ResponseEnd::Failed(fault) => Some(fault.route_error),
+            ResponseEnd::Abandoned => Some("CANCEL"),
         };
-        let status = self.statuses.of(outcome);
+        let status = self.statuses.status_of(outcome);
         let counter = || {
             let (name, text) = (self.statuses.status, self.statuses.text(status));
             let mut labels = self.labels.clone().with(name, text);
-            if self.statuses.tells_errors {
+            if self.statuses.has_error_label {
                 labels = labels.with("error", error.unwrap_or_default());
             }
             self.statuses.family.get(&labels)
         };
-        self.known.with((status, error), counter, |counter| counter.inc());
+        self.known
+            .with_or_insert((status, error), counter, |counter| counter.inc());
     }
 }
 
-/// The name of a code of gRPC; one that there is not stands for what nobody knows.
-pub(crate) fn code_name(code: Option<u16>) -> &'static str {
+/// The name of a gRPC code; an invalid code counts as `UNKNOWN`.
+pub(crate) fn grpc_code_name(code: Option<u16>) -> &'static str {
     const NAMES: [&str; 17] = [
         "OK",
         "CANCELLED",
@@ -136,7 +140,7 @@ pub(crate) fn code_name(code: Option<u16>) -> &'static str {
     code.and_then(|code| NAMES.get(usize::from(code))).unwrap_or(&"UNKNOWN")
 }
 
-/// Notes in seconds what took from one moment to another.
+/// Observes the time between two instants, in seconds.
 pub(crate) fn observe(histogram: &Histogram, from: Instant, to: Instant) {
     histogram.observe(to.saturating_duration_since(from).as_secs_f64());
 }

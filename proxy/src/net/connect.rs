@@ -1,4 +1,4 @@
-//! Dialling: bounded in time, with the socket options of the direction, and never ourselves.
+//! Dialling, with a timeout and the socket options of the direction; refuses to dial the proxy's own listener.
 
 use std::{
     io,
@@ -23,10 +23,10 @@ pub(crate) struct SocketOptions {
 /// How to dial in one direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Config {
-    /// Bound on the TCP handshake, and again on the TLS handshake.
+    /// Timeout of the TCP handshake, and separately of the TLS handshake.
     pub(crate) timeout: Duration,
     pub(crate) options: SocketOptions,
-    /// The port of a listener of ours that must not be dialled: it would come back as a new connection for ever.
+    /// The port of the proxy's own listener. It must not be dialled, because the connection would loop back to the proxy.
     pub(crate) own_port: Option<u16>,
 }
 
@@ -41,23 +41,22 @@ pub(crate) enum ConnectError {
         source: io::Error,
     },
     #[error("{addr} is this proxy's own listener")]
-    Ourselves { addr: SocketAddr },
+    OwnListener { addr: SocketAddr },
 }
 
 impl ConnectError {
-    /// What was dialled.
     pub(crate) fn addr(&self) -> SocketAddr {
         match self {
-            Self::Timeout { addr, .. } | Self::Io { addr, .. } | Self::Ourselves { addr } => *addr,
+            Self::Timeout { addr, .. } | Self::Io { addr, .. } | Self::OwnListener { addr } => *addr,
         }
     }
 
-    /// What it is called in `l5d-proxy-cause`.
+    /// The cause code for `l5d-proxy-cause`.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
             Self::Timeout { .. } => "connect-timeout",
             Self::Io { .. } => "connect-refused",
-            Self::Ourselves { .. } => "loop",
+            Self::OwnListener { .. } => "loop",
         }
     }
 }
@@ -65,22 +64,22 @@ impl ConnectError {
 /// Opens a TCP connection.
 ///
 /// # Errors
-/// Refused, unreachable, or not established within the limit.
+/// The connection is refused, the address is unreachable, or the timeout passes.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
-    dial_as(None, addr, config).await
+    dial_from(None, addr, config).await
 }
 
-/// As [`dial`], and whoever is dialled sees `client`, where there is one, instead of us.
+/// Like [`dial`], but the server sees `client` as the source address if it is given.
 ///
 /// # Errors
-/// As [`dial`].
-pub(crate) async fn dial_as(
+/// Like [`dial`].
+pub(crate) async fn dial_from(
     client: Option<IpAddr>,
     addr: SocketAddr,
     config: &Config,
 ) -> Result<TcpStream, ConnectError> {
     if config.own_port == Some(addr.port()) {
-        return Err(ConnectError::Ourselves { addr });
+        return Err(ConnectError::OwnListener { addr });
     }
     let connecting = async {
         match client {
@@ -95,20 +94,19 @@ pub(crate) async fn dial_as(
         }),
         Ok(Err(source)) => Err(ConnectError::Io { addr, source }),
         Ok(Ok(stream)) => {
-            apply(&stream, config.options);
+            apply_options(&stream, config.options);
             Ok(stream)
         }
     }
 }
 
-/// Sets the options a connection should have. A kernel that refuses one still carries traffic, so failures are only
-/// logged.
-pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) {
+/// Sets socket options. Failures are only logged, because a connection without them still carries traffic.
+pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) {
     let socket = socket.into();
     let set = || -> io::Result<()> {
         socket.set_tcp_nodelay(true)?;
         if let Some(time) = options.keepalive {
-            let time = time.clamp(KEEPALIVE_LEAST, KEEPALIVE_MOST);
+            let time = time.clamp(MIN_KEEPALIVE, MAX_KEEPALIVE);
             socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(time))?;
         }
         if options.user_timeout.is_some() {
@@ -121,9 +119,9 @@ pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) 
     }
 }
 
-/// What the kernel takes for `TCP_KEEPIDLE`: what is told beyond it would count for nothing.
-const KEEPALIVE_LEAST: Duration = Duration::from_secs(1);
-const KEEPALIVE_MOST: Duration = Duration::from_secs(32_767);
+/// The range that the kernel accepts for `TCP_KEEPIDLE`; values outside it are clamped.
+const MIN_KEEPALIVE: Duration = Duration::from_secs(1);
+const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
 
 #[cfg(test)]
 mod tests {
@@ -132,7 +130,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_dialled_has_the_options_of_its_direction() {
+    async fn dialled_connections_have_the_options_of_their_direction() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let config = Config {
@@ -148,9 +146,9 @@ mod tests {
         assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
         assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(11));
         assert_eq!(socket.tcp_user_timeout().unwrap(), Some(Duration::from_secs(12)));
-        for (told, expected) in [(0, 1), (36_000, 32_767)] {
-            let keepalive = Some(Duration::from_secs(told));
-            apply(
+        for (configured, expected) in [(0, 1), (36_000, 32_767)] {
+            let keepalive = Some(Duration::from_secs(configured));
+            apply_options(
                 &stream,
                 SocketOptions {
                     keepalive,
@@ -161,10 +159,7 @@ mod tests {
             assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(expected));
         }
         let own_port = Some(addr.port());
-        let ourselves = dial(addr, &Config { own_port, ..config }).await;
-        assert!(
-            matches!(ourselves, Err(ConnectError::Ourselves { .. })),
-            "{ourselves:?}"
-        );
+        let own = dial(addr, &Config { own_port, ..config }).await;
+        assert!(matches!(own, Err(ConnectError::OwnListener { .. })), "{own:?}");
     }
 }

@@ -1,8 +1,8 @@
-//! Copying bytes both ways between two connections, in 32 KiB pieces, holding a buffer only while there is data.
+//! Copies bytes both ways between two connections, in 32 KiB pieces. A buffer is held only while there is data.
 //!
-//! Half-closes are passed on, and so are resets: whoever has not been told the end of the other side's bytes must not take a
-//! connection that broke for one that ended. 32 KiB is the measured optimum: half the CPU of 8 KiB, and it fits the kernel's page
-//! fragments; the buffer is borrowed from the thread because an idle connection should cost nothing.
+//! Half-closes and resets are passed on: a receiver must not mistake a broken connection for one that ended cleanly. 32 KiB is
+//! the measured optimum: it costs half the CPU of 8 KiB and fits the kernel's page fragments. The buffer is borrowed from the
+//! thread, so that an idle connection holds none.
 
 use std::{
     cell::RefCell,
@@ -15,34 +15,33 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::net::io::Io;
 
-/// The rest of a connection of which only bytes have to be carried. It is a future of its own, so that nothing of what led to
-/// it is held meanwhile.
-pub(crate) type Carrying = Pin<Box<dyn Future<Output = ()> + Send>>;
+/// The rest of a connection whose bytes are only copied. It is a separate future, so that the state of the earlier steps is
+/// freed.
+pub(crate) type CopyFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Bytes gathered before they are written.
-const PIECE: usize = 32 * 1024;
+const COPY_BUFFER_BYTES: usize = 32 * 1024;
 
 thread_local! {
-    static BUFFER: RefCell<Box<[u8]>> = RefCell::new(vec![0; PIECE].into_boxed_slice());
+    static BUFFER: RefCell<Box<[u8]>> = RefCell::new(vec![0; COPY_BUFFER_BYTES].into_boxed_slice());
 }
 
-/// A connection that can end in a way that nobody takes for a clean end.
-pub(crate) trait Reset {
-    /// Has the connection end with a reset when it is dropped.
+/// A connection that can be closed with a reset, so that the peer does not see a clean end.
+pub(crate) trait ResetOnDrop {
+    /// Makes the connection end with a reset when it is dropped.
     fn reset(&self);
 }
 
-impl Reset for Io {
+impl ResetOnDrop for Io {
     fn reset(&self) {
         Self::reset(self);
     }
 }
 
-/// One direction of a copy.
 #[derive(Default)]
-struct Half {
-    /// Bytes read that the writer would not take yet.
-    held: Vec<u8>,
+struct CopyDirection {
+    /// Bytes that were read and not yet written.
+    unwritten: Vec<u8>,
     written: usize,
     state: State,
 }
@@ -56,41 +55,48 @@ enum State {
     Done,
 }
 
-/// Copies until both directions have ended. The connections stay with the caller; where one breaks, or the copy is given up, they
-/// end with a reset when they are dropped, but for who has been told a clean end before.
+/// Copies until both directions have ended. The connections stay with the caller. If one fails, or the copy is cancelled, they
+/// are reset when they are dropped, except towards a peer that has already received a clean end.
 ///
 /// # Errors
-/// The first read or write that failed, in either direction.
-pub(crate) fn both<'a, A, B>(a: &'a mut A, b: &'a mut B) -> impl Future<Output = io::Result<()>> + use<'a, A, B>
+/// Returns the first read or write error of either direction.
+pub(crate) fn copy_bidirectional<'a, A, B>(
+    a: &'a mut A,
+    b: &'a mut B,
+) -> impl Future<Output = io::Result<()>> + use<'a, A, B>
 where
-    A: AsyncRead + AsyncWrite + Reset + Unpin,
-    B: AsyncRead + AsyncWrite + Reset + Unpin,
+    A: AsyncRead + AsyncWrite + ResetOnDrop + Unpin,
+    B: AsyncRead + AsyncWrite + ResetOnDrop + Unpin,
 {
-    Both {
+    BidirectionalCopy {
         a,
         b,
-        there: Half::default(),
-        back: Half::default(),
+        a_to_b: CopyDirection::default(),
+        b_to_a: CopyDirection::default(),
     }
 }
 
-struct Both<'a, A: Reset, B: Reset> {
+struct BidirectionalCopy<'a, A: ResetOnDrop, B: ResetOnDrop> {
     a: &'a mut A,
     b: &'a mut B,
-    /// From the first to the second.
-    there: Half,
-    back: Half,
+    a_to_b: CopyDirection,
+    b_to_a: CopyDirection,
 }
 
-impl<A, B> Future for Both<'_, A, B>
+impl<A, B> Future for BidirectionalCopy<'_, A, B>
 where
-    A: AsyncRead + AsyncWrite + Reset + Unpin,
-    B: AsyncRead + AsyncWrite + Reset + Unpin,
+    A: AsyncRead + AsyncWrite + ResetOnDrop + Unpin,
+    B: AsyncRead + AsyncWrite + ResetOnDrop + Unpin,
 {
     type Output = io::Result<()>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self { a, b, there, back } = &mut *self;
+        let Self {
+            a,
+            b,
+            a_to_b: there,
+            b_to_a: back,
+        } = &mut *self;
         let one = there.poll(cx, *a, *b)?;
         let other = back.poll(cx, *b, *a)?;
         match one.is_ready() && other.is_ready() {
@@ -100,18 +106,18 @@ where
     }
 }
 
-impl<A: Reset, B: Reset> Drop for Both<'_, A, B> {
+impl<A: ResetOnDrop, B: ResetOnDrop> Drop for BidirectionalCopy<'_, A, B> {
     fn drop(&mut self) {
-        if self.back.state != State::Done {
+        if self.b_to_a.state != State::Done {
             self.a.reset();
         }
-        if self.there.state != State::Done {
+        if self.a_to_b.state != State::Done {
             self.b.reset();
         }
     }
 }
 
-impl Half {
+impl CopyDirection {
     fn poll<R, W>(&mut self, cx: &mut Context<'_>, from: &mut R, to: &mut W) -> Poll<io::Result<()>>
     where
         R: AsyncRead + Unpin,
@@ -125,17 +131,17 @@ impl Half {
                     self.state = State::Done;
                 }
                 State::Flushing => {
-                    ready!(self.poll_write_held(cx, to))?;
+                    ready!(self.poll_write_unwritten(cx, to))?;
                     ready!(Pin::new(&mut *to).poll_flush(cx))?;
                     self.state = State::Copying;
                 }
-                State::Copying => ready!(self.poll_piece(cx, from, to))?,
+                State::Copying => ready!(self.poll_chunk(cx, from, to))?,
             }
         }
     }
 
-    /// Moves one piece: reads until the buffer is full or the source has no more for now, then writes.
-    fn poll_piece<R, W>(&mut self, cx: &mut Context<'_>, from: &mut R, to: &mut W) -> Poll<io::Result<()>>
+    /// Moves one piece: reads until the buffer is full or no more data is available, then writes.
+    fn poll_chunk<R, W>(&mut self, cx: &mut Context<'_>, from: &mut R, to: &mut W) -> Poll<io::Result<()>>
     where
         R: AsyncRead + Unpin,
         W: AsyncWrite + Unpin,
@@ -163,13 +169,14 @@ impl Half {
                     Poll::Ready(Ok(n)) => rest = &rest[n..],
                     Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                     Poll::Pending => {
-                        self.held.extend_from_slice(rest);
+                        self.unwritten.extend_from_slice(rest);
                         break;
                     }
                 }
             }
-            // An end seen while bytes are held is seen again after the flush: a closed reader keeps answering zero.
-            self.state = if ended && self.held.is_empty() {
+            // An end of stream seen while bytes are buffered is seen again after the flush: a closed reader keeps returning
+            // zero.
+            self.state = if ended && self.unwritten.is_empty() {
                 State::Closing
             } else {
                 State::Flushing
@@ -178,15 +185,19 @@ impl Half {
         })
     }
 
-    fn poll_write_held<W: AsyncWrite + Unpin>(&mut self, cx: &mut Context<'_>, to: &mut W) -> Poll<io::Result<()>> {
-        while self.written < self.held.len() {
-            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.held[self.written..]))?;
+    fn poll_write_unwritten<W: AsyncWrite + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        to: &mut W,
+    ) -> Poll<io::Result<()>> {
+        while self.written < self.unwritten.len() {
+            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.unwritten[self.written..]))?;
             if n == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.written += n;
         }
-        self.held = Vec::new();
+        self.unwritten = Vec::new();
         self.written = 0;
         Poll::Ready(Ok(()))
     }
@@ -204,7 +215,7 @@ mod tests {
     use super::*;
     use crate::net::io::Tcp;
 
-    impl Reset for DuplexStream {
+    impl ResetOnDrop for DuplexStream {
         fn reset(&self) {}
     }
 
@@ -215,10 +226,10 @@ mod tests {
         (dialled.unwrap(), Io::tcp(Tcp::new(accepted.unwrap().0)))
     }
 
-    /// A client and a server, and what copies between them.
+    /// A client and a server, and the task that copies between them.
     async fn joined() -> (TcpStream, TcpStream, JoinHandle<io::Result<()>>) {
         let ((client, mut left), (server, mut right)) = (pair().await, pair().await);
-        let copying = tokio::spawn(async move { both(&mut left, &mut right).await });
+        let copying = tokio::spawn(async move { copy_bidirectional(&mut left, &mut right).await });
         (client, server, copying)
     }
 
@@ -229,7 +240,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reset_of_either_side_is_a_reset_for_the_other() {
+    async fn a_reset_is_passed_on_to_the_other_side() {
         for of_client in [true, false] {
             let (client, server, copying) = joined().await;
             let (mut broken, mut other) = if of_client { (client, server) } else { (server, client) };
@@ -243,7 +254,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_copy_that_is_given_up_is_a_reset_for_both() {
+    async fn a_cancelled_copy_resets_both_sides() {
         let (mut client, mut server, copying) = joined().await;
         client.write_all(b"half of it").await.unwrap();
         server.read_exact(&mut [0; 10]).await.unwrap();
@@ -255,14 +266,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_sent_before_a_clean_end_arrives_whatever_breaks_afterwards() {
+    async fn data_before_a_clean_end_arrives_despite_a_later_reset() {
         let (mut client, mut server, copying) = joined().await;
         server.write_all(b"all of it").await.unwrap();
         server.shutdown().await.unwrap();
         let mut all = Vec::new();
         client.read_to_end(&mut all).await.unwrap();
         reset(server);
-        // The end of the server's side was clean; that it takes nothing more shows on writing only.
+        // The server's side ended cleanly. That it accepts no more data shows only on writing.
         while client.write_all(&[0; 1000]).await.is_ok() {
             tokio::task::yield_now().await;
         }
@@ -274,7 +285,7 @@ mod tests {
     async fn megabytes_pass_both_ways_and_half_closes_are_passed_on() {
         let (mut client, mut left) = tokio::io::duplex(1000);
         let (mut right, mut server) = tokio::io::duplex(700);
-        let copying = tokio::spawn(async move { both(&mut left, &mut right).await });
+        let copying = tokio::spawn(async move { copy_bidirectional(&mut left, &mut right).await });
         let sent: Vec<u8> = (0..1_000_000_u32).map(|n| (n % 251) as u8).collect();
         let expected = sent.clone();
         let serving = tokio::spawn(async move {

@@ -1,66 +1,68 @@
-//! Looking at the first bytes of a connection: is this HTTP, and which version?
+//! Protocol detection by the first bytes of a connection: HTTP/1, HTTP/2 or neither.
 
 use std::{future::poll_fn, io, pin::Pin, time::Duration};
 
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// What the first bytes are.
+/// The protocol of the first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum DetectedProtocol {
     Http1,
     Http2,
     NotHttp,
-    /// More bytes are needed to tell.
+    /// More bytes are needed to decide.
     Incomplete,
 }
 
-/// How a look at a connection ended.
+/// How protocol detection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
-    /// What the bytes are; never `Incomplete`.
-    Seen(Verdict),
-    /// Nothing decisive within the limit.
+pub(crate) enum Detection {
+    /// The detected protocol; never `Incomplete`.
+    Detected(DetectedProtocol),
+    /// The bytes within the time limit did not decide it.
     TimedOut,
     /// The peer closed without sending a byte.
     Closed,
 }
 
-/// Start of the HTTP/2 connection preface, enough to be sure.
+/// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
-/// A look never holds more than this; a request line that is longer is believed to be HTTP by its start.
-pub(super) const MAX_LOOK: usize = 4096;
+/// Maximum bytes that detection reads. A longer request line counts as HTTP by its start.
+pub(super) const MAX_DETECT_BYTES: usize = 4096;
 
-/// Judges the first bytes of a connection. A request is one by its first line: what is wrong with the rest is the server's to
-/// refuse, however much of it came at once.
-pub(crate) fn classify(bytes: &[u8]) -> Verdict {
+/// Classifies the first bytes of a connection. The first line alone decides that it is HTTP; the server rejects errors in the
+/// rest.
+pub(crate) fn classify(bytes: &[u8]) -> DetectedProtocol {
     let n = bytes.len().min(H2_PREFACE.len());
     if bytes[..n] == H2_PREFACE[..n] {
         return if n == H2_PREFACE.len() {
-            Verdict::Http2
+            DetectedProtocol::Http2
         } else {
-            Verdict::Incomplete
+            DetectedProtocol::Incomplete
         };
     }
     let line = first_line(bytes);
     match httparse::Request::new(&mut []).parse(line) {
-        Ok(_) if has_small_letters(line) => Verdict::NotHttp,
-        Ok(_) if line.ends_with(b"\n") || line.len() >= H2_PREFACE.len() => Verdict::Http1,
-        Ok(_) => Verdict::Incomplete,
-        Err(_) => Verdict::NotHttp,
+        Ok(_) if has_lowercase_method(line) => DetectedProtocol::NotHttp,
+        Ok(_) if line.ends_with(b"\n") || line.len() >= H2_PREFACE.len() => DetectedProtocol::Http1,
+        Ok(_) => DetectedProtocol::Incomplete,
+        Err(_) => DetectedProtocol::NotHttp,
     }
 }
 
-/// Whether the first word has. Registered methods are upper case, and a greeting that is not need not wait for more to be told
-/// from one.
-fn has_small_letters(line: &[u8]) -> bool {
+/// Whether the first word has a lower-case letter. Registered methods are upper case, so a greeting in lower case is recognised
+/// as not HTTP without waiting for more bytes.
+fn has_lowercase_method(line: &[u8]) -> bool {
     let word = line.split(|byte| *byte == b' ').next().unwrap_or_default();
     word.iter().any(u8::is_ascii_lowercase)
 }
 
-/// Whether what may become a request of HTTP/1 has at least its method.
+/// Whether an incomplete HTTP/1 request has at least a complete method.
 pub(crate) fn has_method(bytes: &[u8]) -> bool {
-    classify(bytes) == Verdict::Incomplete && first_line(bytes).contains(&b' ') && !H2_PREFACE.starts_with(bytes)
+    classify(bytes) == DetectedProtocol::Incomplete
+        && first_line(bytes).contains(&b' ')
+        && !H2_PREFACE.starts_with(bytes)
 }
 
 /// The first line that is not empty, or its beginning.
@@ -71,41 +73,43 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     end.map_or(line, |end| &line[..=end])
 }
 
-/// Reads into `bytes` until they can be judged, the peer closes, or `limit` has passed. Cancel-safe: what was read is
-/// in `bytes`.
+/// Reads into `bytes` until they can be classified, the peer closes, or `limit` has passed. Cancel-safe: what was read is in
+/// `bytes`.
 ///
 /// # Errors
 /// Reading failed.
-pub(crate) async fn look<IO: AsyncRead + Unpin>(
+pub(crate) async fn detect<IO: AsyncRead + Unpin>(
     io: &mut IO,
     bytes: &mut BytesMut,
     limit: Duration,
-) -> io::Result<Look> {
+) -> io::Result<Detection> {
     let looking = async {
         loop {
             if !bytes.is_empty() {
                 match classify(bytes) {
-                    Verdict::Incomplete if bytes.len() < MAX_LOOK => {}
-                    Verdict::Incomplete => return Ok(Look::Seen(Verdict::NotHttp)),
-                    verdict => return Ok(Look::Seen(verdict)),
+                    DetectedProtocol::Incomplete if bytes.len() < MAX_DETECT_BYTES => {}
+                    DetectedProtocol::Incomplete => return Ok(Detection::Detected(DetectedProtocol::NotHttp)),
+                    verdict => return Ok(Detection::Detected(verdict)),
                 }
             }
             if read_some(io, bytes).await? == 0 {
                 return Ok(if bytes.is_empty() {
-                    Look::Closed
+                    Detection::Closed
                 } else {
-                    Look::Seen(Verdict::NotHttp)
+                    Detection::Detected(DetectedProtocol::NotHttp)
                 });
             }
         }
     };
-    tokio::time::timeout(limit, looking).await.unwrap_or(Ok(Look::TimedOut))
+    tokio::time::timeout(limit, looking)
+        .await
+        .unwrap_or(Ok(Detection::TimedOut))
 }
 
-/// Appends what the next read yields; allocates only once there is data. Cancel-safe.
+/// Appends the result of the next read; allocates only once there is data. Cancel-safe.
 pub(crate) async fn read_some<IO: AsyncRead + Unpin>(io: &mut IO, into: &mut BytesMut) -> io::Result<usize> {
     poll_fn(|cx| {
-        let mut space = [std::mem::MaybeUninit::uninit(); MAX_LOOK];
+        let mut space = [std::mem::MaybeUninit::uninit(); MAX_DETECT_BYTES];
         let mut buf = ReadBuf::uninit(&mut space);
         Pin::new(&mut *io).poll_read(cx, &mut buf).map_ok(|()| {
             into.extend_from_slice(buf.filled());
@@ -122,33 +126,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn first_bytes_are_judged() {
+    fn first_bytes_are_classified() {
         for (bytes, verdict) in [
-            (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], Verdict::Http1),
-            (b"GET /a/long/path/without/end", Verdict::Http1),
-            (b"OPTIONS * HTTP/1.1\r\n", Verdict::Http1),
-            (b"GET / HTTP/1.0\r\n\r\n", Verdict::Http1),
-            (b"GET / HTTP/1.1\r\n", Verdict::Http1),
-            (b"\r\nGET / HTTP/1.1\r\n\r\n", Verdict::Http1),
-            (b"GET / HTTP/1.1\r\na\0b: c\r\n\r\n", Verdict::Http1),
-            (b"GET / HTTP/1.1\r\n\0\r\n\r\n", Verdict::Http1),
-            (b"GET / HTTP/9.1\r\nhost: x\r\n\r\n", Verdict::NotHttp),
-            (b"CONNECT a:1 HTTP/1.1\r\n\r\n", Verdict::Http1),
-            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", Verdict::Http2),
-            (b"PRI * HT", Verdict::Incomplete),
-            (b"GE", Verdict::Incomplete),
-            (b"G2", Verdict::Incomplete),
-            (b"\r\n", Verdict::Incomplete),
-            (b"\r\nPRI * HTTP/2.0\r\n", Verdict::NotHttp),
-            (b"get / HTTP/1.1\r\n\r\n", Verdict::NotHttp),
-            (b"good-morning-to-you", Verdict::NotHttp),
-            (b"GET / HTTP", Verdict::Incomplete),
-            (b"hello", Verdict::NotHttp),
-            (b"SSH-2.0-x\r\n", Verdict::NotHttp),
-            (b"PING\r\n", Verdict::NotHttp),
-            (b"\x16\x03\x01\x02\x00", Verdict::NotHttp),
-            (b"EHLO mail.example\r\n", Verdict::NotHttp),
-            (b"\x00\x00\x00\x08\x04\xd2\x16\x2f", Verdict::NotHttp),
+            (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], DetectedProtocol::Http1),
+            (b"GET /a/long/path/without/end", DetectedProtocol::Http1),
+            (b"OPTIONS * HTTP/1.1\r\n", DetectedProtocol::Http1),
+            (b"GET / HTTP/1.0\r\n\r\n", DetectedProtocol::Http1),
+            (b"GET / HTTP/1.1\r\n", DetectedProtocol::Http1),
+            (b"\r\nGET / HTTP/1.1\r\n\r\n", DetectedProtocol::Http1),
+            (b"GET / HTTP/1.1\r\na\0b: c\r\n\r\n", DetectedProtocol::Http1),
+            (b"GET / HTTP/1.1\r\n\0\r\n\r\n", DetectedProtocol::Http1),
+            (b"GET / HTTP/9.1\r\nhost: x\r\n\r\n", DetectedProtocol::NotHttp),
+            (b"CONNECT a:1 HTTP/1.1\r\n\r\n", DetectedProtocol::Http1),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", DetectedProtocol::Http2),
+            (b"PRI * HT", DetectedProtocol::Incomplete),
+            (b"GE", DetectedProtocol::Incomplete),
+            (b"G2", DetectedProtocol::Incomplete),
+            (b"\r\n", DetectedProtocol::Incomplete),
+            (b"\r\nPRI * HTTP/2.0\r\n", DetectedProtocol::NotHttp),
+            (b"get / HTTP/1.1\r\n\r\n", DetectedProtocol::NotHttp),
+            (b"good-morning-to-you", DetectedProtocol::NotHttp),
+            (b"GET / HTTP", DetectedProtocol::Incomplete),
+            (b"hello", DetectedProtocol::NotHttp),
+            (b"SSH-2.0-x\r\n", DetectedProtocol::NotHttp),
+            (b"PING\r\n", DetectedProtocol::NotHttp),
+            (b"\x16\x03\x01\x02\x00", DetectedProtocol::NotHttp),
+            (b"EHLO mail.example\r\n", DetectedProtocol::NotHttp),
+            (b"\x00\x00\x00\x08\x04\xd2\x16\x2f", DetectedProtocol::NotHttp),
         ] {
             assert_eq!(classify(bytes), verdict, "{:?}", String::from_utf8_lossy(bytes));
         }
@@ -169,13 +173,13 @@ mod tests {
         let mut bytes = BytesMut::new();
         let limit = Duration::from_secs(10);
         assert_eq!(
-            look(&mut b, &mut bytes, limit).await.unwrap(),
-            Look::Seen(Verdict::Http1)
+            detect(&mut b, &mut bytes, limit).await.unwrap(),
+            Detection::Detected(DetectedProtocol::Http1)
         );
         assert!(bytes.starts_with(b"GET / HTTP/1.1"));
         let _open = sending.await.unwrap();
         let mut bytes = BytesMut::new();
-        assert_eq!(look(&mut b, &mut bytes, limit).await.unwrap(), Look::TimedOut);
+        assert_eq!(detect(&mut b, &mut bytes, limit).await.unwrap(), Detection::TimedOut);
     }
 
     #[test]

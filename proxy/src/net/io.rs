@@ -1,4 +1,4 @@
-//! `Io`, the one stream type: plain TCP, TLS in either role, bytes that were looked at before, and byte counts.
+//! `Io`, the only stream type: plain TCP, or TLS in either role, with a prefix of bytes read earlier and byte counts.
 
 use std::{
     io,
@@ -17,36 +17,36 @@ use tokio::{
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
-use tulle_core::connections::{Activity, Place};
+use tulle_core::connections::{ActivityTracker, ConnectionPermit};
 
-use crate::net::{counts::Counts, peer_socket};
+use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
 
 /// A TCP stream whose first bytes may have been read already; they are delivered again.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
     prefix: Bytes,
-    /// Whether TLS on top keeps what it has to write, up to [`HELD`] bytes.
-    held: bool,
-    /// Whether the kernel shall keep what does not fill a packet until the connection ends.
+    /// Whether TLS on top buffers its writes, up to [`MAX_DEFERRED_BYTES`].
+    defers_writes: bool,
+    /// Whether the kernel delays partial packets until the connection ends.
     corked: bool,
-    /// Whether a write was told of a reset: the kernel tells once, and who reads then would find an end.
+    /// Whether a write returned a reset. The kernel reports a reset once, so a later read would only see the end of the stream.
     was_reset: bool,
-    /// Of a connection that was accepted; it is held for as long as the socket is open, whatever the bytes have become.
-    place: Option<Place>,
+    /// The permit of an accepted connection; held while the socket is open, even after the connection changes protocol.
+    permit: Option<ConnectionPermit>,
 }
 
-/// How what is corked is sent: an option of the socket would cost a system call of its own.
-const CORKED: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
+/// Flags that cork a send. A socket option would cost an extra system call.
+const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 
-/// Bytes that TLS holds back at most. It is ready to keep more, but not in any number of records, so that it may refuse some.
-const HELD: usize = 48 * 1024;
+/// Maximum bytes that TLS holds back. rustls would buffer more, but limits the number of records and may refuse a write.
+const MAX_DEFERRED_BYTES: usize = 48 * 1024;
 
-/// Any connection the proxy holds, in either direction.
+/// Any connection of the proxy, in either direction.
 pub(crate) struct Io {
     stream: Stream,
     prefix: Bytes,
-    counted: Option<Counted>,
+    counted: Option<ConnectionCounter>,
 }
 
 enum Stream {
@@ -56,9 +56,8 @@ enum Stream {
     TlsServer(Box<server::TlsStream<Tcp>>),
 }
 
-/// Where the connection's bytes and its end are counted.
-struct Counted {
-    metrics: Arc<Counts>,
+struct ConnectionCounter {
+    metrics: Arc<ConnectionMetrics>,
     errno: Option<i32>,
 }
 
@@ -71,37 +70,36 @@ impl Tcp {
         Self {
             stream,
             prefix,
-            held: false,
+            defers_writes: false,
             corked: false,
             was_reset: false,
-            place: None,
+            permit: None,
         }
     }
 
-    /// Gives this connection its place, if there is one, which is told what the connection carries.
-    pub(crate) fn placed(mut self, place: Option<Place>) -> Self {
-        self.place = place;
+    /// Attaches the connection's permit, if there is one. The permit tracks the connection's activity.
+    pub(crate) fn with_permit(mut self, permit: Option<ConnectionPermit>) -> Self {
+        self.permit = permit;
         if !self.prefix.is_empty() {
             self.mark_active();
         }
         self
     }
 
-    /// Has the connection end with a reset when it is dropped.
+    /// Makes the connection end with a reset when it is dropped.
     pub(crate) fn reset(&self) {
         if let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
-            tracing::debug!(%error, "a broken connection ends as if it were not");
+            tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
         }
     }
 
-    /// Whether this connection was accepted and has a place.
-    pub(crate) fn has_place(&self) -> bool {
-        self.place.is_some()
+    pub(crate) fn has_permit(&self) -> bool {
+        self.permit.is_some()
     }
 
     fn mark_active(&self) {
-        if let Some(place) = &self.place {
-            place.mark();
+        if let Some(permit) = &self.permit {
+            permit.record_activity();
         }
     }
 
@@ -110,8 +108,8 @@ impl Tcp {
     }
 
     /// Puts bytes that were read back in front.
-    pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
-        self.prefix = in_front(bytes, self.prefix);
+    pub(crate) fn prepend(mut self, bytes: Bytes) -> Self {
+        self.prefix = concat_prefix(bytes, self.prefix);
         self
     }
 
@@ -131,7 +129,7 @@ impl Tcp {
         }
     }
 
-    fn wrote(&mut self, written: &Poll<io::Result<usize>>) {
+    fn record_write(&mut self, written: &Poll<io::Result<usize>>) {
         match written {
             Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => self.was_reset = true,
             Poll::Ready(_) => self.mark_active(),
@@ -139,9 +137,9 @@ impl Tcp {
         }
     }
 
-    /// Whether so many bytes are few enough to wait for more.
-    fn holds_back(&self, len: usize) -> bool {
-        self.held && len < HELD
+    /// Whether `len` bytes are few enough to be held back.
+    fn must_defer(&self, len: usize) -> bool {
+        self.defers_writes && len < MAX_DEFERRED_BYTES
     }
 }
 
@@ -167,79 +165,79 @@ impl Io {
     }
 
     /// Puts bytes that were read from this stream back in front of it.
-    pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
-        self.prefix = in_front(bytes, self.prefix.split_off(0));
+    pub(crate) fn prepend(mut self, bytes: Bytes) -> Self {
+        self.prefix = concat_prefix(bytes, self.prefix.split_off(0));
         self
     }
 
-    /// Counts this connection from now on: bytes both ways, those that are in front of it too, and its end when it is dropped.
-    pub(crate) fn count(mut self, metrics: Arc<Counts>) -> Self {
+    /// Counts this connection from now on: bytes both ways, including the prefix, and its end when it is dropped.
+    pub(crate) fn count(mut self, metrics: Arc<ConnectionMetrics>) -> Self {
         metrics.opened();
         metrics.read(self.prefix.len() as u64);
-        self.counted = Some(Counted { metrics, errno: None });
+        self.counted = Some(ConnectionCounter { metrics, errno: None });
         self
     }
 
-    /// Has the connection end with a reset when it is dropped: its receiver must not take the end for a clean one.
+    /// Makes the connection end with a reset when it is dropped, so that the peer does not see a clean end.
     pub(crate) fn reset(&self) {
         self.transport().reset();
     }
 
-    /// Has the kernel acknowledge what has come: some clients send no more until then.
-    pub(crate) fn acknowledge(&self) {
+    /// Makes the kernel acknowledge received data at once: some clients send no more until then.
+    pub(crate) fn enable_quickack(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
             && let Err(error) = SockRef::from(stream).set_tcp_quickack(true)
         {
-            tracing::debug!(%error, "a client may send the rest later than it could");
+            tracing::debug!(%error, "enabling TCP_QUICKACK failed, the client may send later");
         }
     }
 
-    /// Has the kernel keep what does not fill a packet until the connection ends. Without effect under TLS.
+    /// Makes the kernel delay partial packets until the connection ends. No effect under TLS.
     pub(crate) fn cork(&mut self) {
         if let Stream::Tcp(tcp) = &mut self.stream {
             tcp.corked = true;
         }
     }
 
-    /// Says that nothing more comes, to be dropped afterwards: which is all that it takes without TLS.
-    pub(crate) fn poll_goodbye(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    /// Sends TLS close_notify before the connection is dropped. Without TLS there is nothing to send.
+    pub(crate) fn poll_close_notify(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &self.stream {
             Stream::Tcp(_) => Poll::Ready(Ok(())),
             Stream::TlsClient(_) | Stream::TlsServer(_) => Pin::new(self).poll_shutdown(cx),
         }
     }
 
-    /// Has TLS keep what is written, as far as it is not much, until this is taken back and somebody flushes. Nobody is woken
-    /// for what is kept, nor for what is refused meanwhile. Without TLS it changes nothing.
-    pub(crate) fn hold_back(&mut self, held: bool) {
+    /// Makes TLS buffer small writes until buffering is disabled again and the stream is flushed. No task is woken for buffered
+    /// or refused writes. No effect without TLS.
+    pub(crate) fn set_write_buffering(&mut self, held: bool) {
         match &mut self.stream {
             Stream::Tcp(_) => {}
-            Stream::TlsClient(tls) => tls.get_mut().0.held = held,
-            Stream::TlsServer(tls) => tls.get_mut().0.held = held,
+            Stream::TlsClient(tls) => tls.get_mut().0.defers_writes = held,
+            Stream::TlsServer(tls) => tls.get_mut().0.defers_writes = held,
         }
     }
 
-    fn is_held_back(&self) -> bool {
+    fn is_write_buffering(&self) -> bool {
         match &self.stream {
             Stream::Tcp(_) => false,
-            Stream::TlsClient(tls) => tls.get_ref().0.held,
-            Stream::TlsServer(tls) => tls.get_ref().0.held,
+            Stream::TlsClient(tls) => tls.get_ref().0.defers_writes,
+            Stream::TlsServer(tls) => tls.get_ref().0.defers_writes,
         }
     }
 
-    /// Whether its bytes are TLS's: the other end is of the mesh then.
+    /// Whether the connection is TLS; the peer is then meshed.
     pub(crate) fn is_encrypted(&self) -> bool {
         !matches!(self.stream, Stream::Tcp(_))
     }
 
-    /// Whether something has come that was not read, whether or not the runtime has heard of it.
+    /// Whether the socket has unread data. Asks the kernel, because the runtime may not know of it yet.
     pub(crate) fn has_unread(&self) -> bool {
         let mut byte = [std::mem::MaybeUninit::uninit()];
         matches!(SockRef::from(self.socket()).peek(&mut byte), Ok(1..))
     }
 
-    /// Whether a peer that has ended its side of the connection has closed all of it; unknown where that cannot be told. Proxies,
-    /// who speak TLS, never end one side alone.
+    /// Whether a peer that has closed its write side has closed the whole connection; `None` if unknown. A TLS peer is a proxy,
+    /// and proxies never half-close.
     pub(crate) fn is_closed_by_peer(&self) -> Option<bool> {
         match &self.stream {
             Stream::Tcp(Tcp { stream, .. }) => peer_socket::is_closed(stream),
@@ -259,9 +257,9 @@ impl Io {
         }
     }
 
-    /// What its place is told, if it was accepted.
-    pub(crate) fn activity(&self) -> Option<Activity> {
-        self.transport().place.as_ref().map(Place::activity)
+    /// The activity tracker of the permit, for an accepted connection.
+    pub(crate) fn activity(&self) -> Option<ActivityTracker> {
+        self.transport().permit.as_ref().map(ConnectionPermit::activity)
     }
 
     /// Whether this is a plain connection to `peer` on this host.
@@ -272,35 +270,35 @@ impl Io {
         stream.local_addr().is_ok_and(|local| local.ip() == peer)
     }
 
-    /// Waits until the kernel says that the connection is broken, even if the other side's end has come; at once under TLS.
-    pub(crate) async fn broken(&self) {
+    /// Waits until the kernel reports an error on the connection, even after the peer's FIN; returns at once under TLS.
+    pub(crate) async fn wait_broken(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream {
-            // What is wrong, and whether it is, is asked for afterwards.
+            // The caller checks the error afterwards.
             let _ = stream.ready(Interest::ERROR).await;
         }
     }
 
-    /// Whether what was written was thrown away after the other side's end: the kernel's answer to it has come.
-    pub(crate) fn wrote_after_end(&self) -> bool {
+    /// Whether data was written after the peer closed, and the peer answered with a reset.
+    pub(crate) fn wrote_after_peer_close(&self) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return false;
         };
         matches!(stream.take_error(), Ok(Some(error)) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 
-    /// Bytes that were written and that the other side's kernel has not acknowledged; unknown under TLS.
-    #[expect(unsafe_code, reason = "no crate asks for it")]
-    pub(crate) fn unacknowledged(&self) -> Option<usize> {
+    /// Bytes written that the peer's kernel has not acknowledged; `None` under TLS.
+    #[expect(unsafe_code, reason = "no crate wraps this ioctl")]
+    pub(crate) fn unacknowledged_bytes(&self) -> Option<usize> {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return None;
         };
         let mut n: libc::c_int = 0;
-        // SAFETY: the socket is open, and the kernel writes one integer, which lives.
-        let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) };
-        usize::try_from(n).ok().filter(|_| asked == 0)
+        // SAFETY: the socket is open, and the kernel writes one integer, which outlives the call.
+        let status = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) };
+        usize::try_from(n).ok().filter(|_| status == 0)
     }
 
-    fn note_error<T>(&mut self, result: &io::Result<T>) {
+    fn record_error<T>(&mut self, result: &io::Result<T>) {
         if let (Err(error), Some(counted)) = (result, &mut self.counted) {
             counted.errno = error.raw_os_error().or(counted.errno);
         }
@@ -325,14 +323,14 @@ impl std::fmt::Debug for Io {
     }
 }
 
-fn in_front(bytes: Bytes, of: Bytes) -> Bytes {
+fn concat_prefix(bytes: Bytes, of: Bytes) -> Bytes {
     match of.is_empty() {
         true => bytes,
         false => [bytes, of].concat().into(),
     }
 }
 
-/// Copies as much of `prefix` as fits; true when it delivered something.
+/// Copies as much of `prefix` as fits; returns true if it delivered something.
 fn deliver_prefix(prefix: &mut Bytes, buf: &mut ReadBuf<'_>) -> bool {
     if prefix.is_empty() || buf.remaining() == 0 {
         return false;
@@ -341,7 +339,7 @@ fn deliver_prefix(prefix: &mut Bytes, buf: &mut ReadBuf<'_>) -> bool {
     buf.put_slice(&prefix[..n]);
     prefix.advance(n);
     if prefix.is_empty() {
-        *prefix = Bytes::new(); // gives the allocation back
+        *prefix = Bytes::new(); // frees the allocation
     }
     true
 }
@@ -364,14 +362,14 @@ impl AsyncRead for Tcp {
 
 impl AsyncWrite for Tcp {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        if self.holds_back(buf.len()) {
+        if self.must_defer(buf.len()) {
             return Poll::Pending;
         }
         if self.corked {
-            return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORKED));
+            return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORK_FLAGS));
         }
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.wrote(&written);
+        self.record_write(&written);
         written
     }
 
@@ -380,14 +378,14 @@ impl AsyncWrite for Tcp {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.holds_back(bufs.iter().map(|buf| buf.len()).sum()) {
+        if self.must_defer(bufs.iter().map(|buf| buf.len()).sum()) {
             return Poll::Pending;
         }
         if self.corked {
-            return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORKED));
+            return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORK_FLAGS));
         }
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.wrote(&written);
+        self.record_write(&written);
         written
     }
 
@@ -404,7 +402,7 @@ impl AsyncWrite for Tcp {
     }
 }
 
-/// Runs a poll function on whichever stream this is.
+/// Calls a poll function on the variant of this stream.
 macro_rules! on_stream {
     ($self:ident, $s:ident => $call:expr) => {
         match &mut $self.stream {
@@ -422,7 +420,7 @@ impl AsyncRead for Io {
         }
         let before = buf.filled().len();
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_read(cx, buf)));
-        self.note_error(&result);
+        self.record_error(&result);
         if let Some(counted) = &self.counted {
             counted.metrics.read((buf.filled().len() - before) as u64);
         }
@@ -452,23 +450,23 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.is_held_back() {
+        if self.is_write_buffering() {
             return Poll::Ready(Ok(()));
         }
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_flush(cx)));
-        self.note_error(&result);
+        self.record_error(&result);
         Poll::Ready(result)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.hold_back(false);
+        self.set_write_buffering(false);
         on_stream!(self, s => Pin::new(s).poll_shutdown(cx))
     }
 }
 
 impl Io {
     fn wrote(&mut self, result: &io::Result<usize>) {
-        self.note_error(result);
+        self.record_error(result);
         if let (Ok(n), Some(counted)) = (result, &self.counted) {
             counted.metrics.written(*n as u64);
         }
@@ -484,9 +482,8 @@ mod tests {
 
     use super::*;
 
-    /// The kernel tells of a reset once, whoever hears of it first.
     #[tokio::test]
-    async fn a_reset_that_a_write_was_told_of_is_no_end_for_who_reads() {
+    async fn a_reset_seen_by_a_write_is_an_error_for_the_reader() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut peer, _) = listener.accept().await.unwrap();

@@ -18,67 +18,67 @@ use tokio::{
 use tulle_core::addr::{self, ClientAddr};
 
 use crate::net::{
-    awaited::{Awaited, Turns},
     connect::{self, SocketOptions},
     detect,
-    pause::Pause,
+    pending_responses::{PendingResponses, ReleaseThrottle},
+    short_timer::ShortTimer,
 };
 
-/// How long an accept loop rests after the process ran out of descriptors or memory.
-const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
-/// So many clients who come so soon after each other on average, while the number of those who are busy varies by so many, are a
-/// crowd, until for so long nobody comes.
-const CROWD: usize = 32;
-const SOON: Duration = Duration::from_micros(300);
-const VARIATION: usize = 4;
-const DISPERSED: Duration = Duration::from_millis(2);
-/// How long those of a crowd wait for an answer at most: if none has come by then, they are no crowd any more. They are accepted
-/// together, and with what they have said by then: to be woken by each of them, and by each of their requests, would cost us, and
-/// them, more than they wait.
-pub(crate) const TOGETHER: Duration = Duration::from_millis(1);
-/// Answers that are passed on before those of a crowd get their turn. Each brings its client back, so that all of them at once
-/// would leave the next hop without work until the first of many is served again.
-const ANSWERS_AT_ONCE: usize = 5;
-/// How long a client of a crowd may be silent before it is served like others.
-const SILENCE: Duration = Duration::from_millis(2);
-/// Clients that are accepted before those are served who were accepted before.
-const AT_ONCE: usize = 128;
-/// Connections that may wait to be accepted, unless the environment says otherwise.
-const BACKLOG: i32 = 4096;
+/// Backoff of an accept loop after the process ran out of descriptors or memory.
+const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
+/// A burst: this many clients arrive with at most this mean interval, while the number of busy clients varies by at least
+/// [`BURST_MIN_BUSY_SPREAD`]. It ends when no client arrives for the idle time.
+const BURST_SAMPLE_SIZE: usize = 32;
+const BURST_MAX_MEAN_INTERVAL: Duration = Duration::from_micros(300);
+const BURST_MIN_BUSY_SPREAD: usize = 4;
+const BURST_RESET_AFTER: Duration = Duration::from_millis(2);
+/// Maximum time that clients of a burst wait for a response; if none has arrived by then, the burst is over. Waiting clients
+/// are accepted together, with the data that they have sent by then. A wake-up for each client and each request would cost more
+/// than this wait.
+pub(crate) const BURST_MAX_WAIT: Duration = Duration::from_millis(1);
+/// Responses that are passed on before clients of the burst are served. Each response makes its client send the next request.
+/// If all responses were passed on at once, the next hop would be idle until the first request of many is served.
+const RESPONSES_PER_RELEASE: usize = 5;
+/// Maximum time that a client of a burst may be silent; then it is served like any other.
+const BURST_MAX_CLIENT_SILENCE: Duration = Duration::from_millis(2);
+/// Clients that are accepted before those accepted earlier are served.
+const ACCEPT_BATCH_SIZE: usize = 128;
+/// Default size of the accept queue.
+const DEFAULT_BACKLOG: i32 = 4096;
 
 /// Whether an address is bound more than once in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sharing {
-    Alone,
-    /// Once a worker; the kernel spreads connections between them.
+pub(crate) enum PortSharing {
+    Exclusive,
+    /// Bound once by each worker; the kernel spreads connections between them.
     Workers,
 }
 
-/// Binds `addr`. Every connection that is accepted has the options of its listener, from before anybody has accepted it.
+/// Binds `addr`. Accepted connections inherit the socket options of the listener.
 ///
 /// # Errors
-/// The address is taken by another process, not ours to bind, or not on this host.
+/// The address is in use, needs privileges, or is not on this host.
 pub(crate) fn bind(
     addr: SocketAddr,
     backlog: Option<u32>,
-    sharing: Sharing,
+    sharing: PortSharing,
     options: SocketOptions,
 ) -> io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
-    socket.set_reuse_port(sharing == Sharing::Workers)?;
+    socket.set_reuse_port(sharing == PortSharing::Workers)?;
     if addr.ip() == Ipv6Addr::UNSPECIFIED {
         socket.set_only_v6(false)?; // one listener serves both families
     }
     socket.set_nonblocking(true)?;
-    connect::apply(&socket, options);
+    connect::apply_options(&socket, options);
     socket.bind(&addr.into())?;
-    socket.listen(backlog.map_or(BACKLOG, |n| i32::try_from(n).unwrap_or(i32::MAX)))?;
+    socket.listen(backlog.map_or(DEFAULT_BACKLOG, |n| i32::try_from(n).unwrap_or(i32::MAX)))?;
     Ok(socket.into())
 }
 
-/// Whether this machine has an address at all; of one without IPv6 that is not `::1`.
-pub(crate) fn is_here(ip: IpAddr) -> bool {
+/// Whether this host has the address; for example, a host without IPv6 does not have `::1`.
+pub(crate) fn is_local_addr(ip: IpAddr) -> bool {
     match std::net::TcpListener::bind((ip, 0)) {
         Ok(_) => true,
         Err(error) => {
@@ -87,30 +87,30 @@ pub(crate) fn is_here(ip: IpAddr) -> bool {
     }
 }
 
-/// Has the kernel not acknowledge a client's first bytes by a packet of its own: that goes with the answer. Whoever waits for more
-/// of them asks for it, by `Io::acknowledge`. A kernel that refuses still carries traffic.
-pub(crate) fn acknowledge_with_answer(listener: &std::net::TcpListener) {
-    // Not before it listens, which would take it back.
+/// Disables quick acknowledgements, so that the ACK of a client's first bytes is sent with the response. A reader that waits
+/// for more bytes calls `Io::enable_quickack`. Failures are only logged, because the connection still carries traffic.
+pub(crate) fn disable_quickack(listener: &std::net::TcpListener) {
+    // Set after `listen`, which would reset it.
     if let Err(error) = SockRef::from(listener).set_tcp_quickack(false) {
-        tracing::debug!(%error, "requests are acknowledged before they are answered");
+        tracing::debug!(%error, "disabling TCP_QUICKACK failed, requests are acknowledged separately");
     }
 }
 
-/// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the
-/// handshake is reset.
+/// Accepts until `stop` resolves, then accepts the connections that the kernel has already queued, so that no client that
+/// completed the handshake is reset.
 pub(crate) async fn accept_loop(
     listener: std::net::TcpListener,
-    pause: Pause,
+    pause: ShortTimer,
     stop: impl Future<Output = ()>,
-    serve: impl Fn(Client, ClientAddr),
+    serve: impl Fn(AcceptedClient, ClientAddr),
 ) {
-    let mut door = Door::new(&listener, serve);
+    let mut acceptor = Acceptor::new(&listener, serve);
     let accepting = async {
         loop {
-            let Err(error) = door.accept(&pause).await;
+            let Err(error) = acceptor.accept(&pause).await;
             tracing::warn!(%error, "accepting connections failed");
-            door.serve(|_| true);
-            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+            acceptor.serve_ready(|_| true);
+            tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
         }
     };
     tokio::select! {
@@ -118,98 +118,98 @@ pub(crate) async fn accept_loop(
         () = stop => {}
         () = accepting => {}
     }
-    // As the kernel has it: the runtime may not know of the latest yet.
-    if let Err(error) = door.fill(&mut None).await {
-        tracing::warn!(%error, "clients who were not accepted yet are lost");
+    // Asks the kernel: the runtime may not know of the latest connections yet.
+    if let Err(error) = acceptor.accept_queued(&mut None).await {
+        tracing::warn!(%error, "accepting the queued connections failed, they are lost");
     }
-    door.serve(|_| true);
+    acceptor.serve_ready(|_| true);
 }
 
-/// A client who was accepted, with what was read of it. No runtime watches it yet.
-pub(crate) struct Client {
+/// An accepted client, with the bytes read from it so far. It is not registered with a runtime yet.
+pub(crate) struct AcceptedClient {
     pub(crate) stream: std::net::TcpStream,
-    pub(crate) said: Bytes,
+    pub(crate) prefix: Bytes,
 }
 
-/// A listener, who came to it, and who of them is not served yet.
-struct Door<'l, S> {
+struct Acceptor<'l, S> {
     listener: &'l std::net::TcpListener,
     serve: S,
-    crowd: Crowd,
-    lobby: Vec<Waiting>,
-    /// The answers that this worker waits for.
-    awaited: Arc<Awaited>,
+    burst: BurstDetector,
+    pending: Vec<PendingClient>,
+    responses: Arc<PendingResponses>,
 }
 
-struct Waiting {
-    client: Client,
+struct PendingClient {
+    client: AcceptedClient,
     addr: ClientAddr,
     since: Instant,
 }
 
-/// Whether there may be more clients to accept.
+/// Whether the accept queue may hold more clients.
 #[derive(PartialEq, Eq)]
-enum More {
+enum QueueState {
     Maybe,
     No,
 }
 
-impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
+impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
     fn new(listener: &'l std::net::TcpListener, serve: S) -> Self {
         Self {
             listener,
             serve,
-            crowd: Crowd::new(Instant::now()),
-            lobby: Vec::new(),
-            awaited: Awaited::by_this_worker(),
+            burst: BurstDetector::new(Instant::now()),
+            pending: Vec::new(),
+            responses: PendingResponses::current(),
         }
     }
 
-    /// Serves clients as they come. Those of a crowd wait for an answer, with which we will be awake anyway, if one is awaited
-    /// that comes soon.
+    /// Serves clients as they arrive. If a response is pending, clients of a burst wait up to [`BURST_MAX_WAIT`] for it,
+    /// because its arrival wakes the worker anyway.
     ///
     /// # Errors
-    /// What keeps us from accepting.
-    async fn accept(&mut self, pause: &Pause) -> io::Result<Infallible> {
-        let (awaited, mut watched, mut turns) = (self.awaited.clone(), None, None);
+    /// An accept error that concerns the listener.
+    async fn accept(&mut self, pause: &ShortTimer) -> io::Result<Infallible> {
+        let (responses, mut registration, mut throttle) = (self.responses.clone(), None, None);
         loop {
             let now = Instant::now();
-            if self.crowd.is_there(now) && awaited.n() > 0 {
-                watched = None; // nothing else keeps the kernel from waking us for who comes
-                let by_turns = turns.get_or_insert_with(|| awaited.by_turns());
-                by_turns.next(ANSWERS_AT_ONCE); // before those who come now
-                self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
+            if self.burst.is_active(now) && responses.n_pending() > 0 {
+                registration = None; // unregisters the listener, so that new clients do not wake the worker
+                let active = throttle.get_or_insert_with(|| responses.throttle());
+                active.release(RESPONSES_PER_RELEASE); // before the clients that arrive now are served
+                self.serve_ready(|waiting| {
+                    waiting.read_first_bytes() || now - waiting.since > BURST_MAX_CLIENT_SILENCE
+                });
                 tokio::select! {
                     biased;
-                    () = awaited.comes() => {}
+                    () = responses.wait_arrival() => {}
                     waited = pause.wait() => {
                         waited?;
-                        self.crowd = Crowd::new(Instant::now());
+                        self.burst = BurstDetector::new(Instant::now());
                     }
                 }
-                self.fill(&mut turns).await?;
+                self.accept_queued(&mut throttle).await?;
             } else {
-                turns = None;
-                self.serve(|_| true);
-                let watched = match &watched {
-                    Some(watched) => watched,
-                    None => watched.insert(watch(self.listener.as_fd())?),
+                throttle = None;
+                self.serve_ready(|_| true);
+                let registration = match &registration {
+                    Some(registration) => registration,
+                    None => registration.insert(register_readable(self.listener.as_fd())?),
                 };
-                let mut readable = watched.readable().await?;
-                self.fill(&mut turns).await?;
+                let mut readable = registration.readable().await?;
+                self.accept_queued(&mut throttle).await?;
                 readable.clear_ready();
             }
         }
     }
 
-    /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is: that takes
-    /// longer than any answer should wait. Most of them have said something, and what they are is known with that: else the
-    /// memory for finding out would be taken for all of them at a time, and not be given back.
-    async fn fill(&mut self, turns: &mut Option<Turns>) -> io::Result<()> {
-        while self.fill_some()? == More::Maybe {
-            *turns = None;
-            self.serve(|waiting| {
-                waiting.speaks();
+    /// Accepts all queued clients. If there are many, the first ones and other tasks are served in between, because accepting
+    /// all of them takes longer than a response should wait. Most clients have sent data by then, so their protocol is known at
+    /// once; otherwise detection buffers for all of them would be allocated at the same time and not be returned to the system.
+    async fn accept_queued(&mut self, throttle: &mut Option<ReleaseThrottle>) -> io::Result<()> {
+        while self.accept_batch()? == QueueState::Maybe {
+            *throttle = None;
+            self.serve_ready(|waiting| {
+                waiting.read_first_bytes();
                 true
             });
             tokio::task::yield_now().await;
@@ -217,102 +217,104 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
         Ok(())
     }
 
-    fn fill_some(&mut self) -> io::Result<More> {
-        let (now, before) = (Instant::now(), self.lobby.len());
+    fn accept_batch(&mut self) -> io::Result<QueueState> {
+        let (now, before) = (Instant::now(), self.pending.len());
         let filled = loop {
-            if self.lobby.len() - before == AT_ONCE {
-                break Ok(More::Maybe);
+            if self.pending.len() - before == ACCEPT_BATCH_SIZE {
+                break Ok(QueueState::Maybe);
             }
             let accepted = self.listener.accept();
             match accepted.and_then(|(stream, addr)| stream.set_nonblocking(true).map(|()| (stream, addr))) {
-                Ok((stream, addr)) => self.lobby.push(Waiting {
-                    client: Client {
+                Ok((stream, addr)) => self.pending.push(PendingClient {
+                    client: AcceptedClient {
                         stream,
-                        said: Bytes::new(),
+                        prefix: Bytes::new(),
                     },
                     addr: ClientAddr(addr::canonical(addr)),
                     since: now,
                 }),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(More::No),
-                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(QueueState::No),
+                Err(error) if is_connection_error(&error) => {}
                 Err(error) => break Err(error),
             }
         };
-        self.crowd.came(now, self.lobby.len() - before, self.awaited.n());
+        self.burst
+            .record(now, self.pending.len() - before, self.responses.n_pending());
         filled
     }
 
-    /// Serves those in the lobby of whom `may` is true.
-    fn serve(&mut self, may: impl FnMut(&mut Waiting) -> bool) {
-        for Waiting { client, addr, .. } in self.lobby.extract_if(.., may) {
+    /// Serves the pending clients for which `may` is true.
+    fn serve_ready(&mut self, may: impl FnMut(&mut PendingClient) -> bool) {
+        for PendingClient { client, addr, .. } in self.pending.extract_if(.., may) {
             (self.serve)(client, addr);
         }
     }
 }
 
-impl Waiting {
-    /// Whether there is something to do for this client.
-    fn speaks(&mut self) -> bool {
-        let mut space = [0; detect::MAX_LOOK];
+impl PendingClient {
+    /// Whether this client can be served: it has sent data, or its connection has ended.
+    fn read_first_bytes(&mut self) -> bool {
+        let mut space = [0; detect::MAX_DETECT_BYTES];
         match self.client.stream.read(&mut space) {
-            Ok(n) => self.client.said = Bytes::copy_from_slice(&space[..n]),
+            Ok(n) => self.client.prefix = Bytes::copy_from_slice(&space[..n]),
             Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
         }
         true
     }
 }
 
-#[expect(unsafe_code, reason = "tokio asks for a promise")]
-fn watch(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
-    // SAFETY: what is borrowed stays open, and the same, until it is given back.
+#[expect(unsafe_code, reason = "AsyncFd requires a safety guarantee")]
+fn register_readable(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
+    // SAFETY: the borrowed descriptor stays open and unchanged until it is deregistered.
     Ok(unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?)
 }
 
-/// Whether clients crowd: judged by each few dozen of them.
-struct Crowd {
-    is_one: bool,
+/// Detects bursts of clients, by samples of [`BURST_SAMPLE_SIZE`] clients.
+struct BurstDetector {
+    is_burst: bool,
     last: Instant,
-    /// The clients since the last judgement: since when, how many, and the fewest and most that were busy at a time.
+    /// The clients of the current sample: its start, their number, and the lowest and highest number of busy clients.
     since: Instant,
     n: usize,
-    least: usize,
-    most: usize,
+    min_busy: usize,
+    max_busy: usize,
 }
 
-impl Crowd {
+impl BurstDetector {
     fn new(now: Instant) -> Self {
         Self {
-            is_one: false,
+            is_burst: false,
             last: now,
             since: now,
             n: 0,
-            least: usize::MAX,
-            most: 0,
+            min_busy: usize::MAX,
+            max_busy: 0,
         }
     }
 
-    /// Whether it is worth while to wait for more of them.
-    fn is_there(&self, now: Instant) -> bool {
-        self.is_one && now - self.last < SOON
+    /// Whether waiting for more clients is worthwhile.
+    fn is_active(&self, now: Instant) -> bool {
+        self.is_burst && now - self.last < BURST_MAX_MEAN_INTERVAL
     }
 
-    /// Takes notice of `n` clients who came now, when so many others were `busy`. Who opens one connection after the other is no
-    /// crowd, whoever else stays.
-    fn came(&mut self, now: Instant, n: usize, busy: usize) {
+    /// Records `n` clients that arrive now, while `busy` others are in use. A client that opens one connection after the other
+    /// is no burst, however many other connections stay open.
+    fn record(&mut self, now: Instant, n: usize, busy: usize) {
         if n == 0 {
             return;
         }
-        if now - self.last > DISPERSED {
+        if now - self.last > BURST_RESET_AFTER {
             *self = Self::new(now);
         }
         self.last = now;
         self.n += n;
-        self.least = self.least.min(busy);
-        self.most = self.most.max(busy + n);
-        if self.n >= CROWD {
-            let is_one = now - self.since < SOON * self.n as u32 && self.most - self.least >= VARIATION;
+        self.min_busy = self.min_busy.min(busy);
+        self.max_busy = self.max_busy.max(busy + n);
+        if self.n >= BURST_SAMPLE_SIZE {
+            let is_one = now - self.since < BURST_MAX_MEAN_INTERVAL * self.n as u32
+                && self.max_busy - self.min_busy >= BURST_MIN_BUSY_SPREAD;
             *self = Self {
-                is_one,
+                is_burst: is_one,
                 ..Self::new(now)
             };
         }
@@ -320,7 +322,7 @@ impl Crowd {
 }
 
 /// True for errors that concern the connection being accepted, not the listener.
-fn is_of_one_connection(error: &io::Error) -> bool {
+fn is_connection_error(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset
@@ -342,74 +344,74 @@ mod tests {
 
     use super::*;
     use crate::net::{
-        awaited::Answer,
         io::{Io, Tcp},
+        pending_responses::PendingResponse,
     };
 
     fn listening(options: SocketOptions) -> std::net::TcpListener {
-        bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap()
+        bind(([127, 0, 0, 1], 0).into(), None, PortSharing::Exclusive, options).unwrap()
     }
 
-    /// Has 128 clients come, so many at once and so many microseconds after each other, to as many others as `busy` says; says
-    /// when they are a crowd.
-    fn crowd_of(at_once: usize, after: u64, busy: impl Fn(usize) -> usize) -> Vec<usize> {
+    /// Simulates 128 clients that arrive `at_once` at a time, every `after` microseconds, with `busy(i)` other clients in use;
+    /// returns when a burst is detected.
+    fn burst_of(at_once: usize, after: u64, busy: impl Fn(usize) -> usize) -> Vec<usize> {
         let mut now = Instant::now();
-        let mut crowd = Crowd::new(now);
+        let mut detector = BurstDetector::new(now);
         let came = (1..=128 / at_once).map(|n| n * at_once);
         came.filter(|n| {
             now += Duration::from_micros(after);
-            crowd.came(now, at_once, busy(*n));
-            crowd.is_there(now)
+            detector.record(now, at_once, busy(*n));
+            detector.is_active(now)
         })
         .collect()
     }
 
     #[test]
-    fn a_crowd_is_of_many_clients_who_come_soon_after_each_other_and_stay() {
-        assert_eq!(crowd_of(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
-        assert_eq!(crowd_of(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
-        let one_by_one = crowd_of(1, 200, |n| 10 + n % 2);
+    fn a_burst_is_many_clients_at_short_intervals_with_varying_load() {
+        assert_eq!(burst_of(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
+        assert_eq!(burst_of(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
+        let one_by_one = burst_of(1, 200, |n| 10 + n % 2);
         assert!(one_by_one.is_empty(), "{one_by_one:?}");
         let soon_more = |n| if n > 40 { n } else { 10 };
-        assert_eq!(crowd_of(1, 200, soon_more), (64..=128).collect::<Vec<_>>());
+        assert_eq!(burst_of(1, 200, soon_more), (64..=128).collect::<Vec<_>>());
         let no_more = |n| if n > 40 { 10 } else { n };
-        assert_eq!(crowd_of(1, 200, no_more), (32..96).collect::<Vec<_>>());
-        let slowly = crowd_of(1, 400, |n| n);
+        assert_eq!(burst_of(1, 200, no_more), (32..96).collect::<Vec<_>>());
+        let slowly = burst_of(1, 400, |n| n);
         assert!(slowly.is_empty(), "{slowly:?}");
-        let few = crowd_of(8, 2400, |_| 10);
+        let few = burst_of(8, 2400, |_| 10);
         assert!(few.is_empty(), "{few:?}");
     }
 
     #[test]
-    fn nobody_waits_for_more_of_a_crowd_after_a_moment_without_them() {
+    fn a_burst_ends_when_no_client_arrives_for_the_reset_time() {
         let mut now = Instant::now();
-        let mut crowd = Crowd::new(now);
-        crowd.came(now, 32, 0);
-        assert!(crowd.is_there(now));
-        now += SOON;
-        assert!(!crowd.is_there(now));
-        crowd.came(now, 1, 0);
-        assert!(crowd.is_there(now), "it is back");
-        now += DISPERSED * 2;
-        crowd.came(now, 1, 0);
-        assert!(!crowd.is_there(now), "these are others");
+        let mut detector = BurstDetector::new(now);
+        detector.record(now, 32, 0);
+        assert!(detector.is_active(now));
+        now += BURST_MAX_MEAN_INTERVAL;
+        assert!(!detector.is_active(now));
+        detector.record(now, 1, 0);
+        assert!(detector.is_active(now), "the burst continues");
+        now += BURST_RESET_AFTER * 2;
+        detector.record(now, 1, 0);
+        assert!(!detector.is_active(now), "the burst is over");
     }
 
-    /// A listener, the clients that it served, each after how many answers, and what stops it. The time stands still, but for
-    /// what a test lets pass.
-    struct Accepting {
+    /// A listener, its served clients, each with the number of responses before it, and its stop signal. Time stands still
+    /// unless a test advances it.
+    struct TestAcceptor {
         addr: SocketAddr,
         stop: tokio::sync::oneshot::Sender<()>,
-        served: tokio::sync::mpsc::UnboundedReceiver<(Client, usize)>,
+        served: tokio::sync::mpsc::UnboundedReceiver<(AcceptedClient, usize)>,
         passed_on: Arc<AtomicUsize>,
     }
 
-    fn accepting() -> Accepting {
-        accepting_from(listening(SocketOptions::default()), Duration::from_secs(60))
+    fn acceptor() -> TestAcceptor {
+        acceptor_on(listening(SocketOptions::default()), Duration::from_secs(60))
     }
 
-    /// With another time that a crowd waits for an answer at most, which does not stand still.
-    fn accepting_from(listener: std::net::TcpListener, together: Duration) -> Accepting {
+    /// Like [`acceptor`], with another maximum wait of a burst, in real time.
+    fn acceptor_on(listener: std::net::TcpListener, together: Duration) -> TestAcceptor {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let addr = listener.local_addr().unwrap();
         let (sender, served) = tokio::sync::mpsc::unbounded_channel();
@@ -417,9 +419,9 @@ mod tests {
         let n = passed_on.clone();
         tokio::spawn(async move {
             let serve = |client, _| sender.send((client, n.load(Ordering::Relaxed))).unwrap();
-            accept_loop(listener, Pause::new(together).unwrap(), stopped.map(|_| ()), serve).await;
+            accept_loop(listener, ShortTimer::new(together).unwrap(), stopped.map(|_| ()), serve).await;
         });
-        Accepting {
+        TestAcceptor {
             addr,
             stop,
             served,
@@ -427,57 +429,57 @@ mod tests {
         }
     }
 
-    impl Accepting {
-        /// Has one come who says this at once.
-        fn come(&self, said: &[u8]) -> std::net::TcpStream {
+    impl TestAcceptor {
+        /// Connects a client that sends `data` at once.
+        fn connect(&self, data: &[u8]) -> std::net::TcpStream {
             let mut client = std::net::TcpStream::connect(self.addr).unwrap();
-            client.write_all(said).unwrap();
+            client.write_all(data).unwrap();
             client
         }
 
-        /// Has a crowd come, and be served.
-        async fn crowd(&mut self) -> Vec<std::net::TcpStream> {
-            let crowd = [(); CROWD].map(|()| self.come(b"hello"));
-            for _ in &crowd {
+        /// Connects a burst of clients and waits until they are served.
+        async fn serve_burst(&mut self) -> Vec<std::net::TcpStream> {
+            let clients = [(); BURST_SAMPLE_SIZE].map(|()| self.connect(b"hello"));
+            for _ in &clients {
                 self.next().await;
             }
-            crowd.into()
+            clients.into()
         }
 
-        /// The next client that is served: what it had said by then, and all that it says.
+        /// The next served client: what it had sent by then, and its connection.
         async fn next(&mut self) -> (Bytes, TcpStream) {
             let (client, _) = self.served.recv().await.unwrap();
-            (client.said, TcpStream::from_std(client.stream).unwrap())
+            (client.prefix, TcpStream::from_std(client.stream).unwrap())
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_comes_while_no_answer_is_awaited_is_served_at_once_and_so_is_who_is_no_crowd() {
-        let mut accepting = accepting();
-        let answer = Answer::awaited();
-        let _alone = accepting.come(b"hello");
-        assert!(accepting.next().await.0.is_empty());
+    async fn clients_outside_a_burst_and_without_pending_responses_are_served_at_once() {
+        let mut acceptor = acceptor();
+        let answer = PendingResponse::register();
+        let _alone = acceptor.connect(b"hello");
+        assert!(acceptor.next().await.0.is_empty());
         drop(answer);
-        let _crowd = accepting.crowd().await;
-        let _another = accepting.come(b"hello");
-        assert!(accepting.next().await.0.is_empty());
+        let _burst = acceptor.serve_burst().await;
+        let _another = acceptor.connect(b"hello");
+        assert!(acceptor.next().await.0.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_crowd_is_served_with_what_it_has_said_and_nothing_is_lost() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let _answer = Answer::awaited();
+    async fn a_burst_is_served_with_its_first_bytes() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let _answer = PendingResponse::register();
         let mut open = Vec::new();
         for n in 0..100_u8 {
-            open.push(accepting.come(&[n; 5000]));
+            open.push(acceptor.connect(&[n; 5000]));
         }
         let mut seen = Vec::new();
         for _ in 0..100 {
-            let (said, stream) = accepting.next().await;
-            assert!(!said.is_empty());
+            let (received, stream) = acceptor.next().await;
+            assert!(!received.is_empty());
             let mut all = [0; 5000];
-            Tcp::with_prefix(stream, said).read_exact(&mut all).await.unwrap();
+            Tcp::with_prefix(stream, received).read_exact(&mut all).await.unwrap();
             assert_eq!(all, [all[0]; 5000]);
             seen.push(all[0]);
         }
@@ -485,160 +487,164 @@ mod tests {
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
     }
 
-    /// Has answers come, three times as many as are passed on at once, to a crowd of which somebody is served.
-    async fn answers(accepting: &mut Accepting) -> tokio::task::JoinSet<()> {
-        let (come, mut passing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
-        for _ in 0..3 * ANSWERS_AT_ONCE {
-            let (answer, come, passed_on) = (Answer::awaited(), come.clone(), accepting.passed_on.clone());
+    /// Makes three times as many responses arrive as are passed on at once, while a client of the burst is served.
+    async fn complete_responses(acceptor: &mut TestAcceptor) -> tokio::task::JoinSet<()> {
+        let (release, mut passing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
+        for _ in 0..3 * RESPONSES_PER_RELEASE {
+            let (answer, release, passed_on) =
+                (PendingResponse::register(), release.clone(), acceptor.passed_on.clone());
             passing.spawn(async move {
-                come.notified().await;
-                answer.pass_on().await;
+                release.notified().await;
+                answer.wait_for_release().await;
                 passed_on.fetch_add(1, Ordering::Relaxed);
             });
         }
-        let _first = accepting.come(b"hello");
-        accepting.next().await;
-        come.notify_waiters();
+        let _first = acceptor.connect(b"hello");
+        acceptor.next().await;
+        release.notify_waiters();
         passing
     }
 
     #[tokio::test(start_paused = true)]
-    async fn those_of_a_crowd_are_served_between_answers_to_others() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let passing = answers(&mut accepting).await;
-        let _another = accepting.come(b"hello");
-        assert_eq!(accepting.served.recv().await.unwrap().1, ANSWERS_AT_ONCE);
+    async fn burst_clients_are_served_between_released_responses() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let passing = complete_responses(&mut acceptor).await;
+        let _another = acceptor.connect(b"hello");
+        assert_eq!(acceptor.served.recv().await.unwrap().1, RESPONSES_PER_RELEASE);
         passing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_answer_waits_for_a_long_queue_to_be_accepted() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let passing = answers(&mut accepting).await;
-        let queued = [(); 2 * AT_ONCE].map(|()| accepting.come(b"hello"));
+    async fn responses_do_not_wait_until_a_long_queue_is_accepted() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let passing = complete_responses(&mut acceptor).await;
+        let queued = [(); 2 * ACCEPT_BATCH_SIZE].map(|()| acceptor.connect(b"hello"));
         let mut passed_on = Vec::new();
         for _ in &queued {
-            passed_on.push(accepting.served.recv().await.unwrap().1);
+            passed_on.push(acceptor.served.recv().await.unwrap().1);
         }
-        assert_eq!(passed_on[AT_ONCE - 1], ANSWERS_AT_ONCE);
-        assert_eq!(passed_on[AT_ONCE], 3 * ANSWERS_AT_ONCE);
+        assert_eq!(passed_on[ACCEPT_BATCH_SIZE - 1], RESPONSES_PER_RELEASE);
+        assert_eq!(passed_on[ACCEPT_BATCH_SIZE], 3 * RESPONSES_PER_RELEASE);
         passing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn those_of_a_long_queue_are_served_with_what_they_have_said() {
-        let mut accepting = accepting();
-        let _queued = [(); AT_ONCE + 1].map(|()| accepting.come(b"hello"));
-        for _ in 0..AT_ONCE {
-            assert_eq!(accepting.next().await.0, "hello");
+    async fn clients_of_a_long_queue_are_served_with_their_first_bytes() {
+        let mut acceptor = acceptor();
+        let _queued = [(); ACCEPT_BATCH_SIZE + 1].map(|()| acceptor.connect(b"hello"));
+        for _ in 0..ACCEPT_BATCH_SIZE {
+            assert_eq!(acceptor.next().await.0, "hello");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_answer_waits_for_a_listener_that_has_ended() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let passing = answers(&mut accepting).await;
-        accepting.stop.send(()).unwrap();
+    async fn a_stopped_listener_does_not_throttle_responses() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let passing = complete_responses(&mut acceptor).await;
+        acceptor.stop.send(()).unwrap();
         passing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_crowd_that_waits_for_an_answer_in_vain_is_none() {
-        let mut accepting = accepting_from(listening(SocketOptions::default()), Duration::from_micros(1));
-        let _answer = Answer::awaited();
+    async fn a_burst_ends_when_no_response_arrives_in_time() {
+        let mut acceptor = acceptor_on(listening(SocketOptions::default()), Duration::from_micros(1));
+        let _answer = PendingResponse::register();
         for _ in 0..3 {
-            let _crowd = accepting.crowd().await;
-            let _silent = accepting.come(b"");
-            assert!(accepting.next().await.0.is_empty());
+            let _burst = acceptor.serve_burst().await;
+            let _silent = acceptor.connect(b"");
+            assert!(acceptor.next().await.0.is_empty());
         }
     }
 
     #[tokio::test]
-    async fn others_have_their_turn_while_a_long_queue_is_accepted() {
+    async fn other_tasks_run_while_a_long_queue_is_accepted() {
         let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
-        let _queued = [(); AT_ONCE + 1].map(|()| std::net::TcpStream::connect(addr).unwrap());
-        let mut accepting = accepting_from(listener, TOGETHER);
-        let passed_on = accepting.passed_on.clone();
+        let _queued = [(); ACCEPT_BATCH_SIZE + 1].map(|()| std::net::TcpStream::connect(addr).unwrap());
+        let mut acceptor = acceptor_on(listener, BURST_MAX_WAIT);
+        let passed_on = acceptor.passed_on.clone();
         tokio::spawn(async move {
             loop {
                 passed_on.fetch_add(1, Ordering::Relaxed);
                 tokio::task::yield_now().await;
             }
         });
-        let mut turns = Vec::new();
-        for _ in 0..=AT_ONCE {
-            turns.push(accepting.served.recv().await.unwrap().1);
+        let mut n_before = Vec::new();
+        for _ in 0..=ACCEPT_BATCH_SIZE {
+            n_before.push(acceptor.served.recv().await.unwrap().1);
         }
-        assert_eq!(turns[0], turns[AT_ONCE - 1]);
-        assert!(turns[AT_ONCE - 1] < turns[AT_ONCE], "{turns:?}");
+        assert_eq!(n_before[0], n_before[ACCEPT_BATCH_SIZE - 1]);
+        assert!(
+            n_before[ACCEPT_BATCH_SIZE - 1] < n_before[ACCEPT_BATCH_SIZE],
+            "{n_before:?}"
+        );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_silent_of_a_crowd_are_served_after_a_moment_or_when_they_leave_or_when_no_answer_is_awaited() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let answer = Answer::awaited();
-        let leaves = accepting.come(b"");
-        let _speaks = accepting.come(b"hello");
-        assert_eq!(accepting.next().await.0, "hello", "who came before is left alone");
-        drop(leaves);
-        drop(Answer::awaited());
-        let (said, mut left) = accepting.next().await;
-        assert!(said.is_empty());
+    async fn silent_burst_clients_are_served_after_a_timeout_a_close_or_without_pending_responses() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let answer = PendingResponse::register();
+        let closing = acceptor.connect(b"");
+        let _sending = acceptor.connect(b"hello");
+        assert_eq!(acceptor.next().await.0, "hello", "the silent client still waits");
+        drop(closing);
+        drop(PendingResponse::register());
+        let (received, mut left) = acceptor.next().await;
+        assert!(received.is_empty());
         assert_eq!(left.read(&mut [0]).await.unwrap(), 0);
 
-        let (_silent, mut speak) = (accepting.come(b""), Vec::new());
+        let (_silent, mut speak) = (acceptor.connect(b""), Vec::new());
         for passed in 0.. {
-            speak.push(accepting.come(b"hello"));
-            drop(Answer::awaited());
-            if accepting.next().await.0.is_empty() {
-                assert_eq!(passed, SILENCE.as_micros() / 200 + 1);
+            speak.push(acceptor.connect(b"hello"));
+            drop(PendingResponse::register());
+            if acceptor.next().await.0.is_empty() {
+                assert_eq!(passed, BURST_MAX_CLIENT_SILENCE.as_micros() / 200 + 1);
                 break;
             }
             tokio::time::advance(Duration::from_micros(200)).await;
         }
 
-        let (_silent, _speaks) = (accepting.come(b""), accepting.come(b"hello"));
-        drop(Answer::awaited());
-        assert_eq!(accepting.next().await.0, "hello");
-        assert_eq!(accepting.next().await.0, "hello");
+        let (_silent, _sending) = (acceptor.connect(b""), acceptor.connect(b"hello"));
+        drop(PendingResponse::register());
+        assert_eq!(acceptor.next().await.0, "hello");
+        assert_eq!(acceptor.next().await.0, "hello");
         drop(answer);
-        assert!(accepting.next().await.0.is_empty());
+        assert!(acceptor.next().await.0.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nobody_is_lost_at_the_end() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let _answer = Answer::awaited();
-        let _in_the_lobby = [accepting.come(b""), accepting.come(b"hello")];
-        assert_eq!(accepting.next().await.0, "hello");
-        let _queued = accepting.come(b"");
-        accepting.stop.send(()).unwrap();
+    async fn queued_connections_are_served_after_stop() {
+        let mut acceptor = acceptor();
+        let _burst = acceptor.serve_burst().await;
+        let _answer = PendingResponse::register();
+        let _pending = [acceptor.connect(b""), acceptor.connect(b"hello")];
+        assert_eq!(acceptor.next().await.0, "hello");
+        let _queued = acceptor.connect(b"");
+        acceptor.stop.send(()).unwrap();
         for _ in 0..2 {
-            assert!(accepting.served.recv().await.is_some());
+            assert!(acceptor.served.recv().await.is_some());
         }
-        assert!(accepting.served.recv().await.is_none());
+        assert!(acceptor.served.recv().await.is_none());
     }
 
     #[tokio::test]
-    async fn first_bytes_are_acknowledged_with_the_answer_until_somebody_asks_for_it() {
+    async fn first_bytes_are_acknowledged_with_the_response_unless_quickack_is_enabled() {
         let listener = listening(SocketOptions::default());
-        acknowledge_with_answer(&listener);
+        disable_quickack(&listener);
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
         let socket = SockRef::from(&stream).try_clone().unwrap();
         assert!(!socket.tcp_quickack().unwrap());
-        Io::tcp(Tcp::new(stream)).acknowledge();
+        Io::tcp(Tcp::new(stream)).enable_quickack();
         assert!(socket.tcp_quickack().unwrap());
     }
 
     #[tokio::test]
-    async fn what_is_accepted_has_the_options_of_its_listener() {
+    async fn accepted_connections_have_the_options_of_their_listener() {
         let options = SocketOptions {
             keepalive: Some(Duration::from_secs(11)),
             user_timeout: Some(Duration::from_secs(12)),

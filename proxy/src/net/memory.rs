@@ -1,4 +1,4 @@
-//! How much memory there is for us, and whether it is about to run out, so that we refuse work before the kernel ends us.
+//! Monitors the memory of the process against its limit, so that the proxy sheds requests before the kernel kills it.
 
 use std::{
     fs,
@@ -11,48 +11,47 @@ use std::{
 
 use tokio::time::sleep;
 use tulle_core::{
-    memory::{Group, named},
+    memory::{MemoryCgroup, parse_field},
     metrics::{Gauge, Labels, Registry},
 };
 
-/// Whether memory is about to run out; shared with all who admit work.
+/// Whether memory is about to run out; shared with everything that admits requests.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Shortage(Arc<AtomicBool>);
+pub(crate) struct MemoryPressure(Arc<AtomicBool>);
 
-impl Shortage {
-    pub(crate) fn is_there(&self) -> bool {
+impl MemoryPressure {
+    pub(crate) fn is_active(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Looks after the memory of this process.
-pub(crate) struct Watch {
+pub(crate) struct MemoryMonitor {
     usage: Usage,
     /// In bytes.
     limit: u64,
-    shortage: Shortage,
-    shown: Arc<Gauge>,
-    /// Held so that it stays on the page of metrics.
+    shortage: MemoryPressure,
+    pressure_gauge: Arc<Gauge>,
+    /// Held so that the gauge stays in the metrics.
     _shown_limit: Arc<Gauge>,
 }
 
-/// Where it stands how much is used.
+/// Where the memory usage is read from.
 #[derive(Debug, PartialEq)]
 enum Usage {
-    /// What of this process is resident.
+    /// Resident memory of this process.
     Process,
-    /// What the kernel counts towards the limit of our control group.
-    Group(Group),
+    /// Memory that the kernel counts towards the limit of the proxy's cgroup.
+    Group(MemoryCgroup),
 }
 
-impl Watch {
-    /// Watches against `limit` in bytes, or against that of our control group; nothing where there is none.
-    pub(crate) fn new(limit: Option<u64>, shortage: Shortage, registry: &Registry) -> Option<Self> {
+impl MemoryMonitor {
+    /// Monitors usage against `limit` in bytes, or else against the limit of the cgroup; `None` if there is neither.
+    pub(crate) fn new(limit: Option<u64>, shortage: MemoryPressure, registry: &Registry) -> Option<Self> {
         let (usage, limit) = match limit {
             Some(limit) => (Usage::Process, limit),
             None => {
-                let group = Group::own()?;
-                let limit = group.limit;
+                let group = MemoryCgroup::current()?;
+                let limit = group.limit_bytes;
                 (Usage::Group(group), limit)
             }
         };
@@ -67,30 +66,35 @@ impl Watch {
             usage,
             limit,
             shortage,
-            shown: short.get(&Labels::new()),
+            pressure_gauge: short.get(&Labels::new()),
             _shown_limit: shown_limit,
         })
     }
 
     pub(crate) async fn run(self) {
         loop {
-            let used = self.look();
+            let used = self.check();
             let is_quiet = used.is_none_or(|used| used < self.limit / 2);
-            sleep(if is_quiet { SELDOM } else { OFTEN }).await;
+            sleep(if is_quiet {
+                RELAXED_POLL_INTERVAL
+            } else {
+                PRESSURE_POLL_INTERVAL
+            })
+            .await;
         }
     }
 
-    /// Looks once; returns what is used.
-    fn look(&self) -> Option<u64> {
-        let was_short = self.shortage.is_there();
+    /// Checks the usage once and returns it.
+    fn check(&self) -> Option<u64> {
+        let was_short = self.shortage.is_active();
         let mut used = self.usage.read()?;
-        // While it is short, too: what the requests in flight free stays with the allocator otherwise, and it would be short for
-        // ever. Nothing else is to be done then.
-        if is_short(used, self.limit, was_short) {
-            give_back();
+        // Also while memory is short: otherwise the allocator keeps what finished requests free, and the shortage would never
+        // end. The proxy has little else to do then.
+        if is_above_threshold(used, self.limit, was_short) {
+            trim_heap();
             used = self.usage.read()?;
         }
-        let is_short = is_short(used, self.limit, was_short);
+        let is_short = is_above_threshold(used, self.limit, was_short);
         if is_short != was_short {
             let limit = self.limit;
             match is_short {
@@ -99,17 +103,17 @@ impl Watch {
                     limit,
                     "memory is about to run out: requests and connections are refused"
                 ),
-                false => tracing::info!(used, limit, "there is memory again"),
+                false => tracing::info!(used, limit, "memory is available again"),
             }
             self.shortage.0.store(is_short, Ordering::Relaxed);
-            self.shown.set(i64::from(is_short));
+            self.pressure_gauge.set(i64::from(is_short));
         }
         Some(used)
     }
 }
 
-/// From nine tenths of the limit on; and once it was so, until a twentieth of it is free again.
-fn is_short(used: u64, limit: u64, was_short: bool) -> bool {
+/// Memory is short from 90 % of the limit on; a shortage ends when the usage is below 85 %.
+fn is_above_threshold(used: u64, limit: u64, was_short: bool) -> bool {
     let of_limit = |percent| u128::from(limit) * percent <= u128::from(used) * 100;
     of_limit(90) || (was_short && of_limit(85))
 }
@@ -119,37 +123,37 @@ impl Usage {
         match self {
             Self::Process => {
                 let status = fs::read_to_string("/proc/self/status").ok()?;
-                Some(named(&status, "VmRSS:")? * 1024)
+                Some(parse_field(&status, "VmRSS:")? * 1024)
             }
-            Self::Group(group) => group.used(),
+            Self::Group(group) => group.usage_bytes(),
         }
     }
 }
 
-/// Returns to the kernel what was freed and is kept for later.
+/// Returns freed memory that the allocator keeps to the kernel.
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
-fn give_back() {
-    // SAFETY: it takes a number alone, and may be called by any thread at any time.
+fn trim_heap() {
+    // SAFETY: `malloc_trim` takes only a number and may be called by any thread at any time.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
 #[cfg(not(target_env = "gnu"))]
-fn give_back() {}
+fn trim_heap() {}
 
-/// Between two looks, where more than half of the limit is free.
-const SELDOM: Duration = Duration::from_secs(1);
-/// The same, where less is.
-const OFTEN: Duration = Duration::from_millis(100);
+/// Poll interval while more than half of the limit is free.
+const RELAXED_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Poll interval otherwise.
+const PRESSURE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn it_is_short_from_nine_tenths_on_until_a_twentieth_is_free_again() {
+    fn memory_is_short_from_90_percent_until_usage_is_below_85_percent() {
         for (used, was_short, expected) in [
             (0, false, false),
             (899, false, false),
@@ -158,33 +162,37 @@ mod tests {
             (850, true, true),
             (849, true, false),
         ] {
-            assert_eq!(is_short(used, 1000, was_short), expected, "{used} {was_short}");
+            assert_eq!(
+                is_above_threshold(used, 1000, was_short),
+                expected,
+                "{used} {was_short}"
+            );
         }
     }
 
     #[cfg(target_env = "gnu")]
     #[test]
-    fn what_is_freed_while_memory_is_short_ends_the_shortage() {
+    fn memory_freed_during_a_shortage_ends_it() {
         const MUCH: usize = 256 << 20;
-        const PIECE: usize = 64 << 10; // too small to be mapped, and unmapped, by itself
+        const PIECE: usize = 64 << 10; // too small for malloc to map it separately
         let used = Usage::Process.read().unwrap();
         let limit = used + MUCH as u64;
-        let (registry, shortage) = (Registry::new(), Shortage::default());
-        let watch = Watch::new(Some(limit), shortage.clone(), &registry).unwrap();
+        let (registry, shortage) = (Registry::new(), MemoryPressure::default());
+        let watch = MemoryMonitor::new(Some(limit), shortage.clone(), &registry).unwrap();
         let mut pieces: Vec<Vec<u8>> = (0..MUCH / PIECE).map(|_| vec![1; PIECE]).collect();
-        watch.look();
-        assert!(shortage.is_there());
+        watch.check();
+        assert!(shortage.is_active());
         let last = pieces.pop(); // keeps the heap from shrinking by itself
         drop(pieces);
-        watch.look();
-        assert!(!shortage.is_there(), "{:?} of {limit}", Usage::Process.read());
+        watch.check();
+        assert!(!shortage.is_active(), "{:?} of {limit}", Usage::Process.read());
         drop(last);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_limit_stays_on_the_page_of_metrics() {
+    async fn the_memory_limit_stays_in_the_metrics() {
         let registry = Registry::new();
-        let _watch = Watch::new(Some(1000), Shortage::default(), &registry).unwrap();
+        let _watch = MemoryMonitor::new(Some(1000), MemoryPressure::default(), &registry).unwrap();
         let idle = Duration::from_secs(600);
         for _ in 0..3 {
             registry.retire(idle);
@@ -194,13 +202,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_process_is_measured_against_a_limit_that_is_given() {
+    async fn the_process_is_measured_against_a_configured_limit() {
         for (limit, expected) in [(1, true), (u64::MAX, false)] {
             let registry = Registry::new();
-            let shortage = Shortage::default();
-            let watch = Watch::new(Some(limit), shortage.clone(), &registry).unwrap();
-            assert!(watch.look().unwrap() > 1_000_000);
-            assert_eq!(shortage.is_there(), expected);
+            let shortage = MemoryPressure::default();
+            let watch = MemoryMonitor::new(Some(limit), shortage.clone(), &registry).unwrap();
+            assert!(watch.check().unwrap() > 1_000_000);
+            assert_eq!(shortage.is_active(), expected);
             let shown = format!("tulle_memory_short {}", i64::from(expected));
             assert!(registry.render().contains(&shown), "{}", registry.render());
         }

@@ -1,21 +1,21 @@
-//! Sockets and bytes: accepting, dialling, looking at the first bytes, copying.
+//! Sockets and bytes: accepting, dialling, protocol detection, copying.
 //!
-//! Knows nothing of HTTP semantics or policy. Connections enter through [`listen`] and [`connect`] and leave as
-//! [`io::Io`], the one stream type of the proxy.
+//! Does not know HTTP semantics or policy. Connections enter through [`listen`] and [`connect`] and leave as [`io::Io`], the
+//! one stream type of the proxy.
 
-pub(crate) mod awaited;
+pub(crate) mod app_listeners;
 pub(crate) mod connect;
 pub(crate) mod copy;
-pub(crate) mod counts;
 pub(crate) mod detect;
-pub(crate) mod detected;
-pub(crate) mod first;
+pub(crate) mod detect_metrics;
+pub(crate) mod first_bytes;
 pub(crate) mod io;
 pub(crate) mod listen;
-pub(crate) mod listeners;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
-pub(crate) mod pause;
 mod peer_socket;
+pub(crate) mod pending_responses;
+pub(crate) mod short_timer;
 pub(crate) mod socks;
+pub(crate) mod tcp_metrics;
 pub(crate) mod transparent;

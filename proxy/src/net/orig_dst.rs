@@ -1,4 +1,4 @@
-//! What the application dialled, before a redirect rule sent the connection to us.
+//! The original destination: the address that the application dialled before a redirect rule sent the connection to the proxy.
 
 use std::{
     io,
@@ -16,18 +16,18 @@ use nix::{
 use tokio::net::TcpStream;
 use tulle_core::addr::{self, OrigDst};
 
-/// How to learn what was dialled; a value, because connections need not come through redirect rules.
-pub(crate) type Of = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
+/// Looks up the original destination. A function value, because connections need not come through redirect rules.
+pub(crate) type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
 
-/// Asks the kernel's connection tracking for the address the peer dialled. A connection that is not tracked has been
-/// translated by no rule, so that it came to the address that was dialled.
+/// Asks the kernel's connection tracking for the address that the peer dialled. A connection without an entry was not
+/// redirected, so its local address is the one that was dialled.
 ///
 /// # Errors
-/// The kernel does not say.
+/// The kernel returns an error.
 ///
-/// Source: `SO_ORIGINAL_DST` (IPv4) and `IP6T_SO_ORIGINAL_DST` (IPv6). A dual-stack socket answers only the option of
-/// the family the peer really used, so the family is taken from the unmapped peer address.
-pub(crate) fn of(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst> {
+/// Source: `SO_ORIGINAL_DST` (IPv4) and `IP6T_SO_ORIGINAL_DST` (IPv6). A dual-stack socket answers only the option of the
+/// family that the peer used, so the family is taken from the unmapped peer address.
+pub(crate) fn lookup(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst> {
     let tracked = match addr::canonical(peer) {
         SocketAddr::V4(_) => getsockopt(stream, sockopt::OriginalDst).map(|raw| {
             let ip = Ipv4Addr::from(u32::from_be(raw.sin_addr.s_addr));
@@ -39,32 +39,32 @@ pub(crate) fn of(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst> {
         }),
     };
     match tracked {
-        // Nothing is known of this connection, or there is no tracking at all.
+        // The connection has no entry, or connection tracking is not loaded.
         Err(Errno::ENOENT | Errno::ENOPROTOOPT) => Ok(OrigDst(addr::canonical(stream.local_addr()?))),
         tracked => Ok(OrigDst(tracked?)),
     }
 }
 
-/// Takes the address of the socket for what was dialled, as it is where connections are not translated.
+/// Uses the socket's local address as the original destination, for setups that do not translate connections.
 ///
 /// # Errors
-/// The connection was translated to `own_port` all the same: the rules are those of the other mode. Told once.
-pub(crate) fn untranslated(own_port: u16) -> Of {
-    let told = AtomicBool::new(false);
+/// The connection was translated to `own_port`, so the redirect rules are those of the other mode. Logged once.
+pub(crate) fn local_addr_lookup(own_port: u16) -> OrigDstLookup {
+    let warned = AtomicBool::new(false);
     Arc::new(move |stream, peer| {
         let local = addr::canonical(stream.local_addr()?);
-        // What is for our own port was sent there by a peer, or by rules.
-        if local.port() == own_port && of(stream, peer).is_ok_and(|OrigDst(dialled)| dialled != local) {
-            if !told.swap(true, Ordering::Relaxed) {
-                tracing::warn!("refusing connections: {REDIRECTED}");
+        // A connection to the proxy's own port comes from a peer or from redirect rules.
+        if local.port() == own_port && lookup(stream, peer).is_ok_and(|OrigDst(dialled)| dialled != local) {
+            if !warned.swap(true, Ordering::Relaxed) {
+                tracing::warn!("refusing connections: {WRONG_MODE_ERROR}");
             }
-            return Err(io::Error::other(REDIRECTED));
+            return Err(io::Error::other(WRONG_MODE_ERROR));
         }
         Ok(OrigDst(local))
     })
 }
 
-const REDIRECTED: &str = "rules redirect here, but TULLE_PROXY_INBOUND_MODE is tproxy; \
+const WRONG_MODE_ERROR: &str = "rules redirect here, but TULLE_PROXY_INBOUND_MODE is tproxy; \
      run tulle-init with --inbound-mode tproxy, or unset the variable";
 
 #[cfg(test)]
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_no_rule_redirects_has_come_where_it_was_dialled() {
+    async fn a_connection_without_redirect_keeps_its_local_address_as_original_destination() {
         for (listens, dialled) in [("127.0.0.1", "127.0.0.1"), ("[::]", "127.0.0.1"), ("[::1]", "[::1]")] {
             let Ok(listener) = TcpListener::bind(format!("{listens}:0")).await else {
                 continue; // a machine without IPv6
@@ -83,7 +83,7 @@ mod tests {
             let dialled: SocketAddr = format!("{dialled}:{port}").parse().unwrap();
             let (client, accepted) = tokio::join!(TcpStream::connect(dialled), listener.accept());
             let (stream, peer) = accepted.unwrap();
-            assert_eq!(of(&stream, peer).unwrap().0, dialled, "{listens}");
+            assert_eq!(lookup(&stream, peer).unwrap().0, dialled, "{listens}");
             drop(client);
         }
     }

@@ -1,7 +1,8 @@
-//! What has become of the other end of a connection, where that is a socket of this host.
+//! Whether the peer of a connection has closed its socket, if the peer is on this host.
 //!
-//! Who closes a connection and who ends only its own side of it (`shutdown`) look alike on the wire. The kernel knows: a socket that
-//! is closed belongs to no file any more. It is asked by its addresses (`NETLINK_SOCK_DIAG`), which takes no privileges.
+//! On the wire, closing a connection and closing only its write side (`shutdown`) look the same. The kernel knows the
+//! difference: a closed socket belongs to no file. It is queried by its addresses (`NETLINK_SOCK_DIAG`), which needs no
+//! privileges.
 
 use std::{
     io,
@@ -15,31 +16,32 @@ use tulle_core::addr::canonical;
 
 use crate::net::orig_dst;
 
-/// Whether the peer has closed its socket; `None` where that is on another host and has sent no reset, or the kernel does not say.
+/// Whether the peer has closed its socket; `None` if it is on another host and has sent no reset, or if the kernel returns no
+/// answer.
 pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
     let peer = match stream.peer_addr() {
         Ok(peer) => canonical(peer),
-        // A socket that is closed with something unread sends a reset, and the kernel no longer knows a peer of ours then. Behind
-        // an end, reading does not tell of it.
+        // A socket that is closed with unread data sends a reset. The kernel then has no peer address for the proxy's socket.
+        // After a FIN, reading does not report the reset.
         Err(error) if error.kind() == io::ErrorKind::NotConnected => return Some(true),
         Err(_) => return None,
     };
     let local = canonical(stream.local_addr().ok()?);
-    // Behind a redirect rule, the peer's socket has another address for us than ours has.
-    let dialled = || orig_dst::of(stream, peer).ok().map(|dialled| canonical(dialled.0));
-    let asked = |to: SocketAddr| {
-        let inode = inode(peer, to);
+    // Behind a redirect rule, the peer's socket has a different remote address than the proxy's local one.
+    let dialled = || orig_dst::lookup(stream, peer).ok().map(|dialled| canonical(dialled.0));
+    let query = |to: SocketAddr| {
+        let inode = query_inode(peer, to);
         inode.unwrap_or_else(|error| {
-            tracing::debug!(%error, "the kernel does not say what has become of a client's socket");
+            tracing::debug!(%error, "querying the socket of a client failed");
             None
         })
     };
-    let inode = asked(local).or_else(|| asked(dialled().filter(|to| *to != local)?))?;
+    let inode = query(local).or_else(|| query(dialled().filter(|to| *to != local)?))?;
     Some(inode == 0)
 }
 
-/// The file that a TCP socket of this host belongs to, 0 if it is closed; `None` if there is no such socket.
-fn inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
+/// The inode of a TCP socket of this host, 0 if it is closed; `None` if there is no such socket.
+fn query_inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
     let netlink = socket(
         AddressFamily::Netlink,
         SockType::Datagram,
@@ -47,17 +49,17 @@ fn inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
         SockProtocol::NetlinkSockDiag,
     )?;
     let fd = netlink.as_raw_fd();
-    send(fd, &request(from, to), MsgFlags::empty())?;
+    send(fd, &encode_request(from, to), MsgFlags::empty())?;
     // The kernel answers before `send` returns.
     let mut answer = [0; 512];
     let n = recv(fd, &mut answer, MsgFlags::empty())?;
-    parsed(&answer[..n])
+    parse_response(&answer[..n])
 }
 
 /// Source: `linux/netlink.h` and `linux/inet_diag.h`, `struct nlmsghdr` and `struct inet_diag_req_v2`.
-fn request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(LENGTH);
-    bytes.extend((LENGTH as u32).to_ne_bytes());
+fn encode_request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(REQUEST_BYTES);
+    bytes.extend((REQUEST_BYTES as u32).to_ne_bytes());
     bytes.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
     bytes.extend(NLM_F_REQUEST.to_ne_bytes());
     bytes.extend([0; 8]); // sequence number and port
@@ -79,8 +81,8 @@ fn request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
     bytes
 }
 
-/// Source: as of [`request`], `struct nlmsgerr` and `struct inet_diag_msg`.
-fn parsed(answer: &[u8]) -> io::Result<Option<u32>> {
+/// Source: as for [`encode_request`], `struct nlmsgerr` and `struct inet_diag_msg`.
+fn parse_response(answer: &[u8]) -> io::Result<Option<u32>> {
     let bad = || io::Error::from(io::ErrorKind::InvalidData);
     let kind = answer
         .get(4..6)
@@ -100,14 +102,14 @@ fn parsed(answer: &[u8]) -> io::Result<Option<u32>> {
     }
 }
 
-/// Of a request: its header, and what it is about.
-const LENGTH: usize = 16 + 56;
+/// Length of a request: its header and `struct inet_diag_req_v2`.
+const REQUEST_BYTES: usize = 16 + 56;
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLM_F_REQUEST: u16 = 1;
 const NLMSG_ERROR: u16 = 2;
-/// Where in an answer the error is: behind the header.
+/// Offset of the error in a response: after the header.
 const ERROR_AT: usize = 16;
-/// Where in an answer the inode is: behind the header, four numbers of one byte, addresses, and four numbers.
+/// Offset of the inode in a response: after the header, four one-byte fields, addresses, and four 32-bit fields.
 const INODE_AT: usize = 16 + 4 + 48 + 16;
 
 #[cfg(test)]
@@ -120,7 +122,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_ends_one_side_is_told_from_who_closes() {
+    async fn a_half_close_is_distinguished_from_a_close() {
         for listens in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(listens).await else {
                 continue; // a machine without IPv6
@@ -137,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_closes_with_something_unread_has_closed() {
+    async fn a_close_with_unread_data_is_detected() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut ours, _) = listener.accept().await.unwrap();
@@ -153,8 +155,8 @@ mod tests {
     #[test]
     fn no_answer_panics() {
         for n in 0..100 {
-            assert!(parsed(&vec![20; n]).is_err() || n >= INODE_AT + 4, "{n}");
-            let _ = parsed(&vec![0; n]);
+            assert!(parse_response(&vec![20; n]).is_err() || n >= INODE_AT + 4, "{n}");
+            let _ = parse_response(&vec![0; n]);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! SOCKS5 without authentication, as far as a connection to an address or a name needs it.
+//! SOCKS5 without authentication: the `CONNECT` command to an address or a name.
 //!
 //! Source: RFC 1928.
 
@@ -6,63 +6,63 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use tulle_core::addr::{Addr, ParseAddrError};
 
-/// First byte of everything that either side says.
+/// First byte of every message.
 pub(crate) const VERSION: u8 = 5;
-/// Says that no authentication is wanted.
-pub(crate) const ACCEPTED: [u8; 2] = [VERSION, 0];
+/// Selects "no authentication".
+pub(crate) const METHOD_NO_AUTHENTICATION: [u8; 2] = [VERSION, 0];
 
-/// What a client is told of its request.
+/// The reply code to a client's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reply {
     Succeeded = 0,
-    Failed = 1,
-    Forbidden = 2,
+    GeneralFailure = 1,
+    NotAllowed = 2,
     HostUnreachable = 4,
-    Refused = 5,
-    NoSuchCommand = 7,
-    NoSuchAddressType = 8,
+    ConnectionRefused = 5,
+    CommandNotSupported = 7,
+    AddressTypeNotSupported = 8,
 }
 
-/// Why a client is sent away.
+/// Why a client is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SocksError {
-    #[error("SOCKS version {0} is not spoken here; expected 5")]
+    #[error("SOCKS version {0} is not supported, expected 5")]
     Version(u8),
-    #[error("it offers no way to go on without authentication")]
+    #[error("the client does not offer the method without authentication (0)")]
     Methods,
-    #[error("command {0} is not carried out here; expected 1, CONNECT")]
+    #[error("command {0} is not supported, expected 1 (CONNECT)")]
     Command(u8),
-    #[error("address type {0} is not known; expected 1 (IPv4), 3 (a name) or 4 (IPv6)")]
+    #[error("address type {0} is not supported, expected 1 (IPv4), 3 (a name) or 4 (IPv6)")]
     AddressType(u8),
     #[error(transparent)]
     Target(#[from] ParseAddrError),
 }
 
 impl Reply {
-    /// Which address we connected from is nobody's business.
+    /// The reply never reveals the address that the proxy connected from.
     pub(crate) fn bytes(self) -> [u8; 10] {
         [VERSION, self as u8, 0, IPV4, 0, 0, 0, 0, 0, 0]
     }
 }
 
 impl SocksError {
-    /// What the client is sent before the connection closes.
-    pub(crate) fn answer(&self) -> Vec<u8> {
+    /// The bytes that the client gets before the connection closes.
+    pub(crate) fn reply(&self) -> Vec<u8> {
         match self {
             Self::Version(_) => Vec::new(),
             Self::Methods => vec![VERSION, 0xff],
-            Self::Command(_) => Reply::NoSuchCommand.bytes().into(),
-            Self::AddressType(_) => Reply::NoSuchAddressType.bytes().into(),
+            Self::Command(_) => Reply::CommandNotSupported.bytes().into(),
+            Self::AddressType(_) => Reply::AddressTypeNotSupported.bytes().into(),
             Self::Target(_) => Reply::HostUnreachable.bytes().into(),
         }
     }
 }
 
-/// The length of a greeting that we can accept; `None` while it is not complete.
+/// The length of an acceptable greeting; `None` while it is incomplete.
 ///
 /// # Errors
-/// It is not SOCKS5, or the client wants to authenticate itself.
-pub(crate) fn greeting(bytes: &[u8]) -> Result<Option<usize>, SocksError> {
+/// It is not SOCKS5, or the client requires authentication.
+pub(crate) fn parse_greeting(bytes: &[u8]) -> Result<Option<usize>, SocksError> {
     let Some((&version, rest)) = bytes.split_first() else {
         return Ok(None);
     };
@@ -81,11 +81,11 @@ pub(crate) fn greeting(bytes: &[u8]) -> Result<Option<usize>, SocksError> {
     }
 }
 
-/// Where a request wants to connect to, and its length; `None` while it is not complete.
+/// The target of a request, and the length of the request; `None` while it is incomplete.
 ///
 /// # Errors
-/// It wants something else, or its address is none.
-pub(crate) fn request(bytes: &[u8]) -> Result<Option<(Addr, usize)>, SocksError> {
+/// The request has another command, or its address is invalid.
+pub(crate) fn parse_request(bytes: &[u8]) -> Result<Option<(Addr, usize)>, SocksError> {
     let Some((&[version, command, _, kind], rest)) = bytes.split_first_chunk() else {
         return Ok(None);
     };
@@ -104,7 +104,7 @@ pub(crate) fn request(bytes: &[u8]) -> Result<Option<(Addr, usize)>, SocksError>
             Some((ip, rest)) => (Ipv6Addr::from(*ip).to_string(), rest),
             None => return Ok(None),
         },
-        NAME => match rest
+        DOMAIN_NAME => match rest
             .split_first()
             .and_then(|(n, rest)| rest.split_at_checked((*n).into()))
         {
@@ -120,7 +120,7 @@ pub(crate) fn request(bytes: &[u8]) -> Result<Option<(Addr, usize)>, SocksError>
     Ok(Some((target, bytes.len() - rest.len())))
 }
 
-/// A host and a port as one; addresses may be written as names.
+/// Makes a target of host and port; a host name may be an IP address.
 fn target(host: &str, port: u16) -> Result<Addr, ParseAddrError> {
     match host.parse() {
         Ok(ip) => SocketAddr::new(ip, port).to_string().parse(),
@@ -131,7 +131,7 @@ fn target(host: &str, port: u16) -> Result<Addr, ParseAddrError> {
 const NO_AUTHENTICATION: u8 = 0;
 const CONNECT: u8 = 1;
 const IPV4: u8 = 1;
-const NAME: u8 = 3;
+const DOMAIN_NAME: u8 = 3;
 const IPV6: u8 = 4;
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn greetings_are_accepted_where_nobody_has_to_authenticate_himself() {
+    fn greetings_are_accepted_if_they_offer_no_authentication() {
         for (bytes, expected) in [
             (&b"\x05\x01\x00"[..], Ok(Some(3))),
             (b"\x05\x03\x02\x01\x00\x05\x01", Ok(Some(5))),
@@ -150,7 +150,7 @@ mod tests {
             (b"\x05\x00", Err(SocksError::Methods)),
             (b"\x04\x01\x00\x50", Err(SocksError::Version(4))),
         ] {
-            assert_eq!(greeting(bytes), expected, "{bytes:?}");
+            assert_eq!(parse_greeting(bytes), expected, "{bytes:?}");
         }
     }
 
@@ -165,17 +165,21 @@ mod tests {
             (b"\x05\x01\x00\x03\x07fd00::1\x00\x50", "[fd00::1]:80"),
         ] {
             let expected: Addr = expected.parse().unwrap();
-            assert_eq!(request(bytes), Ok(Some((expected.clone(), bytes.len()))), "{bytes:?}");
+            assert_eq!(
+                parse_request(bytes),
+                Ok(Some((expected.clone(), bytes.len()))),
+                "{bytes:?}"
+            );
             let more = [bytes, b"GET /"].concat();
-            assert_eq!(request(&more), Ok(Some((expected, bytes.len()))), "{more:?}");
+            assert_eq!(parse_request(&more), Ok(Some((expected, bytes.len()))), "{more:?}");
             for n in 0..bytes.len() {
-                assert_eq!(request(&bytes[..n]), Ok(None), "{n} of {bytes:?}");
+                assert_eq!(parse_request(&bytes[..n]), Ok(None), "{n} of {bytes:?}");
             }
         }
     }
 
     #[test]
-    fn what_cannot_be_done_is_told_as_the_protocol_has_it() {
+    fn refusals_use_the_reply_codes_of_socks() {
         for (bytes, code) in [
             (&b"\x05\x02\x00\x01\x0a\x00\x00\x01\x1f\x90"[..], Some(7)),
             (b"\x05\x03\x00\x01\x0a\x00\x00\x01\x1f\x90", Some(7)),
@@ -185,7 +189,7 @@ mod tests {
             (b"\x05\x01\x00\x03\x03web\x00\x00", Some(4)),
             (b"\x04\x01\x00\x01\x0a\x00\x00\x01\x1f\x90", None),
         ] {
-            let answer = request(bytes).unwrap_err().answer();
+            let answer = parse_request(bytes).unwrap_err().reply();
             assert_eq!(answer.get(1).copied(), code, "{bytes:?}");
         }
     }

@@ -1,6 +1,6 @@
-//! Sockets that keep the client's address: they accept for any address, and dial as somebody else.
+//! Sockets that keep the client's address: they accept connections for any address and dial from another address.
 //!
-//! What they send and get goes through rules and routes that `tulle-init --inbound-mode tproxy` makes.
+//! Their packets follow the rules and routes that `tulle-init --inbound-mode tproxy` makes.
 
 use std::{
     io,
@@ -11,22 +11,22 @@ use std::{
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpSocket, TcpStream};
 
-/// Lets a socket have addresses that are not ours; what a listener accepts may as well.
+/// Allows a socket to use addresses of other hosts; connections that a listener accepts inherit it.
 ///
 /// # Errors
 /// The process has neither `NET_RAW` nor `NET_ADMIN`.
-pub(crate) fn allow<'a>(socket: impl Into<SockRef<'a>>) -> io::Result<()> {
-    socket.into().set_ip_transparent_v4(true) // of either family
+pub(crate) fn set_transparent<'a>(socket: impl Into<SockRef<'a>>) -> io::Result<()> {
+    socket.into().set_ip_transparent_v4(true) // for both families
 }
 
-/// Opens a TCP connection in the name of a client.
+/// Opens a TCP connection from the client's address.
 ///
 /// # Errors
-/// As those of any connection; also where every port to dial from is taken.
+/// As for any connection; also if every source port is in use.
 pub(crate) async fn connect(client: IpAddr, addr: SocketAddr) -> io::Result<TcpStream> {
-    let random = std::iter::repeat_with(|| fastrand::u16(PORTS)).take(TRIES);
+    let random = std::iter::repeat_with(|| fastrand::u16(SOURCE_PORTS)).take(MAX_PORT_ATTEMPTS);
     let mut taken = io::Error::from(io::ErrorKind::AddrInUse);
-    // At last any port.
+    // Finally any port.
     for port in random.chain([0]) {
         match connect_from(SocketAddr::new(client, port), addr).await {
             Err(error) if [io::ErrorKind::AddrInUse, io::ErrorKind::AddrNotAvailable].contains(&error.kind()) => {
@@ -41,16 +41,17 @@ pub(crate) async fn connect(client: IpAddr, addr: SocketAddr) -> io::Result<TcpS
 async fn connect_from(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
-    // The same port may lead to several applications.
+    // The same source port may lead to several applications.
     socket.set_reuse_address(true)?;
-    allow(&socket)?;
+    set_transparent(&socket)?;
     socket.bind(&from.into())?;
     TcpSocket::from_std_stream(socket.into()).connect(to).await
 }
 
-/// Ports to dial from: none that a client has got from its own kernel, which would be the connection that it has to us.
+/// Source ports. They are outside the range that a client's kernel uses, so that they cannot match the client's connection to
+/// the proxy.
 ///
-/// Linux gives out 32768 to 60999.
-const PORTS: RangeInclusive<u16> = 61_000..=65_535;
-/// Ports that are tried before the kernel chooses.
-const TRIES: usize = 16;
+/// Linux uses 32768 to 60999 by default.
+const SOURCE_PORTS: RangeInclusive<u16> = 61_000..=65_535;
+/// Random ports that are tried before the kernel chooses.
+const MAX_PORT_ATTEMPTS: usize = 16;

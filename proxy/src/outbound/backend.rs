@@ -1,4 +1,4 @@
-//! What stands behind a route: a balancer, a fixed endpoint, or a refusal; and the choice among several.
+//! Backends of a route: a balancer, a fixed endpoint, or a refusal. Also selects among several backends.
 
 use std::{
     collections::HashMap,
@@ -8,28 +8,27 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
-use tulle_core::addr::Addr;
 
 use crate::{
     api::{
         destination::Destinations,
-        watch::{Position, Watched},
+        watch::{Position, WatchState},
     },
     balance::{
-        balancer::{Balancer, Missing, PickError, Strategy},
-        breaker::{Breaker, Fleet},
-        endpoints::Endpoints,
+        balancer::{Balancer, PickError, Strategy, UnavailableReason},
+        breaker::{Breaker, BreakerGroup},
+        endpoint_set::EndpointSet,
         load::Load,
         weighted::{self, Weights},
     },
-    http::error::{Error, Unready},
+    http::error::{self, Error},
     metrics::{
-        balancers::{self, Op},
-        unreadable::{self, Message},
+        balancers::{self, UpdateOp},
+        invalid_updates::{self, UpdateKind},
     },
     outbound::{
-        endpoint::{Common, Endpoint},
-        metrics::{BackendSeries, connections::Protocol},
+        endpoint::{Endpoint, EndpointContext},
+        metrics::{BackendSeries, MetricScope},
     },
     policy::{
         client::{self, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue},
@@ -39,101 +38,91 @@ use crate::{
     },
 };
 
-/// Where requests or connections of a route go; `F` is what filters those of one backend.
+/// The backends of a route; `F` is the type of the filters of each backend.
 pub(crate) enum Backends<F> {
-    /// Nowhere.
     None,
-    FirstAvailable(Vec<Choice<F>>),
-    ByWeight(Weights, Vec<Choice<F>>),
+    FirstAvailable(Vec<BackendChoice<F>>),
+    ByWeight(Weights, Vec<BackendChoice<F>>),
 }
 
-pub(crate) struct Choice<F> {
+pub(crate) struct BackendChoice<F> {
     pub(super) filters: Vec<F>,
     pub(super) backend: Backend,
-    /// What the route counts of its requests.
+    /// Series of the route for this backend.
     pub(super) series: Option<Arc<BackendSeries>>,
 }
 
 #[derive(Clone)]
 pub(crate) enum Backend {
-    /// The endpoints of a service, and what is counted of this way to them.
-    Balanced(Arc<Balanced>, Arc<balancers::Series>),
+    /// A service, and the balancer series of the route.
+    Balanced(Arc<BalancedService>, Arc<balancers::Series>),
     Forward(Arc<Endpoint>),
     Fail,
 }
 
-/// The endpoints of one service, followed for as long as somebody holds this.
-pub(crate) struct Balanced {
-    /// The service's name.
-    pub(super) path: Arc<str>,
+/// A service with its balancer. Its endpoints are watched until the last reference is dropped.
+pub(crate) struct BalancedService {
+    pub(super) service_name: Arc<str>,
     pub(super) balancer: Arc<Balancer<Endpoint>>,
-    params: Params,
-    _followed: watch::Receiver<Watched<()>>,
+    params: BalancerParams,
+    _endpoint_watch: watch::Receiver<WatchState<()>>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-struct Params {
+struct BalancerParams {
     load: LoadParams,
     queue: Queue,
     accrual: Option<FailureAccrual>,
 }
 
-/// Whence a balancer is reached, for metrics.
-pub(super) struct View<'a> {
-    pub(super) protocol: Protocol,
-    pub(super) parent: &'a Meta,
-    /// What applications dial or name.
-    pub(super) dst: &'a Addr,
-}
-
-/// Makes backends; those for the same service and settings are one.
-pub(crate) struct Factory {
-    pub(crate) common: Arc<Common>,
+/// Creates backends. Backends with the same service and settings share one balancer.
+pub(crate) struct BackendFactory {
+    pub(crate) endpoint_context: Arc<EndpointContext>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
     /// Minimum number of requests that may wait for an endpoint of a service, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
     ///
-    /// Linkerd's control plane tells every proxy 100, which nobody can change and its proxies do not use.
+    /// Linkerd's control plane always sends a capacity of 100, and its proxies ignore it.
     pub(crate) min_queue_capacity: usize,
-    /// Where endpoints are counted that cannot be read.
-    pub(crate) unreadable: unreadable::Families,
-    pub(crate) balanced: Mutex<HashMap<Arc<str>, Vec<Weak<Balanced>>>>,
-    pub(crate) forwards: Mutex<Forwards>,
+    /// Counts endpoints that cannot be decoded.
+    pub(crate) invalid_updates: invalid_updates::Families,
+    pub(crate) services: Mutex<HashMap<Arc<str>, Vec<Weak<BalancedService>>>>,
+    pub(crate) forwards: Mutex<ForwardCache>,
 }
 
-/// Endpoints at fixed addresses, so that a new policy that says the same keeps their connections.
+/// Endpoints at fixed addresses. A new policy with the same endpoints keeps their connections.
 #[derive(Default)]
-pub(crate) struct Forwards {
-    known: HashMap<SocketAddr, Vec<Forward>>,
-    /// As many addresses call for a look at which are still used.
-    full_at: usize,
+pub(crate) struct ForwardCache {
+    endpoints: HashMap<SocketAddr, Vec<ForwardEntry>>,
+    /// Number of addresses above which the unused ones are removed.
+    sweep_at: usize,
 }
 
-/// How an endpoint was described, and the endpoint for as long as it is used.
-type Forward = (Arc<EndpointSpec>, Weak<Endpoint>);
+/// Specification of an endpoint, and the endpoint while it is in use.
+type ForwardEntry = (Arc<EndpointSpec>, Weak<Endpoint>);
 
-impl Forwards {
+impl ForwardCache {
     fn sweep(&mut self) {
-        if self.known.len() > self.full_at {
-            let in_use = |(_, endpoint): &Forward| endpoint.strong_count() > 0;
-            self.known.retain(|_, list| list.iter().any(in_use));
-            self.full_at = 2 * self.known.len();
+        if self.endpoints.len() > self.sweep_at {
+            let in_use = |(_, endpoint): &ForwardEntry| endpoint.strong_count() > 0;
+            self.endpoints.retain(|_, list| list.iter().any(in_use));
+            self.sweep_at = 2 * self.endpoints.len();
         }
     }
 }
 
-impl Factory {
+impl BackendFactory {
     pub(super) fn backends<F: Clone>(
         &self,
         distribution: &Distribution<F>,
         accrual: Option<FailureAccrual>,
-        view: &View<'_>,
+        scope: &MetricScope<'_>,
         series: impl Fn(&Meta) -> Option<Arc<BackendSeries>>,
     ) -> Backends<F> {
-        let choice = |route: &client::RouteBackend<F>| Choice {
+        let choice = |route: &client::RouteBackend<F>| BackendChoice {
             filters: route.filters.clone(),
             series: series(&route.backend.meta),
-            backend: self.backend(&route.backend, accrual, view),
+            backend: self.backend(&route.backend, accrual, scope),
         };
         match distribution {
             Distribution::Empty => Backends::None,
@@ -145,12 +134,12 @@ impl Factory {
         }
     }
 
-    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>, view: &View<'_>) -> Backend {
+    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>, scope: &MetricScope<'_>) -> Backend {
         match &backend.target {
             BackendTarget::Fail => Backend::Fail,
             BackendTarget::Forward(spec) => Backend::Forward(self.forward(spec)),
             BackendTarget::Balance { path, load } => {
-                let params = Params {
+                let params = BalancerParams {
                     load: *load,
                     queue: Queue {
                         capacity: backend.queue.capacity.max(self.min_queue_capacity),
@@ -158,62 +147,67 @@ impl Factory {
                     },
                     accrual,
                 };
-                self.viewed(path, params, view, &backend.meta)
+                self.balanced_backend(path, params, scope, &backend.meta)
             }
         }
     }
 
-    /// The endpoint at a fixed address, with the connections that it has if somebody uses it already.
+    /// The endpoint at a fixed address. Returns an existing one with its connections if it is still in use.
     pub(super) fn forward(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
         let mut forwards = self.forwards.lock();
-        let list = forwards.known.entry(spec.addr).or_default();
+        let list = forwards.endpoints.entry(spec.addr).or_default();
         list.retain(|(_, endpoint)| endpoint.strong_count() > 0);
         let same = list.iter().find(|(of, _)| of == spec);
         if let Some(endpoint) = same.and_then(|(_, endpoint)| endpoint.upgrade()) {
             return endpoint;
         }
-        let load = Load::new(UNMEASURED, Instant::now());
-        let breaker = Breaker::new(None, Fleet::default(), Instant::now());
-        let endpoint = Arc::new(Endpoint::new(&self.common, None, spec.clone(), load, breaker));
+        let load = Load::new(DEFAULT_LOAD_PARAMS, Instant::now());
+        let breaker = Breaker::new(None, BreakerGroup::default(), Instant::now());
+        let endpoint = Arc::new(Endpoint::new(&self.endpoint_context, None, spec.clone(), load, breaker));
         list.push((spec.clone(), Arc::downgrade(&endpoint)));
         forwards.sweep();
         endpoint
     }
 
-    /// The balancer of a service by its name, with the load parameters that services have without a policy.
+    /// The balancer of a service by its name, with the load parameters of services without a policy.
     pub(super) fn service(
         &self,
         path: &Arc<str>,
         queue: Queue,
         accrual: Option<FailureAccrual>,
-        view: &View<'_>,
+        scope: &MetricScope<'_>,
     ) -> Backend {
-        let params = Params {
-            load: UNMEASURED,
+        let params = BalancerParams {
+            load: DEFAULT_LOAD_PARAMS,
             queue,
             accrual,
         };
-        self.viewed(path, params, view, &Meta::of_service(path))
+        self.balanced_backend(path, params, scope, &Meta::of_service(path))
     }
 
-    fn viewed(&self, path: &Arc<str>, params: Params, view: &View<'_>, backend: &Meta) -> Backend {
-        let families = &self.common.families;
-        let series = families.balancer(view.protocol, view.parent, backend, view.dst, path);
-        let balanced = self.balanced(path, params);
-        balanced.balancer.counted(&series);
+    fn balanced_backend(
+        &self,
+        path: &Arc<str>,
+        params: BalancerParams,
+        scope: &MetricScope<'_>,
+        backend: &Meta,
+    ) -> Backend {
+        let families = &self.endpoint_context.families;
+        let series = families.balancer(scope, backend, path);
+        let balanced = self.get_or_create_service(path, params);
+        balanced.balancer.register_series(&series);
         Backend::Balanced(balanced, series)
     }
 
-    /// Counts the endpoints of all balancers, as they are now.
-    pub(crate) fn measure(&self) {
+    pub(crate) fn update_gauges(&self) {
         let now = Instant::now();
-        for balanced in self.balanced.lock().values().flatten().filter_map(Weak::upgrade) {
-            balanced.balancer.measure(now);
+        for balanced in self.services.lock().values().flatten().filter_map(Weak::upgrade) {
+            balanced.balancer.update_gauges(now);
         }
     }
 
-    fn balanced(&self, path: &Arc<str>, params: Params) -> Arc<Balanced> {
-        let mut known = self.balanced.lock();
+    fn get_or_create_service(&self, path: &Arc<str>, params: BalancerParams) -> Arc<BalancedService> {
+        let mut known = self.services.lock();
         known.retain(|_, list| {
             list.retain(|balanced| balanced.strong_count() > 0);
             !list.is_empty()
@@ -226,64 +220,63 @@ impl Factory {
         {
             return found;
         }
-        let made = Arc::new(self.follow(path, params));
+        let made = Arc::new(self.create_service(path, params));
         list.push(Arc::downgrade(&made));
         made
     }
 
-    fn follow(&self, path: &Arc<str>, params: Params) -> Balanced {
+    fn create_service(&self, path: &Arc<str>, params: BalancerParams) -> BalancedService {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
-        let (common, authority, fed) = (self.common.clone(), path.clone(), balancer.clone());
-        let mut endpoints = Endpoints::default();
-        let mut reporter = self.unreadable.reporter(Message::Endpoint, path.to_string());
-        let followed = self.destinations.endpoints(path, move |position, update| {
+        let (context, authority, updated_balancer) = (self.endpoint_context.clone(), path.clone(), balancer.clone());
+        let mut endpoints = EndpointSet::default();
+        let mut reporter = self.invalid_updates.reporter(UpdateKind::Endpoint, path.to_string());
+        let endpoint_watch = self.destinations.endpoints(path, move |position, update| {
             if position == Position::First {
                 endpoints.resync();
             }
-            let left_out = |error| drop(reporter.report(&error));
-            let changed = decode::endpoint::endpoint_update(update, left_out).map(|update| {
-                fed.told(match update {
-                    EndpointUpdate::Add(_) if position != Position::First => Op::Add,
-                    EndpointUpdate::Remove(_) => Op::Remove,
-                    EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => Op::Reset,
+            let report_skipped = |error| drop(reporter.report(&error));
+            let changed = decode::endpoint::endpoint_update(update, report_skipped).map(|update| {
+                updated_balancer.record_update(match update {
+                    EndpointUpdate::Add(_) if position != Position::First => UpdateOp::Add,
+                    EndpointUpdate::Remove(_) => UpdateOp::Remove,
+                    EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => UpdateOp::Reset,
                 });
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
-                    let breaker = Breaker::new(params.accrual, fed.fleet(), now);
+                    let breaker = Breaker::new(params.accrual, updated_balancer.breaker_group(), now);
                     let load = Load::new(params.load, now);
-                    Arc::new(Endpoint::new(&common, Some(&authority), spec.clone(), load, breaker))
+                    Arc::new(Endpoint::new(&context, Some(&authority), spec.clone(), load, breaker))
                 })
             });
             match changed {
-                Ok(Some(discovered)) => fed.update(discovered),
+                Ok(Some(discovered)) => updated_balancer.publish(discovered),
                 Ok(None) => {}
                 Err(error) => drop(reporter.report(&error)),
             }
         });
-        Balanced {
-            path: path.clone(),
+        BalancedService {
+            service_name: path.clone(),
             balancer,
             params,
-            _followed: followed,
+            _endpoint_watch: endpoint_watch,
         }
     }
 }
 
 impl<F> Backends<F> {
-    /// Everything to one.
-    pub(super) fn only(backend: Backend) -> Self {
-        Self::FirstAvailable(vec![Choice {
+    pub(super) fn single(backend: Backend) -> Self {
+        Self::FirstAvailable(vec![BackendChoice {
             filters: Vec::new(),
             backend,
             series: None,
         }])
     }
 
-    /// The backend for a request or connection that comes now.
+    /// Selects the backend for a new request or connection.
     ///
     /// # Errors
-    /// There is none.
-    pub(super) fn choose(&self) -> Result<&Choice<F>, Error> {
+    /// There is no backend.
+    pub(super) fn choose(&self) -> Result<&BackendChoice<F>, Error> {
         let chosen = match self {
             Self::None => None,
             Self::FirstAvailable(list) if list.len() == 1 => list.first(),
@@ -302,7 +295,7 @@ impl<F> Backends<F> {
         chosen.ok_or(Error::NoBackends)
     }
 
-    /// Whether one of them would take a request at once.
+    /// Whether one of the backends has an available endpoint now.
     pub(super) fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::None => false,
@@ -319,15 +312,15 @@ impl Backend {
     fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.is_available(now),
-            // Its share of requests fails, and goes to nobody else.
+            // Always available. If it fails, its share of the requests fails and does not go to other backends.
             Self::Forward(_) | Self::Fail => true,
         }
     }
 
-    /// An endpoint to try, rather one that has not been tried.
+    /// Picks an endpoint, preferably one that is not in `tried`.
     ///
     /// # Errors
-    /// None is available, or becomes so in time.
+    /// No endpoint becomes available in time, or the backend has none.
     pub(super) async fn pick(&self, tried: &[Arc<Endpoint>]) -> Result<Arc<Endpoint>, Error> {
         match self {
             Self::Balanced(balanced, series) => {
@@ -337,34 +330,34 @@ impl Backend {
                     .await
                     .map_err(|error| match error {
                         PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::FailFast(limit, missing) => Error::FailFast(limit, unready(missing)),
-                        PickError::Unavailable(missing) => Error::Unavailable(unready(missing)),
+                        PickError::FailFast(limit, missing) => Error::FailFast(limit, unready_reason(missing)),
+                        PickError::Unavailable(missing) => Error::EndpointsUnavailable(unready_reason(missing)),
                         PickError::QueueFull(_) => Error::QueueFull,
                     })
             }
             Self::Forward(endpoint) => Ok(endpoint.clone()),
-            Self::Fail => Err(Error::NoBackend("it has no dispatcher")),
+            Self::Fail => Err(Error::InvalidBackend("it has no dispatcher")),
         }
     }
 
-    /// An endpoint of which this holds, if there is one to be had at once.
-    pub(super) fn pick_where(&self, may: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
+    /// Picks an endpoint that `is_allowed` accepts, if one is available now.
+    pub(super) fn pick_where(&self, is_allowed: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
-            Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), may),
+            Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),
             Self::Forward(_) | Self::Fail => None,
         }
     }
 }
 
-fn unready(missing: Missing) -> Unready {
+fn unready_reason(missing: UnavailableReason) -> error::UnavailableReason {
     match missing {
-        Missing::Unready(after) => Unready::Unreached { after },
-        Missing::Ejected => Unready::Ejected,
+        UnavailableReason::Unreachable(after) => error::UnavailableReason::Unreachable { after },
+        UnavailableReason::Ejected => error::UnavailableReason::BreakerOpen,
     }
 }
 
-/// What an endpoint is believed to take before it has answered.
-const UNMEASURED: LoadParams = LoadParams::PeakEwma {
+/// Load parameters of endpoints for which the policy sets none.
+const DEFAULT_LOAD_PARAMS: LoadParams = LoadParams::PeakEwma {
     default_rtt: std::time::Duration::from_millis(30),
     decay: std::time::Duration::from_secs(10),
 };

@@ -1,5 +1,4 @@
-//! Opening connections to one endpoint: TCP, mTLS towards its identity, and the transport header where its proxy wants
-//! one.
+//! Opens connections to one endpoint: TCP, mTLS with its identity, and the transport header if its proxy requires one.
 
 use std::{net::SocketAddr, num::NonZeroU16, sync::Arc};
 
@@ -10,33 +9,33 @@ use crate::{
     http::{client::Protocol, error::Error},
     net::{
         connect,
-        counts::Counts,
         io::{Io, Tcp},
+        tcp_metrics::ConnectionMetrics,
     },
     policy::endpoint::{EndpointSpec, EndpointTls, ProtocolHint},
     tls::{
         client,
-        creds::{Alpn, Credentials},
+        credentials::{Alpn, Credentials},
         header::{SessionProtocol, TransportHeader},
     },
 };
 
-/// All that is needed to reach one endpoint.
+/// Opens connections to one endpoint.
 pub(crate) struct Connector {
-    /// Where to dial: the endpoint, or its proxy's port for connections behind a transport header.
+    /// Address to dial. The port is the endpoint's, or that of its proxy for connections with a transport header.
     addr: SocketAddr,
     tls: Option<(Credentials, EndpointTls)>,
-    header: Option<Header>,
+    header: Option<TransportHeaderFields>,
     connect: connect::Config,
-    counts: Arc<Counts>,
+    metrics: Arc<ConnectionMetrics>,
 }
 
-/// What the transport header says, the protocol aside.
-struct Header {
+/// Fields of the transport header, except the protocol.
+struct TransportHeaderFields {
     port: NonZeroU16,
     name: Option<String>,
-    /// Whether the peer may be told the protocol.
-    tells_protocol: bool,
+    /// Whether the header may name the protocol.
+    sends_protocol: bool,
 }
 
 impl Connector {
@@ -45,24 +44,24 @@ impl Connector {
         spec: &EndpointSpec,
         creds: Option<&Credentials>,
         connect: connect::Config,
-        counts: Arc<Counts>,
+        metrics: Arc<ConnectionMetrics>,
     ) -> Self {
         let tls = creds.cloned().zip(spec.tls.clone());
         let mut addr = spec.addr;
         let mut header = None;
         if tls.is_some() {
-            let overridden = spec.authority_override.as_ref();
-            let port = overridden
+            let authority_override = spec.authority_override.as_ref();
+            let port = authority_override
                 .and_then(|authority| authority.port_u16())
                 .unwrap_or_else(|| spec.addr.port());
             if let (true, Some(port)) = (
-                spec.opaque_transport.is_some() || overridden.is_some(),
+                spec.opaque_transport.is_some() || authority_override.is_some(),
                 NonZeroU16::new(port),
             ) {
-                header = Some(Header {
+                header = Some(TransportHeaderFields {
                     port,
-                    name: overridden.map(|authority| authority.host().to_owned()),
-                    tells_protocol: spec.hint != ProtocolHint::Opaque,
+                    name: authority_override.map(|authority| authority.host().to_owned()),
+                    sends_protocol: spec.hint != ProtocolHint::Opaque,
                 });
             }
             if let Some(port) = spec.opaque_transport {
@@ -74,31 +73,33 @@ impl Connector {
             tls,
             header,
             connect,
-            counts,
+            metrics,
         }
     }
 
-    /// What its connections are counted in.
-    pub(super) fn counts(&self) -> &Counts {
-        &self.counts
+    pub(super) fn metrics(&self) -> &ConnectionMetrics {
+        &self.metrics
     }
 
-    /// Opens a connection for HTTP of some version, or for bytes.
+    /// Opens a connection for HTTP, or for opaque bytes if `protocol` is `None`.
     ///
     /// # Errors
-    /// The endpoint refuses, is not reached in time, or is not who it should be.
+    /// The endpoint refuses the connection, dialling or the TLS handshake fails or times out, or the endpoint has a different
+    /// identity.
     pub(crate) async fn open(&self, protocol: Option<Protocol>) -> Result<Io, Error> {
-        let stream = connect::dial(self.addr, &self.connect).await.map_err(Error::connect)?;
+        let stream = connect::dial(self.addr, &self.connect)
+            .await
+            .map_err(Error::from_connect)?;
         let Some((creds, target)) = &self.tls else {
-            return Ok(Io::tcp(Tcp::new(stream)).count(self.counts.clone()));
+            return Ok(Io::tcp(Tcp::new(stream)).count(self.metrics.clone()));
         };
         let alpn = if self.header.is_some() {
             Alpn::TransportHeader
         } else {
             Alpn::Unset
         };
-        let shaking = client::connect(Tcp::new(stream), creds, &target.identity, &target.server_name, alpn);
-        let tls = match tokio::time::timeout(self.connect.timeout, shaking).await {
+        let handshake = client::connect(Tcp::new(stream), creds, &target.identity, &target.server_name, alpn);
+        let tls = match tokio::time::timeout(self.connect.timeout, handshake).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(source)) => {
                 let failure = source.failure();
@@ -110,19 +111,19 @@ impl Connector {
                 });
             }
             Err(_) => {
-                return Err(Error::connect(connect::ConnectError::Timeout {
+                return Err(Error::from_connect(connect::ConnectError::Timeout {
                     addr: self.addr,
                     limit: self.connect.timeout,
                 }));
             }
         };
         let negotiated = client::alpn(&tls);
-        let mut io = Io::tls_client(tls).count(self.counts.clone());
+        let mut io = Io::tls_client(tls).count(self.metrics.clone());
         if let (Some(header), Alpn::TransportHeader) = (&self.header, negotiated) {
             let mut bytes = BytesMut::new();
             header.with_protocol(protocol).encode(&mut bytes);
             // Nothing of a request has been sent yet.
-            let lost = Error::Closed {
+            let lost = Error::ConnectionClosed {
                 addr: self.addr,
                 reused: false,
                 sent: false,
@@ -133,9 +134,9 @@ impl Connector {
     }
 }
 
-impl Header {
+impl TransportHeaderFields {
     fn with_protocol(&self, protocol: Option<Protocol>) -> TransportHeader {
-        let protocol = protocol.filter(|_| self.tells_protocol).map(|protocol| match protocol {
+        let protocol = protocol.filter(|_| self.sends_protocol).map(|protocol| match protocol {
             Protocol::Http1 => SessionProtocol::Http1,
             Protocol::Http2 => SessionProtocol::Http2,
         });

@@ -6,51 +6,52 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::{
-    balance::balancer::{Candidate as _, Discovered},
+    balance::{candidate::Candidate as _, endpoint_set::DiscoveryState},
     outbound::{
-        backend::{Backend, Backends, Balanced},
-        destination::{Destination, Plan, Router},
-        discover::Discover,
+        backend::{Backend, Backends, BalancedService},
+        destination::{
+            discovery::Discovery,
+            snapshot::{Destination, Plan, Router},
+        },
         endpoint::Endpoint,
     },
     policy::endpoint::Locality,
 };
 
-/// One address that applications dial, or name that they ask for.
+/// One address that applications dial, or name that they request.
 #[derive(Serialize)]
-pub(crate) struct Shown {
+pub(crate) struct DestinationStatus {
     address: String,
-    /// Absent while the control plane has not answered.
+    /// Absent until the control plane has answered.
     policy: Option<String>,
     protocol: Option<&'static str>,
-    /// Why the last policy that came could not be read; the one before it holds.
+    /// Decode error of the last policy; the policy before it stays in use.
     policy_error: Option<String>,
-    /// The ServiceProfile of the service, or what else the control plane knows it as.
+    /// Name of the service, from the profile.
     profile: Option<Arc<str>>,
     profile_error: Option<String>,
-    /// Those of the policy, or the number of a ServiceProfile's.
+    /// Names of the policy's routes, or the number of routes of the ServiceProfile.
     routes: Vec<String>,
     idle_seconds: u64,
     open_connections: i64,
-    services: Vec<Service>,
+    services: Vec<ServiceStatus>,
     /// Endpoints at fixed addresses.
-    forwards: Vec<Peer>,
+    forwards: Vec<EndpointStatus>,
 }
 
-/// A service behind a destination.
 #[derive(Serialize)]
-struct Service {
+struct ServiceStatus {
     name: Arc<str>,
-    /// Whether discovery has answered, and whether requests fail at once.
+    /// `no answer yet`, `no endpoints` or `followed`.
     discovery: &'static str,
     fails_fast: bool,
-    endpoints: Vec<Peer>,
+    endpoints: Vec<EndpointStatus>,
 }
 
 #[derive(Serialize)]
-struct Peer {
+struct EndpointStatus {
     address: String,
-    /// Absent where nobody proves it.
+    /// Absent if the endpoint is not meshed.
     identity: Option<String>,
     weight: u32,
     zone: &'static str,
@@ -60,77 +61,87 @@ struct Peer {
     open_connections: i64,
     /// `available`, `unreachable` or `ejected`.
     state: &'static str,
-    /// Until it may be tried again.
+    /// Milliseconds until the endpoint may be tried again.
     retry_in_ms: Option<u64>,
 }
 
-impl Discover {
-    /// All destinations in use, by address.
-    pub(crate) fn shown(&self) -> Vec<Shown> {
-        let mut all: Vec<_> = self.known.lock().all().cloned().collect();
+impl Discovery {
+    /// All destinations in use, sorted by address.
+    pub(crate) fn destination_statuses(&self) -> Vec<DestinationStatus> {
+        let mut all: Vec<_> = self.cache.lock().iter().cloned().collect();
         all.sort_unstable_by(|a, b| a.target.cmp(&b.target));
         let now = Instant::now();
-        all.iter().map(|destination| Shown::of(destination, now)).collect()
+        all.iter()
+            .map(|destination| DestinationStatus::from_destination(destination, now))
+            .collect()
     }
 }
 
-impl Shown {
-    fn of(destination: &Destination, now: Instant) -> Self {
-        let snapshot = destination.known_snapshot();
+impl DestinationStatus {
+    fn from_destination(destination: &Destination, now: Instant) -> Self {
+        let snapshot = destination.try_snapshot();
         let snapshot = snapshot.as_deref();
-        let mut found = Found::default();
+        let mut found = PlanSummary::default();
         if let Some(snapshot) = snapshot {
-            found.plan(&snapshot.plan);
+            found.add_plan(&snapshot.plan);
         }
         let idle = now.saturating_duration_since(*destination.used_at.lock());
         Self {
             address: destination.target.to_string(),
             policy: snapshot.map(|snapshot| snapshot.policy.meta.to_string()),
-            policy_error: destination.unread.policy.lock().clone(),
-            profile_error: destination.unread.profile.lock().clone(),
+            policy_error: destination.decode_errors.policy.lock().clone(),
+            profile_error: destination.decode_errors.profile.lock().clone(),
             protocol: snapshot.map(|snapshot| snapshot.plan.protocol().name()),
             profile: snapshot.and_then(|snapshot| snapshot.profile.as_ref()?.name.clone()),
             idle_seconds: idle.as_secs(),
-            open_connections: destination.counts.get().map_or(0, |counts| counts.n_open()),
-            services: found.services.iter().map(|service| Service::of(service, now)).collect(),
-            forwards: found.forwards.iter().map(|endpoint| Peer::of(endpoint, now)).collect(),
+            open_connections: destination.connection_metrics.get().map_or(0, |counts| counts.n_open()),
+            services: found
+                .services
+                .iter()
+                .map(|service| ServiceStatus::from_balanced(service, now))
+                .collect(),
+            forwards: found
+                .forwards
+                .iter()
+                .map(|endpoint| EndpointStatus::from_endpoint(endpoint, now))
+                .collect(),
             routes: found.routes,
         }
     }
 }
 
-/// What a plan leads to, each once.
+/// The routes and backends of a plan, each backend once.
 #[derive(Default)]
-struct Found {
+struct PlanSummary {
     routes: Vec<String>,
-    services: Vec<Arc<Balanced>>,
+    services: Vec<Arc<BalancedService>>,
     forwards: Vec<Arc<Endpoint>>,
 }
 
-impl Found {
-    fn plan(&mut self, plan: &Plan) {
+impl PlanSummary {
+    fn add_plan(&mut self, plan: &Plan) {
         match plan {
             Plan::Detect {
                 http1, http2, opaque, ..
             } => {
-                self.router(http1);
+                self.add_router(http1);
                 if !Arc::ptr_eq(http1, http2) {
-                    self.router(http2);
+                    self.add_router(http2);
                 }
-                self.backends(&opaque.backends);
+                self.add_backends(&opaque.backends);
             }
-            Plan::Http1(router) | Plan::Http2(router) => self.router(router),
-            Plan::Opaque(opaque) => self.backends(&opaque.backends),
-            Plan::Tls { plans, .. } => plans.iter().for_each(|plan| self.backends(&plan.backends)),
+            Plan::Http1(router) | Plan::Http2(router) => self.add_router(router),
+            Plan::Opaque(opaque) => self.add_backends(&opaque.backends),
+            Plan::Tls { plans, .. } => plans.iter().for_each(|plan| self.add_backends(&plan.backends)),
         }
     }
 
-    fn router(&mut self, router: &Router) {
+    fn add_router(&mut self, router: &Router) {
         match router {
             Router::Profile(profile) => {
                 self.routes
                     .push(format!("{} of the ServiceProfile", profile.routes().len()));
-                self.backends(&profile.backends);
+                self.add_backends(&profile.backends);
             }
             Router::Routes(routes) => {
                 for route in routes {
@@ -138,52 +149,55 @@ impl Found {
                     route
                         .rules
                         .iter()
-                        .for_each(|rule| self.backends(&rule.payload.backends));
+                        .for_each(|rule| self.add_backends(&rule.payload.backends));
                 }
             }
         }
     }
 
-    fn backends<F>(&mut self, backends: &Backends<F>) {
+    fn add_backends<F>(&mut self, backends: &Backends<F>) {
         let choices = match backends {
             Backends::None => return,
             Backends::FirstAvailable(choices) | Backends::ByWeight(_, choices) => choices,
         };
         for choice in choices {
             match &choice.backend {
-                Backend::Balanced(balanced, _) => once(&mut self.services, balanced),
-                Backend::Forward(endpoint) => once(&mut self.forwards, endpoint),
+                Backend::Balanced(balanced, _) => push_unique(&mut self.services, balanced),
+                Backend::Forward(endpoint) => push_unique(&mut self.forwards, endpoint),
                 Backend::Fail => {}
             }
         }
     }
 }
 
-fn once<T>(all: &mut Vec<Arc<T>>, one: &Arc<T>) {
+fn push_unique<T>(all: &mut Vec<Arc<T>>, one: &Arc<T>) {
     if !all.iter().any(|other| Arc::ptr_eq(other, one)) {
         all.push(one.clone());
     }
 }
 
-impl Service {
-    fn of(balanced: &Balanced, now: Instant) -> Self {
-        let (discovered, fails_fast) = balanced.balancer.shown();
+impl ServiceStatus {
+    fn from_balanced(balanced: &BalancedService, now: Instant) -> Self {
+        let (discovered, fails_fast) = balanced.balancer.status();
         let (discovery, endpoints) = match &*discovered {
-            Discovered::Unknown => ("no answer yet", &[][..]),
-            Discovered::NoEndpoints => ("no endpoints", &[][..]),
-            Discovered::Endpoints(endpoints) => ("followed", &**endpoints),
+            DiscoveryState::Unknown => ("no answer yet", &[][..]),
+            DiscoveryState::NoEndpoints => ("no endpoints", &[][..]),
+            DiscoveryState::Endpoints(endpoints) => ("watching", &**endpoints),
         };
         Self {
-            name: balanced.path.clone(),
+            name: balanced.service_name.clone(),
             discovery,
             fails_fast,
-            endpoints: endpoints.iter().map(|endpoint| Peer::of(endpoint, now)).collect(),
+            endpoints: endpoints
+                .iter()
+                .map(|endpoint| EndpointStatus::from_endpoint(endpoint, now))
+                .collect(),
         }
     }
 }
 
-impl Peer {
-    fn of(endpoint: &Endpoint, now: Instant) -> Self {
+impl EndpointStatus {
+    fn from_endpoint(endpoint: &Endpoint, now: Instant) -> Self {
         let (spec, load, breaker) = (&endpoint.spec, endpoint.load(), endpoint.breaker());
         let retry_at = breaker.available_at().filter(|at| *at > now);
         Self {
@@ -197,9 +211,9 @@ impl Peer {
             },
             labels: spec.labels.clone(),
             rtt_ms: load.rtt(now).as_secs_f64() * 1e3,
-            requests_in_flight: load.pending(),
-            open_connections: endpoint.connector.counts().n_open(),
-            state: match (breaker.available(now), breaker.is_ejected()) {
+            requests_in_flight: load.in_flight(),
+            open_connections: endpoint.connector.metrics().n_open(),
+            state: match (breaker.is_available(now), breaker.is_ejected()) {
                 (true, _) => "available",
                 (false, true) => "ejected",
                 (false, false) => "unreachable",

@@ -1,4 +1,4 @@
-//! One peer: how to reach it, what it costs, whether it is available, and what is counted of it.
+//! One endpoint: its connections, load, breaker and metrics.
 
 use std::{
     collections::BTreeSet,
@@ -11,85 +11,84 @@ use http::Version;
 use tulle_core::identity::Identity;
 
 use crate::{
-    balance::{balancer::Candidate, breaker::Breaker, load::Load},
+    balance::{breaker::Breaker, candidate::Candidate, load::Load},
     http::{
-        client::{Client, PoolConfig, Protocol},
+        client::{EndpointClient, PoolConfig, Protocol},
         h2,
     },
     metrics::http::Series,
     net::connect,
     outbound::{
-        Mode,
         connector::Connector,
-        metrics::{Families, endpoint_labels},
+        metrics::{Families, labels::endpoint_labels},
+        mode::Mode,
     },
     policy::endpoint::{EndpointSpec, ProtocolHint},
-    tap::Taps,
+    tap::TapRegistry,
     tls::{
-        creds::Credentials,
-        status::{ClientTls, WhyClientPlain},
+        credentials::Credentials,
+        status::{ClientTls, NoClientTls},
     },
     trace::Tracer,
 };
 
-/// What all endpoints of the process share.
-pub(crate) struct Common {
+/// Settings that all endpoints of the process share.
+pub(crate) struct EndpointContext {
     pub(crate) creds: Credentials,
     pub(crate) connect: connect::Config,
-    pub(crate) http2: h2::Params,
+    pub(crate) http2: h2::Http2Config,
     pub(crate) pool: PoolConfig,
     pub(crate) families: Families,
-    /// Addresses of this workload: what is there is reached without a proxy on the other side.
-    pub(crate) ips: BTreeSet<IpAddr>,
+    /// Addresses of this workload. Connections to them use no mTLS, because there is no proxy on the other side.
+    pub(crate) local_ips: BTreeSet<IpAddr>,
     pub(crate) workers: usize,
-    /// Who watches requests.
-    pub(crate) taps: Arc<Taps>,
-    /// Who makes spans of traces, where there are any.
+    pub(crate) taps: Arc<TapRegistry>,
+    /// Creates trace spans; `None` if tracing is disabled.
     pub(crate) tracer: Option<Tracer>,
     pub(crate) mode: Mode,
 }
 
-/// A peer that requests and connections can be sent to.
+/// One endpoint, shared by all workers.
 pub(crate) struct Endpoint {
     pub(super) spec: Arc<EndpointSpec>,
     load: Load,
     breaker: Breaker,
     pub(super) connector: Arc<Connector>,
     /// Connections belong to the worker that opened them.
-    clients: Box<[OnceLock<Client>]>,
-    http2: h2::Params,
+    clients: Box<[OnceLock<EndpointClient>]>,
+    http2: h2::Http2Config,
     pool: PoolConfig,
     pub(super) tls: ClientTls,
     pub(super) series: Arc<Series>,
-    pub(super) taps: Arc<Taps>,
+    pub(super) taps: Arc<TapRegistry>,
     pub(super) tracer: Option<Tracer>,
 }
 
 impl Endpoint {
     /// `authority` is the logical destination, for metrics.
     pub(super) fn new(
-        common: &Common,
+        context: &EndpointContext,
         authority: Option<&str>,
         spec: Arc<EndpointSpec>,
         load: Load,
         breaker: Breaker,
     ) -> Self {
-        let local = common.ips.contains(&spec.addr.ip()) || spec.addr.ip().is_loopback();
+        let local = context.local_ips.contains(&spec.addr.ip()) || spec.addr.ip().is_loopback();
         let tls = match &spec.tls {
-            _ if local => ClientTls::Plain(WhyClientPlain::Loopback),
+            _ if local => ClientTls::Plain(NoClientTls::Loopback),
             Some(tls) => ClientTls::Meshed(tls.identity.clone()),
-            None if common.mode == Mode::Ingress && authority.is_none() => {
-                ClientTls::Plain(WhyClientPlain::IngressWithoutOverride)
+            None if context.mode == Mode::Ingress && authority.is_none() => {
+                ClientTls::Plain(NoClientTls::IngressWithoutOverride)
             }
-            None => ClientTls::Plain(WhyClientPlain::NotProvidedByServiceDiscovery),
+            None => ClientTls::Plain(NoClientTls::NotProvidedByServiceDiscovery),
         };
         let labels = endpoint_labels(authority, &spec, &tls);
-        let cost = common.families.connections.cost(spec.locality);
-        let counts = common
+        let cost = context.families.connections.zone_traffic(spec.locality);
+        let counts = context
             .families
             .tcp
             .with_cost(labels.clone().with("peer", "dst"), Some(cost));
-        let creds = (!local).then_some(&common.creds);
+        let creds = (!local).then_some(&context.creds);
         let spec = if local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {
                 hint: ProtocolHint::Unknown,
@@ -100,13 +99,13 @@ impl Endpoint {
             spec
         };
         Self {
-            connector: Arc::new(Connector::new(&spec, creds, common.connect, counts)),
-            http2: http2_params(&common.http2, &spec),
-            pool: common.pool,
-            clients: (0..common.workers).map(|_| OnceLock::new()).collect(),
-            series: common.families.http.series(labels),
-            taps: common.taps.clone(),
-            tracer: common.tracer.clone(),
+            connector: Arc::new(Connector::new(&spec, creds, context.connect, counts)),
+            http2: http2_params(&context.http2, &spec),
+            pool: context.pool,
+            clients: (0..context.workers).map(|_| OnceLock::new()).collect(),
+            series: context.families.http.series(labels),
+            taps: context.taps.clone(),
+            tracer: context.tracer.clone(),
             tls,
             spec,
             load,
@@ -115,33 +114,33 @@ impl Endpoint {
     }
 
     /// This worker's connections.
-    pub(super) fn client(&self, worker: usize) -> &Client {
+    pub(super) fn client(&self, worker: usize) -> &EndpointClient {
         self.clients[worker].get_or_init(|| {
             let connector = self.connector.clone();
             let open = move |protocol| -> std::pin::Pin<Box<dyn Future<Output = _> + Send>> {
                 let connector = connector.clone();
                 Box::pin(async move { connector.open(Some(protocol)).await })
             };
-            Client::new(self.spec.addr, Box::new(open), self.http2, self.pool)
+            EndpointClient::new(self.spec.addr, Box::new(open), self.http2, self.pool)
         })
     }
 
-    /// The version in which a request travels to this endpoint; `as_it_is` keeps HTTP/1 what it is.
-    pub(super) fn protocol(&self, version: Version, as_it_is: bool) -> Protocol {
+    /// The HTTP version in which a request of `version` is sent to this endpoint.
+    pub(super) fn protocol(&self, version: Version, must_stay_http1: bool) -> Protocol {
         match version {
-            _ if as_it_is => Protocol::Http1,
+            _ if must_stay_http1 => Protocol::Http1,
             Version::HTTP_2 => Protocol::Http2,
             _ if self.spec.hint == ProtocolHint::H2 => Protocol::Http2,
             _ => Protocol::Http1,
         }
     }
 
-    /// Whether there is a proxy that makes HTTP/1 again of what travels as HTTP/2.
+    /// Whether the endpoint's proxy converts HTTP/2 back to HTTP/1.
     pub(super) fn restores_http1(&self) -> bool {
         self.spec.hint == ProtocolHint::H2 && self.identity().is_some()
     }
 
-    /// Who is there; `None` where nobody proves it.
+    /// The identity of the endpoint; `None` if it is not meshed.
     pub(super) fn identity(&self) -> Option<&Identity> {
         match &self.tls {
             ClientTls::Meshed(identity) => Some(identity),
@@ -160,30 +159,30 @@ impl Candidate for Endpoint {
     }
 }
 
-/// Our settings, where discovery has none for this endpoint.
-fn http2_params(ours: &h2::Params, spec: &EndpointSpec) -> h2::Params {
-    let theirs = &spec.http2;
-    h2::Params {
-        stream_window: theirs.stream_window.unwrap_or(ours.stream_window),
-        connection_window: theirs.connection_window.unwrap_or(ours.connection_window),
-        keep_alive: theirs
+/// HTTP/2 settings from discovery, and `defaults` for those that it does not set.
+fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Config {
+    let discovered = &spec.http2;
+    h2::Http2Config {
+        stream_window: discovered.stream_window.unwrap_or(defaults.stream_window),
+        connection_window: discovered.connection_window.unwrap_or(defaults.connection_window),
+        keep_alive: discovered
             .keep_alive
             .filter(|pings| pings.interval > Duration::ZERO && pings.timeout > Duration::ZERO)
             .map(|pings| h2::KeepAlive {
                 interval: pings.interval,
                 timeout: pings.timeout,
             })
-            .or(ours.keep_alive),
-        max_frame_size: theirs.max_frame_size.or(ours.max_frame_size),
-        max_send_buffer: theirs
+            .or(defaults.keep_alive),
+        max_frame_size: discovered.max_frame_size.or(defaults.max_frame_size),
+        max_send_buffer_bytes: discovered
             .max_send_buf_size
             .map(|size| size as usize)
-            .or(ours.max_send_buffer),
-        max_resets: theirs
+            .or(defaults.max_send_buffer_bytes),
+        max_reset_streams: discovered
             .max_concurrent_reset_streams
             .map(|streams| streams as usize)
-            .or(ours.max_resets),
-        ..*ours
+            .or(defaults.max_reset_streams),
+        ..*defaults
     }
 }
 
@@ -193,11 +192,11 @@ mod tests {
     use crate::policy::endpoint::{Http2Params, KeepAlive};
 
     #[test]
-    fn what_discovery_says_of_http2_wins_over_our_settings() {
-        let ours = h2::Params::default();
+    fn http2_settings_from_discovery_override_the_defaults() {
+        let defaults = h2::Http2Config::default();
         let (interval, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
         let mut spec = EndpointSpec::plain(([10, 0, 0, 1], 80).into());
-        assert_eq!(http2_params(&ours, &spec), ours);
+        assert_eq!(http2_params(&defaults, &spec), defaults);
         spec.http2 = Http2Params {
             connection_window: Some(1),
             stream_window: Some(2),
@@ -206,15 +205,15 @@ mod tests {
             max_frame_size: Some(4),
             max_send_buf_size: Some(5),
         };
-        let expected = h2::Params {
+        let expected = h2::Http2Config {
             connection_window: 1,
             stream_window: 2,
             keep_alive: Some(h2::KeepAlive { interval, timeout }),
-            max_resets: Some(3),
+            max_reset_streams: Some(3),
             max_frame_size: Some(4),
-            max_send_buffer: Some(5),
-            ..ours
+            max_send_buffer_bytes: Some(5),
+            ..defaults
         };
-        assert_eq!(http2_params(&ours, &spec), expected);
+        assert_eq!(http2_params(&defaults, &spec), expected);
     }
 }

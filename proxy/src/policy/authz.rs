@@ -1,4 +1,4 @@
-//! Who may: the first authorization whose network and authentication a client satisfies.
+//! Authorization: a client is permitted by the first authorization whose networks and authentication it matches.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -6,11 +6,11 @@ use std::sync::Arc;
 use ahash::HashSet;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tulle_core::identity::Identity;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::policy::meta::Meta;
 
-/// Permission for clients from some networks that prove who they are in some way.
+/// Permits clients from some networks that authenticate in a given way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Authorization {
     pub(crate) networks: Vec<NetworkMatch>,
@@ -20,37 +20,37 @@ pub(crate) struct Authorization {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Authentication {
-    /// Nothing to prove.
+    /// No authentication is required.
     Unauthenticated,
-    /// TLS that ends in this proxy, with or without a client certificate.
+    /// TLS terminated by this proxy, with or without a client certificate.
     TlsUnauthenticated,
-    /// TLS with a client certificate that carries one of these names.
+    /// TLS with a client certificate for one of these identities.
     TlsIdentities {
         identities: HashSet<Box<str>>,
         suffixes: Vec<IdentitySuffix>,
     },
 }
 
-/// A group of identities.
+/// A set of identities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum IdentitySuffix {
-    /// Every identity that the trust anchors vouch for.
+    /// Every identity that the trust anchors verify.
     Any,
     /// DNS names that end with this text, which starts with a dot.
     Dns(Box<str>),
 }
 
-/// How a client's connection was secured, as far as authorization cares.
+/// The TLS state of a client's connection, as authorization needs it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ConnTls<'a> {
-    /// No TLS, or TLS that is not ours to open.
+    /// No TLS, or TLS that this proxy does not terminate.
     NotTerminated,
     Terminated {
         client: Option<&'a Identity>,
     },
 }
 
-/// Why no authorization fits, by the one that came closest.
+/// Why no authorization matches: the reason of the one that came closest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
@@ -64,7 +64,7 @@ pub(crate) enum Denied {
 }
 
 impl Denied {
-    /// What was missing, in labels and headers.
+    /// The name of what was missing, for labels and headers.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Network => "network",
@@ -78,7 +78,7 @@ impl Denied {
 /// The first authorization that permits a client.
 ///
 /// # Errors
-/// Nobody permits it.
+/// No authorization permits the client.
 pub(crate) fn authorize<'a>(
     authorizations: &'a [Authorization],
     client: IpAddr,
@@ -96,16 +96,16 @@ pub(crate) fn authorize<'a>(
 }
 
 impl Authorization {
-    /// Permission by what the client proves, wherever it is.
+    /// Permits clients by authentication alone, from any network.
     pub(crate) fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
         Self {
-            networks: everywhere(),
+            networks: any_network(),
             authentication,
             meta,
         }
     }
 
-    /// The permission that every server policy ends with: an application may always reach itself.
+    /// The last authorization of every server policy: an application may always connect to itself.
     pub(crate) fn localhost() -> Self {
         let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         Self {
@@ -115,7 +115,7 @@ impl Authorization {
         }
     }
 
-    /// Whether there is nothing to prove, and all addresses are meant.
+    /// Whether it permits every client: any address, no authentication.
     pub(crate) fn permits_everybody(&self) -> bool {
         let covers = |is_ipv4: bool| {
             let mut nets = self.networks.iter().filter(|network| network.except.is_empty());
@@ -133,7 +133,7 @@ impl Authorization {
 }
 
 impl Authentication {
-    /// Any identity that the trust anchors vouch for.
+    /// Any identity that the trust anchors verify.
     pub(crate) fn any_identity() -> Self {
         Self::TlsIdentities {
             identities: HashSet::default(),
@@ -157,7 +157,7 @@ impl Authentication {
 }
 
 impl IdentitySuffix {
-    /// From labels in order: `["ns", "cluster", "local"]` stands for all names below `ns.cluster.local`.
+    /// Made from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
     pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
         if labels.is_empty() {
             return Self::Any;
@@ -165,7 +165,7 @@ impl IdentitySuffix {
         let mut suffix = String::new();
         for label in labels {
             suffix.push('.');
-            // As identities are kept.
+            // Identities are stored in lower case.
             suffix.push_str(&label.as_ref().to_ascii_lowercase());
         }
         Self::Dns(suffix.into())
@@ -181,8 +181,7 @@ impl IdentitySuffix {
     }
 }
 
-/// All addresses of both families.
-fn everywhere() -> Vec<NetworkMatch> {
+fn any_network() -> Vec<NetworkMatch> {
     [Ipv4Net::default().into(), Ipv6Net::default().into()]
         .map(|net: IpNet| net.into())
         .to_vec()
@@ -200,7 +199,7 @@ mod tests {
     }
 
     fn from(net: &str, except: &str, authentication: Authentication) -> Authorization {
-        let except = tulle_core::nets::parse_networks(except).unwrap();
+        let except = tulle_core::networks::parse_networks(except).unwrap();
         Authorization {
             networks: vec![NetworkMatch {
                 net: net.parse().unwrap(),
@@ -315,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_that_fits_permits_and_the_closest_denial_is_told() {
+    fn the_first_match_permits_and_the_closest_denial_is_reported() {
         let dns: Identity = "a.test".parse().unwrap();
         let list = [
             from("10.0.0.0/8", "", identities(&["b.test"], vec![])),

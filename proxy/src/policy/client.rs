@@ -1,4 +1,4 @@
-//! How to reach a destination: its protocol, its routes, and what stands behind them.
+//! How to reach a destination: its protocol, its routes and their backends.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -12,7 +12,6 @@ use crate::policy::matches::{self, HostMatch};
 use crate::policy::meta::Meta;
 use crate::policy::route::{Route, Rule};
 
-/// The policy of one destination.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ClientPolicy {
     pub(crate) meta: Arc<Meta>,
@@ -21,7 +20,7 @@ pub(crate) struct ClientPolicy {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ClientProtocol {
-    /// Look at the first bytes, for `timeout` at most.
+    /// Detects the protocol, for at most `timeout`.
     Detect {
         timeout: Duration,
         http1: ClientHttp,
@@ -42,13 +41,13 @@ pub(crate) struct ClientHttp {
     pub(crate) failure_accrual: Option<FailureAccrual>,
 }
 
-/// What happens to a request that a rule has chosen.
+/// What the matched rule does with a request.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct HttpTarget {
     pub(crate) backends: Distribution<Filter>,
     pub(crate) timeouts: Timeouts,
     pub(crate) retry: Option<Retry>,
-    /// Whether requests may bring timeouts and retries of their own in `l5d-*` headers.
+    /// Whether requests may set their own timeouts and retries in `l5d-*` headers.
     pub(crate) request_headers: RequestOverrides,
 }
 
@@ -60,18 +59,19 @@ pub(crate) enum RequestOverrides {
     Allow,
 }
 
-/// Which backend gets a request, or a connection; `F` is what filters those.
+/// How a backend is chosen for a request or connection; `F` is the filter type.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Distribution<F> {
-    /// None: every request is shed.
+    /// No backend: every request is shed.
     Empty,
     /// The first that has an available endpoint. Never an empty list.
     FirstAvailable(Arc<[RouteBackend<F>]>),
-    /// By weight among those that have an available endpoint. At least one weight is not zero, and all fit in a `u32` together.
+    /// Drawn by weight among those that have an available endpoint. At least one weight is not zero, and their sum fits in a
+    /// `u32`.
     RandomAvailable(Arc<[(RouteBackend<F>, u32)]>),
 }
 
-/// A backend, and the filters that only its requests pass, after those of the rule.
+/// A backend, and its filters, which apply after those of the rule.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteBackend<F> {
     pub(crate) filters: Vec<F>,
@@ -91,18 +91,17 @@ pub(crate) enum BackendTarget {
     Forward(Arc<EndpointSpec>),
     /// The endpoints that discovery knows under `path`.
     Balance { path: Arc<str>, load: LoadParams },
-    /// Nowhere: requests get 502.
+    /// No destination: requests get 502.
     Fail,
 }
 
-/// How the load of an endpoint is estimated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LoadParams {
     PeakEwma {
         default_rtt: Duration,
         decay: Duration,
     },
-    /// Failures count as if they had taken `penalty`, or as long as the peer asks us to stay away.
+    /// Failures count as a latency of `penalty`, or as the `retry-after` time of the peer.
     PenaltyPeakEwma {
         default_rtt: Duration,
         decay: Duration,
@@ -111,62 +110,62 @@ pub(crate) enum LoadParams {
     },
 }
 
-/// Requests that wait for an endpoint.
+/// Limits of the requests that wait for an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Queue {
     pub(crate) capacity: usize,
-    /// How long one waits before it fails, and all after it fail at once.
+    /// Time that a request waits for an endpoint before it fails. Later requests then fail at once.
     pub(crate) failfast_timeout: Duration,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Timeouts {
-    /// From entering the route to the end of both bodies, all tries included.
+    /// From entering the route to the end of both bodies, including all attempts.
     pub(crate) request: Option<Duration>,
-    /// From the end of the request to the end of the response, for each try.
+    /// From the end of the request to the end of the response, for each attempt.
     pub(crate) response: Option<Duration>,
-    /// Without data in either direction.
+    /// Maximum time without data in either direction.
     pub(crate) idle: Option<Duration>,
 }
 
-/// When and how often a request is sent again.
+/// When and how often a request is retried.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Retry {
     pub(crate) max_retries: u16,
-    /// Longer bodies are not kept, so their requests are not tried again.
+    /// Longer request bodies are not buffered, so their requests are not retried.
     pub(crate) max_request_bytes: usize,
     pub(crate) conditions: RetryConditions,
-    /// For the response head, for each try but the last.
+    /// Timeout of the response head, for each attempt but the last.
     pub(crate) timeout: Option<Duration>,
-    pub(crate) backoff: Option<HintedBackoff>,
+    pub(crate) backoff: Option<RetryAfterBackoff>,
 }
 
-/// Any of these calls for another try.
+/// A response that matches any of these is retried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RetryConditions {
     pub(crate) http: Vec<RangeInclusive<u16>>,
-    /// Codes of gRPC, which count where a response has one.
+    /// gRPC status codes. If a response has one, it counts instead of the HTTP status.
     pub(crate) grpc: Vec<i32>,
 }
 
-/// A backoff that may heed how long a server asks to be left alone.
+/// A backoff that may honour the server's `retry-after`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct HintedBackoff {
+pub(crate) struct RetryAfterBackoff {
     pub(crate) steps: Backoff,
-    pub(crate) heeds_hints: bool,
+    pub(crate) honors_retry_after: bool,
 }
 
-/// When endpoints are taken out for failing.
+/// When failing endpoints are taken out (circuit breaking).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct FailureAccrual {
     pub(crate) kind: AccrualKind,
-    /// Until an endpoint that was taken out may be tried again.
-    pub(crate) backoff: HintedBackoff,
-    /// As many stay, whatever they do.
+    /// Delay before an ejected endpoint is tried again.
+    pub(crate) backoff: RetryAfterBackoff,
+    /// Minimum number of endpoints that are never ejected.
     pub(crate) min_ready_endpoints: u32,
 }
 
-/// What takes an endpoint out.
+/// The failures that eject an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum AccrualKind {
     Consecutive {
@@ -182,7 +181,7 @@ pub(crate) enum AccrualKind {
     },
 }
 
-/// The one route of a stream of bytes.
+/// The only route of an opaque connection.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct OpaqueRoute {
     pub(crate) meta: Arc<Meta>,
@@ -193,7 +192,7 @@ pub(crate) struct OpaqueRoute {
 /// A route of TLS connections that stay encrypted.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TlsRoute {
-    /// No names: all connections.
+    /// Empty: all connections.
     pub(crate) snis: Vec<HostMatch>,
     pub(crate) route: OpaqueRoute,
 }
@@ -202,11 +201,11 @@ pub(crate) struct TlsRoute {
 pub(crate) enum OpaqueFilter {
     Invalid(Arc<str>),
     Forbidden,
-    /// A filter that we do not know; no connection passes.
+    /// An unknown filter; no connection passes.
     Unknown,
 }
 
-/// The index of the most specific TLS route for a server name, the first among equals.
+/// The index of the most specific TLS route for a server name; the first of equals.
 pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
     let sni = sni.strip_suffix('.').unwrap_or(sni);
     let mut best: Option<(_, usize)> = None;
@@ -227,7 +226,7 @@ pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
 }
 
 impl ClientPolicy {
-    /// Everything to one endpoint, for destinations that the control plane has no policy for.
+    /// Sends everything to one endpoint, for destinations without a policy from the control plane.
     pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, params: ForwardParams) -> Self {
         let backend = Arc::new(Backend {
             meta: meta.clone(),
@@ -243,8 +242,8 @@ impl ClientPolicy {
         Self::catch_all(meta, Vec::new(), http, opaque, params.detect_timeout)
     }
 
-    /// For a name that the control plane does not know: there are no backends.
-    pub(crate) fn nowhere(detect_timeout: Duration) -> Self {
+    /// For a name that the control plane does not know: it has no backends.
+    pub(crate) fn unknown_name(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("unknown");
         let opaque = OpaqueRoute {
             meta: meta.clone(),
@@ -303,7 +302,6 @@ impl ClientPolicy {
 }
 
 impl<F> Distribution<F> {
-    /// Everything to one backend.
     fn only(backend: Arc<Backend>) -> Self {
         Self::FirstAvailable(
             [RouteBackend {
@@ -315,7 +313,7 @@ impl<F> Distribution<F> {
     }
 }
 
-/// What a policy of our own making takes from the configuration.
+/// Configured parameters of a policy that the proxy makes itself.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ForwardParams {
     pub(crate) detect_timeout: Duration,

@@ -1,4 +1,4 @@
-//! One endpoint as discovery describes it.
+//! One endpoint, as service discovery describes it.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -12,17 +12,17 @@ use tulle_core::identity::Identity;
 
 use crate::policy::meta::Meta;
 
-/// An address and all that decides how to speak to it.
+/// An address and everything that decides how to connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EndpointSpec {
     pub(crate) addr: SocketAddr,
     pub(crate) weight: u32,
-    /// For metrics; the endpoint's own labels win over those of its set.
+    /// Metric labels; the endpoint's own labels override those of its set.
     pub(crate) labels: BTreeMap<String, String>,
-    /// Absent: the peer is not meshed and is spoken to in plain text.
+    /// Absent: the peer is not meshed, and is reached in plaintext.
     pub(crate) tls: Option<EndpointTls>,
     pub(crate) hint: ProtocolHint,
-    /// Port of the peer's proxy that takes connections behind a transport header.
+    /// Port of the peer's proxy for connections with a transport header.
     pub(crate) opaque_transport: Option<NonZeroU16>,
     pub(crate) authority_override: Option<Authority>,
     pub(crate) http2: Http2Params,
@@ -30,25 +30,25 @@ pub(crate) struct EndpointSpec {
     pub(crate) resource: Option<Arc<Meta>>,
 }
 
-/// Whom to expect at an endpoint, and the name to ask for.
+/// The identity that an endpoint must prove, and the SNI to send.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EndpointTls {
     pub(crate) identity: Identity,
     pub(crate) server_name: Arc<str>,
 }
 
-/// What an endpoint's proxy understands.
+/// The protocol that an endpoint's proxy supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) enum ProtocolHint {
     #[default]
     Unknown,
     /// HTTP/1 may be carried over HTTP/2.
     H2,
-    /// Bytes, whatever they look like.
+    /// Opaque: no protocol detection.
     Opaque,
 }
 
-/// Whether an endpoint is in our zone, for counting bytes that cross zones.
+/// Whether an endpoint is in the proxy's zone; used to count bytes that cross zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) enum Locality {
     #[default]
@@ -59,11 +59,11 @@ pub(crate) enum Locality {
 
 /// The largest flow-control window that HTTP/2 allows, in bytes (RFC 9113, section 6.9.1).
 pub(crate) const MAX_WINDOW: u32 = (1 << 31) - 1;
-/// What HTTP/2 allows as the bytes of the largest frame (RFC 9113, section 6.5.2).
+/// The range that HTTP/2 allows for the largest frame, in bytes (RFC 9113, section 6.5.2).
 pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 
-/// HTTP/2 settings for one endpoint; what is absent is the client's own default. Of those that may be told, `while_idle` is not
-/// here, as a peer that has gone shall be noticed before a request needs it, and windows do not adapt.
+/// HTTP/2 settings for one endpoint; an absent value means the client's default. Two settings of the API are left out.
+/// `while_idle` is always on, so that a dead peer is noticed before a request needs the connection. Windows do not adapt.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Http2Params {
     /// Bytes.
@@ -71,7 +71,7 @@ pub(crate) struct Http2Params {
     /// Bytes.
     pub(crate) stream_window: Option<u32>,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// Streams that were reset here, and whose late frames are still passed over.
+    /// Streams reset by this side whose late frames are still ignored.
     pub(crate) max_concurrent_reset_streams: Option<u32>,
     /// Bytes.
     pub(crate) max_frame_size: Option<u32>,
@@ -85,7 +85,6 @@ pub(crate) struct KeepAlive {
     pub(crate) timeout: Duration,
 }
 
-/// A change to a set of endpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum EndpointUpdate {
     Add(Vec<EndpointSpec>),

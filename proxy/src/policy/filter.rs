@@ -1,6 +1,6 @@
 //! Route filters: header edits, redirects and injected failures.
 //!
-//! A filter either changes a head in place, or says what to answer instead of going on.
+//! A filter either changes a head in place, or returns a response instead of forwarding the request.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub(crate) enum Filter {
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
     Failure(FailureInjector),
-    /// A filter that we do not know. Nobody can tell what passing it by would permit, so no request passes.
+    /// An unknown filter. Skipping it could permit anything, so no request passes.
     Unknown,
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct HeaderModifier {
     pub(crate) remove: Vec<HeaderName>,
 }
 
-/// Where to send a client instead; what is absent stays as in the request.
+/// Where to redirect a client; an absent part stays as in the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Redirect {
     pub(crate) scheme: Option<Scheme>,
@@ -45,7 +45,7 @@ pub(crate) enum PathModifier {
     Prefix(Box<str>),
 }
 
-/// A failure for some of the requests.
+/// A failure that is injected into some of the requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FailureInjector {
     pub(crate) failure: Failure,
@@ -58,43 +58,43 @@ pub(crate) enum Failure {
     Grpc { code: u16, message: Arc<str> },
 }
 
-/// A part of requests: `numerator` of `denominator`, which is not zero.
+/// A fraction of requests: `numerator` of `denominator`, which is not zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ratio {
     numerator: u32,
     denominator: u32,
 }
 
-/// What to answer instead of going on.
+/// The response instead of forwarding the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum FilterResponse {
     Redirect {
         status: StatusCode,
         location: HeaderValue,
     },
     Failure(Failure),
-    /// The filters cannot be carried out; the answer is 500.
-    Broken(&'static str),
+    /// The filters cannot be applied; the response is 500.
+    Invalid(&'static str),
 }
 
-/// A request as filters see it.
+/// A request, as filters need it.
 #[derive(Debug)]
 pub(crate) struct RequestHead<'a> {
     pub(crate) uri: &'a Uri,
     pub(crate) headers: &'a mut HeaderMap,
-    /// Bytes of the path that the rule's prefix match covered.
+    /// Number of bytes of the path that the rule's prefix match covered.
     pub(crate) prefix: Option<usize>,
 }
 
 /// Applies a rule's filters in order; `draw(n)` is a random number below `n`.
 ///
 /// # Errors
-/// A filter answers the request; later filters are not applied.
+/// A filter responds to the request; later filters are not applied.
 pub(crate) fn apply_request(
     filters: &[Filter],
     head: &mut RequestHead<'_>,
     mut draw: impl FnMut(u32) -> u32,
-) -> Result<(), Answer> {
+) -> Result<(), FilterResponse> {
     for filter in filters {
         match filter {
             Filter::RequestHeaders(modifier) => modifier.apply(head.headers),
@@ -102,16 +102,16 @@ pub(crate) fn apply_request(
             Filter::Redirect(redirect) => redirect.apply(head)?,
             Filter::Failure(injector) => {
                 if draw(injector.ratio.denominator) < injector.ratio.numerator {
-                    return Err(Answer::Failure(injector.failure.clone()));
+                    return Err(FilterResponse::Failure(injector.failure.clone()));
                 }
             }
-            Filter::Unknown => return Err(Answer::Broken("unknown filter")),
+            Filter::Unknown => return Err(FilterResponse::Invalid("unknown filter")),
         }
     }
     Ok(())
 }
 
-/// Applies what a rule's filters say of responses.
+/// Applies the response filters of a rule.
 pub(crate) fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
     for filter in filters {
         if let Filter::ResponseHeaders(modifier) = filter {
@@ -140,27 +140,27 @@ impl Ratio {
         denominator: 1,
     };
 
-    /// `None` when the part would be larger than the whole, or of nothing.
+    /// `None` if the numerator is larger than the denominator, or the denominator is zero.
     pub(crate) fn new(numerator: u32, denominator: u32) -> Option<Self> {
         (denominator > 0 && numerator <= denominator).then_some(Self { numerator, denominator })
     }
 }
 
 impl Redirect {
-    /// Passes when the location would be where the request already is.
-    fn apply(&self, head: &RequestHead<'_>) -> Result<(), Answer> {
+    /// Does not redirect if the location equals the request's URI.
+    fn apply(&self, head: &RequestHead<'_>) -> Result<(), FilterResponse> {
         let authority = head
             .uri
             .authority()
             .map(|authority| authority.as_str())
             .or_else(|| head.headers.get(HOST)?.to_str().ok())
-            .ok_or(Answer::Broken("redirect of a request without a host"))?;
+            .ok_or(FilterResponse::Invalid("redirect of a request without a host"))?;
         let authority = authority.rsplit_once('@').map_or(authority, |(_, rest)| rest);
         let (host, port) = split_port(authority);
 
         let from = head.uri.scheme().unwrap_or(&Scheme::HTTP);
         let scheme = self.scheme.as_ref().unwrap_or(from);
-        // A port belongs to the scheme and host that it was given with; another scheme brings its own.
+        // A port belongs to the scheme and host that it was given with; another scheme has another default port.
         let port = match self.port {
             Some(port) => Some(port),
             None if self.scheme.is_none() || scheme == from => port,
@@ -170,7 +170,7 @@ impl Redirect {
 
         let mut location = format!("{scheme}://{}", self.host.as_deref().unwrap_or(host));
         if let Some(port) = port {
-            write!(location, ":{port}").expect("a string takes all that is written");
+            write!(location, ":{port}").expect("writing to a string cannot fail");
         }
         let path = head.uri.path();
         match &self.path {
@@ -178,7 +178,9 @@ impl Redirect {
             Some(PathModifier::Full(full)) => location.push_str(full),
             Some(PathModifier::Prefix(replacement)) => {
                 let rest = head.prefix.and_then(|prefix| path.get(prefix..));
-                let rest = rest.ok_or(Answer::Broken("redirect replaces a prefix where none was matched"))?;
+                let rest = rest.ok_or(FilterResponse::Invalid(
+                    "redirect replaces a prefix, but no prefix was matched",
+                ))?;
                 location.push_str(&replace_prefix(replacement, rest));
             }
         }
@@ -190,15 +192,16 @@ impl Redirect {
         if is_same(&location, head.uri, from, authority) {
             return Ok(());
         }
-        let location = HeaderValue::try_from(location).map_err(|_| Answer::Broken("redirect to an invalid URI"))?;
-        Err(Answer::Redirect {
+        let location =
+            HeaderValue::try_from(location).map_err(|_| FilterResponse::Invalid("redirect to an invalid URI"))?;
+        Err(FilterResponse::Redirect {
             status: self.status,
             location,
         })
     }
 }
 
-/// A new prefix in front of what followed the old one, with one slash between them.
+/// A new prefix before the rest of the path, with one slash between them.
 fn replace_prefix(replacement: &str, rest: &str) -> String {
     let path = if rest.is_empty() {
         replacement.to_owned()
@@ -257,7 +260,7 @@ mod tests {
         }
     }
 
-    /// The location that a redirect of `uri` names, or none where it lets the request pass.
+    /// The location of a redirect of `uri`, or `None` if the request passes.
     fn location(redirect: &Redirect, uri: &str, prefix: Option<usize>) -> Result<Option<String>, &'static str> {
         let mut req = Request::get(uri).body(()).unwrap();
         if !uri.contains("://") {
@@ -271,11 +274,11 @@ mod tests {
         };
         match apply_request(&[Filter::Redirect(redirect.clone())], &mut head, |_| 0) {
             Ok(()) => Ok(None),
-            Err(Answer::Redirect { status, location }) => {
+            Err(FilterResponse::Redirect { status, location }) => {
                 assert_eq!(status, StatusCode::MOVED_PERMANENTLY);
                 Ok(Some(location.to_str().unwrap().to_owned()))
             }
-            Err(Answer::Broken(reason)) => Err(reason),
+            Err(FilterResponse::Invalid(reason)) => Err(reason),
             Err(answer) => panic!("{answer:?}"),
         }
     }
@@ -424,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_strike_the_given_part_of_requests() {
+    fn failures_are_injected_into_the_given_fraction_of_requests() {
         let failure = Failure::Http {
             status: StatusCode::SERVICE_UNAVAILABLE,
             message: "no".into(),
@@ -449,7 +452,7 @@ mod tests {
         });
         assert_eq!(
             answers.collect::<Vec<_>>(),
-            [Err(Answer::Failure(failure)), Ok(()), Ok(()), Ok(())]
+            [Err(FilterResponse::Failure(failure)), Ok(()), Ok(()), Ok(())]
         );
         assert_eq!(Ratio::new(1, 0), None);
         assert_eq!(Ratio::new(2, 1), None);
@@ -466,7 +469,7 @@ mod tests {
         };
         assert!(matches!(
             apply_request(&[Filter::Unknown], &mut head, |_| 0),
-            Err(Answer::Broken(_))
+            Err(FilterResponse::Invalid(_))
         ));
     }
 }

@@ -4,7 +4,7 @@ use std::fmt::{Display, Formatter, Result as FmtResult};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
-/// Who decided: a resource of the cluster, or a default that nobody wrote down.
+/// The source of a decision: a resource of the cluster, or a built-in default.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Meta {
     /// A built-in decision such as `all-unauthenticated`, `localhost` or `audit`.
@@ -12,7 +12,7 @@ pub(crate) enum Meta {
     Resource(Resource),
 }
 
-/// A named object and, where that matters, its section and port.
+/// A named object, with its section and port if they matter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Resource {
     pub(crate) group: Arc<str>,
@@ -30,7 +30,7 @@ impl Meta {
         Arc::new(Self::Default(name.into()))
     }
 
-    /// The Service of a name such as `web.shop.svc.cluster.local:80`; of other names, somebody whom nobody knows.
+    /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, an unknown resource.
     pub(crate) fn of_service(path: &str) -> Arc<Self> {
         let service = || {
             let (host, port) = path.rsplit_once(':')?;
@@ -93,12 +93,12 @@ impl Meta {
         }
     }
 
-    /// Whether nobody wrote it down.
+    /// Whether it is a built-in default.
     pub(crate) fn is_default(&self) -> bool {
         matches!(self, Self::Default(_))
     }
 
-    /// Whether this authorization lets everybody in and only writes down who came.
+    /// Whether this authorization permits every client and only logs them.
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)
     }

@@ -1,8 +1,8 @@
-//! What the control plane told us: policies of ports and destinations as plain values, and the questions one may ask them.
+//! The policies of ports and destinations that the control plane sends, as plain values, and the queries on them.
 //!
-//! Protobuf enters through `decode/`, which refuses what is incomplete and says why; everything behind it is already valid.
-//! Nothing here does I/O or reads a clock: who needs the time or a random number is given it.
-//! Policies compare equal when they say the same, so that a repeated update can be dropped.
+//! Protobuf enters through `decode/`, which refuses incomplete messages with a reason; everything after it is valid. Nothing
+//! here does I/O or reads a clock: times and random numbers are arguments. Policies with the same content compare equal, so
+//! that a repeated update can be dropped.
 
 pub(crate) mod authz;
 pub(crate) mod client;

@@ -11,20 +11,19 @@ use tulle_core::addr::NameAddr;
 use tulle_core::metrics::Labels;
 
 use crate::policy::endpoint::EndpointSpec;
-use crate::policy::matches::{Head, Pattern};
+use crate::policy::matches::{Pattern, RequestAttributes};
 use crate::policy::meta::Meta;
 
-/// The profile of one destination.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Profile {
-    /// The service's name; absent for an address that is no service's.
+    /// The service's name; absent if the address belongs to no service.
     pub(crate) name: Option<Arc<str>>,
-    /// The server speaks a protocol that is not to be looked at.
+    /// Whether the server's protocol is opaque, so that detection is skipped.
     pub(crate) is_opaque: bool,
     pub(crate) routes: Arc<[ProfileRoute]>,
     pub(crate) retry_budget: Option<RetryBudget>,
     pub(crate) overrides: Arc<[WeightedDestination]>,
-    /// The one endpoint behind an address that is no service's.
+    /// The single endpoint of an address that belongs to no service.
     pub(crate) endpoint: Option<Arc<EndpointSpec>>,
     pub(crate) parent: Option<Arc<Meta>>,
     pub(crate) resource: Option<Arc<Meta>>,
@@ -33,11 +32,11 @@ pub(crate) struct Profile {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ProfileRoute {
     pub(crate) condition: RequestCondition,
-    /// The first that fits decides.
+    /// The first class that matches decides.
     pub(crate) response_classes: Vec<ResponseClass>,
     pub(crate) labels: BTreeMap<String, String>,
     pub(crate) is_retryable: bool,
-    /// For the response.
+    /// Timeout of the response.
     pub(crate) timeout: Option<Duration>,
 }
 
@@ -67,25 +66,25 @@ pub(crate) enum ResponseCondition {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
-    /// Both ends included.
+    /// The range includes both ends.
     Status {
         min: u16,
         max: u16,
     },
 }
 
-/// How many retries requests pay for.
+/// Limits retries to a share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct RetryBudget {
-    /// Retries that one request pays for.
+    /// Retries allowed for each request.
     pub(crate) ratio: f32,
-    /// Retries a second that are free.
+    /// Retries a second that are always allowed.
     pub(crate) min_per_second: u32,
-    /// How long a request counts.
+    /// How long a request counts towards the budget.
     pub(crate) ttl: Duration,
 }
 
-/// Another destination and its share of requests, which is not zero.
+/// Another destination and its weight, which is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct WeightedDestination {
     pub(crate) destination: NameAddr,
@@ -93,12 +92,12 @@ pub(crate) struct WeightedDestination {
     pub(crate) backend: Option<Arc<Meta>>,
 }
 
-/// Which is the first route whose condition a request meets.
-pub(crate) fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
+/// The index of the first route whose condition a request matches.
+pub(crate) fn find(routes: &[ProfileRoute], head: &RequestAttributes<'_>) -> Option<usize> {
     routes.iter().position(|route| route.condition.matches(head))
 }
 
-/// Labels of what is counted of a route, or of requests that no route matches; `dst` is the logical name, with its port.
+/// Metric labels of a route, or of requests that match no route; `dst` is the logical name with its port.
 pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
     let labels = Labels::new().with("direction", direction).with("dst", dst);
     let of_route = route.into_iter().flat_map(|route| &route.labels);
@@ -108,19 +107,19 @@ pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -
 }
 
 impl Profile {
-    /// Whether HTTP goes by this profile instead of the client policy.
-    pub(crate) fn rules_http(&self) -> bool {
+    /// Whether HTTP uses this profile instead of the client policy.
+    pub(crate) fn overrides_http_policy(&self) -> bool {
         self.name.is_some() && !(self.routes.is_empty() && self.overrides.is_empty())
     }
 
-    /// Whether opaque connections go by this profile instead of the client policy.
-    pub(crate) fn rules_opaque(&self) -> bool {
+    /// Whether opaque connections use this profile instead of the client policy.
+    pub(crate) fn overrides_opaque_policy(&self) -> bool {
         !self.overrides.is_empty()
     }
 }
 
 impl ProfileRoute {
-    /// What a status means on this route; `None` where no class says so.
+    /// The class of a status on this route; `None` if no class matches.
     pub(crate) fn classify(&self, status: StatusCode) -> Option<Class> {
         let class = self
             .response_classes
@@ -131,7 +130,7 @@ impl ProfileRoute {
 }
 
 impl RequestCondition {
-    fn matches(&self, head: &Head<'_>) -> bool {
+    fn matches(&self, head: &RequestAttributes<'_>) -> bool {
         match self {
             Self::All(conditions) => conditions.iter().all(|condition| condition.matches(head)),
             Self::Any(conditions) => conditions.iter().any(|condition| condition.matches(head)),
@@ -153,21 +152,21 @@ impl ResponseCondition {
     }
 }
 
-/// The account behind a [`RetryBudget`], shared by all routes of a profile.
+/// The state of a [`RetryBudget`], shared by all routes of a profile.
 ///
-/// Requests count for `ttl`, in ten steps; so do the retries that were paid.
+/// Requests and retries count for `ttl`, in ten steps.
 #[derive(Debug)]
-pub(crate) struct Budget {
-    terms: RetryBudget,
+pub(crate) struct RetryBudgetState {
+    config: RetryBudget,
     start: Instant,
-    /// How long a step is, in nanoseconds.
+    /// Length of a step, in nanoseconds.
     step: u64,
-    account: Mutex<Account>,
+    account: Mutex<BudgetWindow>,
 }
 
 #[derive(Debug, Default)]
-struct Account {
-    /// The step that `slots[step % SLOTS]` stands for.
+struct BudgetWindow {
+    /// The step of the newest slot, `slots[step % SLOTS]`.
     step: u64,
     slots: [Slot; SLOTS as usize],
 }
@@ -178,12 +177,12 @@ struct Slot {
     retries: u32,
 }
 
-impl Budget {
-    pub(crate) fn new(terms: RetryBudget, now: Instant) -> Self {
+impl RetryBudgetState {
+    pub(crate) fn new(config: RetryBudget, now: Instant) -> Self {
         Self {
-            terms,
+            config,
             start: now,
-            step: nanos(terms.ttl / SLOTS).max(1),
+            step: nanos(config.ttl / SLOTS).max(1),
             account: Mutex::default(),
         }
     }
@@ -196,7 +195,7 @@ impl Budget {
         slot.requests = slot.requests.saturating_add(1);
     }
 
-    /// Pays for one retry, if there is enough.
+    /// Takes one retry from the budget; returns whether it was allowed.
     #[must_use]
     pub(crate) fn withdraw(&self, now: Instant) -> bool {
         let step = self.step(now);
@@ -205,8 +204,8 @@ impl Budget {
         let (requests, retries) = account.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
             (requests + f64::from(slot.requests), retries + f64::from(slot.retries))
         });
-        let free = f64::from(self.terms.min_per_second) * self.terms.ttl.as_secs_f64();
-        let balance = free + requests * f64::from(self.terms.ratio) - retries;
+        let free = f64::from(self.config.min_per_second) * self.config.ttl.as_secs_f64();
+        let balance = free + requests * f64::from(self.config.ratio) - retries;
         let enough = balance >= 1.0;
         if enough {
             account.current(step).retries += 1;
@@ -219,16 +218,16 @@ impl Budget {
     }
 }
 
-/// A duration in nanoseconds; more than 584 years are as good as for ever.
+/// A duration in nanoseconds, saturated at 584 years.
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-impl Account {
-    /// The slot of a step, once those that have expired are empty.
+impl BudgetWindow {
+    /// The slot of a step; expired slots are cleared first.
     fn current(&mut self, step: u64) -> &mut Slot {
         let slots = u64::from(SLOTS);
-        // A worker whose clock was read earlier must not empty anything.
+        // A worker whose clock was read earlier must not clear newer slots.
         let step = step.max(self.step);
         for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
             self.slots[(expired % slots) as usize] = Slot::default();
@@ -238,7 +237,7 @@ impl Account {
     }
 }
 
-/// Steps in which a budget's time passes.
+/// Number of steps in the time of a budget.
 const SLOTS: u32 = 10;
 
 #[cfg(test)]
@@ -265,7 +264,7 @@ mod tests {
             (All(vec![]), Method::GET, "/", true),
             (Any(vec![]), Method::GET, "/", false),
         ] {
-            let head = Head {
+            let head = RequestAttributes {
                 method: &method,
                 authority: None,
                 path: target,
@@ -304,13 +303,13 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_profile_rules_nothing() {
+    fn an_empty_profile_overrides_no_policy() {
         let profile = Profile {
             name: Some("web.test".into()),
             ..Profile::default()
         };
-        assert!(!profile.rules_http());
-        assert!(!profile.rules_opaque());
+        assert!(!profile.overrides_http_policy());
+        assert!(!profile.overrides_opaque_policy());
     }
 
     #[test]
@@ -321,7 +320,7 @@ mod tests {
             ttl: Duration::from_secs(10),
         };
         let start = Instant::now();
-        let budget = Budget::new(terms, start);
+        let budget = RetryBudgetState::new(terms, start);
         assert!(!budget.withdraw(start));
         for _ in 0..10 {
             budget.deposit(start);
@@ -345,7 +344,7 @@ mod tests {
             ttl: Duration::from_secs(2),
         };
         let now = Instant::now();
-        let budget = Budget::new(terms, now);
+        let budget = RetryBudgetState::new(terms, now);
         assert!(budget.withdraw(now));
         assert!(budget.withdraw(now));
         assert!(!budget.withdraw(now));

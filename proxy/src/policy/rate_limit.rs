@@ -11,7 +11,7 @@ use tulle_core::identity::Identity;
 
 use crate::policy::meta::Meta;
 
-/// The limits of one server, in requests a second.
+/// The limits of one server, in requests per second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RateLimit {
     pub(crate) meta: Arc<Meta>,
@@ -21,14 +21,14 @@ pub(crate) struct RateLimit {
     pub(crate) overrides: Vec<RateLimitOverride>,
 }
 
-/// Another limit for some identities, each of which has it for itself.
+/// Another limit for some identities; each of them has a bucket of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RateLimitOverride {
     pub(crate) requests_per_second: u32,
     pub(crate) clients: Vec<Box<str>>,
 }
 
-/// Which limit a request went over.
+/// The limit that a request exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RateLimited {
     #[error("total rate limit exceeded")]
@@ -47,22 +47,22 @@ pub(crate) struct Limiter {
     start: Instant,
     total: Option<Bucket>,
     overrides: HashMap<Box<str>, Bucket>,
-    identity: Option<ByIdentity>,
+    identity: Option<IdentityBuckets>,
 }
 
 #[derive(Debug)]
-struct ByIdentity {
+struct IdentityBuckets {
     requests_per_second: u32,
     capacity: usize,
     anonymous: Bucket,
-    known: RwLock<HashMap<Identity, Bucket>>,
-    /// Shared by the identities that found no room.
-    crowd: Bucket,
+    buckets: RwLock<HashMap<Identity, Bucket>>,
+    /// Shared by the identities beyond [`MAX_IDENTITIES`].
+    overflow: Bucket,
 }
 
 /// A token bucket that holds one second's worth of requests and starts full.
 ///
-/// It is kept as the time at which it would be full again, so that one atomic number is its whole state.
+/// The state is one atomic number: the time at which the bucket is full again.
 #[derive(Debug)]
 struct Bucket {
     requests_per_second: u32,
@@ -87,20 +87,21 @@ impl Limiter {
             start: now,
             total: limit.total.map(Bucket::new),
             overrides,
-            identity: limit.identity.map(|requests_per_second| ByIdentity {
+            identity: limit.identity.map(|requests_per_second| IdentityBuckets {
                 requests_per_second,
                 capacity,
                 anonymous: Bucket::new(requests_per_second),
-                known: RwLock::default(),
-                crowd: Bucket::new(requests_per_second),
+                buckets: RwLock::default(),
+                overflow: Bucket::new(requests_per_second),
             }),
         }
     }
 
-    /// Takes a token for one request. The client's own comes first: who is over its own limit takes nothing of what all share.
+    /// Takes a token for one request. The client's own bucket is checked first, so that a client over its limit takes nothing
+    /// from the total.
     ///
     /// # Errors
-    /// The first limit that the request goes over: the client's, then the total.
+    /// The first limit that the request exceeds: the client's, then the total.
     pub(crate) fn check(&self, client: Option<&Identity>, now: Instant) -> Result<(), RateLimited> {
         let now = u64::try_from(now.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
         if let Some(bucket) = client.and_then(|client| self.overrides.get(client.as_str())) {
@@ -115,20 +116,20 @@ impl Limiter {
     }
 }
 
-impl ByIdentity {
+impl IdentityBuckets {
     fn take(&self, client: Option<&Identity>, now: u64) -> Option<()> {
         let Some(client) = client else {
             return self.anonymous.take(now);
         };
-        if let Some(bucket) = self.known.read().get(client) {
+        if let Some(bucket) = self.buckets.read().get(client) {
             return bucket.take(now);
         }
-        let mut known = self.known.write();
+        let mut known = self.buckets.write();
         if known.len() >= self.capacity && !known.contains_key(client) {
-            // A full bucket is what a newcomer would get, so forgetting it changes nothing.
+            // A new bucket starts full, so removing a full one changes nothing.
             known.retain(|_, bucket| bucket.full_at.load(Ordering::Relaxed) > now);
             if known.len() >= self.capacity {
-                return self.crowd.take(now);
+                return self.overflow.take(now);
             }
         }
         known
@@ -147,7 +148,7 @@ impl Bucket {
     }
 
     fn take(&self, now: u64) -> Option<()> {
-        // No requests a second means none at all.
+        // Zero requests per second means that none is allowed.
         let token = SECOND.checked_div(self.requests_per_second.into())?;
         let next = |full_at: u64| {
             let full_at = full_at.max(now) + token;
@@ -163,7 +164,7 @@ impl Bucket {
 /// In nanoseconds.
 const SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
 
-/// Identities with a bucket of their own; about 100 bytes each.
+/// Maximum number of identities with a bucket of their own; each takes about 100 bytes.
 const MAX_IDENTITIES: usize = 10_000;
 
 #[cfg(test)]
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_over_its_own_limit_takes_nothing_of_what_all_share() {
+    fn a_client_over_its_limit_takes_no_shared_token() {
         let now = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {
@@ -279,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_are_bounded_and_idle_ones_make_room() {
+    fn identities_are_limited_and_idle_ones_are_removed() {
         let now = Instant::now();
         let limiter = Limiter::with_capacity(
             &RateLimit {
@@ -295,6 +296,6 @@ mod tests {
         assert_eq!(limiter.check(Some(&id("d.test")), now), Err(RateLimited::Identity));
         let later = now + Duration::from_secs(2);
         assert_eq!(limiter.check(Some(&id("d.test")), later), Ok(()));
-        assert_eq!(limiter.identity.unwrap().known.read().len(), 1);
+        assert_eq!(limiter.identity.unwrap().buckets.read().len(), 1);
     }
 }

@@ -1,12 +1,12 @@
-//! Finding the rule for a request: the most specific match wins, the first one among equals.
+//! Finds the rule for a request: the most specific match wins, the first of equals.
 
 use std::sync::Arc;
 
 use crate::policy::filter::Filter;
-use crate::policy::matches::{self, Head, HostMatch, HostScore, RequestMatch, Score};
+use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score};
 use crate::policy::meta::Meta;
 
-/// Rules for some hosts; no hosts means all of them.
+/// Rules for some hosts; an empty list means all hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route<T> {
     pub(crate) meta: Arc<Meta>,
@@ -14,7 +14,7 @@ pub(crate) struct Route<T> {
     pub(crate) rules: Vec<Rule<T>>,
 }
 
-/// What to do with requests that any of `matches` fits; no matches means every request.
+/// The payload for requests that match any of `matches`; an empty list means every request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rule<T> {
     pub(crate) matches: Vec<RequestMatch>,
@@ -22,9 +22,9 @@ pub(crate) struct Rule<T> {
     pub(crate) payload: T,
 }
 
-/// The rule that a request falls under.
+/// The rule that a request matched.
 #[derive(Debug)]
-pub(crate) struct Found<'a, T> {
+pub(crate) struct RouteMatch<'a, T> {
     pub(crate) route: &'a Route<T>,
     pub(crate) rule: &'a Rule<T>,
     /// Bytes of the path that a prefix match covered, for redirects that replace it.
@@ -32,8 +32,8 @@ pub(crate) struct Found<'a, T> {
     rank: (Option<HostScore>, Score),
 }
 
-impl<T> Found<'_, T> {
-    /// The same, with another length of the prefix.
+impl<T> RouteMatch<'_, T> {
+    /// The same match, with another length of the prefix.
     pub(crate) fn with_prefix(self, length: impl FnOnce(usize) -> usize) -> Self {
         Self {
             prefix: self.prefix.map(length),
@@ -42,12 +42,12 @@ impl<T> Found<'_, T> {
     }
 }
 
-/// The most specific rule for a request, or none (the request has no route).
+/// The most specific rule for a request, or `None` if the request has no route.
 ///
 /// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
-pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Found<'a, T>> {
-    let mut best: Option<Found<'a, T>> = None;
-    // Looked up at most once, and only if a route asks for it.
+pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &RequestAttributes<'_>) -> Option<RouteMatch<'a, T>> {
+    let mut best: Option<RouteMatch<'a, T>> = None;
+    // Parsed at most once, and only if a route needs it.
     let mut host: Option<Option<&str>> = None;
     for route in routes {
         let host_score = if route.hosts.is_empty() {
@@ -65,7 +65,7 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Fou
             };
             let rank = (host_score, score);
             if best.as_ref().is_none_or(|best| rank > best.rank) {
-                best = Some(Found {
+                best = Some(RouteMatch {
                     route,
                     rule,
                     prefix,
@@ -91,9 +91,8 @@ impl<T> Route<T> {
         }
     }
 
-    /// Whether every request may fall under it.
-    pub(crate) fn takes_all(&self) -> bool {
-        let is_for_all = |rule: &Rule<T>| rule.matches.is_empty() || rule.matches.iter().any(RequestMatch::takes_all);
+    pub(crate) fn matches_all_requests(&self) -> bool {
+        let is_for_all = |rule: &Rule<T>| rule.matches.is_empty() || rule.matches.iter().any(RequestMatch::matches_all);
         self.hosts.is_empty() && self.rules.iter().any(is_for_all)
     }
 
@@ -113,7 +112,7 @@ impl<T> Route<T> {
 }
 
 impl<T> Rule<T> {
-    fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
+    fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
         if self.matches.is_empty() {
             return Some((Score::default(), None));
         }
@@ -188,16 +187,16 @@ mod tests {
         }
     }
 
-    /// Which of the candidates gets a request to `http://a.b.c<target>` with headers `x-a: 1` and `x-b: 1`.
+    /// The candidate that gets a request to `http://a.b.c<target>` with headers `x-a: 1` and `x-b: 1`.
     fn winner(routes: &[Route<usize>], method: Method, target: &str) -> Option<usize> {
         let uri: Uri = format!("http://a.b.c:80{target}").parse().unwrap();
         let mut headers = HeaderMap::new();
         headers.insert("x-a", "1".parse().unwrap());
         headers.insert("x-b", "1".parse().unwrap());
-        find(routes, &Head::of(&method, &uri, &headers)).map(|found| found.rule.payload)
+        find(routes, &RequestAttributes::of(&method, &uri, &headers)).map(|found| found.rule.payload)
     }
 
-    /// The first of each pair must win over the second, wherever it stands.
+    /// The first of each pair must win over the second, in either order.
     #[test]
     fn the_more_specific_rule_wins_in_any_order() {
         let both = |edit: fn(&mut HttpMatch)| http(edit);
@@ -256,11 +255,11 @@ mod tests {
             let (better, worse) = (vec![better], vec![worse]);
             let apart = [route(&[], better.clone(), 1), route(&[], worse.clone(), 2)];
             assert_eq!(winner(&apart, Method::POST, "/x/y?p=1&q=1"), Some(1), "{name}");
-            let turned = [route(&[], worse.clone(), 2), route(&[], better.clone(), 1)];
+            let reversed = [route(&[], worse.clone(), 2), route(&[], better.clone(), 1)];
             assert_eq!(
-                winner(&turned, Method::POST, "/x/y?p=1&q=1"),
+                winner(&reversed, Method::POST, "/x/y?p=1&q=1"),
                 Some(1),
-                "{name}, turned round"
+                "{name}, reversed"
             );
             let mut within = route(&[], worse, 2);
             within.rules.push(Rule {
@@ -330,7 +329,7 @@ mod tests {
         for (matcher, expected) in [(prefix("/x/"), Some(2)), (prefix("/"), Some(0)), (exact("/x/y"), None)] {
             let uri = Uri::from_static("/x/y");
             let routes = [route(&[], vec![matcher], 1)];
-            let found = find(&routes, &Head::of(&Method::GET, &uri, &headers)).unwrap();
+            let found = find(&routes, &RequestAttributes::of(&Method::GET, &uri, &headers)).unwrap();
             assert_eq!(found.prefix, expected);
         }
     }

@@ -1,4 +1,4 @@
-//! What a port of this workload speaks, and who may reach it.
+//! The protocol of a port of this workload, and its authorizations.
 
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -14,18 +14,17 @@ use crate::policy::meta::{self, Meta};
 use crate::policy::rate_limit::RateLimit;
 use crate::policy::route::{Route, Rule};
 
-/// The policy of one port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ServerPolicy {
     pub(crate) meta: Arc<Meta>,
     pub(crate) protocol: ServerProtocol,
-    /// For connections that are not HTTP; HTTP requests are judged by their route's list, which ends with this one.
+    /// Authorizations of connections that are not HTTP. An HTTP request uses the list of its route, which ends with these.
     pub(crate) authorizations: Arc<[Authorization]>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ServerProtocol {
-    /// Look at the first bytes, for `timeout` at most.
+    /// Detects the protocol, for at most `timeout`.
     Detect {
         timeout: Duration,
         http: ServerHttp,
@@ -38,7 +37,7 @@ pub(crate) enum ServerProtocol {
 }
 
 impl ServerProtocol {
-    /// The routes, for protocols that have them.
+    /// The routes, if the protocol has them.
     pub(crate) fn http(&self) -> Option<&ServerHttp> {
         match self {
             Self::Detect { http, .. } | Self::Http1(http) | Self::Http2(http) | Self::Grpc(http) => Some(http),
@@ -49,12 +48,12 @@ impl ServerProtocol {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ServerHttp {
-    /// Each rule holds all authorizations that count for it, the route's own first.
+    /// Each rule holds all authorizations that apply to it, the route's own first.
     pub(crate) routes: Arc<[Route<Arc<[Authorization]>>]>,
     pub(crate) rate_limit: Option<Arc<RateLimit>>,
 }
 
-/// A policy by name, for ports that the control plane has not spoken of yet.
+/// A named default policy, for ports whose policy the control plane has not sent yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DefaultPolicy {
     Deny,
@@ -65,7 +64,7 @@ pub(crate) enum DefaultPolicy {
     Audit,
 }
 
-/// Why a text names no default policy.
+/// The text is not the name of a default policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{text:?} is not a default policy; expected deny, all-authenticated, all-unauthenticated, \
@@ -79,7 +78,7 @@ impl ServerPolicy {
     /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
     pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
-        // Requests pass the authorization of the route, but not its filter, so that the answer says whose fault it is.
+        // Requests pass the route's authorization but not its filter, so that the response names the cause.
         let authorizations: Arc<[_]> = [Authorization::anywhere(Authentication::Unauthenticated, meta.clone())].into();
         let rule = Rule {
             matches: Vec::new(),
@@ -105,7 +104,7 @@ impl ServerPolicy {
         }
     }
 
-    /// For a port whose policy the control plane has not told: HTTP requests are answered 503, other connections are closed.
+    /// For a port whose policy is not known yet: HTTP requests get 503, other connections are closed.
     pub(crate) fn unknown() -> Self {
         let http = ServerHttp {
             routes: Arc::new([]),
@@ -121,8 +120,8 @@ impl ServerPolicy {
         }
     }
 
-    /// Whether connections have to be HTTP: the policy says so, or says of requests what bytes that are not parsed would evade.
-    pub(crate) fn demands_http(&self) -> bool {
+    /// Whether connections must be HTTP: either the policy says so, or it restricts requests, which opaque bytes would bypass.
+    pub(crate) fn requires_http(&self) -> bool {
         match &self.protocol {
             ServerProtocol::Detect { http, .. } => http.restricts_requests(),
             ServerProtocol::Http1(_) | ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => true,
@@ -130,8 +129,8 @@ impl ServerPolicy {
         }
     }
 
-    /// Whether there is any request that the client may make.
-    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
+    /// Whether the client may make any request at all.
+    pub(crate) fn permits_any_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
         let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
@@ -140,33 +139,33 @@ impl ServerPolicy {
                 .any(|rule| permits(&rule.payload))
     }
 
-    /// Whether every client may connect, whoever and wherever it is.
+    /// Whether every client may connect, with any identity and from any address.
     pub(crate) fn permits_everybody(&self) -> bool {
         self.authorizations.iter().any(Authorization::permits_everybody)
     }
 }
 
-/// For finding out whether a client that is refused anyway speaks HTTP, and can be told why.
+/// Time to detect whether a client that is refused anyway speaks HTTP and can get an error response.
 const UNKNOWN_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
-    /// Whether it restricts clients that the server authorizes: by a rate limit, by a route that somebody wrote, by a filter, or
-    /// because no route takes all requests.
+    /// Whether it restricts clients that the server authorizes: by a rate limit, by a user-defined route, by a filter, or
+    /// because no route matches all requests.
     ///
-    /// The routes of servers that have none, `default` and `probe`, do not: each route's authorizations end with the server's.
+    /// The generated routes `default` and `probe` do not restrict them: each route's authorizations end with the server's.
     fn restricts_requests(&self) -> bool {
         let is_written = |route: &Route<_>| !route.meta.is_default();
         let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
         self.rate_limit.is_some()
             || self.routes.iter().any(|route| is_written(route) || has_filters(route))
-            || !self.routes.iter().any(Route::takes_all)
+            || !self.routes.iter().any(Route::matches_all_requests)
     }
 
-    /// Which rules tell requests apart by their path.
+    /// Which rules depend on the path.
     pub(crate) fn path_rules(&self) -> PathRules {
         let looks_at_path = |route: &&Route<Arc<[Authorization]>>| {
             let mut matches = route.rules.iter().flat_map(|rule| &rule.matches);
-            matches.any(RequestMatch::looks_at_path)
+            matches.any(RequestMatch::depends_on_path)
         };
         let are_written = self
             .routes
@@ -175,8 +174,8 @@ impl ServerHttp {
             .map(|route| !route.meta.is_default());
         match are_written.max() {
             None => PathRules::None,
-            Some(false) => PathRules::OfProbes,
-            Some(true) => PathRules::Written,
+            Some(false) => PathRules::ProbesOnly,
+            Some(true) => PathRules::Custom,
         }
     }
 
@@ -190,18 +189,17 @@ impl ServerHttp {
     }
 }
 
-/// Rules that look at the path of a request.
+/// Rules that depend on the path of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PathRules {
     None,
-    /// Those that the control plane made for probes, and no others.
-    OfProbes,
-    /// Somebody wrote some.
-    Written,
+    /// Only the rules that the control plane generates for probes.
+    ProbesOnly,
+    Custom,
 }
 
 impl DefaultPolicy {
-    /// The policy of a port whose protocol has to be detected; `cluster` are the networks of the cluster.
+    /// The policy of a port whose protocol is detected; `cluster` are the cluster's networks.
     pub(crate) fn detect(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         let http = ServerHttp::catch_all(authorizations.clone());
@@ -212,7 +210,7 @@ impl DefaultPolicy {
         }
     }
 
-    /// The policy of a port whose bytes are not looked at.
+    /// The policy of an opaque port.
     pub(crate) fn opaque(self, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         ServerPolicy {
@@ -222,7 +220,7 @@ impl DefaultPolicy {
         }
     }
 
-    /// Whether it is about the networks of the cluster, so that these have to be known.
+    /// Whether it depends on the cluster's networks, which must then be configured.
     pub(crate) fn needs_cluster_networks(self) -> bool {
         matches!(self, Self::ClusterAuthenticated | Self::ClusterUnauthenticated)
     }
@@ -319,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn only_rules_that_restrict_requests_make_a_port_one_of_http() {
+    fn only_rules_that_restrict_requests_require_http() {
         let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
         let mut redirected = root();
         redirected.rules[0].filters = vec![Filter::Unknown];
@@ -338,16 +336,16 @@ mod tests {
                 vec![probe(), root()],
                 None,
                 false,
-                PathRules::OfProbes,
+                PathRules::ProbesOnly,
             ),
             (
                 "in Linkerd's order",
                 vec![root(), probe()],
                 None,
                 false,
-                PathRules::OfProbes,
+                PathRules::ProbesOnly,
             ),
-            ("probes alone", vec![probe()], None, true, PathRules::OfProbes),
+            ("probes alone", vec![probe()], None, true, PathRules::ProbesOnly),
             ("no routes", vec![], None, true, PathRules::None),
             ("a filter", vec![redirected], None, true, PathRules::None),
             ("one host", vec![of_a_host], None, true, PathRules::None),
@@ -364,7 +362,7 @@ mod tests {
                 vec![root(), route(written("some"), PathMatch::prefix("/some"))],
                 None,
                 true,
-                PathRules::Written,
+                PathRules::Custom,
             ),
         ] {
             let http = ServerHttp {
@@ -382,13 +380,13 @@ mod tests {
                 timeout,
                 http: http.clone(),
             });
-            assert_eq!(detect.demands_http(), demands_http, "{what}");
-            assert!(policy(ServerProtocol::Http1(http)).demands_http());
+            assert_eq!(detect.requires_http(), demands_http, "{what}");
+            assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
-        assert!(ServerPolicy::invalid(Duration::ZERO).demands_http() && ServerPolicy::unknown().demands_http());
+        assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());
         for default in DEFAULT_POLICIES {
-            assert!(!default.detect(Duration::ZERO, &[]).demands_http());
-            assert!(!default.opaque(&[]).demands_http());
+            assert!(!default.detect(Duration::ZERO, &[]).requires_http());
+            assert!(!default.opaque(&[]).requires_http());
         }
     }
 

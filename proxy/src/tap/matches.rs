@@ -1,4 +1,4 @@
-//! Which requests an observer wants to see.
+//! The requests that a tap matches.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,7 @@ use tulle_proto::{
     tap::observe_request::{self as proto, r#match as kinds},
 };
 
-use crate::{policy::decode, tap::Subject};
+use crate::{policy::decode, tap::request_info::RequestInfo};
 
 /// A condition on requests.
 #[derive(Clone, Debug)]
@@ -17,64 +17,63 @@ pub(crate) enum Match {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
-    Source(Address),
-    Destination(Address),
-    DestinationLabel(Label),
-    RouteLabel(Label),
+    Source(AddressMatch),
+    Destination(AddressMatch),
+    DestinationLabel(LabelMatch),
+    RouteLabel(LabelMatch),
     Scheme(Scheme),
     Method(Method),
-    Authority(Text),
-    Path(Text),
+    Authority(StringMatch),
+    Path(StringMatch),
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Address {
-    /// Both ends included.
+pub(crate) enum AddressMatch {
+    /// The range includes both ends.
     Ports(u16, u16),
     Network(IpNet),
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Label {
+pub(crate) struct LabelMatch {
     key: String,
     value: String,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Text {
+pub(crate) enum StringMatch {
     Exact(String),
     Prefix(String),
 }
 
-/// Why a condition cannot be meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum BadMatch {
+pub(crate) enum InvalidMatch {
     #[error("{0} is missing")]
     Missing(&'static str),
     #[error("ports are from 1 to 65535, the first no greater than the last")]
     Ports,
     #[error("a network needs an address and 1 to 32 bits of mask, 128 for IPv6")]
     Network,
-    #[error("the method is none of HTTP")]
+    #[error("the method is not an HTTP method")]
     Method,
-    #[error("the scheme is none of a URI")]
+    #[error("the scheme is not a URI scheme")]
     Scheme,
     #[error("conditions are nested too deeply")]
     Depth,
 }
 
 impl Match {
-    /// Reads a condition.
+    /// Decodes a condition.
     ///
     /// # Errors
-    /// Something is missing, or cannot be meant.
-    pub(crate) fn read(message: Option<proto::Match>) -> Result<Self, BadMatch> {
+    /// A field is missing or invalid.
+    pub(crate) fn decode(message: Option<proto::Match>) -> Result<Self, InvalidMatch> {
         Self::read_at(message, 0)
     }
 
-    fn read_at(message: Option<proto::Match>, depth: usize) -> Result<Self, BadMatch> {
-        if depth > MAX_DEPTH {
-            return Err(BadMatch::Depth);
+    fn read_at(message: Option<proto::Match>, depth: usize) -> Result<Self, InvalidMatch> {
+        if depth > MAX_MATCH_DEPTH {
+            return Err(InvalidMatch::Depth);
         }
         let seq = |seq: kinds::Seq| {
             let matches = seq
@@ -84,33 +83,33 @@ impl Match {
             matches.collect::<Result<_, _>>()
         };
         let kind = message.and_then(|message| message.r#match);
-        Ok(match kind.ok_or(BadMatch::Missing("match"))? {
+        Ok(match kind.ok_or(InvalidMatch::Missing("match"))? {
             kinds::Match::All(all) => Self::All(seq(all)?),
             kinds::Match::Any(any) => Self::Any(seq(any)?),
             kinds::Match::Not(not) => Self::Not(Box::new(Self::read_at(Some(*not), depth + 1)?)),
-            kinds::Match::Source(tcp) => Self::Source(Address::read(tcp)?),
-            kinds::Match::Destination(tcp) => Self::Destination(Address::read(tcp)?),
-            kinds::Match::DestinationLabel(label) => Self::DestinationLabel(Label::read(label)?),
-            kinds::Match::RouteLabel(label) => Self::RouteLabel(Label::read(label)?),
+            kinds::Match::Source(tcp) => Self::Source(AddressMatch::read(tcp)?),
+            kinds::Match::Destination(tcp) => Self::Destination(AddressMatch::read(tcp)?),
+            kinds::Match::DestinationLabel(label) => Self::DestinationLabel(LabelMatch::read(label)?),
+            kinds::Match::RouteLabel(label) => Self::RouteLabel(LabelMatch::read(label)?),
             kinds::Match::Http(http) => Self::read_http(http)?,
         })
     }
 
-    fn read_http(http: kinds::Http) -> Result<Self, BadMatch> {
+    fn read_http(http: kinds::Http) -> Result<Self, InvalidMatch> {
         use kinds::http::Match as Kind;
-        Ok(match http.r#match.ok_or(BadMatch::Missing("HTTP match"))? {
+        Ok(match http.r#match.ok_or(InvalidMatch::Missing("HTTP match"))? {
             Kind::Scheme(scheme) => Self::Scheme(read_scheme(scheme)?),
-            Kind::Method(method) => Self::Method(decode::method(method).map_err(|_| BadMatch::Method)?),
-            Kind::Authority(text) => Self::Authority(Text::read(text)?),
-            Kind::Path(text) => Self::Path(Text::read(text)?),
+            Kind::Method(method) => Self::Method(decode::method(method).map_err(|_| InvalidMatch::Method)?),
+            Kind::Authority(text) => Self::Authority(StringMatch::read(text)?),
+            Kind::Path(text) => Self::Path(StringMatch::read(text)?),
         })
     }
 
-    pub(crate) fn fits(&self, subject: &Subject<'_>) -> bool {
+    pub(crate) fn matches(&self, subject: &RequestInfo<'_>) -> bool {
         match self {
-            Self::All(all) => all.iter().all(|one| one.fits(subject)),
-            Self::Any(any) => any.iter().any(|one| one.fits(subject)),
-            Self::Not(not) => !not.fits(subject),
+            Self::All(all) => all.iter().all(|one| one.matches(subject)),
+            Self::Any(any) => any.iter().any(|one| one.matches(subject)),
+            Self::Not(not) => !not.matches(subject),
             Self::Source(address) => address.fits(subject.source),
             Self::Destination(address) => address.fits(subject.destination),
             Self::DestinationLabel(label) => label.is_in(subject.destination_labels.iter()),
@@ -123,26 +122,34 @@ impl Match {
     }
 }
 
-impl Address {
-    fn read(tcp: kinds::Tcp) -> Result<Self, BadMatch> {
+impl AddressMatch {
+    fn read(tcp: kinds::Tcp) -> Result<Self, InvalidMatch> {
         use kinds::tcp::Match as Kind;
-        match tcp.r#match.ok_or(BadMatch::Missing("address match"))? {
+        match tcp.r#match.ok_or(InvalidMatch::Missing("address match"))? {
             Kind::Ports(range) => {
-                // One end alone is one port.
+                // A range with only one end means one port.
                 let first = if range.min == 0 { range.max } else { range.min };
                 let last = if range.max == 0 { range.min } else { range.max };
-                let port = |port| u16::try_from(port).ok().filter(|port| *port > 0).ok_or(BadMatch::Ports);
+                let port = |port| {
+                    u16::try_from(port)
+                        .ok()
+                        .filter(|port| *port > 0)
+                        .ok_or(InvalidMatch::Ports)
+                };
                 let (first, last) = (port(first)?, port(last)?);
                 match first <= last {
                     true => Ok(Self::Ports(first, last)),
-                    false => Err(BadMatch::Ports),
+                    false => Err(InvalidMatch::Ports),
                 }
             }
             Kind::Netmask(netmask) => {
-                let ip = netmask.ip.and_then(|ip| ip.try_into().ok()).ok_or(BadMatch::Network)?;
+                let ip = netmask
+                    .ip
+                    .and_then(|ip| ip.try_into().ok())
+                    .ok_or(InvalidMatch::Network)?;
                 let bits = u8::try_from(netmask.mask).ok().filter(|bits| *bits > 0);
-                let network = IpNet::new(ip, bits.ok_or(BadMatch::Network)?);
-                network.map(Self::Network).map_err(|_| BadMatch::Network)
+                let network = IpNet::new(ip, bits.ok_or(InvalidMatch::Network)?);
+                network.map(Self::Network).map_err(|_| InvalidMatch::Network)
             }
         }
     }
@@ -155,11 +162,11 @@ impl Address {
     }
 }
 
-impl Label {
-    fn read(label: kinds::Label) -> Result<Self, BadMatch> {
+impl LabelMatch {
+    fn read(label: kinds::Label) -> Result<Self, InvalidMatch> {
         let kinds::Label { key, value } = label;
         match key.is_empty() || value.is_empty() {
-            true => Err(BadMatch::Missing("key or value of a label")),
+            true => Err(InvalidMatch::Missing("key or value of a label")),
             false => Ok(Self { key, value }),
         }
     }
@@ -169,10 +176,10 @@ impl Label {
     }
 }
 
-impl Text {
-    fn read(text: kinds::http::StringMatch) -> Result<Self, BadMatch> {
+impl StringMatch {
+    fn read(text: kinds::http::StringMatch) -> Result<Self, InvalidMatch> {
         use kinds::http::string_match::Match as Kind;
-        Ok(match text.r#match.ok_or(BadMatch::Missing("text"))? {
+        Ok(match text.r#match.ok_or(InvalidMatch::Missing("text"))? {
             Kind::Exact(exact) => Self::Exact(exact),
             Kind::Prefix(prefix) => Self::Prefix(prefix),
         })
@@ -186,18 +193,18 @@ impl Text {
     }
 }
 
-fn read_scheme(message: http_types::Scheme) -> Result<Scheme, BadMatch> {
+fn read_scheme(message: http_types::Scheme) -> Result<Scheme, InvalidMatch> {
     use http_types::scheme::{Registered, Type};
-    match message.r#type.ok_or(BadMatch::Missing("scheme"))? {
+    match message.r#type.ok_or(InvalidMatch::Missing("scheme"))? {
         Type::Registered(code) if code == i32::from(Registered::Http) => Ok(Scheme::HTTP),
         Type::Registered(code) if code == i32::from(Registered::Https) => Ok(Scheme::HTTPS),
-        Type::Registered(_) => Err(BadMatch::Scheme),
-        Type::Unregistered(text) => text.parse().map_err(|_| BadMatch::Scheme),
+        Type::Registered(_) => Err(InvalidMatch::Scheme),
+        Type::Unregistered(text) => text.parse().map_err(|_| InvalidMatch::Scheme),
     }
 }
 
-/// Conditions come from others; who nests more means harm.
-const MAX_DEPTH: usize = 32;
+/// Maximum nesting of conditions, which come from the network.
+const MAX_MATCH_DEPTH: usize = 32;
 
 #[cfg(test)]
 mod tests {
@@ -243,22 +250,22 @@ mod tests {
         }
     }
 
-    /// Whether a condition fits `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
-    fn fits(message: proto::Match) -> Result<bool, BadMatch> {
-        let matches = Match::read(Some(message))?;
+    /// Whether a condition matches `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
+    fn fits(message: proto::Match) -> Result<bool, InvalidMatch> {
+        let matches = Match::decode(Some(message))?;
         let req = Request::post("http://web.test/buy?what=tea")
             .body(Body::empty())
             .unwrap();
         let pod = BTreeMap::from([("pod".to_owned(), "web-1".to_owned())]);
         let (from, to) = (([10, 0, 0, 1], 4321).into(), ([10, 0, 1, 1], 8080).into());
-        Ok(matches.fits(&Subject {
+        Ok(matches.matches(&RequestInfo {
             destination_labels: Cow::Owned(pod),
-            ..Subject::of(&req, ProxyDirection::Inbound, from, to)
+            ..RequestInfo::of(&req, ProxyDirection::Inbound, from, to)
         }))
     }
 
     #[test]
-    fn requests_are_matched_by_all_that_is_known_of_them() {
+    fn requests_are_matched_by_all_their_attributes() {
         use kinds::Match as Kind;
         let method = |name: &str| http_types::HttpMethod {
             r#type: Some(http_types::http_method::Type::Unregistered(name.into())),
@@ -293,21 +300,21 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_conditions_are_refused() {
         use kinds::Match as Kind;
-        let deep = (0..=MAX_DEPTH).fold(of(Kind::Source(ports(1, 1))), |inner, _| of(Kind::Not(Box::new(inner))));
+        let deep = (0..=MAX_MATCH_DEPTH).fold(of(Kind::Source(ports(1, 1))), |inner, _| of(Kind::Not(Box::new(inner))));
         for (message, expected) in [
-            (proto::Match::default(), BadMatch::Missing("match")),
-            (of(Kind::Source(ports(0, 0))), BadMatch::Ports),
-            (of(Kind::Source(ports(9, 8))), BadMatch::Ports),
-            (of(Kind::Source(ports(1, 65_536))), BadMatch::Ports),
-            (of(Kind::Source(network("10.0.0.0", 0))), BadMatch::Network),
-            (of(Kind::Source(network("10.0.0.0", 33))), BadMatch::Network),
+            (proto::Match::default(), InvalidMatch::Missing("match")),
+            (of(Kind::Source(ports(0, 0))), InvalidMatch::Ports),
+            (of(Kind::Source(ports(9, 8))), InvalidMatch::Ports),
+            (of(Kind::Source(ports(1, 65_536))), InvalidMatch::Ports),
+            (of(Kind::Source(network("10.0.0.0", 0))), InvalidMatch::Network),
+            (of(Kind::Source(network("10.0.0.0", 33))), InvalidMatch::Network),
             (
                 of(Kind::RouteLabel(label("route", ""))),
-                BadMatch::Missing("key or value of a label"),
+                InvalidMatch::Missing("key or value of a label"),
             ),
-            (deep, BadMatch::Depth),
+            (deep, InvalidMatch::Depth),
         ] {
             assert_eq!(fits(message), Err(expected));
         }

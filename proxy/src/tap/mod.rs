@@ -1,11 +1,12 @@
-//! A live view of requests, for who may see them; nothing but the look at one number while nobody does.
+//! A live stream of requests, for authorized observers. Without observers, a request costs one atomic load.
 
 pub(crate) mod matches;
+mod request_info;
 pub(crate) mod server;
 
+pub(crate) use request_info::RequestInfo;
+
 use std::{
-    borrow::Cow,
-    collections::BTreeMap,
     iter::repeat_n,
     net::SocketAddr,
     sync::{
@@ -15,18 +16,17 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, Version, header};
+use http::{HeaderMap, Method, Response, Version};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::{sync::mpsc, time::Instant};
-use tulle_core::names;
 use tulle_proto::{
     convert::wire_duration,
-    http_types::{self, headers::Header, http_method, scheme},
+    http_types::{self, http_method, scheme},
     tap::{
         Eos, TapEvent, eos,
         tap_event::{
-            EndpointMeta, Event, Http, ProxyDirection, RouteMeta,
+            Event, Http, ProxyDirection,
             http::{self as events, RequestInit, ResponseEnd, ResponseInit, StreamId},
         },
     },
@@ -34,151 +34,136 @@ use tulle_proto::{
 
 use crate::{
     http::{
-        body::{Body, Observe},
-        classify,
+        body::{Body, BodyObserver},
         error::Error,
+        lifecycle::classify,
     },
-    tap::matches::Match,
+    tap::{matches::Match, request_info::headers},
 };
 
-/// The observers of a process.
 #[derive(Default)]
-pub(crate) struct Taps {
-    /// Up to which number a request may be drawn by somebody: most pass without another look. 0 while there is no observer.
-    odds: AtomicU32,
+pub(crate) struct TapRegistry {
+    /// Upper bound of the random numbers that sample a request for any observer; most requests need no further check. 0 without
+    /// observers.
+    sample_threshold: AtomicU32,
     observers: ArcSwap<Vec<Arc<Observer>>>,
     /// Held while the list is changed.
-    changing: Mutex<()>,
-    /// Numbers given to observers so far.
-    numbers: AtomicU32,
+    update_lock: Mutex<()>,
+    /// Number of observers so far.
+    next_id: AtomicU32,
 }
 
-/// Who wants to see requests.
+/// An observer of requests: one tap.
 struct Observer {
-    number: u32,
+    id: u32,
     matches: Match,
-    /// Requests to show at most.
+    /// Maximum number of requests to show.
     limit: u32,
     shown: AtomicU32,
-    /// Of so many that match, one is shown.
-    one_in: u32,
-    /// Whether headers are shown.
+    /// One of this many matching requests is shown.
+    sample_every: u32,
     headers: bool,
     events: mpsc::Sender<TapEvent>,
 }
 
-/// Those of whom it is the turn, of all that see one request in so many.
-pub(crate) struct Drawn(SmallVec<[Arc<Observer>; 1]>);
+/// The observers that sample the current request.
+pub(crate) struct SampledObservers(SmallVec<[Arc<Observer>; 1]>);
 
-/// A request that somebody may want to see.
-pub(crate) struct Subject<'a> {
-    pub(crate) direction: ProxyDirection,
-    pub(crate) source: SocketAddr,
-    pub(crate) source_labels: BTreeMap<String, String>,
-    pub(crate) destination: SocketAddr,
-    /// What discovery knows of the endpoint.
-    pub(crate) destination_labels: Cow<'a, BTreeMap<String, String>>,
-    /// Who the endpoint is, or why nobody knows.
-    pub(crate) destination_tls: BTreeMap<String, String>,
-    pub(crate) route_labels: BTreeMap<String, String>,
-    pub(crate) method: &'a Method,
-    pub(crate) uri: &'a Uri,
-    pub(crate) version: Version,
-    pub(crate) headers: &'a HeaderMap,
-}
-
-/// A request that somebody sees.
-pub(crate) struct Tapped {
-    shows: Vec<Show>,
-    /// All that the events have in common.
+/// A request that is shown to at least one observer.
+pub(crate) struct TappedRequest {
+    sinks: Vec<EventSink>,
+    /// The common fields of its events.
     common: TapEvent,
     began_at: Instant,
     answered_at: Option<Instant>,
     n_bytes: u64,
     grpc: Option<i32>,
-    /// Whether its end has been shown.
-    is_over: bool,
+    /// Whether its end has been sent.
+    end_sent: bool,
 }
 
-/// A request before one observer.
-struct Show {
+struct EventSink {
     id: StreamId,
     headers: bool,
     events: mpsc::Sender<TapEvent>,
 }
 
-/// What is asked of a tap.
-pub(crate) struct Wish {
+pub(crate) struct TapRequest {
     pub(crate) matches: Match,
     pub(crate) limit: u32,
-    pub(crate) one_in: u32,
+    pub(crate) sample_every: u32,
     pub(crate) headers: bool,
 }
 
-impl Taps {
-    /// Who may see the next request; mostly nobody. What a request is shown as is made after that, as it costs much more.
-    pub(crate) fn draw(&self) -> Option<Drawn> {
-        match self.odds.load(Ordering::Relaxed) {
+impl TapRegistry {
+    /// The observers that sample the next request; usually none. The event is only built afterwards, because that costs much
+    /// more.
+    pub(crate) fn sample(&self) -> Option<SampledObservers> {
+        match self.sample_threshold.load(Ordering::Relaxed) {
             0 => None,
-            odds => {
+            max_draw => {
                 let drawn = fastrand::u32(..);
-                if drawn <= odds { self.drawn(drawn) } else { None }
+                if drawn <= max_draw {
+                    self.sampled_by(drawn)
+                } else {
+                    None
+                }
             }
         }
     }
 
     #[cold]
-    fn drawn(&self, drawn: u32) -> Option<Drawn> {
+    fn sampled_by(&self, draw: u32) -> Option<SampledObservers> {
         let observers = self.observers.load();
-        let drawn = observers.iter().filter(|observer| drawn <= observer.odds());
-        let drawn: SmallVec<_> = drawn.cloned().collect();
-        (!drawn.is_empty()).then_some(Drawn(drawn))
+        let sampled = observers.iter().filter(|observer| draw <= observer.max_draw());
+        let sampled: SmallVec<_> = sampled.cloned().collect();
+        (!sampled.is_empty()).then_some(SampledObservers(sampled))
     }
 
-    /// Begins to show requests; the number ends that again.
-    pub(crate) fn add(&self, wish: Wish) -> (u32, mpsc::Receiver<TapEvent>) {
-        let (events, shown) = mpsc::channel(MOST_WAITING);
-        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+    /// Adds an observer; returns its id for [`TapRegistry::remove`] and its events.
+    pub(crate) fn add(&self, params: TapRequest) -> (u32, mpsc::Receiver<TapEvent>) {
+        let (events, shown) = mpsc::channel(MAX_QUEUED_EVENTS);
+        let number = self.next_id.fetch_add(1, Ordering::Relaxed);
         let observer = Arc::new(Observer {
-            number,
-            matches: wish.matches,
-            limit: wish.limit,
+            id: number,
+            matches: params.matches,
+            limit: params.limit,
             shown: AtomicU32::new(0),
-            one_in: wish.one_in.max(1),
-            headers: wish.headers,
+            sample_every: params.sample_every.max(1),
+            headers: params.headers,
             events,
         });
         self.change(|observers| observers.push(observer.clone()));
         (number, shown)
     }
 
-    /// Shows an observer no further requests; what it sees already goes on.
+    /// Removes an observer; events of requests that it already sees continue.
     pub(crate) fn remove(&self, number: u32) {
-        self.change(|observers| observers.retain(|observer| observer.number != number));
+        self.change(|observers| observers.retain(|observer| observer.id != number));
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Arc<Observer>>)) {
-        let _turn = self.changing.lock();
+        let _update_guard = self.update_lock.lock();
         let mut observers = Vec::clone(&self.observers.load());
         change(&mut observers);
-        let odds = observers.iter().map(|observer| observer.odds()).max();
-        self.odds.store(odds.unwrap_or(0), Ordering::Relaxed);
+        let max_draw = observers.iter().map(|observer| observer.max_draw()).max();
+        self.sample_threshold.store(max_draw.unwrap_or(0), Ordering::Relaxed);
         self.observers.store(Arc::new(observers));
     }
 
-    /// Shows a request to those of the drawn who want to see it.
-    pub(crate) fn show(&self, drawn: &Drawn, mut subject: Subject<'_>) -> Option<Box<Tapped>> {
-        let mut shows = Vec::new();
-        let mut spent = Vec::new();
-        for observer in drawn.0.iter().filter(|observer| observer.matches.fits(&subject)) {
+    /// Shows a request to those sampled observers that match it.
+    pub(crate) fn show(&self, sampled: &SampledObservers, mut subject: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
+        let mut sinks = Vec::new();
+        let mut finished = Vec::new();
+        for observer in sampled.0.iter().filter(|observer| observer.matches.matches(&subject)) {
             let stream = observer.shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= observer.limit {
-                spent.push(observer.number);
+                finished.push(observer.id);
             }
             if stream < observer.limit {
-                shows.push(Show {
+                sinks.push(EventSink {
                     id: StreamId {
-                        base: observer.number,
+                        base: observer.id,
                         stream: stream.into(),
                     },
                     headers: observer.headers,
@@ -186,22 +171,22 @@ impl Taps {
                 });
             }
         }
-        for number in spent {
+        for number in finished {
             self.remove(number);
         }
-        if shows.is_empty() {
+        if sinks.is_empty() {
             return None;
         }
-        let tapped = Tapped {
+        let tapped = TappedRequest {
             common: subject.common(),
-            shows,
+            sinks,
             began_at: Instant::now(),
             answered_at: None,
             n_bytes: 0,
             grpc: None,
-            is_over: false,
+            end_sent: false,
         };
-        tapped.tell(tapped.common.clone(), |show| {
+        tapped.send(tapped.common.clone(), |show| {
             events::Event::RequestInit(RequestInit {
                 id: Some(show.id),
                 method: Some(method(subject.method)),
@@ -222,82 +207,18 @@ impl Taps {
 }
 
 impl Observer {
-    /// Up to which of all numbers it sees a request.
-    fn odds(&self) -> u32 {
-        u32::MAX / self.one_in
+    /// Upper bound of the random numbers that sample a request for this observer.
+    fn max_draw(&self) -> u32 {
+        u32::MAX / self.sample_every
     }
 }
 
-impl<'a> Subject<'a> {
-    /// The request as it is now, between these.
-    pub(crate) fn of(
-        req: &'a Request<Body>,
-        direction: ProxyDirection,
-        source: SocketAddr,
-        destination: SocketAddr,
-    ) -> Self {
-        Self {
-            direction,
-            source,
-            source_labels: BTreeMap::new(),
-            destination,
-            destination_labels: Cow::default(),
-            destination_tls: BTreeMap::new(),
-            route_labels: BTreeMap::new(),
-            method: req.method(),
-            uri: req.uri(),
-            version: req.version(),
-            headers: req.headers(),
-        }
-    }
-
-    /// Whom the request is addressed to, by its target or its `host`.
-    pub(crate) fn authority(&self) -> Cow<'_, str> {
-        match (self.uri.authority(), self.headers.get(header::HOST)) {
-            (Some(authority), _) => authority.as_str().into(),
-            (None, Some(host)) => String::from_utf8_lossy(host.as_bytes()),
-            (None, None) => "".into(),
-        }
-    }
-
-    /// What all events of this request have in common. Takes the labels: each is a string or two, and copied with every event.
-    fn common(&mut self) -> TapEvent {
-        let meta = |labels| EndpointMeta { labels };
-        let mut destination = std::mem::take(&mut self.destination_labels).into_owned();
-        destination.append(&mut self.destination_tls);
-        let route = std::mem::take(&mut self.route_labels);
-        TapEvent {
-            source: Some(self.source.into()),
-            destination: Some(self.destination.into()),
-            event: None,
-            destination_meta: (!destination.is_empty()).then(|| meta(destination)),
-            source_meta: Some(meta(std::mem::take(&mut self.source_labels))),
-            proxy_direction: self.direction.into(),
-            route_meta: (!route.is_empty()).then_some(RouteMeta { labels: route }),
-        }
-    }
-
-    fn all_headers(&self) -> http_types::Headers {
-        if self.version != Version::HTTP_2 {
-            return headers([], self.headers);
-        }
-        let pseudo = [
-            (":method", self.method.as_str().to_owned()),
-            (":scheme", self.uri.scheme_str().unwrap_or_default().to_owned()),
-            (":authority", self.authority().into_owned()),
-            // Without the query, which may have credentials.
-            (":path", self.uri.path().to_owned()),
-        ];
-        headers(pseudo, self.headers)
-    }
-}
-
-impl Tapped {
-    /// Shows a response, and its end when that comes.
+impl TappedRequest {
+    /// Shows a response, and later its end.
     pub(crate) fn response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
         self.answered_at = Some(Instant::now());
         self.grpc = classify::grpc_status(rsp.headers());
-        self.tell(self.common.clone(), |show| {
+        self.send(self.common.clone(), |show| {
             let all = || match rsp.version() {
                 Version::HTTP_2 => headers([(":status", rsp.status().as_str().to_owned())], rsp.headers()),
                 _ => headers([], rsp.headers()),
@@ -309,34 +230,34 @@ impl Tapped {
                 headers: show.headers.then(all),
             })
         });
-        rsp.map(|body| body.observed(Box::new(Ending(self))))
+        rsp.map(|body| body.with_observer(Box::new(EndObserver(self))))
     }
 
-    /// Shows that there is no response.
+    /// Shows that the request got no response.
     pub(crate) fn failed(mut self: Box<Self>, error: &Error) {
-        self.broken(error);
+        self.send_error(error);
     }
 
-    /// Shows what a request or its response failed by.
-    fn broken(&mut self, error: &Error) {
+    /// Shows the error of a request or its response.
+    fn send_error(&mut self, error: &Error) {
         let direction = match self.common.proxy_direction() {
             ProxyDirection::Inbound => "inbound",
             _ => "outbound",
         };
-        let mut cause = format!("{}; direction={direction}", error.told());
+        let mut cause = format!("{}; direction={direction}", error.cause_header());
         let own = || SocketAddr::try_from(self.common.destination?).ok();
-        if let Some(target) = error.target().or_else(own) {
+        if let Some(target) = error.failed_addr().or_else(own) {
             cause = format!("{cause}; target={target}");
         }
-        self.ended(reset_code(error).map(eos::End::ResetErrorCode), None, cause);
+        self.send_end(reset_code(error).map(eos::End::ResetErrorCode), None, cause);
     }
 
-    fn ended(&mut self, end: Option<eos::End>, trailers: Option<&HeaderMap>, cause: String) {
-        if std::mem::replace(&mut self.is_over, true) {
+    fn send_end(&mut self, end: Option<eos::End>, trailers: Option<&HeaderMap>, cause: String) {
+        if std::mem::replace(&mut self.end_sent, true) {
             return;
         }
         let common = std::mem::take(&mut self.common);
-        self.tell(common, |show| {
+        self.send(common, |show| {
             events::Event::ResponseEnd(ResponseEnd {
                 id: Some(show.id),
                 since_request_init: Some(wire_duration(self.began_at.elapsed())),
@@ -350,9 +271,9 @@ impl Tapped {
     }
 
     /// Sends an event to each observer that has room for it.
-    fn tell(&self, common: TapEvent, event: impl Fn(&Show) -> events::Event) {
-        // The last of them takes what is there.
-        for (show, common) in self.shows.iter().zip(repeat_n(common, self.shows.len())) {
+    fn send(&self, common: TapEvent, event: impl Fn(&EventSink) -> events::Event) {
+        // The last observer gets the value itself, the others clones.
+        for (show, common) in self.sinks.iter().zip(repeat_n(common, self.sinks.len())) {
             let http = Http {
                 event: Some(event(show)),
             };
@@ -360,26 +281,25 @@ impl Tapped {
                 event: Some(Event::Http(http)),
                 ..common
             };
-            // Who does not keep up misses something: it is a view, and not a record.
+            // A slow observer misses events: tap is a live view, not a record.
             let _ = show.events.try_send(whole);
         }
     }
 }
 
-/// The client has left.
-impl Drop for Tapped {
+/// The client has disconnected.
+impl Drop for TappedRequest {
     fn drop(&mut self) {
-        if !self.is_over {
+        if !self.end_sent {
             let cancelled = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
-            self.ended(cancelled, None, Error::Left.cause().to_owned());
+            self.send_end(cancelled, None, Error::ClientClosed.cause().to_owned());
         }
     }
 }
 
-/// Waits for the end of a response.
-struct Ending(Box<Tapped>);
+struct EndObserver(Box<TappedRequest>);
 
-impl Observe for Ending {
+impl BodyObserver for EndObserver {
     fn data(&mut self, len: usize) {
         self.0.n_bytes += len as u64;
     }
@@ -387,14 +307,14 @@ impl Observe for Ending {
     fn trailers(&mut self, trailers: &HeaderMap) {
         let grpc = classify::grpc_status(trailers).and_then(|code| u32::try_from(code).ok());
         self.0
-            .ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers), String::new());
+            .send_end(grpc.map(eos::End::GrpcStatusCode), Some(trailers), String::new());
     }
 
     fn end(&mut self, result: Result<(), &Error>) {
         let grpc = self.0.grpc.and_then(|code| u32::try_from(code).ok());
         match result {
-            Ok(()) => self.0.ended(grpc.map(eos::End::GrpcStatusCode), None, String::new()),
-            Err(error) => self.0.broken(error),
+            Ok(()) => self.0.send_end(grpc.map(eos::End::GrpcStatusCode), None, String::new()),
+            Err(error) => self.0.send_error(error),
         }
     }
 }
@@ -416,52 +336,5 @@ fn method(method: &Method) -> http_types::HttpMethod {
     }
 }
 
-fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &HeaderMap) -> http_types::Headers {
-    let line = |name: &str, value: &[u8]| Header {
-        name: name.to_owned(),
-        value: value.to_vec(),
-    };
-    let rest = rest.iter().map(|(name, value): (&HeaderName, &HeaderValue)| {
-        // A client marks what it wants nobody on the way to keep.
-        let is_secret = names::header::CREDENTIALS.contains(name) || value.is_sensitive();
-        line(name.as_str(), if is_secret { NOT_SHOWN } else { value.as_bytes() })
-    });
-    let pseudo = pseudo.iter().map(|(name, value)| line(name, value.as_bytes()));
-    http_types::Headers {
-        headers: pseudo.chain(rest).collect(),
-    }
-}
-
-/// In place of a value that lets whoever knows it act for somebody else.
-const NOT_SHOWN: &[u8] = b"(not shown)";
-/// Events that wait for an observer at most.
-const MOST_WAITING: usize = 400;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn credentials_are_named_and_not_shown() {
-        let mut all = HeaderMap::new();
-        for name in ["Authorization", "proxy-authorization", "cookie", "set-cookie", "accept"] {
-            let name: HeaderName = name.parse().unwrap();
-            all.append(&name, HeaderValue::from_static("a value"));
-            all.append(&name, HeaderValue::from_static("a value"));
-        }
-        let mut marked = HeaderValue::from_static("a value");
-        marked.set_sensitive(true);
-        all.append("x-key", marked);
-        let shown = headers([(":path", "/a value".to_owned())], &all).headers;
-        let of = |name: &str| -> Vec<&[u8]> {
-            let of_name = shown.iter().filter(|header| header.name == name);
-            of_name.map(|header| &header.value[..]).collect()
-        };
-        for name in ["authorization", "proxy-authorization", "cookie", "set-cookie"] {
-            assert_eq!(of(name), [NOT_SHOWN; 2], "{name}");
-        }
-        assert_eq!(of("x-key"), [NOT_SHOWN]);
-        assert_eq!(of("accept"), [b"a value"; 2]);
-        assert_eq!(of(":path"), [b"/a value"]);
-    }
-}
+/// Maximum queued events of an observer.
+const MAX_QUEUED_EVENTS: usize = 400;

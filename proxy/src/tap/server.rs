@@ -1,4 +1,4 @@
-//! Serves taps to who may see requests: by mutual TLS, or from this machine in the clear.
+//! Serves taps to authorized clients: by mutual TLS, or in plaintext on loopback.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -20,82 +20,107 @@ use tulle_core::{
     drain,
     identity::Identity,
     info_limited,
-    listener::{Accepted, Listener},
+    listener::{AcceptedConnection, Listener},
     log_limit::LogLimiter,
     metrics::Registry,
 };
 use tulle_proto::tap::{
     ObserveRequest, TapEvent,
     observe_request::extract::{Extract, http::Extract as Headers},
-    tap_server::{Tap, TapServer},
+    tap_server::{self, Tap},
 };
 
 use crate::{
     net::io::Tcp,
-    tap::{Taps, Wish, matches::Match},
+    tap::{TapRegistry, TapRequest, matches::Match},
     tls::{
-        creds::{Alpn, Credentials},
+        credentials::{Alpn, Credentials},
         server as tls_server,
     },
 };
 
-/// Where taps are served, and to whom.
+/// The tap listener, and the permitted clients.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
     pub clients: Vec<Identity>,
 }
 
-/// The service, to one client.
 struct Service {
-    taps: Arc<Taps>,
-    /// Whether this client may see anything.
+    taps: Arc<TapRegistry>,
+    /// Whether this client may tap.
     is_permitted: bool,
 }
 
-/// Accepts until the drain begins, which also ends connections: a tap that nobody ends is no reason to stay.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    clients: Vec<Identity>,
-    taps: Arc<Taps>,
-    creds: Credentials,
-    registry: &Registry,
-    drain: drain::Watch,
-) -> std::io::Result<()> {
-    let listener = tokio::net::TcpListener::from_std(listener)?;
-    let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).drain_within(Duration::ZERO);
-    let clients: Arc<[Identity]> = clients.into();
-    let log = Arc::new(LogLimiter::default());
-    let serve = move |accepted| connection(accepted, clients.clone(), taps.clone(), creds.clone(), log.clone());
-    listener.run(drain.signaled(), serve).await;
-    Ok(())
-}
-
-async fn connection(
-    accepted: Accepted,
+/// The server of the tap API.
+#[derive(Clone)]
+pub(crate) struct TapServer {
+    /// Identities that may tap, besides clients on this host.
     clients: Arc<[Identity]>,
-    taps: Arc<Taps>,
+    taps: Arc<TapRegistry>,
     creds: Credentials,
     log: Arc<LogLimiter>,
-) {
+}
+
+impl TapServer {
+    pub(crate) fn new(clients: Vec<Identity>, taps: Arc<TapRegistry>, creds: Credentials) -> Self {
+        Self {
+            clients: clients.into(),
+            taps,
+            creds,
+            log: Arc::new(LogLimiter::default()),
+        }
+    }
+
+    /// Accepts until the drain begins, which also closes the connections, because a tap may never end by itself.
+    ///
+    /// # Errors
+    /// The listener cannot be used.
+    pub(crate) async fn serve(
+        self,
+        listener: TcpListener,
+        registry: &Registry,
+        drain: drain::Watch,
+    ) -> std::io::Result<()> {
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).with_drain_timeout(Duration::ZERO);
+        listener
+            .run(drain.signaled(), move |accepted| connection(accepted, self.clone()))
+            .await;
+        Ok(())
+    }
+}
+
+async fn connection(accepted: AcceptedConnection, server: TapServer) {
+    let TapServer {
+        clients,
+        taps,
+        creds,
+        log,
+    } = server;
     let is_tls = accepted.is_tls();
-    let Accepted {
-        stream, client, place, ..
+    let AcceptedConnection {
+        stream,
+        client,
+        permit: place,
+        ..
     } = accepted;
     if !is_tls {
         let is_permitted = client.ip().is_loopback();
-        return http2(place.watch(stream), Service { taps, is_permitted }).await;
+        return http2(place.track(stream), Service { taps, is_permitted }).await;
     }
     let shaking = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
-    match tokio::time::timeout(HANDSHAKE_LIMIT, shaking).await {
+    match tokio::time::timeout(HANDSHAKE_TIMEOUT, shaking).await {
         Ok(Ok((stream, peer))) => {
             let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
             let is_permitted = permitted.is_some();
             match permitted {
-                Some(id) => place.verified(id.as_str()),
-                None => info_limited!(log, client.ip(), "may not tap", %client, id = ?peer.client_id),
+                Some(id) => place.set_identity(id.as_str()),
+                None => {
+                    info_limited!(log, client.ip(), "tap refused, the client is not authorized", %client, id = ?peer.client_id)
+                }
             }
-            http2(place.watch(stream), Service { taps, is_permitted }).await;
+            http2(place.track(stream), Service { taps, is_permitted }).await;
         }
         Ok(Err(error)) => {
             info_limited!(log, client.ip(), "TLS handshake with a client of tap failed", %client, %error);
@@ -104,29 +129,29 @@ async fn connection(
     }
 }
 
-/// Speaks to a client, to whom a stranger is told that it may not, and then has to leave.
+/// Serves a client; an unauthorized one gets an error and is then disconnected.
 async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) {
     let limit = match service.is_permitted {
         true => Duration::MAX,
-        false => STRANGER_LIMIT,
+        false => UNAUTHORIZED_TIMEOUT,
     };
     let mut server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
     server
         .timer(TokioTimer::new())
-        .keep_alive_interval(KEEP_ALIVE)
-        .max_concurrent_streams(MOST_STREAMS);
-    let service = TowerToHyperService::new(TapServer::new(service));
+        .keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .max_concurrent_streams(MAX_CONCURRENT_STREAMS);
+    let service = TowerToHyperService::new(tap_server::TapServer::new(service));
     let serving = server.serve_connection(TokioIo::new(io), service);
     if let Ok(Err(error)) = tokio::time::timeout(limit, serving).await {
-        tracing::debug!(%error, "a connection of tap ended");
+        tracing::debug!(%error, "tap connection ended");
     }
 }
 
 #[tonic::async_trait]
 impl Tap for Service {
-    type ObserveStream = Shown;
+    type ObserveStream = EventStream;
 
-    async fn observe(&self, req: Request<ObserveRequest>) -> Result<Response<Shown>, Status> {
+    async fn observe(&self, req: Request<ObserveRequest>) -> Result<Response<EventStream>, Status> {
         if !self.is_permitted {
             return Err(Status::new(
                 Code::Unauthenticated,
@@ -141,21 +166,21 @@ impl Tap for Service {
         } = req.into_inner();
         if limit == 0 {
             return Err(Status::invalid_argument(
-                "limit is 0; expected the number of requests to show",
+                "limit is 0, expected the number of requests to show",
             ));
         }
-        let matches = Match::read(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let matches = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
-        let (number, events) = self.taps.add(Wish {
+        let (number, events) = self.taps.add(TapRequest {
             matches,
             limit,
-            one_in: sample_one_in,
+            sample_every: sample_one_in,
             headers,
         });
-        Ok(Response::new(Shown {
+        Ok(Response::new(EventStream {
             taps: self.taps.clone(),
             number,
             events,
@@ -163,14 +188,14 @@ impl Tap for Service {
     }
 }
 
-/// The events of one tap; it ends when this is dropped.
-pub(crate) struct Shown {
-    taps: Arc<Taps>,
+/// The events of one tap; the tap ends when this is dropped.
+pub(crate) struct EventStream {
+    taps: Arc<TapRegistry>,
     number: u32,
     events: mpsc::Receiver<TapEvent>,
 }
 
-impl Stream for Shown {
+impl Stream for EventStream {
     type Item = Result<TapEvent, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
@@ -178,17 +203,17 @@ impl Stream for Shown {
     }
 }
 
-impl Drop for Shown {
+impl Drop for EventStream {
     fn drop(&mut self) {
         self.taps.remove(self.number);
     }
 }
 
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
-/// Enough to be told so.
-const STRANGER_LIMIT: Duration = Duration::from_secs(5);
-/// Who watches may have nothing to see for long.
-const KEEP_ALIVE: Duration = Duration::from_secs(20);
-const MOST_STREAMS: u32 = 100;
-/// Those that nobody permitted, too, as who it is turns out later.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for an unauthorized client to receive the error.
+const UNAUTHORIZED_TIMEOUT: Duration = Duration::from_secs(5);
+/// Keeps idle taps open.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
+const MAX_CONCURRENT_STREAMS: u32 = 100;
+/// Includes unauthorized clients, because the identity is known only after the connection is accepted.
 const MAX_CONNECTIONS: usize = 64;

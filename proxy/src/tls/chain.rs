@@ -1,8 +1,8 @@
-//! Whether a peer's certificates chain to our trust anchors.
+//! Verifies that a peer's certificates chain to the trust anchors.
 //!
-//! Peers come again and again with the same certificates, and what those say does not change: while our credentials stay,
-//! and each certificate is within its time, a chain that was verified is known to be good. Then only the signature of
-//! the handshake itself, the proof that the peer has the key, is left to verify: one of three.
+//! Peers reconnect with the same certificates, so verified chains are remembered while the credentials stay the same and each
+//! certificate is within its validity. For a remembered chain only the signature of the handshake, which proves that the peer
+//! has the key, is verified: one signature instead of three.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,34 +19,34 @@ use rustls::server::{ParsedCertificate, VerifierBuilderError, WebPkiClientVerifi
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore, SignatureScheme,
 };
-use tulle_core::authority;
+use tulle_core::issuer_constraints;
 
 use crate::tls::verify::{self, Validity};
 
-/// The chains remembered at a time: more than the peers that most workloads have, at about 1 KiB each, rarely more.
-const REMEMBERED: usize = 128;
-/// The bytes of the longest chain that is remembered. A peer may present eight times as many.
-const LONGEST: usize = 8 * 1024;
+/// Maximum number of remembered chains: more than most workloads have peers. Each takes about 1 KiB.
+const MAX_CACHED_CHAINS: usize = 128;
+/// Longer chains are not remembered, in bytes. A peer may present eight times as much.
+const MAX_CACHED_CHAIN_BYTES: usize = 8 * 1024;
 
-/// Verifies that a server's certificate chains to our trust anchors.
+/// Verifies that a server's certificate chains to the trust anchors.
 ///
-/// Names are deliberately not looked at here: the identity that we expect is not the SNI that we send, so
-/// [`crate::tls::client::connect`] compares it once the handshake is done and before anything is sent.
+/// Names are deliberately not checked here: the expected identity is not the SNI that is sent. [`crate::tls::client::connect`]
+/// compares the identity after the handshake and before any data is sent.
 #[derive(Debug)]
-pub(super) struct ServerChain {
+pub(super) struct ServerChainVerifier {
     anchors: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
-    known: Known,
+    known: VerifiedChains,
 }
 
-/// Verifies that the certificate of a client chains to our trust anchors, if it shows one.
+/// Verifies that the certificate of a client, if it presents one, chains to the trust anchors.
 #[derive(Debug)]
-pub(super) struct ClientChain {
+pub(super) struct ClientChainVerifier {
     verifier: Arc<dyn ClientCertVerifier>,
-    known: Known,
+    known: VerifiedChains,
 }
 
-/// Verifies our own certificate as a peer with these anchors would.
+/// Verifies the proxy's own certificate as a peer with these anchors would.
 pub(super) fn verify_own(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -58,9 +58,9 @@ pub(super) fn verify_own(
     may_sign(end_entity, intermediates)
 }
 
-/// Whether the authorities that the peer shows may sign its certificate: those of virtual machines are for one workload.
+/// Whether the peer's intermediates may sign its certificate: the issuer of an external workload is limited to one identity.
 fn may_sign(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<(), Error> {
-    authority::may_sign(end_entity, intermediates.iter().map(AsRef::as_ref))
+    issuer_constraints::verify_issuers(end_entity, intermediates.iter().map(AsRef::as_ref))
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
@@ -75,20 +75,20 @@ fn verify_server(
     verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, now, algorithms.all)
 }
 
-/// The chains last verified against one set of anchors, the newest last.
+/// The chains last verified against one set of anchors, newest last.
 #[derive(Default)]
-struct Known(Mutex<VecDeque<Chain>>);
+struct VerifiedChains(Mutex<VecDeque<Chain>>);
 
 struct Chain {
-    /// As the peer presented them, leaf first.
+    /// As presented by the peer, leaf first.
     certificates: Vec<CertificateDer<'static>>,
-    /// When all of them are valid.
+    /// The intersection of their validity periods.
     validity: Validity,
 }
 
-impl Known {
-    /// Calls `verify`, unless it has said before that these certificates are good and all of them are within their time.
-    fn or(
+impl VerifiedChains {
+    /// Calls `verify`, unless the same certificates were verified before and all of them are within their validity.
+    fn verify_cached(
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
@@ -96,13 +96,13 @@ impl Known {
         verify: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(now.as_secs());
-        let is_this = |chain: &Chain| chain.is(end_entity, intermediates);
+        let is_same_chain = |chain: &Chain| chain.matches(end_entity, intermediates);
         if self
             .0
             .lock()
             .iter()
             .rev()
-            .find(|chain| is_this(chain))
+            .find(|chain| is_same_chain(chain))
             .is_some_and(|chain| chain.is_valid(now))
         {
             return Ok(());
@@ -114,13 +114,13 @@ impl Known {
             .chain([end_entity])
             .map(|certificate| certificate.len())
             .sum();
-        // A certificate that cannot be read may be there, as long as it is not needed.
-        if length <= LONGEST
+        // An intermediate that cannot be parsed is allowed if the chain does not need it.
+        if length <= MAX_CACHED_CHAIN_BYTES
             && let Ok(chain) = Chain::new(end_entity, intermediates)
         {
             let mut known = self.0.lock();
-            known.retain(|chain| !is_this(chain));
-            if known.len() == REMEMBERED {
+            known.retain(|chain| !is_same_chain(chain));
+            if known.len() == MAX_CACHED_CHAINS {
                 known.pop_front();
             }
             known.push_back(chain);
@@ -131,9 +131,9 @@ impl Known {
 
 impl Chain {
     fn new(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<Self, Error> {
-        let mut validity = verify::facts(end_entity)?.validity;
+        let mut validity = verify::parse_certificate(end_entity)?.validity;
         for certificate in intermediates {
-            let other = verify::facts(certificate)?.validity;
+            let other = verify::parse_certificate(certificate)?.validity;
             validity.not_before = validity.not_before.max(other.not_before);
             validity.not_after = validity.not_after.min(other.not_after);
         }
@@ -146,7 +146,7 @@ impl Chain {
         })
     }
 
-    fn is(&self, end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> bool {
+    fn matches(&self, end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> bool {
         self.certificates
             .split_first()
             .is_some_and(|(first, others)| first == end_entity && others == intermediates)
@@ -157,40 +157,40 @@ impl Chain {
     }
 }
 
-impl fmt::Debug for Known {
+impl fmt::Debug for VerifiedChains {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Known").field("chains", &self.0.lock().len()).finish()
     }
 }
 
-impl ServerChain {
+impl ServerChainVerifier {
     pub(super) fn new(anchors: Arc<RootCertStore>, provider: &CryptoProvider) -> Self {
         Self {
             anchors,
             algorithms: provider.signature_verification_algorithms,
-            known: Known::default(),
+            known: VerifiedChains::default(),
         }
     }
 }
 
-impl ClientChain {
+impl ClientChainVerifier {
     pub(super) fn new(
         anchors: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,
     ) -> Result<Self, VerifierBuilderError> {
         let verifier = WebPkiClientVerifier::builder_with_provider(anchors, provider.clone())
             .allow_unauthenticated()
-            // Peers have one certificate, so naming our roots would only make every handshake longer.
+            // Peers have one certificate, so sending root hints would only make handshakes longer.
             .clear_root_hint_subjects()
             .build()?;
         Ok(Self {
             verifier,
-            known: Known::default(),
+            known: VerifiedChains::default(),
         })
     }
 }
 
-impl ServerCertVerifier for ServerChain {
+impl ServerCertVerifier for ServerChainVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -199,7 +199,7 @@ impl ServerCertVerifier for ServerChain {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.known.or(end_entity, intermediates, now, || {
+        self.known.verify_cached(end_entity, intermediates, now, || {
             verify_server(end_entity, intermediates, &self.anchors, now, &self.algorithms)
         })?;
         Ok(ServerCertVerified::assertion())
@@ -228,7 +228,7 @@ impl ServerCertVerifier for ServerChain {
     }
 }
 
-impl ClientCertVerifier for ClientChain {
+impl ClientCertVerifier for ClientChainVerifier {
     fn offer_client_auth(&self) -> bool {
         self.verifier.offer_client_auth()
     }
@@ -247,7 +247,7 @@ impl ClientCertVerifier for ClientChain {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.known.or(end_entity, intermediates, now, || {
+        self.known.verify_cached(end_entity, intermediates, now, || {
             self.verifier
                 .verify_client_cert(end_entity, intermediates, now)
                 .map(drop)
@@ -292,10 +292,15 @@ mod tests {
         UnixTime::since_unix_epoch(time.duration_since(SystemTime::UNIX_EPOCH).unwrap())
     }
 
-    /// Whether a chain had to be verified.
-    fn had_to(known: &Known, chain: &[CertificateDer<'_>], now: SystemTime, result: Result<(), Error>) -> bool {
+    /// Whether the chain was verified rather than remembered.
+    fn verify_was_called(
+        known: &VerifiedChains,
+        chain: &[CertificateDer<'_>],
+        now: SystemTime,
+        result: Result<(), Error>,
+    ) -> bool {
         let called = Cell::new(false);
-        let outcome = known.or(&chain[0], &chain[1..], at(now), || {
+        let outcome = known.verify_cached(&chain[0], &chain[1..], at(now), || {
             called.set(true);
             result.clone()
         });
@@ -304,31 +309,31 @@ mod tests {
     }
 
     #[test]
-    fn what_was_verified_is_not_verified_again() {
+    fn verified_chains_are_not_verified_again() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
         let longer = [chain[0].clone(), authority.root.der().clone()];
         let other = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-        let known = Known::default();
+        let known = VerifiedChains::default();
         for chain in [&chain[..], &longer, &other] {
-            assert!(had_to(&known, chain, now, Ok(())));
-            assert!(!had_to(&known, chain, now, Ok(())));
+            assert!(verify_was_called(&known, chain, now, Ok(())));
+            assert!(!verify_was_called(&known, chain, now, Ok(())));
         }
-        assert!(!had_to(&known, &chain, now, Ok(())));
+        assert!(!verify_was_called(&known, &chain, now, Ok(())));
     }
 
     #[test]
-    fn what_is_bad_is_not_remembered() {
+    fn refused_chains_are_not_remembered() {
         let chain = Authority::new().leaf(&["a.example.com"], in_an_hour()).chain;
-        let known = Known::default();
+        let known = VerifiedChains::default();
         let bad = Err(Error::InvalidCertificate(CertificateError::UnknownIssuer));
-        assert!(had_to(&known, &chain, SystemTime::now(), bad.clone()));
-        assert!(had_to(&known, &chain, SystemTime::now(), bad));
+        assert!(verify_was_called(&known, &chain, SystemTime::now(), bad.clone()));
+        assert!(verify_was_called(&known, &chain, SystemTime::now(), bad));
     }
 
     #[test]
-    fn a_chain_is_known_while_all_of_it_is_valid() {
+    fn a_chain_is_remembered_while_all_its_certificates_are_valid() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let long = authority
@@ -336,13 +341,13 @@ mod tests {
             .chain;
         let short = authority.leaf(&["b.example.com"], in_an_hour()).chain;
         let chain = [long[0].clone(), short[0].clone()];
-        let known = Known::default();
-        assert!(had_to(&known, &chain, now, Ok(())));
+        let known = VerifiedChains::default();
+        assert!(verify_was_called(&known, &chain, now, Ok(())));
         for (minutes, has_to) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
             let offset = Duration::from_secs(60 * i64::unsigned_abs(minutes));
             let then = if minutes < 0 { now - offset } else { now + offset };
             assert_eq!(
-                had_to(&known, &chain, then, Ok(())),
+                verify_was_called(&known, &chain, then, Ok(())),
                 has_to,
                 "{minutes} minutes from now"
             );
@@ -350,20 +355,20 @@ mod tests {
     }
 
     #[test]
-    fn the_issuer_of_a_virtual_machine_makes_nobody_else() {
+    fn the_issuer_of_a_virtual_machine_cannot_issue_other_identities() {
         let authority = Authority::new();
         let vm = "spiffe://root.linkerd.cluster.local/vm-1";
         let issuer = authority.workload_issuer(vm);
         let roots = authority.anchors().roots();
         let provider = Arc::new(aws_lc_rs::default_provider());
-        let server = ServerChain::new(roots.clone(), &provider);
-        let client = ClientChain::new(roots.clone(), &provider).unwrap();
+        let server = ServerChainVerifier::new(roots.clone(), &provider);
+        let client = ClientChainVerifier::new(roots.clone(), &provider).unwrap();
         let name = ServerName::try_from("web.example.com").unwrap();
-        let judged = |names: &[&str]| {
+        let verify_all = |names: &[&str]| {
             let chain = issuer.leaf(names, in_an_hour()).chain;
             let (leaf, above) = (&chain[0], [issuer.root.der().clone()]);
             let now = at(SystemTime::now());
-            // Twice: what was refused is not remembered as good.
+            // Twice: a refused chain is not remembered.
             [(); 2].map(|()| {
                 [
                     server.verify_server_cert(leaf, &above, &name, &[], now).map(drop),
@@ -372,13 +377,13 @@ mod tests {
                 ]
             })
         };
-        for result in judged(&[vm]).concat() {
+        for result in verify_all(&[vm]).concat() {
             result.unwrap();
         }
         let web = "web.shop.serviceaccount.identity.linkerd.cluster.local";
         let other = "spiffe://root.linkerd.cluster.local/vm-2";
         for names in [&[other][..], &[web], &[vm, web], &[vm, other]] {
-            for result in judged(names).concat() {
+            for result in verify_all(names).concat() {
                 let Err(Error::InvalidCertificate(reason)) = result else {
                     panic!("{names:?}: {result:?}");
                 };
@@ -392,19 +397,19 @@ mod tests {
     }
 
     #[test]
-    fn so_many_are_remembered_and_none_that_are_long_or_cannot_be_read() {
+    fn the_cache_is_bounded_and_skips_long_or_unreadable_chains() {
         let authority = Authority::new();
         let now = SystemTime::now();
-        let known = Known::default();
+        let known = VerifiedChains::default();
         let leaf = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-        let long = vec![leaf[0].clone(); LONGEST / leaf[0].len() + 1];
-        assert!(had_to(&known, &long, now, Ok(())) && had_to(&known, &long, now, Ok(())));
+        let long = vec![leaf[0].clone(); MAX_CACHED_CHAIN_BYTES / leaf[0].len() + 1];
+        assert!(verify_was_called(&known, &long, now, Ok(())) && verify_was_called(&known, &long, now, Ok(())));
         let unread = [leaf[0].clone(), CertificateDer::from(vec![0; 10])];
-        assert!(had_to(&known, &unread, now, Ok(())) && had_to(&known, &unread, now, Ok(())));
-        for _ in 0..=REMEMBERED {
+        assert!(verify_was_called(&known, &unread, now, Ok(())) && verify_was_called(&known, &unread, now, Ok(())));
+        for _ in 0..=MAX_CACHED_CHAINS {
             let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-            assert!(had_to(&known, &chain, now, Ok(())));
+            assert!(verify_was_called(&known, &chain, now, Ok(())));
         }
-        assert_eq!(known.0.lock().len(), REMEMBERED);
+        assert_eq!(known.0.lock().len(), MAX_CACHED_CHAINS);
     }
 }

@@ -1,4 +1,4 @@
-//! Mutual TLS towards a named identity.
+//! Mutual TLS to a peer with an expected identity.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tulle_core::identity::Identity;
 
-use crate::tls::creds::{Alpn, Credentials};
+use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::verify::{self, HandshakeFailure};
 
 #[derive(Debug, thiserror::Error)]
@@ -27,10 +27,10 @@ pub(crate) enum ConnectError {
     WrongIdentity { expected: Identity, presented: Vec<String> },
 }
 
-/// Makes sure that `io` leads to `server_id`, and encrypts it.
+/// Encrypts `io` and verifies that the peer has the identity `server_id`.
 ///
-/// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing.
-/// What was negotiated of `alpn` is in [`alpn`]. The caller bounds the time this takes.
+/// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing. The negotiated protocol is in
+/// [`alpn`]. The caller sets a timeout.
 pub(crate) async fn connect<IO>(
     io: IO,
     creds: &Credentials,
@@ -59,7 +59,6 @@ where
     Ok(stream)
 }
 
-/// What the two sides agreed on.
 pub(crate) fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
     Alpn::negotiated(stream.get_ref().1.alpn_protocol())
 }
@@ -77,8 +76,8 @@ impl ConnectError {
 fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(), ConnectError> {
     let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
     let names = leaf
-        .and_then(|leaf| verify::facts(leaf).ok())
-        .map(|facts| facts.names)
+        .and_then(|leaf| verify::parse_certificate(leaf).ok())
+        .map(|info| info.names)
         .unwrap_or_default();
     if names.contains(expected) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The transport header: port, name and protocol, sent ahead of the bytes of a direct connection.
+//! The transport header: port, name and protocol, sent before the data of a direct connection.
 
 use std::num::NonZeroU16;
 
@@ -6,13 +6,13 @@ use bytes::{BufMut, BytesMut};
 use prost::Message;
 use tulle_proto::transport as proto;
 
-/// Where the bytes behind it want to go.
+/// The target of the data after the header.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct TransportHeader {
     pub port: NonZeroU16,
-    /// Set when the target is a name, which only a gateway can serve.
+    /// Set if the target is a name, which only a gateway can serve.
     pub name: Option<String>,
-    /// The HTTP version of what follows; none for anything else.
+    /// The HTTP version of the data; absent for other protocols.
     pub protocol: Option<SessionProtocol>,
 }
 
@@ -22,12 +22,12 @@ pub(crate) enum SessionProtocol {
     Http2,
 }
 
-/// What the first bytes inside a direct connection are.
+/// The result of parsing the first bytes of a direct connection.
 #[derive(Debug)]
 pub(crate) enum Decoded {
     Incomplete,
     Invalid(InvalidHeader),
-    /// A header, and how many bytes it took.
+    /// A header, and its length in bytes.
     Header(TransportHeader, usize),
 }
 
@@ -44,7 +44,7 @@ pub(crate) enum InvalidHeader {
     Port { port: i32 },
 }
 
-/// The longest protobuf message that is accepted.
+/// Maximum size of the protobuf message, in bytes.
 pub(crate) const HEADER_LIMIT: u32 = 64 * 1024;
 
 impl TransportHeader {

@@ -1,15 +1,15 @@
-//! Credentials and handshakes: who we are, whom we accept, and what a connection learned about its peer.
+//! Credentials and handshakes: the proxy's identity, the peers it accepts, and the verified identity of each peer.
 //!
-//! A certificate comes in through [`creds::Credentials`], which swaps leaf, key and trust anchors as one; handshakes
-//! read one snapshot of it. Nothing here decides whether a peer may do something: that is policy.
-//! There is no session resumption, because a resumed session would outlive the certificate it was checked with.
+//! A certificate enters through [`credentials::Credentials`], which replaces leaf, key and trust anchors together; a handshake
+//! uses one snapshot. Authorization is not decided here, but by policy. There is no session resumption, because a resumed
+//! session would outlive the certificate that it was verified with.
 
 mod chain;
 pub(crate) mod client;
-pub(crate) mod creds;
+pub(crate) mod credentials;
+mod debug;
 pub(crate) mod header;
 pub(crate) mod server;
-mod shown;
 pub(crate) mod status;
 pub(crate) mod verify;
 

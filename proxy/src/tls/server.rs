@@ -1,4 +1,4 @@
-//! TLS that ends here: find out from the first bytes whether it should, then shake hands.
+//! Server-side TLS: decides by the first bytes whether to terminate TLS, then runs the handshake.
 
 use std::io;
 
@@ -7,35 +7,35 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tulle_core::identity::Identity;
 
-use crate::tls::creds::{Alpn, Credentials};
+use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::verify::{self, HandshakeFailure};
 
-/// What the first bytes of a connection are.
+/// The result of parsing the first bytes of a connection.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[allow(clippy::enum_variant_names, reason = "ClientHello is what TLS calls this message")]
-pub(crate) enum Hello {
-    /// Could become a ClientHello; more bytes are needed.
+pub(crate) enum ParsedHello {
+    /// May become a ClientHello; more bytes are needed.
     Incomplete,
     NotTls,
-    /// TLS; `sni` is the host name that the client asks for.
+    /// A ClientHello; `sni` is its server name.
     ClientHello {
         sni: Option<String>,
     },
 }
 
-/// What a handshake told us of the client.
+/// What the handshake showed about the client.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct PeerTls {
-    /// The first DNS or URI name of its certificate; none if it showed no certificate.
+    /// The first DNS or URI name of its certificate; `None` without a certificate.
     pub client_id: Option<Identity>,
-    /// What was negotiated of what we offered.
+    /// The negotiated protocol.
     pub alpn: Alpn,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum AcceptError {
-    #[error("there is no certificate of our own yet")]
+    #[error("this proxy has no certificate yet")]
     NotCertified,
     #[error("TLS handshake with client failed ({failure})")]
     Handshake {
@@ -47,29 +47,29 @@ pub(crate) enum AcceptError {
     NoIdentity,
 }
 
-/// More than this is not read in search of a ClientHello.
+/// Maximum bytes that are read for a ClientHello.
 pub(crate) const HELLO_LIMIT: usize = 16 * 1024;
 
-/// Looks for a ClientHello at the start of a connection, over as many records as it takes.
+/// Parses a ClientHello at the start of a connection; it may span several records.
 ///
-/// Answers as soon as the server name is complete. Never `Incomplete` for [`HELLO_LIMIT`] bytes or more.
-pub(crate) fn sni(bytes: &[u8]) -> Hello {
+/// Returns as soon as the server name is complete. Never `Incomplete` for [`HELLO_LIMIT`] bytes or more.
+pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
     let sni = match client_hello(&mut Handshake {
         records: bytes,
         fragment: &[],
     }) {
         Ok(sni) => sni,
-        Err(Stop::NotTls) => return Hello::NotTls,
-        Err(Stop::Incomplete) if bytes.len() >= HELLO_LIMIT => return Hello::NotTls,
-        Err(Stop::Incomplete) => return Hello::Incomplete,
+        Err(ParseStop::NotTls) => return ParsedHello::NotTls,
+        Err(ParseStop::Incomplete) if bytes.len() >= HELLO_LIMIT => return ParsedHello::NotTls,
+        Err(ParseStop::Incomplete) => return ParsedHello::Incomplete,
     };
-    Hello::ClientHello {
+    ParsedHello::ClientHello {
         sni: sni.and_then(host_name),
     }
 }
 
-/// Terminates TLS. A client may come without certificate; if it shows one, it chains to our trust anchors and has an
-/// identity. The caller bounds the time this takes.
+/// Terminates TLS. A client may have no certificate; if it presents one, the certificate must chain to the trust anchors and
+/// have an identity. The caller sets a timeout.
 pub(crate) async fn accept<IO>(io: IO, creds: &Credentials, alpn: Alpn) -> Result<(TlsStream<IO>, PeerTls), AcceptError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
@@ -83,7 +83,9 @@ where
     let client_id = match session.peer_certificates().and_then(<[_]>::first) {
         None => None,
         Some(leaf) => {
-            let names = verify::facts(leaf).map(|facts| facts.names).unwrap_or_default();
+            let names = verify::parse_certificate(leaf)
+                .map(|info| info.names)
+                .unwrap_or_default();
             Some(names.into_iter().next().ok_or(AcceptError::NoIdentity)?)
         }
     };
@@ -101,8 +103,8 @@ impl AcceptError {
     }
 }
 
-/// Why no answer can be given yet, or ever.
-enum Stop {
+/// Why parsing stops without a result.
+enum ParseStop {
     Incomplete,
     NotTls,
 }
@@ -114,15 +116,15 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    fn byte(&mut self) -> Result<u8, Stop> {
+    fn byte(&mut self) -> Result<u8, ParseStop> {
         self.fill()?;
-        let (first, rest) = self.fragment.split_first().ok_or(Stop::Incomplete)?;
+        let (first, rest) = self.fragment.split_first().ok_or(ParseStop::Incomplete)?;
         self.fragment = rest;
         Ok(*first)
     }
 
     /// A big-endian number of `bytes` bytes, at most four.
-    fn number(&mut self, bytes: u32) -> Result<usize, Stop> {
+    fn number(&mut self, bytes: u32) -> Result<usize, ParseStop> {
         let mut number = 0;
         for _ in 0..bytes {
             number = number << 8 | usize::from(self.byte()?);
@@ -130,7 +132,7 @@ impl Handshake<'_> {
         Ok(number)
     }
 
-    fn skip(&mut self, mut length: usize) -> Result<(), Stop> {
+    fn skip(&mut self, mut length: usize) -> Result<(), ParseStop> {
         while length > 0 {
             self.fill()?;
             let step = length.min(self.fragment.len());
@@ -140,12 +142,12 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    fn take(&mut self, length: usize) -> Result<Vec<u8>, Stop> {
+    fn take(&mut self, length: usize) -> Result<Vec<u8>, ParseStop> {
         (0..length).map(|_| self.byte()).collect()
     }
 
-    /// Makes `fragment` non-empty, from the next record if need be.
-    fn fill(&mut self) -> Result<(), Stop> {
+    /// Makes `fragment` non-empty, from the next record if necessary.
+    fn fill(&mut self) -> Result<(), ParseStop> {
         if !self.fragment.is_empty() {
             return Ok(());
         }
@@ -156,56 +158,56 @@ impl Handshake<'_> {
                 _ => (1..=3).contains(byte),
             };
             if !fits {
-                return Err(Stop::NotTls);
+                return Err(ParseStop::NotTls);
             }
         }
         let Some((&[_, _, _, high, low], rest)) = self.records.split_first_chunk() else {
-            return Err(Stop::Incomplete);
+            return Err(ParseStop::Incomplete);
         };
         let length = usize::from(u16::from_be_bytes([high, low]));
         if length == 0 || length > RECORD_LIMIT {
-            return Err(Stop::NotTls);
+            return Err(ParseStop::NotTls);
         }
         (self.fragment, self.records) = rest.split_at(length.min(rest.len()));
         if self.fragment.is_empty() {
-            Err(Stop::Incomplete)
+            Err(ParseStop::Incomplete)
         } else {
             Ok(())
         }
     }
 }
 
-/// Reads a ClientHello up to its first host name; `None` if it has none.
-fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, Stop> {
+/// Parses a ClientHello up to its first host name; `None` if it has none.
+fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, ParseStop> {
     if hello.byte()? != CLIENT_HELLO {
-        return Err(Stop::NotTls);
+        return Err(ParseStop::NotTls);
     }
     let mut left = hello.number(3)?;
     if left > HELLO_LIMIT {
-        return Err(Stop::NotTls);
+        return Err(ParseStop::NotTls);
     }
-    spend(&mut left, VERSION_AND_RANDOM)?;
+    consume(&mut left, VERSION_AND_RANDOM)?;
     hello.skip(VERSION_AND_RANDOM)?;
-    // Session id, cipher suites and compression methods are lists of bytes behind their length.
+    // Session id, cipher suites and compression methods are byte strings with a length prefix.
     for width in [1, 2, 1] {
-        spend(&mut left, width as usize)?;
+        consume(&mut left, width as usize)?;
         let length = hello.number(width)?;
-        spend(&mut left, length)?;
+        consume(&mut left, length)?;
         hello.skip(length)?;
     }
     if left == 0 {
         return Ok(None);
     }
-    spend(&mut left, 2)?;
+    consume(&mut left, 2)?;
     let mut extensions = hello.number(2)?;
     if extensions != left {
-        return Err(Stop::NotTls);
+        return Err(ParseStop::NotTls);
     }
     while extensions > 0 {
-        spend(&mut extensions, 4)?;
+        consume(&mut extensions, 4)?;
         let kind = hello.number(2)?;
         let length = hello.number(2)?;
-        spend(&mut extensions, length)?;
+        consume(&mut extensions, length)?;
         if kind == EXTENSION_SERVER_NAME {
             return server_name(hello, length);
         }
@@ -214,15 +216,15 @@ fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, Stop> {
     Ok(None)
 }
 
-/// Reads the server name extension, `left` bytes long, up to its first host name.
-fn server_name(hello: &mut Handshake<'_>, mut left: usize) -> Result<Option<Vec<u8>>, Stop> {
-    spend(&mut left, 2)?;
+/// Parses the server name extension, `left` bytes long, up to its first host name.
+fn server_name(hello: &mut Handshake<'_>, mut left: usize) -> Result<Option<Vec<u8>>, ParseStop> {
+    consume(&mut left, 2)?;
     hello.skip(2)?;
     while left > 0 {
-        spend(&mut left, 3)?;
+        consume(&mut left, 3)?;
         let kind = hello.byte()?;
         let length = hello.number(2)?;
-        spend(&mut left, length)?;
+        consume(&mut left, length)?;
         if kind == NAME_TYPE_HOST_NAME {
             return hello.take(length).map(Some);
         }
@@ -231,9 +233,9 @@ fn server_name(hello: &mut Handshake<'_>, mut left: usize) -> Result<Option<Vec<
     Ok(None)
 }
 
-/// Takes `length` from what an enclosing length leaves.
-fn spend(left: &mut usize, length: usize) -> Result<(), Stop> {
-    *left = left.checked_sub(length).ok_or(Stop::NotTls)?;
+/// Subtracts `length` from the remaining bytes of an enclosing structure.
+fn consume(left: &mut usize, length: usize) -> Result<(), ParseStop> {
+    *left = left.checked_sub(length).ok_or(ParseStop::NotTls)?;
     Ok(())
 }
 
@@ -250,5 +252,5 @@ const EXTENSION_SERVER_NAME: usize = 0;
 const NAME_TYPE_HOST_NAME: u8 = 0;
 /// A plaintext record is at most 2^14 bytes (RFC 8446 section 5.1).
 const RECORD_LIMIT: usize = 1 << 14;
-/// A DNS name is at most 253 characters, and may end in a dot.
+/// A DNS name has at most 253 characters, and may end in a dot.
 const NAME_LIMIT: usize = 254;

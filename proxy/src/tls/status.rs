@@ -1,47 +1,49 @@
-//! TLS facts of a connection, or the reason why there are none, as metrics show them.
+//! The TLS state of a connection, or why it has none, as metrics show it.
 
 use std::collections::BTreeMap;
 
 use tulle_core::identity::Identity;
 use tulle_core::metrics::Labels;
 
-/// What an accepted connection is to us.
+use crate::policy::authz::ConnTls;
+
+/// The TLS state of an accepted connection.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum ServerTls {
-    /// TLS ends here; the client may have shown a certificate.
+    /// TLS is terminated here; the client may have presented a certificate.
     Terminated {
         client_id: Option<Identity>,
     },
-    /// TLS between others, handed on untouched.
+    /// TLS for another server, passed through.
     PassedThrough {
         sni: String,
     },
-    Plain(WhyServerPlain),
+    Plain(NoServerTls),
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub(crate) enum WhyServerPlain {
-    /// It comes from this machine.
+pub(crate) enum NoServerTls {
+    /// The client is on this host.
     Loopback,
-    /// The port is marked opaque, so nothing is looked at.
+    /// The port is opaque, so TLS is not detected.
     PortSkipped,
-    /// The first bytes are no ClientHello for us.
+    /// The first bytes are not a ClientHello for this proxy.
     NoTlsFromRemote,
 }
 
-/// What a dialled connection is to us.
+/// The TLS state of a dialled connection.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum ClientTls {
     Meshed(Identity),
-    Plain(WhyClientPlain),
+    Plain(NoClientTls),
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub(crate) enum WhyClientPlain {
+pub(crate) enum NoClientTls {
     Loopback,
-    /// Discovery names no identity for the endpoint.
+    /// Discovery has no identity for the endpoint.
     NotProvidedByServiceDiscovery,
-    /// An ingress chose the endpoint and did not name the service.
+    /// An ingress chose the endpoint without naming the service.
     IngressWithoutOverride,
 }
 
@@ -62,11 +64,21 @@ impl ServerTls {
             Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
         }
     }
+
+    /// What the client has proven by its TLS.
+    pub(crate) fn to_conn_tls(&self) -> ConnTls<'_> {
+        match self {
+            Self::Terminated { client_id } => ConnTls::Terminated {
+                client: client_id.as_ref(),
+            },
+            Self::PassedThrough { .. } | Self::Plain(_) => ConnTls::NotTerminated,
+        }
+    }
 }
 
 impl ServerTls {
-    /// The same for an observer of requests.
-    pub(crate) fn told(&self) -> BTreeMap<String, String> {
+    /// The same as a map, for tap and traces.
+    pub(crate) fn label_map(&self) -> BTreeMap<String, String> {
         match self {
             Self::Terminated { client_id } => {
                 let id = client_id.as_ref().map_or("", Identity::as_str);
@@ -79,7 +91,7 @@ impl ServerTls {
 }
 
 impl ClientTls {
-    /// The same for an observer of requests.
+    /// The same as a map, for tap and traces.
     pub(crate) fn told(&self) -> BTreeMap<String, String> {
         match self {
             Self::Meshed(server_id) => labels([("tls", "true"), ("server_id", server_id.as_str())]),
@@ -101,7 +113,7 @@ impl ClientTls {
     }
 }
 
-impl WhyServerPlain {
+impl NoServerTls {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
@@ -111,7 +123,7 @@ impl WhyServerPlain {
     }
 }
 
-impl WhyClientPlain {
+impl NoClientTls {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
@@ -143,17 +155,17 @@ mod tests {
                 r#"tls="opaque",sni="example.com""#,
             ),
             (
-                ServerTls::Plain(WhyServerPlain::PortSkipped),
+                ServerTls::Plain(NoServerTls::PortSkipped),
                 r#"tls="no_identity",no_tls_reason="port_skipped""#,
             ),
             (
-                ServerTls::Plain(WhyServerPlain::NoTlsFromRemote),
+                ServerTls::Plain(NoServerTls::NoTlsFromRemote),
                 r#"tls="no_identity",no_tls_reason="no_tls_from_remote""#,
             ),
         ] {
             assert_eq!(status.labels(Labels::new()).as_str(), expected);
         }
-        let discovered = WhyClientPlain::NotProvidedByServiceDiscovery;
+        let discovered = NoClientTls::NotProvidedByServiceDiscovery;
         for (status, expected) in [
             (ClientTls::Meshed(id), r#"tls="true",server_id="web.shop""#),
             (

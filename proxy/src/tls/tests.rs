@@ -1,4 +1,4 @@
-//! Handshakes over in-memory pipes, and parsers that no bytes may upset. Other rooms' tests borrow the authority.
+//! Handshakes over in-memory pipes, and parsers with arbitrary bytes. Tests of other modules use [`Authority`] too.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -15,12 +15,11 @@ use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
 
 use crate::tls::client;
-use crate::tls::creds::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::credentials::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
-use crate::tls::server::{self, HELLO_LIMIT, Hello};
+use crate::tls::server::{self, HELLO_LIMIT, ParsedHello};
 use crate::tls::verify::HandshakeFailure;
 
-/// A certificate authority for tests.
 pub(crate) struct Authority {
     pub(crate) issuer: Issuer<'static, KeyPair>,
     pub(crate) root: rcgen::Certificate,
@@ -35,7 +34,7 @@ impl Authority {
         Self::signing(name, KeyPair::generate().unwrap())
     }
 
-    /// One that signs by `key`.
+    /// An authority that signs with `key`.
     fn signing(name: &str, key: KeyPair) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -48,7 +47,7 @@ impl Authority {
         }
     }
 
-    /// An authority below this one that is for one workload.
+    /// An intermediate authority that is limited to one workload.
     pub(crate) fn workload_issuer(&self, identity: &str) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -71,7 +70,7 @@ impl Authority {
         TrustAnchors::from_pem(&self.root.pem()).unwrap()
     }
 
-    /// A leaf for `names`, valid until `until` from now (or since, when it lies in the past).
+    /// A leaf for `names` that expires at `not_after`, which may be in the past.
     pub(crate) fn leaf(&self, names: &[&str], not_after: SystemTime) -> Leaf {
         let mut params = CertificateParams::default();
         params.subject_alt_names = names.iter().map(|name| san(name)).collect();
@@ -86,7 +85,7 @@ impl Authority {
         }
     }
 
-    /// Credentials of `name` with an hour to live.
+    /// Credentials of `name` that are valid for an hour.
     pub(crate) fn credentials(&self, name: &str) -> Credentials {
         let creds = Credentials::new(name.parse().unwrap(), SERVER_NAME, self.anchors()).unwrap();
         creds.install(self.leaf(&[name], in_an_hour())).unwrap();
@@ -171,13 +170,13 @@ async fn chains_are_signed_by_ecdsa_ed25519_or_rsa() {
 }
 
 #[tokio::test]
-async fn nothing_is_resumed() {
+async fn tls_sessions_are_not_resumed() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     for _ in 0..2 {
         let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
         let (mut connected, (mut accepted, _)) = (connected.unwrap(), accepted.unwrap());
-        // Before this, a server sends its tickets.
+        // A server sends its session tickets before its first data.
         accepted.write_all(b"x").await.unwrap();
         accepted.flush().await.unwrap();
         connected.read_exact(&mut [0]).await.unwrap();
@@ -198,7 +197,7 @@ async fn spiffe_identities_work_on_both_sides() {
 }
 
 #[tokio::test]
-async fn alpn_is_negotiated_only_when_both_want_it() {
+async fn alpn_is_negotiated_only_if_both_sides_offer_it() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     for (offered, served, expected) in [
@@ -231,20 +230,20 @@ async fn a_valid_peer_with_another_name_is_not_connected_to() {
 #[tokio::test]
 async fn a_foreign_authority_is_refused_by_each_side() {
     let ours = Authority::new();
-    for theirs in [Authority::new(), Authority::named("somebody else")] {
+    for theirs in [Authority::new(), Authority::named("foreign")] {
         let (connected, _) = handshake(&ours.credentials(CLIENT), &theirs.credentials(SERVER), SERVER, NO_ALPN).await;
-        assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+        assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::UnknownCa);
 
-        // A client that trusts the server and is itself from elsewhere.
+        // A client that trusts the server, but has a certificate of another authority.
         let foreign = theirs.credentials(CLIENT);
         foreign.replace_anchors(ours.anchors()).unwrap();
         let (_, accepted) = handshake(&foreign, &ours.credentials(SERVER), SERVER, NO_ALPN).await;
-        assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+        assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::UnknownCa);
     }
 }
 
 #[tokio::test]
-async fn who_was_accepted_is_refused_once_the_anchors_are_others() {
+async fn an_accepted_peer_is_refused_after_the_anchors_change() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     for _ in 0..2 {
@@ -252,10 +251,10 @@ async fn who_was_accepted_is_refused_once_the_anchors_are_others() {
     }
     server.replace_anchors(Authority::new().anchors()).unwrap();
     let (_, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
-    assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+    assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::UnknownCa);
     client.replace_anchors(Authority::new().anchors()).unwrap();
     let (connected, _) = handshake(&client, &server, SERVER, NO_ALPN).await;
-    assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+    assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::UnknownCa);
 }
 
 #[tokio::test]
@@ -267,7 +266,7 @@ async fn an_expired_certificate_is_refused_by_each_side() {
         .install(authority.leaf(&[CLIENT], SystemTime::now() + soon))
         .unwrap();
     let fresh = authority.credentials(SERVER);
-    // That it has been accepted before changes nothing.
+    // An earlier success does not change the result.
     handshake(&expiring, &fresh, SERVER, NO_ALPN).await.1.unwrap();
     handshake(&fresh, &expiring, CLIENT, NO_ALPN).await.0.unwrap();
     while SystemTime::now() <= expiring.validity().unwrap().not_after + Duration::from_secs(1) {
@@ -306,7 +305,7 @@ async fn nothing_is_accepted_before_the_first_certificate() {
     assert_eq!(error.failure(), HandshakeFailure::NotCertified);
     let certified = tokio::spawn({
         let waiting = waiting.clone();
-        async move { waiting.certified().await }
+        async move { waiting.wait_certified().await }
     });
     waiting.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
     certified.await.unwrap();
@@ -337,7 +336,7 @@ fn a_bad_leaf_changes_nothing() {
 }
 
 #[test]
-fn trust_anchors_say_what_is_wrong_with_them() {
+fn invalid_trust_anchors_are_refused_with_the_reason() {
     for (text, reason) in [
         (
             "",
@@ -362,7 +361,7 @@ fn secrets_are_not_printed() {
     assert_eq!(format!("{leaf:?}"), r#"Leaf { certificates: 1, key: "…" }"#);
 }
 
-/// A ClientHello as rustls writes it.
+/// A ClientHello as rustls encodes it.
 fn client_hello(server_name: &str) -> Vec<u8> {
     let creds = Authority::new().credentials(CLIENT);
     let name = server_name.to_owned().try_into().unwrap();
@@ -384,7 +383,7 @@ fn fragmented(hello: &[u8], size: usize) -> Vec<u8> {
 #[test]
 fn sni_is_found_in_whole_and_fragmented_hellos() {
     let hello = client_hello(SERVER);
-    let found = Hello::ClientHello {
+    let found = ParsedHello::ClientHello {
         sni: Some(SERVER.to_owned()),
     };
     for bytes in [
@@ -393,22 +392,22 @@ fn sni_is_found_in_whole_and_fragmented_hellos() {
         fragmented(&hello, 7),
         fragmented(&hello, 1000),
     ] {
-        assert_eq!(server::sni(&bytes), found);
+        assert_eq!(server::parse_client_hello(&bytes), found);
     }
     let ip = client_hello("10.0.0.1");
-    assert_eq!(server::sni(&ip), Hello::ClientHello { sni: None });
+    assert_eq!(server::parse_client_hello(&ip), ParsedHello::ClientHello { sni: None });
 }
 
 #[test]
 fn every_prefix_of_a_hello_is_incomplete_until_the_name_is_there() {
     let hello = fragmented(&client_hello(SERVER), 100);
     let first = (0..=hello.len())
-        .find(|length| server::sni(&hello[..*length]) != Hello::Incomplete)
+        .find(|length| server::parse_client_hello(&hello[..*length]) != ParsedHello::Incomplete)
         .unwrap();
     for length in first..=hello.len() {
         assert_eq!(
-            server::sni(&hello[..length]),
-            Hello::ClientHello {
+            server::parse_client_hello(&hello[..length]),
+            ParsedHello::ClientHello {
                 sni: Some(SERVER.to_owned())
             }
         );
@@ -416,7 +415,7 @@ fn every_prefix_of_a_hello_is_incomplete_until_the_name_is_there() {
 }
 
 #[test]
-fn what_is_not_tls_is_known_from_its_first_bytes() {
+fn bytes_that_are_not_tls_are_detected_at_once() {
     for bytes in [
         &b"GET / HTTP/1.1\r\n"[..],
         b"PRI",
@@ -425,12 +424,12 @@ fn what_is_not_tls_is_known_from_its_first_bytes() {
         b"\x16\x03\x01\x00\x00",
         b"\x17",
     ] {
-        assert_eq!(server::sni(bytes), Hello::NotTls, "{bytes:?}");
+        assert_eq!(server::parse_client_hello(bytes), ParsedHello::NotTls, "{bytes:?}");
     }
-    assert_eq!(server::sni(b""), Hello::Incomplete);
-    assert_eq!(server::sni(b"\x16\x03\x01"), Hello::Incomplete);
+    assert_eq!(server::parse_client_hello(b""), ParsedHello::Incomplete);
+    assert_eq!(server::parse_client_hello(b"\x16\x03\x01"), ParsedHello::Incomplete);
     let server_hello = b"\x16\x03\x03\x00\x04\x02\x00\x00\x00";
-    assert_eq!(server::sni(server_hello), Hello::NotTls);
+    assert_eq!(server::parse_client_hello(server_hello), ParsedHello::NotTls);
 }
 
 fn header() -> impl Strategy<Value = TransportHeader> {
@@ -448,21 +447,21 @@ fn header() -> impl Strategy<Value = TransportHeader> {
 
 proptest! {
     #[test]
-    fn no_bytes_upset_the_hello_parser(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
-        server::sni(&bytes);
+    fn the_hello_parser_accepts_any_bytes_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        server::parse_client_hello(&bytes);
     }
 
     #[test]
-    fn no_damage_upsets_the_hello_parser(at in 0..400usize, byte in any::<u8>(), size in 1..300usize) {
+    fn the_hello_parser_accepts_damaged_hellos_without_panic(at in 0..400usize, byte in any::<u8>(), size in 1..300usize) {
         let mut hello = fragmented(HELLO.get_or_init(|| client_hello(SERVER)), size);
         hello[at] = byte;
-        server::sni(&hello);
+        server::parse_client_hello(&hello);
     }
 
     #[test]
     fn the_hello_parser_never_asks_for_more_than_its_limit(tail in proptest::collection::vec(any::<u8>(), HELLO_LIMIT..HELLO_LIMIT + 50)) {
         let head = [22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xff];
-        prop_assert_ne!(server::sni(&[&head[..], &tail].concat()), Hello::Incomplete);
+        prop_assert_ne!(server::parse_client_hello(&[&head[..], &tail].concat()), ParsedHello::Incomplete);
     }
 
     #[test]
@@ -481,7 +480,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_upset_the_header_parser(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn the_header_parser_accepts_any_bytes_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         TransportHeader::decode(&[b"transport.l5d.io/v1\r\n\r\n\0\0\0", &bytes[..]].concat());
         TransportHeader::decode(&bytes);
     }

@@ -1,4 +1,4 @@
-//! What a certificate says, and the reasons for which handshakes fail.
+//! Parses verified certificates, and classifies handshake failures.
 
 use std::fmt;
 use std::io;
@@ -10,47 +10,47 @@ use tulle_core::identity::Identity;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-/// When a certificate may be used.
+/// The validity period of a certificate.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Validity {
     pub not_before: SystemTime,
     pub not_after: SystemTime,
 }
 
-/// Why a handshake did not lead to a connection, as operators tell the cases apart.
+/// Why a handshake failed, as operators need to distinguish it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum HandshakeFailure {
     /// A certificate is needed and the peer presented none.
     NoCertificate,
-    /// The certificate does not chain to our trust anchors.
-    ForeignCa,
+    /// The certificate does not chain to the trust anchors.
+    UnknownCa,
     Expired,
     NotYetValid,
-    /// It is valid, and names somebody other than whom we dialled.
+    /// It is valid, but for another identity than the expected one.
     WrongIdentity,
-    /// It is valid, and has no DNS or URI name that we can use as an identity.
+    /// It is valid, but has no DNS or URI name that can be an identity.
     NoIdentity,
-    /// Anything else that is wrong with a certificate: encoding, extensions, key usage.
+    /// Any other certificate error: encoding, extensions, key usage.
     BadCertificate,
-    /// We have no certificate ourselves, yet.
+    /// The proxy has no certificate yet.
     NotCertified,
-    /// The peer ended the handshake with an alert.
+    /// The peer aborted the handshake with an alert.
     Refused,
-    /// The peer does not speak TLS 1.3 as we do.
+    /// The peer's TLS is incompatible, for example not TLS 1.3.
     Protocol,
-    /// The connection ended or broke.
+    /// The connection ended or failed.
     Closed,
 }
 
-/// What we use of a certificate that has been verified.
-pub(super) struct Facts {
+/// The fields of a verified certificate.
+pub(super) struct CertificateInfo {
     /// DNS and URI subject alternative names, in the order of the certificate.
     pub(super) names: Vec<Identity>,
     pub(super) validity: Validity,
 }
 
-/// Reads names and validity of a certificate; names that cannot be an identity are passed over.
-pub(super) fn facts(certificate: &CertificateDer<'_>) -> Result<Facts, Error> {
+/// Parses names and validity of a certificate; names that cannot be an identity are ignored.
+pub(super) fn parse_certificate(certificate: &CertificateDer<'_>) -> Result<CertificateInfo, Error> {
     let bad = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
     let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad)?;
     let general_names = parsed
@@ -68,7 +68,7 @@ pub(super) fn facts(certificate: &CertificateDer<'_>) -> Result<Facts, Error> {
         not_before: system_time(parsed.validity().not_before.timestamp()),
         not_after: system_time(parsed.validity().not_after.timestamp()),
     };
-    Ok(Facts {
+    Ok(CertificateInfo {
         names: names.collect(),
         validity,
     })
@@ -79,11 +79,11 @@ fn system_time(seconds: i64) -> SystemTime {
 }
 
 impl HandshakeFailure {
-    /// What it is called in `l5d-proxy-cause`.
+    /// The cause code for `l5d-proxy-cause`.
     pub(crate) fn cause(self) -> &'static str {
         match self {
             Self::WrongIdentity => "tls-identity-mismatch",
-            Self::ForeignCa => "tls-untrusted",
+            Self::UnknownCa => "tls-untrusted",
             Self::Expired | Self::NotYetValid | Self::NotCertified => "tls-expired",
             Self::Refused => "tls-refused",
             Self::NoCertificate | Self::NoIdentity | Self::BadCertificate | Self::Protocol | Self::Closed => {
@@ -95,7 +95,7 @@ impl HandshakeFailure {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::NoCertificate => "no_certificate",
-            Self::ForeignCa => "foreign_ca",
+            Self::UnknownCa => "foreign_ca",
             Self::Expired => "expired",
             Self::NotYetValid => "not_yet_valid",
             Self::WrongIdentity => "wrong_identity",
@@ -108,7 +108,7 @@ impl HandshakeFailure {
         }
     }
 
-    /// Finds the reason inside what a TLS stream or handshake returned.
+    /// Finds the reason in the error of a TLS stream or handshake.
     pub(crate) fn of(error: &io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::from(error),
@@ -133,8 +133,8 @@ impl From<&Error> for HandshakeFailure {
 impl From<&CertificateError> for HandshakeFailure {
     fn from(error: &CertificateError) -> Self {
         match error {
-            // Roots of different meshes often share one name; then the signature is what does not fit.
-            CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::ForeignCa,
+            // Roots of different meshes often have the same name; then the signature does not match.
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::UnknownCa,
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => Self::Expired,
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => Self::NotYetValid,
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Self::WrongIdentity,

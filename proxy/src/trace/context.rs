@@ -1,6 +1,6 @@
-//! The trace that a request belongs to, as its headers say it: `traceparent`, `grpc-trace-bin`, or those of B3.
+//! The trace context of a request, from the headers `traceparent`, `grpc-trace-bin` or those of B3.
 //!
-//! Clients write them: whatever is not exactly as it should be is no context.
+//! Clients write these headers: a malformed one is ignored.
 
 use base64::{
     Engine as _,
@@ -9,30 +9,29 @@ use base64::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// A span of a trace, and whether the trace is recorded.
+/// A span of a trace, and whether the trace is sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Context {
     pub(super) trace: [u8; 16],
-    /// The one that the next is a part of.
+    /// The parent of the next span.
     pub(super) span: [u8; 8],
     pub(super) is_sampled: bool,
-    form: Form,
+    form: PropagationFormat,
 }
 
-/// How a context is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+enum PropagationFormat {
     W3c,
     Grpc,
     B3,
 }
 
 impl Context {
-    /// What the headers say, if they do.
+    /// The context in the headers, if there is a valid one.
     pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
         let value = |name: &HeaderName| headers.get(name).map(HeaderValue::as_bytes);
         let mut parents = headers.get_all(&TRACEPARENT).iter();
-        let parent = parents.next().filter(|_| parents.next().is_none()); // of several, none is to be believed
+        let parent = parents.next().filter(|_| parents.next().is_none()); // several values are ambiguous, so none is used
         parent
             .and_then(|parent| w3c(parent.as_bytes()))
             .or_else(|| value(&GRPC_TRACE).and_then(grpc))
@@ -43,39 +42,39 @@ impl Context {
             })
     }
 
-    /// Whether the headers, which name no trace, say that there shall be none.
-    pub(super) fn is_refused(headers: &HeaderMap) -> bool {
+    /// Whether the headers have no trace context but say that the request is not sampled.
+    pub(super) fn is_marked_unsampled(headers: &HeaderMap) -> bool {
         let sampled = headers.get(&B3_SAMPLED).map(HeaderValue::as_bytes);
         matches!(sampled, Some(b"0" | b"false"))
     }
 
-    /// A trace that begins here.
-    pub(super) fn begin(trace: [u8; 16], is_sampled: bool) -> Self {
+    /// A new trace, starting at this proxy.
+    pub(super) fn new_trace(trace: [u8; 16], is_sampled: bool) -> Self {
         Self {
             trace,
             span: [0; 8],
             is_sampled,
-            form: Form::W3c,
+            form: PropagationFormat::W3c,
         }
     }
 
-    /// Writes the context of what follows `span`, which is a part of this one, in the form in which this came.
+    /// Writes the context with `span` as the parent of what follows, in the format that this context was read from.
     pub(super) fn write(&self, span: [u8; 8], headers: &mut HeaderMap) {
         let mut put = |name: HeaderName, text: String| {
-            // It is hexadecimal or base64, which headers may be.
+            // Hexadecimal and base64 are valid in headers.
             if let Ok(value) = HeaderValue::try_from(text) {
                 headers.insert(name, value);
             }
         };
         match self.form {
-            Form::W3c => {
+            PropagationFormat::W3c => {
                 let flags = u8::from(self.is_sampled);
                 put(
                     TRACEPARENT,
                     format!("00-{}-{}-{flags:02x}", hex(&self.trace), hex(&span)),
                 );
             }
-            Form::Grpc => {
+            PropagationFormat::Grpc => {
                 let mut bytes = vec![0, 0];
                 bytes.extend(self.trace);
                 bytes.push(1);
@@ -83,7 +82,7 @@ impl Context {
                 bytes.extend([2, u8::from(self.is_sampled)]);
                 put(GRPC_TRACE, BASE64.encode(bytes));
             }
-            Form::B3 => {
+            PropagationFormat::B3 => {
                 put(B3_PARENT, hex(&self.span));
                 put(B3_SPAN, hex(&span));
             }
@@ -91,7 +90,7 @@ impl Context {
     }
 }
 
-/// `<version>-<trace>-<span>-<flags>`; a later version may go on after them.
+/// `<version>-<trace>-<span>-<flags>`; a later version may have more fields.
 ///
 /// Source: W3C Trace Context, section 3.2.
 fn w3c(text: &[u8]) -> Option<Context> {
@@ -111,7 +110,7 @@ fn w3c(text: &[u8]) -> Option<Context> {
         trace: bytes(&head[..32])?,
         span: bytes(&head[33..49])?,
         is_sampled: flags & 1 == 1,
-        form: Form::W3c,
+        form: PropagationFormat::W3c,
     }
     .valid()
 }
@@ -123,8 +122,8 @@ fn grpc(text: &[u8]) -> Option<Context> {
         return None;
     };
     let mut context = Context {
-        form: Form::Grpc,
-        ..Context::begin([0; 16], false)
+        form: PropagationFormat::Grpc,
+        ..Context::new_trace([0; 16], false)
     };
     while let Some((&field, after)) = rest.split_first() {
         rest = match field {
@@ -143,14 +142,14 @@ fn grpc(text: &[u8]) -> Option<Context> {
                 context.is_sampled = flags & 1 == 1;
                 after
             }
-            // Nobody knows how long it is.
+            // The length of an unknown field is unknown.
             _ => break,
         };
     }
     context.valid()
 }
 
-/// A trace of 8 bytes is the second half of one of 16.
+/// A trace id of 8 bytes is the second half of one of 16.
 fn b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
     let trace = match bytes::<8>(trace) {
         Some(half) => {
@@ -164,19 +163,19 @@ fn b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
         trace,
         span: bytes(span)?,
         is_sampled,
-        form: Form::B3,
+        form: PropagationFormat::B3,
     }
     .valid()
 }
 
 impl Context {
-    /// Nothing but zeros names nothing.
+    /// Ids that are all zero are invalid.
     fn valid(self) -> Option<Self> {
         (self.trace != [0; 16] && self.span != [0; 8]).then_some(self)
     }
 }
 
-/// As many bytes as these digits, two each, and no others.
+/// Decodes exactly `N` bytes, two hexadecimal digits each.
 fn bytes<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
     if text.len() != 2 * N {
         return None;
@@ -200,21 +199,21 @@ const B3_SPAN: HeaderName = HeaderName::from_static("x-b3-spanid");
 const B3_PARENT: HeaderName = HeaderName::from_static("x-b3-parentspanid");
 const B3_SAMPLED: HeaderName = HeaderName::from_static("x-b3-sampled");
 const B3_FLAGS: HeaderName = HeaderName::from_static("x-b3-flags");
-/// Metadata of gRPC comes with padding or without.
+/// gRPC metadata may have padding or not.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
-/// The headers of each form.
+/// The headers of each format.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn forms() -> [Vec<HeaderName>; 3] {
     [vec![TRACEPARENT], vec![GRPC_TRACE], vec![B3_TRACE, B3_SPAN]]
 }
 
-/// What is read is read again once it is written anew.
+/// Checks that a context that is read and written is read the same again.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn holds(mut headers: HeaderMap) {
+pub(crate) fn check_round_trip(mut headers: HeaderMap) {
     if let Some(context) = Context::of(&headers) {
         context.write([9; 8], &mut headers);
         let expected = Context {
@@ -242,7 +241,7 @@ mod tests {
     }
 
     /// Trace, span and whether it is sampled.
-    fn said(lines: &[(&'static str, &str)]) -> Option<(String, String, bool)> {
+    fn parsed(lines: &[(&'static str, &str)]) -> Option<(String, String, bool)> {
         let context = Context::of(&headers(lines))?;
         Some((hex(&context.trace), hex(&context.span), context.is_sampled))
     }
@@ -275,16 +274,16 @@ mod tests {
             (format!("00-{SPAN}-{TRACE}-01"), None),
             (String::new(), None),
         ] {
-            assert_eq!(said(&[("traceparent", &value)]), expected, "{value:?}");
+            assert_eq!(parsed(&[("traceparent", &value)]), expected, "{value:?}");
         }
     }
 
     #[test]
-    fn of_several_traceparents_none_is_believed() {
+    fn several_traceparents_are_ignored() {
         let parent = format!("00-{TRACE}-{SPAN}-01");
         let one = ("traceparent", parent.as_str());
-        assert!(said(&[one]).is_some());
-        assert_eq!(said(&[one, one]), None);
+        assert!(parsed(&[one]).is_some());
+        assert_eq!(parsed(&[one, one]), None);
     }
 
     #[test]
@@ -306,7 +305,7 @@ mod tests {
             (vec![("x-b3-traceid", TRACE)], None),
             (vec![("x-b3-traceid", &TRACE[1..]), ("x-b3-spanid", SPAN)], None),
         ] {
-            let found = said(&lines).map(|(trace, _, sampled)| (trace, sampled));
+            let found = parsed(&lines).map(|(trace, _, sampled)| (trace, sampled));
             assert_eq!(found, expected, "{lines:?}");
         }
     }
@@ -319,22 +318,22 @@ mod tests {
         bytes.extend(super::bytes::<8>(SPAN.as_bytes()).unwrap());
         bytes.extend([2, 1]);
         let (whole, known) = (BASE64.encode(&bytes), Some((TRACE.to_owned(), SPAN.to_owned(), true)));
-        assert_eq!(said(&[("grpc-trace-bin", &whole)]), known);
-        assert_eq!(said(&[("grpc-trace-bin", whole.trim_end_matches('='))]), known);
+        assert_eq!(parsed(&[("grpc-trace-bin", &whole)]), known);
+        assert_eq!(parsed(&[("grpc-trace-bin", whole.trim_end_matches('='))]), known);
         for end in 0..bytes.len() - 2 {
             assert_eq!(
-                said(&[("grpc-trace-bin", &BASE64.encode(&bytes[..end]))]),
+                parsed(&[("grpc-trace-bin", &BASE64.encode(&bytes[..end]))]),
                 None,
                 "{end}"
             );
         }
         bytes[0] = 1;
-        assert_eq!(said(&[("grpc-trace-bin", &BASE64.encode(&bytes))]), None);
-        assert_eq!(said(&[("grpc-trace-bin", "*")]), None);
+        assert_eq!(parsed(&[("grpc-trace-bin", &BASE64.encode(&bytes))]), None);
+        assert_eq!(parsed(&[("grpc-trace-bin", "*")]), None);
     }
 
     #[test]
-    fn what_is_written_is_what_is_read_and_in_the_same_form() {
+    fn a_written_context_is_read_back_in_the_same_format() {
         let mut grpc = vec![0, 0];
         grpc.extend([7; 16]);
         grpc.extend([1, 8, 8, 8, 8, 8, 8, 8, 8, 2, 1]);
@@ -345,7 +344,7 @@ mod tests {
             vec![("x-b3-traceid", TRACE), ("x-b3-spanid", SPAN), ("x-b3-sampled", "1")],
         ] {
             let mut headers = headers(&lines);
-            holds(headers.clone());
+            check_round_trip(headers.clone());
             let context = Context::of(&headers).unwrap();
             context.write([9; 8], &mut headers);
             assert_eq!(headers.contains_key("traceparent"), lines[0].0 == "traceparent");

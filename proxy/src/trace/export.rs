@@ -1,4 +1,4 @@
-//! Sending spans to a collector, in batches; none holds up a request.
+//! Sends spans to a collector in batches; requests never wait for it.
 
 use std::{
     collections::BTreeMap,
@@ -23,23 +23,22 @@ use crate::{
     trace::{Tracer, attribute},
 };
 
-/// Where spans go, and what they say of us.
+/// The collector, and the resource attributes of this proxy.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub collector: ControlAddr,
-    /// The share of requests that begin a trace where they belong to none; 0.
+    /// The fraction of requests without a trace that start one; default 0.
     pub sampling: f64,
-    /// `service.name`; `linkerd-proxy`.
+    /// `service.name`; default `linkerd-proxy`.
     pub service: String,
     /// `host.name`.
     pub host: Option<String>,
-    /// A file of the workload's labels, `name="value"` a line.
+    /// A file of the workload's labels, one `name="value"` on each line.
     pub labels: Option<PathBuf>,
-    /// What else to say; it wins over labels.
+    /// Additional resource attributes; they override labels.
     pub attributes: BTreeMap<String, String>,
 }
 
-/// Sends the spans of both directions.
 pub(crate) struct Exporter {
     spans: mpsc::Receiver<Span>,
     client: TraceServiceClient<Channel>,
@@ -51,17 +50,17 @@ struct Metrics {
     streams: Arc<Counter>,
     requests: Arc<Counter>,
     spans: Arc<Counter>,
-    lost: Arc<Counter>,
+    export_failures: Arc<Counter>,
 }
 
 impl Config {
-    /// Who makes spans, inbound and outbound, and who sends them.
+    /// The tracers, inbound and outbound, and the exporter of their spans.
     pub(crate) fn start(&self, channel: Channel, registry: &Registry) -> ([Tracer; 2], Exporter) {
         let none = Labels::new();
         let counter = |name, help| registry.counter(name, help).get(&none);
         let dropped = registry.counter("tulle_trace_spans_dropped_total", "Spans that were not sent, by reason");
         let dropped = |reason| dropped.get(&none.clone().with("reason", reason));
-        let (spans, waiting) = mpsc::channel(MOST_WAITING);
+        let (spans, waiting) = mpsc::channel(MAX_QUEUE_SIZE);
         let full = dropped("queue-full");
         let tracers = ["inbound", "outbound"].map(|direction| Tracer {
             direction,
@@ -76,27 +75,27 @@ impl Config {
             metrics: Metrics {
                 streams: counter(
                     "opentelemetry_span_export_streams",
-                    "Times that sending spans was begun",
+                    "Streams of spans opened to the collector",
                 ),
                 requests: counter("opentelemetry_span_export_requests", "Batches of spans sent"),
                 spans: counter("opentelemetry_span_exports", "Spans sent"),
-                lost: dropped("export-failed"),
+                export_failures: dropped("export-failed"),
             },
         };
         (tracers, exporter)
     }
 
-    /// Who we are, by all that is said of it; what comes later wins.
+    /// The resource attributes of this proxy, from all sources; later ones override earlier ones.
     fn resource(&self) -> Resource {
         let labels = self.labels.as_ref().map(std::fs::read_to_string).transpose();
         let labels = labels.unwrap_or_else(|error| {
-            tracing::warn!(path = ?self.labels, %error, "labels of the workload cannot be read: spans are without");
+            tracing::warn!(path = ?self.labels, %error, "reading the workload labels failed, spans are sent without them");
             None
         });
-        let mut said = BTreeMap::from([("service.name".to_owned(), self.service.clone())]);
-        said.extend(self.host.clone().map(|host| ("host.name".to_owned(), host)));
-        said.extend(labels.as_deref().map(parse_labels).unwrap_or_default());
-        said.extend(self.attributes.clone());
+        let mut merged = BTreeMap::from([("service.name".to_owned(), self.service.clone())]);
+        merged.extend(self.host.clone().map(|host| ("host.name".to_owned(), host)));
+        merged.extend(labels.as_deref().map(parse_labels).unwrap_or_default());
+        merged.extend(self.attributes.clone());
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut attributes: Vec<KeyValue> = [
             ("process.pid", i64::from(std::process::id())),
@@ -108,7 +107,8 @@ impl Config {
         .map(|(key, number)| attribute(key, Value::IntValue(number)))
         .into();
         attributes.extend(
-            said.into_iter()
+            merged
+                .into_iter()
                 .map(|(key, text)| attribute(&key, Value::StringValue(text))),
         );
         Resource { attributes }
@@ -116,7 +116,7 @@ impl Config {
 }
 
 impl Exporter {
-    /// Sends batches until the drain begins, then what is left.
+    /// Sends batches until the drain begins, then the remaining spans.
     pub(crate) async fn run(mut self, drain: drain::Watch) {
         let _guard = drain.guard();
         self.metrics.streams.inc();
@@ -125,7 +125,7 @@ impl Exporter {
             let mut batch = Batch::default();
             tokio::select! {
                 biased;
-                // Whichever is first, what was received is in the batch.
+                // Cancel-safe: received spans are already in the batch.
                 () = batch.fill(&mut self.spans) => is_ending = batch.spans.is_empty(),
                 () = drain.signaled() => is_ending = true,
             }
@@ -158,7 +158,7 @@ impl Exporter {
             }],
         };
         self.metrics.requests.inc();
-        match tokio::time::timeout(EXPORT_LIMIT, self.client.export(request)).await {
+        match tokio::time::timeout(EXPORT_TIMEOUT, self.client.export(request)).await {
             Ok(Ok(answer)) => {
                 self.metrics.spans.add(n);
                 if let Some(partial) = answer.into_inner().partial_success
@@ -172,15 +172,14 @@ impl Exporter {
                 }
             }
             failed => {
-                self.metrics.lost.add(n);
-                self.metrics.streams.inc(); // begun anew with the next batch
-                tracing::debug!(n, failed = ?failed.map(|answer| answer.map(|_| ())), "spans could not be sent");
+                self.metrics.export_failures.add(n);
+                self.metrics.streams.inc(); // reopened with the next batch
+                tracing::debug!(n, failed = ?failed.map(|answer| answer.map(|_| ())), "sending spans failed");
             }
         }
     }
 }
 
-/// Spans that are sent together.
 #[derive(Default)]
 struct Batch {
     spans: Vec<Span>,
@@ -194,14 +193,15 @@ impl Batch {
     }
 
     fn is_full(&self) -> bool {
-        self.spans.len() >= MOST_TOGETHER || self.n_bytes >= LARGEST_BATCH
+        self.spans.len() >= MAX_EXPORT_BATCH_SIZE || self.n_bytes >= MAX_EXPORT_BATCH_BYTES
     }
 
-    /// Waits until it is full, or its first span has waited long enough; it stays empty when nobody makes spans any more.
+    /// Waits until the batch is full, or its first span has waited [`SCHEDULE_DELAY`]; the batch stays empty if all tracers are
+    /// gone.
     async fn fill(&mut self, spans: &mut mpsc::Receiver<Span>) {
         let Some(first) = spans.recv().await else { return };
         self.push(first);
-        let deadline = Instant::now() + LONGEST_WAIT;
+        let deadline = Instant::now() + SCHEDULE_DELAY;
         while !self.is_full() {
             match tokio::time::timeout_at(deadline, spans.recv()).await {
                 Ok(Some(span)) => self.push(span),
@@ -211,7 +211,7 @@ impl Batch {
     }
 }
 
-/// Labels as a volume of the downward API has them: `name="value"` a line.
+/// Labels in the format of a downward API volume: one `name="value"` on each line.
 fn parse_labels(text: &str) -> BTreeMap<String, String> {
     let line = |line: &str| {
         let (name, value) = line.trim().split_once('=')?;
@@ -220,51 +220,51 @@ fn parse_labels(text: &str) -> BTreeMap<String, String> {
     text.lines().filter_map(line).collect()
 }
 
-/// Spans that wait to be sent at most; further ones are dropped.
-const MOST_WAITING: usize = 1_000;
-/// Spans in one batch.
-const MOST_TOGETHER: usize = 1_000;
-/// Bytes that are enough for a batch: collectors take 4 MiB at once, and a span has a few KiB at most.
-const LARGEST_BATCH: usize = 1 << 20;
-/// How long a span waits for others.
-const LONGEST_WAIT: Duration = Duration::from_secs(10);
-/// How long a collector may take.
-const EXPORT_LIMIT: Duration = Duration::from_secs(10);
+/// Maximum number of queued spans; further ones are dropped.
+const MAX_QUEUE_SIZE: usize = 1_000;
+/// Maximum number of spans in one batch.
+const MAX_EXPORT_BATCH_SIZE: usize = 1_000;
+/// Maximum size of a batch, in bytes: collectors accept 4 MiB, and a span has a few KiB at most.
+const MAX_EXPORT_BATCH_BYTES: usize = 1 << 20;
+/// Maximum time that a span waits for its batch.
+const SCHEDULE_DELAY: Duration = Duration::from_secs(10);
+/// Timeout of the collector.
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn batches_are_full_or_have_waited() {
-        let (sender, mut spans) = mpsc::channel(MOST_TOGETHER + 1);
+    async fn batches_are_sent_when_full_or_after_the_delay() {
+        let (sender, mut spans) = mpsc::channel(MAX_EXPORT_BATCH_SIZE + 1);
         let start = Instant::now();
         let mut next = async || {
             let mut batch = Batch::default();
             batch.fill(&mut spans).await;
             (batch.spans.len(), start.elapsed())
         };
-        for _ in 0..=MOST_TOGETHER {
+        for _ in 0..=MAX_EXPORT_BATCH_SIZE {
             sender.try_send(Span::default()).unwrap();
         }
-        assert_eq!(next().await, (MOST_TOGETHER, Duration::ZERO));
-        assert_eq!(next().await, (1, LONGEST_WAIT));
+        assert_eq!(next().await, (MAX_EXPORT_BATCH_SIZE, Duration::ZERO));
+        assert_eq!(next().await, (1, SCHEDULE_DELAY));
         for _ in 0..3 {
-            let name = "x".repeat(LARGEST_BATCH / 2);
+            let name = "x".repeat(MAX_EXPORT_BATCH_BYTES / 2);
             let large = Span {
                 name,
                 ..Span::default()
             };
             sender.try_send(large).unwrap();
         }
-        assert_eq!(next().await, (2, LONGEST_WAIT));
-        assert_eq!(next().await, (1, 2 * LONGEST_WAIT));
+        assert_eq!(next().await, (2, SCHEDULE_DELAY));
+        assert_eq!(next().await, (1, 2 * SCHEDULE_DELAY));
         drop(sender);
-        assert_eq!(next().await, (0, 2 * LONGEST_WAIT));
+        assert_eq!(next().await, (0, 2 * SCHEDULE_DELAY));
     }
 
     #[test]
-    fn who_we_are_is_what_was_said_last() {
+    fn later_resource_attributes_override_earlier_ones() {
         let dir = tempfile::tempdir().unwrap();
         let labels = dir.path().join("labels");
         std::fs::write(&labels, "app=\"web\"\nservice.name=\"labelled\"\nbroken\n").unwrap();
@@ -279,7 +279,7 @@ mod tests {
             labels: Some(labels),
             attributes: BTreeMap::new(),
         };
-        let said = |config: &Config, key: &str| {
+        let value_of = |config: &Config, key: &str| {
             let resource = config.resource();
             let found = resource.attributes.into_iter().find(|attribute| attribute.key == key);
             found.and_then(|found| match found.value?.value? {
@@ -287,13 +287,15 @@ mod tests {
                 Value::IntValue(number) => Some(number.to_string()),
             })
         };
-        assert_eq!(said(&config, "service.name").as_deref(), Some("labelled"));
-        assert_eq!(said(&config, "app").as_deref(), Some("web"));
-        assert_eq!(said(&config, "host.name").as_deref(), Some("node"));
-        assert_eq!(said(&config, "process.pid"), Some(std::process::id().to_string()));
-        config.attributes.insert("service.name".to_owned(), "told".to_owned());
-        assert_eq!(said(&config, "service.name").as_deref(), Some("told"));
+        assert_eq!(value_of(&config, "service.name").as_deref(), Some("labelled"));
+        assert_eq!(value_of(&config, "app").as_deref(), Some("web"));
+        assert_eq!(value_of(&config, "host.name").as_deref(), Some("node"));
+        assert_eq!(value_of(&config, "process.pid"), Some(std::process::id().to_string()));
+        config
+            .attributes
+            .insert("service.name".to_owned(), "configured".to_owned());
+        assert_eq!(value_of(&config, "service.name").as_deref(), Some("configured"));
         config.labels = Some("/nowhere".into());
-        assert_eq!(said(&config, "app"), None);
+        assert_eq!(value_of(&config, "app"), None);
     }
 }

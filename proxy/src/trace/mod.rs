@@ -1,7 +1,7 @@
-//! Spans of requests that belong to a recorded trace: one where a request comes in, one where it goes on.
+//! Spans of requests that belong to a sampled trace: one for the inbound side, one for the outbound side.
 //!
-//! A trace is continued where a request says that it is recorded, in whatever form it says so. Others are left as they are,
-//! unless this proxy is told to begin traces itself. Spans go to [`export`], which sends them to a collector.
+//! A trace is continued if a request is marked as sampled, in any of the known formats. Other requests get no span, unless this
+//! proxy is configured to start traces. Spans go to [`export`], which sends them to a collector.
 
 pub(crate) mod context;
 pub(crate) mod export;
@@ -19,40 +19,39 @@ use tulle_proto::trace::{
 };
 
 use crate::{
-    http::{body::Body, classify, error::Error},
+    http::{body::Body, error::Error, lifecycle::classify},
     trace::context::Context,
 };
 
-/// Makes the spans of one direction.
 #[derive(Clone)]
 pub(crate) struct Tracer {
     direction: &'static str,
-    /// The share of requests without a context that begin a trace.
+    /// The fraction of requests without a context that start a trace.
     sampling: f64,
     spans: mpsc::Sender<trace::Span>,
     dropped: Arc<Counter>,
 }
 
-/// A request on its way, as a part of a trace.
+/// A request as a span of a trace.
 pub(crate) struct Span {
     tracer: Tracer,
-    /// Until it has been told how it ended.
+    /// `None` after the span has been finished.
     span: Option<trace::Span>,
 }
 
-/// The span of a request that has come in and may, where it belongs to a recorded trace. Strangers make none.
-pub(crate) fn came(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
-    tracer?.came(req)
+/// The span of an authorized inbound request, if it belongs to a sampled trace. Unauthorized requests get no span.
+pub(crate) fn start_inbound(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
+    tracer?.inbound_span(req)
 }
 
-/// The span of a request that goes on to whoever serves it.
-pub(crate) fn goes(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
-    tracer?.goes(req)
+/// The span of a request that is sent to a server.
+pub(crate) fn start_outbound(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
+    tracer?.outbound_span(req)
 }
 
-/// The head of the response has come, or there is none.
+/// Finishes the span when the response head has arrived or the request has failed.
 #[inline]
-pub(crate) fn ended(span: Option<Box<Span>>, result: &Result<Response<Body>, Error>) {
+pub(crate) fn finish(span: Option<Box<Span>>, result: &Result<Response<Body>, Error>) {
     if let Some(span) = span {
         span.ended(result);
     }
@@ -60,14 +59,14 @@ pub(crate) fn ended(span: Option<Box<Span>>, result: &Result<Response<Body>, Err
 
 impl Tracer {
     #[cold]
-    fn came(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
+    fn inbound_span(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
         let context = match Context::of(req.headers()) {
             Some(context) => context,
-            None if self.sampling > 0.0 && !Context::is_refused(req.headers()) => {
+            None if self.sampling > 0.0 && !Context::is_marked_unsampled(req.headers()) => {
                 let is_sampled = fastrand::f64() < self.sampling;
-                let context = Context::begin(fastrand::u128(1..).to_be_bytes(), is_sampled);
+                let context = Context::new_trace(fastrand::u128(1..).to_be_bytes(), is_sampled);
                 if !is_sampled {
-                    // Nobody after us shall decide otherwise.
+                    // Later hops must not decide differently.
                     context.write(new_span(), req.headers_mut());
                 }
                 context
@@ -78,7 +77,7 @@ impl Tracer {
     }
 
     #[cold]
-    fn goes(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
+    fn outbound_span(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
         let context = Context::of(req.headers())?;
         self.begin(SpanKind::Client, context, req)
     }
@@ -90,15 +89,15 @@ impl Tracer {
         let id = new_span();
         context.write(id, req.headers_mut());
         let parent = match context.span {
-            [0, 0, 0, 0, 0, 0, 0, 0] => Vec::new(), // the trace begins here
+            [0, 0, 0, 0, 0, 0, 0, 0] => Vec::new(), // the trace starts here
             span => span.to_vec(),
         };
         let span = trace::Span {
             trace_id: context.trace.to_vec(),
             span_id: id.to_vec(),
-            trace_state: state(req.headers()),
+            trace_state: tracestate(req.headers()),
             parent_span_id: parent,
-            name: cut(req.uri().path()).to_owned(),
+            name: truncate(req.uri().path()).to_owned(),
             kind: kind.into(),
             start_time_unix_nano: now(),
             end_time_unix_nano: 0,
@@ -115,23 +114,23 @@ impl Tracer {
 impl Span {
     #[cold]
     fn ended(mut self: Box<Self>, result: &Result<Response<Body>, Error>) {
-        self.tell(result.as_ref());
+        self.record(result.as_ref());
     }
 
-    fn tell(&mut self, result: Result<&Response<Body>, &Error>) {
+    fn record(&mut self, result: Result<&Response<Body>, &Error>) {
         let Some(mut span) = self.span.take() else { return };
-        let mut say = |key: &str, value| span.attributes.push(attribute(key, value));
+        let mut add = |key: &str, value| span.attributes.push(attribute(key, value));
         let (status, cause) = match result {
             Ok(rsp) => (rsp.status(), None),
-            Err(error) => (error.answer().status, Some(error.cause())),
+            Err(error) => (error.status().status, Some(error.cause())),
         };
-        say("http.response.status_code", Value::IntValue(status.as_u16().into()));
+        add("http.response.status_code", Value::IntValue(status.as_u16().into()));
         let grpc = result.ok().and_then(|rsp| classify::grpc_status(rsp.headers()));
         if let Some(code) = grpc {
-            say("rpc.grpc.status_code", Value::IntValue(code.into()));
+            add("rpc.grpc.status_code", Value::IntValue(code.into()));
         }
         if let Some(cause) = cause {
-            say("error.type", text(cause));
+            add("error.type", text(cause));
         }
         let is_client = span.kind() == SpanKind::Client;
         if cause.is_some() || status.is_server_error() || (is_client && status.is_client_error()) {
@@ -147,26 +146,30 @@ impl Span {
     }
 }
 
-/// The client has left.
+/// The client has disconnected.
 impl Drop for Span {
     fn drop(&mut self) {
-        self.tell(Err(&Error::Left));
+        self.record(Err(&Error::ClientClosed));
     }
 }
 
-/// What other systems say of the trace; too much of it is dropped, as the standard permits.
+/// The `tracestate` header; dropped if it is too long, as the standard permits.
 ///
 /// Source: W3C Trace Context, section 3.3.1.5.
-fn state(headers: &HeaderMap) -> String {
+fn tracestate(headers: &HeaderMap) -> String {
     let lines = headers
         .get_all("tracestate")
         .iter()
         .filter_map(|line| line.to_str().ok());
     let state = lines.collect::<Vec<_>>().join(",");
-    if state.len() > MOST_STATE { String::new() } else { state }
+    if state.len() > MAX_TRACESTATE_BYTES {
+        String::new()
+    } else {
+        state
+    }
 }
 
-/// What OpenTelemetry's conventions have to say of a request.
+/// The attributes of a request by OpenTelemetry's semantic conventions.
 fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
     let (uri, headers) = (req.uri(), req.headers());
     let mut all = vec![
@@ -176,25 +179,24 @@ fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
         attribute("url.path", text(uri.path())),
         attribute("network.transport", text("tcp")),
     ];
-    let mut say = |key: &str, value: Option<Value>| all.extend(value.map(|value| attribute(key, value)));
-    say("url.scheme", uri.scheme_str().map(text));
-    say("url.query", uri.query().map(text));
+    let mut add = |key: &str, value: Option<Value>| all.extend(value.map(|value| attribute(key, value)));
+    add("url.scheme", uri.scheme_str().map(text));
+    add("url.query", uri.query().map(text));
     let host = host(uri, headers);
-    say("server.address", host.as_ref().map(|host| text(host.host())));
+    add("server.address", host.as_ref().map(|host| text(host.host())));
     let port = host.as_ref().and_then(|host| host.port_u16());
-    say("server.port", port.map(|port| Value::IntValue(port.into())));
+    add("server.port", port.map(|port| Value::IntValue(port.into())));
     let headers = |name: &HeaderName| {
         let value = headers.get(name)?;
         Some(text(&String::from_utf8_lossy(value.as_bytes())))
     };
-    say("user_agent.original", headers(&header::USER_AGENT));
-    say("http.request.header.content-length", headers(&header::CONTENT_LENGTH));
-    say("http.request.header.content-type", headers(&header::CONTENT_TYPE));
-    say("http.request.header.l5d-orig-proto", headers(&names::L5D_ORIG_PROTO));
+    add("user_agent.original", headers(&header::USER_AGENT));
+    add("http.request.header.content-length", headers(&header::CONTENT_LENGTH));
+    add("http.request.header.content-type", headers(&header::CONTENT_TYPE));
+    add("http.request.header.l5d-orig-proto", headers(&names::L5D_ORIG_PROTO));
     all
 }
 
-/// The host that the client means.
 fn host(uri: &Uri, headers: &HeaderMap) -> Option<http::uri::Authority> {
     let of = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
     of("x-forwarded-host")
@@ -202,7 +204,7 @@ fn host(uri: &Uri, headers: &HeaderMap) -> Option<http::uri::Authority> {
         .or_else(|| of("host"))
 }
 
-/// Without what is between `//` and `@`, which may be a password.
+/// The URI without the user information between `//` and `@`, which may contain a password.
 fn full_url(uri: &Uri) -> String {
     let mut url = String::new();
     if let Some(scheme) = uri.scheme_str() {
@@ -224,28 +226,28 @@ fn attribute(key: &str, value: Value) -> KeyValue {
 }
 
 fn text(text: &str) -> Value {
-    Value::StringValue(cut(text).to_owned())
+    Value::StringValue(truncate(text).to_owned())
 }
 
-/// As much of a text as a span tells: clients write it.
-fn cut(text: &str) -> &str {
-    &text[..text.floor_char_boundary(LONGEST_TEXT)]
+/// A text from the client, truncated to [`MAX_ATTRIBUTE_BYTES`].
+fn truncate(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_ATTRIBUTE_BYTES)]
 }
 
 fn new_span() -> [u8; 8] {
     fastrand::u64(1..).to_be_bytes()
 }
 
-/// Nanoseconds since 1970.
+/// Nanoseconds since the Unix epoch.
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Bytes of a text in a span.
-const LONGEST_TEXT: usize = 1024;
-/// Bytes of what other systems say of a trace.
-const MOST_STATE: usize = 512;
+/// Maximum length of an attribute, in bytes.
+const MAX_ATTRIBUTE_BYTES: usize = 1024;
+/// Maximum length of `tracestate`, in bytes.
+const MAX_TRACESTATE_BYTES: usize = 512;
 
 #[cfg(test)]
 mod tests {
@@ -272,7 +274,7 @@ mod tests {
         req.body(Body::empty()).unwrap()
     }
 
-    fn said(span: &Span) -> &trace::Span {
+    fn span_data(span: &Span) -> &trace::Span {
         span.span.as_ref().unwrap()
     }
 
@@ -287,12 +289,15 @@ mod tests {
     fn a_recorded_trace_is_continued_and_described() {
         let (tracer, mut sent) = tracer(0.0);
         let mut req = request(Some(SAMPLED));
-        let came = tracer.came(&mut req).unwrap();
-        let goes = tracer.goes(&mut req).unwrap();
-        assert_eq!(said(&goes).parent_span_id, said(&came).span_id);
+        let inbound_span = tracer.inbound_span(&mut req).unwrap();
+        let outbound_span = tracer.outbound_span(&mut req).unwrap();
+        assert_eq!(
+            span_data(&outbound_span).parent_span_id,
+            span_data(&inbound_span).span_id
+        );
         let mut rsp = Response::new(Body::empty());
         *rsp.status_mut() = StatusCode::BAD_GATEWAY;
-        came.ended(&Ok(rsp));
+        inbound_span.ended(&Ok(rsp));
         let span = sent.try_recv().unwrap();
         assert_eq!(span.parent_span_id, 0x00f0_67aa_0ba9_02b7_u64.to_be_bytes());
         assert_eq!((span.name.as_str(), span.kind()), ("/a", SpanKind::Server));
@@ -311,23 +316,23 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_leaves_leaves_a_span() {
+    fn a_request_whose_client_disconnects_has_a_span() {
         let (tracer, mut sent) = tracer(0.0);
-        drop(tracer.came(&mut request(Some(SAMPLED))).unwrap());
+        drop(tracer.inbound_span(&mut request(Some(SAMPLED))).unwrap());
         assert_eq!(
             value(&sent.try_recv().unwrap(), "error.type"),
             Some(text("client-left"))
         );
         tracer
-            .came(&mut request(Some(SAMPLED)))
+            .inbound_span(&mut request(Some(SAMPLED)))
             .unwrap()
-            .ended(&Err(Error::Shed));
+            .ended(&Err(Error::MaxInFlight));
         assert_eq!(value(&sent.try_recv().unwrap(), "error.type"), Some(text("overload")));
-        assert!(sent.try_recv().is_err(), "once is enough");
+        assert!(sent.try_recv().is_err(), "the span is sent once");
     }
 
     #[test]
-    fn what_clients_write_is_cut() {
+    fn attributes_from_clients_are_truncated() {
         let (tracer, mut sent) = tracer(0.0);
         let mut req = request(Some(SAMPLED));
         *req.uri_mut() = format!("http://web.test/{}", "x".repeat(60_000)).parse().unwrap();
@@ -337,55 +342,55 @@ mod tests {
         for line in ["shop=1", "other=2"] {
             req.headers_mut().append("tracestate", line.parse().unwrap());
         }
-        drop(tracer.came(&mut req));
+        drop(tracer.inbound_span(&mut req));
         let span = sent.try_recv().unwrap();
         assert_eq!(
             (span.name.len(), span.trace_state.as_str()),
-            (LONGEST_TEXT, "shop=1,other=2")
+            (MAX_ATTRIBUTE_BYTES, "shop=1,other=2")
         );
         assert_eq!(value(&span, "user_agent.original"), Some(text(&agent[..1024])));
-        assert!(prost::Message::encoded_len(&span) < 8 * LONGEST_TEXT);
+        assert!(prost::Message::encoded_len(&span) < 8 * MAX_ATTRIBUTE_BYTES);
         req.headers_mut()
             .append("tracestate", format!("long={}", "x".repeat(500)).parse().unwrap());
-        drop(tracer.came(&mut req));
+        drop(tracer.inbound_span(&mut req));
         assert_eq!(sent.try_recv().unwrap().trace_state, "");
     }
 
     #[test]
-    fn spans_that_find_no_room_are_counted() {
+    fn spans_beyond_the_queue_limit_are_counted() {
         let (tracer, _sent) = tracer(0.0);
         for n in 0..3 {
-            let span = tracer.came(&mut request(Some(SAMPLED))).unwrap();
+            let span = tracer.inbound_span(&mut request(Some(SAMPLED))).unwrap();
             span.ended(&Err(Error::NoBackends));
-            assert_eq!(tracer.dropped.get(), n, "one has room");
+            assert_eq!(tracer.dropped.get(), n, "the queue has room for one");
         }
     }
 
     #[test]
-    fn only_who_is_told_to_begins_traces_and_all_after_it_know() {
+    fn only_a_sampling_proxy_starts_traces_and_propagates_the_decision() {
         let (never, _sent) = tracer(0.0);
         let mut plain = request(None);
-        assert!(never.came(&mut plain).is_none());
+        assert!(never.inbound_span(&mut plain).is_none());
         assert!(!plain.headers().contains_key("traceparent"));
         let mut not = request(Some(&SAMPLED.replace("-01", "-00")));
-        assert!(never.came(&mut not).is_none());
+        assert!(never.inbound_span(&mut not).is_none());
 
         let (always, _sent) = tracer(1.0);
         let mut req = request(None);
-        let span = always.came(&mut req).unwrap();
-        assert!(said(&span).parent_span_id.is_empty());
-        let next = always.goes(&mut req).unwrap();
-        assert_eq!(said(&next).parent_span_id, said(&span).span_id);
-        assert!(always.came(&mut not).is_none(), "others have decided");
+        let span = always.inbound_span(&mut req).unwrap();
+        assert!(span_data(&span).parent_span_id.is_empty());
+        let next = always.outbound_span(&mut req).unwrap();
+        assert_eq!(span_data(&next).parent_span_id, span_data(&span).span_id);
+        assert!(always.inbound_span(&mut not).is_none(), "an earlier hop has decided");
 
         let mut refused = request(None);
         refused.headers_mut().insert("x-b3-sampled", "0".parse().unwrap());
-        assert!(always.came(&mut refused).is_none());
+        assert!(always.inbound_span(&mut refused).is_none());
         assert!(!refused.headers().contains_key("traceparent"));
 
         let (seldom, _sent) = tracer(f64::MIN_POSITIVE);
-        assert!(seldom.came(&mut plain).is_none());
+        assert!(seldom.inbound_span(&mut plain).is_none());
         assert!(!Context::of(plain.headers()).unwrap().is_sampled);
-        assert!(always.came(&mut plain).is_none());
+        assert!(always.inbound_span(&mut plain).is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! The cluster of the tests by hand: `./run cluster`.
+//! The test cluster for manual use: `./run cluster`.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 use tulle_tests::cluster::{self, ApiServer, AuditPolicy, Cluster, ClusterOptions};
 use tulle_tests::images::{self, Image};
 
-/// A Kubernetes cluster on this machine, as the tests have it: real components, each node a network namespace.
+/// A Kubernetes cluster on this machine, the same as in the tests: real components, each node in a network namespace.
 #[derive(Parser)]
 #[command(name = "./run cluster")]
 struct Args {
@@ -19,16 +19,16 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Starts it, with the images of this repository loaded
+    /// Starts the cluster, with the images of this repository loaded
     Up {
-        /// 1 to 3; node N is in zone-N
+        /// Number of nodes, 1 to 3; node N is in zone-N
         #[arg(long, default_value_t = 1, value_name = "N")]
         nodes: u8,
         /// Which requests are written to log/audit.log
         #[arg(long, value_enum, default_value_t = Audit::ServiceAccounts)]
         audit: Audit,
     },
-    /// Ends it and removes all that it made, also what a killed test left
+    /// Stops the cluster and removes everything it created, including leftovers of killed tests
     Down,
     /// Runs kubectl on the first node; KUBECONFIG is set
     #[command(disable_help_flag = true)]
@@ -43,28 +43,28 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Runs a program beside an API server without nodes, which ends with it; KUBECONFIG is set
+    /// Runs a program with an API server without nodes, which stops when the program exits; KUBECONFIG is set
     #[command(disable_help_flag = true)]
     ApiServer {
         program: PathBuf,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Makes the image of a docker archive known to every node
+    /// Loads the image of a docker archive on every node
     LoadImage { archive: PathBuf },
-    /// Writes the images of this repository as docker archives into a directory
+    /// Writes the images of this repository into a directory as docker archives
     Images {
         dir: PathBuf,
-        /// Where the static binaries are
+        /// Directory of the static binaries
         binaries: PathBuf,
     },
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Audit {
-    /// All that service accounts ask, without bodies
+    /// All requests of service accounts, without bodies
     ServiceAccounts,
-    /// Core kinds and those of the mesh, with bodies, as in the tutorials
+    /// Requests for core kinds and kinds of the mesh, with bodies, as in the tutorials
     Tutorial,
 }
 
@@ -92,22 +92,19 @@ fn run(command: Command) -> anyhow::Result<()> {
                 ..ClusterOptions::default()
             };
             runtime.block_on(Cluster::leave_running(options))?;
-            eprintln!("cluster: up; `./run cluster kubectl get pods -A` looks inside, `./run cluster down` ends it");
+            eprintln!(
+                "cluster: up; inspect it with `./run cluster kubectl get pods -A`, stop it with `./run cluster down`"
+            );
             Ok(())
         }
-        Command::Down => runtime.block_on(cluster::down()),
+        Command::Down => runtime.block_on(cluster::stop()),
         Command::Kubectl { args } => enter("kubectl", &args),
         Command::Exec { program, args } => enter(&program, &args),
         Command::ApiServer { program, args } => runtime.block_on(beside_api_server(&program, &args)),
         Command::LoadImage { archive } => cluster::load_archive(&archive),
         Command::Images { dir, binaries } => {
             std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-            let all = [
-                (Image::Controller, "controller"),
-                (Image::Proxy, "proxy"),
-                (Image::Workload, "bench"),
-            ];
-            for (image, name) in all {
+            for (image, name) in Image::SHIPPED.into_iter().zip(["controller", "proxy", "bench"]) {
                 let archive = dir.join(format!("{name}.tar"));
                 images::write(image, &binaries, &archive)?;
                 let size = std::fs::metadata(&archive).context("the size of an archive")?.len();
@@ -123,7 +120,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     }
 }
 
-/// Starts an API server, runs a program, and ends the API server with it.
+/// Starts an API server, runs a program, and stops the API server when the program exits.
 async fn beside_api_server(program: &Path, args: &[String]) -> anyhow::Result<()> {
     let server = ApiServer::start().await?;
     let mut child = tokio::process::Command::new(program)
@@ -134,7 +131,7 @@ async fn beside_api_server(program: &Path, args: &[String]) -> anyhow::Result<()
         .with_context(|| format!("starting {}", program.display()))?;
     let status = tokio::select! {
         status = child.wait() => status,
-        // The program is interrupted as well, and ends first.
+        // The program gets the interrupt as well and exits first.
         _ = tokio::signal::ctrl_c() => child.wait().await,
     };
     let status = status.with_context(|| format!("waiting for {}", program.display()))?;
@@ -142,8 +139,8 @@ async fn beside_api_server(program: &Path, args: &[String]) -> anyhow::Result<()
     Ok(())
 }
 
-/// Becomes a program on the first node.
+/// Replaces this process by a program on the first node.
 fn enter(program: &str, args: &[String]) -> anyhow::Result<()> {
-    let error = cluster::inside(program)?.args(args).exec();
+    let error = cluster::command_on_first_node(program)?.args(args).exec();
     Err(error).with_context(|| format!("starting {program}"))
 }

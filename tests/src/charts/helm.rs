@@ -1,4 +1,4 @@
-//! Runs `helm`, with files and settings of its own.
+//! Runs `helm` with its own files and settings.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -7,50 +7,50 @@ use crate::programs;
 use anyhow::{Context as _, bail};
 use tempfile::TempDir;
 
-/// Helm with nothing from the user's home; its files go with it.
+/// Helm with an empty home directory of its own, which is removed with the value.
 pub struct Helm {
     home: TempDir,
     kubeconfig: Option<PathBuf>,
 }
 
 impl Helm {
-    /// For what needs no cluster.
+    /// For commands that need no cluster.
     ///
     /// # Errors
-    /// When there is no place for its files.
+    /// Fails if its directory cannot be created.
     pub fn new() -> anyhow::Result<Self> {
         let home = tempfile::tempdir().context("creating a directory for helm")?;
         Ok(Self { home, kubeconfig: None })
     }
 
-    /// For a cluster.
+    /// For commands on a cluster.
     ///
     /// # Errors
-    /// As [`Helm::new`].
-    pub fn of(kubeconfig: PathBuf) -> anyhow::Result<Self> {
+    /// The same as [`Helm::new`].
+    pub fn for_cluster(kubeconfig: PathBuf) -> anyhow::Result<Self> {
         Ok(Self {
             kubeconfig: Some(kubeconfig),
             ..Self::new()?
         })
     }
 
-    /// What it prints.
+    /// Runs Helm and returns its standard output.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Fails if Helm fails; the error contains its output.
     pub fn run<S: AsRef<str>>(&self, args: &[S]) -> anyhow::Result<String> {
         let args: Vec<&str> = args.iter().map(AsRef::as_ref).collect();
         let Output { status, stdout, stderr } = self.command()?.args(&args).output().context("starting helm")?;
         if !status.success() {
             bail!("helm {}: {}", args.join(" "), String::from_utf8_lossy(&stderr).trim());
         }
-        String::from_utf8(stdout).context("what helm prints")
+        String::from_utf8(stdout).context("the output of helm")
     }
 
-    /// A chart as it would be installed in the namespace `linkerd`, as one YAML text.
+    /// Renders a chart as for an installation in the namespace `linkerd`, as one YAML text.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Fails if Helm fails; the error contains its output.
     pub fn template(&self, chart: &str, args: &[&str]) -> anyhow::Result<String> {
         let chart = path_of(chart);
         let fixed = [
@@ -74,7 +74,7 @@ impl Helm {
         ] {
             command.env(variable, self.home.path().join(dir));
         }
-        // Without one, nothing of the user's must be found by accident.
+        // Without a kubeconfig, Helm must not use the one of the user.
         command.env(
             "KUBECONFIG",
             self.kubeconfig.as_deref().unwrap_or_else(|| Path::new("/dev/null")),
@@ -83,10 +83,9 @@ impl Helm {
     }
 }
 
-/// The directory of a chart in this repository.
 pub fn path_of(chart: &str) -> String {
     format!("{}/../charts/{chart}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// What `helm template` pretends to install on.
+/// The Kubernetes version that `helm template` assumes.
 const KUBE_VERSION: &str = "1.34.2";

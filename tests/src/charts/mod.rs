@@ -1,4 +1,4 @@
-//! The Helm charts of this repository, and what installs them.
+//! The Helm charts of this repository, and how they are installed.
 
 mod helm;
 mod repository;
@@ -12,10 +12,10 @@ pub use repository::Repository;
 
 use crate::cluster::ApiServer;
 
-/// Installs all our custom resources, and those of the Gateway API, and waits until they can be used.
+/// Installs all custom resources of tulle and of the Gateway API, and waits until they can be used.
 ///
 /// # Errors
-/// What Helm or the API server says.
+/// Fails if Helm or the API server fails.
 pub async fn install_custom_resources(server: &ApiServer) -> anyhow::Result<()> {
     let definitions = Helm::new()?.template("tulle-crds", &["--set=installGatewayAPI=true"])?;
     fs::write(server.dir().join("crds.yaml"), definitions).context("writing a manifest")?;

@@ -1,4 +1,4 @@
-//! A repository of charts, made with `helm package` and served over HTTP.
+//! A chart repository, made with `helm package` and served over HTTP.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use super::helm::{Helm, path_of};
 
-/// Serves both charts until it is dropped.
+/// Serves both charts until dropped.
 pub struct Repository {
     addr: SocketAddr,
     server: JoinHandle<()>,
@@ -27,7 +27,7 @@ impl Repository {
     /// Packages the charts of this repository and serves them.
     ///
     /// # Errors
-    /// What Helm says.
+    /// Fails if Helm fails.
     pub async fn start() -> anyhow::Result<Self> {
         let files = tempfile::tempdir()?;
         let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -46,7 +46,7 @@ impl Repository {
                     let rsp = file(&root, &req);
                     async { Ok::<_, std::convert::Infallible>(rsp) }
                 });
-                // A client that goes away early is its own business.
+                // An error means that the client closed the connection early, which is ignored.
                 tokio::spawn(hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), answer));
             }
         });
@@ -57,7 +57,6 @@ impl Repository {
         })
     }
 
-    /// Where it is.
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
@@ -70,7 +69,7 @@ impl Drop for Repository {
 }
 
 fn file(root: &Path, req: &Request<Incoming>) -> Response<Full<Bytes>> {
-    // Names without directories are all there is.
+    // Only names without directories exist.
     let name = Path::new(req.uri().path()).file_name();
     let (status, body) = match name.map(|name| std::fs::read(root.join(name))) {
         Some(Ok(body)) => (StatusCode::OK, body),

@@ -16,17 +16,17 @@ use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
 
 use super::audit::{AuditPolicy, AuditRecord};
-use super::component::{Component, Life};
-use super::control_plane::{API_PORT, Place, default_account_made, ready};
+use super::component::{Component, ProcessLifetime};
+use super::control_plane::{API_PORT, ComponentContext, default_account_made, ready};
 use super::kubeconfig;
 use crate::programs;
 
-/// etcd and an API server; dropping it ends both and removes all that they wrote.
+/// etcd and an API server. Dropping it stops both and removes all files that they wrote.
 ///
-/// It has a loopback address of its own, so any number of them runs side by side.
-/// Should this process be killed, the kernel ends them too, and the next start anywhere removes the files.
+/// Each has its own loopback address, so any number of them can run at the same time.
+/// If this process is killed, the kernel kills them too, and the next start of any test removes the files.
 pub struct ApiServer {
-    // Dropped first to last: clients before servers, the directory at the end.
+    // Fields drop in declaration order: clients before servers, the directory last.
     controllers: Option<Component>,
     _server: Component,
     _etcd: Component,
@@ -35,63 +35,63 @@ pub struct ApiServer {
     dir: TempDir,
 }
 
-/// What an [`ApiServer`] has beside the defaults.
+/// Options of an [`ApiServer`] that differ from the defaults.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     pub controllers: Controllers,
     pub audit: AuditPolicy,
 }
 
-/// Who acts on objects after they are stored.
+/// Which controllers act on objects after they are stored.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Controllers {
-    /// Nobody: a Deployment stays without pods, and what belonged to a deleted object stays.
+    /// No controllers: a Deployment gets no pods, and dependents of a deleted object stay.
     #[default]
     None,
-    /// The controller manager, without what would take pods away that no node runs.
+    /// The controller manager, without the controllers that delete pods that no node runs.
     All,
 }
 
 impl ApiServer {
-    /// Starts one with the defaults: no controllers.
+    /// Starts an API server with the defaults: no controllers.
     ///
     /// # Errors
-    /// When a program is missing or does not become ready; the end of its log is in the error.
+    /// Fails if a program is missing or does not become ready; the error contains the end of its log.
     pub async fn start() -> anyhow::Result<Self> {
-        Self::with(Options::default()).await
+        Self::start_with(Options::default()).await
     }
 
-    /// Starts one.
+    /// Starts an API server with options.
     ///
     /// # Errors
-    /// As [`ApiServer::start`].
-    pub async fn with(options: Options) -> anyhow::Result<Self> {
-        sweep()?;
+    /// The same as [`ApiServer::start`].
+    pub async fn start_with(options: Options) -> anyhow::Result<Self> {
+        remove_stale_dirs()?;
         let prefix = format!("{PREFIX}{}-", process::id());
         let dir = tempfile::Builder::new()
             .prefix(&prefix)
             .tempdir()
             .context("creating a directory")?;
         let addr = free_addr()?;
-        let place = Place {
+        let context = ComponentContext {
             dir: dir.path(),
             namespace: None,
             addr,
-            life: Life::WithStarter,
+            life: ProcessLifetime::KilledWithParent,
         };
-        place.prepare(options.audit)?;
-        let mut etcd = place.etcd()?;
-        let mut server = place.api_server(ADVERTISED)?;
-        let client = kubeconfig::client(&place.conf("admin")).await?;
+        context.prepare(options.audit)?;
+        let mut etcd = context.etcd()?;
+        let mut server = context.api_server(ADVERTISED_IP)?;
+        let client = kubeconfig::client(&context.kubeconfig_path("admin")).await?;
         server
-            .until("readiness", async || {
+            .wait_until("readiness", async || {
                 etcd.check_alive()?;
                 ready(&client).await
             })
             .await?;
         let mut controllers = match options.controllers {
             Controllers::None => None,
-            Controllers::All => Some(place.controller_manager(WITHOUT_NODES)?),
+            Controllers::All => Some(context.controller_manager(CONTROLLERS_WITHOUT_NODES)?),
         };
         match &mut controllers {
             None => create_account(&Api::namespaced(client.clone(), "default"), "default").await?,
@@ -107,35 +107,34 @@ impl ApiServer {
         })
     }
 
-    /// A client that may do everything.
+    /// A client with administrator rights.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
     }
 
-    /// The kubeconfig of who may do everything.
     pub fn kubeconfig(&self) -> PathBuf {
-        self.place().conf("admin")
+        self.context().kubeconfig_path("admin")
     }
 
-    /// Where it listens: `https://127.x.y.z:6443`.
+    /// The URL of the API server: `https://127.x.y.z:6443`.
     pub fn url(&self) -> String {
-        self.place().url()
+        self.context().url()
     }
 
-    /// The certificate of the authority that signed the server's, PEM.
+    /// The path of the CA certificate that signed the server's certificate, PEM.
     pub fn ca(&self) -> PathBuf {
-        self.place().pki().join("ca.crt")
+        self.context().pki().join("ca.crt")
     }
 
-    /// For files of a test; removed with the server.
+    /// A directory for files of a test, removed with the server.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Creates a namespace with its `default` service account, without which no pod is admitted.
+    /// Creates a namespace with its `default` service account, because no pod is admitted without one.
     ///
     /// # Errors
-    /// What the API server answers.
+    /// Fails if the API server refuses.
     pub async fn create_namespace(&self, name: &str) -> anyhow::Result<()> {
         let namespace = Namespace {
             metadata: named(name),
@@ -146,23 +145,23 @@ impl ApiServer {
         create_account(&Api::namespaced(self.client(), name), "default").await
     }
 
-    /// Writes a kubeconfig with a token of a service account, which is created if it is missing.
+    /// Writes a kubeconfig with a token of a service account, and creates the account if it is missing.
     ///
     /// # Errors
-    /// What the API server answers.
+    /// Fails if the API server refuses.
     pub async fn kubeconfig_of(&self, namespace: &str, account: &str) -> anyhow::Result<PathBuf> {
         let token = self.token(namespace, account, &[]).await?;
-        let path = self.place().conf(&format!("{namespace}-{account}"));
+        let path = self.context().kubeconfig_path(&format!("{namespace}-{account}"));
         kubeconfig::write(&path, &self.url(), &self.ca(), &json!({"token": token}))?;
         Ok(path)
     }
 
-    /// A token of a service account, which is created if it is missing, good for an hour.
+    /// Creates a token of a service account, valid for one hour, and creates the account if it is missing.
     ///
-    /// Without audiences it is for the API server itself.
+    /// Without audiences the token is for the API server itself.
     ///
     /// # Errors
-    /// What the API server answers.
+    /// Fails if the API server refuses.
     pub async fn token(&self, namespace: &str, account: &str, audiences: &[&str]) -> anyhow::Result<String> {
         let accounts = Api::<ServiceAccount>::namespaced(self.client(), namespace);
         create_account(&accounts, account).await?;
@@ -182,7 +181,7 @@ impl ApiServer {
     /// Waits until every custom resource can be used.
     ///
     /// # Errors
-    /// When one cannot be within a minute.
+    /// Fails if one is not available after a minute.
     pub async fn custom_resources_ready(&self) -> anyhow::Result<()> {
         let definitions = Api::<CustomResourceDefinition>::all(self.client());
         let is_established = |definition: &CustomResourceDefinition| {
@@ -208,10 +207,10 @@ impl ApiServer {
         }
     }
 
-    /// Runs `kubectl` as who may do everything, and returns what it prints.
+    /// Runs `kubectl` as the administrator and returns its standard output.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Fails if the command fails; the error contains its output.
     pub async fn kubectl(&self, args: &[&str]) -> anyhow::Result<String> {
         let output = tokio::process::Command::new(programs::find("kubectl")?)
             .arg("--kubeconfig")
@@ -228,18 +227,18 @@ impl ApiServer {
         String::from_utf8(output.stdout).context("kubectl's output")
     }
 
-    /// The requests that the audit policy selects, so far.
+    /// The requests so far that the audit policy selects.
     ///
     /// # Errors
-    /// When the log cannot be read.
+    /// Fails if the log cannot be read.
     pub fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
-        self.place().audit_log()
+        self.context().audit_log()
     }
 
-    /// Fails when a process has ended.
+    /// Fails when a process of the server has exited.
     ///
     /// # Errors
-    /// The end of its log.
+    /// Fails if a process has exited; the error contains the end of its log.
     pub fn check_alive(&mut self) -> anyhow::Result<()> {
         for component in [&mut self._etcd, &mut self._server]
             .into_iter()
@@ -250,17 +249,17 @@ impl ApiServer {
         Ok(())
     }
 
-    fn place(&self) -> Place<'_> {
-        Place {
+    fn context(&self) -> ComponentContext<'_> {
+        ComponentContext {
             dir: self.dir.path(),
             namespace: None,
             addr: self.addr,
-            life: Life::WithStarter,
+            life: ProcessLifetime::KilledWithParent,
         }
     }
 }
 
-/// Pods are refused without the one of their namespace. Somebody else may have been quicker.
+/// Creates the service account that pods of a namespace need. Another client may have created it already.
 async fn create_account(accounts: &Api<ServiceAccount>, name: &str) -> anyhow::Result<()> {
     let account = ServiceAccount {
         metadata: named(name),
@@ -280,7 +279,7 @@ fn named(name: &str) -> ObjectMeta {
     }
 }
 
-/// A loopback address that nobody else uses: made of this process's id, which has 22 bits, and a number.
+/// A loopback address that no other server uses, from the process id (22 bits) and a counter.
 fn free_addr() -> anyhow::Result<IpAddr> {
     for _ in 0..4 {
         let n = SERVERS.fetch_add(1, Ordering::Relaxed) % 4;
@@ -293,8 +292,8 @@ fn free_addr() -> anyhow::Result<IpAddr> {
     bail!("this process has four API servers already, one for each address it has")
 }
 
-/// Removes the directories of processes that were killed.
-fn sweep() -> anyhow::Result<()> {
+/// Removes the directories of killed processes.
+fn remove_stale_dirs() -> anyhow::Result<()> {
     let dir = std::env::temp_dir();
     let entries = fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))?;
     for entry in entries.flatten() {
@@ -304,7 +303,7 @@ fn sweep() -> anyhow::Result<()> {
             .and_then(|name| name.strip_prefix(PREFIX)?.split('-').next());
         let Some(pid) = pid else { continue };
         if !Path::new("/proc").join(pid).exists() {
-            // Another test may be removing it as well.
+            // Another test may be removing the directory at the same time.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -312,8 +311,10 @@ fn sweep() -> anyhow::Result<()> {
 }
 
 const PREFIX: &str = "tulle-api-server-";
-/// Endpoints of the Service `kubernetes` may not be loopback addresses; this one is for documentation and leads nowhere.
-const ADVERTISED: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
-/// Pods without a living node would be taken away.
-const WITHOUT_NODES: &str = "*,-pod-garbage-collector-controller,-node-lifecycle-controller,-taint-eviction-controller";
+/// Endpoints of the Service `kubernetes` may not be loopback addresses. This address is reserved for documentation and
+/// not reachable.
+const ADVERTISED_IP: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
+/// Disables the controllers that delete pods without a live node.
+const CONTROLLERS_WITHOUT_NODES: &str =
+    "*,-pod-garbage-collector-controller,-node-lifecycle-controller,-taint-eviction-controller";
 static SERVERS: AtomicU32 = AtomicU32::new(0);

@@ -1,4 +1,4 @@
-//! What the API server writes down about requests.
+//! The audit log of the API server.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,17 +8,17 @@ use anyhow::Context as _;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// Which requests are written down, and how much of them.
+/// Which requests are logged, and with how much detail.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum AuditPolicy {
-    /// Everything that service accounts ask, whatever the kind, without bodies: shows which permissions are used.
+    /// All requests of service accounts, for every kind, without bodies. Shows which permissions are used.
     #[default]
     ServiceAccounts,
-    /// Core kinds and those of the mesh, with bodies, whoever asks: the policy of the tutorials.
+    /// Requests of any user for core kinds and kinds of the mesh, with bodies: the policy of the tutorials.
     Tutorial,
 }
 
-/// One request, at one stage.
+/// One request at one stage.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AuditRecord {
@@ -36,26 +36,25 @@ pub struct AuditRecord {
     pub user_agent: String,
     #[serde(default)]
     pub request_object: Option<Value>,
-    /// RFC 3339, in microseconds.
+    /// RFC 3339, with microseconds.
     #[serde(default)]
     pub request_received_timestamp: String,
-    /// Who let it pass, and why.
+    /// The authorization decision and its reason.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Who asked.
 #[derive(Clone, Debug, Deserialize)]
 pub struct AuditUser {
     /// `system:serviceaccount:<namespace>:<name>` for a service account.
     pub username: String,
 }
 
-/// What was asked for; absent for what is no resource (`/healthz`).
+/// The object of a request; absent for paths that are not resources (`/healthz`).
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct AuditObject {
-    /// The plural (`pods`).
+    /// The plural name (`pods`).
     pub resource: String,
     pub subresource: String,
     /// Empty for core kinds.
@@ -64,7 +63,7 @@ pub struct AuditObject {
     pub name: String,
 }
 
-/// How it was answered.
+/// The response status of a request.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct AuditStatus {
     /// The HTTP status.
@@ -73,14 +72,14 @@ pub struct AuditStatus {
 }
 
 impl AuditRecord {
-    /// Whether the server refused for lack of permission.
+    /// Whether the server refused the request because a permission is missing.
     pub fn is_forbidden(&self) -> bool {
         self.response_status.as_ref().is_some_and(|status| status.code == 403)
     }
 }
 
 impl AuditPolicy {
-    /// The file that the API server reads.
+    /// Writes the policy file that the API server reads.
     pub(super) fn write(self, path: &Path) -> anyhow::Result<()> {
         let all_of = |groups: &[&str]| {
             let resources: Vec<Value> = groups
@@ -106,10 +105,9 @@ impl AuditPolicy {
     }
 }
 
-/// All that was written down so far.
 pub(super) fn read(path: &Path) -> anyhow::Result<Vec<AuditRecord>> {
     let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    // A last line without its end is still being written.
+    // A last line without a newline is still being written.
     let complete = text.rfind('\n').map_or("", |end| &text[..end]);
     let record = |line| serde_json::from_str(line).with_context(|| format!("an audit record: {line}"));
     complete.lines().map(record).collect()

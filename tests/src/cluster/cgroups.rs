@@ -1,4 +1,4 @@
-//! The control groups of nodes: each node's pods stay below one of its own.
+//! The cgroups of nodes: the pods of each node are below a cgroup of that node.
 
 use std::fs;
 use std::io;
@@ -6,34 +6,34 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// Makes a group of this name in every hierarchy, as the kubelet expects it.
+/// Creates a cgroup of this name in every hierarchy, as the kubelet expects.
 pub(super) fn create(name: &str) -> anyhow::Result<()> {
     for hierarchy in hierarchies()? {
-        // A hybrid system's unified hierarchy has no controllers; containerd uses it all the same.
+        // The unified hierarchy of a hybrid system has no controllers, but containerd uses it.
         let group = hierarchy.join(name);
         fs::create_dir_all(&group).with_context(|| format!("creating the control group {}", group.display()))?;
-        // Version 1: a group has no processors and no memory until it is told which.
+        // Version 1: a new cgroup has no CPUs and no memory nodes until they are assigned.
         for file in ["cpuset.cpus", "cpuset.mems"] {
             let (from, to) = (hierarchy.join(file), group.join(file));
             if let Ok(all) = fs::read(&from) {
                 fs::write(&to, all).with_context(|| format!("writing {}", to.display()))?;
             }
         }
-        // On a machine of its own a node's daemons are one group beside its pods. Here each of their threads counts as
-        // much as all pods of a node do, which would starve those whenever a container starts.
+        // On a dedicated machine, the daemons of a node share one cgroup next to the pods. Here, each of their threads has the same
+        // weight as all pods of a node together, which would starve the pods whenever a container starts.
         for (file, share) in [("cpu.shares", "32768"), ("cpu.weight", "3200")] {
             let file = group.join(file);
             if file.exists() {
                 fs::write(&file, share).with_context(|| format!("writing {}", file.display()))?;
             }
         }
-        // Version 2: controllers are handed down one level at a time.
+        // Version 2: controllers are enabled one level at a time.
         for dir in [&hierarchy, &group] {
             let Ok(controllers) = fs::read_to_string(dir.join("cgroup.controllers")) else {
                 continue;
             };
             for controller in controllers.split_whitespace() {
-                // Some cannot be handed down; the kubelet says which of them it misses.
+                // Some controllers cannot be enabled here; the kubelet reports the ones that it misses.
                 let _ = fs::write(dir.join("cgroup.subtree_control"), format!("+{controller}"));
             }
         }
@@ -41,11 +41,11 @@ pub(super) fn create(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The processes in all groups whose name starts so.
+/// The processes in all cgroups whose name starts with `prefix`.
 pub(super) fn processes(prefix: &str) -> anyhow::Result<Vec<i32>> {
     let mut pids = Vec::new();
     for group in groups(prefix)? {
-        // A group may vanish while it is looked at.
+        // A cgroup may disappear while it is read.
         let text = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
         pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
     }
@@ -54,7 +54,7 @@ pub(super) fn processes(prefix: &str) -> anyhow::Result<Vec<i32>> {
     Ok(pids)
 }
 
-/// Removes all groups whose name starts so; they must be empty.
+/// Removes all cgroups whose name starts with `prefix`; they must be empty.
 pub(super) fn remove(prefix: &str) -> anyhow::Result<()> {
     for group in groups(prefix)?.into_iter().rev() {
         match fs::remove_dir(&group) {
@@ -67,7 +67,7 @@ pub(super) fn remove(prefix: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Parents before their children.
+/// Lists parents before their children.
 fn groups(prefix: &str) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for hierarchy in hierarchies()? {
@@ -89,7 +89,6 @@ fn children(dir: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
-/// Where control groups are mounted.
 fn hierarchies() -> anyhow::Result<Vec<PathBuf>> {
     let mounts = fs::read_to_string("/proc/self/mounts").context("reading /proc/self/mounts")?;
     let mount_point = |line: &str| {

@@ -1,4 +1,4 @@
-//! A whole cluster: a control plane, nodes in network namespaces, and DNS.
+//! A complete cluster: a control plane, nodes in network namespaces, and DNS.
 
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,11 +17,11 @@ use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tulle_core::netns::{Lab, Namespace};
+use tulle_core::netns::{Namespace, VirtualNetwork};
 
 use super::audit::{AuditPolicy, AuditRecord};
-use super::component::{Component, Life, START_LIMIT};
-use super::control_plane::{API_PORT, Place, default_account_made, ready};
+use super::component::{Component, ProcessLifetime, START_TIMEOUT};
+use super::control_plane::{API_PORT, ComponentContext, default_account_made, ready};
 use super::kubeconfig;
 use super::leftovers;
 use super::node::{self, Node, node_addr};
@@ -29,27 +29,27 @@ use super::pki::Pki;
 use crate::images::{self, Image};
 use crate::programs;
 
-/// A cluster with nodes; dropping it ends everything and removes all that it made.
+/// A cluster with nodes. Dropping it stops all processes and removes everything that it created.
 ///
-/// There is one at a time on a machine: the next start waits until this one is gone.
+/// Only one cluster runs on a machine at a time. The next start waits until this one is gone.
 pub struct Cluster {
-    // Dropped first to last.
+    // Fields drop in declaration order.
     forwards: Mutex<JoinSet<()>>,
     client: kube::Client,
     components: Vec<Component>,
     nodes: Vec<Node>,
-    lab: Option<Lab>,
+    network: Option<VirtualNetwork>,
     images: usize,
-    _alone: Flock<File>,
+    _lock: Flock<File>,
 }
 
-/// What a [`Cluster`] has beside the defaults.
+/// Options of a [`Cluster`] that differ from the defaults.
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
-    /// Between one and [`MOST_NODES`]; each is a zone of its own.
+    /// Between one and [`MAX_NODES`]; each node is in its own zone.
     pub nodes: u8,
     pub audit: AuditPolicy,
-    /// Loaded on every node, beside those that the cluster itself needs.
+    /// Images to load on every node, in addition to those that the cluster itself needs.
     pub images: Vec<Image>,
 }
 
@@ -64,93 +64,98 @@ impl Default for ClusterOptions {
 }
 
 impl Cluster {
-    /// Starts a cluster with so many nodes and all images of this repository.
+    /// Starts a cluster with this number of nodes and all images of this repository.
     ///
     /// # Errors
-    /// When a program is missing or a component does not become ready; the end of its log is in the error.
+    /// Fails if a program is missing or a component does not become ready; the error contains the end of its log.
     pub async fn start(nodes: u8) -> anyhow::Result<Self> {
         let options = ClusterOptions {
             nodes,
             ..ClusterOptions::default()
         };
-        Self::with(options).await
+        Self::start_with(options).await
     }
 
     /// Starts a cluster.
     ///
     /// # Errors
-    /// As [`Cluster::start`].
-    pub async fn with(options: ClusterOptions) -> anyhow::Result<Self> {
-        Self::launch(options, Life::WithStarter).await
+    /// The same as [`Cluster::start`].
+    pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
+        Self::launch(options, ProcessLifetime::KilledWithParent).await
     }
 
-    /// Starts a cluster that stays when this process ends, until [`down`].
+    /// Starts a cluster that keeps running after this process exits, until [`stop`].
     ///
     /// # Errors
-    /// As [`Cluster::start`], and when there is one already.
+    /// The same as [`Cluster::start`], and if a cluster is already running.
     pub async fn leave_running(options: ClusterOptions) -> anyhow::Result<()> {
-        let mut cluster = Self::launch(options, Life::OnItsOwn).await?;
+        let mut cluster = Self::launch(options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
         mem::forget(mem::take(&mut cluster.nodes));
-        mem::forget(cluster.lab.take());
+        mem::forget(cluster.network.take());
         Ok(())
     }
 
-    async fn launch(options: ClusterOptions, life: Life) -> anyhow::Result<Self> {
+    async fn launch(options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
         ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
         let count = options.nodes;
         ensure!(
-            (1..=MOST_NODES).contains(&count),
-            "{count} nodes; expected 1 to {MOST_NODES}"
+            (1..=MAX_NODES).contains(&count),
+            "{count} nodes; expected 1 to {MAX_NODES}"
         );
-        let alone = wait_for_turn().await?;
+        let alone = lock_machine().await?;
         let dir = Path::new(DIR);
         ensure!(
-            !(dir.join(KEPT).exists() && leftovers::is_alive(dir)?),
+            !(dir.join(DETACHED_MARKER).exists() && leftovers::is_alive(dir)?),
             "a cluster is running that was started to stay; `./run cluster down` ends it"
         );
-        leftovers::remove(dir).context("removing what an earlier cluster left")?;
+        leftovers::remove(dir).context("removing leftovers of an earlier cluster")?;
         fs::create_dir_all(dir).with_context(|| format!("creating {DIR}"))?;
-        if life == Life::OnItsOwn {
-            fs::write(dir.join(KEPT), "").context("marking the cluster as one that stays")?;
+        if life == ProcessLifetime::Detached {
+            fs::write(dir.join(DETACHED_MARKER), "").context("marking the cluster as detached")?;
         }
 
-        say("control plane");
-        let mut lab = Lab::new(node::NAMESPACE_PREFIX)?;
+        print_progress("control plane");
+        let mut virtual_network = VirtualNetwork::new(node::NAMESPACE_PREFIX)?;
         let nodes: Vec<Node> = (1..=count)
-            .map(|number| Node::create(&mut lab, dir, number, count))
+            .map(|number| Node::create(&mut virtual_network, dir, number, count))
             .collect::<anyhow::Result<_>>()?;
         let first = nodes[0].namespace.clone();
-        let place = Place {
+        let context = ComponentContext {
             dir,
             namespace: Some(&first),
             addr: node_addr(1),
             life,
         };
-        let pki = place.prepare(options.audit)?;
-        // What clients outside of the namespaces use.
+        let pki = context.prepare(options.audit)?;
+        // Clients outside the namespaces connect through these.
         let mut forwards = JoinSet::new();
-        let target = SocketAddr::new(place.addr, API_PORT);
+        let target = SocketAddr::new(context.addr, API_PORT);
         let server = format!("https://{}", forward(&mut forwards, first.clone(), target)?);
-        let user = kubeconfig::by_certificate(&place.pki(), "admin");
-        kubeconfig::write(&place.conf("outside"), &server, &place.pki().join("ca.crt"), &user)?;
-        let client = kubeconfig::client(&place.conf("outside")).await?;
+        let user = kubeconfig::by_certificate(&context.pki(), "admin");
+        kubeconfig::write(
+            &context.kubeconfig_path("outside"),
+            &server,
+            &context.pki().join("ca.crt"),
+            &user,
+        )?;
+        let client = kubeconfig::client(&context.kubeconfig_path("outside")).await?;
         let mut cluster = Self {
             forwards: Mutex::new(forwards),
             client,
             components: Vec::new(),
             nodes,
-            lab: Some(lab),
+            network: Some(virtual_network),
             images: 0,
-            _alone: alone,
+            _lock: alone,
         };
-        cluster.start_components(&place, &pki).await?;
-        say("images");
+        cluster.start_components(&context, &pki).await?;
+        print_progress("images");
         for image in [Image::Pause, Image::CoreDns].iter().chain(&options.images) {
             cluster.load(*image).await?;
         }
         cluster.nodes_ready().await?;
-        say("DNS");
+        print_progress("DNS");
         let manifest = dir.join("coredns.json");
         fs::write(&manifest, COREDNS).context("writing a manifest")?;
         cluster
@@ -160,24 +165,26 @@ impl Cluster {
         Ok(cluster)
     }
 
-    async fn start_components(&mut self, place: &Place<'_>, pki: &Pki) -> anyhow::Result<()> {
-        self.components.push(place.etcd()?);
-        let mut server = place.api_server(place.addr)?;
+    async fn start_components(&mut self, context: &ComponentContext<'_>, pki: &Pki) -> anyhow::Result<()> {
+        self.components.push(context.etcd()?);
+        let mut server = context.api_server(context.addr)?;
         for node in &self.nodes {
-            node.admit(place, pki)?;
-            self.components.push(node.containerd(place)?);
+            node.create_credentials(context, pki)?;
+            self.components.push(node.containerd(context)?);
         }
-        server.until("readiness", async || ready(&self.client).await).await?;
+        server
+            .wait_until("readiness", async || ready(&self.client).await)
+            .await?;
         self.components.push(server);
-        let mut controllers = place.controller_manager("*")?;
-        self.components.push(place.scheduler()?);
+        let mut controllers = context.controller_manager("*")?;
+        self.components.push(context.scheduler()?);
         for node in &self.nodes {
-            let mut kubelet = node.kubelet(place)?;
-            // All kubelets put theirs at one path: two at the same moment, and one of them ends.
+            let mut kubelet = node.kubelet(context)?;
+            // All kubelets create this socket at the same path. If two create it at the same moment, one of them exits.
             let listens = async || node.listens_for_device_plugins();
-            kubelet.until("a socket for device plugins", listens).await?;
+            kubelet.wait_until("a socket for device plugins", listens).await?;
             self.components.push(kubelet);
-            self.components.push(node.kube_proxy(place)?);
+            self.components.push(node.kube_proxy(context)?);
         }
         default_account_made(&mut controllers, self.client()).await?;
         self.components.push(controllers);
@@ -185,7 +192,7 @@ impl Cluster {
     }
 
     async fn nodes_ready(&mut self) -> anyhow::Result<()> {
-        say("nodes");
+        print_progress("nodes");
         let objects = Api::<NodeObject>::all(self.client());
         for node in &self.nodes {
             let ready = async || {
@@ -195,8 +202,8 @@ impl Cluster {
                 ensure!(ready.is_some_and(|ready| ready.status == "True"), "{ready:?}");
                 Ok(())
             };
-            let waited = self.until(&format!("{} is ready", node.name), ready).await;
-            // Nothing says more about a node than its own components, should one have ended.
+            let waited = self.wait_until(&format!("{} is ready", node.name), ready).await;
+            // If a component of a node has exited, its error explains most.
             for component in &mut self.components {
                 component.check_alive()?;
             }
@@ -205,54 +212,57 @@ impl Cluster {
         Ok(())
     }
 
-    /// A client that may do everything.
+    /// A client with administrator rights.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
     }
 
-    /// The nodes, the first with the control plane.
+    /// The nodes; the control plane runs on the first.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Adds a machine that is no node: it reaches nodes, pods and Services, and they reach it.
+    /// Adds a machine that is not a node. It can reach nodes, pods and Services, and they can reach it.
     ///
     /// # Errors
-    /// When its address is taken, or not one beside the nodes.
-    pub fn join(&mut self, name: &str, addr: Ipv4Addr) -> anyhow::Result<Arc<Namespace>> {
-        let lab = self.lab.as_mut().context("the network of a cluster that is running")?;
-        node::machine(lab, name, addr, self.nodes.len())
+    /// Fails if its address is in use or not in the network of the nodes.
+    pub fn add_machine(&mut self, name: &str, addr: Ipv4Addr) -> anyhow::Result<Arc<Namespace>> {
+        let virtual_network = self
+            .network
+            .as_mut()
+            .context("the network of a cluster that is running")?;
+        node::add_machine(virtual_network, name, addr, self.nodes.len())
     }
 
-    /// For files of a test; removed with the cluster.
+    /// A directory for files of a test, removed with the cluster.
     pub fn dir(&self) -> &Path {
         Path::new(DIR)
     }
 
-    /// Where processes on the first node find the API server, and who they are: may do everything.
+    /// The administrator's kubeconfig for processes on the first node.
     pub fn kubeconfig(&self) -> PathBuf {
-        conf_inside()
+        kubeconfig_in_cluster()
     }
 
-    /// Where this process finds the API server, through an address of its own: may do everything.
+    /// The administrator's kubeconfig for this process, with an address that it can reach.
     pub fn kubeconfig_outside(&self) -> PathBuf {
         Path::new(DIR).join("outside.conf")
     }
 
-    /// A command on the first node with `KUBECONFIG` set, to dial pods and Services by address.
+    /// A command on the first node with `KUBECONFIG` set. It can reach pods and Services by address.
     ///
     /// # Errors
-    /// When there is no such program.
+    /// Fails if the program does not exist.
     pub fn command(&self, program: &str) -> anyhow::Result<tokio::process::Command> {
         let mut command = self.nodes[0].namespace.command(programs::find(program)?);
-        command.env("KUBECONFIG", conf_inside()).current_dir(DIR);
+        command.env("KUBECONFIG", kubeconfig_in_cluster()).current_dir(DIR);
         Ok(tokio::process::Command::from(command))
     }
 
-    /// Runs `kubectl` as who may do everything, and returns what it prints.
+    /// Runs `kubectl` as the administrator and returns its standard output.
     ///
     /// # Errors
-    /// What it says when it fails.
+    /// Fails if the command fails; the error contains its output.
     pub async fn kubectl(&self, args: &[&str]) -> anyhow::Result<String> {
         let output = self.command("kubectl")?.args(args).output().await?;
         if !output.status.success() {
@@ -262,10 +272,10 @@ impl Cluster {
         String::from_utf8(output.stdout).context("kubectl's output")
     }
 
-    /// A loopback address of this process that leads to an address of a pod, a Service or a node.
+    /// A loopback address in this process that forwards to an address of a pod, a Service or a node.
     ///
     /// # Errors
-    /// When no port is free.
+    /// Fails if no port is free.
     pub fn forward(&self, target: SocketAddr) -> anyhow::Result<SocketAddr> {
         forward(&mut self.forwards.lock(), self.nodes[0].namespace.clone(), target)
     }
@@ -273,30 +283,31 @@ impl Cluster {
     /// Loads an image of this repository on every node.
     ///
     /// # Errors
-    /// When it cannot be made, or what a node answers.
+    /// Fails if the image cannot be built, or a node refuses it.
     pub async fn load(&mut self, image: Image) -> anyhow::Result<()> {
         let archive = Path::new(DIR).join(format!("image-{}.tar", self.images));
         self.images += 1;
-        images::write(image, &programs::shipped()?, &archive)?;
+        images::write(image, &programs::static_binaries_dir()?, &archive)?;
         self.load_archive(&archive).await
     }
 
     /// Loads the image of a docker archive on every node.
     ///
     /// # Errors
-    /// What a node answers.
+    /// Fails if a node refuses it.
     pub async fn load_archive(&self, archive: &Path) -> anyhow::Result<()> {
         for node in &self.nodes {
-            self.until("containerd answers", async || node.answers()).await?;
+            self.wait_until("containerd answers", async || node.check_containerd())
+                .await?;
             node.load_image(archive)?;
         }
         Ok(())
     }
 
-    /// Waits until all replicas of a Deployment are available, and none is of an older generation.
+    /// Waits until all replicas of a Deployment are available and none is of an older generation.
     ///
     /// # Errors
-    /// What `kubectl describe` says of its pods when that takes too long.
+    /// Fails if the wait times out; the error contains `kubectl describe` of its pods.
     pub async fn deployment_ready(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
         let deployments = Api::<Deployment>::namespaced(self.client(), namespace);
         let available = async || {
@@ -313,7 +324,7 @@ impl Cluster {
             Ok(())
         };
         match self
-            .until(&format!("deployment {namespace}/{name} is available"), available)
+            .wait_until(&format!("deployment {namespace}/{name} is available"), available)
             .await
         {
             Ok(()) => Ok(()),
@@ -324,29 +335,29 @@ impl Cluster {
         }
     }
 
-    /// Asks again and again until a condition holds.
+    /// Polls until a condition holds.
     ///
     /// # Errors
-    /// Its last answer, when it does not within two minutes.
-    pub async fn until(
+    /// Fails if the condition does not hold within two minutes; the error contains its last result.
+    pub async fn wait_until(
         &self,
         what: &str,
         mut condition: impl AsyncFnMut() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + START_LIMIT;
+        let deadline = Instant::now() + START_TIMEOUT;
         loop {
             let Err(not_yet) = condition().await else { return Ok(()) };
             if Instant::now() > deadline {
-                return Err(not_yet.context(format!("not within {START_LIMIT:?}: {what}")));
+                return Err(not_yet.context(format!("not within {START_TIMEOUT:?}: {what}")));
             }
-            sleep(PAUSE).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// The requests that the audit policy selects, so far.
+    /// The requests so far that the audit policy selects.
     ///
     /// # Errors
-    /// When the log cannot be read.
+    /// Fails if the log cannot be read.
     pub fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
         super::audit::read(&Path::new(DIR).join(super::control_plane::AUDIT_LOG))
     }
@@ -354,35 +365,35 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        if self.lab.is_none() {
-            return; // it was left running
+        if self.network.is_none() {
+            return; // the cluster was started detached
         }
         self.forwards.lock().abort_all();
         self.components.clear();
         self.nodes.clear();
-        self.lab = None;
+        self.network = None;
         if let Err(error) = leftovers::remove(Path::new(DIR)) {
             eprintln!("ending the cluster: {error:#}; `./run cluster down` tries again");
         }
     }
 }
 
-/// Ends the cluster of this machine, whoever started it, and removes what is left of it.
+/// Stops the cluster of this machine, no matter which process started it, and removes its leftovers.
 ///
 /// # Errors
-/// When something cannot be ended or removed.
-pub async fn down() -> anyhow::Result<()> {
+/// Fails if a process cannot be stopped or a file cannot be removed.
+pub async fn stop() -> anyhow::Result<()> {
     let dir = Path::new(DIR);
-    // One that was started to stay holds no lock; one of a test does, and its test ends it.
-    let _alone = wait_for_turn().await?;
+    // A detached cluster holds no lock. The cluster of a running test holds it until the test ends.
+    let _alone = lock_machine().await?;
     leftovers::remove(dir)
 }
 
-/// The command line that runs a program on the first node of the running cluster, as who may do everything.
+/// The command that runs a program on the first node of the running cluster as the administrator.
 ///
 /// # Errors
-/// When there is no cluster, or no such program.
-pub fn inside(program: &str) -> anyhow::Result<std::process::Command> {
+/// Fails if no cluster is running, or the program does not exist.
+pub fn command_on_first_node(program: &str) -> anyhow::Result<std::process::Command> {
     let entries = fs::read_dir("/run/netns").context("no cluster is running; `./run cluster up` starts one")?;
     let name = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
     let first = entries
@@ -393,14 +404,14 @@ pub fn inside(program: &str) -> anyhow::Result<std::process::Command> {
     command
         .arg(format!("--net=/run/netns/{first}"))
         .arg(programs::find(program)?)
-        .env("KUBECONFIG", conf_inside());
+        .env("KUBECONFIG", kubeconfig_in_cluster());
     Ok(command)
 }
 
 /// Loads the image of a docker archive on every node of the running cluster.
 ///
 /// # Errors
-/// When there is no cluster, or what a node answers.
+/// Fails if no cluster is running, or a node refuses the image.
 pub fn load_archive(archive: &Path) -> anyhow::Result<()> {
     let sockets = node::sockets(Path::new(DIR));
     ensure!(
@@ -410,24 +421,24 @@ pub fn load_archive(archive: &Path) -> anyhow::Result<()> {
     sockets.iter().try_for_each(|socket| node::load_image(socket, archive))
 }
 
-async fn wait_for_turn() -> anyhow::Result<Flock<File>> {
+async fn lock_machine() -> anyhow::Result<Flock<File>> {
     let path = format!("{DIR}.lock");
     let mut file = File::create(&path).with_context(|| format!("creating {path}"))?;
-    let mut told = false;
+    let mut is_printed = false;
     loop {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(lock),
             Err((back, nix::Error::EWOULDBLOCK)) => file = back,
             Err((_, error)) => return Err(error).with_context(|| format!("locking {path}")),
         }
-        if !mem::replace(&mut told, true) {
-            say("waiting for the end of another cluster");
+        if !mem::replace(&mut is_printed, true) {
+            print_progress("waiting for the end of another cluster");
         }
-        sleep(PAUSE).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
-/// A loopback address that leads to `target`, as seen from a namespace, while its task runs.
+/// A loopback address that forwards to `target`, dialled from a namespace, while its task runs.
 fn forward(tasks: &mut JoinSet<()>, namespace: Arc<Namespace>, target: SocketAddr) -> anyhow::Result<SocketAddr> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").context("listening on loopback")?;
     listener.set_nonblocking(true).context("listening on loopback")?;
@@ -438,14 +449,14 @@ fn forward(tasks: &mut JoinSet<()>, namespace: Arc<Namespace>, target: SocketAdd
         while let Ok((mut client, _)) = listener.accept().await {
             let namespace = namespace.clone();
             connections.spawn(async move {
-                let dial = move || namespace.run(|| std::net::TcpStream::connect_timeout(&target, DIAL_LIMIT));
-                // Where nobody answers the client's connection is closed.
+                let dial = move || namespace.run(|| std::net::TcpStream::connect_timeout(&target, DIAL_TIMEOUT));
+                // If the target does not answer, the client's connection is closed.
                 let Ok(Ok(Ok(server))) = tokio::task::spawn_blocking(dial).await else {
                     return;
                 };
                 let server = server.set_nonblocking(true).and_then(|()| TcpStream::from_std(server));
                 if let Ok(mut server) = server {
-                    // Whichever side breaks it off, the other one learns.
+                    // An error of one side closes the other side.
                     let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
                 }
             });
@@ -455,21 +466,19 @@ fn forward(tasks: &mut JoinSet<()>, namespace: Arc<Namespace>, target: SocketAdd
     Ok(addr)
 }
 
-fn conf_inside() -> PathBuf {
+fn kubeconfig_in_cluster() -> PathBuf {
     Path::new(DIR).join("admin.conf")
 }
 
-/// Progress, for who waits.
-fn say(what: &str) {
+fn print_progress(what: &str) {
     eprintln!("cluster: {what}");
 }
 
-/// The most nodes that a cluster may have.
-pub const MOST_NODES: u8 = 3;
-/// Everything that a cluster writes. Beside what this names, only sockets of containerd lie elsewhere.
+pub const MAX_NODES: u8 = 3;
+/// Directory of all files of a cluster. Other files are only those named here and the sockets of containerd.
 const DIR: &str = "/var/tmp/tulle-cluster";
-/// Tells a cluster that shall stay from one whose test was killed.
-const KEPT: &str = "started-to-stay";
+/// Distinguishes a detached cluster from one whose test was killed.
+const DETACHED_MARKER: &str = "started-to-stay";
 const COREDNS: &str = include_str!("coredns.json");
-const PAUSE: Duration = Duration::from_millis(100);
-const DIAL_LIMIT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! One process of a cluster: started with a log of its own, watched while somebody waits for it.
+//! One process of a cluster, started with its own log and checked while a caller waits for it.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,25 +13,25 @@ use nix::sys::signal::Signal;
 use nix::unistd::{getpid, getppid};
 use tokio::time::{Instant, sleep};
 
-/// A running process; killed when dropped.
+/// A running process, killed when dropped.
 pub(super) struct Component {
     name: String,
     child: Child,
     log: PathBuf,
 }
 
-/// Whether a process outlives the one that started it.
+/// Whether a process outlives its parent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Life {
-    /// The kernel kills it when its starter dies, however that happens.
-    WithStarter,
-    /// It stays until somebody ends it.
-    OnItsOwn,
+pub(super) enum ProcessLifetime {
+    /// The kernel kills it when its parent dies for any reason.
+    KilledWithParent,
+    /// It keeps running until it is stopped.
+    Detached,
 }
 
 impl Component {
     /// Starts `command` with its output appended to `<dir>/log/<name>.log`.
-    pub(super) fn start(name: &str, mut command: Command, dir: &Path, life: Life) -> anyhow::Result<Self> {
+    pub(super) fn start(name: &str, mut command: Command, dir: &Path, life: ProcessLifetime) -> anyhow::Result<Self> {
         let log = log_of(dir, name);
         let file = File::options()
             .create(true)
@@ -42,10 +42,10 @@ impl Component {
             .stdin(Stdio::null())
             .stdout(file.try_clone().context("sharing a log file")?)
             .stderr(file)
-            // Ctrl-C is for whoever started it, who then ends all in order.
+            // Ctrl-C goes to the parent only, which then stops all processes in order.
             .process_group(0);
-        if life == Life::WithStarter {
-            die_with_starter(&mut command);
+        if life == ProcessLifetime::KilledWithParent {
+            kill_with_parent(&mut command);
         }
         let child = command
             .spawn()
@@ -57,87 +57,87 @@ impl Component {
         })
     }
 
-    /// Fails with the end of the log when the process has ended.
+    /// Fails with the end of the log when the process has exited.
     pub(super) fn check_alive(&mut self) -> anyhow::Result<()> {
         match self.child.try_wait().context("waiting for a child")? {
             None => Ok(()),
-            Some(status) => bail!("{} ended with {status}; {}", self.name, last_words(&self.log)),
+            Some(status) => bail!("{} ended with {status}; {}", self.name, log_tail(&self.log)),
         }
     }
 
-    /// Waits until a condition of this process holds.
+    /// Waits until a condition holds.
     ///
     /// # Errors
-    /// The end of its log, when the process ends or [`START_LIMIT`] is over before; the condition's last answer too.
-    pub(super) async fn until(
+    /// Fails if the process exits, or [`START_TIMEOUT`] passes first; the error contains the end of the log and the
+    /// condition's last result.
+    pub(super) async fn wait_until(
         &mut self,
         what: &str,
         mut condition: impl AsyncFnMut() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + START_LIMIT;
+        let deadline = Instant::now() + START_TIMEOUT;
         loop {
             self.check_alive()?;
             let Err(not_yet) = condition().await else { return Ok(()) };
             if Instant::now() > deadline {
                 bail!(
-                    "{}: {what}: not within {START_LIMIT:?}: {not_yet:#}; {}",
+                    "{}: {what}: not within {START_TIMEOUT:?}: {not_yet:#}; {}",
                     self.name,
-                    last_words(&self.log)
+                    log_tail(&self.log)
                 );
             }
-            sleep(PAUSE).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 }
 
 impl Drop for Component {
     fn drop(&mut self) {
-        // Fails only when it has ended already.
+        // Fails only if the process has already exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Where the output of a component goes.
 pub(super) fn log_of(dir: &Path, name: &str) -> PathBuf {
     dir.join("log").join(format!("{name}.log"))
 }
 
-/// The last lines of a log, for messages.
-pub(super) fn last_words(log: &Path) -> String {
+/// The last lines of a log, for error messages.
+pub(super) fn log_tail(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let lines: Vec<&str> = text.lines().collect();
-    let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
+    let last = &lines[lines.len().saturating_sub(LOG_TAIL_LINES)..];
     if last.is_empty() {
         return format!("{} is empty", log.display());
     }
     format!("the end of {}:\n{}", log.display(), last.join("\n"))
 }
 
-/// Ties the life of a command's process to ours.
+/// Makes the kernel kill the process of the command when this process dies.
 #[allow(unsafe_code)]
-fn die_with_starter(command: &mut Command) {
+fn kill_with_parent(command: &mut Command) {
     let parent = getpid();
     let step = move || {
         prctl::set_pdeathsig(Signal::SIGKILL)?;
-        // Should the starter have died by now, nobody would be left to signal.
+        // If the parent has died before the signal was set, no signal will come.
         if getppid() != parent {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         Ok(())
     };
-    // SAFETY: the step runs between fork and exec, where only async-signal-safe functions may: it makes system calls
-    // alone, allocates nothing and takes no lock.
+    // SAFETY: the closure runs between fork and exec, where only async-signal-safe functions are allowed. It only makes
+    // system calls, allocates nothing and takes no lock.
     unsafe {
         command.pre_exec(step);
     }
 }
 
-/// Half a minute is ten times what the slowest component takes; a machine full of other tests needs the rest.
-pub(super) const START_LIMIT: Duration = Duration::from_secs(120);
-const PAUSE: Duration = Duration::from_millis(50);
-const LAST_LINES: usize = 20;
+/// Ten times the start of the slowest component is half a minute. The rest is a reserve for a machine that also runs other tests.
+pub(super) const START_TIMEOUT: Duration = Duration::from_secs(120);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+const LOG_TAIL_LINES: usize = 20;
 
 #[cfg(test)]
 mod tests {
@@ -148,15 +148,15 @@ mod tests {
         fs::create_dir(dir.path().join("log")).unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let component = Component::start("shell", command, dir.path(), Life::WithStarter).unwrap();
+        let component = Component::start("shell", command, dir.path(), ProcessLifetime::KilledWithParent).unwrap();
         (dir, component)
     }
 
     #[tokio::test]
-    async fn a_component_that_ends_while_it_is_waited_for_is_reported_with_the_end_of_its_log() {
+    async fn a_component_that_exits_during_a_wait_is_reported_with_the_end_of_its_log() {
         let (_dir, mut component) = shell("echo no such flag >&2; exit 3");
         let never = async || bail!("not ready");
-        let error = component.until("readiness", never).await.unwrap_err().to_string();
+        let error = component.wait_until("readiness", never).await.unwrap_err().to_string();
         assert!(
             error.contains("shell ended with exit status: 3") && error.contains("no such flag"),
             "{error}"

@@ -1,4 +1,4 @@
-//! etcd, the API server, the controller manager and the scheduler: how each is started.
+//! Starts etcd, the API server, the controller manager and the scheduler.
 
 use std::fs;
 use std::net::IpAddr;
@@ -11,24 +11,24 @@ use kube::api::Api;
 use tulle_core::netns::Namespace;
 
 use super::audit::{self, AuditPolicy, AuditRecord};
-use super::component::{Component, Life};
+use super::component::{Component, ProcessLifetime};
 use super::kubeconfig;
 use super::pki::{Pki, Subject};
 use crate::programs;
 
-/// What the parts of a control plane have in common.
-pub(super) struct Place<'a> {
+/// Settings shared by the components of a control plane.
+pub(super) struct ComponentContext<'a> {
     /// Holds certificates, logs, data and kubeconfigs.
     pub(super) dir: &'a Path,
-    /// Where the processes run; without one, where this process runs.
+    /// The network namespace of the processes; `None` is the namespace of this process.
     pub(super) namespace: Option<&'a Namespace>,
-    /// Where all listen.
+    /// The address that all components listen on.
     pub(super) addr: IpAddr,
-    pub(super) life: Life,
+    pub(super) life: ProcessLifetime,
 }
 
-impl Place<'_> {
-    /// Makes the directories, the authority, and the credentials of the control plane and of its administrator.
+impl ComponentContext<'_> {
+    /// Creates the directories, the CA, and the credentials of the control plane and its administrator.
     pub(super) fn prepare(&self, audit: AuditPolicy) -> anyhow::Result<Pki> {
         for name in ["log", "etcd"] {
             let dir = self.dir.join(name);
@@ -80,19 +80,18 @@ impl Place<'_> {
         Ok(pki)
     }
 
-    /// Writes `<name>.conf` for who has the certificate of this name.
+    /// Writes `<name>.conf` for the client with the certificate of this name.
     pub(super) fn kubeconfig(&self, name: &str) -> anyhow::Result<()> {
         let user = kubeconfig::by_certificate(&self.pki(), name);
         let ca = self.pki().join("ca.crt");
-        kubeconfig::write(&self.conf(name), &self.url(), &ca, &user)
+        kubeconfig::write(&self.kubeconfig_path(name), &self.url(), &ca, &user)
     }
 
-    /// The kubeconfig of a name.
-    pub(super) fn conf(&self, name: &str) -> PathBuf {
+    /// The path of the kubeconfig of a name.
+    pub(super) fn kubeconfig_path(&self, name: &str) -> PathBuf {
         self.dir.join(format!("{name}.conf"))
     }
 
-    /// Where clients find the API server.
     pub(super) fn url(&self) -> String {
         format!("https://{}:{API_PORT}", self.addr)
     }
@@ -101,13 +100,13 @@ impl Place<'_> {
         self.dir.join("pki")
     }
 
-    /// Everything the API server wrote down.
+    /// All audit records so far.
     pub(super) fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
         audit::read(&self.dir.join(AUDIT_LOG))
     }
 
     pub(super) fn etcd(&self) -> anyhow::Result<Component> {
-        // Clients and peers; nobody but the API server is on this address.
+        // Client and peer URLs; only the API server uses this address.
         let (clients, peers) = (self.etcd_url(), format!("http://{}:2380", self.addr));
         let mut command = self.command("etcd")?;
         command
@@ -118,7 +117,7 @@ impl Place<'_> {
         self.start("etcd", command)
     }
 
-    /// `advertised` is where pods find it.
+    /// `advertised` is the address that pods use.
     pub(super) fn api_server(&self, advertised: IpAddr) -> anyhow::Result<Component> {
         let pki = |name: &str| self.pki().join(name).display().to_string();
         let mut command = self.command("kube-apiserver")?;
@@ -152,15 +151,15 @@ impl Place<'_> {
             format!("--proxy-client-key-file={}", pki("front-proxy-client.key")),
             "--audit-policy-file=audit-policy.json".to_owned(),
             format!("--audit-log-path={AUDIT_LOG}"),
-            // Who looks into the log wants what has happened by now.
+            // Readers of the log need all requests up to now.
             "--audit-log-mode=blocking-strict".to_owned(),
         ]);
         self.start("kube-apiserver", command)
     }
 
-    /// `controllers` as the flag of this name has them (`*,-this-one`).
+    /// `controllers` is the value of the flag of this name (`*,-name`).
     pub(super) fn controller_manager(&self, controllers: &str) -> anyhow::Result<Component> {
-        let conf = self.conf("kube-controller-manager").display().to_string();
+        let conf = self.kubeconfig_path("kube-controller-manager").display().to_string();
         let pki = |name: &str| self.pki().join(name).display().to_string();
         let mut command = self.command("kube-controller-manager")?;
         command.args([
@@ -181,7 +180,7 @@ impl Place<'_> {
     }
 
     pub(super) fn scheduler(&self) -> anyhow::Result<Component> {
-        let conf = self.conf("kube-scheduler").display().to_string();
+        let conf = self.kubeconfig_path("kube-scheduler").display().to_string();
         let mut command = self.command("kube-scheduler")?;
         command.args([
             format!("--kubeconfig={conf}"),
@@ -193,7 +192,7 @@ impl Place<'_> {
         self.start("kube-scheduler", command)
     }
 
-    /// A command that starts here, in the directory of the cluster.
+    /// A command that starts in this namespace and in the directory of the cluster.
     pub(super) fn command(&self, program: &str) -> anyhow::Result<Command> {
         let path = programs::find(program)?;
         let mut command = match self.namespace {
@@ -213,31 +212,30 @@ impl Place<'_> {
     }
 }
 
-/// Asks the API server whether it is ready: all that it does once after its start has been done.
+/// Checks whether the API server is ready, which includes its post-start hooks.
 pub(super) async fn ready(client: &kube::Client) -> anyhow::Result<()> {
     let request = http::Request::get("/readyz").body(Vec::new())?;
     client.request_text(request).await?;
     Ok(())
 }
 
-/// Waits until pods of the default namespace may be made.
+/// Waits until pods of the default namespace can be created.
 pub(super) async fn default_account_made(controllers: &mut Component, client: kube::Client) -> anyhow::Result<()> {
     let accounts = Api::<ServiceAccount>::namespaced(client, "default");
     let made = async || {
         let account = accounts.get("default").await;
         account.map(drop).context("the default service account")
     };
-    controllers.until("a service account", made).await
+    controllers.wait_until("a service account", made).await
 }
 
-/// The file name for a user of the system.
+/// The file name for a system user.
 fn short(user: &str) -> &str {
     user.strip_prefix("system:").unwrap_or(user)
 }
 
-/// The port of the API server.
 pub(super) const API_PORT: u16 = 6443;
-/// Services have their addresses from here: the service network of the tutorials.
+/// Addresses of Services: the service network of the tutorials.
 pub(super) const SERVICE_NETWORK: &str = "10.247.0.0/16";
 /// The Service `kubernetes` gets the first address of the service network.
 const API_SERVICE: &str = "10.247.0.1";

@@ -1,4 +1,4 @@
-//! Files that tell a client where the API server is and who it is itself.
+//! Kubeconfig files.
 
 use std::fs;
 use std::path::Path;
@@ -6,9 +6,9 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde_json::{Value, json};
 
-/// Writes a kubeconfig; JSON is YAML as well.
+/// Writes a kubeconfig as JSON, which is also YAML.
 ///
-/// `user` is what stands under `users[].user`: certificates or a token.
+/// `user` is the value of `users[].user`: certificates or a token.
 pub(super) fn write(path: &Path, server: &str, ca: &Path, user: &Value) -> anyhow::Result<()> {
     let config = json!({
         "apiVersion": "v1",
@@ -21,7 +21,7 @@ pub(super) fn write(path: &Path, server: &str, ca: &Path, user: &Value) -> anyho
     fs::write(path, config.to_string()).with_context(|| format!("writing {}", path.display()))
 }
 
-/// A user known by the certificate `<pki>/<name>.crt`.
+/// A user that authenticates with the certificate `<pki>/<name>.crt`.
 pub(super) fn by_certificate(pki: &Path, name: &str) -> Value {
     json!({
         "client-certificate": pki.join(format!("{name}.crt")),
@@ -29,7 +29,7 @@ pub(super) fn by_certificate(pki: &Path, name: &str) -> Value {
     })
 }
 
-/// A client that speaks as the user of a kubeconfig.
+/// A client with the credentials of a kubeconfig.
 pub(super) async fn client(path: &Path) -> anyhow::Result<kube::Client> {
     let file = kube::config::Kubeconfig::read_from(path)?;
     let config = kube::Config::from_custom_kubeconfig(file, &kube::config::KubeConfigOptions::default()).await?;

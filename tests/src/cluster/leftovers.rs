@@ -1,6 +1,6 @@
-//! Ends a cluster and removes whatever it made, with nothing to go by but its directory and its names.
+//! Stops a cluster and removes everything it created, found only by its directory and its names.
 //!
-//! The same after a test, by `./run cluster down`, and when who started it was killed.
+//! Used after a test, by `./run cluster down`, and after the starting process was killed.
 
 use std::fs;
 use std::io;
@@ -17,18 +17,18 @@ use tulle_core::netns;
 use super::cgroups;
 use super::node;
 
-/// Leaves nothing of the cluster in `dir`; fine when there is none.
+/// Removes everything of the cluster in `dir`; succeeds if there is none.
 pub(super) fn remove(dir: &Path) -> anyhow::Result<()> {
-    // Who starts pods ends before the pods do.
-    end("components", || components(dir))?;
-    end("pods", || cgroups::processes(node::CGROUP_PREFIX))?;
+    // Components that start pods stop before the pods.
+    kill_processes("components", || components(dir))?;
+    kill_processes("pods", || cgroups::processes(node::CGROUP_PREFIX))?;
     for mount in mounts(dir)? {
-        // It may have gone with one that it was inside of.
+        // The mount may have gone with one that contained it.
         let _ = umount2(&mount, MntFlags::MNT_DETACH);
     }
     cgroups::remove(node::CGROUP_PREFIX)?;
-    netns::sweep(node::NAMESPACE_PREFIX).context("removing network namespaces")?;
-    outside(dir);
+    netns::remove_stale(node::NAMESPACE_PREFIX).context("removing network namespaces")?;
+    remove_external_files(dir);
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             Err(error).with_context(|| format!("removing {}", dir.display()))
@@ -37,37 +37,37 @@ pub(super) fn remove(dir: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Whether a process of the cluster in `dir` is alive.
+/// Whether a process of the cluster in `dir` is running.
 pub(super) fn is_alive(dir: &Path) -> anyhow::Result<bool> {
     Ok(!components(dir)?.is_empty())
 }
 
-/// Kills processes until there are none.
-fn end(what: &str, processes: impl Fn() -> anyhow::Result<Vec<i32>>) -> anyhow::Result<()> {
+/// Kills processes until none is left.
+fn kill_processes(what: &str, processes: impl Fn() -> anyhow::Result<Vec<i32>>) -> anyhow::Result<()> {
     let mut left = processes()?;
-    for _ in 0..END_TRIES {
+    for _ in 0..MAX_KILL_ATTEMPTS {
         if left.is_empty() {
             return Ok(());
         }
         for pid in &left {
-            // It may have ended by itself, which is as good.
+            // The process may have exited already.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
-        sleep(END_PAUSE);
+        sleep(KILL_INTERVAL);
         left = processes()?;
     }
     ensure!(left.is_empty(), "{what} of the cluster do not end: processes {left:?}");
     Ok(())
 }
 
-/// Programs of ours that work in the directory of the cluster: what we started, and what containerd did for it.
+/// Processes that run in the directory of the cluster: those of this harness, and those that containerd started.
 fn components(dir: &Path) -> anyhow::Result<Vec<i32>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").context("reading /proc")?.flatten() {
         let pid = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok());
         let Some(pid) = pid else { continue };
         let path = entry.path();
-        // Dead processes, which only wait to be collected, have no directory.
+        // A zombie has no working directory.
         let Ok(works_in) = fs::read_link(path.join("cwd")) else {
             continue;
         };
@@ -79,7 +79,7 @@ fn components(dir: &Path) -> anyhow::Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Mount points below a directory, the innermost first.
+/// Mount points below a directory, innermost first.
 fn mounts(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let table = fs::read_to_string("/proc/self/mounts").context("reading /proc/self/mounts")?;
     let below = |line: &str| {
@@ -91,8 +91,8 @@ fn mounts(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// What programs of others write to places that they cannot be talked out of; what is not there is fine.
-fn outside(dir: &Path) {
+/// Removes files that third-party programs write to fixed paths; missing files are not an error.
+fn remove_external_files(dir: &Path) {
     let entries = |dir: &str| {
         fs::read_dir(dir)
             .into_iter()
@@ -100,25 +100,25 @@ fn outside(dir: &Path) {
             .flatten()
             .map(|entry| entry.path())
     };
-    // The kubelet links logs by pod.
+    // The kubelet creates links to logs by pod.
     for link in entries("/var/log/containers") {
         if fs::read_link(&link).is_ok_and(|target| target.starts_with(dir)) {
             let _ = fs::remove_file(link);
         }
     }
-    // The network plugins remember what they answered, and in which namespace.
+    // The network plugins store their results, with the network namespace.
     let ours = dir.to_string_lossy();
     for answer in entries("/var/lib/cni/results") {
         if fs::read_to_string(&answer).is_ok_and(|text| text.contains(&*ours)) {
             let _ = fs::remove_file(answer);
         }
     }
-    // The kubelet listens for plugins at a place that no setting moves.
+    // The path of the kubelet's plugin socket cannot be configured.
     let _ = fs::remove_file("/var/lib/kubelet/device-plugins/kubelet.sock");
     for empty in ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet"] {
         let _ = fs::remove_dir(empty);
     }
-    // Each container's shim has a socket, and says so in the container's directory.
+    // Each container's shim has a socket, whose path is in the container's directory.
     for container in node::containers(dir) {
         if let Ok(socket) = fs::read_to_string(container.join("address")) {
             let _ = fs::remove_file(socket.trim_start_matches("unix://"));
@@ -126,7 +126,7 @@ fn outside(dir: &Path) {
     }
 }
 
-/// As `/proc/<pid>/comm` has them: 15 bytes.
+/// Names as in `/proc/<pid>/comm`, which has at most 15 bytes.
 const PROGRAMS: &[&str] = &[
     "etcd",
     "kube-apiserver",
@@ -138,6 +138,6 @@ const PROGRAMS: &[&str] = &[
     "containerd-shim",
     "runc",
 ];
-/// Ten seconds; a killed process needs milliseconds.
-const END_TRIES: u32 = 500;
-const END_PAUSE: Duration = Duration::from_millis(20);
+/// Ten seconds; a killed process needs milliseconds to exit.
+const MAX_KILL_ATTEMPTS: u32 = 500;
+const KILL_INTERVAL: Duration = Duration::from_millis(20);

@@ -1,14 +1,14 @@
 //! Real Kubernetes for the tests.
 //!
-//! [`ApiServer`] is etcd and an API server on a loopback address of its own, for all that needs no pod to run: many tests
+//! [`ApiServer`] is etcd and an API server on its own loopback address, for tests that need no running pod. Many tests
 //! have one each at the same time.
-//! [`Cluster`] has nodes as well, each in a network namespace of its own, and DNS: pods run.
-//! Programs come from Debian and from `./run setup`; when one is missing, the error says so.
+//! [`Cluster`] also has nodes, each in its own network namespace, and DNS, so pods run.
+//! Programs come from Debian and from `./run setup`; the error names a missing program.
 
 mod api_server;
 mod audit;
 mod cgroups;
-#[expect(clippy::module_inception, reason = "the room's main type")]
+#[expect(clippy::module_inception, reason = "the main type of the module")]
 mod cluster;
 mod component;
 mod control_plane;
@@ -19,5 +19,5 @@ mod pki;
 
 pub use api_server::{ApiServer, Controllers, Options};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
-pub use cluster::{Cluster, ClusterOptions, MOST_NODES, down, inside, load_archive};
+pub use cluster::{Cluster, ClusterOptions, MAX_NODES, command_on_first_node, load_archive, stop};
 pub use node::Node;

@@ -9,14 +9,13 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::json;
-use tulle_core::netns::{Host, Lab, Namespace};
+use tulle_core::netns::{Host, Namespace, VirtualNetwork};
 
 use super::cgroups;
 use super::component::Component;
-use super::control_plane::Place;
+use super::control_plane::ComponentContext;
 use super::pki::{Pki, Subject};
 
-/// A node of the cluster.
 pub struct Node {
     pub(super) name: String,
     number: u8,
@@ -26,29 +25,34 @@ pub struct Node {
 }
 
 impl Node {
-    /// `node1`, as `kubectl get nodes` has it; its zone is `zone-1`.
+    /// `node1`, as in `kubectl get nodes`; its zone is `zone-1`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its own address, not that of a pod.
+    /// The address of the node itself.
     pub fn addr(&self) -> IpAddr {
         self.addr
     }
 
-    /// Its network: from here pods, Services and nodes can be dialled.
+    /// The network namespace of the node. Pods, Services and nodes are reachable from it.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// Joins a node to the network of all, with routes to the pods of the others.
-    pub(super) fn create(lab: &mut Lab, dir: &Path, number: u8, nodes: u8) -> anyhow::Result<Self> {
+    /// Connects a node to the network of all nodes, with routes to the pods of the others.
+    pub(super) fn create(
+        virtual_network: &mut VirtualNetwork,
+        dir: &Path,
+        number: u8,
+        nodes: u8,
+    ) -> anyhow::Result<Self> {
         let name = format!("node{number}");
         let addr = node_addr(number);
-        let namespace = lab.add(Host {
+        let namespace = virtual_network.add(Host {
             name: &name,
             addrs: &[&format!("{addr}/24")],
-            // Nobody is there; the kubelet and the API server look for a default route.
+            // No host has this address, but the kubelet and the API server need a default route.
             gateways: &[GATEWAY],
         })?;
         let others = (1..=nodes).filter(|other| *other != number);
@@ -76,8 +80,8 @@ impl Node {
         })
     }
 
-    /// Its certificate and kubeconfig.
-    pub(super) fn admit(&self, place: &Place<'_>, pki: &Pki) -> anyhow::Result<()> {
+    /// Creates its certificate and kubeconfig.
+    pub(super) fn create_credentials(&self, context: &ComponentContext<'_>, pki: &Pki) -> anyhow::Result<()> {
         let subject = Subject {
             common_name: &format!("system:node:{}", self.name),
             organization: Some("system:nodes"),
@@ -85,10 +89,10 @@ impl Node {
             addrs: &[self.addr],
         };
         pki.issue(&self.name, subject)?;
-        place.kubeconfig(&self.name)
+        context.kubeconfig(&self.name)
     }
 
-    pub(super) fn containerd(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+    pub(super) fn containerd(&self, context: &ComponentContext<'_>) -> anyhow::Result<Component> {
         let below = |path: &str| self.dir.join(path).display().to_string();
         let config = format!(
             r#"version = 2
@@ -116,7 +120,7 @@ state = "{state}"
             runc = below("runc"),
         );
         self.write("containerd.toml", &config)?;
-        // Every pod has a link of its own and is routed, so that connection tracking sees all, Services included.
+        // Every pod has its own link and is routed, so that connection tracking sees all traffic, including traffic to Services.
         let network = json!({
             "cniVersion": "0.4.0",
             "name": format!("{NAMESPACE_PREFIX}{}", self.name),
@@ -135,14 +139,14 @@ state = "{state}"
             ],
         });
         self.write("cni/10-pods.conflist", &network.to_string())?;
-        let mut command = self.command(place, "containerd")?;
+        let mut command = self.command(context, "containerd")?;
         command.args(["--config", &below("containerd.toml")]);
-        self.start(place, "containerd", command)
+        self.start(context, "containerd", command)
     }
 
-    pub(super) fn kubelet(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+    pub(super) fn kubelet(&self, context: &ComponentContext<'_>) -> anyhow::Result<Component> {
         let below = |path: &str| self.dir.join(path);
-        let pki = |file: String| place.pki().join(file);
+        let pki = |file: String| context.pki().join(file);
         let config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
@@ -160,12 +164,12 @@ state = "{state}"
             "enforceNodeAllocatable": [],
             "evictionHard": {"memory.available": "100Mi"},
             "failSwapOn": false,
-            // Images come from files, and nobody could pull them again.
+            // Images are loaded from files and cannot be pulled again.
             "imageGCHighThresholdPercent": 100,
             "maxPods": 200,
             "podLogsDir": below("pod-logs"),
             "resolvConf": below("resolv.conf"),
-            // A Secret that changes is in its pods soon.
+            // Pods see a changed Secret soon.
             "syncFrequency": "10s",
             "tlsCertFile": pki(format!("{}.crt", self.name)),
             "tlsPrivateKeyFile": pki(format!("{}.key", self.name)),
@@ -173,19 +177,19 @@ state = "{state}"
         });
         self.write("resolv.conf", "nameserver 127.0.0.1\n")?;
         self.write("kubelet.json", &config.to_string())?;
-        let mut command = self.command(place, "kubelet")?;
+        let mut command = self.command(context, "kubelet")?;
         command.args([
             format!("--config={}", below("kubelet.json").display()),
-            format!("--kubeconfig={}", place.conf(&self.name).display()),
+            format!("--kubeconfig={}", context.kubeconfig_path(&self.name).display()),
             format!("--root-dir={}", below("kubelet").display()),
             format!("--hostname-override={}", self.name),
             format!("--node-ip={}", self.addr),
             format!("--node-labels=topology.kubernetes.io/zone=zone-{}", self.number),
         ]);
-        self.start(place, "kubelet", command)
+        self.start(context, "kubelet", command)
     }
 
-    /// Fails until the kubelet has made this socket, which is one of the last things that can end it.
+    /// Fails until the kubelet has created this socket, which is one of its last start steps that can fail.
     pub(super) fn listens_for_device_plugins(&self) -> anyhow::Result<()> {
         let sockets = self
             .namespace
@@ -195,28 +199,28 @@ state = "{state}"
         Ok(())
     }
 
-    pub(super) fn kube_proxy(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+    pub(super) fn kube_proxy(&self, context: &ComponentContext<'_>) -> anyhow::Result<Component> {
         let config = json!({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
-            "clientConnection": {"kubeconfig": place.conf("kube-proxy")},
+            "clientConnection": {"kubeconfig": context.kubeconfig_path("kube-proxy")},
             "clusterCIDR": POD_NETWORK,
             "conntrack": {"maxPerCore": 0},
             "hostnameOverride": self.name,
             "mode": "nftables",
         });
         self.write("kube-proxy.json", &config.to_string())?;
-        let mut command = self.command(place, "kube-proxy")?;
+        let mut command = self.command(context, "kube-proxy")?;
         command.arg(format!("--config={}", self.dir.join("kube-proxy.json").display()));
-        self.start(place, "kube-proxy", command)
+        self.start(context, "kube-proxy", command)
     }
 
     /// Whether containerd answers.
-    pub(super) fn answers(&self) -> anyhow::Result<()> {
+    pub(super) fn check_containerd(&self) -> anyhow::Result<()> {
         ctr(&self.socket(), &[OsStr::new("version")])
     }
 
-    /// Makes the image of a docker archive known to this node.
+    /// Loads the image of a docker archive on this node.
     pub(super) fn load_image(&self, archive: &Path) -> anyhow::Result<()> {
         load_image(&self.socket(), archive)
     }
@@ -230,21 +234,21 @@ state = "{state}"
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
     }
 
-    /// A command in this node's namespace; its working directory says that it belongs to the cluster.
-    fn command(&self, place: &Place<'_>, program: &str) -> anyhow::Result<Command> {
-        let here = Place {
+    /// A command in this node's namespace. Its working directory marks it as part of the cluster.
+    fn command(&self, context: &ComponentContext<'_>, program: &str) -> anyhow::Result<Command> {
+        let here = ComponentContext {
             namespace: Some(&self.namespace),
-            ..*place
+            ..*context
         };
         here.command(program)
     }
 
-    fn start(&self, place: &Place<'_>, program: &str, command: Command) -> anyhow::Result<Component> {
-        place.start(&format!("{program}-{}", self.name), command)
+    fn start(&self, context: &ComponentContext<'_>, program: &str, command: Command) -> anyhow::Result<Component> {
+        context.start(&format!("{program}-{}", self.name), command)
     }
 }
 
-/// Makes the image of a docker archive known to the containerd behind a socket.
+/// Loads the image of a docker archive into the containerd of a socket.
 pub(super) fn load_image(socket: &Path, archive: &Path) -> anyhow::Result<()> {
     ctr(socket, &["images".as_ref(), "import".as_ref(), archive.as_os_str()])
 }
@@ -264,14 +268,14 @@ fn ctr(socket: &Path, args: &[&OsStr]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where each containerd of the cluster in `dir` listens.
+/// The sockets of all containerd processes of the cluster in `dir`.
 pub(super) fn sockets(dir: &Path) -> Vec<PathBuf> {
     let nodes = fs::read_dir(dir).into_iter().flatten().flatten();
     let sockets = nodes.map(|node| node.path().join(CONTAINERD_SOCKET));
     sockets.filter(|socket| socket.exists()).collect()
 }
 
-/// The directories of all containers of all nodes of the cluster in `dir`.
+/// The directories of all containers on all nodes of the cluster in `dir`.
 pub(super) fn containers(dir: &Path) -> Vec<PathBuf> {
     let entries = |dir: &Path| {
         fs::read_dir(dir)
@@ -287,9 +291,14 @@ pub(super) fn containers(dir: &Path) -> Vec<PathBuf> {
     entries(dir).flat_map(of_node).collect()
 }
 
-/// A host beside so many nodes, with routes to what runs on them; the first forwards to Services.
-pub(super) fn machine(lab: &mut Lab, name: &str, addr: Ipv4Addr, nodes: usize) -> anyhow::Result<Arc<Namespace>> {
-    let host = lab.add(Host {
+/// Adds a host beside the nodes, with routes to their pods. The first node forwards to Services.
+pub(super) fn add_machine(
+    virtual_network: &mut VirtualNetwork,
+    name: &str,
+    addr: Ipv4Addr,
+    nodes: usize,
+) -> anyhow::Result<Arc<Namespace>> {
+    let host = virtual_network.add(Host {
         name,
         addrs: &[&format!("{addr}/24")],
         gateways: &[&node_addr(1).to_string()],
@@ -300,7 +309,7 @@ pub(super) fn machine(lab: &mut Lab, name: &str, addr: Ipv4Addr, nodes: usize) -
     Ok(host)
 }
 
-/// Where node `number` is.
+/// The address of node `number`.
 pub(super) fn node_addr(number: u8) -> IpAddr {
     IpAddr::from(Ipv4Addr::new(172, 30, 0, number))
 }
@@ -309,10 +318,10 @@ fn pod_network(number: u8) -> String {
     format!("10.23.{number}.0/24")
 }
 
-/// Of the network namespaces and of the pods' networks.
+/// Prefix of the network namespaces and of the names of pod networks.
 pub(super) const NAMESPACE_PREFIX: &str = "tulle-cluster-";
 pub(super) const CGROUP_PREFIX: &str = "tulle-cluster-node";
-/// Pods have their addresses from here: the pod network of the tutorials.
+/// Addresses of pods: the pod network of the tutorials.
 pub(super) const POD_NETWORK: &str = "10.23.0.0/16";
 pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";
 const DNS_SERVICE: &str = "10.247.0.10";

@@ -1,5 +1,5 @@
-//! The certificates of a cluster: one authority signs what servers show and what clients are known by,
-//! and another who the API server is to aggregated APIs.
+//! The certificates of a cluster. One CA signs server and client certificates. Another signs the client certificate
+//! that the API server presents to aggregated APIs.
 
 use std::fs;
 use std::net::IpAddr;
@@ -11,27 +11,26 @@ use rcgen::{
     KeyUsagePurpose, SanType,
 };
 
-/// The authority, and the directory that all files are in.
+/// The CA, and the directory of all files.
 pub(super) struct Pki {
     dir: PathBuf,
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// Who a certificate is for.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Subject<'a> {
-    /// The user that Kubernetes takes a client for.
+    /// The Kubernetes user of a client.
     pub(super) common_name: &'a str,
-    /// The group that Kubernetes counts a client to.
+    /// The Kubernetes group of a client.
     pub(super) organization: Option<&'a str>,
-    /// The names of a server.
+    /// The DNS names of a server.
     pub(super) names: &'a [&'a str],
     /// The addresses of a server.
     pub(super) addrs: &'a [IpAddr],
 }
 
 impl Pki {
-    /// Makes an authority, `ca.crt` and `ca.key`, and the key pair of service account tokens, `sa.key` and `sa.pub`.
+    /// Creates a CA, `ca.crt` and `ca.key`, and the key pair for service account tokens, `sa.key` and `sa.pub`.
     pub(super) fn create(dir: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let tokens = KeyPair::generate()?;
@@ -40,8 +39,8 @@ impl Pki {
         Self::authority(dir, "ca", "kubernetes")
     }
 
-    /// Makes another authority beside it, `front-proxy-ca`, and `front-proxy-client`, which it signs: who the API server is
-    /// to aggregated APIs.
+    /// Creates a second CA, `front-proxy-ca`, and a certificate from it, `front-proxy-client`, with which the API
+    /// server authenticates to aggregated APIs.
     pub(super) fn create_front_proxy(&self) -> anyhow::Result<()> {
         let common_name = "front-proxy-client";
         Self::authority(&self.dir, "front-proxy-ca", "front-proxy")?.issue(
@@ -73,7 +72,7 @@ impl Pki {
         })
     }
 
-    /// Makes `<name>.crt` and `<name>.key`, good for both roles.
+    /// Creates `<name>.crt` and `<name>.key`, valid for servers and clients.
     pub(super) fn issue(&self, name: &str, subject: Subject<'_>) -> anyhow::Result<()> {
         let mut params = named(subject)?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];

@@ -1,4 +1,4 @@
-//! Docker archives: a layer, what it is for, and a list of both, in one tar file.
+//! Docker archives: one tar file with a layer, its image configuration and a manifest of both.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -10,11 +10,11 @@ use aws_lc_rs::digest::{SHA256, digest};
 use serde_json::json;
 use tar::{Archive, Builder, EntryType, Header};
 
-use super::Settings;
+use super::settings::Settings;
 
-/// Writes the files below `root` as an image of one layer.
+/// Writes the files below `root` as an image with one layer.
 ///
-/// Owners are root, times are none, and file capabilities are kept.
+/// The owner of all files is root, modification times are zero, and file capabilities are kept.
 pub(super) fn write(root: &Path, reference: &str, settings: &Settings, archive: &Path) -> anyhow::Result<()> {
     let layer = layer(root)?;
     let layer_digest = sha256(&layer);
@@ -28,6 +28,7 @@ pub(super) fn write(root: &Path, reference: &str, settings: &Settings, archive: 
         "config": {
             "Entrypoint": settings.entrypoint,
             "Env": settings.env,
+            "Labels": settings.labels,
             "User": settings.user,
         },
         "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{layer_digest}")]},
@@ -97,7 +98,7 @@ fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(tar.into_inner()?)
 }
 
-/// Everything below a directory, in order of names, directories before what is in them.
+/// Everything below a directory, sorted by name, directories before their contents.
 fn below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut open = vec![dir.to_owned()];
@@ -130,5 +131,5 @@ fn sha256(bytes: &[u8]) -> String {
         .collect()
 }
 
-/// The extended attribute that holds a file's capabilities.
+/// The extended attribute of a file's capabilities.
 const CAPABILITY: &str = "security.capability";

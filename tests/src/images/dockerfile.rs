@@ -1,13 +1,13 @@
-//! Reads the settings of a final stage from our `Dockerfile`, so that they stand in one place.
+//! Reads the settings of a final stage from the `Dockerfile`, so that they are defined once.
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::Settings;
+use super::settings::Settings;
 
-/// What the stage of a name says about its image.
+/// The image settings of a stage.
 ///
-/// Knows the instructions of our final stages, each on one line: `ENTRYPOINT`, `ENV`, `USER`, and `COPY` from the build
-/// stage, which `images/roots` stands for.
+/// Supports the instructions that the final stages use, each on one line: `ENTRYPOINT`, `ENV`, `USER`, `LABEL` with one label, and
+/// `COPY` from the build stage. `images/roots` provides the files of `COPY`.
 pub(super) fn settings(text: &str, stage: &str) -> anyhow::Result<Settings> {
     let start = format!("FROM scratch AS {stage}");
     let mut lines = text.lines().map(str::trim).skip_while(|line| *line != start);
@@ -26,6 +26,12 @@ pub(super) fn settings(text: &str, stage: &str) -> anyhow::Result<Settings> {
             "ENTRYPOINT" => settings.entrypoint = serde_json::from_str(rest).context("the Dockerfile's entrypoint")?,
             "ENV" => settings.env.push(rest.to_owned()),
             "USER" => rest.clone_into(&mut settings.user),
+            "LABEL" => {
+                let label = rest.split_once('=');
+                let (key, value) = label.with_context(|| format!("the Dockerfile's label {rest:?} has no value"))?;
+                let value = value.trim_matches('"').to_owned();
+                settings.labels.insert(key.to_owned(), value);
+            }
             other => bail!("the Dockerfile's stage {stage} has the unknown instruction {other}"),
         }
     }
@@ -39,11 +45,14 @@ mod tests {
     #[test]
     fn the_settings_are_those_of_the_stage() {
         let text = "FROM rust AS build\nUSER 1\nFROM scratch AS a\nCOPY --from=build /out/a /\nENV X=1\nUSER 7\n\
-                    ENTRYPOINT [\"/a\", \"b\"]\n\nFROM scratch AS b\nUSER 8\n";
+                    LABEL a.title=\"A b\"\nLABEL a.url=https://a/?b=c\nENTRYPOINT [\"/a\", \"b\"]\n\nFROM scratch AS b\nUSER 8\n";
         let expected = Settings {
             entrypoint: vec!["/a".to_owned(), "b".to_owned()],
             env: vec!["X=1".to_owned()],
             user: "7".to_owned(),
+            labels: [("a.title", "A b"), ("a.url", "https://a/?b=c")]
+                .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                .into(),
         };
         assert_eq!(settings(text, "a").unwrap(), expected);
         assert_eq!(settings(text, "b").unwrap().user, "8");

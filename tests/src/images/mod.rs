@@ -1,10 +1,11 @@
-//! Images as docker archives, made without a daemon and without a registry.
+//! Images as docker archives, built without a daemon and without a registry.
 //!
-//! What users get is described by the `Dockerfile` and laid out by `images/roots`; the tests load the same files with the
-//! same settings. The same input gives the same bytes.
+//! The `Dockerfile` describes the images of users and `images/roots` lays out their files. The tests load the same
+//! files with the same settings. The same input gives the same bytes.
 
 mod archive;
 mod dockerfile;
+mod settings;
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -13,6 +14,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
+use self::settings::Settings;
 use crate::programs;
 
 /// An image of this repository.
@@ -20,64 +22,60 @@ use crate::programs;
 pub enum Image {
     /// The control plane.
     Controller,
-    /// What is injected: proxy, init, validator.
+    /// The injected containers: proxy, init, validator.
     Proxy,
-    /// `tulle-bench`: clients and servers that know nothing of the mesh. Beside what the `Dockerfile` says it has a
-    /// shell with the usual programs, for tests.
+    /// `tulle-bench`: clients and servers without support for a mesh.
+    Bench,
+    /// [`Self::Bench`] for tests: it has a shell with the usual programs, and curl.
     Workload,
-    /// The cluster's name server.
+    /// The DNS server of the cluster.
     CoreDns,
-    /// What holds a pod's namespaces.
+    /// The container that holds a pod's namespaces.
     Pause,
 }
 
-/// What an archive says about its image beside its files.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Settings {
-    pub(crate) entrypoint: Vec<String>,
-    pub(crate) env: Vec<String>,
-    pub(crate) user: String,
-}
-
 impl Image {
-    /// Those that this repository's manifests name.
+    /// The images that the manifests of this repository use in test clusters.
     pub const ALL: [Self; 3] = [Self::Controller, Self::Proxy, Self::Workload];
+    /// The images for users: the final stages of the `Dockerfile`.
+    pub const SHIPPED: [Self; 3] = [Self::Controller, Self::Proxy, Self::Bench];
 
-    /// The reference that manifests name it by.
+    /// The reference of the image in manifests.
     pub fn reference(self) -> String {
         match self {
             Self::Controller => format!("ghcr.io/tulle-mesh/controller:{VERSION}"),
             Self::Proxy => format!("ghcr.io/tulle-mesh/proxy:{VERSION}"),
-            Self::Workload => format!("ghcr.io/tulle-mesh/bench:{VERSION}"),
+            Self::Bench | Self::Workload => format!("ghcr.io/tulle-mesh/bench:{VERSION}"),
             Self::CoreDns => "tulle.test/coredns:latest".to_owned(),
             Self::Pause => "tulle.test/pause:latest".to_owned(),
         }
     }
 }
 
-/// Writes the archive of an image, with the static binaries that are in a directory.
+/// Writes the archive of an image, with static binaries from a directory.
 ///
 /// # Errors
-/// When the binaries were not built, or a program that goes in is not installed.
+/// Fails if the binaries are not built, or a program of the image is not installed.
 pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()> {
     let root = tempfile::tempdir().context("creating a directory")?;
     let root = root.path();
     let entrypoint = |path: &str| Settings {
         entrypoint: vec![path.to_owned()],
         env: vec!["PATH=/bin".to_owned()],
-        user: String::new(),
+        ..Settings::default()
     };
     let settings = match image {
         Image::Controller => return write_shipped(image, "controller", binaries, root, archive),
         Image::Proxy => return write_shipped(image, "proxy", binaries, root, archive),
+        Image::Bench => return write_shipped(image, "bench", binaries, root, archive),
         Image::Workload => {
-            put(&binaries.join("tulle-bench"), &root.join("tulle-bench"))?;
+            copy_file(&binaries.join("tulle-bench"), &root.join("tulle-bench"))?;
             busybox(root)?;
-            put_linked(Path::new("/usr/bin/curl"), &root.join("bin/curl"), root)?;
+            copy_with_libraries(Path::new("/usr/bin/curl"), &root.join("bin/curl"), root)?;
             entrypoint("/tulle-bench")
         }
         Image::CoreDns => {
-            put(&programs::find("coredns")?, &root.join("coredns"))?;
+            copy_file(&programs::find("coredns")?, &root.join("coredns"))?;
             entrypoint("/coredns")
         }
         Image::Pause => {
@@ -94,16 +92,18 @@ pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()
 /// The reference of the image in an archive.
 ///
 /// # Errors
-/// When it is no docker archive.
+/// Fails if the file is not a docker archive.
 pub fn reference_of(archive: &Path) -> anyhow::Result<String> {
     archive::reference(archive).with_context(|| format!("reading {}", archive.display()))
 }
 
-/// An image of the `Dockerfile`.
+/// Writes an image with the settings of its stage in the `Dockerfile`, and the version of this build.
 fn write_shipped(image: Image, stage: &str, binaries: &Path, root: &Path, archive: &Path) -> anyhow::Result<()> {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let text = fs::read_to_string(repository.join("Dockerfile")).context("reading the Dockerfile")?;
-    let settings = dockerfile::settings(&text, stage)?;
+    let mut settings = dockerfile::settings(&text, stage)?;
+    let version = "org.opencontainers.image.version".to_owned();
+    settings.labels.insert(version, VERSION.to_owned());
     let output = Command::new(repository.join("images/roots"))
         .arg(binaries)
         .arg(root)
@@ -114,13 +114,13 @@ fn write_shipped(image: Image, stage: &str, binaries: &Path, root: &Path, archiv
     archive::write(&root.join(stage), &image.reference(), &settings, archive)
 }
 
-/// A shell and its like in `/bin`.
+/// Adds a shell and the usual programs to `/bin`.
 fn busybox(root: &Path) -> anyhow::Result<()> {
     let program = Path::new("/bin/busybox");
     let list = Command::new(program).arg("--list").output();
     let list = list.context("starting /bin/busybox (package busybox)")?;
-    // Not the static one, which crashes when it looks up a name.
-    put_linked(program, &root.join("bin/busybox"), root)?;
+    // The dynamic build, because the static one crashes when it resolves a name.
+    copy_with_libraries(program, &root.join("bin/busybox"), root)?;
     for name in String::from_utf8(list.stdout)?
         .lines()
         .filter(|name| *name != "busybox")
@@ -130,20 +130,20 @@ fn busybox(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Copies a program with the libraries and the loader that it needs.
-fn put_linked(program: &Path, to: &Path, root: &Path) -> anyhow::Result<()> {
-    put(program, to)?;
+/// Copies a program with its libraries and its loader.
+fn copy_with_libraries(program: &Path, to: &Path, root: &Path) -> anyhow::Result<()> {
+    copy_file(program, to)?;
     let list = Command::new("ldd").arg(program).output().context("starting ldd")?;
     for library in String::from_utf8(list.stdout)?
         .split_whitespace()
         .filter(|word| word.starts_with('/'))
     {
-        put(Path::new(library), &root.join(library.trim_start_matches('/')))?;
+        copy_file(Path::new(library), &root.join(library.trim_start_matches('/')))?;
     }
     Ok(())
 }
 
-fn put(from: &Path, to: &Path) -> anyhow::Result<()> {
+fn copy_file(from: &Path, to: &Path) -> anyhow::Result<()> {
     if let Some(dir) = to.parent() {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     }

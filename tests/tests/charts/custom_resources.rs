@@ -1,4 +1,4 @@
-//! The custom resources: versions that are served, defaults that are filled in, bounds that are kept.
+//! The custom resources: served versions, defaults and validation bounds.
 
 use std::fs;
 use std::path::Path;
@@ -8,14 +8,14 @@ use tulle_control::resources::{self, Kind, Object};
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 
-/// An API server with the charts' definitions.
+/// Starts an API server with the definitions of the charts.
 async fn start() -> ApiServer {
     let server = ApiServer::start().await.unwrap();
     install_custom_resources(&server).await.unwrap();
     server
 }
 
-/// Applies `kind` of `api_version` with this `spec`, and returns what is stored.
+/// Applies an object with this `spec` and returns the stored object.
 async fn apply(server: &ApiServer, api_version: &str, kind: &str, spec: &str) -> anyhow::Result<Value> {
     let version = api_version.rsplit('/').next().unwrap_or_default();
     let name = format!("{}-{version}.default.svc.cluster.local", kind.to_lowercase());
@@ -154,9 +154,9 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
     check("workload.linkerd.io/v1beta1", "ExternalWorkload", spec, &tcp).await;
 }
 
-/// Nobody converts between versions: the API server only writes another version over the object.
+/// There is no conversion between versions: the API server only changes the version of the object.
 #[tokio::test]
-async fn an_external_workload_of_either_version_is_whole_in_the_one_that_is_read() {
+async fn an_external_workload_of_either_version_is_complete_in_the_other() {
     let server = start().await;
     for (version, field) in [("v1alpha1", "meshTls"), ("v1beta1", "meshTLS")] {
         let spec = format!(
@@ -186,7 +186,7 @@ async fn an_external_workload_of_either_version_is_whole_in_the_one_that_is_read
             ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()],
             "{version}"
         );
-        // A status that is written in the newer version does not trip over what it requires.
+        // A status written in the newer version satisfies the required fields of the schema.
         let status = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
         let patch = [
             "patch",
@@ -202,7 +202,7 @@ async fn an_external_workload_of_either_version_is_whole_in_the_one_that_is_read
 }
 
 #[tokio::test]
-async fn what_is_out_of_bounds_is_refused_with_the_field() {
+async fn values_out_of_bounds_are_refused_with_their_field() {
     let server = start().await;
     let check = async |api_version: &str, kind: &str, spec: &str, expected: &str| {
         let refusal = apply(&server, api_version, kind, spec)
@@ -318,7 +318,7 @@ async fn what_is_out_of_bounds_is_refused_with_the_field() {
     .await;
 }
 
-/// The policies of the demo are for a directory; an API server takes the same files.
+/// The policies of the demo are written for a directory; an API server accepts the same files.
 #[tokio::test]
 async fn the_policies_of_the_demo_are_accepted_as_they_are() {
     let server = start().await;

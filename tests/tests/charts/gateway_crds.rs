@@ -1,7 +1,7 @@
-//! The Gateway API definitions of `tulle-crds` are those of the Gateway API itself, without its descriptions.
+//! The Gateway API definitions of `tulle-crds` equal those of the Gateway API, without descriptions.
 //!
 //! They are read from the Go module that `tools/gateway-api` pins, which generates them from its types.
-//! `TULLE_WRITE_CRDS=1 cargo nextest run -p tulle-tests --test charts gateway_crds` writes the files anew.
+//! `TULLE_WRITE_CRDS=1 cargo nextest run -p tulle-tests --test charts gateway_crds` rewrites the files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,20 +9,19 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-/// A version of a kind.
 struct Version {
     name: &'static str,
     storage: bool,
-    /// The version whose schema it has, which is mostly its own.
+    /// The version whose schema it uses, usually its own.
     schema: &'static str,
-    /// What clients of a deprecated version are told to use.
+    /// The version that replaces a deprecated one, for the deprecation warning.
     instead: Option<&'static str>,
 }
 
 struct Kind {
-    /// As the module has it.
+    /// The definition of the module.
     definition: Value,
-    /// The value of the chart that installs it.
+    /// The chart value that enables the kind.
     value: &'static str,
     versions: &'static [Version],
 }
@@ -48,7 +47,7 @@ fn the_gateway_api_definitions_are_those_of_the_pinned_module() {
 
 fn kinds() -> [Kind; 4] {
     const HTTP: &[Version] = &[Version::stored("v1"), Version::served("v1beta1")];
-    // The module has no v1alpha2 of GRPCRoutes any more; objects of that version were valid as those of v1 are.
+    // The module no longer has v1alpha2 of GRPCRoute. The schema of that version was the same as that of v1.
     const GRPC: &[Version] = &[Version::stored("v1"), Version::deprecated("v1alpha2", "v1")];
     const ALPHA: &[Version] = &[Version::stored("v1alpha2")];
     let module = module();
@@ -60,7 +59,7 @@ fn kinds() -> [Kind; 4] {
     ]
 }
 
-/// The directory of the pinned module, which Go downloads where it is missing, and checks.
+/// The directory of the pinned module. Go downloads and verifies it if it is missing.
 fn module() -> PathBuf {
     let tool = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tools/gateway-api");
     let ran = Command::new("go")
@@ -68,14 +67,14 @@ fn module() -> PathBuf {
         .arg(tool)
         .args(["mod", "download", "-json", "sigs.k8s.io/gateway-api"])
         .output()
-        .expect("go is there, as for the programs of a test's cluster");
+        .expect("go is installed, as for the test cluster");
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-    let told: Value = serde_json::from_slice(&ran.stdout).expect("go tells JSON");
+    let downloaded: Value = serde_json::from_slice(&ran.stdout).expect("go prints JSON");
     assert_eq!(
-        told["Version"], BUNDLE_VERSION,
+        downloaded["Version"], BUNDLE_VERSION,
         "tools/gateway-api/go.mod names another release"
     );
-    told["Dir"].as_str().expect("a directory").into()
+    downloaded["Dir"].as_str().expect("a directory").into()
 }
 
 impl Version {
@@ -118,10 +117,10 @@ impl Kind {
     fn plural(&self) -> &str {
         self.definition["spec"]["names"]["plural"]
             .as_str()
-            .expect("every kind has one")
+            .expect("every kind has a plural name")
     }
 
-    /// The file of the chart: the definition, inside the condition under which it is installed.
+    /// The template of the chart: the definition inside its condition.
     fn template(&self) -> String {
         let spec = serde_yaml_ng::to_string(&json!({ "spec": self.spec() })).expect("JSON is YAML");
         let (value, plural) = (self.value, self.plural());
@@ -148,7 +147,7 @@ metadata:
     fn spec(&self) -> Value {
         let kind = self.definition["spec"]["names"]["kind"]
             .as_str()
-            .expect("every kind has one");
+            .expect("every kind has a plural name");
         let versions = self.versions.iter().map(|version| {
             let mut all = self.definition["spec"]["versions"].as_array().into_iter().flatten();
             let found = all.find(|found| found["name"] == version.schema);
@@ -187,7 +186,7 @@ metadata:
     }
 }
 
-/// Drops what is for readers; of a property that is called so, the schema stays.
+/// Removes descriptions, but not the schema of a property named `description`.
 fn without_descriptions(schema: &mut Value) {
     match schema {
         Value::Object(object) => {

@@ -1,6 +1,6 @@
-//! Whole renderings, compared byte by byte with files below `golden/`.
+//! Compares complete renderings byte by byte with the files in `golden/`.
 //!
-//! A change that means to change them writes them anew: `TULLE_BLESS=1 ./run with cargo nextest run -p tulle-tests --test charts golden`.
+//! To accept changes: `TULLE_BLESS=1 ./run with cargo nextest run -p tulle-tests --test charts golden`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -35,28 +35,28 @@ fn golden_renderings_are_as_recorded() {
     );
 }
 
-/// The objects that are new, gone, or not what they were, and where they begin to differ.
+/// Added, removed and changed objects, with the first difference of each.
 fn differences(recorded: &str, rendered: &str) -> String {
     let (was, is) = (documents(recorded), documents(rendered));
-    let mut told = String::new();
+    let mut differing = String::new();
     for name in was.keys().filter(|name| !is.contains_key(*name)) {
-        let _ = writeln!(told, "  {name} is gone");
+        let _ = writeln!(differing, "  {name} is gone");
     }
     for (name, &text) in &is {
         let Some(&before) = was.get(name) else {
-            let _ = writeln!(told, "  {name} is new");
+            let _ = writeln!(differing, "  {name} is new");
             continue;
         };
         let count = before.lines().count().max(text.lines().count());
         let line = |text: &str, at: usize| text.lines().nth(at).unwrap_or("(its end)").to_owned();
         if let Some(at) = (0..count).find(|at| line(before, *at) != line(text, *at)) {
             let (before, now) = (line(before, at), line(text, at));
-            let _ = writeln!(told, "  {name}, line {}:\n    - {before}\n    + {now}", at + 1);
+            let _ = writeln!(differing, "  {name}, line {}:\n    - {before}\n    + {now}", at + 1);
         }
     }
-    match told.as_str() {
+    match differing.as_str() {
         "" => "  the order of its objects is another\n".to_owned(),
-        _ => told,
+        _ => differing,
     }
 }
 
@@ -70,7 +70,7 @@ fn documents(rendered: &str) -> BTreeMap<String, &str> {
     documents
 }
 
-/// Files, and whose rendering each is.
+/// Golden files, with the installation that each renders.
 const GOLDEN: [(&str, &str); 3] = [
     ("default.yaml", "default"),
     ("highly-available.yaml", "highly available"),

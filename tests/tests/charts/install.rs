@@ -12,7 +12,7 @@ use tulle_tests::charts::Repository;
 async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind() {
     let server = ApiServer::start().await.unwrap();
     let repository = Repository::start().await.unwrap();
-    let helm = Helm::of(server.kubeconfig()).unwrap();
+    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
     let run = |line: &str| helm.run(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
     let before = everything(&server).await;
 
@@ -36,7 +36,7 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind
     assert!(notes.contains("linkerd.io/inject=enabled"), "{notes}");
     assert!(!notes.contains("Values without effect"), "{notes}");
 
-    // What components write at run time survives an upgrade.
+    // Values that components write at run time survive an upgrade.
     let bundle = r#"[{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": "Y2E="}]"#;
     let configuration = "mutatingwebhookconfiguration/linkerd-proxy-injector-webhook-config";
     server
@@ -78,7 +78,7 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind
     assert_eq!(left, expected.iter().map(String::as_str).collect());
 }
 
-/// The names of all objects; but for API services, which come and go with definitions, events and leases of the server.
+/// The names of all objects, except API services, which come and go with definitions, and events and leases of the server.
 async fn everything(server: &ApiServer) -> BTreeSet<String> {
     let kinds = server
         .kubectl(&["api-resources", "--verbs=list", "-o", "name"])

@@ -1,11 +1,13 @@
-//! The Helm charts: what they render, and what an API server makes of it.
+//! The Helm charts: their renderings, and how an API server handles them.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod custom_resources;
 mod gateway_crds;
 mod golden;
 mod install;
+mod monitoring;
 mod objects;
 mod permissions;
 mod render;

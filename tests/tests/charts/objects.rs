@@ -1,11 +1,11 @@
-//! What an API server says to the objects of the charts.
+//! An API server accepts the objects of the charts.
 
 use std::fs;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use tulle_control::inject::values::Values;
-use tulle_control::inject::{self, Config, Decision, Origin, Subject};
+use tulle_control::injection::values::Values;
+use tulle_control::injection::{self, Config, Decision, InjectionOrigin, InjectionTarget};
 use tulle_control::resources::annotations::Annotations;
 use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
@@ -16,7 +16,7 @@ use crate::render;
 async fn an_api_server_accepts_every_object_of_every_installation() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
-    let helm = Helm::of(server.kubeconfig()).unwrap();
+    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
     let apply = async |name: &str, text: &str, dry: &[&str]| {
         let file = server.dir().join("objects.yaml");
         fs::write(&file, text).unwrap();
@@ -35,8 +35,10 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
     assert_eq!(render::objects(&crds).len(), 14);
     apply("the custom resources, twice", &crds, dry).await;
     apply("the custom resources", &crds, &[]).await;
-    // The Prometheus operator's kind, as far as the API server cares about it here.
-    apply("PodMonitor", POD_MONITOR, &[]).await;
+    // Minimal definitions of the kinds of the Prometheus operator.
+    for kind in ["PodMonitor", "PrometheusRule"] {
+        apply(kind, &of_prometheus_operator(kind), &[]).await;
+    }
     server.custom_resources_ready().await.unwrap();
     for (name, values) in render::installations() {
         let values: Vec<&str> = values.iter().map(String::as_str).collect();
@@ -70,7 +72,7 @@ async fn pods_of_the_control_plane_are_admitted_where_the_restricted_standard_is
             pod["kind"] = "Pod".into();
             pod["metadata"]["name"] = deployment["metadata"]["name"].clone();
             pod["metadata"]["namespace"] = "linkerd".into();
-            // These are other objects, which admission looks for.
+            // These fields refer to objects that do not exist here.
             for field in ["serviceAccountName", "priorityClassName", "runtimeClassName"] {
                 pod["spec"].as_object_mut().unwrap().remove(field);
             }
@@ -78,7 +80,7 @@ async fn pods_of_the_control_plane_are_admitted_where_the_restricted_standard_is
             created.unwrap_or_else(|err| panic!("{name}: {err:#}"));
         }
     }
-    // The standard is enforced.
+    // Checks that the standard is enforced at all.
     let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", "namespace": "linkerd"},
         "spec": {"containers": [{"name": "a", "image": "a"}]}});
     let refused = format!("{:#}", create(&server, &pod).await.unwrap_err());
@@ -105,7 +107,7 @@ async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugi
                 .map_err(|err| format!("{err:#}"));
             match expected {
                 Ok(()) => created.unwrap_or_else(|err| panic!("native: {native}: {err}")),
-                // Only the container that writes the redirect needs what the standard refuses.
+                // Only the container that writes the redirect rules needs rights that the standard refuses.
                 Err(_) => {
                     let err = created.unwrap_err();
                     assert!(err.contains("linkerd-init") && err.contains("NET_ADMIN"), "{err}");
@@ -116,7 +118,7 @@ async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugi
     }
 }
 
-/// The pod with a sidecar.
+/// The pod with an injected sidecar.
 fn injected(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
     let mut values = Values {
         cni_enabled,
@@ -126,14 +128,14 @@ fn injected(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
     let config = Config {
         values,
         control_plane_namespace: "linkerd".to_owned(),
-        origin: Origin::Webhook,
+        origin: InjectionOrigin::Webhook,
     };
     let typed: Pod = serde_json::from_value(pod.clone()).unwrap();
     let enabled = Annotations::from([("linkerd.io/inject".to_owned(), "enabled".to_owned())]);
-    let outcome = inject::pod(
+    let outcome = injection::inject_pod(
         &config,
-        &Subject {
-            root: &[],
+        &InjectionTarget {
+            pointer: &[],
             metadata: Some(&typed.metadata),
             spec: typed.spec.as_ref().unwrap(),
             namespace: "shop",
@@ -161,19 +163,25 @@ async fn create(server: &ApiServer, object: &Value) -> anyhow::Result<String> {
         .await
 }
 
-const POD_MONITOR: &str = "
+/// The definition of a kind of the Prometheus operator.
+fn of_prometheus_operator(kind: &str) -> String {
+    let singular = kind.to_ascii_lowercase();
+    format!(
+        "
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
 metadata:
-  name: podmonitors.monitoring.coreos.com
+  name: {singular}s.monitoring.coreos.com
 spec:
   group: monitoring.coreos.com
   scope: Namespaced
-  names: {kind: PodMonitor, plural: podmonitors, singular: podmonitor}
+  names: {{kind: {kind}, plural: {singular}s, singular: {singular}}}
   versions:
     - name: v1
       served: true
       storage: true
       schema:
-        openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}
-";
+        openAPIV3Schema: {{type: object, x-kubernetes-preserve-unknown-fields: true}}
+"
+    )
+}

@@ -1,4 +1,4 @@
-//! What the service accounts of the control plane may do, asked of an API server as `kubectl auth can-i --as` asks.
+//! The permissions of the control plane's service accounts, as `kubectl auth can-i --as` reports them.
 
 use std::fs;
 use std::sync::Arc;
@@ -8,26 +8,26 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tulle_control::kubernetes;
-use tulle_control::webhook::creds::Creds;
-use tulle_control::webhook::keeper::{Config, Keeper};
+use tulle_control::webhook::certificate_controller::{CertificateController, Config};
+use tulle_control::webhook::server_credentials::ServerCredentials;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-use crate::render::{NEEDED, objects};
+use crate::render::{REQUIRED_VALUES, objects};
 
-/// An API server with the chart's permissions and webhook configurations, by these values.
-async fn installed(values: &[&str]) -> ApiServer {
+/// Starts an API server with the permissions and webhook configurations of the chart, rendered with these values.
+async fn start_with_chart(values: &[&str]) -> ApiServer {
     let server = ApiServer::start().await.unwrap();
     for namespace in ["linkerd", "shop"] {
         server.create_namespace(namespace).await.unwrap();
     }
     let rendered = Helm::new()
         .unwrap()
-        .template("tulle-control-plane", &[NEEDED, values].concat())
+        .template("tulle-control-plane", &[REQUIRED_VALUES, values].concat())
         .unwrap();
     let kinds = [
         "ServiceAccount",
@@ -51,12 +51,12 @@ async fn installed(values: &[&str]) -> ApiServer {
     server
 }
 
-/// One question; a name is empty for all objects, and a namespace for the whole cluster.
+/// One access review. An empty name means all objects, and an empty namespace means the whole cluster.
 #[derive(Clone, Copy, Debug)]
 struct Question {
     account: &'static str,
     verb: &'static str,
-    /// With its group: `leases.coordination.k8s.io`, and its subresource: `pods/exec`.
+    /// With its group, as in `leases.coordination.k8s.io`, and its subresource, as in `pods/exec`.
     resource: &'static str,
     namespace: &'static str,
     name: &'static str,
@@ -116,8 +116,8 @@ const VERBS: [&str; 8] = [
     "delete",
     "deletecollection",
 ];
-/// What a component may do with the Secrets that it keeps.
-const KEEPS: [&str; 5] = ["list", "watch", "create", "update", "patch"];
+/// The verbs that a component may use on its own Secrets.
+const SECRET_VERBS: [&str; 5] = ["list", "watch", "create", "update", "patch"];
 const SECRETS: [(&str, &str); 4] = [
     (DESTINATION, "linkerd-sp-validator-k8s-tls"),
     (DESTINATION, "linkerd-policy-validator-k8s-tls"),
@@ -136,8 +136,8 @@ type Row = (
 );
 
 #[tokio::test(flavor = "multi_thread")]
-async fn service_accounts_may_what_the_table_says() {
-    let server = installed(&[]).await;
+async fn service_accounts_have_the_permissions_of_the_table() {
+    let server = start_with_chart(&[]).await;
     let rows: &[Row] = &[
         (
             IDENTITY,
@@ -271,7 +271,7 @@ async fn service_accounts_may_what_the_table_says() {
             ask(question, expected).await;
         }
     }
-    // Secrets: each keeps its own by name, nobody has another's, the issuer's or all of them.
+    // Each account has access to its own Secrets by name, and no account to another's, to the issuer's, or to all Secrets.
     let names = SECRETS.map(|(_, name)| name);
     let others = ["", "linkerd-identity-issuer", "cluster-credentials-west"];
     for account in ACCOUNTS {
@@ -288,11 +288,12 @@ async fn service_accounts_may_what_the_table_says() {
                     namespace,
                     name,
                 };
-                let keeps = namespace == "linkerd" && SECRETS.contains(&(account, name)) && KEEPS.contains(&verb);
+                let keeps =
+                    namespace == "linkerd" && SECRETS.contains(&(account, name)) && SECRET_VERBS.contains(&verb);
                 ask(question, keeps).await;
             }
         }
-        // Ways to become somebody else.
+        // Requests that would allow privilege escalation.
         for (verb, resource) in [
             ("create", "pods/exec"),
             ("create", "pods"),
@@ -323,7 +324,7 @@ const MUTATING: &str = "mutatingwebhookconfigurations.admissionregistration.k8s.
 const VALIDATING: &str = "validatingwebhookconfigurations.admissionregistration.k8s.io";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_is_given_certificates_of_webhooks_has_no_secret_to_keep() {
+async fn components_with_given_webhook_certificates_have_no_access_to_secrets() {
     let pairs = ["proxyInjector", "policyValidator", "profileValidator"]
         .map(|name| format!("--set={name}.crtPEM=certificate,{name}.keyPEM=key"));
     let values: Vec<&str> = pairs
@@ -331,9 +332,9 @@ async fn who_is_given_certificates_of_webhooks_has_no_secret_to_keep() {
         .map(String::as_str)
         .chain(["--set=telemetry.enabled=false"])
         .collect();
-    let server = installed(&values).await;
+    let server = start_with_chart(&values).await;
     for (account, name) in SECRETS {
-        for verb in KEEPS {
+        for verb in SECRET_VERBS {
             let question = Question {
                 account,
                 verb,
@@ -347,8 +348,8 @@ async fn who_is_given_certificates_of_webhooks_has_no_secret_to_keep() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_component_makes_the_secrets_that_it_keeps_and_no_others() {
-    let server = installed(&[]).await;
+async fn a_component_creates_only_its_own_secrets() {
+    let server = start_with_chart(&[]).await;
     let access = kubernetes::Config {
         kubeconfig: Some(server.kubeconfig_of("linkerd", DESTINATION).await.unwrap()),
         ..kubernetes::Config::default()
@@ -374,7 +375,7 @@ async fn a_component_makes_the_secrets_that_it_keeps_and_no_others() {
     let keepers = [Config::sp_validator, Config::policy_validator].map(|config| {
         let config = config("linkerd".to_owned());
         let latch = readiness.latch(config.service);
-        let keeper = Keeper::new(client.clone(), config, Arc::new(Creds::new()));
+        let keeper = CertificateController::new(client.clone(), config, Arc::new(ServerCredentials::new()));
         tokio::spawn(keeper.run(latch, drain.clone()))
     });
     eventually("certificates", async || readiness.is_ready().then_some(())).await;

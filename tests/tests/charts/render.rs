@@ -1,4 +1,4 @@
-//! What the charts render, without a cluster.
+//! Renderings of the charts, without a cluster.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,16 +10,22 @@ use tulle_control::cmd::Command;
 
 use tulle_tests::charts::{Helm, path_of};
 
-/// The values that an installation needs.
-pub(crate) const NEEDED: &[&str] = &[
+/// Required values of an installation.
+pub(crate) const REQUIRED_VALUES: &[&str] = &[
     "--set=identityTrustAnchorsPEM=anchors",
     "--set=identity.issuer.tls.crtPEM=certificate",
     "--set=identity.issuer.tls.keyPEM=key",
 ];
 
-/// Installations that differ, each with its values.
+/// Different installations with their values.
 pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
-    let with = |values: &[&str]| NEEDED.iter().chain(values).map(ToString::to_string).collect::<Vec<_>>();
+    let with = |values: &[&str]| {
+        REQUIRED_VALUES
+            .iter()
+            .chain(values)
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+    };
     let ha = format!("--values={}/values-ha.yaml", path_of("tulle-control-plane"));
     let own = [
         "--set=identity.externalCA=true",
@@ -42,6 +48,10 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
                 "--set=policyValidator.externalSecret=true,policyValidator.caBundle=ca",
                 "--set=profileValidator.externalSecret=true,profileValidator.injectCaFrom=linkerd/sp-validator",
             ]),
+        ),
+        (
+            "with alerts and dashboards",
+            with(&["--set=podMonitor.enabled=true,prometheusRule.enabled=true,dashboards.enabled=true"]),
         ),
         (
             "everything optional",
@@ -79,17 +89,20 @@ fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
 }
 
 fn render(values: &[&str]) -> anyhow::Result<Vec<Value>> {
-    Ok(objects(
-        &Helm::new()
-            .unwrap()
-            .template("tulle-control-plane", &[NEEDED, values].concat())?,
-    ))
+    Ok(objects(&Helm::new().unwrap().template(
+        "tulle-control-plane",
+        &[REQUIRED_VALUES, values].concat(),
+    )?))
 }
 
 #[test]
-fn the_charts_are_without_fault_for_helm() {
+fn helm_lint_accepts_the_charts() {
     for chart in ["tulle-crds", "tulle-control-plane"] {
-        let needed = if chart == "tulle-crds" { &[][..] } else { NEEDED };
+        let needed = if chart == "tulle-crds" {
+            &[][..]
+        } else {
+            REQUIRED_VALUES
+        };
         let report = Helm::new()
             .unwrap()
             .run(&[&["lint", "--strict", &path_of(chart)], needed].concat())
@@ -140,7 +153,7 @@ fn network_policies_name_every_port_of_every_component_once() {
             allowed.sort_unstable();
             let container = &template["spec"]["containers"][0];
             assert_eq!(allowed, numbers(&container["ports"], "containerPort"), "{component}");
-            // Each port is for whom its number says.
+            // The port number determines the permitted clients of a rule.
             for rule in rules {
                 let of = |cidr: &str| json!([{"ipBlock": {"cidr": cidr}}]);
                 for port in numbers(&rule["ports"], "port") {
@@ -169,7 +182,11 @@ fn rendering_twice_gives_the_same_bytes() {
 #[test]
 fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
     let check = |chart: &str, value: &str, expected: &[&str]| {
-        let needed = if chart == "tulle-crds" { &[][..] } else { NEEDED };
+        let needed = if chart == "tulle-crds" {
+            &[][..]
+        } else {
+            REQUIRED_VALUES
+        };
         let refusal = Helm::new()
             .unwrap()
             .template(chart, &[needed, &[value]].concat())
@@ -222,9 +239,9 @@ fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
 }
 
 #[test]
-fn values_that_contradict_each_other_are_refused_with_the_way_out() {
+fn contradictory_values_are_refused_with_a_fix() {
     let check = |without: &str, values: &[&str], expected: &[&str]| {
-        let needed = NEEDED
+        let needed = REQUIRED_VALUES
             .iter()
             .filter(|value| without.is_empty() || !value.contains(without));
         let args: Vec<&str> = needed.chain(values).copied().collect();
@@ -290,7 +307,7 @@ fn values_that_contradict_each_other_are_refused_with_the_way_out() {
             &[&set(&["externalSecret=true", "injectCaFrom=a/b", "caBundle=ca"])],
             &[webhook, "caBundle"],
         );
-        check("", &[&set(&["crtPEM=certificate"])], &[webhook, "belong together"]);
+        check("", &[&set(&["crtPEM=certificate"])], &[webhook, "must be set together"]);
     }
 }
 
@@ -331,7 +348,7 @@ fn services_have_the_ports_that_proxies_and_the_api_server_dial() {
             (1, &json!(port), &target),
             "{name}"
         );
-        // A named port is one that the component's container has.
+        // A named port exists in the component's container.
         let deployment = find(&objects, "Deployment", &format!("linkerd-{component}"));
         let declared = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
             .as_array()
@@ -363,7 +380,7 @@ fn services_have_the_ports_that_proxies_and_the_api_server_dial() {
 }
 
 #[test]
-fn without_telemetry_there_is_nothing_of_it() {
+fn without_telemetry_none_of_its_objects_are_rendered() {
     let of_telemetry = |values: &[&str]| {
         let text = Value::from(render(values).unwrap()).to_string();
         ["linkerd-telemetry", "telemetry.tulle.dev", "8089"].map(|word| text.contains(word))
@@ -442,7 +459,7 @@ fn keys_are_in_their_secrets_only() {
 }
 
 #[test]
-fn credentials_of_one_s_own_are_mounted_and_not_made() {
+fn external_credentials_are_mounted_and_not_created() {
     let helm = Helm::new().unwrap();
     let made = |values: &[&str]| {
         let objects = objects(&helm.template("tulle-control-plane", values).unwrap());
@@ -467,7 +484,7 @@ fn credentials_of_one_s_own_are_mounted_and_not_made() {
             is("ConfigMap", "linkerd-identity-trust-roots"),
         )
     };
-    let (issuer, anchors) = made(NEEDED);
+    let (issuer, anchors) = made(REQUIRED_VALUES);
     assert_eq!(
         issuer.unwrap()["data"],
         json!({"crt.pem": "Y2VydGlmaWNhdGU=", "key.pem": "a2V5"})
@@ -478,12 +495,12 @@ fn credentials_of_one_s_own_are_mounted_and_not_made() {
         "--set=identity.issuer.scheme=kubernetes.io/tls",
     ];
     assert_eq!(made(&own), (None, None));
-    let (issuer, anchors) = made(&[own[1], NEEDED[0]]);
+    let (issuer, anchors) = made(&[own[1], REQUIRED_VALUES[0]]);
     assert!(issuer.is_none() && anchors.is_some());
 }
 
 #[test]
-fn each_component_asks_the_api_server_as_often_as_its_values_say() {
+fn each_component_uses_the_request_rate_of_its_values() {
     let rates = |values: &[&str]| {
         let objects = render(values).unwrap();
         ["destination", "identity", "proxy-injector"].map(|component| {
@@ -508,7 +525,7 @@ fn each_component_asks_the_api_server_as_often_as_its_values_say() {
 }
 
 #[test]
-fn pod_monitors_look_where_they_are_told_and_have_their_labels() {
+fn pod_monitors_have_the_configured_namespaces_and_labels() {
     let monitors = |values: &[&str]| {
         let mut monitors = render(&[&["--set=podMonitor.enabled=true"][..], values].concat()).unwrap();
         monitors.retain(|object| object["kind"] == "PodMonitor");
@@ -577,7 +594,7 @@ fn each_switch_of_the_gateway_api_installs_its_kinds() {
 }
 
 #[test]
-fn the_levels_of_destination_and_policy_become_one_filter() {
+fn the_log_levels_of_destination_and_policy_become_one_filter() {
     let check = |all: &str, policy: &str, expected: &str| {
         let values = [
             format!("--set=controllerLogLevel={all}"),
@@ -600,7 +617,7 @@ fn the_levels_of_destination_and_policy_become_one_filter() {
 }
 
 #[test]
-fn every_value_is_explained_and_known_to_the_schema() {
+fn every_value_has_a_comment_and_a_schema() {
     for chart in ["tulle-crds", "tulle-control-plane"] {
         let text = fs::read_to_string(format!("{}/values.yaml", path_of(chart))).unwrap();
         let schema = fs::read_to_string(format!("{}/values.schema.json", path_of(chart))).unwrap();
@@ -629,7 +646,7 @@ fn every_value_is_explained_and_known_to_the_schema() {
 }
 
 fn collect<'a>(value: &'a Value, within: &str, names: &mut BTreeSet<&'a str>) {
-    // What is below these is the user's own, or Kubernetes'.
+    // Fields below these are defined by the user or by Kubernetes.
     const FREE: &[&str] = &[
         "nodeSelector",
         "namespaceSelector",
@@ -650,7 +667,7 @@ fn indent(line: &str) -> usize {
     line.len() - line.trim_start().len()
 }
 
-/// Whether a comment stands directly above a line, or above one of those that it is inside of.
+/// Whether a comment is directly above a line, or above one of the lines that contain it.
 fn explained(lines: &[&str], mut n: usize) -> bool {
     let is_comment = |line: &str| line.trim_start().starts_with('#');
     loop {

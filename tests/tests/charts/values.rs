@@ -1,4 +1,4 @@
-//! The values of Linkerd's chart: all are taken, and those that have no effect are told.
+//! The values of Linkerd's chart: all are accepted, and the ones without effect are listed after an installation.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,35 +8,35 @@ use serde_json::{Map, Value, json};
 use tulle_tests::charts::{Helm, path_of};
 use tulle_tests::cluster::ApiServer;
 
-use crate::render::NEEDED;
+use crate::render::REQUIRED_VALUES;
 
 /// Values by path, such as `proxy.ports.admin`.
 type Values = BTreeMap<String, Value>;
 
 #[test]
-fn every_value_of_linkerd_s_chart_is_taken() {
-    let [defaults, others] = linkerd_s();
+fn every_value_of_linkerds_chart_is_accepted() {
+    let [defaults, others] = linkerd_values();
     for (name, values) in [("its defaults", defaults), ("what has no default", others)] {
         let dir = tempfile::tempdir().unwrap();
         let file = write(&dir, &values);
         let rendered = Helm::new()
             .unwrap()
-            .template("tulle-control-plane", &[&[file.as_str()][..], NEEDED].concat());
+            .template("tulle-control-plane", &[&[file.as_str()][..], REQUIRED_VALUES].concat());
         rendered.unwrap_or_else(|err| panic!("{name}: {err:#}"));
     }
 }
 
 #[test]
-fn defaults_are_linkerd_s_but_for_those_that_say_why() {
+fn defaults_are_those_of_linkerd_except_documented_ones() {
     let ours = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
     let ours: Value = serde_yaml_ng::from_str(&ours).unwrap();
-    let [theirs, _] = linkerd_s();
+    let [theirs, _] = linkerd_values();
     for (path, theirs) in theirs {
         let mine = path.split('.').fold(&ours, |within, name| &within[name]);
         let differs = mine != &theirs && !(is_none(mine) && is_none(&theirs));
         assert_eq!(
             differs,
-            OURS.contains(&path.as_str()),
+            DIFFERENT_DEFAULTS.contains(&path.as_str()),
             "{path}: {mine}, Linkerd's {theirs}"
         );
     }
@@ -44,22 +44,22 @@ fn defaults_are_linkerd_s_but_for_those_that_say_why() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn values_without_effect_are_named_after_an_installation() {
-    // Helm asks for a version before it renders notes, and for nothing else.
+    // Helm queries the version of the API server before it renders notes, and nothing else.
     let server = ApiServer::start().await.unwrap();
-    let helm = Helm::of(server.kubeconfig()).unwrap();
+    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let told = |values: &Values| {
+    let listed = |values: &Values| {
         let file = write(&dir, values);
         let chart = path_of("tulle-control-plane");
         let fixed = ["install", "tulle", &chart, "--dry-run=client", "--hide-secret", &file];
-        let notes = helm.run(&[&fixed[..], NEEDED].concat()).unwrap();
+        let notes = helm.run(&[&fixed[..], REQUIRED_VALUES].concat()).unwrap();
         let (_, lines) = notes.split_once("Values without effect:").unwrap_or_default();
         let names = lines.lines().filter_map(|line| line.trim().split_once(": "));
         names.map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
     };
-    assert_eq!(told(&Values::new()), [""; 0]);
-    let [mut defaults, _] = linkerd_s();
-    assert_eq!(told(&defaults), ["disableHeartBeat"]);
+    assert_eq!(listed(&Values::new()), [""; 0]);
+    let [mut defaults, _] = linkerd_values();
+    assert_eq!(listed(&defaults), ["disableHeartBeat"]);
 
     let unused: Values = UNUSED
         .iter()
@@ -69,22 +69,22 @@ async fn values_without_effect_are_named_after_an_installation() {
     let collector =
         json!({"endpoint": "collector:4317", "meshIdentity": {"serviceAccountName": "a", "namespace": "b"}});
     set.insert("proxy.tracing.collector".to_owned(), collector);
-    let mut names = told(&set);
+    let mut names = listed(&set);
     names.sort();
     assert_eq!(names, unused.keys().cloned().collect::<Vec<_>>());
-    // What has an effect is not told, though it be set.
+    // A value with an effect is not listed even if it is set.
     defaults.insert("kubeAPI.clientQPS".to_owned(), json!(50));
     defaults.insert("disableHeartBeat".to_owned(), json!(true));
-    assert_eq!(told(&defaults), [""; 0]);
+    assert_eq!(listed(&defaults), [""; 0]);
 
     let text = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
-    for path in said_to_be_unused(&text) {
+    for path in documented_as_unused(&text) {
         assert!(unused.contains_key(&path), "the notes do not know {path}");
     }
 }
 
-/// The paths below comments that begin with `Not used`.
-fn said_to_be_unused(text: &str) -> Vec<String> {
+/// The paths below comments that start with `Not used`.
+fn documented_as_unused(text: &str) -> Vec<String> {
     let mut within: Vec<(usize, &str)> = Vec::new();
     let mut found = Vec::new();
     let mut is_unused = false;
@@ -105,7 +105,7 @@ fn said_to_be_unused(text: &str) -> Vec<String> {
     found
 }
 
-fn linkerd_s() -> [Values; 2] {
+fn linkerd_values() -> [Values; 2] {
     let documents = serde_yaml_ng::Deserializer::from_str(include_str!("linkerd_values.yaml"));
     let values: Vec<Values> = documents
         .map(|document| Values::deserialize(document).unwrap())
@@ -113,7 +113,7 @@ fn linkerd_s() -> [Values; 2] {
     values.try_into().unwrap()
 }
 
-/// A file of values, as an argument for Helm.
+/// Writes a values file and returns its path as an argument for Helm.
 fn write(dir: &tempfile::TempDir, values: &Values) -> String {
     let mut nested = Map::new();
     for (path, value) in values {
@@ -123,7 +123,7 @@ fn write(dir: &tempfile::TempDir, values: &Values) -> String {
             let entry = within.entry(part).or_insert_with(|| json!({}));
             within = entry
                 .as_object_mut()
-                .unwrap_or_else(|| panic!("{path} is within a value"));
+                .unwrap_or_else(|| panic!("{path} is inside another value"));
         }
         within.insert(name.to_owned(), value.clone());
     }
@@ -132,7 +132,7 @@ fn write(dir: &tempfile::TempDir, values: &Values) -> String {
     format!("--values={}", file.display())
 }
 
-/// Charts write nothing in several ways.
+/// Charts write an empty value in several ways.
 fn is_none(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -142,31 +142,31 @@ fn is_none(value: &Value) -> bool {
     }
 }
 
-/// Defaults of ours that are not Linkerd's.
-const OURS: [&str; 13] = [
+/// Defaults that differ from Linkerd's.
+const DIFFERENT_DEFAULTS: [&str; 13] = [
     "controllerImage",
     "proxy.image.name",
-    // There is none of ours.
+    // tulle has no debug container.
     "debugContainer.image.name",
-    // Nothing is reported.
+    // tulle reports nothing.
     "disableHeartBeat",
-    // kubeAPI is the default.
+    // Defaults to the setting of kubeAPI.
     "identity.kubeAPI.clientQPS",
     "identity.kubeAPI.clientBurst",
     // There is no linkerd-viz.
     "podMonitor.controller.namespaceSelector",
-    // Whoever waits for the pod waits for it.
+    // The proxy is probed immediately, because clients wait for the pod to be ready.
     "proxy.readinessProbe.initialDelaySeconds",
-    // The injector has these without being told.
+    // The injector sets these without a value.
     "networkValidator.securityContext",
     "proxy.tracing.labels",
-    // No port bypasses policies unless somebody has skipped it: 4567 and 4568 (Galera) are opaque instead.
+    // No port bypasses policies unless it is skipped explicitly: 4567 and 4568 (Galera) are opaque instead.
     "proxyInit.ignoreInboundPorts",
     "proxyInit.ignoreOutboundPorts",
     "proxy.opaquePorts",
 ];
 
-/// Every value without effect, set to something.
+/// Every value without effect, with a setting.
 const UNUSED: [(&str, &str); 37] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),

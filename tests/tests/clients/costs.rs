@@ -1,14 +1,14 @@
-//! What a request costs, by the bench's count of instructions and allocations.
+//! Costs of a request, in instructions and allocations as the bench counts them.
 
 use std::path::Path;
 use std::process::Command;
 
-use tulle_tests::programs::shipped;
+use tulle_tests::programs::static_binaries_dir;
 
 use crate::scene::can_run;
 
 #[test]
-fn a_request_costs_no_more_than_is_noted_down_and_nothing_for_what_nobody_asked_for() {
+fn a_request_costs_no_more_than_its_baseline_and_nothing_for_disabled_features() {
     costs(&[]);
 }
 
@@ -21,8 +21,8 @@ fn costs(args: &[&str]) {
     if !can_run(&["valgrind", "h2load"]) {
         return;
     }
-    // The counts are of what is shipped, as far as it is optimised without the minutes that the last bit takes.
-    let output = Command::new(shipped().unwrap().join("tulle-bench"))
+    // The static binaries have the optimisations of a release, except the slow last steps.
+    let output = Command::new(static_binaries_dir().unwrap().join("tulle-bench"))
         .arg("costs")
         .args(args)
         .arg("--baseline")

@@ -1,25 +1,25 @@
-//! The sidecar's own port: mutual TLS and a transport header, or nothing.
+//! The inbound port of the sidecar accepts only mutual TLS with a transport header.
 
 use tulle_core::names::port;
 use tulle_tests::credentials::{Leaf, Validity};
 
 use crate::openssl::Client;
-use crate::programs::Said;
-use crate::scene::{HTTP, SERVER, Scene, identity, scene};
+use crate::programs::ProgramOutput;
+use crate::scene::{HTTP, SERVER, Testbed, identity, scene};
 
 #[test]
 fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_reason() {
     let Some(scene) = scene(&["openssl"]) else { return };
     let peer = identity("peer");
     let valid = scene.credentials.leaf(&peer, Validity::Current);
-    let expired = scene.credentials.leaf(&peer, Validity::Over);
+    let expired = scene.credentials.leaf(&peer, Validity::Expired);
     let foreign = scene.credentials.foreign_leaf(&peer);
 
-    let said = ask(&scene, ALPN, Some(&valid));
-    assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
-    assert!(said.out.contains("ALPN protocol: transport.l5d.io/v1"), "{said:?}");
+    let output = ask(&scene, ALPN, Some(&valid));
+    assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
+    assert!(output.out.contains("ALPN protocol: transport.l5d.io/v1"), "{output:?}");
     let header = "inbound_tcp_transport_header_connections_total";
-    scene.counts(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
+    scene.wait_for_series(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
 
     let mut refused = Vec::new();
     for (shown, reason) in [
@@ -27,34 +27,34 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
         (Some(&foreign), "foreign_ca"),
         (Some(&expired), "expired"),
     ] {
-        let said = ask(&scene, ALPN, shown);
-        assert!(!said.out.contains("HTTP/"), "{reason}: {said:?}");
+        let output = ask(&scene, ALPN, shown);
+        assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:4143\""];
-        scene.counts("tulle_inbound_tls_failures_total", &target, "reason", &refused);
+        scene.wait_for_series("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
-    // Who does not say that a header follows is no peer.
-    let said = ask(&scene, None, Some(&valid));
-    assert!(!said.out.contains("HTTP/"), "{said:?}");
+    // A client whose ALPN does not announce the transport header is refused.
+    let output = ask(&scene, None, Some(&valid));
+    assert!(!output.out.contains("HTTP/"), "{output:?}");
     let cause = ["cause=\"bad-transport-header\""];
-    scene.counts("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
-    scene.counts(header, &[], "target_port", &[("8080", 1)]);
+    scene.wait_for_series("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
+    scene.wait_for_series(header, &[], "target_port", &[("8080", 1)]);
 }
 
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
-/// Asks for the application's HTTP port from outside.
-fn ask(scene: &Scene, alpn: Option<&'static str>, shown: Option<&Leaf>) -> Said {
+/// Requests the application's HTTP port from outside.
+fn ask(scene: &Testbed, alpn: Option<&'static str>, shown: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),
         alpn,
-        shown,
+        certificate: shown,
     };
-    client.say(&scene.outside, &[&header(HTTP), REQUEST].concat())
+    client.connect_and_send(&scene.outside, &[&header(HTTP), REQUEST].concat())
 }
 
-/// A transport header, byte by byte: preface, length, and a message whose field 1 is the port.
+/// A transport header as bytes: preface, length, and a message with the port as field 1.
 fn header(port: u16) -> Vec<u8> {
     let mut message = vec![1 << 3];
     let mut rest = port;

@@ -1,4 +1,4 @@
-//! Both families through the shipped binaries: what is dialled, endpoints, policies, and the proxy's own servers.
+//! IPv4 and IPv6 with the shipped binaries: original destinations, endpoints, policies, and the proxy's own servers.
 
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -10,15 +10,15 @@ use tokio::time::Instant;
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 use tulle_tests::credentials::Validity;
-use tulle_tests::hosts::admin;
+use tulle_tests::hosts::admin_get;
 
 use crate::openssl;
 use crate::programs;
 use crate::scene::{
-    CONTROL, GRPC, GUARDED, HTTP, OUTSIDE, SERVER, SERVICE, Scene, Setup, both, can_run, identity, scene, v6,
+    CONTROL, GRPC, HTTP, OUTSIDE, RESTRICTED, SERVER, SERVICE, Setup, Testbed, both, can_run, identity, scene, v6,
 };
 
-/// Host names are literals of IPv6, as clients write them.
+/// Host names in the requests are IPv6 literals, as clients write them.
 #[test]
 fn a_service_is_reached_by_either_of_its_addresses() {
     let Some(scene) = scene(&["curl"]) else { return };
@@ -26,12 +26,12 @@ fn a_service_is_reached_by_either_of_its_addresses() {
         for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
             let url = format!("http://{}/headers", SocketAddr::new(ip, HTTP));
             let args = ["-sS", flag, "-g", "-w", "\n%{http_version} %{http_code}", &url];
-            let said = programs::run(&scene.client, "curl", &args, b"");
-            let (headers, facts) = said.out.rsplit_once('\n').unwrap_or_default();
-            assert_eq!(facts, format!("{version} 200"), "{said:?}");
-            // Both sidecars were on the way.
+            let response = programs::run(&scene.client, "curl", &args, b"");
+            let (headers, facts) = response.out.rsplit_once('\n').unwrap_or_default();
+            assert_eq!(facts, format!("{version} 200"), "{response:?}");
+            // The header proves that both sidecars handled the request.
             let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));
-            assert!(headers.contains(&client), "{said:?}");
+            assert!(headers.contains(&client), "{response:?}");
         }
     }
     let host = format!("http://[{}]:{HTTP}/headers", v6(SERVICE));
@@ -44,7 +44,7 @@ fn where_ipv6_is_served_an_endpoint_with_both_families_is_reached_by_it() {
     if !can_run(&["curl"]) {
         return;
     }
-    let scene = Scene::build(Setup {
+    let scene = Testbed::build(Setup {
         control: &["-enable-ipv6"],
         ..Setup::default()
     });
@@ -53,21 +53,21 @@ fn where_ipv6_is_served_an_endpoint_with_both_families_is_reached_by_it() {
         assert!(answer.starts_with("HTTP/1.1 200"), "{ip}: {answer}");
         let target = format!("target_addr=\"{}\"", SocketAddr::from((v6(SERVER), HTTP)));
         let allowed = "inbound_http_authz_allow_total";
-        scene.counts(allowed, &[&target], "client_id", &[(&identity("client"), n)]);
+        scene.wait_for_series(allowed, &[&target], "client_id", &[(&identity("client"), n)]);
     }
 }
 
 #[test]
-fn what_arrives_by_ipv6_is_held_to_the_policy_of_its_port() {
+fn the_policy_of_a_port_applies_to_ipv6() {
     let Some(scene) = scene(&["openssl"]) else { return };
     let to = SocketAddr::from((v6(SERVER), HTTP));
     assert!(get(&scene.outside, None, to).starts_with("HTTP/1.1 403"));
     let peer = identity("peer");
     let valid = scene.credentials.leaf(&peer, Validity::Current);
-    // At the application's port, and at the proxy's own.
+    // On the application's port and on the proxy's inbound port.
     for (port, alpn, expected) in [
         (HTTP, None, "HTTP/1.1 200 OK"),
-        (GUARDED, None, "HTTP/1.1 403"),
+        (RESTRICTED, None, "HTTP/1.1 403"),
         (
             port::INBOUND,
             Some("transport.l5d.io/v1"),
@@ -78,16 +78,16 @@ fn what_arrives_by_ipv6_is_held_to_the_policy_of_its_port() {
             to: (v6(SERVER), port).into(),
             name: &identity("server"),
             alpn,
-            shown: Some(&valid),
+            certificate: Some(&valid),
         };
-        let said = client.say(
+        let response = client.connect_and_send(
             &scene.outside,
             b"GET / HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n",
         );
-        assert!(said.out.contains(expected), "{port}: {said:?}");
+        assert!(response.out.contains(expected), "{port}: {response:?}");
     }
     let target = format!("target_addr=\"{to}\"");
-    scene.counts("tulle_inbound_denied_total", &[&target], "reason", &[("no-tls", 1)]);
+    scene.wait_for_series("tulle_inbound_denied_total", &[&target], "reason", &[("no-tls", 1)]);
 }
 
 #[test]
@@ -105,10 +105,10 @@ fn networks_of_either_family_are_permitted_and_excepted() {
         let to = SocketAddr::new(if from.is_ipv4() { v4 } else { v6 }, GRPC);
         get(&scene.outside, Some(from), to)
     };
-    // The manifest may be a moment late, and without it the port is for meshed clients.
-    let deadline = Instant::now() + PATIENCE;
+    // The proxy may receive the manifest a moment late. Until then the port is for meshed clients.
+    let deadline = Instant::now() + READ_TIMEOUT;
     while asked(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
-        assert!(Instant::now() < deadline, "nobody is permitted");
+        assert!(Instant::now() < deadline, "no client is permitted");
     }
     for (from, permitted) in [
         (IpAddr::from(OUTSIDE), true),
@@ -118,7 +118,7 @@ fn networks_of_either_family_are_permitted_and_excepted() {
         (other.into(), true),
         (v6(other).into(), false),
     ] {
-        // Permitted, it gets to an application that is not there.
+        // The proxy permits the request and forwards it, but no application listens.
         let expected = if permitted { "HTTP/1.1 502" } else { "HTTP/1.1 403" };
         let answer = asked(from);
         assert!(answer.starts_with(expected), "{from}: {answer}");
@@ -126,7 +126,7 @@ fn networks_of_either_family_are_permitted_and_excepted() {
 }
 
 #[test]
-fn outside_of_the_cluster_a_network_of_ipv6_is_forbidden_and_its_neighbour_is_not() {
+fn an_egress_network_for_ipv6_denies_only_its_own_addresses() {
     let Some(scene) = scene(&[]) else { return };
     let [forbidden, neighbour] = ["2001:db8::1", "2001:db8:0:1::1"].map(|ip| ip.parse::<IpAddr>().unwrap());
     for ip in [forbidden, neighbour] {
@@ -140,10 +140,10 @@ fn outside_of_the_cluster_a_network_of_ipv6_is_forbidden_and_its_neighbour_is_no
         .run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, HTTP)))
         .unwrap()
         .unwrap();
-    // Ends with the test's process.
+    // The thread ends with the test's process.
     thread::spawn(move || {
         for mut stream in application.incoming().flatten() {
-            // Clients say what they like and hear the same.
+            // Reads and ignores any request; the answer is always the same.
             let _ = stream.read(&mut [0; 1024]);
             let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n");
         }
@@ -151,14 +151,14 @@ fn outside_of_the_cluster_a_network_of_ipv6_is_forbidden_and_its_neighbour_is_no
     let answer = |ip| get(&scene.client, None, SocketAddr::new(ip, HTTP));
     assert!(answer(forbidden).starts_with("HTTP/1.1 204"), "{}", answer(forbidden));
     scene.manifest("egress.yaml", EGRESS);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + READ_TIMEOUT;
     while !answer(forbidden).starts_with("HTTP/1.1 403") {
         assert!(Instant::now() < deadline, "{}", answer(forbidden));
     }
     assert!(answer(neighbour).starts_with("HTTP/1.1 204"), "{}", answer(neighbour));
 }
 
-/// Control plane, metrics and tap, each by its address of IPv6.
+/// Control plane, metrics and tap, each by its IPv6 address.
 #[test]
 fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     if !can_run(&["openssl"]) {
@@ -167,7 +167,7 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     let at = |port: u16| SocketAddr::from((v6(CONTROL), port)).to_string();
     let (identity_addr, destination, policy) = (at(port::IDENTITY), at(port::DESTINATION), at(port::POLICY));
     let own = both(SERVER).map(|ip| ip.to_string()).join(",");
-    let scene = Scene::build(Setup {
+    let scene = Testbed::build(Setup {
         variables: &[
             ("LINKERD2_PROXY_INBOUND_IPS", &own),
             ("LINKERD2_PROXY_IDENTITY_SVC_ADDR", &identity_addr),
@@ -183,7 +183,8 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
         ..Setup::default()
     });
     for ip in both(SERVER) {
-        // Without an identity, others are told of a port that needs one only that the proxy is ready; its own host is told all.
+        // On a port that requires an identity, clients without one may read only readiness. Clients on the same host
+        // may read all pages.
         let ready = get_path(&scene.client, None, (ip, port::ADMIN).into(), "/ready");
         assert!(ready.starts_with("HTTP/1.1 200"), "{ip}: {ready}");
         let metrics = get_path(&scene.server, None, (ip, port::ADMIN).into(), "/metrics");
@@ -194,23 +195,23 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
             to: (ip, port::TAP).into(),
             name: &identity("server"),
             alpn: None,
-            shown: None,
+            certificate: None,
         };
-        let said = tap.say(&scene.client, b"no HTTP/2\r\n\r\n");
-        assert!(said.certificate().starts_with("-----BEGIN"), "{ip}: {said:?}");
+        let response = tap.connect_and_send(&scene.client, b"no HTTP/2\r\n\r\n");
+        assert!(response.certificate().starts_with("-----BEGIN"), "{ip}: {response:?}");
     }
 }
 
 /// Charts give both loopback addresses to every proxy that may have IPv6.
 #[test]
-fn a_machine_without_ipv6_is_served_in_the_other_family() {
+fn a_machine_without_ipv6_uses_ipv4() {
     let Some(scene) = scene(&["curl"]) else { return };
     let host = &scene.outside;
     let disabled = || std::fs::write("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1");
     host.run(disabled).unwrap().unwrap();
     let mut sidecar = scene.start_sidecar("client", host, &scene.dir().join("tulle-proxy"), Setup::default());
     sidecar
-        .wait_for("certificate", |_| Ok(admin(host, "/ready").is_ok()))
+        .wait_for("certificate", |_| Ok(admin_get(host, "/ready").is_ok()))
         .unwrap();
     let listening = host
         .run(|| TcpStream::connect((Ipv4Addr::LOCALHOST, port::OUTBOUND)))
@@ -228,16 +229,15 @@ fn get(host: &Namespace, from: Option<IpAddr>, to: SocketAddr) -> String {
     get_path(host, from, to, "/")
 }
 
-/// All that is answered.
 fn get_path(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, path: &str) -> String {
     let asked = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
         if let Some(from) = from {
             socket.bind(&SocketAddr::new(from, 0).into())?;
         }
-        socket.connect_timeout(&to.into(), PATIENCE)?;
+        socket.connect_timeout(&to.into(), READ_TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nhost: {to}\r\nconnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -278,4 +278,4 @@ kind: EgressNetwork
 metadata: {name: documents, namespace: shop}
 spec: {trafficPolicy: Deny, networks: [{cidr: \"2001:db8::/64\"}]}
 ";
-const PATIENCE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);

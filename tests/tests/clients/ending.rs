@@ -1,4 +1,4 @@
-//! Sidecars that are sent SIGTERM under load.
+//! Sidecars that receive SIGTERM under load.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -12,10 +12,10 @@ use nix::unistd::Pid;
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
-use crate::scene::{HTTP, Scene, scene, service};
+use crate::scene::{HTTP, Testbed, scene, service};
 
 #[test]
-fn a_sidecar_that_is_told_to_end_goes_on_while_its_application_listens_and_fails_nothing() {
+fn a_sidecar_after_sigterm_serves_while_its_application_listens_without_failures() {
     let Some(scene) = scene(&[]) else { return };
     let (stop, n_ok) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let load: Vec<_> = (0..4)
@@ -29,42 +29,42 @@ fn a_sidecar_that_is_told_to_end_goes_on_while_its_application_listens_and_fails
             })
         })
         .collect();
-    until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
-    // Others may not know yet that it ends: it takes whatever comes.
+    wait_until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
+    // Clients may not know yet that the sidecar is shutting down, so it still accepts connections.
     terminate(&scene, "sidecar-server");
     let before = n_ok.load(Ordering::Relaxed);
-    until("requests go on", || n_ok.load(Ordering::Relaxed) > before + 50);
+    wait_until("requests go on", || n_ok.load(Ordering::Relaxed) > before + 50);
     stop.store(true, Ordering::Relaxed);
     load.into_iter().for_each(joined);
-    // Told once more: nothing new.
+    // A second SIGTERM changes nothing.
     let n_before = n_ok.load(Ordering::Relaxed) as u64;
     ends_with_all_in_flight(&scene, "sidecar-server", n_before);
 }
 
-/// Where nobody listens, nobody is to be waited for.
+/// No application listens on this host, so the sidecar does not wait for one.
 #[test]
-fn a_sidecar_of_a_client_that_is_told_to_end_fails_nothing_in_flight() {
+fn a_clients_sidecar_after_sigterm_completes_all_requests_in_flight() {
     let Some(scene) = scene(&[]) else { return };
     ends_with_all_in_flight(&scene, "sidecar-client", 0);
 }
 
-/// Sends SIGTERM while requests are with the application, and waits for their answers and the end.
-fn ends_with_all_in_flight(scene: &Scene, sidecar: &str, n_before: u64) {
+/// Sends SIGTERM while the application processes requests, and waits for their responses and the exit.
+fn ends_with_all_in_flight(scene: &Testbed, sidecar: &str, n_before: u64) {
     let in_flight: Vec<_> = (0..8)
         .map(|_| in_client(scene, || assert_ok(&ask("/delay/2000"))))
         .collect();
     let labels = ["direction=\"inbound\"", "target_port=\"8080\""];
-    scene.at_least("request_total", &labels, n_before + 8);
+    scene.wait_for_count("request_total", &labels, n_before + 8);
     let pid = terminate(scene, sidecar);
     in_flight.into_iter().for_each(joined);
-    until("the sidecar has ended", || {
+    wait_until("the sidecar has ended", || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // Nobody has asked for its status yet.
+        // A process that has exited, whose parent has not yet read its status, is a zombie.
         stat.is_empty() || stat.contains(") Z ")
     });
 }
 
-fn terminate(scene: &Scene, process: &str) -> Pid {
+fn terminate(scene: &Testbed, process: &str) -> Pid {
     let pid = Pid::from_raw(scene.process(process).id().cast_signed());
     kill(pid, Signal::SIGTERM).unwrap();
     pid
@@ -74,8 +74,8 @@ fn assert_ok(answer: &str) {
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
 }
 
-/// Runs something at the client's host.
-fn in_client(scene: &Scene, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+/// Runs a closure on a thread in the client's namespace.
+fn in_client(scene: &Testbed, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
     let host: Arc<Namespace> = scene.client.clone();
     thread::spawn(move || host.run(run).unwrap())
 }
@@ -86,7 +86,7 @@ fn joined(thread: JoinHandle<()>) {
     }
 }
 
-/// One request over a connection of its own; the whole answer.
+/// Sends one request on its own connection and returns the whole response.
 fn ask(path: &str) -> String {
     let to: SocketAddr = service(HTTP);
     let asking = || -> std::io::Result<String> {
@@ -100,7 +100,7 @@ fn ask(path: &str) -> String {
     asking().unwrap_or_else(|error| error.to_string())
 }
 
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
+fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + LIMIT;
     while !condition() {
         assert!(Instant::now() < deadline, "not true in time: {what}");

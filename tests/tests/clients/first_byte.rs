@@ -1,4 +1,4 @@
-//! A server that speaks first, on a port of which nobody knows that it does.
+//! A server-speaks-first application on a port that is not known to be one.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -10,20 +10,26 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
-use crate::scene::{GREETING, SERVER, Scene, scene, service};
+use crate::scene::{SERVER, SERVER_SPEAKS_FIRST, Testbed, scene, service};
 
 #[test]
-fn a_server_that_speaks_first_is_heard_at_once_by_the_first_client_of_fresh_proxies() {
+fn a_server_that_speaks_first_is_heard_without_delay_by_the_first_client() {
     let Some(scene) = scene(&[]) else { return };
-    let accepted = greet(&scene);
-    let (mut stream, took) = scene.client.run(|| hear(service(GREETING))).unwrap();
+    let accepted = start_greeting_app(&scene);
+    let (mut stream, took) = scene
+        .client
+        .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
+        .unwrap();
     println!("first byte {took:?} after connect");
     assert!(took < LIMIT, "{took:?}");
     stream.write_all(b"hello").unwrap();
     let mut back = [0; 5];
     stream.read_exact(&mut back).unwrap();
     assert_eq!(&back, b"hello");
-    let (_, again) = scene.client.run(|| hear(service(GREETING))).unwrap();
+    let (_, again) = scene
+        .client
+        .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
+        .unwrap();
     println!("first byte of the second connection {again:?} after connect");
     assert_eq!(accepted.load(Ordering::SeqCst), 2);
 }
@@ -31,7 +37,7 @@ fn a_server_that_speaks_first_is_heard_at_once_by_the_first_client_of_fresh_prox
 #[test]
 fn an_unauthorized_client_never_makes_the_application_accept_a_connection() {
     let Some(scene) = scene(&[]) else { return };
-    let accepted = greet(&scene);
+    let accepted = start_greeting_app(&scene);
     for words in [
         &b""[..],
         b"hello\n",
@@ -41,18 +47,21 @@ fn an_unauthorized_client_never_makes_the_application_accept_a_connection() {
         assert_eq!(accepted.load(Ordering::SeqCst), 0);
     }
     let port = ["target_port=\"5000\""];
-    scene.counts("inbound_tcp_authz_deny_total", &port, "tls", &[("no_identity", 2)]);
-    scene.counts("inbound_http_authz_deny_total", &port, "tls", &[("no_identity", 1)]);
-    scene.counts("tulle_inbound_denied_total", &port, "reason", &[("no-tls", 3)]);
-    // The first that the application ever sees is one from inside.
-    scene.client.run(|| hear(service(GREETING))).unwrap();
+    scene.wait_for_series("inbound_tcp_authz_deny_total", &port, "tls", &[("no_identity", 2)]);
+    scene.wait_for_series("inbound_http_authz_deny_total", &port, "tls", &[("no_identity", 1)]);
+    scene.wait_for_series("tulle_inbound_denied_total", &port, "reason", &[("no-tls", 3)]);
+    // The first connection that the application accepts is one from inside.
+    scene
+        .client
+        .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
+        .unwrap();
     assert_eq!(accepted.load(Ordering::SeqCst), 1);
 }
 
-/// Connects, and reads the greeting; how long its first byte took from the connection on.
-fn hear(to: SocketAddr) -> (TcpStream, Duration) {
+/// Connects and reads the greeting. Returns the time from the connection to the first byte.
+fn read_greeting(to: SocketAddr) -> (TcpStream, Duration) {
     let mut stream = TcpStream::connect(to).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(READ_TIMEOUT)).unwrap();
     let connected = Instant::now();
     let mut greeting = [0; HELLO.len()];
     stream.read_exact(&mut greeting[..1]).unwrap();
@@ -64,8 +73,8 @@ fn hear(to: SocketAddr) -> (TcpStream, Duration) {
 
 fn assert_refused(from: &Namespace, words: &[u8]) {
     let answer = from.run(|| {
-        let mut stream = TcpStream::connect((SERVER, GREETING)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut stream = TcpStream::connect((SERVER, SERVER_SPEAKS_FIRST)).unwrap();
+        stream.set_read_timeout(Some(READ_TIMEOUT)).unwrap();
         stream.write_all(words).unwrap();
         let mut answer = Vec::new();
         match stream.read_to_end(&mut answer) {
@@ -77,22 +86,22 @@ fn assert_refused(from: &Namespace, words: &[u8]) {
     assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 403"), "{answer:?}");
 }
 
-/// Starts the application: says hello and echoes then. Counts connections.
-fn greet(scene: &Scene) -> Arc<AtomicUsize> {
+/// Starts an application that sends a greeting and then echoes. Counts connections.
+fn start_greeting_app(scene: &Testbed) -> Arc<AtomicUsize> {
     let listener = scene
         .server
-        .run(|| TcpListener::bind((SERVER, GREETING)))
+        .run(|| TcpListener::bind((SERVER, SERVER_SPEAKS_FIRST)))
         .unwrap()
         .unwrap();
     let accepted = Arc::new(AtomicUsize::new(0));
     let count = accepted.clone();
-    // Ends with the test's process.
+    // The thread ends with the test's process.
     thread::spawn(move || {
         for stream in listener.incoming() {
             let mut stream = stream.unwrap();
             count.fetch_add(1, Ordering::SeqCst);
             thread::spawn(move || {
-                // Clients go away when they have heard enough.
+                // An error means that the client has closed the connection.
                 let _ = stream.write_all(HELLO).and_then(|()| {
                     let mut from = stream.try_clone()?;
                     std::io::copy(&mut from, &mut stream)
@@ -104,8 +113,8 @@ fn greet(scene: &Scene) -> Arc<AtomicUsize> {
 }
 
 const HELLO: &[u8; 6] = b"hello\n";
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The promise is for the proxy as it is shipped.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// The release build has to meet the short limit.
 const LIMIT: Duration = if cfg!(debug_assertions) {
     Duration::from_secs(1)
 } else {

@@ -1,4 +1,4 @@
-//! TLS between others passes through untouched.
+//! TLS between a client and a server outside the mesh passes through unchanged.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use tulle_core::netns::Namespace;
 
 use crate::openssl::{self, Client};
-use crate::scene::{OPEN_TLS, OUTSIDE, SERVER, Scene, TLS, identity, scene, service};
+use crate::scene::{OPEN_TLS, OUTSIDE, SERVER, TLS, Testbed, identity, scene, service};
 
-/// Whether `openssl s_client` at `from` is shown the certificate that only the name it asks for leads to, and is answered.
-fn check(scene: &Scene, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>) {
+/// Checks that `openssl s_client` at `from` gets the certificate of the requested server name, and a response.
+fn check(scene: &Testbed, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>) {
     let named = scene.credentials.foreign_leaf(NAME);
     let other = scene.credentials.foreign_leaf("other.example");
     let _server = openssl::server(scene, at, to.port(), NAME, [&named, &other]);
@@ -17,29 +17,29 @@ fn check(scene: &Scene, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>) {
         to,
         name: NAME,
         alpn: None,
-        shown: None,
+        certificate: None,
     };
-    let said = client.say(from, b"GET / HTTP/1.0\r\n\r\n");
-    assert_eq!(said.certificate(), named.pem.replace("\r\n", "\n").trim());
-    // The server's own page about the connection, so bytes pass in both directions.
+    let output = client.connect_and_send(from, b"GET / HTTP/1.0\r\n\r\n");
+    assert_eq!(output.certificate(), named.pem.replace("\r\n", "\n").trim());
+    // The server's status page about the connection, so bytes pass in both directions.
     assert!(
-        said.out.contains("HTTP/1.0 200 ok") && said.out.contains("s_server"),
-        "{said:?}"
+        output.out.contains("HTTP/1.0 200 ok") && output.out.contains("s_server"),
+        "{output:?}"
     );
-    // Without that name the same way leads to the other certificate: it is the name that arrives.
-    let said = Client {
+    // Without that name the same path leads to the other certificate, so the name reaches the server.
+    let output = Client {
         name: "nobody.example",
         ..client
     }
-    .say(from, b"GET / HTTP/1.0\r\n\r\n");
-    assert_eq!(said.certificate(), other.pem.replace("\r\n", "\n").trim());
+    .connect_and_send(from, b"GET / HTTP/1.0\r\n\r\n");
+    assert_eq!(output.certificate(), other.pem.replace("\r\n", "\n").trim());
 }
 
 #[test]
 fn a_foreign_server_outside_the_mesh_shows_its_own_certificate() {
     let Some(scene) = scene(&["openssl"]) else { return };
     check(&scene, &scene.client, (OUTSIDE, TLS).into(), &scene.outside);
-    // The client's sidecar was on the way, or this proves nothing.
+    // Checks that the connection passed the client's sidecar.
     let metrics = scene.metrics(&scene.client);
     let series = metrics.lines().find(|line| {
         line.starts_with("tcp_open_total{") && line.contains("10.79.0.40:8443") && line.contains("peer=\"src\"")
@@ -51,7 +51,7 @@ fn a_foreign_server_outside_the_mesh_shows_its_own_certificate() {
 fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
     let Some(scene) = scene(&["openssl"]) else { return };
     check(&scene, &scene.client, service(TLS), &scene.server);
-    scene.counts(
+    scene.wait_for_series(
         ALLOWED,
         &["target_port=\"8443\""],
         "client_id",
@@ -60,11 +60,11 @@ fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
 }
 
 #[test]
-fn a_foreign_name_from_outside_arrives_at_the_application_where_policy_lets_it() {
+fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits() {
     let Some(scene) = scene(&["openssl"]) else { return };
     check(&scene, &scene.outside, (SERVER, OPEN_TLS).into(), &scene.server);
     let names = [(NAME, 1), ("nobody.example", 1)];
-    scene.counts(ALLOWED, &["tls=\"opaque\""], "sni", &names);
+    scene.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 
 const NAME: &str = "pay.example";

@@ -1,11 +1,11 @@
-//! grpc-go's interop client and server.
+//! The interop client and server of grpc-go.
 
 use tulle_bench::run::process::Process;
 use tulle_tests::hosts::command;
 use tulle_tests::programs::find;
 
 use crate::programs;
-use crate::scene::{GRPC, Scene, identity, scene, service};
+use crate::scene::{GRPC, Testbed, identity, scene, service};
 
 #[test]
 fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
@@ -19,15 +19,16 @@ fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
     for (case, flags) in CASES {
         let mut args = vec!["-server_host", &host, "-server_port", &port, "-test_case", case];
         args.extend(*flags);
-        let said = programs::run(&scene.client, "grpc-interop-client", &args, b"");
-        println!("{case}: {}", if said.status.success() { "passed" } else { "failed" });
-        if !said.status.success() {
-            failed.push((case, said));
+        let output = programs::run(&scene.client, "grpc-interop-client", &args, b"");
+        println!("{case}: {}", if output.status.success() { "passed" } else { "failed" });
+        if !output.status.success() {
+            failed.push((case, output));
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
     println!("{} cases passed", CASES.len());
-    // All calls went through both sidecars: only the server's knows who the client is, by mutual TLS with the client's.
+    // All calls passed both sidecars: only the server's sidecar knows the client's identity, by mutual TLS with the
+    // client's sidecar.
     let counted = scene.series(
         "inbound_http_authz_allow_total",
         &["target_port=\"10000\""],
@@ -36,12 +37,12 @@ fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
     assert_eq!(counted.keys().collect::<Vec<_>>(), [&identity("client")]);
 }
 
-fn server(scene: &Scene) -> Process {
+fn server(scene: &Testbed) -> Process {
     let program = find("grpc-interop-server").unwrap();
     let mut command = command(&scene.server, &[], &program);
     command.args(["-port", &GRPC.to_string()]);
     let mut server = scene.start("grpc-interop-server", command);
-    server.listening(&[GRPC]).unwrap();
+    server.wait_for_ports(&[GRPC]).unwrap();
     server
 }
 
@@ -49,15 +50,15 @@ const ORCA: &[&str] = &[
     "-service_config_json",
     r#"{"loadBalancingConfig":[{"test_backend_metrics_load_balancer":{}}]}"#,
 ];
-// Large messages, for which unoptimised proxies get more than the usual second.
+// Large messages, so unoptimised proxies get more than the usual second.
 const SOAK: &[&str] = &[
     "-soak_iterations=10",
     "-soak_per_iteration_max_acceptable_latency_ms=3000",
     "-soak_overall_timeout_seconds=15",
 ];
 
-/// All that need neither TLS nor credentials; without `pick_first_unary`, for which the server has to tell its name, and
-/// this one does not.
+/// All cases without TLS or credentials. `pick_first_unary` is left out, because it needs a server that returns its
+/// name, which this one does not.
 const CASES: &[(&str, &[&str])] = &[
     ("empty_unary", &[]),
     ("large_unary", &[]),

@@ -8,17 +8,17 @@ use tulle_core::netns::Namespace;
 use crate::programs;
 use crate::scene::{HTTP, OUTSIDE, SERVER, identity, scene, service};
 
-/// Asks the application what headers it got: the version, the status and the body.
+/// Asks the application which headers it received. Returns the version, the status and the body.
 fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
     let url = format!("http://{}/headers", service(HTTP));
-    let said = programs::run(
+    let output = programs::run(
         host,
         "curl",
         &["-sS", flag, "-w", "\n%{http_version} %{http_code}", &url],
         b"",
     );
-    assert!(said.status.success(), "{said:?}");
-    let (body, facts) = said.out.rsplit_once('\n').unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let (body, facts) = output.out.rsplit_once('\n').unwrap();
     let (version, status) = facts.split_once(' ').unwrap();
     (version.into(), status.into(), body.into())
 }
@@ -27,13 +27,14 @@ fn check_curl(flag: &str, version: &str) {
     let Some(scene) = scene(&["curl"]) else { return };
     let (answered, status, headers) = curl(&scene.client, flag);
     assert_eq!((&*answered, &*status), (version, "200"), "{headers}");
-    // Both sidecars were on the way: only the server's knows who the client is, by mutual TLS with the client's.
+    // Both sidecars handled the request: only the server's sidecar knows the client's identity, by mutual TLS with the
+    // client's sidecar.
     let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));
     assert!(headers.contains(&client), "{headers}");
 }
 
 #[test]
-fn the_access_log_says_who_asked_for_what() {
+fn the_access_log_records_clients_and_requests() {
     let Some(scene) = scene(&["curl"]) else { return };
     curl(&scene.client, "--http1.1");
     let lines = scene.json_lines("server");
@@ -52,17 +53,17 @@ fn the_access_log_says_who_asked_for_what() {
 }
 
 #[test]
-fn what_an_audit_permits_is_logged() {
+fn requests_permitted_by_audit_are_logged() {
     let Some(scene) = scene(&["curl"]) else { return };
     let url = format!("http://{SERVER}:{HTTP}/");
     let ask = || {
         let args = ["-sS", "-o", "/dev/null", "-w", "%{http_code}", &url];
         programs::run(&scene.outside, "curl", &args, b"").out
     };
-    assert_eq!(ask(), "403", "the default policy permits nobody outside");
-    // Manifests may be a moment late.
+    assert_eq!(ask(), "403", "the default policy permits no client outside the mesh");
+    // Manifests may take effect a moment late.
     let until = |what: &str, holds: &dyn Fn() -> bool| {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds() {
             assert!(Instant::now() < deadline, "{what}");
         }
@@ -101,11 +102,11 @@ spec:
   proxyProtocol: PROTOCOL
   accessPolicy: audit
 ";
-const PATIENCE: Duration = Duration::from_secs(10);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[test]
 fn curl_speaks_http_1_0() {
-    // As curl writes 1.0.
+    // curl prints this version for HTTP/1.0.
     check_curl("--http1.0", "1");
 }
 
@@ -125,31 +126,32 @@ fn an_upgrade_to_h2c_is_answered_as_http_1_1() {
 }
 
 #[test]
-fn of_many_requests_of_h2load_none_fails() {
+fn no_request_of_h2load_fails() {
     let Some(scene) = scene(&["h2load"]) else { return };
     let n = requests();
     let (n_text, url) = (n.to_string(), format!("http://{}/", service(HTTP)));
-    let said = programs::run(
+    let output = programs::run(
         &scene.client,
         "h2load",
         &["-n", &n_text, "-c", "10", "-m", "10", &url],
         b"",
     );
     let line = |start: &str| {
-        said.out
+        output
+            .out
             .lines()
             .find(|line| line.starts_with(start))
             .unwrap_or_default()
     };
     println!("{}\n{}\n{}", line("finished"), line("requests:"), line("status codes:"));
     let all = format!("requests: {n} total, {n} started, {n} done, {n} succeeded, 0 failed, 0 errored, 0 timeout");
-    assert_eq!(line("requests:"), all, "{said:?}");
+    assert_eq!(line("requests:"), all, "{output:?}");
     assert!(
         line("status codes:").starts_with(&format!("status codes: {n} 2xx,")),
-        "{said:?}"
+        "{output:?}"
     );
-    // The server's sidecar has seen them all, from the client's.
-    scene.counts(
+    // The server's sidecar has counted all requests, with the client's identity.
+    scene.wait_for_series(
         "inbound_http_authz_allow_total",
         &[],
         "client_id",
@@ -157,7 +159,7 @@ fn of_many_requests_of_h2load_none_fails() {
     );
 }
 
-/// Unoptimised proxies would take a minute for all of them.
+/// Unoptimised proxies would need a minute for all requests.
 fn requests() -> u64 {
     match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => 100_000,

@@ -1,10 +1,11 @@
-//! Clients that know nothing of us, through the shipped binaries, real redirects and real mutual TLS.
+//! Third-party clients through the shipped binaries, with real redirects and real mutual TLS.
 //!
-//! One program, because each would link everything anew.
-//! Each test has hosts of its own: network namespaces on one bridge.
-//! With `TULLE_TEST_FULL=1` loads have their full size, for which the binaries should be optimised ones.
+//! The tests are one program, because each program would be linked separately.
+//! Each test has its own hosts: network namespaces on one bridge.
+//! With `TULLE_TEST_FULL=1` loads have their full size, which needs optimised binaries.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod costs;
 mod direct;

@@ -9,28 +9,28 @@ use tulle_tests::credentials::Leaf;
 use tulle_tests::hosts;
 use tulle_tests::programs::find;
 
-use crate::programs::{self, Said};
-use crate::scene::Scene;
+use crate::programs::{self, ProgramOutput};
+use crate::scene::Testbed;
 
 /// One connection of `openssl s_client`.
 #[derive(Clone, Copy)]
 pub(crate) struct Client<'a> {
     pub(crate) to: SocketAddr,
-    /// Whom it asks for.
+    /// The requested server name.
     pub(crate) name: &'a str,
     pub(crate) alpn: Option<&'a str>,
-    /// What the client shows.
-    pub(crate) shown: Option<&'a Leaf>,
+    /// The client certificate.
+    pub(crate) certificate: Option<&'a Leaf>,
 }
 
 impl Client<'_> {
-    /// Shakes hands, says `words`, and listens until the server ends the connection.
-    pub(crate) fn say(&self, host: &Namespace, words: &[u8]) -> Said {
+    /// Performs the handshake, sends `words`, and reads until the server closes the connection.
+    pub(crate) fn connect_and_send(&self, host: &Namespace, words: &[u8]) -> ProgramOutput {
         let to = self.to.to_string();
         let mut args = vec!["s_client", "-connect", &to, "-servername", self.name, "-ign_eof"];
         args.extend(self.alpn.iter().flat_map(|alpn| ["-alpn", alpn]));
         let files = self
-            .shown
+            .certificate
             .map(|leaf| [&leaf.certificate, &leaf.chain, &leaf.key].map(|path| path.to_str().unwrap()));
         if let Some([certificate, chain, key]) = files {
             args.extend(["-cert", certificate, "-cert_chain", chain, "-key", key]);
@@ -39,8 +39,8 @@ impl Client<'_> {
     }
 }
 
-impl Said {
-    /// The certificate that the server has shown to `openssl s_client`, PEM.
+impl ProgramOutput {
+    /// The server certificate that `openssl s_client` received, PEM.
     pub(crate) fn certificate(&self) -> &str {
         let start = self
             .out
@@ -48,14 +48,14 @@ impl Said {
             .unwrap_or_else(|| panic!("no certificate: {self:?}"));
         let end = self.out[start..]
             .find(END)
-            .unwrap_or_else(|| panic!("half of it: {self:?}"));
+            .unwrap_or_else(|| panic!("incomplete certificate: {self:?}"));
         self.out[start..start + end + END.len()].trim()
     }
 }
 
-/// Starts a TLS server that answers every request, with `named` for clients that ask for `name` and `other` for all else.
+/// Starts a TLS server that answers every request. It presents `named` to clients that request `name`, and `other` to all others.
 pub(crate) fn server(
-    scene: &Scene,
+    scene: &Testbed,
     host: &Arc<Namespace>,
     port: u16,
     name: &str,
@@ -70,7 +70,7 @@ pub(crate) fn server(
         .arg("-key2")
         .arg(&named.key);
     let mut process = scene.start(&format!("s_server-{port}"), command);
-    process.listening(&[port]).unwrap();
+    process.wait_for_ports(&[port]).unwrap();
     process
 }
 

@@ -1,4 +1,4 @@
-//! Other people's programs, and what they say.
+//! Runs third-party programs and captures their output.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -8,21 +8,20 @@ use std::thread;
 use tulle_core::netns::Namespace;
 use tulle_tests::programs::find;
 
-/// What a program said before it ended.
-pub(crate) struct Said {
+pub(crate) struct ProgramOutput {
     pub(crate) status: ExitStatus,
     pub(crate) out: String,
     errors: String,
 }
 
-impl fmt::Debug for Said {
+impl fmt::Debug for ProgramOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}\n{}\n{}", self.status, self.out, self.errors)
     }
 }
 
-/// Runs a program to its end inside a namespace, with `input`; cut off after a time.
-pub(crate) fn run(host: &Namespace, program: &str, args: &[&str], input: &[u8]) -> Said {
+/// Runs a program in a namespace with `input` until it exits, with a time limit.
+pub(crate) fn run(host: &Namespace, program: &str, args: &[&str], input: &[u8]) -> ProgramOutput {
     let program = find(program).unwrap();
     let mut command: Command = host.command("timeout");
     let mut child = command
@@ -34,7 +33,7 @@ pub(crate) fn run(host: &Namespace, program: &str, args: &[&str], input: &[u8]) 
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // A program that does not read its input has ended, and says why itself.
+    // A write error means that the program has exited; its output explains why.
     let _ = child.stdin.take().unwrap().write_all(input);
     let mut stderr = child.stderr.take().unwrap();
     let reading = thread::spawn(move || {
@@ -44,7 +43,7 @@ pub(crate) fn run(host: &Namespace, program: &str, args: &[&str], input: &[u8]) 
     });
     let output = child.wait_with_output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Said {
+    ProgramOutput {
         status: output.status,
         out: text(&output.stdout),
         errors: text(&reading.join().unwrap()),

@@ -1,36 +1,39 @@
-//! Ports of the application, redirected to the sidecar, under policies that demand an identity.
+//! Ports of the application, redirected to the sidecar, with policies that require an identity.
 
 use tulle_tests::credentials::{Leaf, Validity};
 
 use crate::openssl::Client;
-use crate::programs::Said;
-use crate::scene::{GUARDED, HTTP, SERVER, Scene, identity, scene};
+use crate::programs::ProgramOutput;
+use crate::scene::{HTTP, RESTRICTED, SERVER, Testbed, identity, scene};
 
 #[test]
 fn under_all_authenticated_a_valid_certificate_is_accepted_and_all_others_are_refused() {
     let Some(scene) = scene(&["openssl"]) else { return };
     let peer = identity("peer");
     let valid = scene.credentials.leaf(&peer, Validity::Current);
-    let expired = scene.credentials.leaf(&peer, Validity::Over);
+    let expired = scene.credentials.leaf(&peer, Validity::Expired);
     let foreign = scene.credentials.foreign_leaf(&peer);
 
-    let said = ask(&scene, HTTP, Some(&valid));
-    assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
-    assert!(said.out.contains(&format!(r#""l5d-client-id":["{peer}"]"#)), "{said:?}");
+    let output = ask(&scene, HTTP, Some(&valid));
+    assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
+    assert!(
+        output.out.contains(&format!(r#""l5d-client-id":["{peer}"]"#)),
+        "{output:?}"
+    );
 
-    let said = ask(&scene, HTTP, None);
-    assert!(said.out.contains("HTTP/1.1 403"), "{said:?}");
-    scene.counts(DENIED, &[HTTP_LABEL], "reason", &[("no-identity", 1)]);
+    let output = ask(&scene, HTTP, None);
+    assert!(output.out.contains("HTTP/1.1 403"), "{output:?}");
+    scene.wait_for_series(DENIED, &[HTTP_LABEL], "reason", &[("no-identity", 1)]);
 
     let mut refused = Vec::new();
     for (shown, reason) in [(&foreign, "foreign_ca"), (&expired, "expired")] {
-        let said = ask(&scene, HTTP, Some(shown));
-        assert!(!said.out.contains("HTTP/"), "{reason}: {said:?}");
+        let output = ask(&scene, HTTP, Some(shown));
+        assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:8080\""];
-        scene.counts("tulle_inbound_tls_failures_total", &target, "reason", &refused);
+        scene.wait_for_series("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
-    scene.counts(ALLOWED, &[HTTP_LABEL], "client_id", &[(&peer, 1)]);
+    scene.wait_for_series(ALLOWED, &[HTTP_LABEL], "client_id", &[(&peer, 1)]);
 }
 
 #[test]
@@ -40,24 +43,24 @@ fn a_valid_identity_that_no_policy_permits_is_refused() {
     let permitted = scene.credentials.leaf(&client, Validity::Current);
     let stranger = scene.credentials.leaf(&identity("stranger"), Validity::Current);
 
-    let said = ask(&scene, GUARDED, Some(&stranger));
-    assert!(said.out.contains("HTTP/1.1 403"), "{said:?}");
-    scene.counts(DENIED, &[GUARDED_LABEL], "reason", &[("identity", 1)]);
+    let output = ask(&scene, RESTRICTED, Some(&stranger));
+    assert!(output.out.contains("HTTP/1.1 403"), "{output:?}");
+    scene.wait_for_series(DENIED, &[GUARDED_LABEL], "reason", &[("identity", 1)]);
 
-    let said = ask(&scene, GUARDED, Some(&permitted));
-    assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
-    scene.counts(ALLOWED, &[GUARDED_LABEL], "client_id", &[(&client, 1)]);
+    let output = ask(&scene, RESTRICTED, Some(&permitted));
+    assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
+    scene.wait_for_series(ALLOWED, &[GUARDED_LABEL], "client_id", &[(&client, 1)]);
 }
 
-/// Sends one request from outside.
-fn ask(scene: &Scene, port: u16, shown: Option<&Leaf>) -> Said {
+/// Sends one request from outside the mesh.
+fn ask(scene: &Testbed, port: u16, shown: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port).into(),
         name: &identity("server"),
         alpn: None,
-        shown,
+        certificate: shown,
     };
-    client.say(
+    client.connect_and_send(
         &scene.outside,
         b"GET /headers HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n",
     )

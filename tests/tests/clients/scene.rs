@@ -14,34 +14,34 @@ use tempfile::TempDir;
 use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
-use tulle_core::netns::{self, Lab, Namespace};
+use tulle_core::netns::{self, Namespace, VirtualNetwork};
 use tulle_tests::credentials::{Credentials, NAMESPACE};
-use tulle_tests::hosts::{admin, command};
-use tulle_tests::programs::{self, built};
+use tulle_tests::hosts::{admin_get, command};
+use tulle_tests::programs::{self, built_binary};
 
-/// The mesh and its hosts; all of it vanishes with the value.
-pub(crate) struct Scene {
-    // Dropped in this order: processes before the namespaces they live in, and those before the files.
+/// The mesh and its hosts. Dropping it removes everything.
+pub(crate) struct Testbed {
+    // Fields drop in this order: processes, then their namespaces, then the files.
     processes: Vec<Process>,
     pub(crate) client: Arc<Namespace>,
     pub(crate) server: Arc<Namespace>,
     pub(crate) outside: Arc<Namespace>,
-    _lab: Lab,
+    _network: VirtualNetwork,
     pub(crate) credentials: Credentials,
     dir: TempDir,
 }
 
-/// What is not the same for all tests.
+/// Settings that differ between tests.
 #[derive(Clone, Copy)]
 pub(crate) struct Setup<'a> {
     /// Flags of the control plane.
     pub(crate) control: &'a [&'a str],
-    /// Flags of the rules of the server.
+    /// Flags of `tulle-init` on the server.
     pub(crate) rules: &'a [&'a str],
     /// Variables of the server's sidecar, with their prefix.
     pub(crate) variables: &'a [(&'a str, &'a str)],
-    /// What `setpriv` lets the server's sidecar do.
-    pub(crate) rights: &'a [&'a str],
+    /// Arguments of `setpriv` for the server's sidecar.
+    pub(crate) setpriv_args: &'a [&'a str],
 }
 
 impl Default for Setup<'_> {
@@ -50,19 +50,19 @@ impl Default for Setup<'_> {
             control: &["-enable-ipv6=false"],
             rules: &[],
             variables: &[],
-            rights: &[],
+            setpriv_args: &[],
         }
     }
 }
 
-/// Builds the scene for a test that needs these programs; `None` where it cannot be had.
-pub(crate) fn scene(needed: &[&str]) -> Option<Scene> {
-    can_run(needed).then(|| Scene::build(Setup::default()))
+/// Builds the scene for a test that needs these programs; `None` if it cannot run.
+pub(crate) fn scene(needed: &[&str]) -> Option<Testbed> {
+    can_run(needed).then(|| Testbed::build(Setup::default()))
 }
 
-/// Whether there are the rights to make a scene, and these programs; a loud word where not.
+/// Whether the test has the rights and programs it needs; prints a message if not.
 ///
-/// In CI nothing may be missing.
+/// In CI missing rights or programs are an error.
 pub(crate) fn can_run(needed: &[&str]) -> bool {
     let missing: Vec<_> = needed.iter().filter(|name| programs::find(name).is_err()).collect();
     let reason = match (Uid::effective().is_root(), &missing[..]) {
@@ -75,10 +75,10 @@ pub(crate) fn can_run(needed: &[&str]) -> bool {
     false
 }
 
-impl Scene {
+impl Testbed {
     pub(crate) fn build(setup: Setup<'_>) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        // The sidecars run as a user of their own and have to read what is in it.
+        // The sidecars run as another user and have to read the directory.
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         let credentials = Credentials::create(dir.path());
         let manifests = dir.path().join("manifests");
@@ -86,8 +86,8 @@ impl Scene {
         fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
         let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
-        netns::sweep(PREFIX).unwrap();
-        let mut lab = Lab::new(PREFIX).unwrap();
+        netns::remove_stale(PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
         let [control, client, server, outside] = [
             ("control", CONTROL),
             ("client", CLIENT),
@@ -96,8 +96,8 @@ impl Scene {
         ]
         .map(|(name, ip)| {
             let v6 = format!("{}/64", v6(ip));
-            let host = lab.host(name, &format!("{ip}/24"), Some(&v6)).unwrap();
-            // The addresses of the service exist nowhere; a packet needs a route to get as far as the rules.
+            let host = virtual_network.host(name, &format!("{ip}/24"), Some(&v6)).unwrap();
+            // The addresses of the service belong to no host. A packet needs a route to reach the redirect rules.
             host.ip("route add default dev eth0\nroute add ::/0 dev eth0\n")
                 .unwrap();
             host
@@ -107,7 +107,7 @@ impl Scene {
             client,
             server,
             outside,
-            _lab: lab,
+            _network: virtual_network,
             credentials,
             dir,
         };
@@ -129,24 +129,22 @@ impl Scene {
         Process::start(name, command, self.dir.path()).unwrap()
     }
 
-    /// Where the files of the scene are.
     pub(crate) fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Writes a manifest of the mesh, or replaces it at once.
+    /// Writes a manifest of the mesh, or replaces it atomically.
     pub(crate) fn manifest(&self, name: &str, yaml: &str) {
         let partial = self.dir.path().join("partial");
         fs::write(&partial, yaml).unwrap();
         fs::rename(partial, self.dir.path().join("manifests").join(name)).unwrap();
     }
 
-    /// The metrics page of a host's sidecar.
     pub(crate) fn metrics(&self, host: &Namespace) -> String {
-        admin(host, "/metrics").expect("the sidecar runs")
+        admin_get(host, "/metrics").expect("the sidecar runs")
     }
 
-    /// What the server's sidecar has counted in a family, in series that have all these labels, by the value of `by`.
+    /// A metric family of the server's sidecar: the sum of the series with all these labels, by the value of the label `by`.
     pub(crate) fn series(&self, family: &str, labels: &[&str], by: &str) -> BTreeMap<String, u64> {
         let mut found = BTreeMap::new();
         for line in self.metrics(&self.server).lines() {
@@ -167,10 +165,10 @@ impl Scene {
         found
     }
 
-    /// Waits until [`Self::series`] are these: a client may know of its end before it is counted.
-    pub(crate) fn counts(&self, family: &str, labels: &[&str], by: &str, expected: &[(&str, u64)]) {
+    /// Waits until [`Self::series`] has these values. A client may see its response before it is counted.
+    pub(crate) fn wait_for_series(&self, family: &str, labels: &[&str], by: &str, expected: &[(&str, u64)]) {
         let expected: BTreeMap<_, _> = expected.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
-        let deadline = Instant::now() + COUNT_LIMIT;
+        let deadline = Instant::now() + METRICS_TIMEOUT;
         loop {
             let found = self.series(family, labels, by);
             if found == expected {
@@ -178,45 +176,44 @@ impl Scene {
                 return;
             }
             assert!(Instant::now() < deadline, "{family} counts {found:?}, not {expected:?}");
-            std::thread::sleep(COUNT_PAUSE);
+            std::thread::sleep(METRICS_POLL_INTERVAL);
         }
     }
 
-    /// The lines of JSON that a host's sidecar has written, once there is one.
+    /// Waits until a sidecar's output has a line of JSON, and returns all of them.
     pub(crate) fn json_lines(&self, name: &str) -> Vec<serde_json::Value> {
         self.lines(name, |line| serde_json::from_str(line).ok())
     }
 
-    /// What a host's sidecar has written of something, once there is a line of it.
+    /// Waits until a sidecar's output has a line that `of` accepts, and returns all of them.
     pub(crate) fn lines<T>(&self, name: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
-        let deadline = Instant::now() + COUNT_LIMIT;
+        let deadline = Instant::now() + METRICS_TIMEOUT;
         loop {
             let log = fs::read_to_string(self.dir().join(format!("sidecar-{name}.log"))).unwrap();
             let lines: Vec<_> = log.lines().filter_map(&of).collect();
             if !lines.is_empty() {
                 return lines;
             }
-            assert!(Instant::now() < deadline, "nothing of it in {log}");
-            std::thread::sleep(COUNT_PAUSE);
+            assert!(Instant::now() < deadline, "no such line in {log}");
+            std::thread::sleep(METRICS_POLL_INTERVAL);
         }
     }
 
-    /// A process of the scene, by its name.
     pub(crate) fn process(&self, name: &str) -> &Process {
         let named = self.processes.iter().find(|process| process.name() == name);
         named.expect("it was started")
     }
 
-    /// Waits until a family of the server's sidecar counts so many, in series that have all these labels.
-    pub(crate) fn at_least(&self, family: &str, labels: &[&str], n: u64) {
-        let deadline = Instant::now() + COUNT_LIMIT;
+    /// Waits until a metric family of the server's sidecar has this value, in series with all these labels.
+    pub(crate) fn wait_for_count(&self, family: &str, labels: &[&str], n: u64) {
+        let deadline = Instant::now() + METRICS_TIMEOUT;
         loop {
             let found = self.series(family, labels, "direction").values().sum::<u64>();
             if found >= n {
                 return;
             }
             assert!(Instant::now() < deadline, "{family} counts {found}, not {n}");
-            std::thread::sleep(COUNT_PAUSE);
+            std::thread::sleep(METRICS_POLL_INTERVAL);
         }
     }
 
@@ -225,7 +222,7 @@ impl Scene {
     }
 
     fn control(&self, host: &Namespace, manifests: &Path, flags: &[&str]) -> Process {
-        let mut command = command(host, &[], &built("tulle-control").unwrap());
+        let mut command = command(host, &[], &built_binary("tulle-control").unwrap());
         command.arg("all-in-one");
         for (flag, path) in [
             ("--manifests", manifests),
@@ -239,29 +236,29 @@ impl Scene {
         command.args(flags);
         let mut control = self.start("tulle-control", command);
         control
-            .listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])
+            .wait_for_ports(&[port::IDENTITY, port::DESTINATION, port::POLICY])
             .unwrap();
         control
     }
 
-    /// The echo servers of HTTP, behind three policies.
+    /// The HTTP echo servers, on ports with three policies.
     fn application(&self) -> Process {
-        let mut command = command(&self.server, &[], &built("tulle-bench").unwrap());
+        let mut command = command(&self.server, &[], &built_binary("tulle-bench").unwrap());
         command.arg("serve");
-        let ports = [HTTP, GUARDED, H2C];
+        let ports = [HTTP, RESTRICTED, H2C];
         for port in ports {
             command.args(["--http", &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)).to_string()]);
         }
         let mut application = self.start("application", command);
-        application.listening(&ports).unwrap();
+        application.wait_for_ports(&ports).unwrap();
         application
     }
 
-    /// Starts a sidecar, which may be unable to run.
+    /// Starts a sidecar, which may fail to start.
     pub(crate) fn start_sidecar(&self, name: &str, host: &Namespace, program: &Path, setup: Setup<'_>) -> Process {
-        // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
+        // The redirect rules identify the proxy by its user. Entering the namespace needs root, so the user changes after it.
         let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
-        let settings = [&[&user[0], &user[1], "--clear-groups"], setup.rights].concat();
+        let settings = [&[&user[0], &user[1], "--clear-groups"], setup.setpriv_args].concat();
         let mut command = command(host, &settings, program);
         command.env_clear();
         let control = |account: &str| {
@@ -286,10 +283,10 @@ impl Scene {
             ("POLICY_WORKLOAD", workload),
             ("POLICY_CLUSTER_NETWORKS", NETWORKS.into()),
             ("INBOUND_DEFAULT_POLICY", POLICY.into()),
-            // The control plane's word on these is known before the sidecar is ready.
+            // The sidecar knows the policies of these ports before it is ready.
             (
                 "INBOUND_PORTS",
-                format!("{HTTP},{GUARDED},{GREETING},{GRPC},{TLS},{OPEN_TLS}"),
+                format!("{HTTP},{RESTRICTED},{SERVER_SPEAKS_FIRST},{GRPC},{TLS},{OPEN_TLS}"),
             ),
             ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
             ("IDENTITY_SVC_NAME", control("linkerd-identity")),
@@ -308,22 +305,21 @@ impl Scene {
 }
 
 fn ready(mut sidecar: Process, host: &Namespace) -> Process {
-    let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+    let ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
     sidecar.wait_for("certificate, by its /ready", ready).unwrap();
     sidecar
 }
 
-/// The identity of a service account of the scene.
 pub(crate) fn identity(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
-/// Where clients in the mesh dial a port of the server.
+/// The address that clients in the mesh dial for a port of the server.
 pub(crate) fn service(port: u16) -> SocketAddr {
     (SERVICE, port).into()
 }
 
-/// The other address of a host or of the service: fd79::20 for 10.79.0.20.
+/// The IPv6 address of a host or of the service: fd79::20 for 10.79.0.20.
 pub(crate) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     let [_, network, _, host] = ip
         .octets()
@@ -337,7 +333,7 @@ pub(crate) fn both(ip: Ipv4Addr) -> [IpAddr; 2] {
 }
 
 pub(crate) fn redirect(host: &Namespace, flags: &[&str]) {
-    let mut command = host.command(built("tulle-init").unwrap());
+    let mut command = host.command(built_binary("tulle-init").unwrap());
     let skipped = format!("{},{}", port::TAP, port::ADMIN);
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
     command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
@@ -350,29 +346,29 @@ pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
 pub(crate) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
 pub(crate) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
 pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
-/// The cluster IP of the service that the server is the only endpoint of.
+/// The cluster IP of the service, whose only endpoint is the server.
 pub(crate) const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 
-/// HTTP for everybody in the mesh.
+/// HTTP for every meshed client.
 pub(crate) const HTTP: u16 = 8080;
-/// HTTP for the client alone.
-pub(crate) const GUARDED: u16 = 8081;
-/// HTTP/2 for everybody, and nothing else.
+/// HTTP for the client only.
+pub(crate) const RESTRICTED: u16 = 8081;
+/// HTTP/2 only, for every meshed client.
 pub(crate) const H2C: u16 = 8082;
 /// A server that speaks first.
-pub(crate) const GREETING: u16 = 5000;
+pub(crate) const SERVER_SPEAKS_FIRST: u16 = 5000;
 pub(crate) const GRPC: u16 = 10000;
-/// An application's own TLS, for everybody in the mesh.
+/// TLS of the application itself, for every meshed client.
 pub(crate) const TLS: u16 = 8443;
-/// An application's own TLS, for everybody.
+/// TLS of the application itself, for all clients.
 pub(crate) const OPEN_TLS: u16 = 8444;
 
 const CONTROL_NAMESPACE: &str = "linkerd";
 const TRUST_DOMAIN: &str = "cluster.local";
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const POLICY: &str = "all-authenticated";
-/// The user whose traffic is not redirected.
+/// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "tr-";
-const COUNT_LIMIT: Duration = Duration::from_secs(5);
-const COUNT_PAUSE: Duration = Duration::from_millis(10);
+const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
+const METRICS_POLL_INTERVAL: Duration = Duration::from_millis(10);

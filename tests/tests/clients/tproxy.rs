@@ -1,4 +1,4 @@
-//! T80–T83 with the shipped proxy: applications that see their clients' addresses.
+//! T80–T83 with the shipped proxy: applications see the addresses of their clients.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
@@ -10,23 +10,23 @@ use std::time::Duration;
 use socket2::{Domain, Socket, Type};
 use tulle_core::addr::canonical;
 use tulle_core::netns::Namespace;
-use tulle_tests::hosts::admin;
+use tulle_tests::hosts::admin_get;
 use tulle_tests::programs;
 
 use crate::scene::{
-    CLIENT, GRPC, OPEN_TLS, OUTSIDE, SERVER, Scene, Setup, both, can_run, identity, redirect, service, v6,
+    CLIENT, GRPC, OPEN_TLS, OUTSIDE, SERVER, Setup, Testbed, both, can_run, identity, redirect, service, v6,
 };
 
-/// With each kind of rules, and no right but one.
+/// Runs with each kind of redirect rules. The proxy has only the capability that it needs.
 #[test]
-fn applications_see_their_clients_addresses_whoever_these_are() {
+fn applications_see_the_addresses_of_all_clients() {
     for backend in ["nft", "iptables-nft", "iptables-legacy"] {
         if !can_run(&[]) {
             return;
         }
-        let scene = Scene::build(Setup {
+        let scene = Testbed::build(Setup {
             rules: &["--inbound-mode", "tproxy", "--backend", backend],
-            ..KEEPING
+            ..TPROXY_SETUP
         });
         let other = Ipv4Addr::new(10, 79, 0, 41);
         let lines = format!(
@@ -35,9 +35,10 @@ fn applications_see_their_clients_addresses_whoever_these_are() {
         );
         scene.outside.ip(&lines).unwrap();
         for port in [OPEN_TLS, GRPC] {
-            who(&scene.server, port);
+            start_peer_addr_app(&scene.server, port);
         }
-        // From outside, in both families. Requests by turns: what is kept open for one client is not for another.
+        // From outside, in both families. Requests alternate between clients, because a pooled connection of one client
+        // may not be used for another.
         for _ in 0..3 {
             for client in [both(OUTSIDE), both(other)].concat() {
                 let [v4, v6] = both(SERVER);
@@ -54,35 +55,42 @@ fn applications_see_their_clients_addresses_whoever_these_are() {
                 );
             }
         }
-        // Through the sidecar of a peer, which proves who that is, and dials the proxy itself.
+        // Through the sidecar of a peer, which proves its identity and dials the proxy's own port.
         for to in [OPEN_TLS, GRPC].map(service) {
             assert_eq!(ask(&scene.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
         }
         let proven = format!("client_id=\"{}\"", identity("client"));
-        scene.at_least("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
-        // Outbound goes by the proxy as ever, under its own address.
-        who(&scene.outside, OPEN_TLS);
+        scene.wait_for_count("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
+        // Outbound connections use the proxy's own address, as without tproxy.
+        start_peer_addr_app(&scene.outside, OPEN_TLS);
         let answer = ask(&scene.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
         assert_eq!(answer, SERVER.to_string(), "{backend}");
-        scene.at_least("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
-        // Policy decides as ever: without an identity nobody gets to this port.
+        scene.wait_for_count("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
+        // Policy still applies: clients without an identity are refused on this port.
         let refused = ask(&scene.outside, None, (SERVER, GRPC).into(), HTTP);
         assert!(refused.starts_with("HTTP/1.1 403"), "{backend}: {refused}");
     }
 }
 
 #[test]
-fn the_right_may_come_with_the_file_and_without_it_the_proxy_says_what_to_do() {
+fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
     if !can_run(&["setcap"]) {
         return;
     }
-    let scene = Scene::build(Setup::default());
+    let scene = Testbed::build(Setup::default());
     let start = |file: &str, rights| {
-        let setup = Setup { rights, ..KEEPING };
+        let setup = Setup {
+            setpriv_args: rights,
+            ..TPROXY_SETUP
+        };
         scene.start_sidecar("client", &scene.outside, &scene.dir().join(file), setup)
     };
-    // As in a container that adds the capability, for a user who is not root.
-    fs::copy(programs::built("tulle-proxy").unwrap(), scene.dir().join("of-image")).unwrap();
+    // As in a container that adds the capability for a user that is not root.
+    fs::copy(
+        programs::built_binary("tulle-proxy").unwrap(),
+        scene.dir().join("of-image"),
+    )
+    .unwrap();
     let mut setcap = Command::new("setcap");
     assert!(
         setcap
@@ -94,27 +102,27 @@ fn the_right_may_come_with_the_file_and_without_it_the_proxy_says_what_to_do() {
     );
     let mut sidecar = start("of-image", &["--bounding-set=-all,+net_raw"]);
     sidecar
-        .wait_for("certificate", |_| Ok(admin(&scene.outside, "/ready").is_ok()))
+        .wait_for("certificate", |_| Ok(admin_get(&scene.outside, "/ready").is_ok()))
         .unwrap();
     drop(sidecar);
     for file in ["tulle-proxy", "of-image"] {
         let mut without = start(file, &["--bounding-set=-all"]);
         let ended = without.wait_for("certificate", |_| Ok(false)).unwrap_err().to_string();
-        let told = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container";
-        assert!(ended.contains(told), "{file}: {ended}");
+        let expected = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container";
+        assert!(ended.contains(expected), "{file}: {ended}");
     }
 }
 
 #[test]
-fn rules_that_translate_are_told_from_those_that_do_not() {
+fn redirect_rules_are_distinguished_from_tproxy_rules() {
     if !can_run(&[]) {
         return;
     }
-    let scene = Scene::build(Setup {
+    let scene = Testbed::build(Setup {
         rules: &["--inbound-mode", "tproxy"],
-        ..KEEPING
+        ..TPROXY_SETUP
     });
-    who(&scene.server, OPEN_TLS);
+    start_peer_addr_app(&scene.server, OPEN_TLS);
     redirect(&scene.server, &["--inbound-mode", "redirect"]);
     let answer = ask(&scene.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
     assert_eq!(answer, "", "closed");
@@ -123,26 +131,26 @@ fn rules_that_translate_are_told_from_those_that_do_not() {
         log.contains("run tulle-init with --inbound-mode tproxy, or unset the variable"),
         "{log}"
     );
-    // What peers send to the proxy itself needs no rules, but its way back does.
+    // Traffic from peers to the proxy's own port needs no redirect rules, but the return path does.
     redirect(&scene.server, &["--inbound-mode", "tproxy"]);
     assert_eq!(ask(&scene.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
 }
 
-/// An application that says who has dialled it: HTTP to whom asks so, a line to others.
-fn who(host: &Namespace, port: u16) {
+/// An application that returns the address of its client: as HTTP for an HTTP request, as a line otherwise.
+fn start_peer_addr_app(host: &Namespace, port: u16) {
     let listener = host
         .run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)))
         .unwrap()
         .unwrap();
-    // Ends with the test's process.
+    // The thread ends with the test's process.
     thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            thread::spawn(move || say(&stream));
+            thread::spawn(move || respond(&stream));
         }
     });
 }
 
-fn say(mut stream: &TcpStream) -> std::io::Result<()> {
+fn respond(mut stream: &TcpStream) -> std::io::Result<()> {
     let peer = canonical(stream.peer_addr()?).ip().to_string();
     let mut lines = BufReader::new(stream).lines();
     while let Some(line) = lines.next() {
@@ -159,16 +167,16 @@ fn say(mut stream: &TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What comes back: the last line, or all of a response that is no success.
+/// The last line of the response, or the whole response if it is an error.
 fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> String {
     let dialled = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
         if let Some(from) = from {
             socket.bind(&SocketAddr::new(from, 0).into())?;
         }
-        socket.connect_timeout(&to.into(), PATIENCE)?;
+        socket.connect_timeout(&to.into(), READ_TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         stream.write_all(words.as_bytes())?;
         let mut answer = String::new();
         match stream.read_to_string(&mut answer) {
@@ -184,12 +192,12 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
     answer.lines().last().unwrap_or_default().to_owned()
 }
 
-/// A sidecar that keeps its clients' addresses, with no right but that.
-const KEEPING: Setup<'static> = Setup {
+/// A sidecar that keeps the client addresses, with only the capability for that.
+const TPROXY_SETUP: Setup<'static> = Setup {
     control: &["-enable-ipv6=false"],
     rules: &[],
     variables: &[("TULLE_PROXY_INBOUND_MODE", "tproxy")],
-    rights: &[
+    setpriv_args: &[
         "--inh-caps=-all,+net_raw",
         "--ambient-caps=-all,+net_raw",
         "--bounding-set=-all,+net_raw",
@@ -197,4 +205,4 @@ const KEEPING: Setup<'static> = Setup {
 };
 const HTTP: &str = "GET / HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n";
 const BYTES: &str = "who\n";
-const PATIENCE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,5 +1,4 @@
-//! A machine outside of the cluster, set up with the files and commands of `docs/vm.md`; only addresses and directories
-//! are replaced.
+//! A machine outside the cluster, set up with the files and commands of `docs/vm.md`. Only addresses and directories are replaced.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -10,16 +9,16 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_control::trust;
 use tulle_core::netns::Namespace;
-use tulle_tests::hosts::admin;
-use tulle_tests::machine::{IDENTITY, Machine};
+use tulle_tests::hosts::admin_get;
+use tulle_tests::machine::{ExternalMachine, IDENTITY};
 
-use crate::scene::{self, CONTROL, GUARDED, HTTP, OUTSIDE, Scene, identity, scene};
+use crate::scene::{self, CONTROL, HTTP, OUTSIDE, RESTRICTED, Testbed, identity, scene};
 
 /// The cluster IP of the machine's service.
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 2);
 
 #[test]
-fn a_machine_set_up_as_the_page_says_is_called_under_mutual_tls_and_calls_into_the_mesh() {
+fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     let Some(scene) = scene(&["setpriv"]) else { return };
     let machine = machine(&scene);
     let _application = machine.application().unwrap();
@@ -27,15 +26,15 @@ fn a_machine_set_up_as_the_page_says_is_called_under_mutual_tls_and_calls_into_t
     let init = machine.unit("tulle-init.service");
     machine.run(&init["ExecStart"]).unwrap();
     let mut proxy = machine.start("tulle-proxy.service").unwrap();
-    let ready = |_: &Process| Ok(admin(&scene.outside, "/ready").is_ok());
+    let ready = |_: &Process| Ok(admin_get(&scene.outside, "/ready").is_ok());
     proxy.wait_for("certificate, by its /ready", ready).unwrap();
     let check = machine
-        .line(&format!("{} --check", init["ExecStart"]))
+        .command(&format!("{} --check", init["ExecStart"]))
         .output()
         .unwrap();
     assert_eq!(check.status.code(), Some(0), "the rules are in force");
 
-    // The mesh calls the machine: its port is for members only, so an answer is proof of mutual TLS.
+    // The mesh calls the machine. Its port accepts meshed clients only, so a response proves mutual TLS.
     let answer = ask(&scene.client, (SERVICE, 80).into());
     let client = identity("client");
     assert!(answer.contains("200 OK"), "{answer}");
@@ -59,16 +58,16 @@ fn a_machine_set_up_as_the_page_says_is_called_under_mutual_tls_and_calls_into_t
         "{metrics}"
     );
 
-    // The machine calls into the mesh, as somebody whom policies know.
+    // The machine calls into the mesh, with an identity that policies permit.
     let answer = ask(&scene.outside, scene::service(HTTP));
     assert!(answer.contains("200 OK"), "{answer}");
     assert!(
         answer.contains(&format!(r#""l5d-client-id":["{IDENTITY}"]"#)),
         "{answer}"
     );
-    let answer = ask(&scene.outside, scene::service(GUARDED));
+    let answer = ask(&scene.outside, scene::service(RESTRICTED));
     assert!(answer.contains("403 Forbidden"), "{answer}");
-    scene.counts(
+    scene.wait_for_series(
         "tulle_inbound_denied_total",
         &["target_port=\"8081\""],
         "reason",
@@ -76,19 +75,19 @@ fn a_machine_set_up_as_the_page_says_is_called_under_mutual_tls_and_calls_into_t
     );
     scene.manifest("vm-policy.yaml", machine.file("policy.yaml"));
     scene.manifest("vm-may-use-guarded.yaml", PERMISSION);
-    until("the policy permits the machine", || {
-        ask(&scene.outside, scene::service(GUARDED)).contains("200 OK")
+    wait_until("the policy permits the machine", || {
+        ask(&scene.outside, scene::service(RESTRICTED)).contains("200 OK")
     });
     let allowed = scene.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
     assert_eq!(allowed.keys().collect::<Vec<_>>(), [IDENTITY]);
 
-    // A new issuer is taken over while traffic goes on.
+    // The machine takes over a new issuer while it serves traffic.
     let before = renewals(&scene);
     let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &scene.credentials.anchor).unwrap();
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {
         fs::write(machine.at("/etc/tulle/issuer").join(name), text).unwrap();
     }
-    until("the certificate is renewed", || {
+    wait_until("the certificate is renewed", || {
         let answer = ask(&scene.client, (SERVICE, 80).into());
         assert!(answer.contains("200 OK"), "{answer}");
         renewals(&scene) > before
@@ -98,7 +97,7 @@ fn a_machine_set_up_as_the_page_says_is_called_under_mutual_tls_and_calls_into_t
     drop(proxy);
     machine.run(&init["ExecStop"]).unwrap();
     let check = machine
-        .line(&format!("{} --check", init["ExecStart"]))
+        .command(&format!("{} --check", init["ExecStart"]))
         .output()
         .unwrap();
     assert_eq!(check.status.code(), Some(4), "the rules are gone");
@@ -112,18 +111,18 @@ fn a_process_of_another_user_gets_no_identity() {
     let other = unit["ExecStart"].replace("--uid 2102", "--uid 2103");
     let _workload_api = machine.serve_workload_api(&other).unwrap();
     let proxy = machine.start("tulle-proxy.service").unwrap();
-    until("the reason is told", || {
-        let said = proxy.last_words();
-        said.contains("no identity for user 2102") && said.contains("no certificate from the Workload API")
+    wait_until("the reason is logged", || {
+        let log = proxy.log_tail();
+        log.contains("no identity for user 2102") && log.contains("no certificate from the Workload API")
     });
-    assert!(admin(&scene.outside, "/ready").is_err());
+    assert!(admin_get(&scene.outside, "/ready").is_err());
 }
 
-/// The machine outside of the mesh, and its manifests in it.
-fn machine(scene: &Scene) -> Machine {
+/// The machine outside the mesh, and its manifests in the mesh.
+fn machine(scene: &Testbed) -> ExternalMachine {
     let (host, root) = (scene.outside.clone(), scene.dir().join("machine"));
-    let machine = Machine::new(host, OUTSIDE, CONTROL, root, &scene.credentials.anchor).unwrap();
-    // In a mesh from a directory an address has to be given.
+    let machine = ExternalMachine::new(host, OUTSIDE, CONTROL, root, &scene.credentials.anchor).unwrap();
+    // A mesh from a directory needs an explicit address.
     let clustered = format!("spec:\n  clusterIP: {SERVICE}\n  selector:");
     let manifest = machine.file("external.yaml").replace("spec:\n  selector:", &clustered);
     assert!(manifest.contains("clusterIP"));
@@ -131,7 +130,7 @@ fn machine(scene: &Scene) -> Machine {
     machine
 }
 
-/// One request from a host; the whole answer.
+/// Sends one request from a host and returns the whole response.
 fn ask(host: &Namespace, to: SocketAddr) -> String {
     let asking = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
@@ -144,7 +143,7 @@ fn ask(host: &Namespace, to: SocketAddr) -> String {
     host.run(asking).unwrap().unwrap_or_else(|err| err.to_string())
 }
 
-/// Whether a family has a series with all these labels.
+/// Whether a metric family has a series with all these labels.
 fn has(metrics: &str, family: &str, labels: &[&str]) -> bool {
     let of_family = |line: &&str| line.strip_prefix(family).is_some_and(|rest| rest.starts_with('{'));
     metrics
@@ -153,14 +152,14 @@ fn has(metrics: &str, family: &str, labels: &[&str]) -> bool {
         .any(|line| labels.iter().all(|label| line.contains(label)))
 }
 
-fn renewals(scene: &Scene) -> u64 {
+fn renewals(scene: &Testbed) -> u64 {
     let metrics = scene.metrics(&scene.outside);
     let prefix = "control_identity_cert_refreshes_total{result=\"ok\"} ";
     let value = metrics.lines().find_map(|line| line.strip_prefix(prefix)).unwrap();
     value.parse().unwrap()
 }
 
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
+fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + LIMIT;
     while !condition() {
         assert!(Instant::now() < deadline, "not true in time: {what}");

@@ -36,7 +36,7 @@ async fn ten_thousand_messages_are_echoed_over_a_websocket() {
     println!("{MESSAGES} WebSocket messages were echoed in {:?}", started.elapsed());
 }
 
-/// Text and bytes in turn, of lengths that take headers of all three forms.
+/// Text and binary messages in turn, with lengths for all three header forms.
 fn message(n: usize) -> Message {
     let length = [5, 200, 70_000][usize::from(n.is_multiple_of(10)) + usize::from(n.is_multiple_of(1000))];
     let mut text = n.to_string();

@@ -1,9 +1,9 @@
-//! Nothing is lost: POST requests at a fixed rate through both sidecars, from a client that never tries again, while
-//! everything around them is restarted, killed and replaced.
+//! No request is lost: POST requests at a fixed rate through both sidecars, from a client without retries, while
+//! components are restarted, killed and replaced.
 //!
-//! The application closes its listener at SIGTERM, finishes what it has, and exits. Every run does a few things to it
-//! and looks at failures alone, because how long answers take depends on what else the machine does. `TULLE_TEST_FULL=1`
-//! does everything, to the same application without sidecars as well, and bounds the times.
+//! The application closes its listener at SIGTERM, finishes its requests, and exits. A default run does a few of the
+//! disturbances and checks only for failures, because response times depend on the other load of the machine.
+//! `TULLE_TEST_FULL=1` does all of them, also for the same application without sidecars, and bounds the times.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -17,23 +17,23 @@ use tulle_bench::load::tally::{Latency, Report};
 use tulle_control::trust;
 use tulle_tests::charts::path_of;
 
-use crate::meshed::{COMPONENTS, Client, Meshed, assert_all_ok, the_process};
+use crate::meshed::{COMPONENTS, Client, MeshedCluster, assert_all_ok, find_process};
 
 const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
 
 struct Chaos {
-    meshed: Meshed,
+    meshed: MeshedCluster,
     full: bool,
-    /// What was slower than it may be, told at the end, so that one run shows all of it.
+    /// Times over the limit, reported at the end, so that one run shows all of them.
     slow: Mutex<Vec<String>>,
-    /// The p99.9 without sidecars, by what was done, in ms.
+    /// The p99.9 without sidecars in ms, by disturbance.
     plain: Mutex<BTreeMap<String, f64>>,
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_request_is_lost_whatever_is_restarted() {
+async fn no_request_is_lost_when_components_restart() {
     let chaos = Chaos {
-        meshed: Meshed::start().await.unwrap(),
+        meshed: MeshedCluster::start().await.unwrap(),
         full: env::var_os("TULLE_TEST_FULL").is_some(),
         slow: Mutex::default(),
         plain: Mutex::default(),
@@ -56,7 +56,7 @@ async fn no_request_is_lost_whatever_is_restarted() {
 }
 
 impl Chaos {
-    /// Load on one application while it is disturbed, for so many seconds; without sidecars, to compare with.
+    /// Runs load on one application during a disturbance, for `seconds`. Used without sidecars, as a baseline.
     async fn during(
         &self,
         namespace: &'static str,
@@ -73,7 +73,7 @@ impl Chaos {
         }
     }
 
-    /// Load on the application in the mesh while the mesh is disturbed, and at the same time on the one without sidecars.
+    /// Runs load during a disturbance, on the meshed application and at the same time on the one without sidecars.
     async fn during_on_both(&self, what: &str, seconds: u32, disturb: impl Future<Output = anyhow::Result<()>>) {
         let meshed = self.load_during("meshed", what, seconds, disturb);
         if self.full {
@@ -85,7 +85,7 @@ impl Chaos {
         }
     }
 
-    /// Shows what came of the load, asserts that nothing in the mesh failed, and returns the p99.9 in ms.
+    /// Prints the result of the load, asserts that no meshed request failed, and returns the p99.9 in ms.
     async fn load_during(
         &self,
         namespace: &'static str,
@@ -108,16 +108,16 @@ impl Chaos {
         report.latency_us.map_or(0., |latency| latency.p99_9) / 1e3
     }
 
-    /// Notes what took too long, where times are bounded at all.
+    /// Records times over the limit, if times are bounded.
     fn judge(&self, what: &str, p99_9: f64, plain: Option<f64>) {
-        let bound = f64::max(LONGEST_MS, plain.unwrap_or_default() * NOISE);
+        let bound = f64::max(MAX_P99_9_MS, plain.unwrap_or_default() * MAX_BASELINE_RATIO);
         if self.full && p99_9 > bound {
             let plain = plain.map_or_else(String::new, |plain| format!(", {plain:.1} ms without sidecars"));
             self.slow.lock().push(format!("{what}: p99.9 {p99_9:.1} ms{plain}"));
         }
     }
 
-    /// What happens to applications.
+    /// Disturbances of the application.
     async fn backends(&self, namespace: &'static str) {
         let meshed = &self.meshed;
         let kubectl = async |line: &str| meshed.kubectl(&format!("-n {namespace} {line}")).await.map(drop);
@@ -156,7 +156,7 @@ impl Chaos {
         self.during(namespace, "a backend force-deleted", 10, kill).await;
         ready().await.unwrap();
         if self.full {
-            // Longer than the time after which a silent node is given up.
+            // Longer than the time after which an unresponsive node is marked unreachable.
             self.during(
                 namespace,
                 "a node's kubelet stopped",
@@ -168,7 +168,7 @@ impl Chaos {
         }
     }
 
-    /// What happens to the control plane.
+    /// Disturbances of the control plane.
     async fn control_plane(&self) {
         let meshed = &self.meshed;
         let rollout = async || {
@@ -200,15 +200,19 @@ impl Chaos {
         };
         self.during_on_both("helm upgrade", 15, upgrade(&["--set=controllerLogLevel=debug"]))
             .await;
-        // What changes as soon as the control plane is back reaches proxies that have looked for it for a while; others
-        // than ours look less often.
+        // A change right after the control plane is back reaches proxies that have been reconnecting for a while.
+        // Linkerd's proxies reconnect less often than tulle's.
         let seconds = if self.full { 30 } else { 15 };
         let gone = async {
             meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
             sleep(Duration::from_secs(seconds.into())).await;
             meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
             meshed.control_plane_ready().await?;
-            if meshed.has_others { Ok(()) } else { rollout().await }
+            if meshed.has_foreign_proxies {
+                Ok(())
+            } else {
+                rollout().await
+            }
         };
         let what = format!("control plane gone for {seconds} s");
         self.during_on_both(&what, seconds + 25, gone).await;
@@ -235,21 +239,24 @@ impl Chaos {
                     .lines()
                     .find_map(|line| line.strip_prefix("issuer_cert_ttl_seconds "));
                 let ttl: f64 = ttl.context("no issuer")?.parse()?;
-                // The one before lives for a year.
+                // The previous issuer is valid for a year.
                 ensure!(ttl <= 24. * 3600., "the issuer ends in {ttl} s");
                 Ok(())
             };
-            meshed.cluster.until("identity has the new issuer", rotated).await?;
-            // New pods have certificates of the new issuer, and the old ones still theirs.
+            meshed
+                .cluster
+                .wait_until("identity has the new issuer", rotated)
+                .await?;
+            // New pods have certificates of the new issuer, and old pods still those of the previous one.
             rollout().await
         };
         self.during_on_both("issuer rotated", 60, rotate).await;
     }
 }
 
-/// Stops the kubelet of the second node and lets it go on after a while.
+/// Stops the kubelet of the second node for `time`.
 async fn stop_kubelet(time: Duration) -> anyhow::Result<()> {
-    let kubelet = the_process("the kubelet of node2", |read| {
+    let kubelet = find_process("the kubelet of node2", |read| {
         let line = read("cmdline");
         line.contains("/kubelet\0") && line.contains("/node2/")
     })?;
@@ -272,7 +279,11 @@ fn print(namespace: &str, what: &str, report: &Report, seconds: &[Report]) {
         report.errors,
     );
     for second in seconds {
-        if let Some(latency) = second.latency_us.as_ref().filter(|latency| latency.max > SLOW_US) {
+        if let Some(latency) = second
+            .latency_us
+            .as_ref()
+            .filter(|latency| latency.max > SLOW_SECOND_THRESHOLD_US)
+        {
             eprintln!(
                 "{:36} until {:5.1} s: {} requests; p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms",
                 "",
@@ -286,12 +297,12 @@ fn print(namespace: &str, what: &str, report: &Report, seconds: &[Report]) {
     }
 }
 
-/// The longest p99.9 that the mesh may have, in ms.
-const LONGEST_MS: f64 = 30.;
-/// On a machine too noisy for that: how many times the p99.9 without sidecars, in the same run, it may have.
-const NOISE: f64 = 1.2;
-/// What makes a second worth a line of its own.
-const SLOW_US: f64 = 500_000.;
+/// Maximum p99.9 of the mesh, in ms.
+const MAX_P99_9_MS: f64 = 30.;
+/// Maximum ratio of the p99.9 to the one without sidecars in the same run, for machines too noisy for the absolute limit.
+const MAX_BASELINE_RATIO: f64 = 1.2;
+/// Seconds with a slower maximum are printed separately.
+const SLOW_SECOND_THRESHOLD_US: f64 = 500_000.;
 
 const APPLICATION: &str = "
 apiVersion: v1

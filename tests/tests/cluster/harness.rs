@@ -1,4 +1,4 @@
-//! The cluster itself: pods on two nodes reach each other, kubectl looks inside, and nothing is left.
+//! The test cluster itself: pods on two nodes reach each other, kubectl works, and no leftovers remain.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tulle_tests::cluster::{Cluster, ClusterOptions};
 use tulle_tests::images::Image;
 
-/// An echo server on one node, behind a Service of its name.
+/// An echo server on one node, with a Service of the same name.
 fn workload(node: &str) -> Value {
     let labels = json!({"app": node});
     json!({
@@ -48,7 +48,7 @@ async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_after
         images: vec![Image::Workload],
         ..ClusterOptions::default()
     };
-    let cluster = Cluster::with(options).await.unwrap();
+    let cluster = Cluster::start_with(options).await.unwrap();
     for node in ["node1", "node2"] {
         let manifest = cluster.dir().join(format!("{node}-workload.json"));
         fs::write(&manifest, workload(node).to_string()).unwrap();
@@ -77,7 +77,10 @@ async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_after
                 .await;
             got.map(drop).with_context(|| format!("{to} from {from}"))
         };
-        cluster.until("an answer from the other node", answered).await.unwrap();
+        cluster
+            .wait_until("an answer from the other node", answered)
+            .await
+            .unwrap();
     }
     let log = cluster.kubectl(&["logs", "node1"]).await.unwrap();
     assert!(log.contains("8080"), "{log}");
@@ -97,11 +100,11 @@ async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_after
     drop(cluster);
     eprintln!("ended within {:?}", begun.elapsed());
     assert!(!dir.exists());
-    assert_eq!(remains(&dir), Vec::<String>::new());
+    assert_eq!(find_leftovers(&dir), Vec::<String>::new());
 }
 
-/// Processes, mounts, network namespaces and control groups that name the cluster.
-fn remains(dir: &Path) -> Vec<String> {
+/// Processes, mounts, network namespaces and cgroups of the cluster that are left.
+fn find_leftovers(dir: &Path) -> Vec<String> {
     let name = dir.file_name().unwrap().to_str().unwrap();
     let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
     let list = |dir: &str| {
@@ -109,7 +112,7 @@ fn remains(dir: &Path) -> Vec<String> {
         entries.map(|entry| entry.path()).collect::<Vec<_>>()
     };
     let processes = list("/proc").into_iter().filter(|path| {
-        // Dead ones, which the machine's init has yet to collect, have no directory.
+        // A zombie, which init has yet to reap, has no working directory.
         fs::read_link(path.join("cwd")).is_ok()
             && (read(&path.join("cmdline")).contains(dir.to_str().unwrap())
                 || read(&path.join("cgroup")).contains(name))

@@ -1,4 +1,4 @@
-//! The images under the security contexts that charts and injector give their containers.
+//! The images run under the security contexts that charts and injector set.
 
 use std::fs;
 
@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use tulle_tests::cluster::{Cluster, ClusterOptions};
 use tulle_tests::images::Image;
 
-/// A container that may do nothing, as proxy, validator and hooks run.
-fn powerless(name: &str, user: u32, command: &[&str]) -> Value {
+/// A container without rights, as proxy, validator and hooks run.
+fn unprivileged_container(name: &str, user: u32, command: &[&str]) -> Value {
     json!({
         "name": name,
         "image": Image::Proxy.reference(),
@@ -26,7 +26,7 @@ fn powerless(name: &str, user: u32, command: &[&str]) -> Value {
     })
 }
 
-/// The init container as the injector writes it; `mode` is what a chart's `iptablesMode` turns into.
+/// The init container as the injector writes it; `mode` are the flags for a chart's `iptablesMode`.
 fn redirects(mode: &[&str]) -> Value {
     let ports = [
         "--incoming-proxy-port",
@@ -43,7 +43,7 @@ fn redirects(mode: &[&str]) -> Value {
         "--verify=false",
     ];
     let command = [&["/usr/lib/linkerd/linkerd2-proxy-init"], mode, &ports, &ignored].concat();
-    let mut init = powerless("linkerd-init", 65534, &command);
+    let mut init = unprivileged_container("linkerd-init", 65534, &command);
     init["securityContext"]["capabilities"] = json!({"add": ["NET_ADMIN", "NET_RAW"]});
     init["volumeMounts"] = json!([{"name": "lock", "mountPath": "/run"}]);
     init
@@ -55,7 +55,7 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
         images: vec![Image::Proxy],
         ..ClusterOptions::default()
     };
-    let cluster = Cluster::with(options).await.unwrap();
+    let cluster = Cluster::start_with(options).await.unwrap();
     let nft = [
         "--firewall-bin-path",
         "iptables-nft",
@@ -80,7 +80,7 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             "--listen-addr=0.0.0.0:4140",
             "--timeout=10s",
         ];
-        // No proxy is there to become ready, and its start without configuration fails by that alone.
+        // No proxy becomes ready here, and its start fails because it has no configuration.
         let waits = ["/usr/lib/linkerd/linkerd-await", "--timeout=10ms", "--port=4191"];
         let sleeps = ["/bin/sleep", "0"];
         let entry = ["/usr/lib/linkerd/linkerd2-proxy-identity"];
@@ -91,11 +91,11 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             "spec": {
                 "restartPolicy": "Never",
                 "volumes": [{"name": "lock", "emptyDir": {}}],
-                "initContainers": [redirects(mode), powerless("validator", 65534, &validator)],
+                "initContainers": [redirects(mode), unprivileged_container("validator", 65534, &validator)],
                 "containers": [
-                    powerless("await", 2102, &waits),
-                    powerless("proxy", 2102, &entry),
-                    powerless("sleep", 2102, &sleeps),
+                    unprivileged_container("await", 2102, &waits),
+                    unprivileged_container("proxy", 2102, &entry),
+                    unprivileged_container("sleep", 2102, &sleeps),
                 ],
             },
         });
@@ -123,7 +123,7 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
         };
         let mut codes = None;
         let waited = cluster
-            .until("the end of all containers", async || {
+            .wait_until("the end of all containers", async || {
                 codes = Some(ended().await.context(name)?);
                 Ok(())
             })

@@ -1,4 +1,4 @@
-//! Pods of every kind run with a sidecar, and what the injector missed is told.
+//! Pods of every workload kind run with a sidecar, and the audit lists pods that the injector missed.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use anyhow::ensure;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodCondition};
 use serde_json::json;
 use tokio::time::Instant;
-use tulle_control::injector::audit::Findings;
+use tulle_control::injector_webhook::audit::AuditFindings;
 
-use crate::meshed::Meshed;
+use crate::meshed::MeshedCluster;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
-    let meshed = Meshed::start().await.unwrap();
+    let meshed = MeshedCluster::start().await.unwrap();
     meshed.apply(WORKLOADS).await.unwrap();
     for namespace in ["plain", "native", "classic"] {
         for (_, manifest) in kinds() {
@@ -28,7 +28,7 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
         for (kind, _) in kinds() {
             let selector = format!("app={kind}");
             let made = async || meshed.pods(namespace, &selector).await.map(drop);
-            meshed.cluster.until("a pod is made", made).await.unwrap();
+            meshed.cluster.wait_until("a pod is made", made).await.unwrap();
             if kind != "job" {
                 let ready = format!("wait pod -n {namespace} -l {selector} --for=condition=Ready --timeout=60s");
                 meshed.kubectl(&ready).await.unwrap();
@@ -44,7 +44,7 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
             assert_eq!(containers, expected, "{kind} in {namespace}");
         }
     }
-    // With a native sidecar a Job ends with its container; a classic one is ended by who wraps the command.
+    // With a native sidecar a Job ends when its container exits. A classic sidecar is shut down by a wrapper around the command.
     for namespace in ["plain", "native"] {
         let complete = format!("wait job/job -n {namespace} --for=condition=complete --timeout=60s");
         meshed.kubectl(&complete).await.unwrap();
@@ -58,9 +58,9 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
     an_outage_is_audited(&meshed).await;
 }
 
-/// Shows how long the same pod takes with and without a sidecar, one after the other, and how much of it passes after
-/// the proxy has started. `TULLE_TEST_FULL=1` bounds the difference.
-async fn times_to_ready(meshed: &Meshed) {
+/// Prints how long the same pod takes to become ready with and without a sidecar, and how much of that is after the
+/// proxy's start. `TULLE_TEST_FULL=1` bounds the difference.
+async fn times_to_ready(meshed: &MeshedCluster) {
     let mut took = Vec::new();
     for namespace in ["plain", "native", "classic"] {
         let mut times = Vec::new();
@@ -85,7 +85,7 @@ async fn times_to_ready(meshed: &Meshed) {
                 ensure!(conditions.iter().any(is_ready), "{conditions:?}");
                 Ok(())
             };
-            meshed.cluster.until("a pod is ready", ready).await.unwrap();
+            meshed.cluster.wait_until("a pod is ready", ready).await.unwrap();
             let total = begun.elapsed();
             times.push((total, total - proxy_started.unwrap_or_default()));
         }
@@ -108,9 +108,9 @@ async fn times_to_ready(meshed: &Meshed) {
     }
 }
 
-/// Creates pods while the injector is killed, and compares what its successor misses with what has no sidecar.
-async fn an_outage_is_audited(meshed: &Meshed) {
-    // They are never scheduled: what is looked at is decided before.
+/// Creates pods while the injector is killed, and compares the audit of its successor with the pods that have no sidecar.
+async fn an_outage_is_audited(meshed: &MeshedCluster) {
+    // The pods are never scheduled: injection happens before scheduling.
     let pod = |n: usize| {
         json!({
             "apiVersion": "v1",
@@ -137,21 +137,21 @@ async fn an_outage_is_audited(meshed: &Meshed) {
         ensure!(n >= 50, "{n} pods");
         Ok(())
     };
-    meshed.cluster.until("some pods are created", some).await.unwrap();
+    meshed.cluster.wait_until("some pods are created", some).await.unwrap();
     let injector = "linkerd.io/control-plane-component=proxy-injector";
     let scale = "scale -n linkerd deploy/linkerd-proxy-injector --replicas";
     meshed.kubectl(&format!("{scale}=0")).await.unwrap();
     let kill = format!("delete pod -n linkerd -l {injector} --force --grace-period=0");
     meshed.kubectl(&kill).await.unwrap();
     assert!(before.wait().await.unwrap().success());
-    // However fast those were, these come while nobody injects.
+    // These pods are created while no injector runs, even if the first ones were all created earlier.
     let gone = async || {
         let args = ["get", "pods", "-n", "linkerd", "-l", injector, "-o", "name"];
         let pods = meshed.cluster.kubectl(&args).await?;
         ensure!(pods.is_empty(), "{pods}");
         Ok(())
     };
-    meshed.cluster.until("the injector is gone", gone).await.unwrap();
+    meshed.cluster.wait_until("the injector is gone", gone).await.unwrap();
     assert!(create("late.json", 300..N_PODS).wait().await.unwrap().success());
     meshed.kubectl(&format!("{scale}=1")).await.unwrap();
 
@@ -170,7 +170,7 @@ async fn an_outage_is_audited(meshed: &Meshed) {
         let pod = &meshed.pods("linkerd", injector).await?[0];
         let path = format!("/api/v1/namespaces/linkerd/pods/{pod}:9995/proxy/injection-audit");
         let findings = meshed.cluster.kubectl(&["get", "--raw", &path]).await?;
-        let findings: Findings = serde_json::from_str(&findings)?;
+        let findings: AuditFindings = serde_json::from_str(&findings)?;
         ensure!(findings.audited_at.is_some(), "no audit yet");
         let missing = findings.missing.iter();
         let listed: BTreeSet<String> = missing.map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
@@ -179,7 +179,7 @@ async fn an_outage_is_audited(meshed: &Meshed) {
     };
     meshed
         .cluster
-        .until("the audit lists what was missed", listed)
+        .wait_until("the audit lists what was missed", listed)
         .await
         .unwrap();
     eprintln!(
@@ -190,7 +190,6 @@ async fn an_outage_is_audited(meshed: &Meshed) {
 
 const N_PODS: usize = 310;
 
-/// What makes a pod, by its kind.
 fn kinds() -> Vec<(&'static str, String)> {
     let app =
         "containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [serve, '--http=0.0.0.0:8080']}]";

@@ -1,5 +1,5 @@
-//! The commands of `docs/quickstart.md` as they stand there, on two nodes; what the control plane then shows of itself
-//! and of the application, asks the API server for, and leaves behind.
+//! Runs the commands of `docs/quickstart.md` unchanged on two nodes. Then checks what the control plane reports about
+//! itself and the application, which requests it sends to the API server, and what it leaves behind.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -15,65 +15,65 @@ use tulle_tests::charts::{Helm, Repository, path_of};
 use tulle_tests::cluster::{AuditRecord, Cluster};
 use tulle_tests::programs;
 
-use crate::metrics::{self, Pages};
-use crate::permissions::{self, Excuse, Permission};
+use crate::metrics::{self, MetricsSnapshot};
+use crate::permissions::{self, Permission, UnusedGrant};
 use crate::telemetry;
 
-/// What is granted, and used only at times that this test does not wait for.
-const EXCUSES: &[Excuse] = &[
-    Excuse {
+/// Grants that are used only in situations that this test does not wait for.
+const ALLOWED_UNUSED_GRANTS: &[UnusedGrant] = &[
+    UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "namespaces",
         why: "only for a pod that is quicker than the watch",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "replicasets",
         why: "only for a pod that is quicker than the watch",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "jobs",
         why: "only for a pod that is quicker than the watch",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-identity",
         verb: "patch",
         resource: "events",
         why: "only an event that repeats is counted",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "patch",
         resource: "events",
         why: "only an event that repeats is counted",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-destination",
         verb: "create",
         resource: "secrets",
-        why: "a server-side apply that makes one is noted down as a patch",
+        why: "a server-side apply that creates an object is logged as a patch",
     },
-    Excuse {
+    UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "create",
         resource: "secrets",
-        why: "a server-side apply that makes one is noted down as a patch",
+        why: "a server-side apply that creates an object is logged as a patch",
     },
 ];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enough() {
+async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions() {
     let cluster = Cluster::start(2).await.unwrap();
     let repository = Repository::start().await.unwrap();
     let files = tempfile::tempdir().unwrap();
     let before = everything(&cluster).await;
     let run = async |block: &str| {
         let mut bash = Command::new("bash");
-        // The repository is the only thing that is not where the page says.
+        // Only the URL of the chart repository differs from the page.
         let script = block.replace("https://tulle-mesh.github.io/tulle", &repository.url());
         bash.args(["-euo", "pipefail", "-c", &script])
             .current_dir(files.path())
@@ -109,7 +109,7 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
         "helm took {helm:.1?}, every pod was ready after {:.1?}",
         begun.elapsed()
     );
-    let metrics = Pages::read(&cluster).await.unwrap();
+    let metrics = MetricsSnapshot::read(&cluster).await.unwrap();
     shows_what_the_tutorial_shows(&cluster).await;
 
     run(application).await;
@@ -120,20 +120,20 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
         ensure!(logs.contains("\"2xx\""), "{logs}");
         Ok(())
     };
-    cluster.until("the client gets answers", answered).await.unwrap();
+    cluster.wait_until("the client gets answers", answered).await.unwrap();
     run(look).await;
     run(identities).await;
     run(policy).await;
-    telemetry::is_told_outside(&cluster).await;
+    telemetry::check_telemetry(&cluster).await;
 
-    work(&cluster).await;
-    metrics::all_move(&cluster, &metrics).await;
-    may_what_it_does(&cluster, files.path()).await;
-    // With another certificate than before.
+    exercise_control_plane(&cluster).await;
+    metrics::wait_for_all_changes(&cluster, &metrics).await;
+    check_permissions(&cluster, files.path()).await;
+    // The telemetry API is available again with another certificate.
     telemetry::is_available(&cluster).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
-    // What Kubernetes itself puts into a namespace, and the definitions that others may use.
+    // Kubernetes itself creates these in a namespace, and other users may need the definitions.
     let of_namespace = [
         "Namespace/linkerd",
         "ConfigMap/kube-root-ca.crt",
@@ -153,8 +153,8 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
             );
             Ok(())
         };
-        let what = "nothing is left but what is to be kept";
-        cluster.until(what, left).await.unwrap();
+        let what = "only objects that are kept remain";
+        cluster.wait_until(what, left).await.unwrap();
     };
     let namespace = "kubectl delete namespace linkerd";
     let (uninstall, rest) = clean_up.split_once(namespace).expect("the namespace goes last");
@@ -165,7 +165,7 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
     only(&[]).await;
 }
 
-/// The lines of the tutorials about logs, watches and leases.
+/// Checks the lines of the tutorials about logs, watches and leases.
 async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
     let lease = "/namespaces/linkerd/leases/linkerd-destination-endpoint-write";
     let lines = async || {
@@ -195,7 +195,7 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
         let put = format!("level=info msg=\"PUT https://10.247.0.1:443/apis/coordination.k8s.io/v1{lease} 200 OK in ");
         shown("renewal", &[&put, " milliseconds\""])
     };
-    cluster.until("the lines are in the log", lines).await.unwrap();
+    cluster.wait_until("the lines are in the log", lines).await.unwrap();
 
     let renewals = |log: &[AuditRecord]| {
         let ours = |record: &&AuditRecord| record.verb == "update" && record.uri.contains(lease);
@@ -210,16 +210,16 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
         ensure!(times.len() >= 6, "{times:?}");
         Ok(())
     };
-    cluster.until("the lease is renewed", renewed).await.unwrap();
+    cluster.wait_until("the lease is renewed", renewed).await.unwrap();
     let log = cluster.audit_log().unwrap();
-    // `2026-01-02T03:04:05.678901Z`; a minute may end between two.
+    // `2026-01-02T03:04:05.678901Z`; the minute may change between two renewals.
     let second = |time: &String| time[17..26].parse::<f64>().unwrap();
     let times: Vec<f64> = renewals(&log).iter().map(second).collect();
     let gaps: Vec<f64> = times
         .windows(2)
         .map(|pair| (pair[1] - pair[0]).rem_euclid(60.))
         .collect();
-    // A busy machine may delay one; none comes early.
+    // A busy machine may delay a renewal, but none is early.
     let early = gaps.iter().any(|gap| *gap < 1.5);
     let in_time = gaps.iter().filter(|gap| **gap < 3.).count();
     assert!(!early && in_time * 2 > gaps.len(), "renewed after {gaps:?} s");
@@ -241,7 +241,7 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
     }
 }
 
-/// The tutorials' look at what destination logs.
+/// The tutorials' command for the logs of destination.
 const LOGS: &[&str] = &[
     "logs",
     "-n",
@@ -250,7 +250,7 @@ const LOGS: &[&str] = &[
     "-c",
     "destination",
 ];
-/// What the tutorials show destination to watch.
+/// The watches of destination in the tutorials.
 const WATCHES: &[&str] = &[
     "/apis/workload.linkerd.io/v1beta1/externalworkloads",
     "/apis/discovery.k8s.io/v1/endpointslices",
@@ -264,8 +264,8 @@ const WATCHES: &[&str] = &[
     "/api/v1/nodes",
 ];
 
-/// What the accounts of the control plane ask for is what they may, and the other way around.
-async fn may_what_it_does(cluster: &Cluster, files: &Path) {
+/// Checks that the accounts of the control plane use every grant and request nothing else.
+async fn check_permissions(cluster: &Cluster, files: &Path) {
     let helm = Helm::new().unwrap();
     let values = [
         "identityTrustAnchorsPEM",
@@ -289,7 +289,7 @@ async fn may_what_it_does(cluster: &Cluster, files: &Path) {
         let is_used = |grant: &&Permission| used.iter().any(|asked| grant.is_used_by(asked));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
-    let excuse = |grant: &Permission| EXCUSES.iter().find(|excuse| excuse.covers(grant));
+    let excuse = |grant: &Permission| ALLOWED_UNUSED_GRANTS.iter().find(|excuse| excuse.covers(grant));
     let all_used = async || {
         let unused = unused(&cluster.audit_log()?);
         let unused = unused.into_iter().filter(|grant| excuse(grant).is_none());
@@ -297,7 +297,7 @@ async fn may_what_it_does(cluster: &Cluster, files: &Path) {
         ensure!(unused.is_empty(), "granted and never used:\n{}", unused.join("\n"));
         Ok(())
     };
-    cluster.until("every permission is used", all_used).await.unwrap();
+    cluster.wait_until("every permission is used", all_used).await.unwrap();
     let log = cluster.audit_log().unwrap();
     for grant in unused(&log) {
         eprintln!(
@@ -306,11 +306,12 @@ async fn may_what_it_does(cluster: &Cluster, files: &Path) {
         );
     }
     let refused: Vec<String> = permissions::refused(&log).iter().map(ToString::to_string).collect();
-    assert!(refused.is_empty(), "asked for in vain:\n{}", refused.join("\n"));
+    assert!(refused.is_empty(), "refused requests:\n{}", refused.join("\n"));
 }
 
-/// Makes the control plane write what it writes: slices that come, change and go, a status of each kind, certificates.
-async fn work(cluster: &Cluster) {
+/// Makes the control plane write everything it can write: EndpointSlices that are created, changed and deleted, a
+/// status of each kind, certificates.
+async fn exercise_control_plane(cluster: &Cluster) {
     let file = cluster.dir().join("work.yaml");
     fs::write(&file, OBJECTS).unwrap();
     let kubectl = async |args: &[&str]| cluster.kubectl(args).await.unwrap();
@@ -328,19 +329,19 @@ async fn work(cluster: &Cluster) {
             ensure!(found == expected, "slices have {found:?}, not {expected:?}");
             Ok(())
         };
-        cluster.until("slices follow their workload", found).await.unwrap();
+        cluster.wait_until("slices follow their workload", found).await.unwrap();
     };
     slices("192.0.2.10").await;
     kubectl(&[&workload[..], &[r#"{"spec": {"workloadIPs": [{"ip": "192.0.2.11"}]}}"#]].concat()).await;
     slices("192.0.2.11").await;
     kubectl(&["delete", "-n", "work", "externalworkload/vm"]).await;
     slices("").await;
-    // A workload that claims the address of a Service is told so in its status.
+    // A workload with the address of a Service gets a condition about it in its status.
     let ip = kubectl(&["get", "-n", "work", "service/web", "-o", "jsonpath={.spec.clusterIP}"]).await;
     let file = cluster.dir().join("claim.yaml");
     fs::write(&file, CLAIM.replace("ADDRESS", ip.trim())).unwrap();
     kubectl(&["apply", "-n", "work", "-f", file.to_str().unwrap()]).await;
-    // As the tutorial shows others of them.
+    // In the format that the tutorial shows.
     let written = async || {
         let logs = cluster.kubectl(LOGS).await?;
         for line in [
@@ -352,7 +353,7 @@ async fn work(cluster: &Cluster) {
         }
         Ok(())
     };
-    cluster.until("slices are in the log", written).await.unwrap();
+    cluster.wait_until("slices are in the log", written).await.unwrap();
     for service in ["proxy-injector", "sp-validator", "policy-validator", "telemetry"] {
         // A broken certificate is replaced.
         let secret = format!("secret/linkerd-{service}-k8s-tls");
@@ -361,7 +362,7 @@ async fn work(cluster: &Cluster) {
     }
 }
 
-/// All objects that an installation can make, each as its namespace, and its kind and name.
+/// All objects that an installation can create, as namespace, kind and name.
 async fn everything(cluster: &Cluster) -> BTreeSet<String> {
     let kinds = "crd,clusterrole,clusterrolebinding,mutatingwebhookconfiguration,validatingwebhookconfiguration,\
                  namespace,role,rolebinding,lease,configmap,secret,serviceaccount,service,deployment,pdb,\
@@ -371,7 +372,7 @@ async fn everything(cluster: &Cluster) -> BTreeSet<String> {
     names.lines().map(str::to_owned).collect()
 }
 
-/// The blocks of commands of the tutorial.
+/// The code blocks with commands of the tutorial.
 fn blocks() -> Vec<String> {
     let page = Path::new(&path_of("..")).join("docs/quickstart.md");
     let page = fs::read_to_string(page).unwrap();

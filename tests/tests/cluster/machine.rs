@@ -1,4 +1,4 @@
-//! A machine outside of the cluster that `docs/vm.md` has set up, and who keeps its EndpointSlice.
+//! A machine outside the cluster, set up as in `docs/vm.md`, and the leader that maintains its EndpointSlice.
 
 use std::fs::{self, Permissions};
 use std::net::Ipv4Addr;
@@ -9,12 +9,12 @@ use k8s_openapi::jiff::Timestamp;
 use nix::sys::signal::{Signal, kill};
 use tulle_bench::run::process::Process;
 use tulle_control::trust::CertificateAuthority;
-use tulle_tests::hosts::admin;
-use tulle_tests::machine::{IDENTITY, Machine};
+use tulle_tests::hosts::admin_get;
+use tulle_tests::machine::{ExternalMachine, IDENTITY};
 
-use crate::meshed::{Client, Meshed, assert_all_ok, the_process};
+use crate::meshed::{Client, MeshedCluster, assert_all_ok, find_process};
 
-/// Beside the nodes.
+/// An address in the network of the nodes.
 const ADDR: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 8);
 const CLIENT: Client = Client {
     namespace: "simple-app",
@@ -23,20 +23,20 @@ const CLIENT: Client = Client {
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
-    let mut meshed = Meshed::start().await.unwrap();
-    let host = meshed.cluster.join("machine", ADDR).unwrap();
+async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
+    let mut meshed = MeshedCluster::start().await.unwrap();
+    let host = meshed.cluster.add_machine("machine", ADDR).unwrap();
     meshed.apply(APPLICATION).await.unwrap();
     meshed.cluster.deployment_ready("simple-app", "client").await.unwrap();
 
     let files = tempfile::tempdir().unwrap();
-    // The proxy runs as a user of its own.
+    // The proxy runs as another user.
     fs::set_permissions(files.path(), Permissions::from_mode(0o755)).unwrap();
     let selector = "linkerd.io/control-plane-component=destination";
     let path = "get pods -n linkerd -o jsonpath={.items[0].status.podIP} -l";
     let control = meshed.kubectl(&format!("{path} {selector}")).await.unwrap();
     let anchor = CertificateAuthority::read(&meshed.file("ca.crt"), &meshed.file("ca.key")).unwrap();
-    let machine = Machine::new(
+    let machine = ExternalMachine::new(
         host.clone(),
         ADDR,
         control.parse().unwrap(),
@@ -45,7 +45,7 @@ async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
     )
     .unwrap();
 
-    // Who is not ready gets no traffic.
+    // A workload that is not ready gets no traffic.
     meshed.apply(machine.file("external.yaml")).await.unwrap();
     meshed.apply(machine.file("policy.yaml")).await.unwrap();
     slice_becomes(&meshed, &format!("{ADDR}:false")).await;
@@ -58,15 +58,15 @@ async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
     let init = machine.unit("tulle-init.service");
     machine.run(&init["ExecStart"]).unwrap();
     let mut proxy = machine.start("tulle-proxy.service").unwrap();
-    let is_ready = |_: &Process| Ok(admin(&host, "/ready").is_ok());
+    let is_ready = |_: &Process| Ok(admin_get(&host, "/ready").is_ok());
     proxy.wait_for("certificate, by its /ready", is_ready).unwrap();
 
-    // Each side has verified the other.
+    // Both sides have verified each other.
     let line = "simple-app-v1.simple-app.svc.cluster.local:80/headers --rate=50 --requests=100";
     let report = meshed.load(CLIENT, line).await.unwrap();
     assert_all_ok(&report, "the machine");
     let client = "default.simple-app.serviceaccount.identity.linkerd.cluster.local";
-    let metrics = admin(&host, "/metrics").unwrap();
+    let metrics = admin_get(&host, "/metrics").unwrap();
     let verified = format!("client_id=\"{client}\"");
     assert!(metrics.lines().any(|line| line.contains(&verified)), "{metrics}");
     let pod = &meshed.pods("simple-app", "app=client").await.unwrap()[0];
@@ -74,11 +74,11 @@ async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
     let verified = format!("server_id=\"{IDENTITY}\"");
     assert!(metrics.lines().any(|line| line.contains(&verified)), "{metrics}");
 
-    // The other way around.
+    // From the machine into the cluster.
     let path = "get service -n simple-app inside -o jsonpath={.spec.clusterIP}";
     let inside = meshed.kubectl(path).await.unwrap();
     let answer = machine
-        .line(&format!("curl -sS http://{inside}/headers"))
+        .command(&format!("curl -sS http://{inside}/headers"))
         .output()
         .unwrap();
     let answer = String::from_utf8_lossy(&answer.stdout).into_owned();
@@ -90,8 +90,8 @@ async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
     outlives_the_leader(&meshed).await;
 }
 
-/// Another replica goes on where one that was killed has stopped.
-async fn outlives_the_leader(meshed: &Meshed) {
+/// After the leader is killed, another replica continues its work.
+async fn outlives_the_leader(meshed: &MeshedCluster) {
     let scale = "scale -n linkerd deploy/linkerd-destination --replicas=2";
     meshed.kubectl(scale).await.unwrap();
     meshed
@@ -105,12 +105,12 @@ async fn outlives_the_leader(meshed: &Meshed) {
     };
     let leader = holder().await.unwrap();
     let hostname = format!("HOSTNAME={leader}\0");
-    let process = the_process("that of the leader", |read| {
+    let process = find_process("the process of the leader", |read| {
         read("comm").trim() == "tulle-control" && read("environ").contains(&hostname)
     });
     kill(process.unwrap(), Signal::SIGKILL).unwrap();
     let killed = Timestamp::now();
-    // Otherwise its container starts again under the same name.
+    // Without this, the container would restart under the same name.
     let delete = format!("delete pod -n linkerd {leader} --force --grace-period=0");
     meshed.kubectl(&delete).await.unwrap();
     let moved = r#"{"spec":{"workloadIPs":[{"ip":"172.30.0.9"}]}}"#;
@@ -128,14 +128,14 @@ async fn outlives_the_leader(meshed: &Meshed) {
     assert!(took_s <= 30.0, "{took_s:.1} s");
 }
 
-async fn patch(meshed: &Meshed, args: &[&str]) {
+async fn patch(meshed: &MeshedCluster, args: &[&str]) {
     let workload = "externalworkload/external-simple-app-v1-0e340584";
     let fixed = ["patch", "-n", "simple-app", workload, "--type=merge"];
     meshed.cluster.kubectl(&[&fixed[..], args].concat()).await.unwrap();
 }
 
-/// Waits for the addresses in our own slices, each with whether it is ready.
-async fn slice_becomes(meshed: &Meshed, expected: &str) {
+/// Waits until our slices have these addresses, each with its readiness.
+async fn slice_becomes(meshed: &MeshedCluster, expected: &str) {
     let path = "jsonpath={range .items[*].endpoints[*]}{.addresses[0]}:{.conditions.ready}{end}";
     let ours = "endpointslice.kubernetes.io/managed-by=linkerd-external-workloads-controller,\
                 kubernetes.io/service-name=simple-app-v1";
@@ -147,7 +147,7 @@ async fn slice_becomes(meshed: &Meshed, expected: &str) {
     };
     meshed
         .cluster
-        .until("slices follow their workload", found)
+        .wait_until("slices follow their workload", found)
         .await
         .unwrap();
 }

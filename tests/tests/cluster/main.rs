@@ -1,6 +1,7 @@
-//! What needs nodes: pods of a real cluster.
+//! Tests that need nodes: pods of a real cluster.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod chaos;
 mod harness;

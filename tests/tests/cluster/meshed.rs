@@ -1,7 +1,7 @@
-//! A cluster with tulle on it, as `helm install` puts it there, and load that runs inside.
+//! A cluster with tulle, installed with `helm install`, and load generators in pods.
 //!
-//! `TULLE_TEST_PROXY=image.tar` has pods run with the proxy of that docker archive, which need not be ours; with
-//! `TULLE_TEST_PROXY_AT=servers` or `clients` only those.
+//! With `TULLE_TEST_PROXY=image.tar` pods use the proxy of that docker archive, which can be a third-party one. With
+//! `TULLE_TEST_PROXY_AT=servers` or `clients` only those pods use it.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -21,25 +21,25 @@ use tulle_tests::charts::{Helm, path_of};
 use tulle_tests::cluster::Cluster;
 use tulle_tests::images::{self, Image};
 
-pub(crate) struct Meshed {
+pub(crate) struct MeshedCluster {
     pub(crate) cluster: Cluster,
     pub(crate) helm: Helm,
     files: TempDir,
-    /// Whether some proxies are not of this repository.
-    pub(crate) has_others: bool,
-    /// Of the proxies of clients, where they have others than the rest.
+    /// Whether some proxies are not from this repository.
+    pub(crate) has_foreign_proxies: bool,
+    /// The proxy image of clients, if it differs from the others.
     clients_image: Option<String>,
 }
 
-/// Whose proxies come from elsewhere: those of servers, of clients, or of all.
+/// Which pods use the third-party proxy: servers, clients, or all.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum At {
+enum ForeignProxies {
     Servers,
     Clients,
     Both,
 }
 
-/// A container that has `tulle-bench`.
+/// A container with `tulle-bench`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Client {
     pub(crate) namespace: &'static str,
@@ -47,19 +47,19 @@ pub(crate) struct Client {
     pub(crate) container: &'static str,
 }
 
-impl Meshed {
-    /// Two nodes with both charts, all pods of the control plane ready.
+impl MeshedCluster {
+    /// Starts two nodes with both charts and waits until all pods of the control plane are ready.
     ///
     /// # Errors
-    /// What Helm or the pods say.
+    /// Fails if Helm fails or the pods do not become ready.
     pub(crate) async fn start() -> anyhow::Result<Self> {
         let cluster = Cluster::start(2).await?;
         let files = tempfile::tempdir().context("creating a directory")?;
         let mut meshed = Self {
-            helm: Helm::of(cluster.kubeconfig_outside())?,
+            helm: Helm::for_cluster(cluster.kubeconfig_outside())?,
             cluster,
             files,
-            has_others: false,
+            has_foreign_proxies: false,
             clients_image: None,
         };
         let image = meshed.proxy_image().await?;
@@ -82,32 +82,32 @@ impl Meshed {
         let named = ["tulle-control-plane", &control_plane];
         meshed.helm.run(&[&install[..], &named, &set].concat())?;
         meshed.control_plane_ready().await?;
-        meshed.injects().await?;
+        meshed.wait_for_injection().await?;
         Ok(meshed)
     }
 
-    /// Loads the proxy that `TULLE_TEST_PROXY` names, and returns the settings of the chart for it.
+    /// Loads the proxy image of `TULLE_TEST_PROXY`, and returns the chart settings for it.
     async fn proxy_image(&mut self) -> anyhow::Result<Vec<String>> {
         let Some(archive) = env::var_os("TULLE_TEST_PROXY") else {
             return Ok(Vec::new());
         };
         let at = match env::var("TULLE_TEST_PROXY_AT").as_deref() {
-            Ok("servers") => At::Servers,
-            Ok("clients") => At::Clients,
-            Err(env::VarError::NotPresent) => At::Both,
+            Ok("servers") => ForeignProxies::Servers,
+            Ok("clients") => ForeignProxies::Clients,
+            Err(env::VarError::NotPresent) => ForeignProxies::Both,
             other => bail!("TULLE_TEST_PROXY_AT is {other:?}, not servers or clients"),
         };
         let archive = Path::new(&archive);
         self.cluster.load_archive(archive).await?;
         let theirs = images::reference_of(archive)?;
         let ours = Image::Proxy.reference();
-        self.has_others = true;
+        self.has_foreign_proxies = true;
         self.clients_image = match at {
-            At::Servers => Some(ours),
-            At::Clients => Some(theirs.clone()),
-            At::Both => None,
+            ForeignProxies::Servers => Some(ours),
+            ForeignProxies::Clients => Some(theirs.clone()),
+            ForeignProxies::Both => None,
         };
-        if at == At::Clients {
+        if at == ForeignProxies::Clients {
             return Ok(Vec::new());
         }
         let (name, version) = theirs.rsplit_once(':').context("a tag of the image")?;
@@ -117,10 +117,10 @@ impl Meshed {
         ])
     }
 
-    /// Waits for the Deployment of a client, which gets a proxy of its own where a run wants that.
+    /// Waits for the Deployment of a client, which uses the third-party proxy if the run is configured so.
     ///
     /// # Errors
-    /// What its pods say when that takes too long.
+    /// Fails if the wait times out; the error describes its pods.
     pub(crate) async fn client_ready(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
         if let Some((image, version)) = self.clients_image.as_deref().and_then(|image| image.rsplit_once(':')) {
             let annotations = json!({
@@ -135,12 +135,17 @@ impl Meshed {
         self.cluster.deployment_ready(namespace, name).await
     }
 
-    /// Marks a Service's port opaque, as proxies of others must be told of servers that speak first; ours find out.
+    /// Marks a port of a Service opaque. Third-party proxies need this for server-speaks-first protocols; ours detect them.
     ///
     /// # Errors
-    /// What the API server says.
-    pub(crate) async fn tell_others_opaque(&self, namespace: &str, name: &str, port: u16) -> anyhow::Result<()> {
-        if !self.has_others {
+    /// Fails if the API server refuses.
+    pub(crate) async fn mark_opaque_for_foreign_proxies(
+        &self,
+        namespace: &str,
+        name: &str,
+        port: u16,
+    ) -> anyhow::Result<()> {
+        if !self.has_foreign_proxies {
             return Ok(());
         }
         let annotations = json!({"config.linkerd.io/opaque-ports": port.to_string()});
@@ -156,8 +161,8 @@ impl Meshed {
         Ok(())
     }
 
-    /// Waits until new pods get a sidecar: an injector that the API server does not reach yet is passed over.
-    async fn injects(&self) -> anyhow::Result<()> {
+    /// Waits until new pods get a sidecar. The API server ignores an injector that it cannot reach yet.
+    async fn wait_for_injection(&self) -> anyhow::Result<()> {
         let file = self.file("probe.yaml");
         fs::write(&file, PROBE).context("writing a manifest")?;
         let containers = "jsonpath={.spec.initContainers[*].name}";
@@ -168,10 +173,10 @@ impl Meshed {
             ensure!(containers.contains("linkerd-proxy"), "init containers: {containers:?}");
             Ok(())
         };
-        self.cluster.until("pods are injected", injected).await
+        self.cluster.wait_until("pods are injected", injected).await
     }
 
-    /// For files of a test.
+    /// The path of a file for the test.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.files.path().join(name)
     }
@@ -179,7 +184,7 @@ impl Meshed {
     /// Waits for every pod of the control plane.
     ///
     /// # Errors
-    /// What its pods say when that takes too long.
+    /// Fails if the wait times out; the error describes its pods.
     pub(crate) async fn control_plane_ready(&self) -> anyhow::Result<()> {
         for component in COMPONENTS {
             let name = format!("linkerd-{component}");
@@ -188,18 +193,18 @@ impl Meshed {
         Ok(())
     }
 
-    /// Runs `kubectl` with a command line whose words have no spaces.
+    /// Runs `kubectl` with a command line, split at spaces.
     ///
     /// # Errors
-    /// What it says.
+    /// Fails if the command fails; the error contains its output.
     pub(crate) async fn kubectl(&self, line: &str) -> anyhow::Result<String> {
         self.cluster.kubectl(&line.split_whitespace().collect::<Vec<_>>()).await
     }
 
-    /// Applies a manifest, as soon as the webhooks let it.
+    /// Applies a manifest, with retries until the webhooks accept it.
     ///
     /// # Errors
-    /// What the API server says for too long.
+    /// Fails if the API server refuses for too long.
     pub(crate) async fn apply(&self, manifest: &str) -> anyhow::Result<()> {
         let file = self.file("manifest.yaml");
         fs::write(&file, manifest).context("writing a manifest")?;
@@ -209,24 +214,26 @@ impl Meshed {
     /// Applies a file, or all files of a directory.
     ///
     /// # Errors
-    /// As [`Meshed::apply`].
+    /// The same as [`MeshedCluster::apply`].
     pub(crate) async fn apply_files(&self, path: &Path) -> anyhow::Result<()> {
         let path = path.to_str().context("a path in UTF-8")?;
         let apply = async || self.cluster.kubectl(&["apply", "-f", path]).await.map(drop);
-        self.cluster.until("the API server takes the manifests", apply).await
+        self.cluster
+            .wait_until("the API server takes the manifests", apply)
+            .await
     }
 
-    /// Runs load in a container and returns what came of it, whatever that is.
+    /// Runs load in a container and returns its report, including failures.
     ///
     /// # Errors
-    /// When it could not run.
+    /// Fails if the load cannot run.
     pub(crate) async fn load(&self, client: Client, line: &str) -> anyhow::Result<Report> {
         let mut running = self.start_load(client, line)?;
         let (total, _) = running.reports().await.with_context(|| line.to_owned())?;
         Ok(total)
     }
 
-    fn start_load(&self, client: Client, line: &str) -> anyhow::Result<Running> {
+    fn start_load(&self, client: Client, line: &str) -> anyhow::Result<RunningLoad> {
         let Client {
             namespace,
             deployment,
@@ -251,17 +258,17 @@ impl Meshed {
         kubectl.stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = kubectl.spawn().context("starting kubectl")?;
         let output = child.stdout.take().context("its output")?;
-        Ok(Running {
+        Ok(RunningLoad {
             _child: child,
             lines: BufReader::new(output).lines(),
         })
     }
 
-    /// Runs load in a container, and disturbs it once the first second of it has passed.
-    /// Returns what came of it, in all and in each further second.
+    /// Runs load in a container, and disturbs it one second after its start.
+    /// Returns the report of the whole load, and one report for each further second.
     ///
     /// # Errors
-    /// When the load could not run, or the disturbance could not be made while it ran.
+    /// Fails if the load cannot run, or the disturbance fails or outlasts it.
     pub(crate) async fn load_during(
         &self,
         client: Client,
@@ -283,17 +290,17 @@ impl Meshed {
     /// The metrics of a pod's proxy.
     ///
     /// # Errors
-    /// What the API server says.
+    /// Fails if the API server refuses.
     pub(crate) async fn proxy_metrics(&self, namespace: &str, pod: &str) -> anyhow::Result<String> {
         let path = format!("/api/v1/namespaces/{namespace}/pods/{pod}:4191/proxy/metrics");
         self.cluster.kubectl(&["get", "--raw", &path]).await
     }
 
-    /// The metrics of a pod's proxy as a client in the mesh gets them: proxies of others refuse some to the API server,
-    /// which has no identity.
+    /// The metrics of a pod's proxy, read by a client in the mesh. Third-party proxies refuse some metrics to the API
+    /// server, which has no identity.
     ///
     /// # Errors
-    /// What the client says.
+    /// Fails if the client fails.
     pub(crate) async fn proxy_metrics_for(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
         let addr = format!("get pod -n {namespace} {pod} -o jsonpath={{.status.podIP}}");
         let addr = self.kubectl(&addr).await?;
@@ -307,10 +314,9 @@ impl Meshed {
         self.kubectl(&line).await
     }
 
-    /// The names of pods.
     ///
     /// # Errors
-    /// When there are none.
+    /// Fails if there are no pods.
     pub(crate) async fn pods(&self, namespace: &str, selector: &str) -> anyhow::Result<Vec<String>> {
         let path = "jsonpath={.items[*].metadata.name}";
         let args = ["get", "pods", "-n", namespace, "-l", selector, "-o", path];
@@ -320,33 +326,32 @@ impl Meshed {
     }
 }
 
-/// The one process of this machine, pods included, that is told by its files below `/proc/<pid>`.
+/// The only process of this machine, including pods, whose files below `/proc/<pid>` match.
 ///
 /// # Errors
-/// When there is none, or more than one.
-pub(crate) fn the_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
+/// Fails if no process matches, or more than one.
+pub(crate) fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
     let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    // A process may end while it is looked at.
+    // A process may exit while it is read.
     let read = |pid: i32, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
     let found: Vec<i32> = pids.filter(|pid| is_it(&|file| read(*pid, file))).collect();
     ensure!(found.len() == 1, "{what}: {found:?}");
     Ok(Pid::from_raw(found[0]))
 }
 
-/// What came of it, and when.
+/// The output of a future, and the time of its end.
 async fn at_the_end<T>(future: impl Future<Output = T>) -> (T, Instant) {
     (future.await, Instant::now())
 }
 
-/// Load that is running.
-struct Running {
+struct RunningLoad {
     _child: Child,
     lines: tokio::io::Lines<BufReader<tokio::process::ChildStdout>>,
 }
 
-impl Running {
-    /// The last report, which is about all of it, and those before it.
+impl RunningLoad {
+    /// The last report, which covers everything, and those before it.
     async fn reports(&mut self) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut reports = Vec::new();
         while let Some(line) = self.lines.next_line().await? {
@@ -357,7 +362,7 @@ impl Running {
     }
 }
 
-/// Asserts that every request was answered well.
+/// Asserts that every request succeeded.
 pub(crate) fn assert_all_ok(report: &Report, what: &str) {
     assert!(
         report.requests > 0 && report.failed == 0,

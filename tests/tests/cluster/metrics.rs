@@ -1,4 +1,4 @@
-//! Every metric of the control plane, on a cluster that gives it a reason to move.
+//! Every metric of the control plane changes on a cluster with the right events.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,14 +6,14 @@ use std::fs;
 use anyhow::ensure;
 use tulle_tests::cluster::Cluster;
 
-/// The pages of one look, by component.
-pub(crate) struct Pages(BTreeMap<&'static str, String>);
+/// The metrics pages at one time, by component.
+pub(crate) struct MetricsSnapshot(BTreeMap<&'static str, String>);
 
-impl Pages {
-    /// Asks the first pod of each component.
+impl MetricsSnapshot {
+    /// Reads the page of the first pod of each component.
     ///
     /// # Errors
-    /// What the API server says.
+    /// Fails if the API server refuses.
     pub(crate) async fn read(cluster: &Cluster) -> anyhow::Result<Self> {
         let mut pages = BTreeMap::new();
         for (component, port) in [("destination", 9996), ("identity", 9990), ("proxy-injector", 9995)] {
@@ -39,10 +39,10 @@ impl Pages {
     }
 }
 
-/// Gives the metrics that the tutorial leaves alone a reason to move, and waits until all have.
-pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
+/// Causes changes of the metrics that the tutorial leaves unchanged, and waits for all of them.
+pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnapshot) {
     let kubectl = async |args: &[&str]| cluster.kubectl(args).await.unwrap();
-    // Somebody who follows the profile of an address, until the end of this.
+    // Follows the profile of an address until the end of this function.
     let path = "jsonpath={.items[0].status.podIP}";
     let ip = kubectl(&["get", "pods", "-n", "quickstart", "-l", "app=web", "-o", path]).await;
     let mut load = cluster.command("kubectl").unwrap();
@@ -61,7 +61,7 @@ pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
     .kill_on_drop(true);
     let _load = load.spawn().unwrap();
     let followed = async || {
-        let pages = Pages::read(cluster).await?;
+        let pages = MetricsSnapshot::read(cluster).await?;
         let series = format!("workload_subscribers{{ip=\"{ip}\",port=\"8080\"}}");
         ensure!(
             pages
@@ -71,12 +71,12 @@ pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
         );
         Ok(())
     };
-    cluster.until("the address is followed", followed).await.unwrap();
+    cluster.wait_until("the address is followed", followed).await.unwrap();
 
     let file = cluster.dir().join("profile.yaml");
     fs::write(&file, OBJECTS).unwrap();
     kubectl(&["apply", "-f", file.to_str().unwrap()]).await;
-    // Endpoints and their profiles say so, and what proxies watch.
+    // This changes endpoints, their profiles, and the policies that proxies watch.
     let opaque = r#"{"spec": {"proxyProtocol": "opaque"}}"#;
     kubectl(&[
         "patch",
@@ -91,8 +91,8 @@ pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
     kubectl(&["label", "-n", "quickstart", "pod", "-l", "app=web", "tier=front"]).await;
 
     let moved = async || {
-        let pages = Pages::read(cluster).await?;
-        let still = MOVED.iter().flat_map(|(component, metrics)| {
+        let pages = MetricsSnapshot::read(cluster).await?;
+        let still = CHANGING_METRICS.iter().flat_map(|(component, metrics)| {
             let is_still = |metric: &&&str| {
                 let series = pages.series(component, metric);
                 series.is_empty() || series == before.series(component, metric)
@@ -103,8 +103,8 @@ pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
                 .map(move |metric| format!("{component}: {metric}"))
         });
         let still: Vec<_> = still.collect();
-        ensure!(still.is_empty(), "did not move:\n{}", still.join("\n"));
-        for (component, metrics) in SHOWN {
+        ensure!(still.is_empty(), "did not change:\n{}", still.join("\n"));
+        for (component, metrics) in CONSTANT_METRICS {
             for metric in *metrics {
                 ensure!(
                     !pages.series(component, metric).is_empty(),
@@ -114,10 +114,10 @@ pub(crate) async fn all_move(cluster: &Cluster, before: &Pages) {
         }
         Ok(())
     };
-    cluster.until("every metric moves", moved).await.unwrap();
+    cluster.wait_until("every metric changes", moved).await.unwrap();
 }
 
-const MOVED: &[(&str, &[&str])] = &[
+const CHANGING_METRICS: &[(&str, &[&str])] = &[
     (
         "destination",
         &[
@@ -202,9 +202,8 @@ const MOVED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What has a value that stays here: settings, nodes, which do not come and go, what is busy for moments
-/// only, and counts of failures.
-const SHOWN: &[(&str, &[&str])] = &[(
+/// Metrics that do not change here: settings, nodes, gauges of short activity, and counts of failures.
+const CONSTANT_METRICS: &[(&str, &[&str])] = &[(
     "destination",
     &[
         "node_cache_size",

@@ -1,4 +1,4 @@
-//! Permissions: what the roles of the chart grant, against what the API server was asked.
+//! Compares the grants of the chart's roles with the requests that the API server logged.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,29 +6,29 @@ use std::fmt;
 use serde_json::Value;
 use tulle_tests::cluster::AuditRecord;
 
-/// One verb on one kind, for one service account of the control plane.
+/// One verb on one kind for one service account of the control plane.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Permission {
     pub(crate) account: String,
     pub(crate) verb: String,
     pub(crate) group: String,
-    /// With its subresource: `httproutes/status`.
+    /// With its subresource, as in `httproutes/status`.
     pub(crate) resource: String,
     /// Empty for the whole cluster.
     pub(crate) namespace: String,
-    /// Empty for objects of any name.
+    /// Empty for all objects.
     pub(crate) name: String,
 }
 
-/// A grant that a run may not use, and why it is needed nevertheless.
-pub(crate) struct Excuse {
+/// A grant that a run may leave unused, and why it is needed.
+pub(crate) struct UnusedGrant {
     pub(crate) account: &'static str,
     pub(crate) verb: &'static str,
     pub(crate) resource: &'static str,
     pub(crate) why: &'static str,
 }
 
-impl Excuse {
+impl UnusedGrant {
     pub(crate) fn covers(&self, permission: &Permission) -> bool {
         (self.account, self.verb, self.resource) == (&*permission.account, &*permission.verb, &*permission.resource)
     }
@@ -57,20 +57,20 @@ impl fmt::Display for Permission {
 }
 
 impl Permission {
-    /// Whether a request needs this grant and no narrower one: what is granted for the whole cluster is asked for there,
-    /// or in a namespace that is not the mesh's own.
+    /// Whether a request needs this grant and no narrower one: a cluster-wide grant is used for the whole cluster, or
+    /// for a namespace other than that of the mesh.
     pub(crate) fn is_used_by(&self, asked: &Self) -> bool {
         let is_same = (&self.account, &self.verb, &self.group, &self.resource)
             == (&asked.account, &asked.verb, &asked.group, &asked.resource);
-        let place = match &*self.namespace {
+        let is_in_namespace = match &*self.namespace {
             "" => asked.namespace != NAMESPACE,
             namespace => asked.namespace == namespace,
         };
-        is_same && place && (self.name.is_empty() || self.name == asked.name)
+        is_same && is_in_namespace && (self.name.is_empty() || self.name == asked.name)
     }
 }
 
-/// What the rendered roles grant to the service accounts that they are bound to.
+/// The grants of the rendered roles to the service accounts that they are bound to.
 pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
     let mut all = BTreeSet::new();
     let bindings = objects
@@ -130,7 +130,7 @@ fn strings(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
         .collect()
 }
 
-/// What service accounts of the namespace `linkerd` asked for and got.
+/// Permitted requests of service accounts in the namespace `linkerd`.
 pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| !record.is_forbidden())
@@ -138,7 +138,7 @@ pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
         .collect()
 }
 
-/// What they asked for in vain.
+/// Refused requests of those service accounts.
 pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| record.is_forbidden())
@@ -166,5 +166,4 @@ fn asked(record: &AuditRecord) -> Option<Permission> {
     })
 }
 
-/// Where the control plane is.
 const NAMESPACE: &str = "linkerd";

@@ -1,5 +1,5 @@
-//! Probes mean with a sidecar what they mean without one: every kind of probe, of applications that listen, listen late, never,
-//! stop listening, and hang, under every default policy; and that a rollout waits for an application that listens late.
+//! Probes give the same result with and without a sidecar, for each probe kind, application behaviour and default
+//! policy. A rollout waits for an application that starts to listen late.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,17 @@ use kube::core::ObjectList;
 use serde_json::{Value, json};
 use tulle_tests::images::Image;
 
-use crate::meshed::{Client, Meshed, assert_all_ok};
+use crate::meshed::{Client, MeshedCluster, assert_all_ok};
 
-/// What an application does after its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Application {
     Listens,
-    /// Listens after [`MOMENT`].
+    /// Listens after [`BEHAVIOUR_CHANGE_AT_SECONDS`].
     ListensLate,
     NeverListens,
-    /// Listens until [`MOMENT`].
+    /// Listens until [`BEHAVIOUR_CHANGE_AT_SECONDS`].
     StopsListening,
-    /// Stands still from [`MOMENT`] on; the kernel accepts for it.
+    /// Is stopped from [`BEHAVIOUR_CHANGE_AT_SECONDS`] on; the kernel still accepts connections.
     Hangs,
 }
 
@@ -33,7 +32,7 @@ const APPLICATIONS: [Application; 5] = [
     Application::Hangs,
 ];
 
-/// The kinds of probes, by the name of the container, with the flag of the server and the handler at a port.
+/// The probe kinds: container name, flag of the server, and handler.
 const KINDS: [(&str, &str, &str); 5] = [
     (
         "http",
@@ -54,37 +53,37 @@ const KINDS: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// What becomes of a container with readiness and liveness probes, and of one with a startup probe.
+/// The expected results of a container with readiness and liveness probes, and of one with a startup probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Expected {
     ready: Ready,
     restarts: bool,
     started: Ready,
-    /// Of the container with the startup probe.
+    /// Whether the container with the startup probe restarts.
     startup_restarts: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ready {
-    /// And it stays so.
+    /// Becomes ready and stays ready.
     Soon,
-    /// Not before [`MOMENT`].
+    /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`].
     Late,
     Never,
-    /// First, and then no more.
-    Once,
+    /// Becomes ready, and unready later.
+    ThenUnready,
 }
 
-/// The outcome that Kubernetes gives without a mesh; the same test looks whether that is so.
+/// The result of Kubernetes without a mesh; the test verifies it too.
 fn expected(application: Application, kind: &str) -> Expected {
     let (ready, restarts) = match (application, kind) {
-        // Its connections are established by the kernel.
+        // The kernel accepts its connections.
         (Application::Hangs, "tcp") | (Application::Listens, _) => (Ready::Soon, false),
         (Application::ListensLate, _) => (Ready::Late, false),
         (Application::NeverListens, _) => (Ready::Never, true),
-        (Application::StopsListening | Application::Hangs, _) => (Ready::Once, true),
+        (Application::StopsListening | Application::Hangs, _) => (Ready::ThenUnready, true),
     };
-    // Once it has succeeded, a startup probe is not made again.
+    // A startup probe is not repeated after it has succeeded.
     let (started, startup_restarts) = match application {
         Application::ListensLate => (Ready::Late, false),
         Application::NeverListens => (Ready::Never, true),
@@ -98,7 +97,7 @@ fn expected(application: Application, kind: &str) -> Expected {
     }
 }
 
-/// Namespaces, and the annotations of each.
+/// Namespaces with their annotations.
 const POLICIES: [(&str, &str); 4] = [
     ("unmeshed", "{}"),
     (
@@ -116,10 +115,10 @@ const POLICIES: [(&str, &str); 4] = [
 ];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_probe_means_what_it_means_without_a_mesh_and_a_rollout_waits_for_it() {
-    let meshed = Meshed::start().await.unwrap();
+async fn probes_work_as_without_a_mesh_and_a_rollout_waits_for_them() {
+    let meshed = MeshedCluster::start().await.unwrap();
     let mut wrong = Vec::new();
-    // One after the other: the probes of all at once would take longer than they may on a small machine.
+    // One namespace after another, because all probes at once would exceed their timeouts on a small machine.
     for (namespace, annotations) in POLICIES {
         meshed
             .apply(&format!(
@@ -130,18 +129,18 @@ async fn every_probe_means_what_it_means_without_a_mesh_and_a_rollout_waits_for_
         let pods: Vec<Value> = APPLICATIONS.into_iter().map(|app| pod(namespace, app)).collect();
         let list = json!({"apiVersion": "v1", "kind": "List", "items": pods});
         meshed.apply(&list.to_string()).await.unwrap();
-        let mut seen = BTreeMap::<String, Seen>::new();
+        let mut seen = BTreeMap::<String, ObservedContainer>::new();
         let settled = async || {
-            look(&meshed, namespace, &mut seen).await?;
-            let unsettled = rows().filter_map(|row| row.unsettled(&seen));
+            observe(&meshed, namespace, &mut seen).await?;
+            let unsettled = rows().filter_map(|row| row.pending_expectation(&seen));
             let unsettled: Vec<String> = unsettled.collect();
             ensure!(unsettled.is_empty(), "{}", unsettled.join("\n"));
             Ok(())
         };
-        if let Err(error) = meshed.cluster.until("containers settle", settled).await {
+        if let Err(error) = meshed.cluster.wait_until("containers settle", settled).await {
             wrong.push(format!("{namespace}: {error:#}"));
         }
-        wrong.extend(rows().filter_map(|row| Some(format!("{namespace}: {}", row.mistaken(&seen)?))));
+        wrong.extend(rows().filter_map(|row| Some(format!("{namespace}: {}", row.find_violation(&seen)?))));
         let delete = format!("delete pods -n {namespace} --all --force --grace-period=0 --wait=false");
         meshed.kubectl(&delete).await.unwrap();
     }
@@ -149,7 +148,7 @@ async fn every_probe_means_what_it_means_without_a_mesh_and_a_rollout_waits_for_
     a_rollout_loses_nothing(&meshed).await;
 }
 
-/// A row of the table: one container.
+/// One container, which is one row of the table.
 struct Row {
     application: Application,
     kind: &'static str,
@@ -169,21 +168,20 @@ fn rows() -> impl Iterator<Item = Row> {
     })
 }
 
-/// What an application does later means nothing to a startup probe that has succeeded.
+/// A later change of the application does not affect a startup probe that has succeeded.
 fn starts_differently(application: Application) -> bool {
     !matches!(application, Application::StopsListening | Application::Hangs)
 }
 
-/// What has been seen of a container.
 #[derive(Debug, Default)]
-struct Seen {
-    /// How long it had been running, in seconds, when it was ready (or started) for the first time, and had not been restarted.
+struct ObservedContainer {
+    /// Age in seconds when it was first ready (or started), without a restart before.
     good_after: Option<i64>,
-    /// Whether it was good, and then not, without having been restarted.
+    /// Whether it was ready and then not, without a restart.
     became_bad: bool,
     is_good: bool,
     restarts: i32,
-    /// How long it has been running without a restart, in seconds.
+    /// Age in seconds without a restart.
     ran: i64,
 }
 
@@ -201,40 +199,46 @@ impl Row {
         }
     }
 
-    /// What is still to come, if anything.
-    fn unsettled(&self, seen: &BTreeMap<String, Seen>) -> Option<String> {
+    /// The expected state that has not been observed yet, if any.
+    fn pending_expectation(&self, seen: &BTreeMap<String, ObservedContainer>) -> Option<String> {
         let name = self.name();
         let Some(seen) = seen.get(&name) else {
             return Some(format!("{name} does not run"));
         };
         let (ready, restarts) = self.expected();
         let is_settled = (!restarts || seen.restarts > 0)
-            && (restarts || seen.ran > WATCHED)
+            && (restarts || seen.ran > OBSERVATION_SECONDS)
             && match ready {
                 Ready::Soon | Ready::Late => seen.is_good,
                 Ready::Never => true,
-                Ready::Once => seen.became_bad,
+                Ready::ThenUnready => seen.became_bad,
             };
         (!is_settled).then(|| format!("{name}: expected {ready:?}, restarts {restarts}: {seen:?}"))
     }
 
-    /// What must not have been.
-    fn mistaken(&self, seen: &BTreeMap<String, Seen>) -> Option<String> {
+    /// An observed state that contradicts the expectation, if any.
+    fn find_violation(&self, seen: &BTreeMap<String, ObservedContainer>) -> Option<String> {
         let seen = seen.get(&self.name())?;
         let (ready, restarts) = self.expected();
         let is_right = (restarts || seen.restarts == 0)
             && match ready {
-                Ready::Soon | Ready::Once => true,
-                // Kubernetes tells times in whole seconds.
-                Ready::Late => seen.good_after.is_none_or(|after| after >= MOMENT - 1),
+                Ready::Soon | Ready::ThenUnready => true,
+                // Kubernetes reports times in whole seconds.
+                Ready::Late => seen
+                    .good_after
+                    .is_none_or(|after| after >= BEHAVIOUR_CHANGE_AT_SECONDS - 1),
                 Ready::Never => seen.good_after.is_none(),
             };
         (!is_right).then(|| format!("{}: expected {ready:?}, restarts {restarts}: {seen:?}", self.name()))
     }
 }
 
-/// Adds what the statuses of all containers say now.
-async fn look(meshed: &Meshed, namespace: &str, seen: &mut BTreeMap<String, Seen>) -> anyhow::Result<()> {
+/// Adds the current statuses of all containers.
+async fn observe(
+    meshed: &MeshedCluster,
+    namespace: &str,
+    seen: &mut BTreeMap<String, ObservedContainer>,
+) -> anyhow::Result<()> {
     let args = ["get", "pods", "-n", namespace, "-o", "json"];
     let pods: ObjectList<Pod> =
         serde_json::from_str(&meshed.cluster.kubectl(&args).await?).context("a list of pods")?;
@@ -253,7 +257,7 @@ async fn look(meshed: &Meshed, namespace: &str, seen: &mut BTreeMap<String, Seen
     Ok(())
 }
 
-impl Seen {
+impl ObservedContainer {
     fn note(&mut self, status: &ContainerStatus, now: i64) {
         self.restarts = self.restarts.max(status.restart_count);
         self.is_good = match status.name.ends_with("-startup") {
@@ -293,8 +297,8 @@ fn pod(namespace: &str, application: Application) -> Value {
                 probe["failureThreshold"] = failures.into();
                 probe
             };
-            // One that listens late is to be waited for.
-            let patience = if application == Application::ListensLate { 60 } else { 5 };
+            // A pod that listens late needs a higher failure threshold.
+            let failures_allowed = if application == Application::ListensLate { 60 } else { 5 };
             let mut container = json!({
                 "image": Image::Workload.reference(),
                 "command": ["/bin/sh", "-c", script(application, &format!("/tulle-bench serve --{flag}=0.0.0.0:{port}"))],
@@ -303,12 +307,12 @@ fn pod(namespace: &str, application: Application) -> Value {
             match is_startup {
                 true => {
                     container["name"] = format!("{kind}-startup").into();
-                    container["startupProbe"] = probe(patience);
+                    container["startupProbe"] = probe(failures_allowed);
                 }
                 false => {
                     container["name"] = format!("{kind}-ready").into();
                     container["readinessProbe"] = probe(1);
-                    container["livenessProbe"] = probe(patience);
+                    container["livenessProbe"] = probe(failures_allowed);
                 }
             }
             containers.push(container);
@@ -322,14 +326,17 @@ fn pod(namespace: &str, application: Application) -> Value {
     })
 }
 
-/// What a container runs.
 fn script(application: Application, serve: &str) -> String {
     match application {
         Application::Listens => format!("exec {serve}"),
-        Application::ListensLate => format!("sleep {MOMENT}; exec {serve}"),
+        Application::ListensLate => format!("sleep {BEHAVIOUR_CHANGE_AT_SECONDS}; exec {serve}"),
         Application::NeverListens => "exec sleep 1000000".to_owned(),
-        Application::StopsListening => format!("{serve} & sleep {MOMENT}; kill -9 $!; exec sleep 1000000"),
-        Application::Hangs => format!("{serve} & sleep {MOMENT}; kill -STOP $!; exec sleep 1000000"),
+        Application::StopsListening => {
+            format!("{serve} & sleep {BEHAVIOUR_CHANGE_AT_SECONDS}; kill -9 $!; exec sleep 1000000")
+        }
+        Application::Hangs => {
+            format!("{serve} & sleep {BEHAVIOUR_CHANGE_AT_SECONDS}; kill -STOP $!; exec sleep 1000000")
+        }
     }
 }
 
@@ -339,9 +346,9 @@ const CLIENT: Client = Client {
     container: "client",
 };
 
-/// Two replicas that listen 8 s after their start, with a `tcpSocket` probe: a client that never tries again loses nothing while
-/// they are replaced.
-async fn a_rollout_loses_nothing(meshed: &Meshed) {
+/// Two replicas that listen 8 s after their start, with a `tcpSocket` probe. A client without retries loses no request
+/// while they are replaced.
+async fn a_rollout_loses_nothing(meshed: &MeshedCluster) {
     meshed.apply(SHOP).await.unwrap();
     meshed.client_ready("shop", "client").await.unwrap();
     meshed.cluster.deployment_ready("shop", "web").await.unwrap();
@@ -358,10 +365,9 @@ async fn a_rollout_loses_nothing(meshed: &Meshed) {
     eprintln!("{} POSTs during a rollout, none failed", report.requests);
 }
 
-/// Seconds after the start of a container.
-const MOMENT: i64 = 10;
-/// How long a container that is not to be restarted is looked at, in seconds: liveness probes fail after 5.
-const WATCHED: i64 = MOMENT + 9;
+const BEHAVIOUR_CHANGE_AT_SECONDS: i64 = 10;
+/// How long a container that must not restart is observed, in seconds; liveness probes fail after 5.
+const OBSERVATION_SECONDS: i64 = BEHAVIOUR_CHANGE_AT_SECONDS + 9;
 
 const SHOP: &str = "
 apiVersion: v1

@@ -1,4 +1,4 @@
-//! What the tutorial's application does, as `tulle` tells it outside of the cluster to whom RBAC lets know.
+//! Telemetry of the tutorial's application, read with `tulle` from outside the cluster with the permissions of RBAC.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -12,37 +12,40 @@ use tokio::time::timeout;
 use tulle_tests::cluster::Cluster;
 use tulle_tests::programs;
 
-/// Asks for everything about an application whose client asks `web` without end.
-pub(crate) async fn is_told_outside(cluster: &Cluster) {
-    let said = async |line: &str| said(cluster, line).await;
+/// Reads all telemetry of an application whose client sends requests to `web` continuously.
+pub(crate) async fn check_telemetry(cluster: &Cluster) {
+    let run = async |line: &str| run_tulle(cluster, line).await;
     is_available(cluster).await;
     let stat = async || {
-        let table = said("stat deploy -n quickstart").await?;
+        let table = run("stat deploy -n quickstart").await?;
         let [success, rps] = cells(&table, &["web", "2/2"])?;
         ensure!(success == "100.00%" && !rps.starts_with("0.0"), "{table}");
         Ok(())
     };
-    cluster.until("stat shows the requests of web", stat).await.unwrap();
+    cluster
+        .wait_until("stat shows the requests of web", stat)
+        .await
+        .unwrap();
     let edges = async || {
-        let table = said("edges deploy -n quickstart").await?;
+        let table = run("edges deploy -n quickstart").await?;
         let ends = ["deploy/client", "deploy/web", "quickstart", "quickstart"];
         let identities: [String; 3] = cells(&table, &ends)?;
         ensure!(identities == ["client.quickstart", "web.quickstart", "√"], "{table}");
         Ok(())
     };
-    cluster.until("an edge leads to web", edges).await.unwrap();
+    cluster.wait_until("an edge leads to web", edges).await.unwrap();
     let routes = async || {
-        let table = said("routes deploy/web -n quickstart").await?;
+        let table = run("routes deploy/web -n quickstart").await?;
         let [server] = cells(&table, &["web", "inbound"])?;
         ensure!(server.contains("web-http"), "{table}");
         Ok(())
     };
     cluster
-        .until("requests of web have a route of its Server", routes)
+        .wait_until("requests of web have a route of its Server", routes)
         .await
         .unwrap();
 
-    let lines = said("tap deploy/web -n quickstart --headers --count 3").await.unwrap();
+    let lines = run("tap deploy/web -n quickstart --headers --count 3").await.unwrap();
     let requests: Vec<_> = lines.lines().filter(|line| line.starts_with("req id=")).collect();
     let end = " :authority=web.quickstart.svc.cluster.local:80 :path=/";
     let end_without_port = end.replace(":80", "");
@@ -61,15 +64,15 @@ pub(crate) async fn is_told_outside(cluster: &Cluster) {
         ensure!((&*method, &*path) == ("GET", "/"), "{table}");
         Ok(())
     };
-    cluster.until("top has seen requests", top).await.unwrap();
+    cluster.wait_until("top has seen requests", top).await.unwrap();
 
     let grant = async |role: &str| {
         let line = format!("create rolebinding {role} -n quickstart --clusterrole={role} --user=viewer");
         cluster.kubectl(&line.split(' ').collect::<Vec<_>>()).await.unwrap();
     };
     grant("view").await;
-    let viewed = async || said("stat deploy -n quickstart --as viewer").await.map(drop);
-    cluster.until("who may view sees numbers", viewed).await.unwrap();
+    let viewed = async || run("stat deploy -n quickstart --as viewer").await.map(drop);
+    cluster.wait_until("a viewer sees metrics", viewed).await.unwrap();
     let tap = "tap deploy/web -n quickstart --count 1 --as viewer";
     for (line, what) in [
         (tap, "cannot watch resource \"taps\""),
@@ -78,20 +81,20 @@ pub(crate) async fn is_told_outside(cluster: &Cluster) {
             "cannot list resource \"workloads\"",
         ),
     ] {
-        let refused = said(line).await.unwrap_err().to_string();
+        let refused = run(line).await.unwrap_err().to_string();
         for part in ["User \"viewer\"", what, "telemetry.tulle.dev", "kubectl create role"] {
             assert!(refused.contains(part), "{part:?} is not in {refused}");
         }
     }
     grant("linkerd-telemetry-tap").await;
-    let tapped = async || said(tap).await.map(drop);
-    cluster.until("who is bound to it may tap", tapped).await.unwrap();
+    let tapped = async || run(tap).await.map(drop);
+    cluster.wait_until("a bound user may tap", tapped).await.unwrap();
 }
 
-/// Waits until `tulle check` sees telemetry, and the API server forwards questions to it.
+/// Waits until `tulle check` reports telemetry and the API server forwards requests to it.
 pub(crate) async fn is_available(cluster: &Cluster) {
     let available = async || {
-        // It fails for others of its checks, too.
+        // The command also fails for other checks.
         let report: Value = serde_json::from_slice(&output(cluster, "check --wait 0 -o json").await?.stdout)?;
         let categories = report["categories"].as_array().context("categories")?;
         let checks = categories.iter().flat_map(|category| category["checks"].as_array());
@@ -99,13 +102,13 @@ pub(crate) async fn is_available(cluster: &Cluster) {
         let check = checks.find(|check| check["description"] == "telemetry API service is available");
         let check = check.context("no check of telemetry")?;
         ensure!(check["result"] == "success", "{check}");
-        said(cluster, "stat deploy -n quickstart").await.map(drop)
+        run_tulle(cluster, "stat deploy -n quickstart").await.map(drop)
     };
-    cluster.until("telemetry is available", available).await.unwrap();
+    cluster.wait_until("telemetry is available", available).await.unwrap();
 }
 
-/// What `tulle` writes, and nothing about sidecars that it could not ask.
-async fn said(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
+/// The output of `tulle`, without warnings about sidecars that it could not reach.
+async fn run_tulle(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
     let output = output(cluster, line).await?;
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     ensure!(
@@ -123,18 +126,18 @@ async fn output(cluster: &Cluster, line: &str) -> anyhow::Result<std::process::O
         .context("running tulle")
 }
 
-/// What `top` has seen when it is interrupted, a request after it began.
+/// The output of `top`, interrupted after it has seen a request.
 async fn top(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
     let running = tulle(cluster, line)?.spawn().context("starting tulle")?;
     let id = i32::try_from(running.id().context("it runs")?)?;
-    said(cluster, "tap deploy/web -n quickstart --count 3").await?;
+    run_tulle(cluster, "tap deploy/web -n quickstart --count 3").await?;
     kill(Pid::from_raw(id), Signal::SIGINT)?;
     let output = timeout(LIMIT, running.wait_with_output()).await??;
     Ok(String::from_utf8(output.stdout)?)
 }
 
 fn tulle(cluster: &Cluster, line: &str) -> anyhow::Result<Command> {
-    let mut command = Command::new(programs::built("tulle")?);
+    let mut command = Command::new(programs::built_binary("tulle")?);
     command
         .args(line.split(' '))
         .env("KUBECONFIG", cluster.kubeconfig_outside())
@@ -145,7 +148,7 @@ fn tulle(cluster: &Cluster, line: &str) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// The cells behind these of the first line of a table that begins with them.
+/// The cells after `first` in the first line of a table that starts with `first`.
 fn cells<const N: usize>(table: &str, first: &[&str]) -> anyhow::Result<[String; N]> {
     for line in table.lines() {
         let cells: Vec<_> = line.split_whitespace().collect();

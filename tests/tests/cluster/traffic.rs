@@ -1,11 +1,11 @@
-//! The demo's workloads on two nodes: every protocol and every way to name a service, both identities, refusals.
+//! The demo's workloads on two nodes: every protocol, every form of a service name, both identities, refusals.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::ensure;
 
-use crate::meshed::{Client, Meshed, assert_all_ok};
+use crate::meshed::{Client, MeshedCluster, assert_all_ok};
 
 const LOAD: Client = Client {
     namespace: "demo",
@@ -20,10 +20,13 @@ const STRANGER: Client = Client {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
-    let meshed = Meshed::start().await.unwrap();
+    let meshed = MeshedCluster::start().await.unwrap();
     let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kubernetes-demo");
     meshed.apply_files(&manifests).await.unwrap();
-    meshed.tell_others_opaque("demo", "tcp", 5000).await.unwrap();
+    meshed
+        .mark_opaque_for_foreign_proxies("demo", "tcp", 5000)
+        .await
+        .unwrap();
     meshed.client_ready("demo", "load").await.unwrap();
     for (namespace, name) in [("demo", "web"), ("demo", "tcp"), ("outside", "stranger")] {
         meshed.cluster.deployment_ready(namespace, name).await.unwrap();
@@ -71,7 +74,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     for (what, target, expected) in &edges {
         let expected: BTreeSet<String> = expected.iter().map(|&replica| replica.to_owned()).collect();
         let mut answered = BTreeSet::new();
-        // A replica that was slow a moment ago is left alone for some seconds: one run need not reach it.
+        // The balancer avoids a slow replica for some seconds, so a single run may not reach it.
         let all_answer = async || {
             let line = format!("{target} --rate=200 --requests=200");
             let report = meshed.load(LOAD, &line).await?;
@@ -81,11 +84,11 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
             ensure!(expected.is_subset(&answered), "of {expected:?} only {answered:?}");
             Ok(())
         };
-        meshed.cluster.until(what, all_answer).await.unwrap();
+        meshed.cluster.wait_until(what, all_answer).await.unwrap();
         assert!(expected.is_empty() || answered == expected, "{what}: {answered:?}");
     }
 
-    // Who has no identity is refused, each in its way; a probe's path is open to all.
+    // A client without an identity is refused, in the form of each protocol. The path of a probe is open to all clients.
     for target in ["web.demo:80/", "web.demo:9090/", "ws.demo:8080/"] {
         let report = meshed
             .load(STRANGER, &format!("{target} --rate=20 --requests=20"))
@@ -102,7 +105,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         .unwrap();
     assert_all_ok(&probe, "a probe");
 
-    // Each side has verified the other, on this node and across nodes and zones.
+    // Both sides have verified each other, on one node and across nodes and zones.
     let load = &meshed.pods("demo", "app=load").await.unwrap()[0];
     let identity = |account: &str| format!("{account}.demo.serviceaccount.identity.linkerd.cluster.local");
     for account in ["web", "ws", "tcp"] {
@@ -110,7 +113,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         let mut verified = 0;
         for pod in meshed.pods("demo", &format!("app={account}")).await.unwrap() {
             let metrics = meshed.proxy_metrics_for(LOAD, "demo", &pod).await.unwrap();
-            // The admin port counts who asks for these very metrics.
+            // The admin port also counts the client that reads these metrics.
             let of_load = |line: &str| line.contains(&theirs) && !line.contains(":4191\"");
             verified += usize::from(metrics.lines().any(of_load));
         }

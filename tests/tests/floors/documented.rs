@@ -1,10 +1,10 @@
-//! The pages on compatibility and on security name tests that there are.
+//! The documents on compatibility and security name only tests that exist.
 
 use std::fs;
 
 use super::root;
 
-/// Tests of a row that these sections name and that do not exist, and rows that claim something and name none.
+/// Rows of these sections that name a test that does not exist, and rows that make a claim and name no test.
 fn wrong_rows(
     page: &str,
     is_section: impl Fn(&str) -> bool,
@@ -65,28 +65,28 @@ fn wrong_rows(
 }
 
 #[test]
-fn the_page_on_compatibility_names_tests_that_there_are() {
+fn tests_named_in_compatibility_md_exist() {
     let page = fs::read_to_string(root().join("docs/compatibility.md")).expect("the page is there");
     let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
-fn the_page_on_security_names_tests_that_there_are() {
+fn tests_named_in_security_md_exist() {
     let page = fs::read_to_string(root().join("docs/security.md")).expect("the page is there");
-    let wrong = wrong_rows(&page, |title| PROMISES.contains(&title), source_of);
+    let wrong = wrong_rows(&page, |title| SECTIONS_WITH_TESTS.contains(&title), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
     let rows = |line: &&str| line.contains(" | holds");
     assert!(page.lines().filter(rows).count() > 20);
-    for section in PROMISES {
+    for section in SECTIONS_WITH_TESTS {
         assert!(page.contains(&format!("\n## {section}\n")), "{section}");
     }
 }
 
-/// The sections whose rows are promises.
-const PROMISES: [&str; 3] = ["Identity and TLS", "Policy", "Control plane"];
+/// The sections whose rows need a test.
+const SECTIONS_WITH_TESTS: [&str; 3] = ["Identity and TLS", "Policy", "Control plane"];
 
-/// The text of a file that a page names.
+/// The text of a file that a document names.
 fn source_of(file: &str) -> Option<String> {
     let places = [root().join("tests/tests").join(file), root().join(file)];
     places.iter().find_map(|path| fs::read_to_string(path).ok())

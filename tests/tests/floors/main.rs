@@ -1,24 +1,27 @@
-//! The shape of the repository: imports go down the floors, and no file is too long.
+//! Module layering: modules import only from lower layers, and no file exceeds the maximum length.
 //!
 //! The tables below are those of `ARCHITECTURE.md`.
-//! A file imports from its own room and from lower floors, never up and never sideways.
+//! A file imports from its own top-level module and from lower layers, never from a higher or equal one.
 
+#![allow(clippy::too_many_lines)]
+
+mod cycles;
 mod documented;
-mod paths;
+mod imports;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The rooms of a crate: its top-level modules, each with its floor.
-struct House {
+/// The layers of a crate: its top-level modules, each with its layer.
+struct CrateLayers {
     name: &'static str,
-    rooms: &'static [(&'static str, u8)],
+    modules: &'static [(&'static str, u8)],
 }
 
-const PROXY: House = House {
+const PROXY: CrateLayers = CrateLayers {
     name: "proxy",
-    rooms: &[
+    modules: &[
         ("net", 1),
         ("policy", 1),
         ("metrics", 1),
@@ -33,24 +36,24 @@ const PROXY: House = House {
         ("outbound", 5),
         ("inbound", 5),
         ("gateway", 6),
-        ("app", TOP),
-        ("config", TOP),
-        ("env", TOP),
-        ("fuzz", TOP),
-        ("messages", TOP),
+        ("app", TOP_LAYER),
+        ("config", TOP_LAYER),
+        ("env", TOP_LAYER),
+        ("fuzz", TOP_LAYER),
+        ("messages", TOP_LAYER),
     ],
 };
 
-const CONTROL: House = House {
+const CONTROL: CrateLayers = CrateLayers {
     name: "control",
-    rooms: &[
+    modules: &[
         ("resources", 1),
         ("model", 1),
         ("wire", 1),
         ("trust", 1),
         ("kubernetes", 1),
         ("grpc", 1),
-        ("inject", 2),
+        ("injection", 2),
         ("source", 2),
         ("cluster", 2),
         ("tls", 2),
@@ -61,20 +64,20 @@ const CONTROL: House = House {
         ("webhook", 3),
         ("writeback", 3),
         ("admission", 4),
-        ("injector", 4),
+        ("injector_webhook", 4),
         ("telemetry", 4),
-        ("app", TOP),
-        ("cmd", TOP),
-        ("config", TOP),
-        ("fuzz", TOP),
-        ("logs", TOP),
+        ("app", TOP_LAYER),
+        ("cmd", TOP_LAYER),
+        ("config", TOP_LAYER),
+        ("fuzz", TOP_LAYER),
+        ("logs", TOP_LAYER),
     ],
 };
 
-/// The floor where everything is put together; its files are one room.
-const TOP: u8 = 9;
+/// The layer where everything is built and run; its files count as one module.
+const TOP_LAYER: u8 = 9;
 
-/// Which of our crates a crate may use outside its tests.
+/// The crates of this repository that a crate may use outside its tests.
 const CRATES: &[(&str, &[&str])] = &[
     ("core", &[]),
     ("proto", &[]),
@@ -82,7 +85,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("control", &["core", "proto"]),
     ("init", &["core"]),
     ("cli", &["core", "proto", "control"]),
-    // It makes the credentials of the mesh that it measures, as the command line does.
+    // It creates the credentials of the mesh that it measures, as the command line does.
     ("bench", &["core", "proto", "proxy", "control"]),
     ("tests", &["core", "proto", "proxy", "control", "init", "cli", "bench"]),
 ];
@@ -90,13 +93,13 @@ const CRATES: &[(&str, &[&str])] = &[
 const MAX_LINES: usize = 800;
 
 #[test]
-fn imports_of_the_proxy_go_down() {
-    check_house(&PROXY);
+fn proxy_modules_import_only_lower_layers() {
+    check_layers(&PROXY);
 }
 
 #[test]
-fn imports_of_the_control_plane_go_down() {
-    check_house(&CONTROL);
+fn control_plane_modules_import_only_lower_layers() {
+    check_layers(&CONTROL);
 }
 
 #[test]
@@ -126,54 +129,54 @@ fn no_source_file_is_longer_than_800_lines() {
     assert!(too_long.is_empty(), "\n{}", too_long.join("\n"));
 }
 
-fn check_house(house: &House) {
-    let src = root().join(house.name).join("src");
+fn check_layers(crate_layers: &CrateLayers) {
+    let src = root().join(crate_layers.name).join("src");
     let mut wrong = Vec::new();
     for file in files_below(&src) {
         let source = fs::read_to_string(&file).expect("sources are readable UTF-8");
         let relative = file.strip_prefix(&src).expect("it was found below");
-        wrong.extend(wrong_imports(house, relative, &source));
+        wrong.extend(wrong_imports(crate_layers, relative, &source));
     }
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
-/// What a file imports although it must not, one line each.
-fn wrong_imports(house: &House, file: &Path, source: &str) -> Vec<String> {
+/// The forbidden imports of a file, one line each.
+fn wrong_imports(crate_layers: &CrateLayers, file: &Path, source: &str) -> Vec<String> {
     let module = module_of(file);
-    // `main.rs` and `lib.rs` are the root itself, and belong to the top.
-    let room = module.first().map_or("app", String::as_str);
-    let place = |line| format!("{}/src/{}:{line}", house.name, file.display());
-    let Some(floor) = house.floor(room) else {
+    // `main.rs` and `lib.rs` are the crate root and belong to the top layer.
+    let module_name = module.first().map_or("app", String::as_str);
+    let location = |line| format!("{}/src/{}:{line}", crate_layers.name, file.display());
+    let Some(layer) = crate_layers.layer(module_name) else {
         return vec![format!(
-            "{}: room {room} has no floor; put it into the tables",
-            place(1)
+            "{}: module {module_name} has no layer; add it to the tables",
+            location(1)
         )];
     };
-    let imports = paths::from_root(source, module.len());
-    let wrong = imports
-        .into_iter()
-        .filter_map(|import| match house.floor(&import.room) {
-            Some(other) if other < floor || import.room == room || (other, floor) == (TOP, TOP) => None,
+    let wrong = imports::imports(source, &module).into_iter().filter_map(|import| {
+        let other_module = import.path.first()?;
+        match crate_layers.layer(other_module) {
+            Some(other) if other < layer || other_module == module_name || (other, layer) == (TOP_LAYER, TOP_LAYER) => {
+                None
+            }
             Some(other) => Some(format!(
-                "{}: {room} (floor {floor}) imports {} (floor {other})",
-                place(import.line),
-                import.room
+                "{}: {module_name} (layer {layer}) imports {other_module} (layer {other})",
+                location(import.line)
             )),
             None => Some(format!(
-                "{}: {} is no room; import from the room that has it",
-                place(import.line),
-                import.room
+                "{}: {other_module} is not a module; import from the module that defines it",
+                location(import.line)
             )),
-        });
+        }
+    });
     wrong.collect()
 }
 
-impl House {
-    fn floor(&self, room: &str) -> Option<u8> {
-        self.rooms
+impl CrateLayers {
+    fn layer(&self, module_name: &str) -> Option<u8> {
+        self.modules
             .iter()
-            .find(|(name, _)| *name == room)
-            .map(|(_, floor)| *floor)
+            .find(|(name, _)| *name == module_name)
+            .map(|(_, layer)| *layer)
     }
 }
 
@@ -190,7 +193,7 @@ fn module_of(file: &Path) -> Vec<String> {
     module
 }
 
-/// Our crates among a manifest's dependencies that do not belong there; tests may use any.
+/// Forbidden dependencies of a manifest on our crates; dev-dependencies are free.
 fn wrong_dependencies(name: &str, allowed: &[&str], manifest: &str) -> Vec<String> {
     let mut section = "";
     let mut wrong = Vec::new();
@@ -209,7 +212,7 @@ fn wrong_dependencies(name: &str, allowed: &[&str], manifest: &str) -> Vec<Strin
     wrong
 }
 
-/// All Rust and protobuf sources below a directory, in order, without build output.
+/// All Rust and protobuf sources below a directory, sorted, without build output.
 fn files_below(dir: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     for entry in fs::read_dir(dir).expect("the directory is there") {
@@ -234,7 +237,7 @@ fn root() -> PathBuf {
 }
 
 #[test]
-fn an_import_that_goes_up_or_sideways_is_found() {
+fn an_import_of_a_higher_or_equal_layer_is_found() {
     let check = |file: &str, source: &str| wrong_imports(&PROXY, Path::new(file), source);
     assert_eq!(
         check(
@@ -250,28 +253,28 @@ fn an_import_that_goes_up_or_sideways_is_found() {
     assert_eq!(check("main.rs", "use crate::app;"), [""; 0]);
     assert_eq!(
         check("net/io.rs", "\nuse crate::outbound::router;"),
-        ["proxy/src/net/io.rs:2: net (floor 1) imports outbound (floor 5)"]
+        ["proxy/src/net/io.rs:2: net (layer 1) imports outbound (layer 5)"]
     );
     assert_eq!(
         check("tls/server.rs", "fn f() { crate::http::body::empty() }"),
-        ["proxy/src/tls/server.rs:1: tls (floor 2) imports http (floor 2)"]
+        ["proxy/src/tls/server.rs:1: tls (layer 2) imports http (layer 2)"]
     );
     assert_eq!(
         check("inbound/mod.rs", "use super::outbound::router;"),
-        ["proxy/src/inbound/mod.rs:1: inbound (floor 5) imports outbound (floor 5)"]
+        ["proxy/src/inbound/mod.rs:1: inbound (layer 5) imports outbound (layer 5)"]
     );
     assert_eq!(
         check("inbound/mod.rs", "mod tests { use super::policy; }"),
         [""; 0],
-        "a child with a room's name"
+        "a child with the name of a top-level module"
     );
     assert_eq!(
         check("util.rs", ""),
-        ["proxy/src/util.rs:1: room util has no floor; put it into the tables"]
+        ["proxy/src/util.rs:1: module util has no layer; add it to the tables"]
     );
     assert_eq!(
         check("net/io.rs", "use crate::Thing;"),
-        ["proxy/src/net/io.rs:1: Thing is no room; import from the room that has it"]
+        ["proxy/src/net/io.rs:1: Thing is not a module; import from the module that defines it"]
     );
 }
 

@@ -1,4 +1,4 @@
-//! `tulle` against an API server: each refusal names its fix, and what the fix prints is accepted.
+//! `tulle` with an API server: each error names its fix, and the API server accepts the manifests of the fix.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -8,20 +8,19 @@ use tokio::io::AsyncWriteExt as _;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-/// What a command said.
 #[derive(Debug)]
-struct Said {
+struct CommandOutput {
     success: bool,
     out: String,
     err: String,
 }
 
-/// Runs `tulle` as who may do everything, or with the kubeconfig that is among the words.
-async fn tulle(server: &ApiServer, line: &str) -> Said {
+/// Runs `tulle` as the administrator, or with the kubeconfig in its arguments.
+async fn tulle(server: &ApiServer, line: &str) -> CommandOutput {
     run(&server.kubeconfig(), line, path()).await
 }
 
-async fn run(kubeconfig: &Path, line: &str, path: String) -> Said {
+async fn run(kubeconfig: &Path, line: &str, path: String) -> CommandOutput {
     let own = std::env::current_exe().unwrap();
     let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
     let tulle = profile.join("tulle");
@@ -38,14 +37,14 @@ async fn run(kubeconfig: &Path, line: &str, path: String) -> Said {
         .output()
         .await
         .unwrap();
-    Said {
+    CommandOutput {
         success: output.status.success(),
         out: String::from_utf8(output.stdout).unwrap(),
         err: String::from_utf8(output.stderr).unwrap(),
     }
 }
 
-/// Where programs are, those of `./run setup` included.
+/// The `PATH`, including the programs of `./run setup`.
 fn path() -> String {
     let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
@@ -53,7 +52,7 @@ fn path() -> String {
     format!("{}:{}", std::env::var("PATH").unwrap_or_default(), built.display())
 }
 
-/// Has `kubectl` do this with manifests.
+/// Runs `kubectl` with manifests on standard input.
 async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
     let mut child = tokio::process::Command::new("kubectl")
         .arg("--kubeconfig")
@@ -81,7 +80,7 @@ fn contains(text: &str, wanted: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_empty_cluster_is_ready_for_who_may_install_and_says_so() {
+async fn an_empty_cluster_is_ready_for_an_installation() {
     let server = ApiServer::start().await.unwrap();
     let ready = tulle(&server, "check --pre").await;
     assert!(ready.success, "{ready:?}");
@@ -132,21 +131,21 @@ async fn an_empty_cluster_is_ready_for_who_may_install_and_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_not_there_is_said_to_be() {
+async fn an_unreachable_server_is_reported() {
     let server = ApiServer::start().await.unwrap();
     let kubeconfig = server.dir().join("elsewhere.conf");
     let text = std::fs::read_to_string(server.kubeconfig()).unwrap();
-    // A port of loopback where nobody listens.
+    // A loopback port without a listener.
     std::fs::write(&kubeconfig, text.replace(":6443", ":1")).unwrap();
-    let said = run(&kubeconfig, "check --wait 0", path()).await;
-    assert!(!said.success);
+    let finished = run(&kubeconfig, "check --wait 0", path()).await;
+    assert!(!finished.success);
     contains(
-        &said.out,
+        &finished.out,
         &["× can query the Kubernetes API", "fix: kubectl cluster-info"],
     );
-    let said = tulle(&server, "check --context nowhere").await;
+    let finished = tulle(&server, "check --context nowhere").await;
     contains(
-        &said.out,
+        &finished.out,
         &["× can initialize the client", "nowhere", "kubectl config get-contexts"],
     );
 }
@@ -157,7 +156,7 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
     let text = std::fs::read_to_string(server.kubeconfig()).unwrap();
     let url = server.url();
     let addr = url.strip_prefix("https://").unwrap().to_owned();
-    // The server has an address of its own; its certificate is for localhost as well.
+    // The server has its own loopback address; its certificate is also valid for localhost.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let forwarding = tokio::spawn(async move {
@@ -170,13 +169,13 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
     for (host, reached) in [("localhost", true), ("nowhere.invalid", false)] {
         let kubeconfig = server.dir().join(format!("{host}.conf"));
         std::fs::write(&kubeconfig, text.replace(&url, &format!("https://{host}:{port}"))).unwrap();
-        let said = run(&kubeconfig, "check --pre --wait 0", path()).await;
-        assert_eq!(said.success, reached, "{said:?}");
+        let finished = run(&kubeconfig, "check --pre --wait 0", path()).await;
+        assert_eq!(finished.success, reached, "{finished:?}");
         let line = match reached {
             true => "√ can query the Kubernetes API",
             false => "× can query the Kubernetes API",
         };
-        contains(&said.out, &[line]);
+        contains(&finished.out, &[line]);
     }
     forwarding.abort();
 }
@@ -206,7 +205,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
         &["there is a control plane in namespace linkerd already", "tulle upgrade"],
     );
 
-    // No node runs its pods, and nobody makes the certificates of webhooks; all else is well.
+    // No node runs the pods, and no component creates the certificates of webhooks; everything else passes.
     let half = tulle(&server, "check --wait 0").await;
     assert!(!half.success);
     contains(
@@ -223,13 +222,13 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
             "√ control plane and cli versions match",
         ],
     );
-    // What is waited for is told when it changes, and not each time that it is looked at.
+    // A pending check is printed only when its message changes.
     let waited = tulle(&server, "check --wait 3s").await;
-    let mut told: Vec<_> = waited.err.lines().filter(|line| line.starts_with("waiting")).collect();
-    contains(&told.join("\n"), &["control plane pods are ready"]);
-    let all = told.len();
-    told.dedup();
-    assert_eq!(told.len(), all, "{}", waited.err);
+    let mut progress: Vec<_> = waited.err.lines().filter(|line| line.starts_with("waiting")).collect();
+    contains(&progress.join("\n"), &["control plane pods are ready"]);
+    let all = progress.len();
+    progress.dedup();
+    assert_eq!(progress.len(), all, "{}", waited.err);
 
     let before = tulle(&server, "upgrade").await;
     let upgraded = tulle(&server, "upgrade --controller-replicas 2").await;
@@ -258,7 +257,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     contains(&pruned.out, &["kind: Service", "name: old"]);
     assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
 
-    // Credentials that are external from now on are still in use, and what the chart had made of them has its label still.
+    // External credentials are still in use, and the objects that the chart created for them keep their labels.
     let external = tulle(&server, "upgrade --identity-external-issuer --identity-external-ca").await;
     assert!(external.success, "{}", external.err);
     kubectl(&server, "apply -f -", &external.out).await;
@@ -292,7 +291,7 @@ kind: Pod
 metadata: {name: web, namespace: shop, labels: {linkerd.io/control-plane-ns: linkerd}}
 spec: {containers: [{name: linkerd-proxy, image: none}]}
 ";
-    // The webhook has no bundle yet, and lets pods pass.
+    // The webhook has no CA bundle yet and lets pods pass.
     kubectl(&server, "apply -f -", pod).await;
     let refused = tulle(&server, "uninstall").await;
     assert!(!refused.success);
@@ -315,16 +314,16 @@ spec: {containers: [{name: linkerd-proxy, image: none}]}
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_helm_the_way_out_is_named() {
-    let said = run(
+async fn without_helm_the_error_names_a_fix() {
+    let finished = run(
         Path::new("/dev/null"),
         "install --ignore-cluster",
         "/nowhere".to_owned(),
     )
     .await;
-    assert!(!said.success);
+    assert!(!finished.success);
     contains(
-        &said.err,
+        &finished.err,
         &[
             "there is no helm on the PATH",
             "https://helm.sh/docs/intro/install",
@@ -335,11 +334,11 @@ async fn without_helm_the_way_out_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn values_are_given_as_to_helm_and_those_that_do_not_exist_are_refused() {
+async fn values_have_the_syntax_of_helm_and_unknown_values_are_refused() {
     let line = "install --ignore-cluster --set proxy.logLevel=a\\,b --set-string podLabels.n=1 -o json";
-    let said = run(Path::new("/dev/null"), line, path()).await;
-    assert!(said.success, "{}", said.err);
-    let documents = serde_json::Deserializer::from_str(&said.out).into_iter::<Value>();
+    let finished = run(Path::new("/dev/null"), line, path()).await;
+    assert!(finished.success, "{}", finished.err);
+    let documents = serde_json::Deserializer::from_str(&finished.out).into_iter::<Value>();
     let documents: Vec<Value> = documents.collect::<Result<_, _>>().unwrap();
     let secret = documents
         .iter()
@@ -347,17 +346,17 @@ async fn values_are_given_as_to_helm_and_those_that_do_not_exist_are_refused() {
         .unwrap();
     let overrides = secret["stringData"]["linkerd-config-overrides"].as_str().unwrap();
     contains(overrides, &["logLevel: a,b", "n: '1'", "BEGIN CERTIFICATE"]);
-    let said = run(
+    let finished = run(
         Path::new("/dev/null"),
         "install --ignore-cluster --set proxy.colour=red",
         path(),
     )
     .await;
-    assert!(!said.success && said.err.contains("colour"), "{}", said.err);
+    assert!(!finished.success && finished.err.contains("colour"), "{}", finished.err);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn profiles_and_authorizations_are_what_the_api_server_takes_and_has() {
+async fn profiles_and_authorizations_match_the_api_server() {
     let server = ApiServer::start().await.unwrap();
     let crds = tulle(&server, "install --crds --set installGatewayAPI=true").await;
     kubectl(&server, "apply -f -", &crds.out).await;
@@ -387,22 +386,25 @@ spec:
 ";
     kubectl(&server, "apply -f -", objects).await;
     for resource in ["pod/web -n shop", "po -n shop", "ns/shop"] {
-        let said = tulle(&server, &format!("authz {resource}")).await;
+        let finished = tulle(&server, &format!("authz {resource}")).await;
         contains(
-            &said.out,
+            &finished.out,
             &["ROUTE   SERVER     AUTHORIZATION_POLICY", "*       web-http   friends"],
         );
     }
-    let said = tulle(&server, "authz deploy/web -n shop").await;
-    assert!(!said.success);
-    contains(&said.err, &["getting deployment web of namespace shop", "not found"]);
-    let said = tulle(&server, "metrics pod/web -n shop").await;
-    contains(&said.err, &["pod/web of namespace shop has no pod with a proxy"]);
-    let said = tulle(&server, "diagnostics endpoints web.shop.svc.cluster.local:80").await;
+    let finished = tulle(&server, "authz deploy/web -n shop").await;
+    assert!(!finished.success);
     contains(
-        &said.err,
+        &finished.err,
+        &["getting deployment web of namespace shop", "not found"],
+    );
+    let finished = tulle(&server, "metrics pod/web -n shop").await;
+    contains(&finished.err, &["pod/web of namespace shop has no pod with a proxy"]);
+    let finished = tulle(&server, "diagnostics endpoints web.shop.svc.cluster.local:80").await;
+    contains(
+        &finished.err,
         &[
-            "namespace linkerd has no pod of linkerd-destination that is ready",
+            "namespace linkerd has no ready pod of linkerd-destination",
             "tulle check",
         ],
     );
@@ -419,7 +421,7 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
         &["namespace linkerd has no pod of a control plane; name another with -L"],
     );
 
-    // Nobody makes pods of Deployments here.
+    // No controller creates pods of Deployments here.
     let installed = tulle(&server, "install --ignore-cluster -o json").await;
     assert!(installed.success, "{}", installed.err);
     let documents = serde_json::Deserializer::from_str(&installed.out).into_iter::<Value>();
@@ -447,10 +449,10 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": objects});
     kubectl(&server, "apply -f -", &list.to_string()).await;
 
-    // Without nodes there are no pages, and each that is missing is told.
-    let said = tulle(&server, "diagnostics controller-metrics").await;
-    assert!(!said.success);
-    let headings: Vec<_> = said.out.lines().filter(|line| *line != "#").collect();
+    // Without nodes there are no pages, and each missing page is reported.
+    let finished = tulle(&server, "diagnostics controller-metrics").await;
+    assert!(!finished.success);
+    let headings: Vec<_> = finished.out.lines().filter(|line| *line != "#").collect();
     let mut expected = Vec::new();
     let pages = [
         ("linkerd-destination", "destination", 9996),
@@ -462,7 +464,10 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     for (number, (pod, container, port)) in pages.into_iter().enumerate() {
         expected.push(format!("# POD {pod} ({} of 5)", number + 1));
         expected.push(format!("# CONTAINER {container}, port {port}"));
-        contains(&said.err, &[&format!("forwarding port {port} of pod linkerd/{pod}")]);
+        contains(
+            &finished.err,
+            &[&format!("forwarding port {port} of pod linkerd/{pod}")],
+        );
     }
     assert_eq!(headings, expected);
 }

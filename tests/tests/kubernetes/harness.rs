@@ -1,4 +1,4 @@
-//! API servers for tests: independent of each other, and gone afterwards.
+//! API servers for tests are independent of each other and leave nothing behind.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ fn object<T: serde::de::DeserializeOwned>(value: Value) -> T {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn api_servers_side_by_side_hold_objects_of_their_own_and_leave_nothing_behind() {
+async fn concurrent_api_servers_are_independent_and_leave_nothing_behind() {
     let (one, other) = tokio::join!(ApiServer::start(), ApiServer::start());
     let (one, other) = (one.unwrap(), other.unwrap());
     one.create_namespace("here").await.unwrap();
@@ -48,7 +48,7 @@ async fn api_servers_side_by_side_hold_objects_of_their_own_and_leave_nothing_be
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_account_may_only_what_it_was_granted_and_the_audit_log_tells() {
+async fn a_service_account_has_only_its_grants_and_the_audit_log_records_requests() {
     let server = ApiServer::start().await.unwrap();
     let conf = server.kubeconfig_of("default", "reader").await.unwrap();
     let conf = conf.to_str().unwrap();
@@ -85,12 +85,12 @@ async fn a_service_account_may_only_what_it_was_granted_and_the_audit_log_tells(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_audit_policy_of_the_tutorials_writes_down_core_kinds_and_ours() {
+async fn the_audit_policy_of_the_tutorials_records_core_kinds_and_mesh_kinds() {
     let options = Options {
         audit: AuditPolicy::Tutorial,
         ..Options::default()
     };
-    let server = ApiServer::with(options).await.unwrap();
+    let server = ApiServer::start_with(options).await.unwrap();
     install_custom_resources(&server).await.unwrap();
     for kind in [
         "services",
@@ -113,12 +113,12 @@ async fn the_audit_policy_of_the_tutorials_writes_down_core_kinds_and_ours() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_controllers_a_deployment_gets_pods_and_takes_them_along() {
+async fn with_controllers_a_deployment_creates_and_deletes_its_pods() {
     let options = Options {
         controllers: Controllers::All,
         ..Options::default()
     };
-    let server = ApiServer::with(options).await.unwrap();
+    let server = ApiServer::start_with(options).await.unwrap();
     let deployment: Deployment = object(json!({
         "metadata": {"name": "web"},
         "spec": {

@@ -1,4 +1,4 @@
-//! Injection as the API server sees it: pods and services that it stored after the injector's answer.
+//! Injection as the API server sees it: pods and services that it stored after the injector's response.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,20 +16,20 @@ use tokio::task::JoinSet;
 use tulle_control::app::App;
 use tulle_control::cmd::Command;
 use tulle_control::config::Config;
-use tulle_control::inject::values::Values;
-use tulle_control::inject::{self, Decision, Origin, Subject, Workload};
-use tulle_control::injector::{self, Injector, audit, settings};
-use tulle_control::kubernetes::recorder::Recorder;
+use tulle_control::injection::values::Values;
+use tulle_control::injection::{self, Decision, InjectionOrigin, InjectionTarget, Workload};
+use tulle_control::injector_webhook::{self, Injector, audit, settings};
+use tulle_control::kubernetes::event_recorder::EventRecorder;
 use tulle_control::webhook::Handler as _;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::client;
 use tulle_tests::cluster::{ApiServer, Controllers, Options};
 use tulle_tests::eventually::eventually;
 
-/// An API server that asks an injector.
-struct Scene {
+/// An API server with the injector as its webhook.
+struct InjectorFixture {
     server: ApiServer,
     injector: Option<App>,
     webhook: SocketAddr,
@@ -37,8 +37,8 @@ struct Scene {
 }
 
 #[tokio::test]
-async fn pods_of_every_workload_are_injected_and_their_owners_told() {
-    let scene = Scene::start(Controllers::All).await;
+async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
+    let scene = InjectorFixture::start(Controllers::All).await;
     let pod = json!({"containers": [{"name": "app", "image": "app:1", "ports": [{"containerPort": 3306}]}]});
     let template = |restart: &str| {
         let mut spec = pod.clone();
@@ -61,7 +61,7 @@ async fn pods_of_every_workload_are_injected_and_their_owners_told() {
     let from = ["create", "job", "cron-1", "-n", "shop", "--from=cronjob/cron"];
     scene.server.kubectl(&from).await.unwrap();
 
-    // A daemon's pods wait for nodes, of which there are none.
+    // The pods of a DaemonSet need nodes, and there are none.
     for (prefix, label) in [
         ("deploy-", Some(("linkerd.io/proxy-deployment", "deploy"))),
         ("stateful-", Some(("linkerd.io/proxy-statefulset", "stateful"))),
@@ -113,7 +113,7 @@ async fn pods_of_every_workload_are_injected_and_their_owners_told() {
         let note = scene.event("shop", kind, name, "Injected").await;
         assert_eq!(note, "the sidecar proxy was injected", "{kind}");
     }
-    // The misspelt annotation injects nothing, and says so where people look.
+    // A misspelt annotation injects nothing, and an event reports it.
     scene.server.create_namespace("plain").await.unwrap();
     let misspelt = json!({"linkerd.io/injected": "enabled"});
     scene.create_pod("plain", "typo", &misspelt, &pod).await.unwrap();
@@ -126,7 +126,8 @@ async fn pods_of_every_workload_are_injected_and_their_owners_told() {
         "3306"
     );
 
-    // What no sidecar can be in is left alone, and what one would not protect is refused; both are told.
+    // A pod that cannot have a sidecar is admitted without one. A pod that its sidecar would not protect is refused.
+    // Events report both.
     let windows = json!({"os": {"name": "windows"}, "containers": [{"name": "app", "image": "app"}]});
     scene.create_pod("shop", "windows", &json!({}), &windows).await.unwrap();
     let note = scene.event("shop", "Pod", "windows", "InjectionSkipped").await;
@@ -180,7 +181,7 @@ async fn pods_of_every_workload_are_injected_and_their_owners_told() {
 
 #[tokio::test]
 async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
-    let mut scene = Scene::start(Controllers::None).await;
+    let mut scene = InjectorFixture::start(Controllers::None).await;
     for namespace in ["other", "kept-out"] {
         scene.server.create_namespace(namespace).await.unwrap();
     }
@@ -191,11 +192,11 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         "config.linkerd.io/admission-webhooks=disabled",
     ];
     scene.server.kubectl(&label).await.unwrap();
-    // Its pods need a service account, which nobody makes where there are no controllers.
+    // Pods need a service account, and without controllers no component creates it.
     scene.server.token("kube-system", "default", &[]).await.unwrap();
     let enabled = json!({"linkerd.io/inject": "enabled"});
     let spec = json!({"containers": [{"name": "app", "image": "app:1"}]});
-    // Nobody asks the injector about these, or they want no sidecar.
+    // The API server does not call the injector for these pods, or they need no sidecar.
     for (namespace, name, annotations, spec) in [
         ("other", "unannotated", json!({}), spec.clone()),
         (
@@ -227,7 +228,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     let late = created.split_off(150);
     scene.create_all(created, &spec).await;
     let (tasks, n_created) = scene.create_in_background(late, &spec);
-    // In the middle of creation.
+    // Some pods are still being created.
     eventually("a few more pods", async || {
         (n_created.load(Ordering::Relaxed) >= 20).then_some(())
     })
@@ -251,8 +252,8 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         missing.len()
     );
 
-    scene.revive().await;
-    let listed = scene.audited().await;
+    scene.restart().await;
+    let listed = scene.audit_findings().await;
     assert_eq!(listed, missing);
     let metrics = scene.admin("/metrics").await;
     let mut by_namespace: BTreeMap<&str, usize> = BTreeMap::new();
@@ -264,7 +265,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         assert!(metrics.contains(&line), "no {line} in {metrics}");
     }
 
-    // Whoever deletes them gets them back with a sidecar, and the list is empty.
+    // When the pods are deleted and created again, they have a sidecar and the list is empty.
     for (namespace, name) in &missing {
         let now = kube::api::DeleteParams::default().grace_period(0);
         scene.pods(namespace).delete(name, &now).await.unwrap();
@@ -272,13 +273,13 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         scene.create_pod(namespace, name, annotations, &spec).await.unwrap();
     }
     eventually("an audit that finds nothing", async || {
-        scene.audited().await.is_empty().then_some(())
+        scene.audit_findings().await.is_empty().then_some(())
     })
     .await;
 }
 
 #[tokio::test]
-async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
+async fn every_form_of_sidecar_is_accepted_by_the_api_server() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("shop").await.unwrap();
     let pods = Api::<Pod>::namespaced(server.client(), "shop");
@@ -321,13 +322,13 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
             let mut manifest = manifest.clone();
             manifest["metadata"]["annotations"]["config.linkerd.io/enable-debug-sidecar"] = debug.into();
             let pod: Pod = serde_json::from_value(manifest.clone()).unwrap();
-            let config = inject::Config {
+            let config = injection::Config {
                 values: Values::from_yaml(&values).unwrap(),
                 control_plane_namespace: "linkerd".to_owned(),
-                origin: Origin::CommandLine,
+                origin: InjectionOrigin::CommandLine,
             };
-            let subject = Subject {
-                root: &[],
+            let subject = InjectionTarget {
+                pointer: &[],
                 metadata: Some(&pod.metadata),
                 spec: pod.spec.as_ref().unwrap(),
                 namespace: "shop",
@@ -337,7 +338,7 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
                     name: "web".to_owned(),
                 }),
             };
-            let outcome = inject::pod(&config, &subject);
+            let outcome = injection::inject_pod(&config, &subject);
             assert!(matches!(outcome.decision, Decision::Inject(_)), "{values}: {outcome:?}");
             json_patch::patch(&mut manifest, &outcome.patch).unwrap();
             let dry_run = PostParams {
@@ -349,7 +350,7 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
                 .create(&dry_run, &pod)
                 .await
                 .unwrap_or_else(|err| panic!("{values}: {err}"));
-            // Nothing that we wrote is unknown to the API server.
+            // The API server drops no field that the injector wrote.
             let containers = |pod: &Pod| {
                 let spec = pod.spec.clone().unwrap();
                 let all = spec
@@ -365,7 +366,7 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
 }
 
 #[tokio::test]
-async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
+async fn invalid_reviews_are_refused_without_side_effects() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("shop").await.unwrap();
     let (signal, drain) = drain::channel();
@@ -399,11 +400,11 @@ async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
     ] {
         let refused = review(namespace, object).await.unwrap_err();
         assert!(refused.to_string().contains(reason), "{reason}: {refused}");
-        // The next one is answered as ever.
+        // The next review is answered normally.
         let answer = review("shop", pod(enabled.clone(), spec.clone())).await.unwrap();
         assert_eq!((answer.denied(), answer.warnings().len()), (None, 0));
     }
-    // The mesh itself is mended by pods of these namespaces.
+    // Pods of these namespaces are needed to repair the mesh itself.
     for namespace in ["linkerd", "kube-system"] {
         let answer = review(namespace, pod(enabled.clone(), json!(17))).await.unwrap();
         assert_eq!(answer.denied(), None);
@@ -413,11 +414,11 @@ async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
     for (namespace, is_refused) in [("shop", true), ("kube-system", false)] {
         let answer = review(namespace, pod(enabled.clone(), as_proxy.clone())).await.unwrap();
         assert_eq!(answer.denied().is_some(), is_refused, "{answer:?}");
-        let told = answer
+        let message = answer
             .denied()
             .or_else(|| answer.warnings().first().map(String::as_str))
             .unwrap();
-        assert!(told.contains("runs as user 2102"), "{told}");
+        assert!(message.contains("runs as user 2102"), "{message}");
     }
     let huge = json!({"linkerd.io/inject": "enabled", "config.linkerd.io/proxy-log-level": "x".repeat(5 << 20)});
     let answer = review("shop", pod(huge, spec.clone())).await.unwrap();
@@ -427,13 +428,13 @@ async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
 
 async fn opened(server: &ApiServer, drain: drain::Watch) -> Injector {
     let registry = Registry::new();
-    let config = injector::Config {
+    let config = injector_webhook::Config {
         files: files(server),
         audit: audit::Config {
             interval: std::time::Duration::from_secs(60),
         },
     };
-    let parts = injector::open(config, &server.client(), Recorder::default(), &registry)
+    let parts = injector_webhook::open(config, &server.client(), EventRecorder::default(), &registry)
         .await
         .unwrap();
     let latch = Readiness::new().latch("caches");
@@ -453,13 +454,13 @@ fn files(server: &ApiServer) -> settings::Files {
     }
 }
 
-impl Scene {
+impl InjectorFixture {
     async fn start(controllers: Controllers) -> Self {
         let options = Options {
             controllers,
             ..Options::default()
         };
-        let server = ApiServer::with(options).await.unwrap();
+        let server = ApiServer::start_with(options).await.unwrap();
         for namespace in ["linkerd", "shop"] {
             server.create_namespace(namespace).await.unwrap();
         }
@@ -481,14 +482,13 @@ impl Scene {
         scene
     }
 
-    /// Has the API server ask the injector, and waits until it does.
+    /// Registers the injector as a webhook, and waits until the API server calls it.
     async fn register(&mut self) {
-        // A Service of this type is dialled by its name, which needs neither pods nor a network of them.
+        // A Service of this type is dialled by its name, without pods or a cluster network.
         let service = json!({"type": "ExternalName", "externalName": "localhost"});
         self.apply_in(
             "linkerd",
-            "v1",
-            "Service",
+            ("v1", "Service"),
             "linkerd-proxy-injector",
             &json!({"spec": service}),
         )
@@ -510,13 +510,13 @@ impl Scene {
         });
         let body = json!({"webhooks": [webhook]});
         let (api, kind) = ("admissionregistration.k8s.io/v1", "MutatingWebhookConfiguration");
-        self.apply_in("", api, kind, "linkerd-proxy-injector-webhook-config", &body)
+        self.apply_in("", (api, kind), "linkerd-proxy-injector-webhook-config", &body)
             .await;
-        self.asked().await;
+        self.wait_until_injecting().await;
     }
 
-    /// Waits until a pod gets a sidecar.
-    async fn asked(&self) {
+    /// Waits until a new pod gets a sidecar.
+    async fn wait_until_injecting(&self) {
         let spec = json!({"containers": [{"name": "app", "image": "app:1"}]});
         let mut pod: Pod = serde_json::from_value(json!({"metadata": {"name": "probe"}, "spec": spec})).unwrap();
         let dry_run = PostParams {
@@ -531,20 +531,20 @@ impl Scene {
         .await;
     }
 
-    /// Ends the injector as SIGKILL would: its sockets close, nothing is drained.
+    /// Stops the injector like SIGKILL: its sockets close without a drain.
     fn kill(&mut self) {
         drop(self.injector.take());
     }
 
-    async fn revive(&mut self) {
+    async fn restart(&mut self) {
         let injector = run_injector(&self.server, self.webhook).await;
         self.admin = injector.addrs().proxy_injector_admin.unwrap();
         self.injector = Some(injector);
-        self.asked().await;
+        self.wait_until_injecting().await;
     }
 
-    /// What the audit lists, once there was one since the injector's start.
-    async fn audited(&self) -> BTreeSet<(String, String)> {
+    /// The findings of the first audit after the injector's start.
+    async fn audit_findings(&self) -> BTreeSet<(String, String)> {
         let report: Value = eventually("an audit", async || {
             let report: Value = serde_json::from_str(&self.admin("/injection-audit").await).unwrap();
             report["auditedAt"].is_string().then_some(report)
@@ -563,7 +563,7 @@ impl Scene {
             .text()
     }
 
-    /// The note of an event about an object.
+    /// Waits for an event about an object, and returns its note.
     async fn event(&self, namespace: &str, kind: &str, name: &str, reason: &str) -> String {
         let events = Api::<Event>::namespaced(self.server.client(), namespace);
         eventually(&format!("{reason} on {kind} {name}"), async || {
@@ -583,7 +583,7 @@ impl Scene {
         self.create_in_background(pods, spec).0.join_all().await;
     }
 
-    /// Creates pods, eight at a time; the number is that of those created so far.
+    /// Creates pods, eight at a time. Returns the tasks and the number of pods created so far.
     fn create_in_background(
         &self,
         pods: Vec<(&'static str, String, Value)>,
@@ -617,11 +617,11 @@ impl Scene {
     }
 
     async fn apply(&self, api_version: &str, kind: &str, name: &str, spec: &Value) {
-        self.apply_in("shop", api_version, kind, name, &json!({"spec": spec}))
+        self.apply_in("shop", (api_version, kind), name, &json!({"spec": spec}))
             .await;
     }
 
-    async fn apply_in(&self, namespace: &str, api_version: &str, kind: &str, name: &str, body: &Value) {
+    async fn apply_in(&self, namespace: &str, (api_version, kind): (&str, &str), name: &str, body: &Value) {
         let mut object = body.clone();
         object["apiVersion"] = api_version.into();
         object["kind"] = kind.into();
@@ -652,5 +652,5 @@ async fn run_injector(server: &ApiServer, webhook: SocketAddr) -> App {
         files.trust_anchors.display(),
     );
     let command = Command::parse_from_line(line.split_whitespace().map(Into::into)).unwrap();
-    App::build(Config::new(&command).unwrap()).await.unwrap()
+    App::build(Config::from_command(&command).unwrap()).await.unwrap()
 }

@@ -1,6 +1,7 @@
-//! What needs an API server and no node.
+//! Tests that need an API server but no nodes.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod cli;
 mod harness;

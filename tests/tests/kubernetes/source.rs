@@ -1,4 +1,4 @@
-//! What an API server holds becomes what proxies are told, as it changes.
+//! Changes of objects on an API server reach the streams of proxies.
 
 use std::time::Duration;
 
@@ -7,18 +7,18 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::Cluster;
-use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
 use tulle_control::source::kubernetes::{self, SourceError};
 use tulle_control::{destination, kubernetes as client};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::destination::{DestinationProfile, GetDestination, Update, update};
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-/// Destination on an API server, asked in this process.
+/// The destination service with an API server as its source, called in this process.
 struct Mesh {
     api: ApiServer,
     cluster: Cluster,
@@ -34,7 +34,7 @@ impl Drop for Mesh {
     }
 }
 
-/// Starts an API server with namespace `shop` and these objects in it, and waits until all is known.
+/// Starts an API server with namespace `shop` and these objects, and waits until all of them are loaded.
 async fn mesh(objects: &[Value]) -> Mesh {
     let api = ApiServer::start().await.unwrap();
     api.create_namespace("shop").await.unwrap();
@@ -49,18 +49,18 @@ async fn mesh(objects: &[Value]) -> Mesh {
         ..client::Config::default()
     };
     let config = kubernetes::Config {
-        needs: Needs {
+        requirements: WatchRequirements {
             destination: true,
             policy: false,
-            drives: Drives::Slices,
+            endpoints_source: EndpointKind::EndpointSlices,
         },
-        addr: ":8086".to_owned(),
-        kinds: Readiness::new(),
+        log_addr: ":8086".to_owned(),
+        kinds_readiness: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
     let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
     let source = tokio::spawn(source);
-    soon(cluster.synced()).await;
+    with_timeout(cluster.synced()).await;
     Mesh {
         api,
         cluster,
@@ -71,13 +71,13 @@ async fn mesh(objects: &[Value]) -> Mesh {
     }
 }
 
-async fn soon<T>(future: impl Future<Output = T>) -> T {
+async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(60), future)
         .await
         .expect("it took a minute")
 }
 
-/// Applies an object; its status is what a node would write.
+/// Applies an object with its status.
 async fn apply(api: &ApiServer, object: &Value) {
     let path = api.dir().join("object.json");
     std::fs::write(&path, object.to_string()).unwrap();
@@ -99,18 +99,18 @@ async fn apply(api: &ApiServer, object: &Value) {
 
 impl Mesh {
     fn destination(&self) -> DestinationClient<tulle_control::grpc::Service<destination::server::Service>> {
-        let config = destination::Config::default();
+        let config = destination::config::Config::default();
         DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
     }
 
     async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
-        soon(self.destination().get(target(path)))
+        with_timeout(self.destination().get(target(path)))
             .await
             .map(tonic::Response::into_inner)
     }
 
     async fn profile(&self, path: &str) -> Streaming<DestinationProfile> {
-        soon(self.destination().get_profile(target(path)))
+        with_timeout(self.destination().get_profile(target(path)))
             .await
             .unwrap()
             .into_inner()
@@ -130,10 +130,13 @@ fn target(path: &str) -> GetDestination {
 }
 
 async fn next<T>(stream: &mut Streaming<T>) -> T {
-    soon(stream.message()).await.unwrap().expect("the stream has ended")
+    with_timeout(stream.message())
+        .await
+        .unwrap()
+        .expect("the stream has ended")
 }
 
-/// An update in short: `+` and addresses, `-` and addresses, or whether the service exists.
+/// An update in short form: `+` or `-` with addresses, or whether the service exists.
 fn short(update: Update) -> String {
     let socket = |addr| std::net::SocketAddr::try_from(addr).unwrap().to_string();
     match update.update.unwrap() {
@@ -207,7 +210,7 @@ fn node() -> Value {
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slices_of_an_api_server_are_endpoints_and_followed() {
+async fn endpoints_follow_the_slices_of_an_api_server() {
     let mesh = mesh(&[
         node(),
         replica_set(),
@@ -245,7 +248,7 @@ async fn slices_of_an_api_server_are_endpoints_and_followed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_is_known_by_its_address_from_its_start_to_its_deletion() {
+async fn a_pod_is_found_by_its_address_from_its_start_to_its_deletion() {
     let mesh = mesh(&[]).await;
     let mut stream = mesh.profile("10.1.0.1:8080").await;
     let pod_of = |profile: DestinationProfile| profile.endpoint.unwrap().metric_labels.remove("pod");
@@ -281,7 +284,7 @@ fn server_definition() -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn kinds_that_are_installed_later_are_picked_up_and_given_up_with_their_definition() {
+async fn kinds_are_watched_while_their_definition_is_installed() {
     let mut meshed = pod("10.1.0.1");
     meshed["metadata"]["labels"]["linkerd.io/control-plane-ns"] = "linkerd".into();
     let env = ["ADMIN:4191", "CONTROL:4190", "INBOUND:4143"].map(|entry| {
@@ -305,7 +308,7 @@ async fn kinds_that_are_installed_later_are_picked_up_and_given_up_with_their_de
     assert!(next(&mut stream).await.opaque_protocol);
     assert!(mesh.metric(r#"server_cache_size{cluster="local"} 1"#));
 
-    // What cannot be understood is left out, and what can be is not.
+    // An object that cannot be decoded is left out; the others are not.
     let mut bad = server.clone();
     bad["metadata"]["name"] = "bad".into();
     bad["spec"]["port"] = json!([]);
@@ -322,7 +325,7 @@ async fn kinds_that_are_installed_later_are_picked_up_and_given_up_with_their_de
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_are_counted_and_no_secret_is_asked_for() {
+async fn requests_are_counted_and_no_secret_is_requested() {
     let mesh = mesh(&[]).await;
     let page = mesh.registry.render();
     let counted = |line: &str| {

@@ -1,4 +1,4 @@
-//! The telemetry API as the API server forwards it: to whom RBAC lets ask, and to nobody else.
+//! The telemetry API behind the API server: only clients that RBAC permits can use it.
 
 use std::process::Stdio;
 
@@ -11,22 +11,22 @@ use tulle_control::config::Config;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
-use tulle_tests::programs::{built, find};
+use tulle_tests::programs::{built_binary, find};
 
-/// An API server with the telemetry of a control plane.
-struct Scene {
+/// An API server with the telemetry service of a control plane.
+struct TelemetryFixture {
     server: ApiServer,
     port: u16,
     running: JoinHandle<()>,
 }
 
-impl Drop for Scene {
+impl Drop for TelemetryFixture {
     fn drop(&mut self) {
         self.running.abort();
     }
 }
 
-impl Scene {
+impl TelemetryFixture {
     async fn start() -> Self {
         let server = ApiServer::start().await.unwrap();
         install_custom_resources(&server).await.unwrap();
@@ -45,7 +45,7 @@ impl Scene {
             "-admin-addr=127.0.0.1:0".to_owned(),
         ];
         let command = cmd::Command::parse_from_line(line.map(Into::into)).unwrap();
-        let mut app = App::build(Config::new(&command).unwrap()).await.unwrap();
+        let mut app = App::build(Config::from_command(&command).unwrap()).await.unwrap();
         let port = app.addrs().telemetry.unwrap().port();
         let running = tokio::spawn(async move {
             app.run_until(std::future::pending()).await.unwrap();
@@ -55,7 +55,7 @@ impl Scene {
         scene
     }
 
-    /// As the chart does, but for where the Service leads, because there is no network of a cluster.
+    /// As the chart does, except for the target of the Service, because there is no cluster network.
     async fn register(&self) {
         let objects = json!({ "apiVersion": "v1", "kind": "List", "items": [
             {
@@ -104,9 +104,9 @@ impl Scene {
         assert!(resources.await.contains("taps"));
     }
 
-    /// `tulle …` as who has this kubeconfig.
+    /// Runs `tulle …` with this kubeconfig.
     async fn tulle(&self, kubeconfig: &std::path::Path, line: &str) -> (bool, String) {
-        let output = Command::new(built("tulle").unwrap())
+        let output = Command::new(built_binary("tulle").unwrap())
             .args(line.split(' '))
             .env("KUBECONFIG", kubeconfig)
             .stdin(Stdio::null())
@@ -119,10 +119,10 @@ impl Scene {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn telemetry_is_for_whom_rbac_lets_see_it() {
-    let scene = Scene::start().await;
+async fn telemetry_is_available_to_users_that_rbac_permits() {
+    let scene = TelemetryFixture::start().await;
     let server = &scene.server;
-    // By a certificate, for which there is no token.
+    // The administrator authenticates with a certificate, which has no token.
     let admin = server.kubeconfig();
     let row = eventually("the pod is known", async || {
         let (done, text) = scene.tulle(&admin, "stat pod -n shop").await;
@@ -149,7 +149,7 @@ async fn telemetry_is_for_whom_rbac_lets_see_it() {
     refused("edges -n shop", "edges.telemetry.tulle.dev").await;
     refused("tap pod/web -n shop", "--verb=watch").await;
 
-    // What the hint says is what is missing.
+    // The permissions in the hint are the missing ones.
     for line in [
         "create role telemetry --verb=list --resource=edges.telemetry.tulle.dev -n shop",
         "create rolebinding telemetry --role=telemetry --serviceaccount=default:nobody -n shop",
@@ -168,8 +168,8 @@ async fn telemetry_is_for_whom_rbac_lets_see_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_the_api_server_may_connect_whoever_else_has_a_certificate_of_the_cluster() {
-    let scene = Scene::start().await;
+async fn only_the_api_server_may_connect_and_no_other_certificate_of_the_cluster() {
+    let scene = TelemetryFixture::start().await;
     let url = format!(
         "https://localhost:{}/apis/telemetry.tulle.dev/v1alpha1/namespaces/shop/workloads",
         scene.port

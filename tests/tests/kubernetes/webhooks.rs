@@ -1,4 +1,4 @@
-//! Webhooks as an API server calls them: verdicts about objects, and certificates that mend themselves.
+//! Webhooks as an API server calls them: reviews of objects, and certificates that are repaired automatically.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 use tulle_control::admission::{PolicyValidator, ProfileValidator};
-use tulle_control::webhook::creds::Creds;
-use tulle_control::webhook::keeper::{Config, Keeper, NotReady};
+use tulle_control::webhook::certificate_controller::{CertificateController, Config, NotReady};
 use tulle_control::webhook::metrics::HttpMetrics;
-use tulle_control::webhook::rotation::Times;
+use tulle_control::webhook::rotation::RotationTimes;
+use tulle_control::webhook::server_credentials::ServerCredentials;
 use tulle_control::webhook::{Handler, Server};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
@@ -26,8 +26,8 @@ const POLICIES: &str = "linkerd-policy-validator-webhook-config";
 const PROFILES: &str = "linkerd-sp-validator-webhook-config";
 const SECRET: &str = "linkerd-policy-validator-k8s-tls";
 
-/// An API server that asks our webhooks.
-struct Asked {
+/// An API server with our webhooks.
+struct WebhookFixture {
     server: ApiServer,
     signal: Option<drain::Signal>,
     drain: drain::Watch,
@@ -36,8 +36,8 @@ struct Asked {
     readiness: Readiness,
 }
 
-impl Asked {
-    async fn start(times: Times) -> Self {
+impl WebhookFixture {
+    async fn start(times: RotationTimes) -> Self {
         let server = ApiServer::start().await.unwrap();
         for namespace in ["linkerd", "shop"] {
             server.create_namespace(namespace).await.unwrap();
@@ -46,7 +46,7 @@ impl Asked {
             define(&server, group, kind, plural, versions).await;
         }
         let (signal, drain) = drain::channel();
-        let mut asked = Self {
+        let mut fixture = Self {
             server,
             signal: Some(signal),
             drain,
@@ -59,49 +59,49 @@ impl Asked {
             times,
             ..Config::policy_validator("linkerd".to_owned())
         };
-        let port = asked.serve(PolicyValidator, at).await;
+        let port = fixture.serve(PolicyValidator, at).await;
         let groups = ["policy.linkerd.io", "gateway.networking.k8s.io"];
-        asked.register(POLICIES, &groups, port).await;
+        fixture.register(POLICIES, &groups, port).await;
         let at = Config {
             server_name: "localhost".to_owned(),
             times,
             ..Config::sp_validator("linkerd".to_owned())
         };
-        let port = asked.serve(ProfileValidator, at).await;
-        asked.register(PROFILES, &["linkerd.io"], port).await;
-        eventually("certificates", async || asked.readiness.is_ready().then_some(())).await;
-        // The API server reads configurations from its own cache; until it has them, it asks nobody.
+        let port = fixture.serve(ProfileValidator, at).await;
+        fixture.register(PROFILES, &["linkerd.io"], port).await;
+        eventually("certificates", async || fixture.readiness.is_ready().then_some(())).await;
+        // The API server reads configurations from its cache, and calls no webhook until they are there.
         for (api_version, kind) in [
             ("policy.linkerd.io/v1beta3", "Server"),
             ("linkerd.io/v1alpha2", "ServiceProfile"),
         ] {
             let bad = object(api_version, kind, json!({"name": "probe"}), json!({"nonsense": 1}));
-            eventually("a first verdict", async || {
-                let refused = asked.create(&bad).await.err();
+            eventually("a first review", async || {
+                let refused = fixture.create(&bad).await.err();
                 if refused.is_none() {
-                    asked.delete(&bad).await;
+                    fixture.delete(&bad).await;
                 }
                 refused
             })
             .await;
         }
-        asked
+        fixture
     }
 
     async fn serve(&mut self, handler: impl Handler, config: Config) -> u16 {
-        let creds = Arc::new(Creds::new());
+        let creds = Arc::new(ServerCredentials::new());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let metrics = HttpMetrics::new(&self.registry);
         let webhook = Server::new(config.service, creds.clone(), handler, metrics, &self.registry);
         self.tasks.spawn(webhook.serve(listener, self.drain.clone()));
         let latch = self.readiness.latch(config.service);
-        let keeper = Keeper::new(self.server.client(), config, creds);
+        let keeper = CertificateController::new(self.server.client(), config, creds);
         self.tasks.spawn(keeper.run(latch, self.drain.clone()));
         port
     }
 
-    /// A configuration as a chart writes it: without a bundle.
+    /// A webhook configuration as the chart writes it, without a CA bundle.
     async fn register(&self, name: &str, groups: &[&str], port: u16) {
         let rules: Vec<_> = groups
             .iter()
@@ -154,7 +154,7 @@ impl Asked {
         )
     }
 
-    /// The reason why the API server refuses the object, if it does.
+    /// Creates an object; the error is the reason of the API server.
     async fn create(&self, object: &DynamicObject) -> Result<(), String> {
         match self.api(object).create(&PostParams::default(), object).await {
             Ok(_) => Ok(()),
@@ -199,7 +199,7 @@ const KINDS: &[(&str, &str, &str, &[&str])] = &[
     ("linkerd.io", "ServiceProfile", "serviceprofiles", &["v1alpha2"]),
 ];
 
-/// Defines a kind without a schema, so that what is refused is refused by us.
+/// Defines a kind without a schema, so that only the webhooks refuse its objects.
 async fn define(server: &ApiServer, group: &str, kind: &str, plural: &str, versions: &[&str]) {
     let schema = json!({"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}});
     let versions: Vec<_> = versions
@@ -253,8 +253,8 @@ fn server_named(name: &str) -> DynamicObject {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_api_server_stores_what_is_good_and_tells_why_not() {
-    let asked = Asked::start(Times::default()).await;
+async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
+    let fixture = WebhookFixture::start(RotationTimes::default()).await;
     let parent = |kind: &str| json!([{"group": "policy.linkerd.io", "kind": kind, "name": "x"}]);
     let deep = (0..500).fold(json!({}), |inner, _| json!({"all": [inner]}));
     let rows: [(&str, &str, Value, Result<(), &str>); 12] = [
@@ -288,7 +288,7 @@ async fn an_api_server_stores_what_is_good_and_tells_why_not() {
             json!({"parentRefs": parent("Server")}),
             Ok(()),
         ),
-        // Of no parent of the mesh's.
+        // The parent of this route is not of the mesh.
         ("gateway.networking.k8s.io/v1", "HTTPRoute", json!({"rules": 7}), Ok(())),
         (
             "gateway.networking.k8s.io/v1",
@@ -324,35 +324,35 @@ async fn an_api_server_stores_what_is_good_and_tells_why_not() {
     ];
     for (i, (api_version, kind, spec, expected)) in rows.into_iter().enumerate() {
         let object = object(api_version, kind, json!({"name": format!("row-{i}")}), spec.clone());
-        let found = asked.create(&object).await;
+        let found = fixture.create(&object).await;
         match (&found, expected) {
             (Ok(()), Ok(())) => {}
             (Err(found), Err(expected)) if found.contains("denied the request") && found.contains(expected) => {}
             _ => panic!("{kind} {spec}: {found:?}"),
         }
     }
-    // Objects that are already there are judged when they change.
+    // Existing objects are checked when they change.
     let patch = json!({"spec": {"proxyProtocol": "HTTP/9"}});
-    let servers = asked.api(&server_named("row-0"));
+    let servers = fixture.api(&server_named("row-0"));
     let refused = servers
         .patch("row-0", &PatchParams::default(), &Patch::Merge(patch))
         .await
         .unwrap_err();
     assert!(refused.to_string().contains("unknown variant `HTTP/9`"), "{refused}");
-    let page = asked.registry.render();
+    let page = fixture.registry.render();
     assert!(
         page.contains(r#"http_server_requests_total{code="200",method="post"}"#),
         "{page}"
     );
-    asked.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_authority() {
+async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_ca() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
     let (signal, drain) = drain::channel();
-    let mut asked = Asked {
+    let mut fixture = WebhookFixture {
         server,
         signal: Some(signal),
         drain,
@@ -375,26 +375,26 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_author
     let [pem, key] = [leaf.pem(), key.serialize_pem()].map(|text| ByteString(text.into_bytes()));
     let given = json!({"metadata": {"name": SECRET}, "data": {"tls.crt": pem, "tls.key": key}});
     let given = serde_json::from_value(given).unwrap();
-    asked.secrets().create(&PostParams::default(), &given).await.unwrap();
-    asked.register(POLICIES, &["policy.linkerd.io"], 1).await;
+    fixture.secrets().create(&PostParams::default(), &given).await.unwrap();
+    fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
     let at = Config {
         server_name: "localhost".to_owned(),
-        not_ready: NotReady::Whenever,
+        not_ready: NotReady::AtAnyTime,
         ..Config::policy_validator("linkerd".to_owned())
     };
-    asked.serve(PolicyValidator, at).await;
+    fixture.serve(PolicyValidator, at).await;
     let publish = async |bundle: &rcgen::Certificate| {
         let bundle = json!(ByteString(bundle.pem().into_bytes()));
         let name = POLICIES.replace("-webhook-config", ".linkerd.io");
         let patch = json!({"webhooks": [{"name": name, "clientConfig": {"caBundle": bundle}}]});
-        asked
+        fixture
             .configurations()
             .patch(POLICIES, &PatchParams::default(), &Patch::Strategic(patch))
             .await
             .unwrap();
     };
     let why = |part: &'static str| {
-        let readiness = &asked.readiness;
+        let readiness = &fixture.readiness;
         eventually(part, async move || {
             readiness
                 .reasons()
@@ -409,35 +409,35 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_author
     publish(&ca).await;
     let is_refused = |n: u8| {
         let line = format!("webhook_certificate_refused{{webhook=\"linkerd-policy-validator\"}} {n}\n");
-        asked.registry.render().contains(&line)
+        fixture.registry.render().contains(&line)
     };
-    // What begins again is told again.
+    // The error is reported again when it recurs.
     for _ in 0..2 {
-        eventually("readiness", async || asked.readiness.is_ready().then_some(())).await;
+        eventually("readiness", async || fixture.readiness.is_ready().then_some(())).await;
         assert!(is_refused(0));
         publish(&other).await;
         why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
         assert!(is_refused(1));
         publish(&ca).await;
     }
-    eventually("readiness", async || asked.readiness.is_ready().then_some(())).await;
-    // It is shown as it was given, and so is the bundle.
-    assert_eq!(asked.data("tls.crt").await, Some(leaf.pem()));
-    assert_eq!(asked.bundle().await, json!(ByteString(ca.pem().into_bytes())));
-    asked.end().await;
+    eventually("readiness", async || fixture.readiness.is_ready().then_some(())).await;
+    // The certificate and the bundle are used unchanged.
+    assert_eq!(fixture.data("tls.crt").await, Some(leaf.pem()));
+    assert_eq!(fixture.bundle().await, json!(ByteString(ca.pem().into_bytes())));
+    fixture.end().await;
 }
 
-/// Creates and deletes an object over and over, and counts the reviews that failed.
-fn load(asked: &Arc<Asked>) -> (JoinHandle<(usize, Vec<String>)>, drain::Signal) {
+/// Creates and deletes an object repeatedly, and counts the failed reviews.
+fn load(fixture: &Arc<WebhookFixture>) -> (JoinHandle<(usize, Vec<String>)>, drain::Signal) {
     let (signal, end) = drain::channel();
-    let asked = asked.clone();
+    let fixture = fixture.clone();
     let running = tokio::spawn(async move {
         let (mut n, mut failed) = (0, Vec::new());
         let object = server_named("load");
         while !end.is_signaled() {
             n += 1;
-            match asked.create(&object).await {
-                Ok(()) => asked.delete(&object).await,
+            match fixture.create(&object).await {
+                Ok(()) => fixture.delete(&object).await,
                 Err(reason) => failed.push(reason),
             }
         }
@@ -447,31 +447,35 @@ fn load(asked: &Arc<Asked>) -> (JoinHandle<(usize, Vec<String>)>, drain::Signal)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_that_is_deleted_broken_or_replaced_is_mended_while_reviews_go_on() {
-    let asked = Arc::new(Asked::start(Times::default()).await);
-    let (running, signal) = load(&asked);
-    let (certificate, bundle) = (asked.data("tls.crt").await.unwrap(), asked.bundle().await);
-    let secret = asked.secrets().get(SECRET).await.unwrap();
+async fn a_deleted_broken_or_replaced_certificate_is_repaired_while_reviews_continue() {
+    let fixture = Arc::new(WebhookFixture::start(RotationTimes::default()).await);
+    let (running, signal) = load(&fixture);
+    let (certificate, bundle) = (fixture.data("tls.crt").await.unwrap(), fixture.bundle().await);
+    let secret = fixture.secrets().get(SECRET).await.unwrap();
     assert_eq!(secret.type_.as_deref(), Some("kubernetes.io/tls"));
     assert_eq!(secret.metadata.owner_references.unwrap()[0].name, POLICIES);
 
-    asked.secrets().delete(SECRET, &DeleteParams::default()).await.unwrap();
+    fixture
+        .secrets()
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .unwrap();
     eventually("the same certificate again", async || {
-        (asked.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
+        (fixture.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
     })
     .await;
     let broken = json!({"data": {"tls.crt": ByteString(b"nonsense".to_vec())}});
-    asked
+    fixture
         .secrets()
         .patch(SECRET, &PatchParams::default(), &Patch::Merge(broken))
         .await
         .unwrap();
-    eventually("the certificate mended", async || {
-        (asked.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
+    eventually("the certificate repaired", async || {
+        (fixture.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
     })
     .await;
 
-    // Another certificate for the name is taken on: first it is trusted, then it is shown.
+    // A different certificate for the name is taken over: first the bundle contains it, then the webhook presents it.
     let key = rcgen::KeyPair::generate().unwrap();
     let other = rcgen::CertificateParams::new(["localhost".to_owned()])
         .unwrap()
@@ -479,14 +483,14 @@ async fn a_certificate_that_is_deleted_broken_or_replaced_is_mended_while_review
         .unwrap();
     let [pem, key] = [other.pem(), key.serialize_pem()].map(|text| ByteString(text.into_bytes()));
     let replaced = json!({"data": {"tls.crt": pem, "tls.key": key}});
-    asked
+    fixture
         .secrets()
         .patch(SECRET, &PatchParams::default(), &Patch::Merge(replaced))
         .await
         .unwrap();
     eventually("both certificates in the bundle", async || {
-        let listed = asked.data("ca.crt").await?;
-        (listed.contains(other.pem().trim()) && listed.contains(certificate.trim()) && asked.bundle().await != bundle)
+        let listed = fixture.data("ca.crt").await?;
+        (listed.contains(other.pem().trim()) && listed.contains(certificate.trim()) && fixture.bundle().await != bundle)
             .then_some(())
     })
     .await;
@@ -494,42 +498,42 @@ async fn a_certificate_that_is_deleted_broken_or_replaced_is_mended_while_review
     let (n, failed) = running.await.unwrap();
     assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
 
-    // A broken bundle fails reviews, until it is written again.
-    let listed = asked.bundle().await;
+    // A broken bundle fails reviews until it is repaired.
+    let listed = fixture.bundle().await;
     let foreign = json!(ByteString(other.pem().into_bytes()));
     let name = POLICIES.replace("-webhook-config", ".linkerd.io");
     let patch = json!({"webhooks": [{"name": name, "clientConfig": {"caBundle": foreign}}]});
     let params = PatchParams::default();
-    asked
+    fixture
         .configurations()
         .patch(POLICIES, &params, &Patch::Strategic(patch))
         .await
         .unwrap();
     eventually("the bundle again", async || {
-        (asked.bundle().await == listed).then_some(())
+        (fixture.bundle().await == listed).then_some(())
     })
     .await;
     eventually("reviews again", async || {
-        asked.create(&server_named("after")).await.ok()
+        fixture.create(&server_named("after")).await.ok()
     })
     .await;
-    Arc::into_inner(asked).unwrap().end().await;
+    Arc::into_inner(fixture).unwrap().end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn certificates_are_renewed_before_they_end_and_no_review_fails() {
-    // Short enough that the time for clocks that are behind is most of it: a new one is due at once.
-    let times = Times {
+async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
+    // The lifetime is so short that the allowance for clock skew is most of it, so a renewal is due at once.
+    let times = RotationTimes {
         lifetime: Duration::from_secs(60),
         settle: Duration::from_secs(1),
     };
-    let asked = Arc::new(Asked::start(times).await);
-    let (running, signal) = load(&asked);
-    let mut shown = asked.data("tls.crt").await;
+    let fixture = Arc::new(WebhookFixture::start(times).await);
+    let (running, signal) = load(&fixture);
+    let mut shown = fixture.data("tls.crt").await;
     for _ in 0..3 {
         shown = Some(
             eventually("another certificate", async || {
-                asked.data("tls.crt").await.filter(|now| Some(now) != shown.as_ref())
+                fixture.data("tls.crt").await.filter(|now| Some(now) != shown.as_ref())
             })
             .await,
         );
@@ -537,29 +541,33 @@ async fn certificates_are_renewed_before_they_end_and_no_review_fails() {
     signal.drain().await;
     let (n, failed) = running.await.unwrap();
     assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
-    Arc::into_inner(asked).unwrap().end().await;
+    Arc::into_inner(fixture).unwrap().end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replicas_share_a_certificate_and_leave_one_that_is_given_alone() {
-    let mut asked = Asked::start(Times::default()).await;
-    let certificate = asked.data("tls.crt").await.unwrap();
+async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
+    let mut fixture = WebhookFixture::start(RotationTimes::default()).await;
+    let certificate = fixture.data("tls.crt").await.unwrap();
     let replica = |namespace: &str| Config {
         server_name: "localhost".to_owned(),
         ..Config::policy_validator(namespace.to_owned())
     };
-    asked.serve(PolicyValidator, replica("linkerd")).await;
-    eventually("a second replica", async || asked.readiness.is_ready().then_some(())).await;
-    assert_eq!(asked.data("tls.crt").await, Some(certificate));
+    fixture.serve(PolicyValidator, replica("linkerd")).await;
+    eventually("a second replica", async || fixture.readiness.is_ready().then_some(())).await;
+    assert_eq!(fixture.data("tls.crt").await, Some(certificate));
 
-    // The configuration goes, and with it whoever calls: the Secret is nobody's to write any more.
-    let version = asked.secrets().get(SECRET).await.unwrap().metadata.resource_version;
-    asked
+    // Without the configuration no API server calls the webhook, so no replica writes the Secret any more.
+    let version = fixture.secrets().get(SECRET).await.unwrap().metadata.resource_version;
+    fixture
         .configurations()
         .delete(POLICIES, &DeleteParams::default())
         .await
         .unwrap();
-    asked.secrets().delete(SECRET, &DeleteParams::default()).await.unwrap();
+    fixture
+        .secrets()
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .unwrap();
     let given = Secret {
         metadata: kube::api::ObjectMeta {
             name: Some(SECRET.to_owned()),
@@ -567,21 +575,21 @@ async fn replicas_share_a_certificate_and_leave_one_that_is_given_alone() {
         },
         ..Secret::default()
     };
-    let given = asked.secrets().create(&PostParams::default(), &given).await.unwrap();
-    asked.register(POLICIES, &["policy.linkerd.io"], 1).await;
-    // The other webhook's configuration shows that ours have looked by now.
-    asked
+    let given = fixture.secrets().create(&PostParams::default(), &given).await.unwrap();
+    fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
+    // When the Secret of the other webhook is back, this one has been checked as well.
+    fixture
         .secrets()
         .delete("linkerd-sp-validator-k8s-tls", &DeleteParams::default())
         .await
         .unwrap();
     eventually("a Secret of ours", async || {
-        asked.secrets().get_opt("linkerd-sp-validator-k8s-tls").await.unwrap()
+        fixture.secrets().get_opt("linkerd-sp-validator-k8s-tls").await.unwrap()
     })
     .await;
-    let now = asked.secrets().get(SECRET).await.unwrap().metadata;
+    let now = fixture.secrets().get(SECRET).await.unwrap().metadata;
     assert_eq!(now.resource_version, given.metadata.resource_version);
     assert_ne!(now.resource_version, version);
-    assert_eq!(asked.bundle().await, Value::Null);
-    asked.end().await;
+    assert_eq!(fixture.bundle().await, Value::Null);
+    fixture.end().await;
 }

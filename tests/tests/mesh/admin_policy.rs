@@ -1,4 +1,4 @@
-//! The admin port is behind the inbound policy of its port; probes are open.
+//! The inbound policy of the admin port applies to it, except to probes.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use tokio::net::TcpSocket;
 use tokio::time::{Instant, timeout};
 use tulle_tests::client;
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, Mesh, STRANGER, mesh};
-use tulle_tests::policies::{self, Policies};
+use tulle_tests::mesh::{Builder, Mesh, UNMESHED_IP, mesh};
+use tulle_tests::policies::{self, FakePolicyService};
 
-use crate::invalid_policy::open;
+use crate::invalid_policy::allow_all_server;
 
 const PERMITTED: Ipv4Addr = Ipv4Addr::new(10, 66, 8, 1);
 
-/// Nobody may use the admin ports of pods but who comes from this address.
+/// Only clients from this address may use the admin ports of pods.
 fn manifests() -> String {
     format!(
         "\
@@ -50,13 +50,13 @@ fn web() -> Builder {
 }
 
 #[test]
-fn the_admin_port_is_judged_by_its_policy_and_probes_are_open() {
+fn the_policy_of_the_admin_port_applies_except_to_probes() {
     web().manifest("admin", &manifests()).run(async |mesh: &Mesh| {
         for path in ["/metrics", "/env.json", "/proxy-log-level", "/debug", "/shutdown"] {
-            assert_eq!(ask(mesh, STRANGER, path).await, 403, "{path}");
+            assert_eq!(ask(mesh, UNMESHED_IP, path).await, 403, "{path}");
         }
         for path in ["/live", "/ready"] {
-            assert_eq!(ask(mesh, STRANGER, path).await, 200, "{path}");
+            assert_eq!(ask(mesh, UNMESHED_IP, path).await, 200, "{path}");
         }
         for from in [PERMITTED, Ipv4Addr::LOCALHOST, mesh.ip("web")] {
             assert_eq!(ask(mesh, from, "/metrics").await, 200, "{from}");
@@ -67,7 +67,7 @@ fn the_admin_port_is_judged_by_its_policy_and_probes_are_open() {
 
         mesh.remove("admin");
         eventually("the default permits scrapes", async || {
-            (ask(mesh, STRANGER, "/metrics").await == 200).then_some(())
+            (ask(mesh, UNMESHED_IP, "/metrics").await == 200).then_some(())
         })
         .await;
     });
@@ -75,18 +75,18 @@ fn the_admin_port_is_judged_by_its_policy_and_probes_are_open() {
 
 #[test]
 fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
-    let mesh = web().its_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = web().workload_env("POLICY_SVC_ADDR", policies::ADDR);
     mesh.run(async |mesh: &Mesh| {
         let asked_at = Instant::now();
-        let probed = timeout(Duration::from_secs(1), ask(mesh, STRANGER, "/live")).await;
-        assert_eq!(probed, Ok(200), "probes wait for nobody");
-        assert_eq!(ask(mesh, STRANGER, "/metrics").await, 503);
+        let probed = timeout(Duration::from_secs(1), ask(mesh, UNMESHED_IP, "/live")).await;
+        assert_eq!(probed, Ok(200), "probes do not wait for the policy");
+        assert_eq!(ask(mesh, UNMESHED_IP, "/metrics").await, 503);
         assert!(asked_at.elapsed() >= Duration::from_secs(3), "{:?}", asked_at.elapsed());
         let cause = [r#"cause="policy_unknown""#, r#"direction="inbound""#];
         assert_eq!(mesh.metric("web", "tulle_failures_total", &cause).await, 1.);
-        let policies = Policies::serve().await;
-        policies.say_of_ports(Ok(open()));
-        let scraped = timeout(Duration::from_secs(1), ask(mesh, STRANGER, "/metrics")).await;
+        let policies = FakePolicyService::serve().await;
+        policies.set_port_policy(Ok(allow_all_server()));
+        let scraped = timeout(Duration::from_secs(1), ask(mesh, UNMESHED_IP, "/metrics")).await;
         assert_eq!(scraped, Ok(200));
     });
 }

@@ -1,4 +1,4 @@
-//! Another trust anchor for a mesh that is in use: nothing restarts and nothing fails.
+//! Trust anchor rotation in a running mesh: no restart and no failure.
 
 use std::cell::{Cell, RefCell};
 
@@ -9,7 +9,7 @@ use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
-/// Proxies know their anchors from a variable, as injected ones do; what comes after that, the control plane tells them.
+/// Proxies get their trust anchors from a variable, as injected ones do, and later ones from the control plane.
 #[test]
 fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_failed_connection() {
     mesh()
@@ -42,31 +42,35 @@ fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_fai
                 failures.len(),
                 n_ok.get()
             );
-            assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+            assert_eq!(
+                mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+                200
+            );
         });
 }
 
-/// Both anchors, then an issuer below the new one, then the new one alone; each when everybody knows what came before.
+/// Rotation in three steps: both anchors, an issuer signed by the new one, then only the new one. Each step waits until
+/// all proxies know the previous one.
 async fn rotate(mesh: &Mesh) {
     let files = mesh.files();
     let new = trust::create_anchor("new", trust::ANCHOR_LIFETIME).expect("ten years are a lifetime");
     files
         .replace_anchors(&[files.anchors.as_str(), &new.certificate].concat())
         .expect("the temporary directory is ours");
-    everybody_knows(mesh).await;
+    wait_for_renewal(mesh).await;
     let issuer = trust::create_issuer("new", trust::ISSUER_LIFETIME, &new).expect("the anchor is good");
     files.replace_issuer(&issuer).expect("the temporary directory is ours");
-    everybody_knows(mesh).await;
+    wait_for_renewal(mesh).await;
     files
         .replace_anchors(&new.certificate)
         .expect("the temporary directory is ours");
-    everybody_knows(mesh).await;
+    wait_for_renewal(mesh).await;
 }
 
-/// Waits until every proxy has asked for a certificate and got it, after the control plane has seen the change.
+/// Waits until every proxy has renewed its certificate after the control plane has read the change.
 ///
-/// Of three renewals the first may have begun before the change, and the second before it was read.
-async fn everybody_knows(mesh: &Mesh) {
+/// Of three renewals, the first may have started before the change and the second before the change was read.
+async fn wait_for_renewal(mesh: &Mesh) {
     let ok = [r#"result="ok""#];
     for workload in ["client", "web"] {
         let before = mesh.metric(workload, REFRESHES, &ok).await;
@@ -77,9 +81,9 @@ async fn everybody_knows(mesh: &Mesh) {
     }
 }
 
-/// One connection from end to end: bytes that nobody looks at, so that each has a handshake of its own between proxies.
+/// One connection through both proxies with opaque bytes, so that each connection has its own handshake between proxies.
 async fn echo(mesh: &Mesh) -> std::io::Result<()> {
-    let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+    let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
     stream.write_all(b"ping").await?;
     let mut bytes = [0; 4];
     stream.read_exact(&mut bytes).await?;

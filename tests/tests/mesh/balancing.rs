@@ -1,4 +1,4 @@
-//! Requests are spread over replicas, and away from those that are slow.
+//! Requests are distributed over replicas, fewer of them to slow ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 #[test]
-fn round_robin_gives_every_replica_the_same() {
+fn round_robin_gives_every_replica_the_same_number_of_requests() {
     let mesh = mesh()
         .env("TULLE_PROXY_BALANCER", "round-robin")
         .workload("client")
@@ -19,9 +19,9 @@ fn round_robin_gives_every_replica_the_same() {
         for i in 0..3 {
             apps::echo(mesh, &format!("web-{i}")).await;
         }
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let mut ask = async || client.ask(request("/")).await.unwrap().text();
-        // Who is not connected yet is passed over.
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let mut ask = async || client.fetch(request("/")).await.unwrap().text();
+        // A replica without a connection is skipped, so wait until all have one.
         let mut connected = BTreeSet::new();
         while connected.len() < 3 {
             connected.insert(ask().await);
@@ -35,7 +35,7 @@ fn round_robin_gives_every_replica_the_same() {
 }
 
 #[test]
-fn a_slow_replica_gets_less() {
+fn a_slow_replica_gets_fewer_requests() {
     mesh().workload("client").replicas("web", 3).run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for (i, delay) in [(0, 100), (1, 0), (2, 0)] {
@@ -52,7 +52,7 @@ fn a_slow_replica_gets_less() {
         let enough = eventually("several hundred requests", async || {
             (total("web-1").await > 300.).then_some(())
         });
-        load(mesh, "client", mesh.service("web", HTTP), 4, enough)
+        load(mesh, "client", mesh.service_addr("web", HTTP), 4, enough)
             .await
             .assert_all_ok();
         let (slow, fast) = (total("web-0").await, total("web-1").await + total("web-2").await);
@@ -66,13 +66,13 @@ fn a_replica_that_joins_gets_requests() {
         for i in 0..2 {
             apps::echo(mesh, &format!("web-{i}")).await;
         }
-        let dst = mesh.service("web", HTTP);
+        let dst = mesh.service_addr("web", HTTP);
         let pod = mesh.manifest("pod-web-1");
         mesh.remove("pod-web-1");
-        let mut client = Http1::over(mesh.dial("client", dst).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", dst).await).await;
         eventually("only one is left", async || {
             for _ in 0..20 {
-                if client.ask(request("/")).await.unwrap().text() != "web-0\n" {
+                if client.fetch(request("/")).await.unwrap().text() != "web-0\n" {
                     return None;
                 }
             }
@@ -81,7 +81,7 @@ fn a_replica_that_joins_gets_requests() {
         .await;
         mesh.write("pod-web-1", &pod);
         eventually("the other is back", async || {
-            (client.ask(request("/")).await.unwrap().text() == "web-1\n").then_some(())
+            (client.fetch(request("/")).await.unwrap().text() == "web-1\n").then_some(())
         })
         .await;
     });

@@ -1,4 +1,4 @@
-//! Endpoints that fail are left alone for a while, and come back.
+//! Circuit breakers: failing endpoints are taken out for a while, and come back.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use socket2::SockRef;
 use tokio::io::AsyncWriteExt as _;
-use tulle_tests::apps::{self, App, dripping};
+use tulle_tests::apps::{self, App, slow_response};
 use tulle_tests::client::{Http1, Http2, full, read_until, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
-/// A replica whose answers can be changed.
+/// A replica whose response status can be changed.
 struct Replica {
     status: Arc<AtomicU16>,
-    asked: Arc<AtomicUsize>,
+    n_requests: Arc<AtomicUsize>,
     _app: App,
 }
 
@@ -33,18 +33,18 @@ impl Replica {
         });
         Self {
             status,
-            asked,
+            n_requests: asked,
             _app: app,
         }
     }
 
-    fn asked(&self) -> usize {
-        self.asked.load(Ordering::Relaxed)
+    fn n_requests(&self) -> usize {
+        self.n_requests.load(Ordering::Relaxed)
     }
 }
 
-/// `client` and two replicas of `web`, with a way to accrue failures.
-fn accruing(annotations: &str) -> Builder {
+/// `client` and two replicas of `web`, with a failure accrual policy.
+fn mesh_with_failure_accrual(annotations: &str) -> Builder {
     mesh()
         .workload("client")
         .replicas("web", 2)
@@ -53,7 +53,7 @@ fn accruing(annotations: &str) -> Builder {
 }
 
 async fn client(mesh: &Mesh) -> Http1 {
-    Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
+    Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await
 }
 
 #[test]
@@ -61,22 +61,22 @@ fn failures_in_a_row_take_an_endpoint_out_until_a_probe_succeeds() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 500ms";
-    accruing(annotations).run(async |mesh: &Mesh| {
+    mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
         let bad = Replica::start(mesh, "web-0", 500).await;
         let good = Replica::start(mesh, "web-1", 200).await;
         let mut client = client(mesh).await;
         let mut n_failed = 0;
-        while good.asked() < 100 {
-            n_failed += usize::from(client.ask(request("/")).await.unwrap().status == 500);
+        while good.n_requests() < 100 {
+            n_failed += usize::from(client.fetch(request("/")).await.unwrap().status == 500);
         }
-        assert_eq!(n_failed, bad.asked(), "each failure is the application's own");
-        // Three in a row, and a probe or two.
+        assert_eq!(n_failed, bad.n_requests(), "each failure is the application's own");
+        // Three consecutive failures, and one or two probe requests.
         assert!((3..=5).contains(&n_failed), "{n_failed} of {}", 100 + n_failed);
         bad.status.store(200, Ordering::Relaxed);
-        let before = bad.asked();
+        let before = bad.n_requests();
         eventually("the endpoint is used again", async || {
-            client.ask(request("/")).await.unwrap();
-            (bad.asked() > before + 10).then_some(())
+            client.fetch(request("/")).await.unwrap();
+            (bad.n_requests() > before + 10).then_some(())
         })
         .await;
     });
@@ -87,30 +87,30 @@ fn a_low_success_rate_takes_an_endpoint_out() {
     let annotations = "balancer.linkerd.io/failure-accrual: unified, \
         balancer.alpha.linkerd.io/failure-accrual-success-rate-threshold: '0.9', \
         balancer.alpha.linkerd.io/failure-accrual-success-rate-min-requests: '10'";
-    accruing(annotations).run(async |mesh: &Mesh| {
-        // Turning away for load counts as well.
+    mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
+        // A 429 counts as a failure as well.
         let bad = Replica::start(mesh, "web-0", 429).await;
         let good = Replica::start(mesh, "web-1", 200).await;
         let mut client = client(mesh).await;
-        while good.asked() < 200 {
-            client.ask(request("/")).await.unwrap();
+        while good.n_requests() < 200 {
+            client.fetch(request("/")).await.unwrap();
         }
-        assert!((10..=15).contains(&bad.asked()), "{}", bad.asked());
+        assert!((10..=15).contains(&bad.n_requests()), "{}", bad.n_requests());
     });
 }
 
 #[test]
-fn a_client_that_leaves_says_nothing_of_an_endpoint() {
-    clients_leave(2000);
+fn a_client_disconnect_is_not_an_endpoint_failure() {
+    check_client_disconnect(2000);
 }
 
 #[test]
-fn a_client_that_leaves_a_silent_response_says_nothing_of_an_endpoint() {
-    clients_leave(1);
+fn a_client_disconnect_during_a_silent_response_is_not_an_endpoint_failure() {
+    check_client_disconnect(1);
 }
 
-/// Clients close their connection during a response that comes in so many pieces and does not end.
-fn clients_leave(pieces: usize) {
+/// Clients close their connection during a response of `pieces` frames that does not end.
+fn check_client_disconnect(pieces: usize) {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     mesh()
@@ -120,7 +120,7 @@ fn clients_leave(pieces: usize) {
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
             let _app = apps::http(listener, move |_| async move {
-                dripping(pieces, Duration::from_millis(10), false)
+                slow_response(pieces, Duration::from_millis(10), false)
             });
             let mut waited_at_first = None;
             for _ in 0..5 {
@@ -143,14 +143,14 @@ fn clients_leave(pieces: usize) {
         });
 }
 
-/// Requests of `client` that waited for an endpoint, as they do where all were taken out.
+/// Requests of `client` that waited for an endpoint, which happens when all are taken out.
 async fn n_waited(mesh: &Mesh) -> f64 {
     mesh.metric("client", "outbound_http_balancer_queue_requests_total", &[])
         .await
 }
 
 #[test]
-fn a_client_that_leaves_amid_its_upload_says_nothing_of_an_endpoint() {
+fn a_client_disconnect_during_an_upload_is_not_an_endpoint_failure() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
@@ -164,22 +164,28 @@ fn a_client_that_leaves_amid_its_upload_says_nothing_of_an_endpoint() {
                     return Response::new(full("ok"));
                 }
                 tokio::spawn(req.into_body().collect());
-                dripping(1, Duration::ZERO, false)
+                slow_response(1, Duration::ZERO, false)
             }));
         }
         for workload in ["web", "legacy"] {
-            assert_eq!(mesh.get("client", mesh.service(workload, HTTP), "/").await.status, 200);
+            assert_eq!(
+                mesh.get("client", mesh.service_addr(workload, HTTP), "/").await.status,
+                200
+            );
             let waited_at_first = n_waited(mesh).await;
             for _ in 0..5 {
-                let mut client = mesh.dial("client", mesh.service(workload, HTTP)).await;
+                let mut client = mesh.dial("client", mesh.service_addr(workload, HTTP)).await;
                 let head = b"POST / HTTP/1.1\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n";
                 client.write_all(head).await.unwrap();
                 read_until(&mut client, "x\r\n").await;
                 let left = async || mesh.metric("client", "response_total", &["error"]).await;
                 let left_before = left().await;
                 drop(client);
-                eventually("it has left", async || (left().await > left_before).then_some(())).await;
-                let answer = mesh.get("client", mesh.service(workload, HTTP), "/").await;
+                eventually("the cancelled request is counted", async || {
+                    (left().await > left_before).then_some(())
+                })
+                .await;
+                let answer = mesh.get("client", mesh.service_addr(workload, HTTP), "/").await;
                 assert_eq!(
                     (answer.status.as_u16(), n_waited(mesh).await),
                     (200, waited_at_first),
@@ -190,15 +196,15 @@ fn a_client_that_leaves_amid_its_upload_says_nothing_of_an_endpoint() {
     });
 }
 
-/// How a client of HTTP/2 leaves.
+/// How an HTTP/2 client aborts its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Leaving {
+enum ClientDisconnect {
     ResetsStream,
     ClosesConnection,
 }
 
 #[test]
-fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
+fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
@@ -216,11 +222,11 @@ fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
                             n_silent.fetch_add(1, Ordering::Relaxed);
                             std::future::pending().await
                         }
-                        "/begun" => dripping(1, Duration::ZERO, false),
-                        "/slow" => dripping(2000, Duration::from_millis(10), false),
+                        "/begun" => slow_response(1, Duration::ZERO, false),
+                        "/slow" => slow_response(2000, Duration::from_millis(10), false),
                         "/upload" => {
                             tokio::spawn(req.into_body().collect());
-                            dripping(1, Duration::ZERO, false)
+                            slow_response(1, Duration::ZERO, false)
                         }
                         _ => Response::new(full("ok")),
                     }
@@ -230,11 +236,14 @@ fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
         }
         let mut n_left = 0.;
         for workload in ["web", "legacy"] {
-            assert_eq!(mesh.get("client", mesh.service(workload, HTTP), "/").await.status, 200);
+            assert_eq!(
+                mesh.get("client", mesh.service_addr(workload, HTTP), "/").await.status,
+                200
+            );
             let waited_at_first = n_waited(mesh).await;
             for path in ["/silent", "/begun", "/slow", "/upload"] {
-                for leaving in [Leaving::ResetsStream, Leaving::ClosesConnection] {
-                    let stream = mesh.dial("client", mesh.service(workload, HTTP)).await;
+                for leaving in [ClientDisconnect::ResetsStream, ClientDisconnect::ClosesConnection] {
+                    let stream = mesh.dial("client", mesh.service_addr(workload, HTTP)).await;
                     let socket = SockRef::from(&stream).try_clone().unwrap();
                     let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
                     tokio::spawn(connection);
@@ -254,8 +263,8 @@ fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
                         assert_eq!(rsp.await.unwrap().into_body().data().await.unwrap().unwrap(), "x");
                     }
                     match leaving {
-                        Leaving::ResetsStream => stream.send_reset(h2::Reason::CANCEL),
-                        Leaving::ClosesConnection => socket.shutdown(Shutdown::Both).unwrap(),
+                        ClientDisconnect::ResetsStream => stream.send_reset(h2::Reason::CANCEL),
+                        ClientDisconnect::ClosesConnection => socket.shutdown(Shutdown::Both).unwrap(),
                     }
                     n_left += 1.;
                     let left = ["cause=\"client-left\"", "direction=\"outbound\""];
@@ -264,7 +273,7 @@ fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
                         (counted == n_left).then_some(())
                     })
                     .await;
-                    let answer = mesh.get("client", mesh.service(workload, HTTP), "/").await;
+                    let answer = mesh.get("client", mesh.service_addr(workload, HTTP), "/").await;
                     let what = (answer.status.as_u16(), n_waited(mesh).await);
                     assert_eq!(what, (200, waited_at_first), "{workload}{path}: {leaving:?}");
                 }
@@ -280,7 +289,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
         balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
-    accruing(annotations).run(async |mesh: &Mesh| {
+    mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
         let _silent = apps::http(mesh.listen("web-0", HTTP).await, move |_| {
@@ -290,8 +299,8 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
         let good = Replica::start(mesh, "web-1", 200).await;
         let mut client = client(mesh).await;
         for n in 1..=50 {
-            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
-            assert_eq!(good.asked(), n, "each is tried again elsewhere");
+            assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
+            assert_eq!(good.n_requests(), n, "each is tried again elsewhere");
         }
         assert_eq!(asked.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
@@ -301,27 +310,27 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
 }
 
 #[test]
-fn an_endpoint_that_uses_up_the_time_of_whole_requests_is_taken_out() {
+fn an_endpoint_that_causes_request_timeouts_is_taken_out() {
     let annotations = "timeout.linkerd.io/request: 200ms, \
         balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
         balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
-    accruing(annotations).run(async |mesh: &Mesh| {
+    mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
         let _silent = apps::http(mesh.listen("web-0", HTTP).await, |_| std::future::pending());
         let good = Replica::start(mesh, "web-1", 200).await;
         let mut client = client(mesh).await;
         let mut n_late = 0;
-        while good.asked() < 50 {
-            n_late += usize::from(client.ask(request("/")).await.unwrap().status == 504);
+        while good.n_requests() < 50 {
+            n_late += usize::from(client.fetch(request("/")).await.unwrap().status == 504);
         }
-        // The first may have spent time on becoming connected, and says nothing.
+        // The first request may have waited for a connection, and does not count then.
         assert!((2..=3).contains(&n_late), "{n_late}");
     });
 }
 
 #[test]
-fn an_endpoint_that_says_nothing_after_its_head_is_taken_out() {
+fn an_endpoint_that_stalls_after_its_response_head_is_taken_out() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
@@ -343,11 +352,11 @@ spec:
     let mesh = mesh().workload("client").workload("web").annotated("web", annotations);
     mesh.manifest("route", &route).run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
-        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for cause in ["response-timeout", "response-timeout", "breaker-open"] {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
             let req = req.header("content-type", "application/grpc").header("te", "trailers");
-            let answer = client.ask(req.body(full(&b"\0\0\0\0\0"[..])).unwrap()).await.unwrap();
+            let answer = client.fetch(req.body(full(&b"\0\0\0\0\0"[..])).unwrap()).await.unwrap();
             assert_eq!(answer.cause(), cause);
         }
     });

@@ -1,4 +1,4 @@
-//! Traffic goes on without the control plane, and follows it again when it is back.
+//! Traffic continues without the control plane, and follows it again after it is back.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
 use tulle_tests::policies;
 
 #[test]
-fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
+fn traffic_continues_without_the_control_plane_and_follows_it_when_it_is_back() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
             apps::echo(mesh, &format!("web-{i}")).await;
         }
-        let dst = mesh.service("web", HTTP);
+        let dst = mesh.service_addr("web", HTTP);
         assert_eq!(mesh.get("client", dst, "/").await.status, 200);
         let during = async {
             mesh.stop_control().await;
@@ -27,10 +27,10 @@ fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
             }
             mesh.remove("pod-web-1");
             mesh.start_control().await;
-            let mut client = Http1::over(mesh.dial("client", dst).await).await;
+            let mut client = Http1::handshake(mesh.dial("client", dst).await).await;
             eventually("the change is known", async || {
                 for _ in 0..20 {
-                    if client.ask(request("/")).await.unwrap().text() != "web-0\n" {
+                    if client.fetch(request("/")).await.unwrap().text() != "web-0\n" {
                         return None;
                     }
                 }
@@ -43,16 +43,17 @@ fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
 }
 
 #[test]
-fn what_short_connections_keep_using_is_not_forgotten() {
+fn destinations_of_frequent_short_connections_stay_cached() {
     mesh()
         .workload("client")
         .workload("web")
         .env("OUTBOUND_DISCOVERY_IDLE_TIMEOUT", "500ms")
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
-            let dst = mesh.service("web", HTTP);
+            let dst = mesh.service_addr("web", HTTP);
             assert_eq!(mesh.get("client", dst, "/").await.status, 200);
-            // Most of the time there is no connection, but never for long; nor while the control plane takes its time to end.
+            // Most of the time there is no connection, but pauses are shorter than the idle timeout, also while the control plane
+            // shuts down.
             let asked = async {
                 let mut due = interval(Duration::from_millis(25));
                 for _ in 0..80 {
@@ -66,7 +67,7 @@ fn what_short_connections_keep_using_is_not_forgotten() {
 }
 
 #[test]
-fn nothing_is_forgotten_while_the_control_plane_cannot_be_asked_again() {
+fn destinations_stay_cached_while_the_control_plane_is_down() {
     mesh()
         .workload("client")
         .workload("web")
@@ -74,10 +75,10 @@ fn nothing_is_forgotten_while_the_control_plane_cannot_be_asked_again() {
         .env("INBOUND_DISCOVERY_IDLE_TIMEOUT", "1s")
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
-            let dst = mesh.service("web", HTTP);
+            let dst = mesh.service_addr("web", HTTP);
             assert_eq!(mesh.get("client", dst, "/").await.status, 200);
             mesh.stop_control().await;
-            // Each pause is longer than idle addresses are known.
+            // Each pause is longer than the idle timeout of discovery.
             let mut due = interval(Duration::from_millis(1500));
             for _ in 0..3 {
                 due.tick().await;
@@ -101,7 +102,7 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
         .manifest("deny", deny)
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
-            let dst = mesh.service("web", HTTP);
+            let dst = mesh.service_addr("web", HTTP);
             eventually("the policy is known", async || {
                 (mesh.get("client", dst, "/").await.status == 403).then_some(())
             })
@@ -114,19 +115,19 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
 }
 
 #[test]
-fn http_is_answered_where_the_control_plane_is_connected_and_silent() {
+fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
     let mesh = mesh()
         .workload("client")
-        .its_env("POLICY_SVC_ADDR", policies::ADDR)
-        .its_env("OUTBOUND_DETECT_TIMEOUT", "300ms")
+        .workload_env("POLICY_SVC_ADDR", policies::ADDR)
+        .workload_env("OUTBOUND_DETECT_TIMEOUT", "300ms")
         .workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let _silent = TcpListener::bind(policies::ADDR).await.unwrap();
-        let dst = mesh.service("web", HTTP);
-        let mut http1 = Http1::over(mesh.dial("client", dst).await).await;
-        let mut http2 = Http2::over(mesh.dial("client", dst).await).await;
-        for answer in [http1.ask(request("/")).await, http2.ask(request2("/")).await] {
+        let dst = mesh.service_addr("web", HTTP);
+        let mut http1 = Http1::handshake(mesh.dial("client", dst).await).await;
+        let mut http2 = Http2::handshake(mesh.dial("client", dst).await).await;
+        for answer in [http1.fetch(request("/")).await, http2.fetch(request2("/")).await] {
             let answer = answer.unwrap();
             assert_eq!((answer.status.as_u16(), answer.cause()), (503, "discovery-timeout"));
         }
@@ -134,7 +135,7 @@ fn http_is_answered_where_the_control_plane_is_connected_and_silent() {
             (!http1.is_open() && !http2.is_open()).then_some(())
         })
         .await;
-        let mut bytes = mesh.dial("client", mesh.service("web", TCP)).await;
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", TCP)).await;
         bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
         let cause = ["direction=\"outbound\"", "cause=\"discovery-timeout\""];

@@ -1,13 +1,13 @@
-//! What both sidecars count of the same requests and connections.
+//! Metrics of both sidecars for the same requests and connections.
 
 use http::Request;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, full};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
-/// Waits until a metric has a value: an exchange is counted when it has ended, which its client may know before.
+/// Waits until a metric has a value: an exchange is counted after its end, which the client may see earlier.
 async fn counts(mesh: &Mesh, workload: &str, name: &str, labels: &[&str], expected: f64) {
     let what = format!("{name}{labels:?} of {workload} is {expected}");
     eventually(&what, async || {
@@ -42,10 +42,10 @@ spec:
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let route = ["route_name=\"in\"", "parent_name=\"web-http\"", "parent_port=\"8080\""];
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut ask = async || {
             let req = Request::post("/echo").header("host", "web.test").body(full("hello"));
-            assert_eq!(client.ask(req.unwrap()).await.unwrap().text(), "hello");
+            assert_eq!(client.fetch(req.unwrap()).await.unwrap().text(), "hello");
         };
         eventually("the routes are known", async || {
             ask().await;
@@ -113,10 +113,10 @@ spec:
 fn connections_and_their_bytes_are_counted_on_both_sides() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         stream.write_all(&[b'x'; 1000]).await.unwrap();
         stream.read_exact(&mut [0; 1000]).await.unwrap();
-        let mut stranger = mesh.arrive(STRANGER, "web", TCP).await;
+        let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
         stranger.write_all(&[b'x'; 1000]).await.unwrap();
         stranger.read_exact(&mut [0; 1000]).await.unwrap();
         let plain = [

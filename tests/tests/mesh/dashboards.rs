@@ -1,4 +1,4 @@
-//! The dashboards ask for nothing that proxies do not tell.
+//! The dashboards use only metrics that proxies export.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,9 +7,9 @@ use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
-/// The metrics of a query: words before a selector, which all of them have.
+/// The metrics of a query: words before a label selector, which every metric has.
 fn metrics(expr: &str) -> impl Iterator<Item = String> {
     let is_of_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let before = expr.match_indices('{').map(move |(at, _)| &expr[..at]);
@@ -19,7 +19,7 @@ fn metrics(expr: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// All queries of a dashboard.
+/// Collects all queries of a dashboard.
 fn queries(value: &Value, found: &mut Vec<String>) {
     match value {
         Value::Object(fields) => {
@@ -34,7 +34,7 @@ fn queries(value: &Value, found: &mut Vec<String>) {
 #[test]
 fn every_query_of_a_dashboard_is_answered() {
     let mut asked = BTreeSet::new();
-    let dashboards = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/grafana");
+    let dashboards = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/tulle-control-plane/files/dashboards");
     for file in std::fs::read_dir(dashboards).unwrap() {
         let path = file.unwrap().path();
         if path.extension().is_none_or(|extension| extension != "json") {
@@ -53,17 +53,20 @@ fn every_query_of_a_dashboard_is_answered() {
         .env("TULLE_PROXY_MEMORY_LIMIT", &(1_u64 << 40).to_string());
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
-        // Strangers are refused, by HTTP and in bytes.
-        let mut http = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        assert_eq!(http.ask(request("/")).await.unwrap().status, 403);
-        let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        assert_eq!(
+            mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+            200
+        );
+        // Clients without an identity are refused, with HTTP and with bytes.
+        let mut http = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        assert_eq!(http.fetch(request("/")).await.unwrap().status, 403);
+        let mut bytes = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
         // The proxy may reset the connection before the client writes.
         let _ = bytes.write_all(b"hello").await;
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
-        let told = mesh.metrics("client").await + &mesh.metrics("web").await;
+        let pages = mesh.metrics("client").await + &mesh.metrics("web").await;
         let is_told = |name: &&String| {
-            let mut lines = told.lines().filter_map(|line| line.strip_prefix(name.as_str()));
+            let mut lines = pages.lines().filter_map(|line| line.strip_prefix(name.as_str()));
             lines.any(|rest| rest.starts_with(['{', ' ']))
         };
         let missing: Vec<_> = asked.iter().filter(|name| !is_told(name)).collect();

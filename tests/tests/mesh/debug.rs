@@ -1,4 +1,4 @@
-//! What an operator on the same machine sees of a proxy, and nobody else.
+//! The debug pages of a proxy, which only clients on the same host can read.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -8,18 +8,18 @@ use serde_json::Value;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tulle_tests::apps;
-use tulle_tests::client::{Answer, Http1, Http2, empty, request, request2};
+use tulle_tests::client::{CollectedResponse, Http1, Http2, empty, request, request2};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
-/// A page of the admin server of `workload`, asked for from some address.
-async fn page(mesh: &Mesh, workload: &str, from: Ipv4Addr, path: &str, accept: &str) -> Answer {
+/// Reads a page of the admin server of `workload` from a source address.
+async fn page(mesh: &Mesh, workload: &str, from: Ipv4Addr, path: &str, accept: &str) -> CollectedResponse {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind((from, 0).into()).unwrap();
     let stream = socket.connect((mesh.ip(workload), 4191).into()).await.unwrap();
     let req = Request::get(path).header("host", "admin").header("accept", accept);
-    let mut client = Http1::over(stream).await;
-    client.ask(req.body(empty()).unwrap()).await.unwrap()
+    let mut client = Http1::handshake(stream).await;
+    client.fetch(req.body(empty()).unwrap()).await.unwrap()
 }
 
 pub(crate) async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
@@ -31,13 +31,13 @@ pub(crate) async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
     serde_json::from_str(&answer.text()).unwrap()
 }
 
-/// A client whose connection to `web` stays open after a request.
-fn talking(test: impl AsyncFnOnce(&Mesh) + Send) {
+/// Runs a test with a client connection to `web` that stays open after a request.
+fn run_with_open_connection(test: impl AsyncFnOnce(&Mesh) + Send) {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        client.ask(request("/")).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        client.fetch(request("/")).await.unwrap();
         test(mesh).await;
         assert!(client.is_open());
     });
@@ -45,9 +45,9 @@ fn talking(test: impl AsyncFnOnce(&Mesh) + Send) {
 
 #[test]
 fn destinations_are_shown_with_their_endpoints() {
-    talking(async |mesh: &Mesh| {
+    run_with_open_connection(async |mesh: &Mesh| {
         let destinations = json(mesh, "client", "/debug/destinations").await;
-        let dialled = mesh.service("web", HTTP).to_string();
+        let dialled = mesh.service_addr("web", HTTP).to_string();
         let found = destinations
             .as_array()
             .unwrap()
@@ -72,16 +72,16 @@ fn destinations_are_shown_with_their_endpoints() {
 
 #[test]
 fn policies_connections_and_certificates_are_shown() {
-    talking(async |mesh: &Mesh| {
-        // Whether or not somebody has dialled the port.
-        let policies = eventually("the control plane has told the policies of both ports", async || {
+    run_with_open_connection(async |mesh: &Mesh| {
+        // Policies are loaded even if no client has dialled the port.
+        let policies = eventually("the policies of both ports are known", async || {
             let policies = json(mesh, "web", "/debug/policies").await;
-            let told = |port: u16| {
+            let is_known = |port: u16| {
                 let all = policies.as_array().unwrap();
                 all.iter()
                     .any(|shown| shown["port"] == port && shown["source"] == "control plane")
             };
-            (told(HTTP) && told(OPAQUE)).then_some(policies)
+            (is_known(HTTP) && is_known(OPAQUE)).then_some(policies)
         })
         .await;
         let of = |port: u16| {
@@ -122,64 +122,65 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: deny}
 ";
 
 #[test]
-fn a_worker_that_stands_still_holds_up_neither_pages_nor_policies_nor_certificates() {
+fn a_blocked_worker_delays_no_pages_policies_or_certificates() {
     let mesh = mesh().workload("web");
     let mesh = mesh
         .env("IDENTITY_MIN_REFRESH", "100ms")
         .env("IDENTITY_MAX_REFRESH", "300ms");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut served = async || {
-            timeout(Duration::from_millis(200), client.ask(request2("/")))
+            timeout(Duration::from_millis(200), client.fetch(request2("/")))
                 .await
                 .ok()
         };
         assert_eq!(served().await.unwrap().unwrap().status, 200);
-        let stalled = mesh.stall();
+        let stalled = mesh.stall_workers();
         let _nobody_serves_it = TcpStream::connect((mesh.ip("web"), 4143)).await.unwrap();
-        eventually("the worker stands still", async || {
-            served().await.is_none().then_some(())
-        })
-        .await;
+        eventually("the worker is blocked", async || served().await.is_none().then_some(())).await;
 
         mesh.write("closed", DENY);
         let renewed = async || mesh.metric("web", "control_identity_cert_refreshes_total", &[]).await;
         let before = renewed().await;
-        eventually("a policy and a certificate have come", async || {
+        eventually("a policy and a certificate have arrived", async || {
             let policies = json(mesh, "web", "/debug/policies").await;
             let closed = policies.to_string().contains("server/closed");
             (closed && renewed().await > before).then_some(())
         })
         .await;
-        assert!(served().await.is_none(), "the worker stands still to the end");
+        assert!(served().await.is_none(), "the worker is still blocked");
         drop(stalled);
-        let refused = eventually("the worker goes on", async || served().await).await;
+        let refused = eventually("the worker continues", async || served().await).await;
         assert_eq!(refused.unwrap().status, 403);
     });
 }
 
 #[test]
-fn a_gateway_knows_the_policy_of_its_own_port_before_anybody_comes() {
+fn a_gateway_knows_the_policy_of_its_inbound_port_before_the_first_connection() {
     let mesh = mesh().workload("web").workload("gate");
-    let mesh = mesh.its_env("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local.");
+    let mesh = mesh.workload_env("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local.");
     mesh.run(async |mesh: &Mesh| {
         let source = async |workload: &str| {
             let policies = json(mesh, workload, "/debug/policies").await;
             let own = policies.as_array().unwrap().iter().find(|shown| shown["port"] == 4143);
             own.map(|own| own["source"].as_str().unwrap().to_owned())
         };
-        eventually("the control plane has said it", async || {
+        eventually("the policy is known", async || {
             (source("gate").await.as_deref() == Some("control plane")).then_some(())
         })
         .await;
-        assert_eq!(source("web").await, None, "who is no gateway asks when it has to");
+        assert_eq!(
+            source("web").await,
+            None,
+            "without a gateway the policy is requested on demand"
+        );
     });
 }
 
 #[test]
-fn pages_are_text_unless_json_is_asked_for_and_only_for_this_machine() {
-    talking(async |mesh: &Mesh| {
+fn pages_are_text_or_json_and_only_for_this_machine() {
+    run_with_open_connection(async |mesh: &Mesh| {
         let index = page(mesh, "web", Ipv4Addr::LOCALHOST, "/debug", "*/*").await;
         for path in ["destinations", "policies", "connections", "certificates"] {
             let path = format!("/debug/{path}");
@@ -191,7 +192,7 @@ fn pages_are_text_unless_json_is_asked_for_and_only_for_this_machine() {
             assert!(serde_json::from_str::<Value>(&json.text()).is_ok());
             let refused = page(mesh, "web", Ipv4Addr::LOCALHOST, &format!("{path}?format=xml"), "*/*").await;
             assert_eq!(refused.status, 400);
-            assert_eq!(page(mesh, "web", STRANGER, &path, "*/*").await.status, 403);
+            assert_eq!(page(mesh, "web", UNMESHED_IP, &path, "*/*").await.status, 403);
         }
     });
 }

@@ -1,4 +1,4 @@
-//! Transport headers at a proxy's own port: those that are whole, however they come, and those that never will be.
+//! Transport headers at a proxy's inbound port: complete ones in any fragmentation, and invalid ones.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,13 +16,13 @@ use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, identity, mesh};
 
-/// A connection with the identity of a peer to the own port of the proxy of `web`.
+/// Connects to the inbound port of the proxy of `web` with the identity of a peer.
 async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
     let stream = TcpStream::connect((mesh.ip("web"), port::INBOUND)).await.unwrap();
     secured(mesh, stream, &[b"transport.l5d.io/v1"]).await
 }
 
-/// Greets the proxy of `web` as a peer that speaks one of these.
+/// Performs a TLS handshake with the proxy of `web`, with these ALPN protocols.
 pub(crate) async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
@@ -44,20 +44,20 @@ pub(crate) async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]])
         .unwrap()
 }
 
-/// What comes before the connection ends, by an end or a reset.
+/// Reads until the connection ends, by a close or a reset.
 async fn rest(stream: &mut TlsStream<TcpStream>) -> String {
     let mut read = Vec::new();
     let _ = stream.read_to_end(&mut read).await;
     String::from_utf8(read).unwrap()
 }
 
-/// A header with a message of these bytes, which says to have so many.
+/// A transport header with this message and this length field.
 fn header(length: usize, message: &[u8]) -> Vec<u8> {
     let length = u32::try_from(length).unwrap().to_be_bytes();
     [b"transport.l5d.io/v1\r\n\r\n", &length[..], message].concat()
 }
 
-/// Field 1, the port, as a message: of two bytes that hold seven bits each.
+/// The port as field 1 of a message; its value is a varint of two bytes.
 fn to(port: u16) -> [u8; 3] {
     assert!((1 << 7..1 << 14).contains(&port));
     [1 << 3, (port & 0x7f) as u8 | 0x80, (port >> 7) as u8]
@@ -66,7 +66,7 @@ fn to(port: u16) -> [u8; 3] {
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
 
 #[test]
-fn a_header_may_come_byte_by_byte() {
+fn a_transport_header_may_arrive_byte_by_byte() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let mut peer = connect(mesh).await;
@@ -74,10 +74,10 @@ fn a_header_may_come_byte_by_byte() {
             peer.write_u8(byte).await.unwrap();
             peer.flush().await.unwrap();
         }
-        let said = rest(&mut peer).await;
+        let response = rest(&mut peer).await;
         assert!(
-            said.starts_with("HTTP/1.1 200 OK\r\n") && said.ends_with("web\n"),
-            "{said}"
+            response.starts_with("HTTP/1.1 200 OK\r\n") && response.ends_with("web\n"),
+            "{response}"
         );
         let of_port = ["target_port=\"8080\""];
         let header = "inbound_tcp_transport_header_connections_total";
@@ -86,17 +86,17 @@ fn a_header_may_come_byte_by_byte() {
 }
 
 #[test]
-fn headers_that_are_none_end_their_connections() {
+fn invalid_transport_headers_close_their_connections() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let whole = header(3, &to(HTTP));
         let wrong = [
             REQUEST.to_vec(),
-            header((64 << 10) + 1, &[0; 100]), // longer than any may be, and not waited for
+            header((64 << 10) + 1, &[0; 100]), // longer than the maximum, so the proxy does not read it
             header(u32::MAX as usize, &[]),
-            header(3, &[0xff; 3]),             // no message
-            header(2, &[1 << 3, 0]),           // to port 0
-            whole[..whole.len() - 1].to_vec(), // and nothing more
+            header(3, &[0xff; 3]),             // not a valid message
+            header(2, &[1 << 3, 0]),           // port 0
+            whole[..whole.len() - 1].to_vec(), // incomplete
         ];
         for (wrong, n) in wrong.into_iter().zip(1..) {
             let mut peer = connect(mesh).await;
@@ -117,14 +117,14 @@ fn headers_that_are_none_end_their_connections() {
 }
 
 #[test]
-fn a_header_is_not_waited_for_longer_than_a_handshake() {
-    let mesh = mesh().workload("web").its_env("INBOUND_DETECT_TIMEOUT", "500ms");
+fn a_transport_header_has_the_time_limit_of_a_handshake() {
+    let mesh = mesh().workload("web").workload_env("INBOUND_DETECT_TIMEOUT", "500ms");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let whole = header(3, &to(HTTP));
         let mut silent = connect(mesh).await;
         let mut slow = connect(mesh).await;
-        // Each byte may come in time, and the whole too late.
+        // Each byte arrives in time, but the whole header does not.
         let mut pace = tokio::time::interval(Duration::from_millis(100));
         for byte in &whole[..whole.len() - 1] {
             pace.tick().await;

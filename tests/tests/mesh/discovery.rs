@@ -1,4 +1,4 @@
-//! What a proxy does while the control plane cannot say whose an address is.
+//! Discovery while the control plane cannot tell which pod has an address.
 
 use std::net::SocketAddr;
 
@@ -7,7 +7,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 #[test]
-fn an_address_that_two_pods_have_for_a_while_is_waited_for_and_never_reached_in_plaintext() {
+fn an_address_shared_by_two_pods_is_waited_for_and_never_reached_in_plaintext() {
     // The address of `web`, which is the second workload.
     let ghost = "\
 apiVersion: v1
@@ -23,7 +23,7 @@ status: {podIP: 10.66.0.11}
         assert_eq!(dst.to_string(), "10.66.0.11:8080");
         let going = async {
             let ambiguous = ["grpc_status=\"9\""];
-            eventually("the control plane cannot say whose the address is", async || {
+            eventually("the control plane reports the address as ambiguous", async || {
                 (mesh.metric("client", "control_response_total", &ambiguous).await >= 2.).then_some(())
             })
             .await;

@@ -1,4 +1,4 @@
-//! A proxy that ends finishes what it has begun.
+//! A proxy that shuts down completes its requests first.
 
 use futures_util::future::join;
 use futures_util::{SinkExt as _, StreamExt as _};
@@ -11,7 +11,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
-/// Waits until a request is with the application of `web`.
+/// Waits until the application of `web` processes a request.
 async fn in_flight(mesh: &Mesh, workload: &str) {
     eventually("the request is on its way", async || {
         (mesh.metric(workload, "request_total", &[]).await >= 1.).then_some(())
@@ -20,28 +20,28 @@ async fn in_flight(mesh: &Mesh, workload: &str) {
 }
 
 #[test]
-fn requests_in_flight_are_answered_by_a_server_that_ends() {
+fn requests_in_flight_are_answered_by_a_draining_server() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let end = async {
             in_flight(mesh, "web").await;
             mesh.shut_down("web");
         };
-        let (answer, ()) = join(mesh.get("client", mesh.service("web", HTTP), "/delay/500"), end).await;
+        let (answer, ()) = join(mesh.get("client", mesh.service_addr("web", HTTP), "/delay/500"), end).await;
         assert_eq!(
             (answer.status.as_u16(), answer.text().as_str()),
             (200, "web after 500 ms\n")
         );
-        mesh.ended("web").await;
+        mesh.wait_for_exit("web").await;
     });
 }
 
 #[test]
-fn a_client_that_ends_answers_and_closes() {
+fn a_draining_client_proxy_answers_and_closes() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut http1 = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let mut http2 = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut http1 = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let mut http2 = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let end = async {
             eventually("both requests are on their way", async || {
                 (mesh.metric("client", "request_total", &[]).await >= 2.).then_some(())
@@ -49,10 +49,10 @@ fn a_client_that_ends_answers_and_closes() {
             .await;
             mesh.shut_down("client");
         };
-        let asked = join(http1.ask(request("/delay/500")), http2.ask(request2("/delay/500")));
+        let asked = join(http1.fetch(request("/delay/500")), http2.fetch(request2("/delay/500")));
         let ((one, two), ()) = join(asked, end).await;
         assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
-        mesh.ended("client").await;
+        mesh.wait_for_exit("client").await;
         eventually("connections are closed", async || {
             (!http1.is_open() && !http2.is_open()).then_some(())
         })
@@ -61,7 +61,7 @@ fn a_client_that_ends_answers_and_closes() {
 }
 
 #[test]
-fn a_replica_that_ends_under_load_fails_nothing() {
+fn a_replica_that_drains_under_load_fails_no_request() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
             apps::echo(mesh, &format!("web-{i}")).await;
@@ -75,24 +75,24 @@ fn a_replica_that_ends_under_load_fails_nothing() {
             };
             many("web-0", 100.).await;
             mesh.shut_down("web-0");
-            mesh.ended("web-0").await;
+            mesh.wait_for_exit("web-0").await;
             let before = mesh.metric("web-1", "request_total", &[]).await;
             many("web-1", before + 200.).await;
         };
-        load(mesh, "client", mesh.service("web", HTTP), 8, during)
+        load(mesh, "client", mesh.service_addr("web", HTTP), 8, during)
             .await
             .assert_all_ok();
     });
 }
 
 #[test]
-fn bytes_hold_a_proxy_that_ends_until_its_time_is_up_and_it_is_observable_to_the_end() {
+fn open_streams_last_until_the_grace_period_ends_and_metrics_stay_readable() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.its_env("SHUTDOWN_GRACE_PERIOD", "2s");
+    let mesh = mesh.workload_env("SHUTDOWN_GRACE_PERIOD", "2s");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
-        let stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
+        let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let (mut socket, _) = tokio_tungstenite::client_async("ws://web.test/ws", stream)
             .await
             .unwrap();
@@ -110,13 +110,13 @@ fn bytes_hold_a_proxy_that_ends_until_its_time_is_up_and_it_is_observable_to_the
         };
         both().await.unwrap();
         mesh.shut_down("web");
-        eventually("nobody is let in any more", async || {
+        eventually("new connections are refused", async || {
             TcpStream::connect((mesh.ip("web"), 4143)).await.is_err().then_some(())
         })
         .await;
         both().await.unwrap();
         assert!(mesh.metric("web", "tcp_open_connections", &["peer=\"src\""]).await >= 2.);
-        eventually("the time is up", async || both().await.is_err().then_some(())).await;
-        mesh.ended("web").await;
+        eventually("the grace period is over", async || both().await.is_err().then_some(())).await;
+        mesh.wait_for_exit("web").await;
     });
 }

@@ -1,4 +1,4 @@
-//! Where no redirect rule can be, applications say themselves what they want to reach: curl does so in four ways.
+//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four ways.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -16,11 +16,11 @@ use tulle_tests::programs::find;
 
 const PROXY: &str = "127.0.0.1:15001";
 
-/// A client whose proxy listens for it, and services to reach.
-fn explicit() -> Builder {
+/// A client whose proxy listens for explicit requests, and services as destinations.
+fn forward_proxy_mesh() -> Builder {
     let client = mesh()
         .workload("client")
-        .its_env("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", PROXY);
+        .workload_env("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", PROXY);
     client.workload("web").unmeshed("legacy")
 }
 
@@ -30,7 +30,7 @@ async fn echo(mesh: &Mesh) {
     }
 }
 
-/// What curl says, heads of responses included, and the code that it ends with.
+/// The output of curl, with response heads, and its exit code.
 async fn curl(args: &[&str]) -> (String, i32) {
     let mut command = Command::new(find("curl").unwrap());
     command.args([
@@ -43,9 +43,9 @@ async fn curl(args: &[&str]) -> (String, i32) {
         "",
     ]);
     let output = command.args(args).stdin(Stdio::null()).output().await.unwrap();
-    let said = [output.stdout, output.stderr].concat();
+    let received = [output.stdout, output.stderr].concat();
     (
-        String::from_utf8_lossy(&said).into_owned(),
+        String::from_utf8_lossy(&received).into_owned(),
         output.status.code().unwrap_or(-1),
     )
 }
@@ -54,7 +54,7 @@ fn name(service: &str, port: u16) -> String {
     format!("{service}.shop.svc.cluster.local:{port}")
 }
 
-/// A connection on which SOCKS5 has been asked for `name` and `port`, and the code of the answer.
+/// A connection on which SOCKS5 has requested `name` and `port`, and the reply code.
 async fn socks(name: &str, port: u16) -> (TcpStream, u8) {
     let mut stream = TcpStream::connect(PROXY).await.unwrap();
     let n = u8::try_from(name.len()).unwrap();
@@ -74,10 +74,10 @@ async fn socks(name: &str, port: u16) -> (TcpStream, u8) {
 
 #[test]
 fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
-    explicit().run(async |mesh: &Mesh| {
+    forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let by_name = format!("http://{}/headers", name("web", HTTP));
-        let by_addr = format!("http://{}/headers", mesh.service("web", HTTP));
+        let by_addr = format!("http://{}/headers", mesh.service_addr("web", HTTP));
         let (http, us) = (format!("http://{PROXY}"), identity("client"));
         for ways in [
             &["--proxy", &http][..],
@@ -85,21 +85,21 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
             &["--socks5-hostname", PROXY],
             &["--socks5", PROXY],
         ] {
-            // Names that are resolved by curl itself need DNS, which the mesh has none of.
+            // curl resolves these names itself, which needs DNS, and the mesh has none.
             let urls = match ways[0] {
                 "--socks5" => &[&by_addr][..],
                 _ => &[&by_name, &by_addr],
             };
             for url in urls {
-                let (said, code) =
+                let (received, code) =
                     curl(&[ways, &["--proxy-header", "proxy-authorization: Basic c2VjcmV0", url]].concat()).await;
-                assert_eq!(code, 0, "{ways:?} {url}: {said}");
-                assert!(said.contains("x-replica: web"), "{ways:?} {url}: {said}");
+                assert_eq!(code, 0, "{ways:?} {url}: {received}");
+                assert!(received.contains("x-replica: web"), "{ways:?} {url}: {received}");
                 assert!(
-                    said.contains(&format!("\"l5d-client-id\":[\"{us}\"]")),
-                    "{ways:?} {url}: {said}"
+                    received.contains(&format!("\"l5d-client-id\":[\"{us}\"]")),
+                    "{ways:?} {url}: {received}"
                 );
-                assert!(!said.contains("c2VjcmV0"), "{ways:?} {url}: {said}");
+                assert!(!received.contains("c2VjcmV0"), "{ways:?} {url}: {received}");
             }
         }
         let meshed = ["authority=\"web.shop.svc.cluster.local:8080\"", "tls=\"true\""];
@@ -108,17 +108,17 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
 }
 
 #[test]
-fn a_connection_of_requests_may_go_to_many_targets() {
-    explicit().run(async |mesh: &Mesh| {
+fn requests_of_one_connection_may_have_different_targets() {
+    forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let ask = |service: &str| {
             let req = http::Request::get(format!("http://{}/headers", name(service, HTTP)));
             req.header("host", "somebody.else").body::<AnyBody>(empty()).unwrap()
         };
-        let mut one = Http1::over(TcpStream::connect(PROXY).await.unwrap()).await;
-        let mut two = Http2::over(TcpStream::connect(PROXY).await.unwrap()).await;
+        let mut one = Http1::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
+        let mut two = Http2::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         for service in ["web", "legacy", "web"] {
-            let answer = one.ask(ask(service)).await.unwrap();
+            let answer = one.fetch(ask(service)).await.unwrap();
             assert_eq!(answer.header("x-replica"), service, "{}", answer.text());
             assert!(
                 answer
@@ -129,18 +129,18 @@ fn a_connection_of_requests_may_go_to_many_targets() {
             );
             let mut req = ask(service);
             *req.version_mut() = http::Version::HTTP_2;
-            // Which in HTTP/2 would be the authority, or refused.
+            // A host header would be used as the authority in HTTP/2, or be refused.
             req.headers_mut().remove("host");
-            assert_eq!(two.ask(req).await.unwrap().header("x-replica"), service);
+            assert_eq!(two.fetch(req).await.unwrap().header("x-replica"), service);
         }
     });
 }
 
 #[test]
-fn bytes_pass_whoever_speaks_first() {
-    explicit().run(async |mesh: &Mesh| {
+fn byte_streams_pass_whichever_side_sends_first() {
+    forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        apps::greeter("web", mesh.app("web", 9001)).await;
+        apps::server_speaks_first("web", mesh.app_addr("web", 9001)).await;
         for (host, port) in [("web", TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
             let (mut stream, code) = socks(&format!("{host}.shop.svc.cluster.local"), port).await;
             assert_eq!(code, 0, "{host} {port}");
@@ -157,8 +157,8 @@ fn bytes_pass_whoever_speaks_first() {
 }
 
 #[test]
-fn who_cannot_be_reached_is_told_in_the_clients_protocol() {
-    explicit().run(async |mesh: &Mesh| {
+fn unreachable_targets_are_reported_in_the_clients_protocol() {
+    forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let http = format!("http://{PROXY}");
         let nobody = format!("http://{}:1/", mesh.ip("legacy"));
@@ -168,34 +168,34 @@ fn who_cannot_be_reached_is_told_in_the_clients_protocol() {
             (unknown, "503 Service Unavailable", "name-unresolved", 4),
         ] {
             for ways in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
-                let (said, _) = curl(&[ways, &[url]].concat()).await;
+                let (received, _) = curl(&[ways, &[url]].concat()).await;
                 assert!(
-                    said.starts_with(&format!("HTTP/1.1 {status}")),
-                    "{ways:?} {url}: {said}"
+                    received.starts_with(&format!("HTTP/1.1 {status}")),
+                    "{ways:?} {url}: {received}"
                 );
                 assert!(
-                    said.contains(&format!("l5d-proxy-cause: {cause};")),
-                    "{ways:?} {url}: {said}"
+                    received.contains(&format!("l5d-proxy-cause: {cause};")),
+                    "{ways:?} {url}: {received}"
                 );
-                assert!(said.contains("l5d-proxy-error: "), "{ways:?} {url}: {said}");
+                assert!(received.contains("l5d-proxy-error: "), "{ways:?} {url}: {received}");
             }
-            let (said, code) = curl(&["--socks5-hostname", PROXY, url]).await;
-            assert_eq!(code, 97, "{url}: {said}");
-            assert!(said.contains(&format!("({reply})")), "{url}: {said}");
+            let (received, code) = curl(&["--socks5-hostname", PROXY, url]).await;
+            assert_eq!(code, 97, "{url}: {received}");
+            assert!(received.contains(&format!("({reply})")), "{url}: {received}");
         }
-        let (said, _) = curl(&[&format!("{http}/")]).await;
+        let (received, _) = curl(&[&format!("{http}/")]).await;
         assert!(
-            said.starts_with("HTTP/1.1 400 ") && said.contains("this port is a proxy"),
-            "{said}"
+            received.starts_with("HTTP/1.1 400 ") && received.contains("this port is a proxy"),
+            "{received}"
         );
-        let (said, _) = curl(&["--proxytunnel", "--proxy", &http, &format!("http://{PROXY}/")]).await;
-        assert!(said.starts_with("HTTP/1.1 502 "), "{said}");
+        let (received, _) = curl(&["--proxytunnel", "--proxy", &http, &format!("http://{PROXY}/")]).await;
+        assert!(received.starts_with("HTTP/1.1 502 "), "{received}");
     });
 }
 
 #[test]
-fn nobody_is_led_to_loopback_or_the_link() {
-    let mesh = explicit().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+fn loopback_and_link_local_targets_are_refused() {
+    let mesh = forward_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", ".");
     let mesh = mesh.env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh.run(async |mesh: &Mesh| {
@@ -212,16 +212,16 @@ fn nobody_is_led_to_loopback_or_the_link() {
         ] {
             let url = format!("http://{target}:{HTTP}/");
             for ways in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
-                let (said, _) = curl(&[ways, &[&url]].concat()).await;
-                assert!(said.starts_with("HTTP/1.1 403 "), "{ways:?} {url}: {said}");
+                let (received, _) = curl(&[ways, &[&url]].concat()).await;
+                assert!(received.starts_with("HTTP/1.1 403 "), "{ways:?} {url}: {received}");
                 assert!(
-                    said.contains("l5d-proxy-cause: target-forbidden;"),
-                    "{ways:?} {url}: {said}"
+                    received.contains("l5d-proxy-cause: target-forbidden;"),
+                    "{ways:?} {url}: {received}"
                 );
             }
-            let (said, code) = curl(&["--socks5", PROXY, &url]).await;
-            assert_eq!(code, 97, "{url}: {said}");
-            assert!(said.contains("(2)"), "{url}: {said}"); // not allowed
+            let (received, code) = curl(&["--socks5", PROXY, &url]).await;
+            assert_eq!(code, 97, "{url}: {received}");
+            assert!(received.contains("(2)"), "{url}: {received}"); // connection not allowed by ruleset
         }
         let dir = tempfile::tempdir().unwrap();
         write_hosts(
@@ -231,27 +231,27 @@ fn nobody_is_led_to_loopback_or_the_link() {
         let _server = dns(dir.path());
         let url = format!("http://files.example:{HTTP}/");
         eventually("the name is known, and none of its addresses is used", async || {
-            let (said, _) = curl(&["--proxy", &http, &url]).await;
-            assert!(said.starts_with("HTTP/1.1 503 "), "{said}");
+            let (received, _) = curl(&["--proxy", &http, &url]).await;
+            assert!(received.starts_with("HTTP/1.1 503 "), "{received}");
             let found = ["client=\"applications\"", "result=\"ok\""];
             (mesh.metric("client", "control_dns_resolutions_total", &found).await >= 1.0).then_some(())
         })
         .await;
-        let mut ingress = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut ingress = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let req = http::Request::get("/").header("host", "web.test");
         let req = req.header("l5d-dst-override", format!("files.example:{HTTP}"));
-        let answer = ingress.ask(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
+        let answer = ingress.fetch(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
         assert_eq!(answer.status, 503, "{}", answer.text());
     });
 }
 
-/// Writes what [`dns`] says of `files.example`.
+/// Writes the addresses that [`dns`] returns for `files.example`.
 fn write_hosts(dir: &Path, ips: &[IpAddr]) {
     let lines: String = ips.iter().map(|ip| format!("{ip} files.example\n")).collect();
     fs::write(dir.join("hosts"), lines).unwrap();
 }
 
-/// A DNS server at port 53.
+/// Starts a DNS server on port 53.
 fn dns(dir: &Path) -> Child {
     let hosts = dir.join("hosts");
     let zone = format!(
@@ -265,8 +265,8 @@ fn dns(dir: &Path) -> Child {
 }
 
 #[test]
-fn where_nobody_listens_at_an_address_of_a_name_the_next_is_tried() {
-    let mesh = explicit().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
+    let mesh = forward_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", "svc.cluster.local.,files.example.");
     mesh.run(async |mesh: &Mesh| {
         let [nobody, somebody] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
@@ -275,14 +275,14 @@ fn where_nobody_listens_at_an_address_of_a_name_the_next_is_tried() {
         write_hosts(dir.path(), &[nobody, somebody]);
         let _server = dns(dir.path());
         let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
-        let body = "x".repeat(100_000); // more than is kept of any request
+        let body = "x".repeat(100_000); // more than the limit of replayed request bodies
         let ask = async |ways: &[&str]| curl(&[ways, &["--data-binary", &body, &url]].concat()).await;
         eventually("the name is known", async || {
-            let (said, _) = ask(&["--proxy", &http]).await;
-            said.contains("x-replica: files").then_some(())
+            let (received, _) = ask(&["--proxy", &http]).await;
+            received.contains("x-replica: files").then_some(())
         })
         .await;
-        // They begin with one address and with the other.
+        // Attempts start with one address or the other.
         for _ in 0..2 {
             for ways in [
                 &["--proxy", &http][..],
@@ -290,26 +290,26 @@ fn where_nobody_listens_at_an_address_of_a_name_the_next_is_tried() {
                 &["--socks5-hostname", PROXY],
             ] {
                 for _ in 0..2 {
-                    let (said, _) = ask(ways).await;
-                    let is_answered = said.contains("x-replica: files") && said.contains(&body);
-                    assert!(is_answered, "{ways:?}: {}", &said[..said.len().min(1_000)]);
+                    let (received, _) = ask(ways).await;
+                    let is_answered = received.contains("x-replica: files") && received.contains(&body);
+                    assert!(is_answered, "{ways:?}: {}", &received[..received.len().min(1_000)]);
                 }
             }
         }
-        let mut ingress = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut ingress = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for _ in 0..4 {
             let req = http::Request::get("/").header("host", "web.test");
             let req = req.header("l5d-dst-override", format!("files.example:{HTTP}"));
-            let answer = ingress.ask(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
+            let answer = ingress.fetch(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
             assert_eq!(answer.header("x-replica"), "files", "{}", answer.text());
         }
     });
 }
 
 #[test]
-fn names_that_are_of_no_service_go_where_dns_says_and_where_it_said_once_it_is_gone() {
-    // Everything in the mesh's namespace is local, and a server on loopback needs no address of its own.
-    let mesh = explicit()
+fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
+    // All addresses are local in the mesh's namespace, so a server on loopback needs no address of its own.
+    let mesh = forward_proxy_mesh()
         .env("DNS_MIN_TTL", "1s")
         .env("DNS_MAX_TTL", "1s")
         .dns([127, 0, 0, 1]);
@@ -325,17 +325,17 @@ fn names_that_are_of_no_service_go_where_dns_says_and_where_it_said_once_it_is_g
         let http = format!("http://{PROXY}");
         let answers = async |expected: &str| {
             let url = format!("http://files.example:{HTTP}/");
-            let (said, _) = curl(&["--proxy", &http, &url]).await;
-            said.contains(&format!("x-replica: {expected}")).then_some(())
+            let (received, _) = curl(&["--proxy", &http, &url]).await;
+            received.contains(&format!("x-replica: {expected}")).then_some(())
         };
         eventually("the name leads to its address", async || answers("old").await).await;
         say(new);
-        eventually("a new answer counts", async || answers("new").await).await;
+        eventually("the new answer is used", async || answers("new").await).await;
         let failed = ["client=\"applications\"", "result=\"not_found\""];
         let failures = async || mesh.metric("client", "control_dns_resolutions_total", &failed).await;
         let before = failures().await;
         server.kill().await.unwrap();
-        eventually("DNS has been asked again in vain", async || {
+        eventually("a DNS lookup has failed", async || {
             answers("new").await.expect("the last answer stays");
             (failures().await > before).then_some(())
         })

@@ -1,4 +1,4 @@
-//! When something is missing or breaks: fast and honest answers, and none that could have been avoided.
+//! Failures: prompt error responses with the right cause, and retries where they are possible.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, full, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, TCP, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, TCP, UNMESHED_IP, mesh};
 
 #[test]
 fn a_service_without_endpoints_is_refused_at_once() {
@@ -39,7 +39,7 @@ spec:
 }
 
 #[test]
-fn an_endpoint_that_does_not_answer_dials_holds_no_request_up() {
+fn an_endpoint_that_accepts_no_connections_delays_no_request() {
     let half_silent = format!(
         "\
 apiVersion: v1
@@ -52,31 +52,31 @@ kind: EndpointSlice
 metadata: {{name: half, namespace: shop, labels: {{kubernetes.io/service-name: half}}}}
 addressType: IPv4
 ports: [{{port: 8080}}]
-endpoints: [{{addresses: [{STRANGER}]}}, {{addresses: ['@legacy']}}]
+endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
 "
     );
     mesh()
         .env("TULLE_PROXY_BALANCER", "round-robin")
-        // Longer than anybody waits here.
+        // Longer than the test waits.
         .env("LINKERD2_PROXY_OUTBOUND_CONNECT_TIMEOUT", "60s")
         .workload("client")
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
-            let _silent = silent((STRANGER, HTTP).into()).await;
+            let _silent = full_listener((UNMESHED_IP, HTTP).into()).await;
             apps::echo(mesh, "legacy").await;
             mesh.write("half", &half_silent.replace("@legacy", &mesh.ip("legacy").to_string()));
             let half = ([10, 66, 2, 2], HTTP).into();
-            // Asked for before it is known, too.
+            // Also dial it before discovery has finished.
             eventually("the service is known", async || {
                 (mesh.get("client", half, "/").await.status == 200).then_some(())
             })
             .await;
-            let mut client = Http1::over(mesh.dial("client", half).await).await;
-            let mut client2 = Http2::over(mesh.dial("client", half).await).await;
+            let mut client = Http1::handshake(mesh.dial("client", half).await).await;
+            let mut client2 = Http2::handshake(mesh.dial("client", half).await).await;
             let all = async {
                 for _ in 0..20 {
-                    assert_eq!(client.ask(request("/")).await.unwrap().text(), "legacy\n");
-                    assert_eq!(client2.ask(request2("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(client.fetch(request("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(client2.fetch(request2("/")).await.unwrap().text(), "legacy\n");
                 }
             };
             timeout(Duration::from_secs(20), all)
@@ -86,43 +86,50 @@ endpoints: [{{addresses: [{STRANGER}]}}, {{addresses: ['@legacy']}}]
 }
 
 #[test]
-fn why_endpoints_cannot_be_reached_is_told_to_those_who_wait_for_one_too() {
+fn requests_that_wait_for_an_endpoint_get_the_connect_error_too() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        // Discovery now says of it what its certificate does not.
+        // Discovery now reports an identity that the certificate does not have.
         let pod = mesh.manifest("pod-web");
         let other = pod.replace("serviceAccountName: web", "serviceAccountName: other");
         assert_ne!(pod, other);
         mesh.write("pod-web", &other);
         eventually("no endpoint can be reached", async || {
-            let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+            let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
             (answer.status != 200).then_some(())
         })
         .await;
-        let asked = (0..8).map(|_| mesh.get("client", mesh.service("web", HTTP), "/"));
+        let asked = (0..8).map(|_| mesh.get("client", mesh.service_addr("web", HTTP), "/"));
         let answers = join_all(asked).await;
-        let told: Vec<_> = answers.iter().map(|answer| answer.header("l5d-proxy-cause")).collect();
-        let (waited, dialled): (Vec<&str>, Vec<&str>) =
-            told.iter().partition(|told| told.starts_with("endpoints-unready;"));
-        assert!(!waited.is_empty(), "{told:?}");
-        assert!(waited.iter().all(|told| told.contains("; after=tls-")), "{told:?}");
-        assert!(dialled.iter().all(|told| told.starts_with("tls-")), "{told:?}");
+        let reported: Vec<_> = answers.iter().map(|answer| answer.header("l5d-proxy-cause")).collect();
+        let (waited, dialled): (Vec<&str>, Vec<&str>) = reported
+            .iter()
+            .partition(|reported| reported.starts_with("endpoints-unready;"));
+        assert!(!waited.is_empty(), "{reported:?}");
+        assert!(
+            waited.iter().all(|reported| reported.contains("; after=tls-")),
+            "{reported:?}"
+        );
+        assert!(
+            dialled.iter().all(|reported| reported.starts_with("tls-")),
+            "{reported:?}"
+        );
     });
 }
 
 #[test]
-fn as_many_requests_wait_for_an_endpoint_as_the_environment_says() {
+fn the_queue_limit_of_the_environment_is_used() {
     mesh().workload("client").unmeshed("legacy").run(async |mesh: &Mesh| {
-        let service = mesh.service("legacy", HTTP);
-        eventually("nobody listens", async || {
+        let service = mesh.service_addr("legacy", HTTP);
+        eventually("the connection is refused", async || {
             (mesh.get("client", service, "/").await.cause() == "connect-refused").then_some(())
         })
         .await;
-        let client = Http2::over(mesh.dial("client", service).await).await;
-        // The policy says 100, the environment 10,000.
+        let client = Http2::handshake(mesh.dial("client", service).await).await;
+        // The limit is 100 in the policy and 10,000 in the environment.
         let asked = (0..200).map(|_| {
             let mut client = client.clone();
-            async move { client.ask(request2("/")).await.unwrap() }
+            async move { client.fetch(request2("/")).await.unwrap() }
         });
         let answers = join_all(asked).await;
         let waited = answers.iter().filter(|answer| answer.cause() == "endpoints-unready");
@@ -137,15 +144,15 @@ fn an_endpoint_that_cannot_be_connected_to_in_time_is_a_gateway_timeout() {
         .env("OUTBOUND_CONNECT_TIMEOUT", "200ms")
         .workload("client")
         .run(async |mesh: &Mesh| {
-            let addr = (STRANGER, HTTP).into();
-            let _silent = silent(addr).await;
+            let addr = (UNMESHED_IP, HTTP).into();
+            let _silent = full_listener(addr).await;
             let answer = mesh.get("client", addr, "/").await;
             assert_eq!((answer.status.as_u16(), answer.cause()), (504, "connect-timeout"));
         });
 }
 
-/// A listener to which nobody can connect any more: its queue is full.
-async fn silent(addr: SocketAddr) -> (TcpListener, TcpStream) {
+/// A listener with a full accept queue, so that no connection can be established.
+async fn full_listener(addr: SocketAddr) -> (TcpListener, TcpStream) {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind(addr).unwrap();
     let listener = socket.listen(0).unwrap();
@@ -156,14 +163,14 @@ async fn silent(addr: SocketAddr) -> (TcpListener, TcpStream) {
 }
 
 #[test]
-fn an_application_that_refuses_is_a_bad_gateway_with_its_cause() {
+fn an_application_that_refuses_connections_is_a_bad_gateway_with_its_cause() {
     mesh()
         .workload("client")
         .workload("web")
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
             for app in ["legacy", "web"] {
-                let answer = mesh.get("client", mesh.service(app, HTTP), "/").await;
+                let answer = mesh.get("client", mesh.service_addr(app, HTTP), "/").await;
                 assert_eq!(
                     (answer.status.as_u16(), answer.cause()),
                     (502, "connect-refused"),
@@ -174,9 +181,9 @@ fn an_application_that_refuses_is_a_bad_gateway_with_its_cause() {
 }
 
 #[test]
-fn bytes_to_nobody_are_closed() {
+fn byte_streams_without_a_listener_are_closed() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let mut client = mesh.dial("client", mesh.service("web", TCP)).await;
+        let mut client = mesh.dial("client", mesh.service_addr("web", TCP)).await;
         client.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         assert!(matches!(client.read(&mut [0]).await, Ok(0) | Err(_)));
     });
@@ -186,15 +193,15 @@ fn bytes_to_nobody_are_closed() {
 fn requests_that_reached_no_application_go_to_another_endpoint() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for _ in 0..30 {
-            let answer = client.ask(request("/")).await.unwrap();
+            let answer = client.fetch(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web-1\n"));
             let req = Request::post("/echo")
                 .header("host", "web.test")
                 .body(full("a body"))
                 .unwrap();
-            assert_eq!(client.ask(req).await.unwrap().text(), "a body");
+            assert_eq!(client.fetch(req).await.unwrap().text(), "a body");
         }
         assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
     });
@@ -207,7 +214,7 @@ fn a_request_that_is_still_being_sent_goes_to_another_endpoint_too() {
         apps::echo(mesh, "web-1").await;
         let mut clients = Vec::new();
         for _ in 0..2 {
-            let mut client = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let mut client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let begun = b"POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 6\r\nconnection: close\r\n\r\na b";
             client.write_all(begun).await.unwrap();
             clients.push(client);
@@ -232,7 +239,7 @@ fn a_request_that_is_still_being_sent_goes_to_another_endpoint_too() {
 fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
-        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for _ in 0..30 {
             let call = Request::post("http://web.test/tulle.bench.Echo/Unary")
                 .version(Version::HTTP_2)
@@ -240,12 +247,12 @@ fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
                 .header("te", "trailers")
                 .body(full(&b"\0\0\0\0\0"[..]))
                 .unwrap();
-            let answer = client.ask(call).await.unwrap();
-            let told = answer.headers.get("l5d-proxy-cause");
+            let answer = client.fetch(call).await.unwrap();
+            let reported = answer.headers.get("l5d-proxy-cause");
             assert_eq!(
                 answer.trailers.get("grpc-status").map(|code| code.as_bytes()),
                 Some(&b"0"[..]),
-                "{told:?}"
+                "{reported:?}"
             );
         }
         assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
@@ -253,7 +260,7 @@ fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
 }
 
 #[test]
-fn an_application_that_dies_under_load_fails_nothing() {
+fn an_application_that_dies_under_load_causes_no_failed_request() {
     mesh().workload("client").replicas("web", 3).run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for i in 0..3 {
@@ -266,7 +273,7 @@ fn an_application_that_dies_under_load_fails_nothing() {
             let before = mesh.metric("web-1", "request_total", &[]).await;
             until_requests(mesh, "web-1", before + 300.).await;
         };
-        load(mesh, "client", mesh.service("web", HTTP), 8, during)
+        load(mesh, "client", mesh.service_addr("web", HTTP), 8, during)
             .await
             .assert_all_ok();
     });
@@ -280,26 +287,26 @@ async fn until_requests(mesh: &Mesh, workload: &str, n: f64) {
 }
 
 #[test]
-fn an_application_that_closes_idle_connections_fails_nothing() {
+fn an_application_that_closes_idle_connections_causes_no_failed_request() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        // Answers once per connection and closes without a word of it: the next request may be on its way already.
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+        // Answers one request per connection and closes without `connection: close`. The next request may already be on its way.
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |stream| async move {
             let mut stream = BufReader::new(stream);
             read_head(&mut stream).await;
-            // The proxy may be gone already.
+            // The proxy may have closed the connection already.
             let _ = stream
                 .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
                 .await;
         });
         let during = until_requests(mesh, "web", 500.);
-        load(mesh, "client", mesh.service("web", HTTP), 4, during)
+        load(mesh, "client", mesh.service_addr("web", HTTP), 4, during)
             .await
             .assert_all_ok();
     });
 }
 
 #[test]
-fn an_application_that_ends_with_a_request_unread_fails_nothing_that_may_be_repeated() {
+fn requests_left_unread_by_an_ending_application_are_resent_if_repeatable() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;
@@ -309,20 +316,20 @@ fn an_application_that_ends_with_a_request_unread_fails_nothing_that_may_be_repe
             read_head(&mut stream).await;
             let mut stream = stream.into_inner();
             stream.write_all(ANSWER).await.unwrap();
-            // The next request has arrived, and nobody reads it.
+            // The next request has arrived, and the application does not read it.
             stream.peek(&mut [0]).await.unwrap();
             drop(listener);
         });
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         while !ending.is_finished() {
-            assert_eq!(client.ask(request("/")).await.unwrap().status.as_u16(), 200);
+            assert_eq!(client.fetch(request("/")).await.unwrap().status.as_u16(), 200);
         }
         ending.await.unwrap();
     });
 }
 
 #[test]
-fn a_request_that_an_ending_application_may_have_read_reaches_no_other() {
+fn a_request_that_an_ending_application_may_have_read_is_not_resent() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;
@@ -332,15 +339,15 @@ fn a_request_that_an_ending_application_may_have_read_reaches_no_other() {
             drop(listener);
             SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
         });
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let answer = loop {
-            let answer = client.ask(post()).await.unwrap();
+            let answer = client.fetch(post()).await.unwrap();
             if answer.status != 200 || ending.is_finished() {
                 break answer;
             }
         };
-        let told = (answer.status.as_u16(), answer.cause());
-        assert_eq!(told, (502, "connection-closed"));
+        let reported = (answer.status.as_u16(), answer.cause());
+        assert_eq!(reported, (502, "connection-closed"));
         ending.await.unwrap();
     });
 }
@@ -349,19 +356,19 @@ fn a_request_that_an_ending_application_may_have_read_reaches_no_other() {
 fn a_request_that_its_application_aborts_is_not_sent_again() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
-        let aborting = apps::raw(mesh.listen("web-0", HTTP).await, |stream| async move {
+        let aborting = apps::serve_tcp(mesh.listen("web-0", HTTP).await, |stream| async move {
             let mut stream = answer_once(stream).await;
             stream.read_exact(&mut [0; 32]).await.unwrap();
         });
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let answer = loop {
-            let answer = client.ask(post()).await.unwrap();
+            let answer = client.fetch(post()).await.unwrap();
             if answer.status != 200 {
                 break answer;
             }
         };
-        let told = (answer.status.as_u16(), answer.cause());
-        assert_eq!(told, (502, "connection-closed"));
+        let reported = (answer.status.as_u16(), answer.cause());
+        assert_eq!(reported, (502, "connection-closed"));
         drop(aborting);
     });
 }
@@ -373,14 +380,14 @@ fn post() -> Request<AnyBody> {
 
 const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na body";
 
-/// Reads one request whose body is [`post`]'s, and answers it.
+/// Reads one request with the body of [`post`], and answers it.
 async fn answer_once(stream: TcpStream) -> TcpStream {
     let mut stream = read_post(stream).await;
     stream.write_all(ANSWER).await.unwrap();
     stream
 }
 
-/// Reads one request whose body is [`post`]'s.
+/// Reads one request with the body of [`post`].
 async fn read_post(stream: TcpStream) -> TcpStream {
     let mut stream = BufReader::new(stream);
     read_head(&mut stream).await;
@@ -399,7 +406,7 @@ async fn read_head(stream: &mut BufReader<TcpStream>) {
 fn a_slow_application_is_waited_for() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let answer = mesh.get("client", mesh.service("web", HTTP), "/delay/1500").await;
+        let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/delay/1500").await;
         assert_eq!(
             (answer.status.as_u16(), answer.text().as_str()),
             (200, "web after 1500 ms\n")
@@ -414,8 +421,8 @@ fn a_long_body_that_reached_no_application_gets_the_peers_answer() {
             .header("host", "web.test")
             .body(full(vec![0; 1 << 20]))
             .unwrap();
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let answer = client.ask(req).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let answer = client.fetch(req).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.cause()), (502, "connect-refused"));
     });
 }

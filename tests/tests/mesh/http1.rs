@@ -1,4 +1,4 @@
-//! HTTP/1 to the letter: the table of raw bytes, and what clients and applications may do besides.
+//! HTTP/1 conformance: the table of raw bytes, and further behaviour of clients and applications.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -21,11 +21,14 @@ use tulle_bench::conformance::{App, Outcome};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, any, full, read_until, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
-/// Fails with every row that is not as it should be.
+/// Fails with every row that has a wrong result.
 fn check(way: &str, outcomes: &[Outcome]) {
-    let wrong: Vec<_> = outcomes.iter().filter(|outcome| outcome.wrong.is_some()).collect();
+    let wrong: Vec<_> = outcomes
+        .iter()
+        .filter(|outcome| outcome.deviation_details.is_some())
+        .collect();
     let text: Vec<_> = wrong.iter().map(ToString::to_string).collect();
     assert!(
         wrong.is_empty(),
@@ -37,37 +40,37 @@ fn check(way: &str, outcomes: &[Outcome]) {
 }
 
 #[test]
-fn both_sidecars_keep_to_the_table() {
+fn both_sidecars_conform_to_rfc_9112() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let app = App::start(mesh.listen("web", HTTP).await);
-        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
-        check("through both", &app.try_all(dial).await);
+        let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+        check("through both", &app.run_all(dial).await);
     });
 }
 
 #[test]
-fn a_server_s_sidecar_keeps_to_the_table() {
+fn the_servers_sidecar_conforms_to_the_table() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         let app = App::start(mesh.listen("web", HTTP).await);
-        let dial = async || mesh.arrive(STRANGER, "web", HTTP).await;
-        check("from a stranger", &app.try_all(dial).await);
+        let dial = async || mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        check("from outside the mesh", &app.run_all(dial).await);
     });
 }
 
 #[test]
-fn a_client_s_sidecar_keeps_to_the_table() {
+fn the_clients_sidecar_conforms_to_the_table() {
     mesh().workload("client").unmeshed("legacy").run(async |mesh: &Mesh| {
         let app = App::start(mesh.listen("legacy", HTTP).await);
-        let dial = async || mesh.dial("client", mesh.service("legacy", HTTP)).await;
-        check("to a server without a proxy", &app.try_all(dial).await);
+        let dial = async || mesh.dial("client", mesh.service_addr("legacy", HTTP)).await;
+        check("to a server without a proxy", &app.run_all(dial).await);
     });
 }
 
 async fn dial(mesh: &Mesh) -> TcpStream {
-    mesh.dial("client", mesh.service("web", HTTP)).await
+    mesh.dial("client", mesh.service_addr("web", HTTP)).await
 }
 
-/// All that comes until the connection ends.
+/// Reads until the connection ends.
 async fn rest(stream: &mut TcpStream) -> String {
     let mut text = Vec::new();
     stream.read_to_end(&mut text).await.unwrap();
@@ -77,10 +80,10 @@ async fn rest(stream: &mut TcpStream) -> String {
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
 
 #[test]
-fn long_heads_pass_and_longer_ones_are_told_so() {
+fn long_heads_pass_and_longer_ones_are_refused() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             read_until(&mut stream, "\r\n\r\n").await;
             stream.write_all(OK).await.unwrap();
         });
@@ -108,7 +111,7 @@ fn long_heads_pass_and_longer_ones_are_told_so() {
 }
 
 #[test]
-fn each_direction_has_the_longest_head_that_it_is_given() {
+fn each_direction_has_its_own_head_size_limit() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_MAX_HEAD_SIZE", "1000");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE", "3000");
@@ -117,7 +120,7 @@ fn each_direction_has_the_longest_head_that_it_is_given() {
         for (is_inbound, most) in [(false, 1000), (true, 3000)] {
             for (longer, status) in [(0, "200"), (1, "431")] {
                 let mut client = match is_inbound {
-                    true => mesh.arrive(STRANGER, "web", HTTP).await,
+                    true => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                     false => dial(mesh).await,
                 };
                 let start = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\na: ";
@@ -137,7 +140,7 @@ fn each_direction_has_the_longest_head_that_it_is_given() {
 }
 
 #[test]
-fn a_head_that_does_not_come_is_waited_for_only_so_long() {
+fn a_missing_head_times_out() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "200ms");
     mesh.run(async |mesh: &Mesh| {
@@ -154,7 +157,7 @@ fn a_head_that_does_not_come_is_waited_for_only_so_long() {
 }
 
 #[test]
-fn a_request_line_that_does_not_come_is_one_all_the_same() {
+fn an_incomplete_request_line_times_out_as_http() {
     let mut mesh = mesh().workload("client").workload("web");
     for direction in ["INBOUND", "OUTBOUND"] {
         mesh = mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_HEAD_TIMEOUT"), "200ms");
@@ -162,9 +165,9 @@ fn a_request_line_that_does_not_come_is_one_all_the_same() {
     }
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        for way in ["through the client's sidecar", "from a stranger"] {
+        for way in ["through the client's sidecar", "from outside the mesh"] {
             let mut client = match way {
-                "from a stranger" => mesh.arrive(STRANGER, "web", HTTP).await,
+                "from outside the mesh" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                 _ => dial(mesh).await,
             };
             client.write_all(b"GET /").await.unwrap();
@@ -175,7 +178,7 @@ fn a_request_line_that_does_not_come_is_one_all_the_same() {
 }
 
 #[test]
-fn clients_whose_heads_come_byte_by_byte_are_told_so_and_keep_nobody_waiting() {
+fn slow_heads_time_out_and_do_not_delay_other_clients() {
     const CLIENTS: usize = 100;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "1s");
@@ -186,26 +189,26 @@ fn clients_whose_heads_come_byte_by_byte_are_told_so_and_keep_nobody_waiting() {
         for n in 0..CLIENTS {
             let mut stream = match n % 2 {
                 0 => dial(mesh).await,
-                _ => mesh.arrive(STRANGER, "web", HTTP).await,
+                _ => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
             };
             stream
                 .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\na: ")
                 .await
                 .unwrap();
-            clients.spawn(drip(stream));
+            clients.spawn(send_slowly(stream));
         }
         for _ in 0..10 {
-            let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+            let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
             assert_eq!(answer.status, 200);
         }
         let told = clients.join_all().await;
-        let n_told = told.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
-        assert_eq!(n_told, CLIENTS, "{told:?}");
+        let n_timeouts = told.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
+        assert_eq!(n_timeouts, CLIENTS, "{told:?}");
     });
 }
 
-/// Sends a byte now and then until the connection ends, and returns what came.
-async fn drip(mut stream: TcpStream) -> String {
+/// Sends a byte at intervals until the connection ends, and returns the response.
+async fn send_slowly(mut stream: TcpStream) -> String {
     let (mut read, mut write) = stream.split();
     let mut now_and_then = tokio::time::interval(Duration::from_millis(100));
     let sending = async {
@@ -240,7 +243,7 @@ fn a_connection_without_requests_is_closed_in_time() {
     });
 }
 
-/// Sends back what comes at once at `/echo`, and else its length at its end.
+/// Echoes the body for `/echo`; for other paths responds with its length at its end.
 async fn answer(req: Request<Incoming>) -> Response<AnyBody> {
     if req.uri().path() == "/echo" {
         return Response::new(any(req.into_body()));
@@ -252,7 +255,7 @@ async fn answer(req: Request<Incoming>) -> Response<AnyBody> {
 }
 
 #[test]
-fn uploads_that_stall_are_told_so_and_others_are_not() {
+fn stalled_uploads_time_out_and_others_do_not() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
@@ -279,20 +282,20 @@ fn uploads_that_stall_are_told_so_and_others_are_not() {
         assert!(stalled.contains("l5d-proxy-cause: body-timeout;"), "{stalled}");
         assert!(stalled.contains("connection: close\r\n"), "{stalled}");
         assert!(slow.await.unwrap().starts_with("HTTP/1.1 200 "));
-        // A response that has begun cannot say so.
+        // The response has already started, so there is no error response.
         let rest = rest(&mut answered).await;
         assert!(!rest.contains("defgh"), "{rest}");
     });
 }
 
 #[test]
-fn an_upload_that_waits_for_its_response_is_no_stall() {
+fn an_upload_that_waits_for_its_response_does_not_time_out() {
     const PIECES: usize = 20;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
-            apps::dripping(PIECES, Duration::from_millis(100), true)
+            apps::slow_response(PIECES, Duration::from_millis(100), true)
         });
         let mut client = dial(mesh).await;
         let head = b"POST / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\ncontent-length: 5\r\n\r\n";
@@ -304,11 +307,12 @@ fn an_upload_that_waits_for_its_response_is_no_stall() {
     });
 }
 
-const EXPECTING: &[u8] = b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
+const EXPECT_CONTINUE_REQUEST: &[u8] =
+    b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
 
-/// An application that reads a head and says this after a while, then reads the body where it lets it come.
+/// An application that reads a head, responds with `says` after one second, and then reads the body unless it refused it.
 async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
-    apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
+    apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         read_until(&mut stream, "\r\n\r\n").await;
         tokio::time::sleep(Duration::from_secs(1)).await;
         stream.write_all(says).await.unwrap();
@@ -321,12 +325,12 @@ async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
 }
 
 #[test]
-fn whether_a_body_may_come_is_the_application_s_decision() {
+fn expect_100_continue_is_decided_by_the_application() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let permitting = app(mesh, b"HTTP/1.1 100 Continue\r\n\r\n").await;
         let mut client = dial(mesh).await;
-        client.write_all(EXPECTING).await.unwrap();
+        client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
         assert!(read_until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
         client.write_all(b"hello").await.unwrap();
         assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
@@ -334,7 +338,7 @@ fn whether_a_body_may_come_is_the_application_s_decision() {
 
         let refusing = app(mesh, b"HTTP/1.1 417 Expectation Failed\r\ncontent-length: 0\r\n\r\n").await;
         let mut client = dial(mesh).await;
-        client.write_all(EXPECTING).await.unwrap();
+        client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
         let rsp = rest(&mut client).await;
         assert!(
             rsp.starts_with("HTTP/1.1 417 ") && rsp.contains("connection: close"),
@@ -342,22 +346,22 @@ fn whether_a_body_may_come_is_the_application_s_decision() {
         );
         refusing.kill().await;
 
-        // One that has never heard of the question: its client does not wait for ever.
+        // An application that does not support it sends no interim response, and the client sends the body anyway.
         let _silent = app(mesh, b"").await;
         let mut client = dial(mesh).await;
-        client.write_all(EXPECTING).await.unwrap();
+        client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
         client.write_all(b"hello").await.unwrap();
         assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
     });
 }
 
 #[test]
-fn a_client_that_leaves_takes_its_request_back() {
+fn a_client_disconnect_cancels_its_request() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let (left, mut noticed) = mpsc::channel(1);
         let (came, mut arrived) = mpsc::channel(1);
-        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
             let (came, left) = (came.clone(), left.clone());
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
@@ -393,21 +397,21 @@ fn an_upgrade_may_have_a_body() {
                 assert!(head.contains(line), "{head}");
             }
             assert!(!head.contains("x-hop"), "{head}");
-            // The body comes though the answer has begun.
+            // The request body arrives after the response has started.
             let switch =
                 b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade, x-hop\r\nupgrade: tcp\r\nx-hop: 1\r\n\r\n";
             stream.write_all(switch).await.unwrap();
             assert_eq!(read_until(&mut stream, "}").await, "{\"tty\":true}");
             stream.write_all(b"server first\n").await.unwrap();
-            let said = read_until(&mut stream, "\n").await;
-            stream.write_all(said.to_uppercase().as_bytes()).await.unwrap();
+            let line = read_until(&mut stream, "\n").await;
+            stream.write_all(line.to_uppercase().as_bytes()).await.unwrap();
         };
-        let _web = apps::raw(mesh.listen("web", HTTP).await, answer);
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answer);
+        let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, answer);
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, answer);
         for mut client in [
             dial(mesh).await,
-            mesh.arrive(STRANGER, "web", HTTP).await,
-            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+            mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
         ] {
             let head = "POST /exec HTTP/1.1\r\nhost: web.test\r\nconnection: Upgrade, x-hop, l5d-client-id\r\n\
                 x-hop: 1\r\nupgrade: tcp\r\ncontent-length: 11\r\n\r\n";
@@ -429,7 +433,7 @@ fn an_upgrade_may_have_a_body() {
 }
 
 #[test]
-fn a_client_that_has_said_its_last_word_is_answered() {
+fn a_client_that_half_closes_is_answered() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
@@ -441,13 +445,13 @@ fn a_client_that_has_said_its_last_word_is_answered() {
                 "POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\n\r\nhello",
                 "hello",
             ),
-            // Longer than it takes to look for the client again.
+            // Longer than the interval at which the proxy checks the client's connection.
             (
                 "GET /delay/2500 HTTP/1.1\r\nhost: web.test\r\n\r\n",
                 "web after 2500 ms\n",
             ),
         ] {
-            for mut client in [dial(mesh).await, mesh.arrive(STRANGER, "web", HTTP).await] {
+            for mut client in [dial(mesh).await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
                 client.write_all(head.as_bytes()).await.unwrap();
                 client.shutdown().await.unwrap();
                 let rsp = rest(&mut client).await;
@@ -458,10 +462,10 @@ fn a_client_that_has_said_its_last_word_is_answered() {
 }
 
 #[test]
-fn an_answer_to_a_body_that_nobody_reads_arrives() {
+fn a_response_arrives_although_the_body_is_not_read() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             read_until(&mut stream, "\r\n\r\n").await;
             stream
                 .write_all(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\n\r\nno\n")
@@ -496,12 +500,12 @@ fn an_answer_to_a_body_that_nobody_reads_arrives() {
 }
 
 #[test]
-fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cut() {
+fn a_reset_response_without_a_length_is_not_treated_as_complete() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let (tell, told) = oneshot::channel::<()>();
         let told = Mutex::new(Some(told));
-        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
             let told = told.lock().take().unwrap();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
@@ -524,10 +528,10 @@ fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cu
 }
 
 #[test]
-fn clients_of_http10_may_keep_their_connection_and_hear_no_hints() {
+fn http10_clients_may_keep_their_connection_and_get_no_interim_responses() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             let mut asked = [0; 4096];
             while matches!(stream.read(&mut asked).await, Ok(1..)) {
                 let answer = "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
@@ -546,7 +550,7 @@ fn clients_of_http10_may_keep_their_connection_and_hear_no_hints() {
 }
 
 #[test]
-fn connections_are_reused_whatever_the_bodies() {
+fn connections_are_reused_after_bodies_of_every_form() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
@@ -573,22 +577,22 @@ fn connections_are_reused_whatever_the_bodies() {
     });
 }
 
-/// An application, how many connections it has had, and how many it has. Answers to `/together` come by two.
-struct Counting {
+/// An application that counts its accepted and its open connections. Requests for `/together` are answered in pairs.
+struct CountingApp {
     _app: apps::App,
-    had: Arc<AtomicUsize>,
-    has: Arc<AtomicUsize>,
+    n_accepted: Arc<AtomicUsize>,
+    n_open: Arc<AtomicUsize>,
 }
 
-impl Counting {
+impl CountingApp {
     async fn start(mesh: &Mesh, workload: &str) -> Self {
-        let (had, has) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
-        let (come, open) = (had.clone(), has.clone());
+        let (n_accepted, n_open) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let (accepted, open) = (n_accepted.clone(), n_open.clone());
         let two = Arc::new(Barrier::new(2));
-        let app = apps::raw(mesh.listen(workload, HTTP).await, move |stream| {
-            let (come, open, two) = (come.clone(), open.clone(), two.clone());
+        let app = apps::serve_tcp(mesh.listen(workload, HTTP).await, move |stream| {
+            let (accepted, open, two) = (accepted.clone(), open.clone(), two.clone());
             async move {
-                come.fetch_add(1, Ordering::Relaxed);
+                accepted.fetch_add(1, Ordering::Relaxed);
                 open.fetch_add(1, Ordering::Relaxed);
                 let answer = service_fn(async |req: Request<Incoming>| {
                     if req.uri().path() == "/together" {
@@ -596,36 +600,40 @@ impl Counting {
                     }
                     Ok::<_, Infallible>(Response::new(full("ok")))
                 });
-                // However it ends.
+                // The result of the connection does not matter.
                 let _ = server::Builder::new()
                     .serve_connection(TokioIo::new(stream), answer)
                     .await;
                 open.fetch_sub(1, Ordering::Relaxed);
             }
         });
-        Self { _app: app, had, has }
+        Self {
+            _app: app,
+            n_accepted,
+            n_open,
+        }
     }
 
-    fn had(&self) -> usize {
-        self.had.load(Ordering::Relaxed)
+    fn n_accepted(&self) -> usize {
+        self.n_accepted.load(Ordering::Relaxed)
     }
 
-    fn has(&self) -> usize {
-        self.has.load(Ordering::Relaxed)
+    fn n_open(&self) -> usize {
+        self.n_open.load(Ordering::Relaxed)
     }
 }
 
-/// Both sides of a proxy that keeps connections by these variables: `web` as a stranger reaches it, and `legacy` as `client` does.
-fn keeping(variables: &[(&str, &str)], test: impl AsyncFn(&Counting, [Http1; 2]) + Send + Sync) {
+/// Runs a test on both sides of a proxy with these pool variables: `web` reached from outside, and `legacy` reached by `client`.
+fn run_with_keep_alive(variables: &[(&str, &str)], test: impl AsyncFn(&CountingApp, [Http1; 2]) + Send + Sync) {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     let mesh = variables.iter().fold(mesh, |mesh, (name, value)| mesh.env(name, value));
     mesh.run(async |mesh: &Mesh| {
         for workload in ["web", "legacy"] {
-            let app = Counting::start(mesh, workload).await;
+            let app = CountingApp::start(mesh, workload).await;
             let dial = async || {
-                Http1::over(match workload {
-                    "web" => mesh.arrive(STRANGER, "web", HTTP).await,
-                    _ => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                Http1::handshake(match workload {
+                    "web" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+                    _ => mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
                 })
                 .await
             };
@@ -635,22 +643,26 @@ fn keeping(variables: &[(&str, &str)], test: impl AsyncFn(&Counting, [Http1; 2])
 }
 
 #[test]
-fn only_so_many_idle_connections_to_an_application_are_kept() {
+fn the_number_of_idle_connections_to_an_application_is_limited() {
     let variables = [
         ("MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
         ("INBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
         ("OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
     ];
-    keeping(&variables, async |app: &Counting, [mut one, mut other]| {
-        let (this, that) = tokio::join!(one.ask(request("/together")), other.ask(request("/together")));
+    run_with_keep_alive(&variables, async |app: &CountingApp, [mut one, mut other]| {
+        let (this, that) = tokio::join!(one.fetch(request("/together")), other.fetch(request("/together")));
         assert_eq!((this.unwrap().text(), that.unwrap().text()), ("ok".into(), "ok".into()));
-        eventually("one of two is closed", async || (app.has() == 1).then_some(())).await;
-        let had = app.had();
+        eventually("one of two is closed", async || (app.n_open() == 1).then_some(())).await;
+        let n_accepted = app.n_accepted();
         for client in [&mut one, &mut other] {
-            client.ask(request("/")).await.unwrap();
+            client.fetch(request("/")).await.unwrap();
         }
-        assert_eq!((app.had(), app.has()), (had, 1), "the other one is used again");
+        assert_eq!(
+            (app.n_accepted(), app.n_open()),
+            (n_accepted, 1),
+            "the other one is used again"
+        );
     });
 }
 
@@ -660,28 +672,28 @@ fn idle_connections_to_an_application_are_closed_in_time() {
         ("INBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
     ];
-    keeping(&variables, async |app: &Counting, [mut one, silent]| {
-        drop(silent); // for whom the application was asked whether it speaks first
-        one.ask(request("/")).await.unwrap();
-        let closed = eventually("it is closed", async || (app.has() == 0).then_some(()));
-        // Without the variables after 3 s.
+    run_with_keep_alive(&variables, async |app: &CountingApp, [mut one, silent]| {
+        drop(silent); // the proxy dialled for it to detect a server-speaks-first protocol
+        one.fetch(request("/")).await.unwrap();
+        let closed = eventually("it is closed", async || (app.n_open() == 0).then_some(()));
+        // The default timeout is 3 s.
         timeout(Duration::from_secs(2), closed).await.unwrap();
-        one.ask(request("/")).await.unwrap();
+        one.fetch(request("/")).await.unwrap();
     });
 }
 
 #[test]
-fn a_client_that_dies_amid_its_upload_is_noticed_though_its_answer_has_begun() {
+fn a_client_reset_during_an_upload_is_detected_after_the_response_has_started() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let (left, mut noticed) = mpsc::channel(1);
-        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
             let left = left.clone();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
-                // To the end, which is no good one.
+                // Reads until the connection fails.
                 while stream.read_u8().await.is_ok() {}
                 left.send(()).await.unwrap();
             }
@@ -696,10 +708,10 @@ fn a_client_that_dies_amid_its_upload_is_noticed_though_its_answer_has_begun() {
 }
 
 #[test]
-fn hints_without_end_are_a_bad_response() {
+fn endless_interim_responses_are_a_bad_response() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             read_until(&mut stream, "\r\n\r\n").await;
             // Until the connection is closed.
             while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {}
@@ -713,11 +725,11 @@ fn hints_without_end_are_a_bad_response() {
 }
 
 #[test]
-fn an_application_that_answers_amid_a_request_keeps_its_connection() {
+fn an_early_response_keeps_the_connection_to_the_application() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        // Each connection answers with how many requests it has had, before the rest of their bodies comes.
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        // Each response has the number of requests on its connection, and is sent before the rest of the request body arrives.
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             for n in 1..=3 {
                 read_until(&mut stream, "begun").await;
                 let head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n";
@@ -738,18 +750,18 @@ fn an_application_that_answers_amid_a_request_keeps_its_connection() {
 }
 
 #[test]
-fn a_tunnel_is_the_application_s_to_open() {
+fn the_application_decides_about_connect_tunnels() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             let head = read_until(&mut stream, "\r\n\r\n").await;
             assert!(head.starts_with("CONNECT other.test:443 HTTP/1.1\r\n"), "{head}");
             stream
                 .write_all(b"HTTP/1.1 200 OK\r\n\r\nserver first\n")
                 .await
                 .unwrap();
-            let said = read_until(&mut stream, "\n").await;
-            stream.write_all(said.to_uppercase().as_bytes()).await.unwrap();
+            let line = read_until(&mut stream, "\n").await;
+            stream.write_all(line.to_uppercase().as_bytes()).await.unwrap();
         });
         let mut client = dial(mesh).await;
         let head = "CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";

@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame: what the environment asks of servers, streams that are reset, and clients that stall or flood.
+//! HTTP/2 at the frame level: settings from the environment, stream resets, and clients that stall or flood.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tulle_tests::apps;
 use tulle_tests::client::{Http2, any, full, request2};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{Builder, HTTP, Mesh, UNMESHED_IP, mesh};
 
 use crate::direct::secured;
 
@@ -48,7 +48,7 @@ impl Frame {
         }
     }
 
-    /// A request without an end yet; what HPACK has no number for is literal.
+    /// HEADERS of a request without END_STREAM; headers outside the HPACK static table are literal.
     fn request(stream: u32, path: &str) -> Self {
         let mut head = vec![0x82, 0x86]; // GET, http
         for (name, value) in [(0x04, path), (0x01, "web.test")] {
@@ -58,7 +58,7 @@ impl Frame {
         Self::new(HEADERS, END_HEADERS, stream, &head)
     }
 
-    /// A whole request without an authority, with these headers.
+    /// A complete request without an authority, with these headers.
     fn request_with(stream: u32, headers: &[(&str, &str)]) -> Self {
         let mut head = vec![0x82, 0x86, 0x84]; // GET, http, /
         for (name, value) in headers {
@@ -79,45 +79,45 @@ impl Frame {
         bytes
     }
 
-    /// The number that begins so far into the payload.
+    /// The 32-bit number at an offset of the payload.
     fn number(&self, at: usize) -> u32 {
         u32::from_be_bytes(self.payload[at..at + 4].try_into().unwrap())
     }
 
-    /// The settings that it tells, by their numbers in RFC 9113, section 6.5.2.
+    /// The settings in the frame, by their numbers in RFC 9113, section 6.5.2.
     fn settings(&self) -> BTreeMap<u8, u32> {
         let setting = |bytes: &[u8]| (bytes[1], u32::from_be_bytes(bytes[2..].try_into().unwrap()));
         self.payload.chunks(6).map(setting).collect()
     }
 }
 
-/// A connection, its frames as they are.
+/// A connection as a sequence of frames.
 pub(crate) struct Frames<S>(S);
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
-    /// The server's end of a connection, which tells these settings.
-    pub(crate) async fn serving(mut stream: S, settings: &[u8]) -> Self {
+    /// The server side of a connection, with these settings.
+    pub(crate) async fn server_handshake(mut stream: S, settings: &[u8]) -> Self {
         stream.read_exact(&mut [0; 24]).await.unwrap();
         let mut frames = Self(stream);
         frames.send([Frame::new(SETTINGS, 0, 0, settings)]).await;
         frames
     }
 
-    async fn over(mut stream: S) -> Self {
+    async fn client_handshake(mut stream: S) -> Self {
         stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         let mut frames = Self(stream);
         frames.send([Frame::new(SETTINGS, 0, 0, b"")]).await;
         frames
     }
 
-    /// Sends them in one packet, if they fit.
+    /// Sends frames in one packet if they fit.
     pub(crate) async fn send(&mut self, frames: impl IntoIterator<Item = Frame>) {
         let bytes: Vec<u8> = frames.into_iter().flat_map(|frame| frame.bytes()).collect();
         self.0.write_all(&bytes).await.unwrap();
         self.0.flush().await.unwrap();
     }
 
-    /// The next frame, unless the connection has ended.
+    /// The next frame, or `None` at the end of the connection.
     pub(crate) async fn next(&mut self) -> Option<Frame> {
         let mut head = [0; 9];
         self.0.read_exact(&mut head).await.ok()?;
@@ -127,13 +127,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
         Some(Frame::new(head[3], head[4], stream, &payload))
     }
 
-    /// The next frame of a kind; others are passed over.
+    /// The next frame of a kind; other frames are skipped.
     async fn next_of(&mut self, kind: u8) -> Frame {
         loop {
             let frame = self.next().await.expect("the connection is open");
             assert!(
                 frame.kind != GOAWAY || kind == GOAWAY,
-                "told to go: {:?}",
+                "unexpected GOAWAY: {:?}",
                 frame.payload
             );
             if frame.kind == kind {
@@ -142,21 +142,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
         }
     }
 
-    /// Returns when all that was sent has been taken.
-    async fn settled(&mut self) {
+    /// Returns after the peer has processed everything that was sent.
+    async fn flush_with_ping(&mut self) {
         self.send([Frame::new(PING, 0, 0, b"settled?")]).await;
         let pong = self.next_of(PING).await;
         assert_eq!((pong.flags, &pong.payload[..]), (ACK, &b"settled?"[..]));
     }
 
-    /// Why the other side ends the connection.
-    async fn ended(&mut self) -> Reason {
+    /// The reason in the peer's GOAWAY frame.
+    async fn goaway_reason(&mut self) -> Reason {
         self.next_of(GOAWAY).await.number(4).into()
     }
 }
 
-/// A client and the echo server `web`, whose proxies serve HTTP/2 by these variables, and a connection to the proxy of each.
-fn serving(settings: &[(&str, &str)], test: impl AsyncFnOnce(&Mesh, [TcpStream; 2]) + Send) {
+/// A client and the echo server `web`, whose proxies use these HTTP/2 settings, and a connection to the proxy of each.
+fn run_with_settings(settings: &[(&str, &str)], test: impl AsyncFnOnce(&Mesh, [TcpStream; 2]) + Send) {
     let mut mesh = mesh().workload("client").workload("web");
     for (name, value) in settings {
         for direction in ["INBOUND", "OUTBOUND"] {
@@ -165,14 +165,14 @@ fn serving(settings: &[(&str, &str)], test: impl AsyncFnOnce(&Mesh, [TcpStream; 
     }
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let outbound = mesh.dial("client", mesh.service("web", HTTP)).await;
-        let inbound = mesh.arrive(STRANGER, "web", HTTP).await;
+        let outbound = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+        let inbound = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         test(mesh, [outbound, inbound]).await;
     });
 }
 
 #[test]
-fn settings_of_the_environment_are_told_and_kept_to() {
+fn settings_of_the_environment_are_announced_and_enforced() {
     let settings = [
         ("MAX_CONCURRENT_STREAMS", "2"),
         ("INITIAL_STREAM_WINDOW_SIZE", "70000"),
@@ -180,64 +180,68 @@ fn settings_of_the_environment_are_told_and_kept_to() {
         ("MAX_FRAME_SIZE", "20000"),
         ("MAX_HEADER_LIST_SIZE", "5000"),
     ];
-    serving(&settings, async |mesh: &Mesh, connections| {
+    run_with_settings(&settings, async |mesh: &Mesh, connections| {
         for stream in connections {
-            let mut client = Frames::over(stream).await;
-            let told = client.next_of(SETTINGS).await.settings();
-            // Of header lists twice what is taken.
+            let mut client = Frames::client_handshake(stream).await;
+            let announced = client.next_of(SETTINGS).await.settings();
+            // The announced size of header lists is twice the limit.
             for (setting, value) in [(3, 2), (4, 70_000), (5, 20_000), (6, 10_000)] {
-                assert_eq!(told.get(&setting), Some(&value), "{told:?}");
+                assert_eq!(announced.get(&setting), Some(&value), "{announced:?}");
             }
             let window = client.next_of(WINDOW_UPDATE).await;
             assert_eq!((window.stream, window.number(0)), (0, 200_000 - 65_535));
 
             client.send([1, 3].map(|stream| Frame::request(stream, "/echo"))).await;
-            client.settled().await;
+            client.flush_with_ping().await;
             client.send([Frame::request(5, "/echo")]).await;
             let refused = client.next_of(RST_STREAM).await;
             assert_eq!((refused.stream, refused.number(0)), (5, Reason::REFUSED_STREAM.into()));
 
             client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_000])]).await;
-            client.settled().await;
+            client.flush_with_ping().await;
             client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_001])]).await;
-            assert_eq!(client.ended().await, Reason::FRAME_SIZE_ERROR);
+            assert_eq!(client.goaway_reason().await, Reason::FRAME_SIZE_ERROR);
         }
         for stream in [
-            mesh.dial("client", mesh.service("web", HTTP)).await,
-            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
         ] {
-            let mut client = Http2::over(stream).await;
+            let mut client = Http2::handshake(stream).await;
             for (length, status) in [(4_000, 200), (5_000, 431)] {
                 let mut req = request2("/");
                 req.headers_mut().insert("x-long", "x".repeat(length).parse().unwrap());
-                assert_eq!(client.ask(req).await.unwrap().status, status, "{length}");
+                assert_eq!(client.fetch(req).await.unwrap().status, status, "{length}");
             }
         }
     });
 }
 
 #[test]
-fn peers_may_send_larger_frames_than_clients_of_any_make() {
-    /// What its settings say of the largest frame.
-    async fn told(stream: impl AsyncRead + AsyncWrite + Unpin) -> Option<u32> {
-        let settings = Frames::over(stream).await.next_of(SETTINGS).await.settings();
+fn only_peers_may_send_larger_frames() {
+    /// The maximum frame size in the server's settings.
+    async fn announced(stream: impl AsyncRead + AsyncWrite + Unpin) -> Option<u32> {
+        let settings = Frames::client_handshake(stream)
+            .await
+            .next_of(SETTINGS)
+            .await
+            .settings();
         settings.get(&5).copied()
     }
-    serving(&[], async |mesh: &Mesh, connections| {
-        let arrived = mesh.arrive(STRANGER, "web", HTTP).await;
-        assert_eq!(told(secured(mesh, arrived, &[]).await).await, Some(64 << 10));
+    run_with_settings(&[], async |mesh: &Mesh, connections| {
+        let arrived = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        assert_eq!(announced(secured(mesh, arrived, &[]).await).await, Some(64 << 10));
         for stream in connections {
-            assert_eq!(told(stream).await, None);
+            assert_eq!(announced(stream).await, None);
         }
     });
 }
 
 #[test]
-fn streams_that_are_reset_before_anybody_takes_them_are_bounded() {
+fn streams_reset_before_they_are_accepted_are_limited() {
     let settings = [("MAX_PENDING_ACCEPT_RESET_STREAMS", "3")];
-    serving(&settings, async |_: &Mesh, connections| {
+    run_with_settings(&settings, async |_: &Mesh, connections| {
         for stream in connections {
-            let mut client = Frames::over(stream).await;
+            let mut client = Frames::client_handshake(stream).await;
             let mut streams = (1..).step_by(2);
             let mut hasty = |n| {
                 let cancel = u32::from(Reason::CANCEL).to_be_bytes();
@@ -249,21 +253,21 @@ fn streams_that_are_reset_before_anybody_takes_them_are_bounded() {
             };
             for _ in 0..3 {
                 client.send(hasty(3)).await;
-                client.settled().await;
+                client.flush_with_ping().await;
             }
             client.send(hasty(10)).await;
-            assert_eq!(client.ended().await, Reason::ENHANCE_YOUR_CALM);
+            assert_eq!(client.goaway_reason().await, Reason::ENHANCE_YOUR_CALM);
         }
     });
 }
 
 #[test]
-fn a_client_that_answers_no_pings_is_left() {
+fn a_client_that_answers_no_pings_is_disconnected() {
     let settings = [("KEEP_ALIVE_INTERVAL", "200ms"), ("KEEP_ALIVE_TIMEOUT", "300ms")];
-    serving(&settings, async |_: &Mesh, connections| {
+    run_with_settings(&settings, async |_: &Mesh, connections| {
         let clients = connections.map(|stream| async {
-            let mut client = Frames::over(stream).await;
-            // For longer than it would be waited for.
+            let mut client = Frames::client_handshake(stream).await;
+            // Longer than the keep-alive timeout.
             for _ in 0..3 {
                 let ping = client.next_of(PING).await;
                 assert_eq!(ping.flags, 0);
@@ -277,11 +281,11 @@ fn a_client_that_answers_no_pings_is_left() {
 }
 
 #[test]
-fn what_waits_to_be_sent_on_a_stream_is_bounded() {
+fn the_send_buffer_of_a_stream_is_limited() {
     let settings = [("MAX_SEND_BUF_SIZE", "1000")];
-    serving(&settings, async |_: &Mesh, connections| {
+    run_with_settings(&settings, async |_: &Mesh, connections| {
         for stream in connections {
-            let mut client = Frames::over(stream).await;
+            let mut client = Frames::client_handshake(stream).await;
             let ask = Frame {
                 flags: END_HEADERS | END_STREAM,
                 ..Frame::request(1, "/bytes/20000")
@@ -290,7 +294,7 @@ fn what_waits_to_be_sent_on_a_stream_is_bounded() {
             let mut n = 0;
             loop {
                 let data = client.next_of(DATA).await;
-                // Each is what had room.
+                // Each frame fits into the send buffer.
                 assert!(data.payload.len() <= 1000, "{} at once", data.payload.len());
                 n += data.payload.len();
                 if data.flags & END_STREAM != 0 {
@@ -302,8 +306,8 @@ fn what_waits_to_be_sent_on_a_stream_is_bounded() {
     });
 }
 
-/// A mesh whose proxies wait only so long.
-fn impatient(timeout: &str) -> Builder {
+/// A mesh whose proxies have this idle timeout.
+fn mesh_with_idle_timeout(timeout: &str) -> Builder {
     let mesh = mesh().workload("client").workload("web");
     ["INBOUND", "OUTBOUND"].iter().fold(mesh, |mesh, direction| {
         mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_{timeout}"), "300ms")
@@ -311,49 +315,55 @@ fn impatient(timeout: &str) -> Builder {
 }
 
 #[test]
-fn connections_without_requests_are_asked_to_leave() {
-    impatient("IDLE_TIMEOUT").run(async |mesh: &Mesh| {
+fn connections_without_requests_get_a_goaway() {
+    mesh_with_idle_timeout("IDLE_TIMEOUT").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
-        let mut busy = Frames::over(dial().await).await;
+        let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+        let mut busy = Frames::client_handshake(dial().await).await;
         let flags = END_HEADERS | END_STREAM;
         busy.send([Frame {
             flags,
             ..Frame::request(1, "/delay/3000")
         }])
         .await;
-        busy.settled().await;
+        busy.flush_with_ping().await;
         for _ in 0..3 {
-            let mut client = Http2::over(dial().await).await;
-            assert_eq!(client.ask(request2("/")).await.unwrap().status, 200);
-            eventually("it is asked to leave", async || (!client.is_open()).then_some(())).await;
+            let mut client = Http2::handshake(dial().await).await;
+            assert_eq!(client.fetch(request2("/")).await.unwrap().status, 200);
+            eventually("the connection gets a GOAWAY", async || {
+                (!client.is_open()).then_some(())
+            })
+            .await;
         }
         assert_eq!(busy.next_of(DATA).await.payload, b"web after 3000 ms\n");
         drop(busy);
-        // The next request has another connection between the proxies, and does not notice.
+        // The next request uses another connection between the proxies, without an error.
         for _ in 0..3 {
-            eventually("the client's proxy is asked to leave, too", async || {
+            eventually("the client's proxy gets a GOAWAY too", async || {
                 let open = mesh.metric("web", "tcp_open_connections", &["peer=\"src\""]).await;
                 (open < 1.).then_some(())
             })
             .await;
-            assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+            assert_eq!(
+                mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+                200
+            );
         }
     });
 }
 
 #[test]
-fn a_first_request_that_does_not_come_is_waited_for_only_so_long() {
-    impatient("HEAD_TIMEOUT").run(async |mesh: &Mesh| {
+fn a_missing_first_request_times_out() {
+    mesh_with_idle_timeout("HEAD_TIMEOUT").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
-        let mut served = Http2::over(dial().await).await;
-        assert_eq!(served.ask(request2("/")).await.unwrap().status, 200);
+        let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+        let mut served = Http2::handshake(dial().await).await;
+        assert_eq!(served.fetch(request2("/")).await.unwrap().status, 200);
         for begins in [false, true] {
-            for stream in [dial().await, mesh.arrive(STRANGER, "web", HTTP).await] {
-                let mut client = Frames::over(stream).await;
+            for stream in [dial().await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
+                let mut client = Frames::client_handshake(stream).await;
                 if begins {
-                    let flags = 0; // there is more of the head
+                    let flags = 0; // END_HEADERS is not set
                     client
                         .send([Frame {
                             flags,
@@ -361,23 +371,23 @@ fn a_first_request_that_does_not_come_is_waited_for_only_so_long() {
                         }])
                         .await;
                 }
-                assert_eq!(client.ended().await, Reason::NO_ERROR);
-                // It does not say that it has heard.
+                assert_eq!(client.goaway_reason().await, Reason::NO_ERROR);
+                // The client ignores the GOAWAY frame.
                 while client.next().await.is_some() {}
             }
         }
         assert_eq!(
-            served.ask(request2("/")).await.unwrap().status,
+            served.fetch(request2("/")).await.unwrap().status,
             200,
-            "its first has come"
+            "its first request has arrived"
         );
     });
 }
 
 #[test]
 fn floods_are_ended_and_others_are_served_meanwhile() {
-    const MOST: u32 = 10_000;
-    serving(&[], async |mesh: &Mesh, _| {
+    const MAX_WRITES: u32 = 10_000;
+    run_with_settings(&[], async |mesh: &Mesh, _| {
         let resets = |n: u32| {
             let cancel = u32::from(Reason::CANCEL).to_be_bytes();
             let streams = (100 * n..100 * (n + 1)).map(|stream| 2 * stream + 1);
@@ -391,22 +401,22 @@ fn floods_are_ended_and_others_are_served_meanwhile() {
         let floods: [(_, &dyn Fn(u32) -> Vec<Frame>); 2] = [("resets", &resets), ("a head", &head)];
         for (what, part) in floods {
             for stream in [
-                mesh.dial("client", mesh.service("web", HTTP)).await,
-                mesh.arrive(STRANGER, "web", HTTP).await,
+                mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+                mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
             ] {
                 let flood = async {
-                    let Frames(mut stream) = Frames::over(stream).await;
-                    for n in 0..MOST {
+                    let Frames(mut stream) = Frames::client_handshake(stream).await;
+                    for n in 0..MAX_WRITES {
                         let bytes: Vec<u8> = part(n).iter().flat_map(Frame::bytes).collect();
                         if stream.write_all(&bytes).await.is_err() {
                             return;
                         }
                     }
-                    panic!("{what}: {MOST} times, and no end");
+                    panic!("{what}: the connection is open after {MAX_WRITES} writes");
                 };
                 let others = async {
                     for _ in 0..10 {
-                        let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+                        let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
                         assert_eq!(answer.status, 200, "{what}");
                     }
                 };
@@ -416,18 +426,18 @@ fn floods_are_ended_and_others_are_served_meanwhile() {
     });
 }
 
-/// Means nothing to anybody on the way.
+/// An error code that is not defined by HTTP/2.
 const REASON: u32 = 0x7e57;
 
-/// How HPACK has the status of a response, where it has a number for it.
+/// The HPACK byte for status 200, from the static table.
 pub(crate) const OK: u8 = 0x88;
 const BAD_REQUEST: u8 = 0x8c;
 
 #[test]
-fn a_host_stands_in_for_an_authority_and_is_no_other() {
-    serving(&[], async |_: &Mesh, connections| {
+fn a_host_header_replaces_a_missing_authority() {
+    run_with_settings(&[], async |_: &Mesh, connections| {
         for stream in connections {
-            let mut client = Frames::over(stream).await;
+            let mut client = Frames::client_handshake(stream).await;
             let asked: [(&[_], _); 4] = [
                 (&[("host", "web.test")], OK),
                 (&[("host", "web.test"), ("host", "web.test")], BAD_REQUEST),
@@ -439,7 +449,7 @@ fn a_host_stands_in_for_an_authority_and_is_no_other() {
                 let head = client.next_of(HEADERS).await;
                 assert_eq!((head.stream, head.payload[0]), (stream, status), "{headers:?}");
                 if status == BAD_REQUEST {
-                    break; // which ends the connection
+                    break; // the proxy closes the connection then
                 }
             }
         }
@@ -447,13 +457,17 @@ fn a_host_stands_in_for_an_authority_and_is_no_other() {
 }
 
 #[test]
-fn a_host_beside_another_authority_is_refused() {
-    serving(&[], async |mesh: &Mesh, connections| {
+fn a_host_header_that_differs_from_the_authority_is_refused() {
+    run_with_settings(&[], async |mesh: &Mesh, connections| {
         let [_, stream] = connections;
         for (stream, host, status) in [
             (stream, "WEB.test:80", 200),
-            (mesh.arrive(STRANGER, "web", HTTP).await, "other.test", 400),
-            (mesh.dial("client", mesh.service("web", HTTP)).await, "other.test", 400),
+            (mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "other.test", 400),
+            (
+                mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+                "other.test",
+                400,
+            ),
         ] {
             let (client, connection) = h2::client::handshake(stream).await.unwrap();
             tokio::spawn(connection);
@@ -466,26 +480,26 @@ fn a_host_beside_another_authority_is_refused() {
 }
 
 #[test]
-fn strangers_are_not_believed_that_a_request_was_of_http1() {
+fn the_original_protocol_header_is_accepted_from_peers_only() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
             let mark = req.headers().contains_key("l5d-orig-proto");
             Response::new(full(format!("{:?} {mark}", req.version())))
         });
-        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut req = request2("/");
         req.headers_mut().insert("l5d-orig-proto", "HTTP/1.1".parse().unwrap());
-        assert_eq!(client.ask(req).await.unwrap().text(), "HTTP/2.0 false");
-        // A peer is.
+        assert_eq!(client.fetch(req).await.unwrap().text(), "HTTP/2.0 false");
+        // A peer may use the header.
         assert_eq!(
-            mesh.get("client", mesh.service("web", HTTP), "/").await.text(),
+            mesh.get("client", mesh.service_addr("web", HTTP), "/").await.text(),
             "HTTP/1.1 false"
         );
     });
 }
 
 #[test]
-fn uploads_that_stall_are_told_so_and_others_are_not() {
+fn stalled_uploads_time_out_and_others_do_not() {
     const PIECES: usize = 20;
     let each = Duration::from_millis(100);
     let mesh = mesh().workload("client").workload("web");
@@ -495,13 +509,13 @@ fn uploads_that_stall_are_told_so_and_others_are_not() {
             let _app = apps::http(mesh.listen("web", HTTP).await, move |req| async move {
                 match req.uri().path() {
                     "/echo" => Response::new(any(req.into_body())),
-                    "/drip" => apps::dripping(PIECES, each, false),
+                    "/drip" => apps::slow_response(PIECES, each, false),
                     _ => std::future::pending().await,
                 }
             });
             for stream in [
-                mesh.arrive(STRANGER, "web", HTTP).await,
-                mesh.dial("client", mesh.service("web", HTTP)).await,
+                mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+                mesh.dial("client", mesh.service_addr("web", HTTP)).await,
             ] {
                 let (client, connection) = h2::client::handshake(stream).await.unwrap();
                 tokio::spawn(connection);
@@ -510,7 +524,7 @@ fn uploads_that_stall_are_told_so_and_others_are_not() {
                     let req = http::Request::post(format!("http://web.test{path}")).version(http::Version::HTTP_2);
                     client.send_request(req.body(()).unwrap(), false).unwrap()
                 };
-                // The server goes on, and so does the client of another.
+                // Response data of the server keeps one request alive, and request data of the client keeps another alive.
                 let (dripping, _body) = upload("/drip");
                 let (echoed, mut echo) = upload("/echo");
                 let (stalled, mut body) = upload("/stall");
@@ -553,12 +567,12 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
     const EACH: usize = 200_000;
     const N_REFUSED: usize = 3;
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        // It takes connections, and reads nothing.
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+        // It accepts connections and reads nothing.
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |stream| async move {
             std::future::pending::<()>().await;
             drop(stream);
         });
-        let (client, mut connection) = h2::client::handshake(mesh.arrive(STRANGER, "web", HTTP).await)
+        let (client, mut connection) = h2::client::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await)
             .await
             .unwrap();
         let mut pings = connection.ping_pong().unwrap();
@@ -605,11 +619,11 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
 }
 
 #[test]
-fn a_stream_that_is_reset_is_reset_for_its_client_as_it_was() {
+fn a_stream_reset_keeps_its_error_code() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let begun = Arc::new(Notify::new());
         let reset = begun.clone();
-        let _app = apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |stream| {
             let reset = reset.clone();
             async move {
                 let mut connection = h2::server::handshake(stream).await.unwrap();
@@ -629,8 +643,8 @@ fn a_stream_that_is_reset_is_reset_for_its_client_as_it_was() {
             }
         });
         for stream in [
-            mesh.dial("client", mesh.service("web", HTTP)).await,
-            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
         ] {
             let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
             tokio::spawn(connection);

@@ -1,4 +1,4 @@
-//! Servers of HTTP/2 that end connections, permit few streams, or refuse them.
+//! HTTP/2 servers that close connections, allow few streams, or refuse streams.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,13 +11,13 @@ use tokio::net::TcpStream;
 use tokio::sync::Barrier;
 use tulle_tests::apps;
 use tulle_tests::client::{Http2, full, request2};
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
 use crate::http2::{END_HEADERS, END_STREAM, Frame, Frames, GOAWAY, HEADERS, OK};
 
-/// Answers the first request of each connection, and ends the connection when the second one comes, which it has not processed.
-async fn answers_one(stream: TcpStream) {
-    let mut frames = Frames::serving(stream, b"").await;
+/// Answers the first request of each connection. At the second one it sends GOAWAY without processing it.
+async fn answer_one_request(stream: TcpStream) {
+    let mut frames = Frames::server_handshake(stream, b"").await;
     let mut answered = None;
     while let Some(frame) = frames.next().await {
         match (frame.kind, answered) {
@@ -36,26 +36,26 @@ async fn answers_one(stream: TcpStream) {
 }
 
 #[test]
-fn streams_above_the_last_one_of_a_connection_are_sent_again() {
+fn streams_above_the_last_one_of_a_goaway_are_resent() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
-        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, answer_one_request);
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, answer_one_request);
         for stream in [
-            mesh.arrive(STRANGER, "web", HTTP).await,
-            mesh.dial("client", mesh.service("web", HTTP)).await,
-            mesh.dial("client", mesh.service("legacy", HTTP)).await,
-            // Of which nobody has said anything.
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+            mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+            mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
+            // A destination without a policy.
             mesh.dial("client", (mesh.ip("legacy"), HTTP).into()).await,
         ] {
-            let client = Http2::over(stream).await;
+            let client = Http2::handshake(stream).await;
             for _ in 0..10 {
-                // A call of gRPC is one as well.
+                // POST requests may be resent too, because the server has not processed them.
                 let calls = (0..2).map(|_| {
                     let mut client = client.clone();
                     async move {
                         let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
-                        client.ask(req.body(full("hello")).unwrap()).await
+                        client.fetch(req.body(full("hello")).unwrap()).await
                     }
                 });
                 for answer in join_all(calls).await {
@@ -68,15 +68,15 @@ fn streams_above_the_last_one_of_a_connection_are_sent_again() {
 }
 
 #[test]
-fn a_stream_that_was_not_processed_and_cannot_be_sent_again_is_refused() {
+fn an_unprocessed_stream_that_cannot_be_resent_is_refused() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
-        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, answer_one_request);
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, answer_one_request);
         for stream in [
-            mesh.arrive(STRANGER, "web", HTTP).await,
-            mesh.dial("client", mesh.service("web", HTTP)).await,
-            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+            mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+            mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
         ] {
             let (client, connection) = h2::client::handshake(stream).await.unwrap();
             tokio::spawn(connection);
@@ -91,7 +91,7 @@ fn a_stream_that_was_not_processed_and_cannot_be_sent_again_is_refused() {
                     .status(),
                 200
             );
-            // Its length says at once that it is too long to be kept.
+            // The content-length exceeds the limit of replayed bodies.
             let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
             let req = req.header("content-length", 100_000).body(()).unwrap();
             let (rsp, mut body) = client.send_request(req, false).unwrap();
@@ -106,13 +106,13 @@ fn a_stream_that_was_not_processed_and_cannot_be_sent_again_is_refused() {
     });
 }
 
-/// Ends each connection when a request comes, which counts.
-fn ends_at_once(requests: &Arc<AtomicUsize>) -> impl Fn(TcpStream) -> BoxFuture<'static, ()> + Send + use<> {
+/// Counts each request and closes its connection.
+fn close_at_request(requests: &Arc<AtomicUsize>) -> impl Fn(TcpStream) -> BoxFuture<'static, ()> + Send + use<> {
     let requests = requests.clone();
     move |stream| {
         let requests = requests.clone();
         Box::pin(async move {
-            let mut frames = Frames::serving(stream, b"").await;
+            let mut frames = Frames::server_handshake(stream, b"").await;
             while let Some(frame) = frames.next().await {
                 if frame.kind == HEADERS {
                     requests.fetch_add(1, Ordering::Relaxed);
@@ -135,16 +135,16 @@ fn an_endpoint_that_loses_connections_is_taken_out() {
         .annotated("legacy", annotations);
     mesh.run(async |mesh: &Mesh| {
         let requests = Arc::default();
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, close_at_request(&requests));
         for cause in [
             "connection-closed",
             "connection-closed",
             "connection-closed",
             "breaker-open",
         ] {
-            let mut client = Http2::over(mesh.dial("client", mesh.service("legacy", HTTP)).await).await;
+            let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("legacy", HTTP)).await).await;
             let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
-            let answer = client.ask(req.body(full("hello")).unwrap()).await.unwrap();
+            let answer = client.fetch(req.body(full("hello")).unwrap()).await.unwrap();
             assert_eq!(answer.cause(), cause);
         }
         assert_eq!(requests.load(Ordering::Relaxed), 3);
@@ -152,25 +152,25 @@ fn an_endpoint_that_loses_connections_is_taken_out() {
 }
 
 #[test]
-fn what_may_have_been_processed_is_sent_again_as_the_environment_says() {
+fn possibly_processed_requests_are_resent_as_configured() {
     for (value, sent) in [("idempotent", [3, 3, 1]), ("safe", [3, 1, 1]), ("never", [1, 1, 1])] {
         let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
         let mesh = mesh.env("TULLE_PROXY_OUTBOUND_RESEND", value);
         mesh.env("TULLE_PROXY_INBOUND_RESEND", value).run(async |mesh: &Mesh| {
             let requests = Arc::default();
-            let _web = apps::raw(mesh.listen("web", HTTP).await, ends_at_once(&requests));
-            let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+            let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, close_at_request(&requests));
+            let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, close_at_request(&requests));
             for is_inbound in [true, false] {
                 for (method, sent) in ["GET", "PUT", "POST"].into_iter().zip(sent) {
-                    let mut client = Http2::over(match is_inbound {
-                        true => mesh.arrive(STRANGER, "web", HTTP).await,
-                        false => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                    let mut client = Http2::handshake(match is_inbound {
+                        true => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+                        false => mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
                     })
                     .await;
                     let before = requests.load(Ordering::Relaxed);
                     let mut req = request2("/");
                     *req.method_mut() = method.parse().unwrap();
-                    assert_eq!(client.ask(req).await.unwrap().status, 502);
+                    assert_eq!(client.fetch(req).await.unwrap().status, 502);
                     assert_eq!(
                         requests.load(Ordering::Relaxed) - before,
                         sent,
@@ -188,7 +188,7 @@ fn a_server_that_permits_few_streams_has_more_connections() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
         let all = Arc::new(Barrier::new(TOGETHER));
-        // Three on each connection, and no more; answered once all have come.
+        // Three streams on each connection; answered after all requests have arrived.
         let serve = |stream: TcpStream, all: Arc<Barrier>| async move {
             let mut builder = h2::server::Builder::new();
             let builder = builder.max_concurrent_streams(3);
@@ -202,24 +202,24 @@ fn a_server_that_permits_few_streams_has_more_connections() {
             }
         };
         let (of_web, of_legacy) = (all.clone(), all.clone());
-        let _web = apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+        let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, move |stream| {
             serve(stream, of_web.clone())
         });
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, move |stream| {
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, move |stream| {
             serve(stream, of_legacy.clone())
         });
         for way in ["inbound", "both", "outbound"] {
-            // Not before it is used: the server speaks first to a client that is silent.
+            // Connect just before use, because a silent client makes the proxy wait for a server-speaks-first protocol.
             let stream = match way {
-                "inbound" => mesh.arrive(STRANGER, "web", HTTP).await,
-                "both" => mesh.dial("client", mesh.service("web", HTTP)).await,
-                _ => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                "inbound" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+                "both" => mesh.dial("client", mesh.service_addr("web", HTTP)).await,
+                _ => mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
             };
-            let client = Http2::over(stream).await;
+            let client = Http2::handshake(stream).await;
             for _ in 0..3 {
                 let calls = (0..TOGETHER).map(|_| {
                     let mut client = client.clone();
-                    async move { client.ask(request2("/")).await }
+                    async move { client.fetch(request2("/")).await }
                 });
                 for answer in join_all(calls).await {
                     assert_eq!(answer.unwrap().status, 200);
@@ -230,24 +230,24 @@ fn a_server_that_permits_few_streams_has_more_connections() {
 }
 
 #[test]
-fn a_server_that_permits_no_streams_is_waited_for_only_so_long() {
+fn waiting_for_a_server_that_permits_no_streams_times_out() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
         let permit_none = |stream: TcpStream| async move {
             let none = [0, 3, 0, 0, 0, 0];
-            let mut frames = Frames::serving(stream, &none).await;
+            let mut frames = Frames::server_handshake(stream, &none).await;
             while frames.next().await.is_some() {}
         };
-        let _web = apps::raw(mesh.listen("web", HTTP).await, permit_none);
-        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, permit_none);
+        let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, permit_none);
+        let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, permit_none);
         for (workload, stream) in [
-            ("web", mesh.arrive(STRANGER, "web", HTTP).await),
-            ("client", mesh.dial("client", mesh.service("legacy", HTTP)).await),
+            ("web", mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await),
+            ("client", mesh.dial("client", mesh.service_addr("legacy", HTTP)).await),
         ] {
-            let client = Http2::over(stream).await;
+            let client = Http2::handshake(stream).await;
             let calls = (0..3).map(|_| {
                 let mut client = client.clone();
-                async move { client.ask(request2("/")).await }
+                async move { client.fetch(request2("/")).await }
             });
             for answer in join_all(calls).await {
                 assert_eq!(answer.unwrap().status, 503, "{workload}");

@@ -1,4 +1,4 @@
-//! Ports whose policy has rules for requests: what is not a plain request does not get around them.
+//! Ports whose policy has rules for requests: other protocols do not bypass the rules.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -13,26 +13,26 @@ use tokio::time::Instant;
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, read_until, request, request2};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{Mesh, UNMESHED_IP, identity, mesh};
 
-use crate::told::client_hello;
+use crate::scripted_policies::client_hello;
 
-/// Ports of `web`, which the pod does not declare.
+/// Ports of `web` that the pod does not declare.
 const ROUTED: u16 = 20_001;
 const LIMITED: u16 = 20_002;
 const HTTP1: u16 = 20_003;
 const HTTP2: u16 = 20_004;
 const GRPC: u16 = 20_005;
-/// At these, nothing says of requests what it does not say of connections.
+/// Policies of these ports have no rules for requests.
 const UNKNOWN: u16 = 20_006;
 const DEFAULT: u16 = 20_007;
 const DENIED: u16 = 20_008;
 const TLS: u16 = 20_009;
 
-/// How long a connection that is permitted nothing may be without a request.
+/// Idle timeout of a connection that is not authorized for anything.
 const UNAUTHORIZED_IDLE: Duration = Duration::from_secs(10);
 
-const RULED: [u16; 5] = [ROUTED, LIMITED, HTTP1, HTTP2, GRPC];
+const PORTS_WITH_REQUEST_RULES: [u16; 5] = [ROUTED, LIMITED, HTTP1, HTTP2, GRPC];
 
 fn server(port: u16, protocol: &str, access: &str) -> String {
     format!(
@@ -60,9 +60,9 @@ spec:
     )
 }
 
-/// A service of `web` at whose ports clients speak bytes, as far as their proxies know.
-fn taken_for_bytes() -> String {
-    let ports: Vec<_> = RULED
+/// A Service of `web` whose ports are opaque for the proxies of clients.
+fn opaque_service() -> String {
+    let ports: Vec<_> = PORTS_WITH_REQUEST_RULES
         .iter()
         .chain(&[UNKNOWN])
         .map(|port| format!("{{name: p{port}, port: {port}, targetPort: {port}}}"))
@@ -101,7 +101,7 @@ spec:
         server(GRPC, "gRPC", "all-unauthenticated"),
         server(UNKNOWN, "unknown", "all-unauthenticated"),
         server(DENIED, "unknown", "deny"),
-        taken_for_bytes(),
+        opaque_service(),
     ]
     .concat()
 }
@@ -110,36 +110,36 @@ fn at(mesh: &Mesh, port: u16) -> SocketAddr {
     (mesh.ip("web"), port).into()
 }
 
-/// What comes back until the connection ends.
+/// Reads until the connection ends.
 async fn answer(mut stream: TcpStream, words: &[u8]) -> Vec<u8> {
     stream.write_all(words).await.unwrap();
     let mut answer = Vec::new();
-    // A reset is an end as well.
+    // A reset is also an end.
     let _ = stream.read_to_end(&mut answer).await;
     answer
 }
 
 #[test]
-fn a_port_with_rules_for_requests_never_becomes_one_of_bytes() {
+fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
     let mesh = mesh()
         .workload("client")
         .workload("web")
-        .its_env("INBOUND_DETECT_TIMEOUT", "300ms")
+        .workload_env("INBOUND_DETECT_TIMEOUT", "300ms")
         .manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
         let n_dialled = Arc::new(AtomicUsize::new(0));
         let mut apps = Vec::new();
-        for port in RULED {
+        for port in PORTS_WITH_REQUEST_RULES {
             let n_dialled = n_dialled.clone();
             let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
-            apps.push(apps::raw(listener, move |mut stream| {
+            apps.push(apps::serve_tcp(listener, move |mut stream| {
                 n_dialled.fetch_add(1, Ordering::Relaxed);
                 async move {
                     let _ = stream.write_all(b"a greeting\n").await;
                 }
             }));
         }
-        // With a version that there is, it would be a request to the Server that says HTTP/1.
+        // With a supported version it would be a valid request for the Server with HTTP/1.
         let odd = b"get /secret HTTP/1.9\r\nhost: web\r\nl5d-client-id: forged\r\n\r\n".to_vec();
         let words = [
             odd.clone(),
@@ -147,11 +147,11 @@ fn a_port_with_rules_for_requests_never_becomes_one_of_bytes() {
             client_hello("elsewhere.test").to_vec(),
             Vec::new(),
         ];
-        for port in RULED {
+        for port in PORTS_WITH_REQUEST_RULES {
             for words in &words {
-                answer(mesh.stray(STRANGER, "web", at(mesh, port)).await, words).await;
+                answer(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
             }
-            // Its proxy announces bytes.
+            // The client's proxy announces opaque bytes.
             answer(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &odd).await;
         }
         assert_eq!(n_dialled.load(Ordering::Relaxed), 0);
@@ -162,11 +162,11 @@ fn a_port_with_rules_for_requests_never_becomes_one_of_bytes() {
         );
 
         let listener = TcpListener::bind(at(mesh, UNKNOWN)).await.unwrap();
-        apps.push(apps::raw(listener, |mut stream| async move {
+        apps.push(apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         }));
-        let strangers = mesh.stray(STRANGER, "web", at(mesh, UNKNOWN)).await;
+        let strangers = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNKNOWN)).await;
         let peers = mesh.dial("client", ([10, 66, 2, 7], UNKNOWN).into()).await;
         for mut stream in [strangers, peers] {
             stream.write_all(&odd).await.unwrap();
@@ -179,7 +179,7 @@ fn a_port_with_rules_for_requests_never_becomes_one_of_bytes() {
 fn a_connection_that_is_refused_is_reset() {
     let mesh = mesh()
         .workload("web")
-        .its_env("INBOUND_DETECT_TIMEOUT", "300ms")
+        .workload_env("INBOUND_DETECT_TIMEOUT", "300ms")
         .manifest("rules", &(manifests() + &server(TLS, "TLS", "all-unauthenticated")));
     mesh.run(async |mesh: &Mesh| {
         let bytes = b"not HTTP, and long enough to know\r\n";
@@ -196,7 +196,7 @@ fn a_connection_that_is_refused_is_reset() {
             (DENIED, bytes),
             (DENIED, &hello),
         ] {
-            let mut stream = mesh.stray(STRANGER, "web", at(mesh, port)).await;
+            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
             stream.write_all(words).await.unwrap();
             let ended = stream.read_to_end(&mut Vec::new()).await;
             let kind = ended.map_err(|error| error.kind());
@@ -206,7 +206,7 @@ fn a_connection_that_is_refused_is_reset() {
 }
 
 #[test]
-fn requests_that_a_proxy_takes_for_bytes_are_judged_as_requests() {
+fn requests_sent_as_opaque_bytes_are_authorized_as_requests() {
     let mesh = mesh()
         .workload("client")
         .workload("web")
@@ -217,34 +217,34 @@ fn requests_that_a_proxy_takes_for_bytes_are_judged_as_requests() {
             let id = req.headers().get("l5d-client-id").map(|id| id.as_bytes().to_vec());
             Response::new(full(id.unwrap_or_default()))
         });
-        let mut client = Http1::over(mesh.dial("client", ([10, 66, 2, 7], ROUTED).into()).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", ([10, 66, 2, 7], ROUTED).into()).await).await;
         let forged = |path: &str| {
             let req = Request::get(path)
                 .header("host", "web")
                 .header("l5d-client-id", "forged");
             req.body(empty()).unwrap()
         };
-        let public = client.ask(forged("/public")).await.unwrap();
+        let public = client.fetch(forged("/public")).await.unwrap();
         assert_eq!((public.status.as_u16(), public.text()), (200, identity("client")));
-        assert_eq!(client.ask(forged("/secret")).await.unwrap().status, 404);
+        assert_eq!(client.fetch(forged("/secret")).await.unwrap().status, 404);
     });
 }
 
 #[test]
-fn bytes_are_cut_when_their_port_gets_rules_for_requests() {
+fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
         let listener = TcpListener::bind(at(mesh, UNKNOWN)).await.unwrap();
-        let _app = apps::raw(listener, |mut stream| async move {
+        let _app = apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         });
-        let mut stream = mesh.stray(STRANGER, "web", at(mesh, UNKNOWN)).await;
+        let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNKNOWN)).await;
         stream.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         read_until(&mut stream, "know\n").await;
         mesh.write("route", &route("late", UNKNOWN, "/"));
         let mut rest = Vec::new();
-        // A reset is an end as well.
+        // A reset is also an end.
         let _ = stream.read_to_end(&mut rest).await;
         assert_eq!(
             mesh.metric("web", "tulle_failures_total", &["cause=\"not-http\""])
@@ -254,7 +254,7 @@ fn bytes_are_cut_when_their_port_gets_rules_for_requests() {
     });
 }
 
-/// All may ask for anything but what is below `/admin`, which nobody may.
+/// All clients may use every path except those below `/admin`, which no client may use.
 fn split_by_path() -> String {
     let permit = |name: &str, networks: &str| {
         format!(
@@ -285,7 +285,7 @@ spec: {{networks: [{{cidr: {networks}}}]}}
 }
 
 #[test]
-fn a_path_that_can_be_taken_for_another_is_refused_where_rules_differ_by_path() {
+fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
     let mesh = mesh().workload("web").manifest("rules", &split_by_path());
     mesh.run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
@@ -297,8 +297,12 @@ fn a_path_that_can_be_taken_for_another_is_refused_where_rules_differ_by_path() 
         }
         let ask = async |port: u16, path: &str| {
             let head = format!("GET {path} HTTP/1.1\r\nhost: web\r\nconnection: close\r\n\r\n");
-            let said = answer(mesh.stray(STRANGER, "web", at(mesh, port)).await, head.as_bytes()).await;
-            String::from_utf8(said).unwrap()
+            let received = answer(
+                mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await,
+                head.as_bytes(),
+            )
+            .await;
+            String::from_utf8(received).unwrap()
         };
         for path in [
             "/admin%2f..",
@@ -344,7 +348,7 @@ fn a_path_that_can_be_taken_for_another_is_refused_where_rules_differ_by_path() 
 }
 
 #[test]
-fn headers_that_only_proxies_say_are_believed_of_peers_alone_in_every_spelling() {
+fn proxy_headers_are_accepted_from_peers_only_in_every_spelling() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let listener = mesh.listen("web", tulle_tests::mesh::HTTP).await;
@@ -361,21 +365,21 @@ fn headers_that_only_proxies_say_are_believed_of_peers_alone_in_every_spelling()
             req.header("l5d-orig-proto", "HTTP/1.1").body(empty()).unwrap()
         };
         let port = tulle_tests::mesh::HTTP;
-        let mut stranger = Http2::over(mesh.arrive(STRANGER, "web", port).await).await;
-        assert_eq!(stranger.ask(forged()).await.unwrap().text(), "HTTP/2.0 ");
-        let mut peer = Http1::over(mesh.dial("client", mesh.service("web", port)).await).await;
+        let mut stranger = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", port).await).await;
+        assert_eq!(stranger.fetch(forged()).await.unwrap().text(), "HTTP/2.0 ");
+        let mut peer = Http1::handshake(mesh.dial("client", mesh.service_addr("web", port)).await).await;
         let mut req = request("/");
         for name in ["l5d-client-id", "l5d_client_id", "l5d-client_id"] {
             req.headers_mut().insert(name, "forged".parse().unwrap());
         }
-        let seen = peer.ask(req).await.unwrap().text();
+        let seen = peer.fetch(req).await.unwrap().text();
         assert!(seen.starts_with("HTTP/1.1 "), "{seen}");
         assert!(seen.contains("l5d-client-id") && !seen.contains('_'), "{seen}");
     });
 }
 
-/// The settings of HTTP/2 that a server announces: concurrent streams, and bytes of a header list.
-async fn announced(mut stream: TcpStream) -> (Option<u32>, Option<u32>) {
+/// The HTTP/2 settings of a server: maximum concurrent streams, and maximum header list size in bytes.
+async fn announced_settings(mut stream: TcpStream) -> (Option<u32>, Option<u32>) {
     let begin = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     stream.write_all(begin).await.unwrap();
     let mut head = [0; 9];
@@ -391,31 +395,32 @@ async fn announced(mut stream: TcpStream) -> (Option<u32>, Option<u32>) {
 }
 
 #[test]
-fn a_connection_that_the_policy_permits_nothing_has_little_room_for_headers() {
+fn unauthorized_connections_have_small_header_limits() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let (streams, list) = announced(mesh.stray(STRANGER, "web", at(mesh, DENIED)).await).await;
+        let (streams, list) =
+            announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
         assert!(streams.unwrap() * list.unwrap() <= 1 << 20, "{streams:?} {list:?}");
-        let (streams, _) = announced(mesh.stray(STRANGER, "web", at(mesh, DEFAULT)).await).await;
+        let (streams, _) = announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DEFAULT)).await).await;
         assert_eq!(streams, Some(1024));
-        let mut denied = Http1::over(mesh.stray(STRANGER, "web", at(mesh, DENIED)).await).await;
-        assert_eq!(denied.ask(request("/")).await.unwrap().status, 403);
-        eventually("it does not stay for an hour", async || {
+        let mut denied = Http1::handshake(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
+        assert_eq!(denied.fetch(request("/")).await.unwrap().status, 403);
+        eventually("the idle connection is closed", async || {
             (!denied.is_open()).then_some(())
         })
         .await;
 
         let permitted = manifests().replace("accessPolicy: deny", "accessPolicy: all-unauthenticated");
-        let mut waiting = Http2::over(mesh.stray(STRANGER, "web", at(mesh, DENIED)).await).await;
-        assert_eq!(waiting.ask(request2("/")).await.unwrap().status, 403);
+        let mut waiting = Http2::handshake(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
+        assert_eq!(waiting.fetch(request2("/")).await.unwrap().status, 403);
         let refused_at = Instant::now();
         mesh.write("rules", &permitted);
-        eventually("who is permitted more comes again", async || {
+        eventually("the connection is closed to get larger limits", async || {
             (!waiting.is_open()).then_some(())
         })
         .await;
         assert!(refused_at.elapsed() < UNAUTHORIZED_IDLE, "{:?}", refused_at.elapsed());
-        let (streams, _) = announced(mesh.stray(STRANGER, "web", at(mesh, DENIED)).await).await;
+        let (streams, _) = announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
         assert_eq!(streams, Some(1024));
     });
 }

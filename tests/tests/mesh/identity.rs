@@ -1,4 +1,4 @@
-//! Both ends know with whom they speak, and nobody can pretend.
+//! Mutual authentication: both sides know the peer's identity, and identities cannot be forged.
 
 use std::fs;
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use tulle_tests::apps;
 use tulle_tests::client::{self, Http1, empty};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, NS, STRANGER, identity, mesh, pair};
+use tulle_tests::mesh::{HTTP, Mesh, NS, UNMESHED_IP, identity, mesh};
 
-fn forged() -> Request<client::AnyBody> {
+fn request_with_forged_identity() -> Request<client::AnyBody> {
     let req = Request::get("/headers").header("host", "web.test");
     req.header(
         "l5d-client-id",
@@ -28,20 +28,21 @@ fn forged() -> Request<client::AnyBody> {
 }
 
 #[test]
-fn the_application_learns_who_its_client_is() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let seen: serde_json::Value = serde_json::from_slice(&client.ask(forged()).await.unwrap().body).unwrap();
+fn the_application_gets_the_identity_of_its_client() {
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let seen: serde_json::Value =
+            serde_json::from_slice(&client.fetch(request_with_forged_identity()).await.unwrap().body).unwrap();
         assert_eq!(seen["l5d-client-id"], serde_json::json!([identity("client")]));
     });
 }
 
 #[test]
-fn a_stranger_cannot_claim_an_identity() {
+fn an_unauthenticated_client_cannot_forge_an_identity() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        let answer = client.ask(forged()).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let answer = client.fetch(request_with_forged_identity()).await.unwrap();
         let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
         assert_eq!((seen.get("l5d-client-id"), answer.status.as_u16()), (None, 200));
     });
@@ -49,8 +50,11 @@ fn a_stranger_cannot_claim_an_identity() {
 
 #[test]
 fn both_proxies_count_mutual_tls_with_the_peers_name() {
-    pair(async |mesh: &Mesh| {
-        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+    apps::run_with_pair(async |mesh: &Mesh| {
+        assert_eq!(
+            mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+            200
+        );
         let tls = r#"tls="true""#;
         let client_id = format!("client_id=\"{}\"", identity("client"));
         let server_id = format!("server_id=\"{}\"", identity("web"));
@@ -75,11 +79,14 @@ fn plaintext_is_counted_with_its_reason() {
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
             apps::echo(mesh, "legacy").await;
-            assert_eq!(mesh.get("client", mesh.service("legacy", HTTP), "/").await.status, 200);
+            assert_eq!(
+                mesh.get("client", mesh.service_addr("legacy", HTTP), "/").await.status,
+                200
+            );
             let reason = r#"no_tls_reason="not_provided_by_service_discovery""#;
             assert_eq!(mesh.metric("client", "request_total", &[reason]).await, 1.);
-            let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-            assert_eq!(client.ask(client::request("/")).await.unwrap().status, 200);
+            let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            assert_eq!(client.fetch(client::request("/")).await.unwrap().status, 200);
             assert_eq!(
                 mesh.metric("web", "request_total", &[r#"no_tls_reason="no_tls_from_remote""#])
                     .await,
@@ -109,14 +116,17 @@ fn certificates_are_renewed_without_a_failed_request() {
             let outcome = load(
                 mesh,
                 "client",
-                mesh.service("web", HTTP),
+                mesh.service_addr("web", HTTP),
                 2,
                 eventually("renewals", renewed),
             )
             .await;
             outcome.assert_all_ok();
-            // Handshakes are made with the new certificates as well.
-            assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+            // New handshakes use the new certificates as well.
+            assert_eq!(
+                mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+                200
+            );
         });
 }
 
@@ -125,41 +135,41 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
     let dir = tempfile::tempdir().unwrap();
     let token = dir.path().join("token");
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.its_env("IDENTITY_TOKEN_FILE", token.to_str().unwrap());
-    let mesh = mesh.its_env("IDENTITY_MIN_REFRESH", "100ms");
+    let mesh = mesh.workload_env("IDENTITY_TOKEN_FILE", token.to_str().unwrap());
+    let mesh = mesh.workload_env("IDENTITY_MIN_REFRESH", "100ms");
     mesh.run(async |mesh: &Mesh| {
         for workload in ["client", "web"] {
             apps::echo(mesh, workload).await;
         }
         let early = [
-            mesh.dial("web", mesh.service("client", HTTP)).await,
-            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("web", mesh.service_addr("client", HTTP)).await,
+            mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
         ];
         let admin = async |path: &str| {
             let stream = TcpStream::connect((mesh.ip("web"), port::ADMIN)).await.unwrap();
             client::get(stream, path).await
         };
-        eventually("it says that it has no certificate", async || {
+        eventually("the missing certificate is reported", async || {
             let answer = admin("/ready").await;
             assert_eq!(answer.status, 503, "{answer:?}");
             answer.text().contains("no certificate yet").then_some(())
         })
         .await;
         assert_eq!(admin("/live").await.status, 200);
-        assert_eq!(mesh.waiting("web").map(|(n, _)| n), [1, 1]);
+        assert_eq!(mesh.accept_queues("web").map(|(n, _)| n), [1, 1]);
 
         fs::copy(mesh.files().token("web", "web", NS).unwrap(), &token).unwrap();
         for stream in early {
             assert_eq!(client::get(stream, "/").await.status, 200);
         }
-        assert_eq!(mesh.waiting("web").map(|(n, _)| n), [0, 0]);
+        assert_eq!(mesh.accept_queues("web").map(|(n, _)| n), [0, 0]);
     });
 }
 
-/// As a proxy that scrapes the pods of a mesh does: nothing redirects the admin port, and its pod has an identity.
+/// As a meshed Prometheus scrapes pods: the admin port is not redirected, and the pod has an identity.
 #[test]
 fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         let page = mesh
             .get("client", (mesh.ip("web"), port::ADMIN).into(), "/metrics")
             .await;
@@ -171,22 +181,24 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     });
 }
 
-/// As commands do that show the certificates of pods: they come from the pod's own loopback, without a certificate.
+/// As commands do that print the certificates of pods: they connect from the pod's loopback, without a client certificate.
 #[test]
 fn a_handshake_with_the_admin_port_shows_the_certificate() {
-    pair(async |mesh: &Mesh| {
-        let shaken = shake(mesh, port::ADMIN).await.expect("the certificate names web");
-        let answer = Http1::over(shaken).await.ask(client::request("/live")).await;
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let shaken = tls_handshake(mesh, port::ADMIN)
+            .await
+            .expect("the certificate names web");
+        let answer = Http1::handshake(shaken).await.fetch(client::request("/live")).await;
         assert_eq!(answer.unwrap().status, 200);
-        // What anybody may ask in the clear is all that they may ask.
-        let mut http = Http1::over(shake(mesh, port::ADMIN).await.unwrap()).await;
+        // A client without a certificate gets the same pages as with plaintext.
+        let mut http = Http1::handshake(tls_handshake(mesh, port::ADMIN).await.unwrap()).await;
         let shutdown = Request::post("/shutdown").header("host", "web").body(empty()).unwrap();
-        assert_ne!(http.ask(shutdown).await.unwrap().status, 200);
+        assert_ne!(http.fetch(shutdown).await.unwrap().status, 200);
     });
 }
 
-/// TLS with a port of the pod of `web`, without a certificate of our own.
-async fn shake(mesh: &Mesh, port: u16) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+/// TLS with a port of the pod of `web`, without a client certificate.
+async fn tls_handshake(mesh: &Mesh, port: u16) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
     roots.add_parsable_certificates(anchors.map(Result::unwrap));

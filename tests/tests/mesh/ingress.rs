@@ -1,17 +1,17 @@
-//! In ingress mode a request goes to the service that it names, whatever its connection was opened to.
+//! In ingress mode a request goes to the service that it names, independent of the connection's original destination.
 
 use std::collections::BTreeSet;
 
 use http::{Request, Version};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tulle_tests::apps;
-use tulle_tests::client::{Answer, AnyBody, Http1, Http2, empty};
+use tulle_tests::client::{AnyBody, CollectedResponse, Http1, Http2, empty};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, mesh};
 
-/// A controller in ingress mode, with services to send requests to.
+/// A controller in ingress mode, and services for its requests.
 fn ingress() -> Builder {
-    let mesh = mesh().workload("ingress").its_env("INGRESS_MODE", "true");
+    let mesh = mesh().workload("ingress").workload_env("INGRESS_MODE", "true");
     mesh.workload("web").replicas("other", 2).unmeshed("legacy")
 }
 
@@ -21,13 +21,13 @@ async fn echo(mesh: &Mesh) {
     }
 }
 
-/// The answer to a request that dials the endpoint of `dialled` and names `target`.
-async fn ask(mesh: &Mesh, dialled: &str, target: Option<&str>) -> Answer {
-    let mut client = Http1::over(mesh.dial("ingress", mesh.app(dialled, HTTP)).await).await;
-    client.ask(naming(target)).await.unwrap()
+/// The response to a request that dials the endpoint of `dialled` and names `target`.
+async fn ask(mesh: &Mesh, dialled: &str, target: Option<&str>) -> CollectedResponse {
+    let mut client = Http1::handshake(mesh.dial("ingress", mesh.app_addr(dialled, HTTP)).await).await;
+    client.fetch(request_with_dst_override(target)).await.unwrap()
 }
 
-fn naming(target: Option<&str>) -> Request<AnyBody> {
+fn request_with_dst_override(target: Option<&str>) -> Request<AnyBody> {
     let mut req = Request::get("/headers").header("host", "shop.example");
     if let Some(target) = target {
         req = req.header("l5d-dst-override", target);
@@ -43,10 +43,13 @@ fn full(service: &str) -> String {
 fn requests_of_one_connection_go_to_the_services_that_they_name() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        let mut client = Http1::over(mesh.dial("ingress", mesh.app("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
         let (other, web) = (full("other"), full("Web"));
         for (target, expected) in [(Some(&other), "other"), (None, "web"), (Some(&web), "web")] {
-            let answer = client.ask(naming(target.map(String::as_str))).await.unwrap();
+            let answer = client
+                .fetch(request_with_dst_override(target.map(String::as_str)))
+                .await
+                .unwrap();
             assert_eq!(answer.status, 200, "{target:?}: {}", answer.text());
             assert!(answer.header("x-replica").starts_with(expected), "{target:?}");
             assert!(!answer.text().contains("l5d-dst-override"), "{}", answer.text());
@@ -60,7 +63,7 @@ fn requests_of_one_connection_go_to_the_services_that_they_name() {
 fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        let mut client = Http2::over(mesh.dial("ingress", mesh.app("web", HTTP)).await).await;
+        let mut client = Http2::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
         let other = full("other");
         let replicas = eventually("both replicas answer", async || {
             let mut replicas = BTreeSet::new();
@@ -68,13 +71,13 @@ fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name
                 let mut client = client.clone();
                 let req = Request::get("http://shop.example/").version(Version::HTTP_2);
                 let req = req.header("l5d-dst-override", &other).body(empty()).unwrap();
-                replicas.insert(client.ask(req).await.unwrap().header("x-replica").to_owned());
+                replicas.insert(client.fetch(req).await.unwrap().header("x-replica").to_owned());
             }
             (replicas.len() > 1).then_some(replicas)
         });
         assert_eq!(replicas.await, ["other-0", "other-1"].map(String::from).into());
         let req = Request::get("http://shop.example/").version(Version::HTTP_2);
-        let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+        let answer = client.fetch(req.body(empty()).unwrap()).await.unwrap();
         assert_eq!(answer.header("x-replica"), "web");
     });
 }
@@ -90,9 +93,9 @@ fn an_unmeshed_endpoint_that_was_only_dialled_is_counted_as_such() {
 }
 
 #[test]
-fn what_is_no_name_is_refused_and_not_sent_where_the_connection_goes() {
-    let told = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
-    told.run(async |mesh: &Mesh| {
+fn an_invalid_override_is_refused_and_not_sent_to_the_original_destination() {
+    let mesh_with_causes = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
+    mesh_with_causes.run(async |mesh: &Mesh| {
         echo(mesh).await;
         for bad in ["10.0.0.1:80", "[::1]:80", "web:0", "we b", ""] {
             let answer = ask(mesh, "web", Some(bad)).await;
@@ -102,15 +105,15 @@ fn what_is_no_name_is_refused_and_not_sent_where_the_connection_goes() {
                 "{bad:?}"
             );
             let error = answer.header("l5d-proxy-error");
-            assert!(error.contains("l5d-dst-override is no DNS name"), "{error}");
+            assert!(error.contains("l5d-dst-override is not a DNS name"), "{error}");
         }
     });
 }
 
 #[test]
-fn a_name_that_has_no_profile_is_none_that_clients_are_led_to() {
-    let told = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
-    told.run(async |mesh: &Mesh| {
+fn a_name_outside_the_profile_suffixes_is_forbidden() {
+    let mesh_with_causes = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
+    mesh_with_causes.run(async |mesh: &Mesh| {
         echo(mesh).await;
         for other in [
             "metadata.internal",
@@ -129,7 +132,7 @@ fn a_name_that_has_no_profile_is_none_that_clients_are_led_to() {
 }
 
 #[test]
-fn a_name_of_nobody_is_refused_and_clients_of_an_ingress_are_not_told_why() {
+fn an_unknown_name_is_refused_and_ingress_clients_do_not_get_the_cause() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let answer = ask(mesh, "web", Some("nobody.shop.svc.cluster.local")).await;
@@ -140,11 +143,11 @@ fn a_name_of_nobody_is_refused_and_clients_of_an_ingress_are_not_told_why() {
 }
 
 #[test]
-fn bytes_go_where_they_were_sent() {
+fn byte_streams_go_to_the_original_destination() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
         for port in [TCP, OPAQUE] {
-            let mut client = mesh.dial("ingress", mesh.app("web", port)).await;
+            let mut client = mesh.dial("ingress", mesh.app_addr("web", port)).await;
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             let mut read = [0; 16];
             client.read_exact(&mut read).await.unwrap();
@@ -154,7 +157,7 @@ fn bytes_go_where_they_were_sent() {
 }
 
 #[test]
-fn without_ingress_mode_the_header_decides_nothing_and_is_passed_on() {
+fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
     mesh()
         .workload("ingress")
         .workload("web")

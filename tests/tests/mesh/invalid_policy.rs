@@ -1,4 +1,4 @@
-//! A policy that cannot be understood lets nobody in.
+//! An invalid policy permits no client.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use tulle_proto::net::{IpAddress, IpNetwork, ip_address};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
-use tulle_tests::policies::{self, Policies};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
+use tulle_tests::policies::{self, FakePolicyService};
 
-/// Everybody may.
-pub(crate) fn open() -> Server {
+/// A Server that permits all clients.
+pub(crate) fn allow_all_server() -> Server {
     let authz = Authz {
         networks: vec![Network {
             net: Some(IpNetwork {
@@ -43,41 +43,41 @@ pub(crate) fn open() -> Server {
 }
 
 #[test]
-fn an_update_that_cannot_be_understood_denies_and_cuts() {
-    let mesh = mesh().workload("web").its_env("POLICY_SVC_ADDR", policies::ADDR);
+fn an_invalid_update_denies_requests_and_closes_connections() {
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
     mesh.run(async |mesh: &Mesh| {
-        let policies = Policies::serve().await;
-        policies.say_of_ports(Ok(open()));
+        let policies = FakePolicyService::serve().await;
+        policies.set_port_policy(Ok(allow_all_server()));
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let known = [r#"srv_name="open""#];
         eventually("the policy is known", async || {
-            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             (mesh.metric("web", "inbound_http_authz_allow_total", &known).await >= 1.).then_some(())
         })
         .await;
-        let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        let mut bytes = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
         bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         bytes.read_exact(&mut [0; 8]).await.unwrap();
 
-        let mut bad = open();
+        let mut bad = allow_all_server();
         bad.authorizations[0].networks.clear();
-        policies.say_of_ports(Ok(bad));
+        policies.set_port_policy(Ok(bad));
         eventually("requests are refused", async || {
-            let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-            // A connection that was let in just before is cut.
-            let answer = client.ask(request("/")).await.ok()?;
+            let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            // A connection that was permitted just before is closed.
+            let answer = client.fetch(request("/")).await.ok()?;
             (answer.status == 500).then_some(())
         })
         .await;
         let mut rest = Vec::new();
-        // A reset is an end as well.
+        // A reset is also an end.
         let _ = bytes.read_to_end(&mut rest).await;
 
-        policies.say_of_ports(Ok(open()));
+        policies.set_port_policy(Ok(allow_all_server()));
         eventually("a good policy is in force again", async || {
-            let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-            let answer = client.ask(request("/")).await.ok()?;
+            let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            let answer = client.fetch(request("/")).await.ok()?;
             (answer.status == 200).then_some(())
         })
         .await;

@@ -1,8 +1,9 @@
-//! Whole meshes in this process: what an application, an operator and a peer see.
+//! Whole meshes in this process, tested from the side of an application, an operator and a peer.
 //!
-//! One program, because each would link everything anew.
+//! The tests are one program, because each program would be linked separately.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod admin_policy;
 mod anchors;
@@ -32,14 +33,14 @@ mod policy;
 mod races;
 mod refusals;
 mod resets;
+mod retries;
 mod routing;
+mod scripted_policies;
 mod splits;
 mod tap;
 mod telemetry;
-mod told;
 mod trace;
 mod transparency;
-mod tries;
 mod unknown_policy;
 mod unreadable;
 mod websocket;

@@ -1,7 +1,7 @@
-//! Whatever objects a cluster has, our proxies understand what our control plane tells of them.
+//! Compatibility: proxies can decode every message of the control plane, for any valid or invalid objects in the cluster.
 //!
-//! Objects are made at random, sane ones and odd ones; those that the control plane refuses are not there, and what it makes of
-//! the others is given to the proxy's decoder.
+//! Objects are generated at random. The control plane ignores the ones that it refuses, and the proxy's decoder reads
+//! the messages for the others.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config, TransportMode};
-use tulle_control::source::dir::{self, Report};
-use tulle_control::tls::creds::ClientCertificates;
+use tulle_control::source::directory_source::{self, ManifestReport};
+use tulle_control::tls::mesh_credentials::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -23,48 +23,51 @@ use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec::Target};
 use tulle_proxy::messages;
 
-/// Clusters that are made; others by `TULLE_TEST_SEED`.
-const CLUSTERS: u64 = 150;
+/// Number of generated clusters; `TULLE_TEST_SEED` selects others.
+const N_GENERATED_CLUSTERS: u64 = 150;
 
 #[tokio::test]
-async fn whatever_a_cluster_has_proxies_understand_what_they_are_told() {
+async fn proxies_can_decode_every_message_of_the_control_plane() {
     let first: u64 = std::env::var("TULLE_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
-    let mut told = Told::default();
-    for seed in first..first + CLUSTERS {
-        let manifests = Making(fastrand::Rng::with_seed(seed)).cluster();
-        told.check(seed, &manifests).await;
+    let mut counts = DecodedCounts::default();
+    for seed in first..first + N_GENERATED_CLUSTERS {
+        let manifests = ObjectGenerator(fastrand::Rng::with_seed(seed)).cluster();
+        counts.check(seed, &manifests).await;
     }
-    let Told {
+    let DecodedCounts {
         policies,
         profiles,
         endpoints,
         ports,
-    } = told;
-    // So that a generator whose objects are all refused is noticed.
+    } = counts;
+    // Detects a generator whose objects are all refused.
     for (what, n) in [
         ("policies", policies),
         ("profiles", profiles),
         ("endpoints", endpoints),
         ("policies of ports", ports),
     ] {
-        assert!(n as u64 > CLUSTERS, "{n} {what} of {CLUSTERS} clusters");
+        assert!(
+            n as u64 > N_GENERATED_CLUSTERS,
+            "{n} {what} of {N_GENERATED_CLUSTERS} clusters"
+        );
     }
 }
 
-/// How many messages were understood.
+/// Number of decoded messages.
 #[derive(Default)]
-struct Told {
+struct DecodedCounts {
     policies: usize,
     profiles: usize,
     endpoints: usize,
     ports: usize,
 }
 
-impl Told {
-    /// Asks a control plane that has read these manifests for all that it can be asked for about destinations.
+impl DecodedCounts {
+    /// Reads these manifests into a control plane, and requests all messages about destinations and ports.
     async fn check(&mut self, seed: u64, manifests: &str) {
         let (registry, dir) = (Registry::new(), tempfile::tempdir().unwrap());
-        // A file with a document that is refused is not read at all.
+        // If one document of a file is refused, the whole file is ignored, so each document has its own file.
         for (n, document) in manifests.split("---\n").enumerate() {
             std::fs::write(dir.path().join(format!("{n}.yaml")), document).unwrap();
         }
@@ -77,23 +80,23 @@ impl Told {
             ..Config::default()
         };
         let cluster = Cluster::new(config, &registry);
-        let report = Report::new(&registry);
-        let source = dir::run(dir.path().to_owned(), cluster.writer(), report, drain.clone());
+        let report = ManifestReport::new(&registry);
+        let source = directory_source::run(dir.path().to_owned(), cluster.writer(), report, drain.clone());
         let source = tokio::spawn(source);
-        soon(cluster.synced()).await;
+        with_timeout(cluster.synced()).await;
 
         let fail = |what: &str, error: anyhow::Error| -> ! {
-            panic!("{what} of TULLE_TEST_SEED={seed} is not understood: {error:#}\n{manifests}")
+            panic!("{what} of TULLE_TEST_SEED={seed} cannot be decoded: {error:#}\n{manifests}")
         };
         let client = r#"{"ns":"front","pod":"front-0"}"#.to_owned();
         let mut outbound = OutboundPoliciesClient::new(policy::outbound_server(
             cluster.clone(),
-            policy::Config::default(),
+            policy::config::Config::default(),
             drain.clone(),
         ));
         let mut destinations = DestinationClient::new(destination::server(
             cluster.clone(),
-            destination::Config::default(),
+            destination::config::Config::default(),
             drain.clone(),
         ));
         for target in targets() {
@@ -143,13 +146,13 @@ impl Told {
     }
 }
 
-/// The first message of a stream, if it is answered at all.
+/// The first message of a stream, or `None` for an error.
 async fn first<T>(asked: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>) -> Option<T> {
-    let mut stream = soon(asked).await.ok()?.into_inner();
-    soon(stream.message()).await.ok()?
+    let mut stream = with_timeout(asked).await.ok()?.into_inner();
+    with_timeout(stream.message()).await.ok()?
 }
 
-async fn soon<T>(future: impl Future<Output = T>) -> T {
+async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
         .expect("it took longer than 20 seconds")
@@ -157,7 +160,7 @@ async fn soon<T>(future: impl Future<Output = T>) -> T {
 
 const PORTS: [u16; 3] = [80, 90, 5432];
 
-/// All that a proxy may ask for.
+/// All targets that a proxy may request.
 fn targets() -> Vec<String> {
     let services = ["10.247.0.10", "10.247.0.11"];
     let names = ["web.shop.svc.cluster.local", "web-v2.shop.svc.cluster.local"];
@@ -167,7 +170,7 @@ fn targets() -> Vec<String> {
         .collect()
 }
 
-/// Ports whose policy their proxy may ask for.
+/// Workloads and ports whose policies a proxy may request.
 fn workloads() -> Vec<(String, u32)> {
     let workloads = [
         r#"{"ns":"shop","pod":"web-0"}"#,
@@ -180,20 +183,19 @@ fn workloads() -> Vec<(String, u32)> {
         .collect()
 }
 
-/// Makes objects at random.
-struct Making(fastrand::Rng);
+struct ObjectGenerator(fastrand::Rng);
 
-impl Making {
+impl ObjectGenerator {
     fn one<'a>(&mut self, of: &[&'a str]) -> &'a str {
         of[self.0.usize(..of.len())]
     }
 
-    /// One time in `n`.
+    /// True with probability 1/n.
     fn is_one_in(&mut self, n: usize) -> bool {
         self.0.usize(..n) == 0
     }
 
-    /// A field one time in two.
+    /// A field with probability 1/2.
     fn maybe(&mut self, field: impl FnOnce(&mut Self) -> String) -> String {
         match self.0.bool() {
             true => format!("{}, ", field(self)),
@@ -366,7 +368,7 @@ impl Making {
         }
     }
 
-    /// Filters now and then: a route with one that cannot be served says nothing else.
+    /// Filters are rare, because a route with an unsupported filter has no other effect.
     fn filters(&mut self) -> String {
         match self.is_one_in(3) {
             true => format!("filters: [{}], ", self.some(2, Self::filter)),
@@ -402,7 +404,7 @@ impl Making {
         format!("{{{matches}{filters}{backends}{timeouts}}}")
     }
 
-    /// Of routes, services and egress networks.
+    /// Annotations of routes, services and egress networks.
     fn annotations(&mut self) -> String {
         let mut all = String::new();
         for (key, values) in [
@@ -501,7 +503,7 @@ impl Making {
             false => self.some(if matches.is_some() { 2 } else { 1 }, |make| make.rule(matches)),
         };
         let (namespace, annotations) = (self.one(&["shop", "shop", "front"]), self.annotations());
-        // Of the same age now and then.
+        // Some routes have the same age.
         let created = self.one(&["2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"]);
         format!(
             "apiVersion: {api}\nkind: {kind}\nmetadata: {{name: r{n}, namespace: {namespace}, \
@@ -748,7 +750,6 @@ impl Making {
         )
     }
 
-    /// The objects of one cluster.
     fn cluster(&mut self) -> String {
         let mut all = vec![
             self.service("web", "10.247.0.10"),

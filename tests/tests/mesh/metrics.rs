@@ -1,11 +1,11 @@
-//! What is counted besides requests: connections, what they turned out to be, endpoints, and bytes by zone.
+//! Metrics other than request metrics: connections, detected protocols, endpoints, and bytes by zone.
 
 use http::Request;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
 /// Waits until a metric of `client` has this value.
 async fn counts(mesh: &Mesh, name: &str, labels: &[&str], expected: f64) {
@@ -20,20 +20,23 @@ fn connections_are_counted_by_how_they_are_carried() {
     let mesh = mesh().workload("client").workload("web").unmeshed("gone");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        client.ask(request("/")).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        client.fetch(request("/")).await.unwrap();
         let of_web = r#"parent_name="web""#;
         let protocols = "outbound_tcp_protocol_connections_total";
         counts(mesh, protocols, &[r#"protocol="detect""#, of_web], 1.0).await;
         let found = "outbound_tcp_detect_http_results_total";
         counts(mesh, found, &[r#"result="http/1""#, of_web], 1.0).await;
 
-        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         bytes.write_all(b"hello").await.unwrap();
         let mut echoed = [0; 5];
         bytes.read_exact(&mut echoed).await.unwrap();
         counts(mesh, protocols, &[r#"protocol="opaq""#, of_web], 1.0).await;
-        let (port, ip) = (format!("target_port=\"{OPAQUE}\""), mesh.service("web", OPAQUE).ip());
+        let (port, ip) = (
+            format!("target_port=\"{OPAQUE}\""),
+            mesh.service_addr("web", OPAQUE).ip(),
+        );
         let of_route = [of_web, &port, &format!("target_ip=\"{ip}\"")];
         counts(mesh, "outbound_tcp_route_open_total", &of_route, 1.0).await;
         counts(mesh, "outbound_tcp_route_close_total", &of_route, 0.0).await;
@@ -41,13 +44,13 @@ fn connections_are_counted_by_how_they_are_carried() {
         let ended = [&of_route[..], &[r#"error="""#]].concat();
         counts(mesh, "outbound_tcp_route_close_total", &ended, 1.0).await;
 
-        let mut refused = mesh.dial("client", mesh.service("gone", OPAQUE)).await;
+        let mut refused = mesh.dial("client", mesh.service_addr("gone", OPAQUE)).await;
         assert_eq!(refused.read(&mut [0]).await.unwrap_or(0), 0);
         let failed = [r#"parent_name="gone""#, r#"error="unexpected""#];
         counts(mesh, "outbound_tcp_route_close_total", &failed, 1.0).await;
 
-        let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        stranger.ask(request("/")).await.unwrap();
+        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        stranger.fetch(request("/")).await.unwrap();
         let labels = [r#"result="http/1""#, r#"srv_port="8080""#];
         let found = mesh.metric("web", "inbound_tcp_detect_http_results_total", &labels);
         assert_eq!(found.await, 1.0);
@@ -61,8 +64,8 @@ fn endpoints_and_bytes_are_counted() {
         for workload in ["web-0", "web-1"] {
             apps::echo(mesh, workload).await;
         }
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        client.ask(request("/")).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        client.fetch(request("/")).await.unwrap();
         let of_web = r#"backend_name="web""#;
         let ready = [r#"endpoint_state="ready""#, of_web];
         counts(mesh, "outbound_http_balancer_endpoints", &ready, 2.0).await;
@@ -83,24 +86,24 @@ fn endpoints_and_bytes_are_counted() {
     });
 }
 
-/// Requests for each of these hosts, and one without any, on a route of `client`.
-fn asked_for(env: &str, hosts: &[&str], test: impl AsyncFnOnce(&Mesh) + Send) {
+/// Sends requests with each of these hosts through the proxy of `client`, with hostname labels set to `env`.
+fn run_with_hosts(env: &str, hosts: &[&str], test: impl AsyncFnOnce(&Mesh) + Send) {
     let mesh = mesh().workload("client").env("OUTBOUND_METRICS_HOSTNAME_LABELS", env);
     mesh.workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for host in hosts {
             let req = Request::get("/").header("host", *host).body(empty()).unwrap();
-            client.ask(req).await.unwrap();
+            client.fetch(req).await.unwrap();
         }
         test(mesh).await;
     });
 }
 
 #[test]
-fn requests_are_counted_by_authority_where_that_is_wanted_and_by_so_many_only() {
+fn authority_labels_are_opt_in_and_bounded() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.its_env("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe");
+    let mesh = mesh.workload_env("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let counts = async |name: &str, authority: &str, expected: f64| {
@@ -110,13 +113,13 @@ fn requests_are_counted_by_authority_where_that_is_wanted_and_by_so_many_only() 
             })
             .await;
         };
-        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut ask = async |host: &str, canonical: Option<&str>| {
             let mut req = Request::get("/").header("host", host);
             if let Some(canonical) = canonical {
                 req = req.header("l5d-dst-canonical", canonical);
             }
-            assert_eq!(client.ask(req.body(empty()).unwrap()).await.unwrap().status, 200);
+            assert_eq!(client.fetch(req.body(empty()).unwrap()).await.unwrap().status, 200);
         };
         for (host, canonical) in [
             ("web.test", None),
@@ -126,10 +129,10 @@ fn requests_are_counted_by_authority_where_that_is_wanted_and_by_so_many_only() 
         ] {
             ask(host, canonical).await;
         }
-        let mut meshed = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut meshed = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let req = Request::get("/").header("host", "web.test");
         let req = req.header("l5d-dst-canonical", "web.shop.svc.cluster.local:8080");
-        meshed.ask(req.body(empty()).unwrap()).await.unwrap();
+        meshed.fetch(req.body(empty()).unwrap()).await.unwrap();
         for (authority, expected) in [
             (r#"authority="web.test""#, 2.0),
             (r#"authority="other.test:8080""#, 1.0),
@@ -144,21 +147,21 @@ fn requests_are_counted_by_authority_where_that_is_wanted_and_by_so_many_only() 
         for n in 0..1000 {
             ask(&format!("n{n}.test"), None).await;
         }
-        // Those of clients without identity have 64 places, two of which were taken before.
+        // Clients without an identity have 64 label values; two were used before.
         counts("request_total", "authority=", 66.0).await;
         counts("request_total", "", 1005.0).await;
     });
 }
 
 #[test]
-fn requests_are_counted_by_host_where_that_is_wanted() {
+fn requests_are_counted_by_host_if_enabled() {
     let hosts = ["web.test", "WEB.test:80", "other.test"];
-    asked_for("true", &hosts, async |mesh: &Mesh| {
+    run_with_hosts("true", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
         counts(mesh, statuses, &[r#"hostname="web.test""#], 2.0).await;
         counts(mesh, statuses, &[r#"hostname="other.test""#], 1.0).await;
     });
-    asked_for("false", &hosts, async |mesh: &Mesh| {
+    run_with_hosts("false", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
         counts(mesh, statuses, &[r#"hostname="""#], 3.0).await;
     });

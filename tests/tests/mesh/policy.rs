@@ -1,4 +1,4 @@
-//! Who may: decided before the application is dialled, and again when the policy changes.
+//! Inbound policy: enforced before the application is dialled, and again when the policy changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{self, Http1, Http2, read_until, request, request2};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, STRANGER, TCP, identity, mesh};
+use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
 
 fn server(name: &str, port: u16, access_policy: &str) -> String {
     format!(
@@ -25,7 +25,7 @@ spec:
     )
 }
 
-/// Lets the workloads of `app` use the server `name`.
+/// Permits the workloads of `app` on the Server `name`.
 fn permit(name: &str, app: &str) -> String {
     format!(
         "\
@@ -47,7 +47,7 @@ spec:
     )
 }
 
-/// Nobody without an identity, from the first moment on.
+/// Only authenticated clients are permitted, from the start.
 fn authenticated() -> Builder {
     mesh()
         .flag("--default-policy=all-authenticated")
@@ -56,9 +56,9 @@ fn authenticated() -> Builder {
         .workload("web")
 }
 
-/// True when the other side ends the connection without having sent anything.
+/// True if the peer closes the connection without sending anything.
 async fn is_closed(stream: &mut TcpStream) -> bool {
-    // A reset is an end as well.
+    // A reset is also an end.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
 
@@ -69,26 +69,26 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
         let apps = [HTTP, TCP, OPAQUE].map(|port| {
             let dialled = dialled.clone();
             async move {
-                apps::raw(mesh.listen("web", port).await, move |_| {
+                apps::serve_tcp(mesh.listen("web", port).await, move |_| {
                     dialled.fetch_add(1, Ordering::Relaxed);
                     std::future::ready(())
                 })
             }
         });
         let _apps = futures_util::future::join_all(apps).await;
-        let mut http1 = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        let answer = http1.ask(request("/")).await.unwrap();
+        let mut http1 = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let answer = http1.fetch(request("/")).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.header("l5d-proxy-error")), (403, ""));
-        let mut http2 = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        assert_eq!(http2.ask(request2("/")).await.unwrap().status, 403);
+        let mut http2 = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        assert_eq!(http2.fetch(request2("/")).await.unwrap().status, 403);
         for port in [TCP, OPAQUE] {
-            let mut stranger = mesh.arrive(STRANGER, "web", port).await;
-            // One that is refused before it has said anything cannot write any more.
+            let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
+            // The write fails if the connection was refused before.
             let _sent = stranger.write_all(b"not HTTP, and long enough to know\n").await;
             assert!(is_closed(&mut stranger).await, "port {port}");
         }
-        // Detection must not dial in the stranger's name either, however long it says nothing.
-        let mut silent = mesh.arrive(STRANGER, "web", TCP).await;
+        // Detection must not dial the application for an unauthorized client that sends nothing.
+        let mut silent = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
         silent.shutdown().await.unwrap();
         assert!(is_closed(&mut silent).await);
         assert_eq!(dialled.load(Ordering::Relaxed), 0);
@@ -100,8 +100,11 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
 fn meshed_clients_are_authenticated() {
     authenticated().run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
-        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        assert_eq!(
+            mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
+            200
+        );
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         bytes.write_all(b"hello").await.unwrap();
         let mut back = [0; 5];
         bytes.read_exact(&mut back).await.unwrap();
@@ -120,7 +123,7 @@ fn one_identity_is_permitted_and_another_is_refused() {
         .manifest("authorization", &permit("web-http", "client"))
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
-            let dst = mesh.service("web", HTTP);
+            let dst = mesh.service_addr("web", HTTP);
             eventually("the policy is known", async || {
                 (mesh.get("client", dst, "/").await.status == 200).then_some(())
             })
@@ -134,11 +137,15 @@ fn one_identity_is_permitted_and_another_is_refused() {
                     "policy-denied:server/web-http; why=identity; direction=inbound; hop={hop}; target={target}:{HTTP}"
                 )
             );
-            assert_eq!(refused.header("l5d-proxy-error"), "", "its own proxy's to hear");
+            assert_eq!(
+                refused.header("l5d-proxy-error"),
+                "",
+                "the client does not get the error text"
+            );
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
             assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
-            let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-            assert_eq!(stranger.ask(request("/")).await.unwrap().status, 403);
+            let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            assert_eq!(stranger.fetch(request("/")).await.unwrap().status, 403);
             let labels = [
                 r#"authz_kind="authorizationpolicy""#,
                 r#"authz_name="web-http""#,
@@ -154,11 +161,11 @@ fn one_identity_is_permitted_and_another_is_refused() {
 }
 
 #[test]
-fn a_policy_that_turns_cuts_open_connections() {
+fn a_policy_change_to_deny_closes_open_connections() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
-        let mut plain = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
+        let mut plain = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
         for stream in [&mut bytes, &mut plain] {
             stream.write_all(b"hello").await.unwrap();
             stream.read_exact(&mut [0; 5]).await.unwrap();
@@ -175,16 +182,16 @@ fn a_policy_that_turns_cuts_open_connections() {
 fn requests_on_an_open_connection_follow_the_policy() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
         mesh.write("server", &server("web-http", HTTP, "deny"));
         eventually("requests are refused", async || {
-            (client.ask(request("/")).await.unwrap().status == 403).then_some(())
+            (client.fetch(request("/")).await.unwrap().status == 403).then_some(())
         })
         .await;
         mesh.remove("server");
         eventually("requests are permitted again", async || {
-            (client.ask(request("/")).await.unwrap().status == 200).then_some(())
+            (client.fetch(request("/")).await.unwrap().status == 200).then_some(())
         })
         .await;
     });
@@ -214,13 +221,13 @@ spec:
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
             let get = async |from| {
-                client::get(mesh.arrive(from, "web", HTTP).await, "/")
+                client::get(mesh.dial_inbound(from, "web", HTTP).await, "/")
                     .await
                     .status
                     .as_u16()
             };
             eventually("the policy is known", async || {
-                (get(STRANGER).await == 200).then_some(())
+                (get(UNMESHED_IP).await == 200).then_some(())
             })
             .await;
             assert_eq!(get([10, 66, 9, 8].into()).await, 403);
@@ -228,9 +235,9 @@ spec:
         });
 }
 
-/// The kubelet sends the path of a probe as it is written, whichever of its characters are percent-encoded.
+/// The kubelet sends the path of a probe as it is written, whichever characters are percent-encoded.
 #[test]
-fn a_probe_is_permitted_however_its_path_is_written() {
+fn a_probe_is_permitted_for_every_spelling_of_its_path() {
     mesh()
         .flag("--default-policy=deny")
         .flag("--probe-networks=10.66.0.0/16")
@@ -242,11 +249,11 @@ fn a_probe_is_permitted_however_its_path_is_written() {
                 let probe = format!("  - name: app\n    readinessProbe: {{httpGet: {{path: '{path}', port: http}}}}");
                 mesh.write("pod-web", &pod.replace("  - name: app", &probe));
                 let get = async |path: &str| {
-                    let client = mesh.arrive(STRANGER, "web", HTTP).await;
+                    let client = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
                     client::get(client, path).await.status.as_u16()
                 };
                 eventually(&format!("a probe of {path} is permitted"), async || {
-                    (get(path).await == 404).then_some(()) // by the application
+                    (get(path).await == 404).then_some(()) // from the application
                 })
                 .await;
                 assert_eq!(get("/other").await, 403, "{path}");
@@ -271,9 +278,9 @@ spec:
         .manifest("limit", limit)
         .run(async |mesh: &Mesh| {
             apps::echo(mesh, "web").await;
-            let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+            let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             eventually("a request is over the limit", async || {
-                let status = client.ask(request("/")).await.unwrap().status.as_u16();
+                let status = client.fetch(request("/")).await.unwrap().status.as_u16();
                 assert!([200, 429].contains(&status), "{status}");
                 (status == 429).then_some(())
             })
@@ -283,9 +290,9 @@ spec:
         });
 }
 
-/// A server that grants every upgrade and gives back what comes then; other requests get a part of an answer.
-async fn unending(mesh: &Mesh) -> App {
-    apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+/// A server that accepts every upgrade and echoes the bytes that follow; other requests get an incomplete response.
+async fn upgrade_and_partial_response_app(mesh: &Mesh) -> App {
+    apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
         let answer = match head.contains("upgrade: ") {
             true => "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n",
@@ -298,16 +305,19 @@ async fn unending(mesh: &Mesh) -> App {
 }
 
 #[test]
-fn a_policy_that_turns_cuts_tunnels_and_responses() {
+fn a_policy_change_to_deny_closes_tunnels_and_responses() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let _app = unending(mesh).await;
-        let dst = mesh.service("web", HTTP);
+        let _app = upgrade_and_partial_response_app(mesh).await;
+        let dst = mesh.service_addr("web", HTTP);
         let mut open = Vec::new();
         for (upgrade, begun) in [
             ("", "begun\n"),
             ("connection: upgrade\r\nupgrade: echo\r\n", "\r\n\r\n"),
         ] {
-            for mut stream in [mesh.dial("client", dst).await, mesh.arrive(STRANGER, "web", HTTP).await] {
+            for mut stream in [
+                mesh.dial("client", dst).await,
+                mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
+            ] {
                 let head = format!("GET / HTTP/1.1\r\nhost: web.test\r\n{upgrade}\r\n");
                 stream.write_all(head.as_bytes()).await.unwrap();
                 read_until(&mut stream, begun).await;
@@ -317,36 +327,39 @@ fn a_policy_that_turns_cuts_tunnels_and_responses() {
         mesh.write("server", &server("web-http", HTTP, "all-unauthenticated"));
         let known = ["srv_name=\"web-http\""];
         eventually("the policy is known", async || {
-            drop(mesh.arrive(STRANGER, "web", HTTP).await);
+            drop(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await);
             (mesh.metric("web", "tcp_open_total", &known).await > 0.).then_some(())
         })
         .await;
         for tunnel in &mut open[2..] {
             tunnel.write_all(b"hello").await.unwrap();
-            tunnel.read_exact(&mut [0; 5]).await.expect("what is permitted goes on");
+            tunnel
+                .read_exact(&mut [0; 5])
+                .await
+                .expect("a permitted tunnel stays open");
         }
         mesh.write("server", &server("web-http", HTTP, "deny"));
         for mut stream in open {
             let cut = async { while !is_closed(&mut stream).await {} };
             tokio::time::timeout(Duration::from_secs(5), cut)
                 .await
-                .expect("it is cut");
+                .expect("the connection is closed");
         }
         assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 4.);
     });
 }
 
 #[test]
-fn a_response_that_ends_with_its_connection_is_reset_when_the_policy_turns() {
+fn a_response_without_a_length_is_reset_when_the_policy_changes_to_deny() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        let _app = unending(mesh).await;
-        let mut client = mesh.arrive(STRANGER, "web", HTTP).await;
+        let _app = upgrade_and_partial_response_app(mesh).await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         client.write_all(b"GET / HTTP/1.0\r\n\r\n").await.unwrap();
         read_until(&mut client, "begun\n").await;
         mesh.write("server", &server("web-http", HTTP, "deny"));
         let mut rest = Vec::new();
         let cut = tokio::time::timeout(Duration::from_secs(5), client.read_to_end(&mut rest));
-        cut.await.expect("it is cut").expect_err("a reset");
+        cut.await.expect("the connection is closed").expect_err("a reset");
     });
 }
 
@@ -354,8 +367,8 @@ fn a_response_that_ends_with_its_connection_is_reset_when_the_policy_turns() {
 fn tls_is_not_looked_for_on_opaque_ports() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
-        bytes.write_all(b"\x16\x03\x01").await.unwrap(); // as TLS begins
+        let mut bytes = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
+        bytes.write_all(b"\x16\x03\x01").await.unwrap(); // the start of a TLS record
         bytes.read_exact(&mut [0; 3]).await.unwrap();
         let skipped = ["no_tls_reason=\"port_skipped\"", "target_port=\"3306\""];
         assert_eq!(mesh.metric("web", "tcp_open_total", &skipped).await, 1.);

@@ -1,6 +1,6 @@
-//! No request is lost to a connection that its server closes meanwhile, nor to endpoints that come and go.
+//! No request is lost when a server closes its connection at the same time, or when endpoints are replaced.
 //!
-//! With `TULLE_TEST_FULL=1` these are a hundred thousand requests each.
+//! With `TULLE_TEST_FULL=1` each test sends a hundred thousand requests.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use tokio::time::Instant;
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::full;
 use tulle_tests::eventually::eventually;
-use tulle_tests::load::{Outcome, load};
+use tulle_tests::load::{LoadOutcome, load};
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
-/// Unoptimised proxies would take minutes for all of them.
+/// Unoptimised proxies would need minutes for all requests.
 fn n_requests() -> f64 {
     match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => 100_000.,
@@ -23,12 +23,12 @@ fn n_requests() -> f64 {
     }
 }
 
-fn patient() -> Builder {
-    mesh().within(Duration::from_secs(900))
+fn mesh_with_long_timeout() -> Builder {
+    mesh().timeout(Duration::from_secs(900))
 }
 
-/// Waits until the application of `client` has sent so many requests.
-async fn sent(mesh: &Mesh, n: f64) {
+/// Waits until the application of `client` has sent `n` requests.
+async fn wait_for_sent_requests(mesh: &Mesh, n: f64) {
     while mesh
         .metric("client", "tulle_http_requests_total", &["direction=\"outbound\""])
         .await
@@ -38,7 +38,7 @@ async fn sent(mesh: &Mesh, n: f64) {
     }
 }
 
-fn tell(what: &str, outcome: &Outcome, since: Instant) {
+fn print_outcome(what: &str, outcome: &LoadOutcome, since: Instant) {
     eprintln!(
         "{what}: {} requests, {} failed, {:?}",
         outcome.n_ok,
@@ -47,9 +47,9 @@ fn tell(what: &str, outcome: &Outcome, since: Instant) {
     );
 }
 
-/// Answers requests without a body, and closes without a word: after some of its responses at once, after some a moment
-/// later, when the next request may be on its way.
-async fn fickle(stream: TcpStream) {
+/// Answers requests without a body, and closes without `connection: close`: after some responses at once, after others
+/// a moment later, when the next request may be on its way.
+async fn randomly_closing_server(stream: TcpStream) {
     let mut stream = BufReader::new(stream);
     let mut line = String::new();
     loop {
@@ -73,37 +73,37 @@ async fn fickle(stream: TcpStream) {
     }
 }
 
-/// Load on the only application of this name.
-fn of_fickle(app: &str, mesh: Builder) {
+/// Runs load on an application whose server closes connections at random.
+fn run_against_closing_server(app: &str, mesh: Builder) {
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen(app, HTTP).await, fickle);
+        let _app = apps::serve_tcp(mesh.listen(app, HTTP).await, randomly_closing_server);
         let since = Instant::now();
-        let during = sent(mesh, n_requests());
-        let outcome = load(mesh, "client", mesh.service(app, HTTP), 8, during).await;
-        tell(app, &outcome, since);
+        let during = wait_for_sent_requests(mesh, n_requests());
+        let outcome = load(mesh, "client", mesh.service_addr(app, HTTP), 8, during).await;
+        print_outcome(app, &outcome, since);
         outcome.assert_all_ok();
     });
 }
 
 #[test]
 fn servers_that_close_kept_connections_at_random_fail_no_request() {
-    of_fickle("web", patient().workload("client").workload("web"));
+    run_against_closing_server("web", mesh_with_long_timeout().workload("client").workload("web"));
 }
 
 #[test]
-fn the_same_of_servers_without_a_sidecar() {
-    of_fickle("legacy", patient().workload("client").unmeshed("legacy"));
+fn unmeshed_servers_that_close_kept_connections_at_random_fail_no_request() {
+    run_against_closing_server("legacy", mesh_with_long_timeout().workload("client").unmeshed("legacy"));
 }
 
-/// How many workloads there are, and how many of them have endpoints at a time.
+/// The number of workloads, and how many of them are endpoints at a time.
 const REPLICAS: usize = 5;
 const READY: usize = 3;
 const REPLACEMENTS: usize = 20;
 
 /// Waits until a workload gets no more requests.
-async fn withdrawn(mesh: &Mesh, workload: &str) {
+async fn wait_until_unused(mesh: &Mesh, workload: &str) {
     let mut last = (f64::NAN, f64::NAN);
-    eventually("it is withdrawn", async || {
+    eventually("the endpoint is removed", async || {
         let at_it = mesh.metric(workload, "request_total", &[]).await;
         let of_all = mesh
             .metric("client", "tulle_http_requests_total", &["direction=\"outbound\""])
@@ -123,7 +123,7 @@ async fn replica(mesh: &Mesh, n: usize) -> App {
 
 #[test]
 fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
-    let mesh = patient().workload("client").replicas("web", REPLICAS);
+    let mesh = mesh_with_long_timeout().workload("client").replicas("web", REPLICAS);
     mesh.run(async |mesh: &Mesh| {
         let name = |n: usize| format!("pod-web-{}", n % REPLICAS);
         let pods: Vec<_> = (0..REPLICAS).map(|n| mesh.manifest(&name(n))).collect();
@@ -134,9 +134,9 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                 false => mesh.remove(&name(n)),
             }
         }
-        // Two that are gone at a time are more than a request can get past, and nobody has asked yet.
-        let dst = mesh.service("web", HTTP);
-        eventually("who is not ready is known to be", async || {
+        // Two missing replicas at once are more than a request's retries can skip, so wait until discovery knows them.
+        let dst = mesh.service_addr("web", HTTP);
+        eventually("unready endpoints are known", async || {
             for _ in 0..50 {
                 if mesh.get("client", dst, "/").await.status != 200 {
                     return None;
@@ -157,15 +157,15 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                     (mesh.metric(&workload, "request_total", &[]).await > before).then_some(())
                 })
                 .await;
-                // The worst that an application can do: it is gone at once, and the mesh hears of it afterwards.
+                // The worst case: the application disappears at once, and its pod is removed afterwards.
                 running.pop_front().unwrap().kill().await;
                 mesh.remove(&name(old));
-                withdrawn(mesh, &format!("web-{}", old % REPLICAS)).await;
-                sent(mesh, n_requests() * (n + 1 - READY) as f64 / REPLACEMENTS as f64).await;
+                wait_until_unused(mesh, &format!("web-{}", old % REPLICAS)).await;
+                wait_for_sent_requests(mesh, n_requests() * (n + 1 - READY) as f64 / REPLACEMENTS as f64).await;
             }
         };
         let outcome = load(mesh, "client", dst, 8, during).await;
-        tell("replacements", &outcome, since);
+        print_outcome("replacements", &outcome, since);
         outcome.assert_all_ok();
     });
 }

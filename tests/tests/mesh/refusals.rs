@@ -1,4 +1,4 @@
-//! What proxies answer themselves, and whom they tell why.
+//! Responses of the proxies themselves, and which clients get the cause.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,16 +7,16 @@ use std::time::Duration;
 use http::{Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tulle_tests::apps::{self, dripping};
+use tulle_tests::apps::{self, slow_response};
 use tulle_tests::client::{AnyBody, Http1, empty, full, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, identity, mesh};
 
 async fn client(mesh: &Mesh, app: &str) -> Http1 {
-    Http1::over(mesh.dial("client", mesh.service(app, HTTP)).await).await
+    Http1::handshake(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await
 }
 
-fn demanding(identity: &str) -> Request<AnyBody> {
+fn request_requiring_identity(identity: &str) -> Request<AnyBody> {
     let req = Request::get("/")
         .header("host", "web.test")
         .header("l5d-require-id", identity);
@@ -24,7 +24,7 @@ fn demanding(identity: &str) -> Request<AnyBody> {
 }
 
 #[test]
-fn a_server_that_is_not_whom_the_application_demands_is_not_asked() {
+fn a_server_without_the_required_identity_gets_no_request() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
         let asked = Arc::new(AtomicUsize::new(0));
@@ -37,16 +37,19 @@ fn a_server_that_is_not_whom_the_application_demands_is_not_asked() {
                 async move { Response::new(full(if leaked { "leaked" } else { "ok" })) }
             }));
         }
-        let answer = client(mesh, "web").await.ask(demanding(&identity("web"))).await;
+        let answer = client(mesh, "web")
+            .await
+            .fetch(request_requiring_identity(&identity("web")))
+            .await;
         assert_eq!(answer.unwrap().text(), "ok");
         for app in ["web", "legacy"] {
             let answer = client(mesh, app)
                 .await
-                .ask(demanding(&identity("other")))
+                .fetch(request_requiring_identity(&identity("other")))
                 .await
                 .unwrap();
-            let told = (answer.status.as_u16(), answer.cause());
-            assert_eq!(told, (502, "tls-identity-mismatch"), "{app}");
+            let reported = (answer.status.as_u16(), answer.cause());
+            assert_eq!(reported, (502, "tls-identity-mismatch"), "{app}");
         }
         assert_eq!(asked.load(Ordering::Relaxed), 1);
     });
@@ -55,37 +58,37 @@ fn a_server_that_is_not_whom_the_application_demands_is_not_asked() {
 #[test]
 fn requests_beyond_those_in_flight_are_shed_until_a_response_has_ended() {
     let mesh = mesh().workload("web").workload("client");
-    let mesh = mesh.its_env("OUTBOUND_MAX_IN_FLIGHT", "1");
+    let mesh = mesh.workload_env("OUTBOUND_MAX_IN_FLIGHT", "1");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
             match req.uri().path() {
-                "/endless" => dripping(1, Duration::ZERO, false),
+                "/endless" => slow_response(1, Duration::ZERO, false),
                 _ => Response::new(full("ok")),
             }
         });
         let mut holding = client(mesh, "web").await;
         let endless = holding.send(request("/endless")).await.unwrap();
-        assert_eq!(endless.status(), 200, "its head is there, and its body goes on");
-        let answer = client(mesh, "web").await.ask(request("/")).await.unwrap();
+        assert_eq!(endless.status(), 200, "the head has arrived, and the body continues");
+        let answer = client(mesh, "web").await.fetch(request("/")).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.cause()), (503, "overload"));
         let shed = ["error=\"loadshed\""];
         assert_eq!(mesh.metric("client", "outbound_http_errors_total", &shed).await, 1.);
         drop((endless, holding));
-        eventually("there is room again", async || {
-            (client(mesh, "web").await.ask(request("/")).await.unwrap().status == 200).then_some(())
+        eventually("a request is accepted again", async || {
+            (client(mesh, "web").await.fetch(request("/")).await.unwrap().status == 200).then_some(())
         })
         .await;
     });
 }
 
 #[test]
-fn reasons_are_told_unless_they_are_switched_off() {
+fn causes_are_reported_unless_disabled() {
     for hidden in ["false", "true"] {
         let mesh = mesh().workload("web").workload("client");
-        let mesh = mesh.its_env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", hidden);
+        let mesh = mesh.workload_env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", hidden);
         mesh.run(async |mesh: &Mesh| {
             let answer = mesh.get("client", ([10, 66, 7, 7], HTTP).into(), "/").await;
-            assert_eq!(answer.status, 502, "nobody listens there");
+            assert_eq!(answer.status, 502, "no listener");
             for name in ["l5d-proxy-error", "l5d-proxy-cause", "l5d-proxy-connection"] {
                 assert_eq!(answer.headers.contains_key(name), hidden == "false", "{name}");
             }
@@ -95,7 +98,7 @@ fn reasons_are_told_unless_they_are_switched_off() {
 }
 
 #[test]
-fn what_only_proxies_say_is_taken_out_of_an_application_s_response() {
+fn proxy_headers_are_removed_from_application_responses() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
         let names = ["l5d-proxy-error", "l5d-proxy-cause", "l5d-proxy-connection"];
@@ -110,7 +113,7 @@ fn what_only_proxies_say_is_taken_out_of_an_application_s_response() {
             apps::http(mesh.listen("legacy", HTTP).await, forging),
         ];
         for app in ["web", "legacy"] {
-            let answer = client(mesh, app).await.ask(request("/")).await.unwrap();
+            let answer = client(mesh, app).await.fetch(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (502, "forged"));
             assert!(
                 !names.iter().any(|name| answer.headers.contains_key(*name)),
@@ -139,7 +142,7 @@ spec:
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let answer = eventually("the route is known", async || {
-            let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+            let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
             (answer.status != 200).then_some(answer)
         })
         .await;
@@ -149,51 +152,57 @@ spec:
         assert!(n_missed >= 1., "{n_missed}");
         let n_errors = mesh.metric("web", "inbound_http_errors_total", &[]).await;
         assert_eq!(n_errors, 0., "it is counted once");
-        let answer = mesh.get("client", mesh.service("web", HTTP), "/headers").await;
+        let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/headers").await;
         assert_eq!(answer.status, 200);
     });
 }
 
-/// True when the other side ends the connection without having sent anything.
+/// True if the peer closes the connection without sending anything.
 async fn is_closed(mut stream: TcpStream) -> bool {
-    // It may be closed already.
+    // The write fails if the connection is already closed.
     let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n").await;
-    // A reset is an end as well.
+    // A reset is also an end.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
 
 #[test]
-fn what_was_not_meant_for_a_workload_is_closed() {
+fn connections_for_other_workloads_are_closed() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        // The application dials the proxy, which would dial itself for ever.
+        // The application dials its own proxy, which would dial itself in a loop.
         assert!(is_closed(mesh.dial("client", (mesh.ip("client"), 4140).into()).await).await);
-        // What came here by mistake, or to see whether this is a way around a policy.
-        for dst in [mesh.app("client", HTTP), (STRANGER, HTTP).into()] {
-            assert!(is_closed(mesh.stray(STRANGER, "web", dst).await).await, "{dst}");
+        // Destinations that are not this workload, by mistake or to bypass a policy.
+        for dst in [mesh.app_addr("client", HTTP), (UNMESHED_IP, HTTP).into()] {
+            assert!(
+                is_closed(mesh.dial_inbound_as(UNMESHED_IP, "web", dst).await).await,
+                "{dst}"
+            );
         }
-        assert!(!is_closed(mesh.arrive(STRANGER, "web", HTTP).await).await);
+        assert!(!is_closed(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await);
     });
 }
 
 #[test]
-fn without_rules_peers_are_served_and_all_others_closed() {
-    let mesh = mesh().workload("client").workload("web").asks_the_kernel();
+fn without_redirect_rules_only_peers_are_served() {
+    let mesh = mesh().workload("client").workload("web").orig_dst_from_kernel();
     mesh.run(async |mesh: &Mesh| {
         for workload in ["client", "web"] {
             apps::echo(mesh, workload).await;
         }
-        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.text(), "web\n");
-        assert!(is_closed(mesh.dial("web", mesh.service("client", HTTP)).await).await);
-        let mut stranger = mesh.arrive(STRANGER, "web", HTTP).await;
+        assert_eq!(
+            mesh.get("client", mesh.service_addr("web", HTTP), "/").await.text(),
+            "web\n"
+        );
+        assert!(is_closed(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
+        let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         stranger
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
-        let mut said = Vec::new();
-        // A reset is an end as well.
-        let _ = stranger.read_to_end(&mut said).await;
-        assert!(!said.starts_with(b"HTTP/"), "no more than an alert of TLS");
+        let mut received = Vec::new();
+        // A reset is also an end.
+        let _ = stranger.read_to_end(&mut received).await;
+        assert!(!received.starts_with(b"HTTP/"), "at most a TLS alert");
         eventually("it is counted", async || {
             (mesh.metric("web", "tulle_inbound_tls_failures_total", &[]).await >= 1.).then_some(())
         })
@@ -202,10 +211,10 @@ fn without_rules_peers_are_served_and_all_others_closed() {
 }
 
 #[test]
-fn who_asks_itself_is_asked_without_tls() {
+fn a_request_to_the_own_workload_uses_no_tls() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let answer = mesh.get("web", mesh.service("web", HTTP), "/headers").await;
+        let answer = mesh.get("web", mesh.service_addr("web", HTTP), "/headers").await;
         let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
         assert!(seen["host"].is_array() && seen["l5d-client-id"].is_null(), "{seen}");
         let requests = async |labels: &[&str]| mesh.metric("web", "request_total", labels).await;

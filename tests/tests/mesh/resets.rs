@@ -1,4 +1,4 @@
-//! A byte stream that breaks looks like one that breaks, and a dial that fails like one that fails: never like a clean end.
+//! A reset of a byte stream is passed on as a reset, and a failed dial as a failure, never as a clean end.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -13,51 +13,51 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tulle_tests::apps;
 use tulle_tests::client::{self, full, read_until};
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
+use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
 fn workloads() -> Builder {
     mesh().workload("client").workload("web").unmeshed("legacy")
 }
 
-/// Has a connection end with a reset when it is dropped.
+/// Makes a connection end with a reset when it is dropped.
 fn reset(stream: TcpStream) {
     SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-/// How a connection ends, with what came before.
+/// Reads to the end; returns the number of bytes, or the kind of the error.
 async fn end(stream: &mut TcpStream) -> Result<usize, ErrorKind> {
     let mut all = Vec::new();
     stream.read_to_end(&mut all).await.map_err(|error| error.kind())
 }
 
-/// A way to bytes.
+/// A path of a byte stream through the mesh.
 #[derive(Clone, Copy, Debug)]
-enum Way {
-    /// From `client` to a service, by one proxy or two, detected or opaque.
+enum ConnectionPath {
+    /// From `client` to a service, through one or two proxies, with protocol detection or opaque.
     Service(&'static str, u16),
-    /// From `client` to a workload by its address.
+    /// From `client` to the address of a workload.
     Address(&'static str, u16),
-    /// From outside to a port of `web`.
+    /// From outside the mesh to a port of `web`.
     Outside(u16),
 }
 
-const WAYS: [Way; 8] = [
-    Way::Service("web", TCP),
-    Way::Service("web", OPAQUE),
-    Way::Service("legacy", TCP),
-    Way::Service("legacy", OPAQUE),
-    Way::Address("web", TCP),
-    Way::Address("legacy", TCP),
-    Way::Outside(TCP),
-    Way::Outside(OPAQUE),
+const CONNECTION_PATHS: [ConnectionPath; 8] = [
+    ConnectionPath::Service("web", TCP),
+    ConnectionPath::Service("web", OPAQUE),
+    ConnectionPath::Service("legacy", TCP),
+    ConnectionPath::Service("legacy", OPAQUE),
+    ConnectionPath::Address("web", TCP),
+    ConnectionPath::Address("legacy", TCP),
+    ConnectionPath::Outside(TCP),
+    ConnectionPath::Outside(OPAQUE),
 ];
 
-impl Way {
+impl ConnectionPath {
     async fn open(self, mesh: &Mesh) -> io::Result<TcpStream> {
         match self {
-            Self::Service(app, port) => mesh.try_dial("client", mesh.service(app, port)).await,
+            Self::Service(app, port) => mesh.try_dial("client", mesh.service_addr(app, port)).await,
             Self::Address(workload, port) => mesh.try_dial("client", (mesh.ip(workload), port).into()).await,
-            Self::Outside(port) => mesh.try_arrive(STRANGER, "web", port).await,
+            Self::Outside(port) => mesh.try_dial_inbound(UNMESHED_IP, "web", port).await,
         }
     }
 }
@@ -68,7 +68,7 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             for port in [TCP, OPAQUE] {
-                let app = apps::raw(mesh.listen(workload, port).await, |mut stream| async move {
+                let app = apps::serve_tcp(mesh.listen(workload, port).await, |mut stream| async move {
                     read_until(&mut stream, "\n").await;
                     stream.write_all(b"half of it").await.unwrap();
                     read_until(&mut stream, "\n").await;
@@ -77,7 +77,7 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
                 apps.push(app);
             }
         }
-        for way in WAYS {
+        for way in CONNECTION_PATHS {
             let mut client = way.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
@@ -90,58 +90,58 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
 #[test]
 fn a_reset_of_the_client_is_a_reset_for_the_application() {
     workloads().run(async |mesh: &Mesh| {
-        let (tell, mut told) = mpsc::channel(1);
+        let (report, mut ended) = mpsc::channel(1);
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             for port in [TCP, OPAQUE] {
-                let tell = tell.clone();
-                let app = apps::raw(mesh.listen(workload, port).await, move |mut stream| {
-                    let tell = tell.clone();
+                let report = report.clone();
+                let app = apps::serve_tcp(mesh.listen(workload, port).await, move |mut stream| {
+                    let report = report.clone();
                     async move {
                         read_until(&mut stream, "\n").await;
                         stream.write_all(b"half of it").await.unwrap();
-                        tell.send(end(&mut stream).await).await.unwrap();
+                        report.send(end(&mut stream).await).await.unwrap();
                     }
                 });
                 apps.push(app);
             }
         }
-        for way in WAYS {
+        for way in CONNECTION_PATHS {
             let mut client = way.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             reset(client);
-            assert_eq!(told.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{way:?}");
+            assert_eq!(ended.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{way:?}");
         }
     });
 }
 
 #[test]
-fn a_connection_to_nobody_is_reset_whether_its_client_speaks_or_not() {
+fn a_connection_without_a_listener_is_reset_even_if_its_client_is_silent() {
     workloads().run(async |mesh: &Mesh| {
-        for says in [&b"\x01no HTTP at all\n"[..], b""] {
-            for way in WAYS {
+        for sent in [&b"\x01no HTTP at all\n"[..], b""] {
+            for way in CONNECTION_PATHS {
                 let began_at = Instant::now();
-                // Where nobody has to be heard first, the reset may come as soon as the connection is there.
+                // If the proxy dials before it reads, the reset may come right after the connection is established.
                 let refused = async {
                     let mut client = way.open(mesh).await?;
-                    client.write_all(says).await?;
+                    client.write_all(sent).await?;
                     client.read_to_end(&mut Vec::new()).await
                 };
                 let error = refused.await.expect_err("a reset");
                 assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{way:?}");
                 let elapsed = began_at.elapsed();
-                assert!(elapsed < Duration::from_millis(1900), "{way:?}, {says:?}: {elapsed:?}");
+                assert!(elapsed < Duration::from_millis(1900), "{way:?}, {sent:?}: {elapsed:?}");
             }
         }
-        // Requests are still told why.
+        // HTTP requests still get the cause.
         let answer = mesh.get("client", (mesh.ip("legacy"), HTTP).into(), "/").await;
         assert_eq!((answer.status.as_u16(), answer.cause()), (502, "connect-refused"));
     });
 }
 
-/// A listener that accepts nobody, and whose queue is full: what dials it gets no answer.
-fn unanswering(addr: SocketAddr) -> (Socket, Vec<Socket>) {
+/// A listener with a full accept queue, so that dialling it times out.
+fn full_listener(addr: SocketAddr) -> (Socket, Vec<Socket>) {
     let socket = |nonblocking| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.set_nonblocking(nonblocking).unwrap();
@@ -163,27 +163,27 @@ fn unanswering(addr: SocketAddr) -> (Socket, Vec<Socket>) {
 fn an_address_that_does_not_answer_is_dialled_once() {
     workloads().run(async |mesh: &Mesh| {
         let addr = SocketAddr::from(([10, 66, 7, 1], TCP));
-        let _nobody = unanswering(addr);
-        for says in [&b"\x01no HTTP at all\n"[..], b""] {
+        let _nobody = full_listener(addr);
+        for sent in [&b"\x01no HTTP at all\n"[..], b""] {
             let began_at = Instant::now();
             let mut client = mesh.dial("client", addr).await;
-            client.write_all(says).await.unwrap();
-            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{says:?}");
-            // A dial takes a second.
+            client.write_all(sent).await.unwrap();
+            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{sent:?}");
+            // The connect timeout is one second.
             let elapsed = began_at.elapsed();
-            assert!(elapsed > Duration::from_millis(900), "{says:?}: {elapsed:?}");
-            assert!(elapsed < Duration::from_millis(1900), "{says:?}: {elapsed:?}");
+            assert!(elapsed > Duration::from_millis(900), "{sent:?}: {elapsed:?}");
+            assert!(elapsed < Duration::from_millis(1900), "{sent:?}: {elapsed:?}");
         }
     });
 }
 
 #[test]
-fn an_application_whose_queue_is_full_for_a_moment_is_waited_for() {
-    // As the chart has it.
+fn a_full_accept_queue_is_waited_for() {
+    // The default of the chart.
     let mesh = workloads().env("INBOUND_CONNECT_TIMEOUT", "100ms");
     mesh.run(async |mesh: &Mesh| {
-        let (listener, waiting) = unanswering(mesh.app("web", HTTP));
-        let mut asking = pin!(client::get(mesh.arrive(STRANGER, "web", HTTP).await, "/"));
+        let (listener, waiting) = full_listener(mesh.app_addr("web", HTTP));
+        let mut asking = pin!(client::get(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "/"));
         let too_early = tokio::time::timeout(Duration::from_millis(500), &mut asking).await;
         assert!(too_early.is_err(), "{}", too_early.unwrap().status);
         drop(waiting);
@@ -200,7 +200,7 @@ fn half_closes_are_still_passed_on() {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             for port in [TCP, OPAQUE] {
-                let app = apps::raw(mesh.listen(workload, port).await, |mut stream| async move {
+                let app = apps::serve_tcp(mesh.listen(workload, port).await, |mut stream| async move {
                     let mut all = Vec::new();
                     stream.read_to_end(&mut all).await.unwrap();
                     stream.write_all(&all).await.unwrap();
@@ -208,7 +208,7 @@ fn half_closes_are_still_passed_on() {
                 apps.push(app);
             }
         }
-        for way in WAYS {
+        for way in CONNECTION_PATHS {
             let mut client = way.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.shutdown().await.unwrap();

@@ -1,4 +1,4 @@
-//! Routes of the Gateway API decide where requests go and what is changed on the way.
+//! Routes of the Gateway API select backends and modify requests and responses.
 
 use http::Request;
 use tulle_tests::apps;
@@ -21,14 +21,14 @@ spec:
     )
 }
 
-/// `client`, `web` and `canary`, with rules for `web`.
+/// Runs a test with `client`, `web` and `canary`, with these rules for `web`.
 fn routed(rules: &str, test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
     mesh.manifest("route", &route(rules)).run(async |mesh: &Mesh| {
         for workload in ["web", "canary"] {
             apps::echo(mesh, workload).await;
         }
-        let client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         test(mesh, client).await;
     });
 }
@@ -41,7 +41,7 @@ fn a_header_sends_requests_to_another_backend() {
     routed(rules, async |_: &Mesh, mut client: Http1| {
         for (value, expected) in [("yes", "canary\n"), ("no", "web\n"), ("yes", "canary\n")] {
             let req = Request::get("/").header("host", "web.test").header("x-canary", value);
-            assert_eq!(client.ask(req.body(empty()).unwrap()).await.unwrap().text(), expected);
+            assert_eq!(client.fetch(req.body(empty()).unwrap()).await.unwrap().text(), expected);
         }
     });
 }
@@ -52,7 +52,7 @@ fn weights_divide_requests_among_backends() {
     routed(rules, async |_: &Mesh, mut client: Http1| {
         let mut n_canary = 0;
         for _ in 0..400 {
-            n_canary += usize::from(client.ask(request("/")).await.unwrap().text() == "canary\n");
+            n_canary += usize::from(client.fetch(request("/")).await.unwrap().text() == "canary\n");
         }
         // Five standard deviations around a hundred.
         assert!((57..=143).contains(&n_canary), "{n_canary} of 400");
@@ -70,14 +70,14 @@ fn a_redirect_is_answered_by_the_proxy() {
         path: {type: ReplacePrefixMatch, replacePrefixMatch: /new}
   - backendRefs: [{name: web, port: 8080}]";
     routed(rules, async |_: &Mesh, mut client: Http1| {
-        let answer = client.ask(request("/old/page")).await.unwrap();
+        let answer = client.fetch(request("/old/page")).await.unwrap();
         assert_eq!(answer.status, 301);
         let location = answer.header("location");
         assert!(
             location.starts_with("http://elsewhere.test") && location.ends_with("/new/page"),
             "{location}"
         );
-        assert_eq!(client.ask(request("/")).await.unwrap().text(), "web\n");
+        assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
     });
 }
 
@@ -99,7 +99,7 @@ fn filters_change_headers_of_requests_and_responses() {
             .header("host", "web.test")
             .header("x-set", "old");
         let req = req.header("x-added", "one").header("x-gone", "here");
-        let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+        let answer = client.fetch(req.body(empty()).unwrap()).await.unwrap();
         let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
         assert_eq!(
             (&seen["x-set"], &seen["x-added"]),
@@ -123,16 +123,16 @@ fn a_route_that_appears_changes_requests_of_open_connections() {
             for workload in ["web", "canary"] {
                 apps::echo(mesh, workload).await;
             }
-            let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-            assert_eq!(client.ask(request("/")).await.unwrap().text(), "web\n");
+            let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+            assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
             mesh.write("route", &route("  - backendRefs: [{name: canary, port: 8080}]"));
             eventually("requests go to the canary", async || {
-                (client.ask(request("/")).await.unwrap().text() == "canary\n").then_some(())
+                (client.fetch(request("/")).await.unwrap().text() == "canary\n").then_some(())
             })
             .await;
             mesh.remove("route");
-            eventually("requests go home", async || {
-                (client.ask(request("/")).await.unwrap().text() == "web\n").then_some(())
+            eventually("requests go to web again", async || {
+                (client.fetch(request("/")).await.unwrap().text() == "web\n").then_some(())
             })
             .await;
         });

@@ -9,12 +9,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{Http1, Http2, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
-/// A server that counts, and whose status can be changed.
+/// A server that counts requests, and whose response status can be changed.
 struct Server {
-    asked: Arc<AtomicUsize>,
-    connected: Arc<AtomicUsize>,
+    n_requests: Arc<AtomicUsize>,
+    n_connections: Arc<AtomicUsize>,
     _apps: [App; 2],
 }
 
@@ -28,23 +28,23 @@ impl Server {
             async move { Response::builder().status(status).body(full("")).unwrap() }
         });
         let connections = connected.clone();
-        let tcp = apps::raw(mesh.listen(workload, OPAQUE).await, move |_| {
+        let tcp = apps::serve_tcp(mesh.listen(workload, OPAQUE).await, move |_| {
             connections.fetch_add(1, Ordering::Relaxed);
             std::future::ready(())
         });
         Self {
-            asked,
-            connected,
+            n_requests: asked,
+            n_connections: connected,
             _apps: [http, tcp],
         }
     }
 
-    fn asked(&self) -> usize {
-        self.asked.load(Ordering::Relaxed)
+    fn n_requests(&self) -> usize {
+        self.n_requests.load(Ordering::Relaxed)
     }
 }
 
-/// A profile of `web` with all that its spec may have.
+/// A profile of `web` with this spec.
 fn profile(spec: &str) -> String {
     format!(
         "\
@@ -67,7 +67,7 @@ fn overrides(port: u16) -> String {
     )
 }
 
-/// `client`, and three services of which `web` has a profile.
+/// Runs a test with `client` and three services; `web` has the profile.
 fn split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
     let mesh = mesh.workload("nobody").manifest("profile", &profile(spec));
@@ -83,7 +83,7 @@ fn split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) 
 }
 
 async fn client(mesh: &Mesh) -> Http1 {
-    Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
+    Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await
 }
 
 #[test]
@@ -91,9 +91,9 @@ fn attempts_are_split_by_weight() {
     split(&overrides(HTTP), async |mesh: &Mesh, servers: [Server; 3], _| {
         let mut client = client(mesh).await;
         for _ in 0..1000 {
-            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
         }
-        let [web, canary, nobody] = servers.map(|server| server.asked());
+        let [web, canary, nobody] = servers.map(|server| server.n_requests());
         assert_eq!((web + canary, nobody), (1000, 0));
         // Five standard deviations.
         assert!((227..=373).contains(&canary), "{canary} of 1000");
@@ -104,12 +104,12 @@ fn attempts_are_split_by_weight() {
 fn connections_are_split_by_weight() {
     split(&overrides(OPAQUE), async |mesh: &Mesh, servers: [Server; 3], _| {
         for _ in 0..200 {
-            let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+            let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
             stream.write_all(b"hello").await.unwrap();
-            // A reset is an end as well.
+            // A reset is also an end.
             let _ = stream.read(&mut [0]).await;
         }
-        let [web, canary, nobody] = servers.map(|server| server.connected.load(Ordering::Relaxed));
+        let [web, canary, nobody] = servers.map(|server| server.n_connections.load(Ordering::Relaxed));
         assert_eq!((web + canary, nobody), (200, 0));
         assert!((28..=92).contains(&canary), "{canary} of 200");
     });
@@ -128,24 +128,24 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
         &spec,
         async |mesh: &Mesh, servers: [Server; 3], status: Arc<AtomicU16>| {
             let mut client = client(mesh).await;
-            // Requests that succeed pay for retries as well.
+            // Successful requests also add to the retry budget.
             for _ in 0..100 {
-                assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+                assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             }
             status.store(503, Ordering::Relaxed);
             for _ in 0..400 {
-                let answer = client.ask(request("/")).await.unwrap();
+                let answer = client.fetch(request("/")).await.unwrap();
                 assert_eq!(
                     (answer.status.as_u16(), answer.cause()),
                     (503, ""),
                     "the servers say so"
                 );
             }
-            let [web, canary, nobody] = servers.map(|server| server.asked());
-            // A fifth of five hundred, and one a second for a minute that are free.
+            let [web, canary, nobody] = servers.map(|server| server.n_requests());
+            // A fifth of five hundred, and the minimum of one per second for a minute.
             let n_attempts = web + canary;
             let expected = 500 + 100 + 60;
-            // What has been paid in is gone when the control plane says something new, as it may in the first moment.
+            // Deposits to the budget are lost when the control plane sends an update, which may happen in the first moment.
             assert!(
                 (expected - 5..=expected).contains(&n_attempts),
                 "web {web}, canary {canary}"
@@ -162,7 +162,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
 }
 
 #[test]
-fn a_profile_s_timeout_is_told_and_closes_the_connection() {
+fn a_profile_timeout_is_reported_and_closes_the_connection() {
     let spec = "  routes:
   - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
 ";
@@ -175,16 +175,16 @@ fn a_profile_s_timeout_is_told_and_closes_the_connection() {
             Response::new(full("ok"))
         });
         let mut client = client(mesh).await;
-        assert_eq!(client.ask(request("/")).await.unwrap().text(), "ok");
-        let answer = client.ask(request("/slow")).await.unwrap();
-        let told = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
-        assert_eq!(told, (504, "deadline", "close"));
+        assert_eq!(client.fetch(request("/")).await.unwrap().text(), "ok");
+        let answer = client.fetch(request("/slow")).await.unwrap();
+        let reported = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
+        assert_eq!(reported, (504, "deadline", "close"));
         eventually("the connection is closed", async || (!client.is_open()).then_some(())).await;
     });
 }
 
 #[test]
-fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
+fn a_profile_timeout_covers_grpc_responses_that_stall_after_the_head() {
     let spec = "  retryBudget: {retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s}
   routes:
   - {name: calls, condition: {pathRegex: '/.*'}, isRetryable: true, timeout: 300ms}
@@ -197,32 +197,32 @@ fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
             let req = req.header("content-type", "application/grpc").header("te", "trailers");
             req.body(full(&b"\0\0\0\0\0"[..])).unwrap()
         };
-        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let answer = client.ask(call()).await.unwrap();
+        let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let answer = client.fetch(call()).await.unwrap();
         assert_eq!((answer.cause(), answer.header("grpc-status")), ("deadline", "4"));
     });
 }
 
 #[test]
-fn upgrades_go_by_their_profile_and_outlive_its_timeout() {
+fn upgrades_go_by_their_profile_but_not_by_its_timeout() {
     let spec = "  routes:
   - {name: chat, condition: {pathRegex: '/chat'}, timeout: 1s}
   - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             let head = read_until(&mut stream, "\r\n\r\n").await;
             if head.starts_with("GET /chat ") {
                 let switched = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n";
                 stream.write_all(switched).await.unwrap();
-                tokio::time::sleep(Duration::from_millis(1500)).await; // longer than a response may take
+                tokio::time::sleep(Duration::from_millis(1500)).await; // longer than the response timeout
                 stream.write_all(head.as_bytes()).await.unwrap();
             }
             std::future::pending().await
         });
         let ask = async |path: &str| {
-            let mut stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let mut stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n");
             stream.write_all(head.as_bytes()).await.unwrap();
             let answer = read_until(&mut stream, "\r\n\r\n").await;
@@ -249,7 +249,7 @@ fn upgrades_go_by_their_profile_and_outlive_its_timeout() {
 }
 
 #[test]
-fn the_server_s_sidecar_counts_by_the_routes_and_classes_of_the_profile_that_its_client_s_went_by() {
+fn the_servers_sidecar_counts_by_the_profile_of_the_clients_sidecar() {
     let spec = "  routes:
   - name: broken
     condition: {pathRegex: /broken}
@@ -257,13 +257,13 @@ fn the_server_s_sidecar_counts_by_the_routes_and_classes_of_the_profile_that_its
     - {condition: {status: {min: 500, max: 500}}, isFailure: false}
 ";
     let mesh = mesh().workload("client").workload("web");
-    // As long as it takes on a busy machine.
+    // Long enough for a busy machine.
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
         let mut client = client(mesh).await;
         for path in ["/broken", "/broken", "/other"] {
-            assert_eq!(client.ask(request(path)).await.unwrap().status, 500);
+            assert_eq!(client.fetch(request(path)).await.unwrap().status, 500);
         }
         let name = format!("web.shop.svc.cluster.local:{HTTP}");
         let dst: &str = &format!("dst=\"{name}\"");
@@ -286,17 +286,20 @@ fn the_server_s_sidecar_counts_by_the_routes_and_classes_of_the_profile_that_its
             .await;
         }
 
-        let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut req = request("/broken");
         req.headers_mut().insert("l5d-dst-canonical", name.parse().unwrap());
-        assert_eq!(stranger.ask(req).await.unwrap().status, 500);
+        assert_eq!(stranger.fetch(req).await.unwrap().status, 500);
         let counted = mesh.metric("web", "route_request_total", &[]).await;
-        assert_eq!(counted, 3.0, "a stranger is not believed");
+        assert_eq!(
+            counted, 3.0,
+            "the profile header of a client outside the mesh is ignored"
+        );
     });
 }
 
 #[test]
-fn where_no_proxy_names_a_profile_it_is_that_of_the_name_that_a_request_is_addressed_to() {
+fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
     let spec = "  routes:
   - name: broken
     condition: {pathRegex: /broken}
@@ -304,22 +307,22 @@ fn where_no_proxy_names_a_profile_it_is_that_of_the_name_that_a_request_is_addre
     - {condition: {status: {min: 500, max: 500}}, isFailure: false}
 ";
     let mesh = mesh().workload("web").workload("plain");
-    // As long as it takes on a busy machine.
+    // Long enough for a busy machine.
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
-        let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let name = |service: &str| format!("{service}.shop.svc.cluster.local:{HTTP}");
         for (host, path) in [
             (name("web"), "/broken"),
             (name("web"), "/other"),
-            (name("plain"), "/broken"), // which has no profile
+            (name("plain"), "/broken"), // without a profile
             ("web.test".to_owned(), "/broken"),
-            (mesh.app("web", HTTP).to_string(), "/broken"),
+            (mesh.app_addr("web", HTTP).to_string(), "/broken"),
             (name("web").to_uppercase(), "/broken"),
         ] {
             let req = Request::get(path).header("host", &host).body(empty()).unwrap();
-            assert_eq!(stranger.ask(req).await.unwrap().status, 500, "{host}");
+            assert_eq!(stranger.fetch(req).await.unwrap().status, 500, "{host}");
         }
         let dst: &str = &format!("dst=\"{}\"", name("web"));
         let expected: [(&str, &[&str], f64); 5] = [
@@ -340,7 +343,7 @@ fn where_no_proxy_names_a_profile_it_is_that_of_the_name_that_a_request_is_addre
 }
 
 #[test]
-fn a_client_that_leaves_before_its_answer_is_counted_by_its_profile() {
+fn a_request_cancelled_before_its_response_is_counted_by_its_profile() {
     let spec = "  routes:
   - {name: slow, condition: {pathRegex: '/slow'}}
 ";
@@ -348,7 +351,7 @@ fn a_client_that_leaves_before_its_answer_is_counted_by_its_profile() {
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let mut client = client(mesh).await;
-        let asking = tokio::spawn(async move { client.ask(request("/slow")).await });
+        let asking = tokio::spawn(async move { client.fetch(request("/slow")).await });
         let slow = "rt_route=\"slow\"";
         let counted = async |name, labels: &[&str]| mesh.metric("client", name, labels).await;
         eventually("the request is counted", async || {
@@ -366,7 +369,7 @@ fn a_client_that_leaves_before_its_answer_is_counted_by_its_profile() {
 }
 
 #[test]
-fn services_of_a_split_are_found_however_their_names_are_written() {
+fn services_of_a_split_are_found_by_every_form_of_their_names() {
     for authority in [
         "canary.shop.svc.cluster.local",
         "canary.shop.svc.cluster.local.",
@@ -376,10 +379,10 @@ fn services_of_a_split_are_found_however_their_names_are_written() {
         let spec = format!("  dstOverrides: [{{authority: '{authority}:{HTTP}', weight: 1}}]\n");
         split(&spec, async |mesh: &Mesh, [web, canary, _]: [Server; 3], _| {
             for _ in 0..5 {
-                let answer = client(mesh).await.ask(request("/")).await.unwrap();
+                let answer = client(mesh).await.fetch(request("/")).await.unwrap();
                 assert_eq!(answer.status, 200, "{authority}: {}", answer.text());
             }
-            assert_eq!((web.asked(), canary.asked()), (0, 5), "{authority}");
+            assert_eq!((web.n_requests(), canary.n_requests()), (0, 5), "{authority}");
         });
     }
 }

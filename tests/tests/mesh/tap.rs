@@ -1,4 +1,4 @@
-//! Who may see requests sees them as they pass, and nobody else does.
+//! Tap: authorized clients see requests in real time, and other clients are refused.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -16,9 +16,9 @@ use tulle_proto::tap::{ObserveRequest, TapEvent, eos};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, identity, mesh};
 
-/// A client of the tap of a workload, from some address.
+/// A tap client for a workload, from a source address.
 async fn tap(mesh: &Mesh, workload: &str, from: Ipv4Addr) -> TapClient<Channel> {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind((from, 0).into()).unwrap();
@@ -31,23 +31,23 @@ async fn observe(
     workload: &str,
     change: impl FnOnce(&mut ObserveRequest),
 ) -> Result<Streaming<TapEvent>, Status> {
-    let mut wish = ObserveRequest {
+    let mut request = ObserveRequest {
         limit: 100,
         r#match: Some(every()),
         extract: None,
         sample_one_in: 0,
     };
-    change(&mut wish);
+    change(&mut request);
     let mut client = tap(mesh, workload, Ipv4Addr::LOCALHOST).await;
-    client.observe(wish).await.map(tonic::Response::into_inner)
+    client.observe(request).await.map(tonic::Response::into_inner)
 }
 
 fn match_of(kind: kinds::Match) -> Match {
     Match { r#match: Some(kind) }
 }
 
-fn with_headers(wish: &mut ObserveRequest) {
-    wish.extract = Some(Extract {
+fn with_headers(request: &mut ObserveRequest) {
+    request.extract = Some(Extract {
         extract: Some(extract::Extract::Http(extract::Http {
             extract: Some(extract::http::Extract::Headers(Default::default())),
         })),
@@ -78,8 +78,7 @@ async fn next(events: &mut Streaming<TapEvent>) -> (TapEvent, http::Event) {
     (event, http.event.unwrap())
 }
 
-/// The three events of a request.
-async fn whole(
+async fn next_request_events(
     events: &mut Streaming<TapEvent>,
 ) -> (TapEvent, http::RequestInit, http::ResponseInit, http::ResponseEnd) {
     let (event, http::Event::RequestInit(init)) = next(events).await else {
@@ -95,24 +94,24 @@ async fn whole(
     (event, init, answer, end)
 }
 
-fn watched(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
+fn run_with_client(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         test(mesh, client).await;
     });
 }
 
 #[test]
-fn a_client_that_leaves_before_its_answer_is_seen_and_counted() {
+fn a_request_cancelled_before_its_response_is_shown_and_counted() {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let mut outbound = observe(mesh, "client", |_| ()).await.unwrap();
         let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let asking = tokio::spawn(async move { client.ask(request("/")).await });
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let asking = tokio::spawn(async move { client.fetch(request("/")).await });
         let left = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
         for events in [&mut inbound, &mut outbound] {
             let (_, event) = next(events).await;
@@ -146,13 +145,13 @@ fn a_client_that_leaves_before_its_answer_is_seen_and_counted() {
 
 #[test]
 fn both_sides_show_a_request_and_how_it_ended() {
-    watched(async |mesh: &Mesh, mut client: Http1| {
+    run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let mut outbound = observe(mesh, "client", with_headers).await.unwrap();
         let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
-        let answer = client.ask(request("/")).await.unwrap();
+        let answer = client.fetch(request("/")).await.unwrap();
         assert_eq!(answer.text(), "web\n");
 
-        let (event, init, rsp, end) = whole(&mut outbound).await;
+        let (event, init, rsp, end) = next_request_events(&mut outbound).await;
         assert_eq!(event.proxy_direction(), ProxyDirection::Outbound);
         let destination = SocketAddr::try_from(event.destination.unwrap()).unwrap();
         assert_eq!(destination, (mesh.ip("web"), HTTP).into());
@@ -170,7 +169,7 @@ fn both_sides_show_a_request_and_how_it_ended() {
         };
         assert_eq!(names(rsp.headers)["x-replica"], b"web");
 
-        let (event, init, rsp, end) = whole(&mut inbound).await;
+        let (event, init, rsp, end) = next_request_events(&mut inbound).await;
         assert_eq!(event.proxy_direction(), ProxyDirection::Inbound);
         assert_eq!(event.source_meta.unwrap().labels["client_id"], identity("client"));
         assert_eq!((rsp.http_status, end.response_bytes), (200, 4));
@@ -178,13 +177,13 @@ fn both_sides_show_a_request_and_how_it_ended() {
     });
 }
 
-/// A condition on the labels of routes.
+/// A match on the labels of routes.
 fn by_route(key: &str, value: &str) -> impl FnOnce(&mut ObserveRequest) {
     let (key, value) = (key.into(), value.into());
-    move |wish| wish.r#match = Some(match_of(kinds::Match::RouteLabel(kinds::Label { key, value })))
+    move |request| request.r#match = Some(match_of(kinds::Match::RouteLabel(kinds::Label { key, value })))
 }
 
-/// Labels, as far as they are among these.
+/// Only these labels.
 fn some_of<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
     names.iter().map(|name| labels[*name].as_str()).collect()
 }
@@ -223,9 +222,9 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
     let mesh = mesh.manifest("routes", &manifests.concat());
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         eventually("both sides know their routes", async || {
-            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             let counted = async |workload, name, route: &str| mesh.metric(workload, name, &[route]).await > 0.0;
             let outbound = "outbound_http_route_backend_requests_total";
             (counted("client", outbound, "route_name=\"all\"").await
@@ -240,9 +239,9 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
             .await
             .unwrap();
         for path in ["/", "/headers"] {
-            assert_eq!(client.ask(request(path)).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request(path)).await.unwrap().status, 200);
         }
-        let (event, init, ..) = whole(&mut outbound).await;
+        let (event, init, ..) = next_request_events(&mut outbound).await;
         assert_eq!(init.path, "/headers");
         let route = event.route_meta.unwrap().labels;
         let names = ["route_group", "route_kind", "route_namespace", "route_name"];
@@ -251,7 +250,7 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
             ["policy.linkerd.io", "HTTPRoute", "shop", "headers"]
         );
 
-        let (event, init, ..) = whole(&mut inbound).await;
+        let (event, init, ..) = next_request_events(&mut inbound).await;
         assert_eq!(init.path, "/headers");
         let names = ["route_group", "route_kind", "route_name"];
         let expected = ["policy.linkerd.io", "HTTPRoute", "in-headers"];
@@ -278,21 +277,21 @@ spec:
 ";
     let mesh = mesh()
         .env("TAP_SVC_NAME", &identity("watcher"))
-        // As long as it takes on a busy machine.
+        // Long enough for a busy machine.
         .env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     let mesh = mesh.manifest("profile", profile);
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut sides = Vec::new();
         for workload in ["client", "web"] {
             sides.push(observe(mesh, workload, by_route("route", "shown")).await.unwrap());
         }
         for path in ["/", "/headers"] {
-            assert_eq!(client.ask(request(path)).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request(path)).await.unwrap().status, 200);
         }
         for events in &mut sides {
-            let (event, init, ..) = whole(events).await;
+            let (event, init, ..) = next_request_events(events).await;
             assert_eq!(init.path, "/headers");
             assert_eq!(event.route_meta.unwrap().labels["route"], "shown");
         }
@@ -300,16 +299,19 @@ spec:
 }
 
 #[test]
-fn grpc_ends_with_its_status_and_queries_are_shown_nowhere() {
-    watched(async |mesh: &Mesh, _: Http1| {
+fn grpc_events_have_their_status_and_queries_are_never_shown() {
+    run_with_client(async |mesh: &Mesh, _: Http1| {
         let mut inbound = observe(mesh, "web", with_headers).await.unwrap();
         let call = ::http::Request::post("http://web.test/tulle.bench.Echo/Unary?access_token=secret")
             .version(::http::Version::HTTP_2)
             .header("content-type", "application/grpc")
             .header("te", "trailers");
-        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        client.ask(call.body(full(&b"\0\0\0\0\0"[..])).unwrap()).await.unwrap();
-        let (_, init, _, end) = whole(&mut inbound).await;
+        let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        client
+            .fetch(call.body(full(&b"\0\0\0\0\0"[..])).unwrap())
+            .await
+            .unwrap();
+        let (_, init, _, end) = next_request_events(&mut inbound).await;
         assert_eq!(end.eos.unwrap().end, Some(eos::End::GrpcStatusCode(0)));
         let headers = init.headers.as_ref().unwrap();
         let path = headers.headers.iter().find(|header| header.name == ":path");
@@ -319,53 +321,53 @@ fn grpc_ends_with_its_status_and_queries_are_shown_nowhere() {
 }
 
 #[test]
-fn only_what_matches_is_shown_and_only_so_much_of_it() {
-    watched(async |mesh: &Mesh, mut client: Http1| {
-        let wish = |wish: &mut ObserveRequest| {
-            wish.limit = 2;
-            wish.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
+fn only_matching_requests_are_shown_up_to_the_limit() {
+    run_with_client(async |mesh: &Mesh, mut client: Http1| {
+        let observed = |request: &mut ObserveRequest| {
+            request.limit = 2;
+            request.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
         };
-        let mut events = observe(mesh, "web", wish).await.unwrap();
+        let mut events = observe(mesh, "web", observed).await.unwrap();
         for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
-            client.ask(request(path)).await.unwrap();
+            client.fetch(request(path)).await.unwrap();
         }
         for path in ["/", "/ready"] {
-            assert_eq!(whole(&mut events).await.1.path, path);
+            assert_eq!(next_request_events(&mut events).await.1.path, path);
         }
         assert!(events.message().await.unwrap().is_none(), "there is no third");
     });
 }
 
 #[test]
-fn a_sample_is_a_part() {
-    watched(async |mesh: &Mesh, mut client: Http1| {
-        let sample = |wish: &mut ObserveRequest| (wish.limit, wish.sample_one_in) = (50, 4);
+fn sampling_shows_a_part_of_the_requests() {
+    run_with_client(async |mesh: &Mesh, mut client: Http1| {
+        let sample = |request: &mut ObserveRequest| (request.limit, request.sample_one_in) = (50, 4);
         let mut events = observe(mesh, "web", sample).await.unwrap();
         let seen = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
         let mut n_asked = 0;
         while !seen.is_finished() {
-            client.ask(request("/")).await.unwrap();
+            client.fetch(request("/")).await.unwrap();
             n_asked += 1;
         }
-        // Five standard deviations around two hundred, and those that were asked before the end was noticed.
+        // Five standard deviations around two hundred, plus requests sent before the end was noticed.
         assert!((75..=400).contains(&n_asked), "{n_asked}");
     });
 }
 
 #[test]
-fn who_may_not_see_anything_is_told_so() {
-    watched(async |mesh: &Mesh, mut client: Http1| {
-        let wish = ObserveRequest {
+fn unauthorized_and_invalid_taps_are_refused() {
+    run_with_client(async |mesh: &Mesh, mut client: Http1| {
+        let request = ObserveRequest {
             limit: 1,
             r#match: Some(every()),
             ..ObserveRequest::default()
         };
-        let refused = tap(mesh, "web", STRANGER).await.observe(wish).await.unwrap_err();
+        let refused = tap(mesh, "web", UNMESHED_IP).await.observe(request).await.unwrap_err();
         assert_eq!(refused.code(), Code::Unauthenticated);
         for change in [
-            |wish: &mut ObserveRequest| wish.limit = 0,
-            |wish: &mut ObserveRequest| wish.r#match = None,
-            |wish: &mut ObserveRequest| wish.r#match = Some(Match::default()),
+            |request: &mut ObserveRequest| request.limit = 0,
+            |request: &mut ObserveRequest| request.r#match = None,
+            |request: &mut ObserveRequest| request.r#match = Some(Match::default()),
         ] {
             let refused = observe(mesh, "web", change).await.unwrap_err();
             assert_eq!(refused.code(), Code::InvalidArgument);
@@ -374,20 +376,20 @@ fn who_may_not_see_anything_is_told_so() {
             .header("host", "web.test")
             .body(empty())
             .unwrap();
-        assert_eq!(client.ask(ok).await.unwrap().status, 200);
+        assert_eq!(client.fetch(ok).await.unwrap().status, 200);
     });
 }
 
 #[test]
-fn strangers_who_only_stay_are_sent_away() {
+fn idle_unauthenticated_tap_clients_are_evicted() {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("web").run(async |mesh: &Mesh| {
-        // As many as there are places, who speak HTTP/2 and answer its pings, and ask for nothing.
+        // Uses all connection slots for clients that speak HTTP/2 and answer pings, but send no requests.
         let mut strangers = Vec::new();
         for _ in 0..64 {
-            strangers.push(tap(mesh, "web", STRANGER).await);
+            strangers.push(tap(mesh, "web", UNMESHED_IP).await);
         }
-        eventually("there is a place again", async || {
+        eventually("a connection slot is free again", async || {
             observe(mesh, "web", |_| ()).await.ok()
         })
         .await;

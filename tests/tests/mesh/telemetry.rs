@@ -1,4 +1,4 @@
-//! What workloads do, as `tulle` tells it: golden metrics, who sends to whom, and requests as they pass.
+//! Telemetry of workloads with `tulle`: golden metrics, clients and servers, and requests in real time.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use tulle_tests::client::{Http1, request};
 use tulle_tests::control::CONTROL_NS;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, identity, mesh};
-use tulle_tests::programs::built;
+use tulle_tests::programs::built_binary;
 
-/// `tulle …`, with the control plane of the mesh; it ends with the test.
+/// Runs `tulle …` with the control plane of the mesh; it is killed at the end of the test.
 fn tulle(line: &str) -> Command {
-    let mut command = Command::new(built("tulle").unwrap());
+    let mut command = Command::new(built_binary("tulle").unwrap());
     command
         .args(line.split(' '))
         .args(["--control", "127.0.0.1:8089"])
@@ -27,28 +27,28 @@ fn tulle(line: &str) -> Command {
     command
 }
 
-async fn said(line: &str) -> String {
+async fn run_tulle(line: &str) -> String {
     let output = tulle(line).output().await.unwrap();
     assert!(output.status.success(), "{line}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
 async fn json_lines(line: &str) -> Vec<Value> {
-    let lines = said(line).await;
+    let lines = run_tulle(line).await;
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 async fn json(line: &str) -> Value {
-    serde_json::from_str(&said(&format!("{line} -o json")).await).unwrap()
+    serde_json::from_str(&run_tulle(&format!("{line} -o json")).await).unwrap()
 }
 
-/// `client` asks `web`, again and again, and so it does `broken`, whose application is not there; `shy` shows its requests
-/// to somebody else, and `plain` is in no mesh.
-fn busy(test: impl AsyncFnOnce(&Mesh) + Send) {
-    busy_in(mesh(), test);
+/// `client` sends requests continuously to `web` and to `broken`, whose application is not running. `shy` permits tap
+/// to another client only, and `plain` is not meshed.
+fn run_with_traffic(test: impl AsyncFnOnce(&Mesh) + Send) {
+    run_mesh_with_traffic(mesh(), test);
 }
 
-fn busy_in(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
+fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
     let telemetry = service_account("linkerd-destination", CONTROL_NS, CONTROL_NS, "cluster.local");
     let mesh = mesh.env("TAP_SVC_NAME", &telemetry);
     let mesh = mesh
@@ -56,14 +56,15 @@ fn busy_in(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
         .workload("web")
         .workload("broken")
         .unmeshed("plain");
-    let mesh = mesh.workload("shy").its_env("TAP_SVC_NAME", &identity("watcher"));
+    let mesh = mesh.workload("shy").workload_env("TAP_SVC_NAME", &identity("watcher"));
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let asking = async {
             loop {
                 for service in ["web", "broken"] {
-                    let mut client = Http1::over(mesh.dial("client", mesh.service(service, HTTP)).await).await;
-                    client.ask(request("/ready")).await.unwrap();
+                    let mut client =
+                        Http1::handshake(mesh.dial("client", mesh.service_addr(service, HTTP)).await).await;
+                    client.fetch(request("/ready")).await.unwrap();
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -75,7 +76,7 @@ fn busy_in(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
     });
 }
 
-/// The row of a workload, once there is traffic.
+/// Waits until a workload has traffic, and returns its row.
 async fn row(name: &str) -> Value {
     eventually(&format!("there is traffic to {name}"), async || {
         let answer = json(&format!("stat pod/{name} -n shop")).await;
@@ -86,8 +87,8 @@ async fn row(name: &str) -> Value {
 }
 
 #[test]
-fn golden_metrics_tell_who_answers_and_how_well() {
-    busy(async |_: &Mesh| {
+fn golden_metrics_show_servers_and_success_rates() {
+    run_with_traffic(async |_: &Mesh| {
         let web = row("web").await;
         assert_eq!(
             (&web["successRate"], &web["meshed"], &web["total"]),
@@ -96,7 +97,7 @@ fn golden_metrics_tell_who_answers_and_how_well() {
         assert!(web["latencyMsP99"].as_f64().is_some(), "{web}");
         assert_eq!(row("broken").await["successRate"], 0.0);
 
-        let table = said("stat -o wide").await;
+        let table = run_tulle("stat -o wide").await;
         let line = |name: &str| -> Vec<&str> {
             let line = table.lines().find(|line| line.contains(&format!("pod/{name} ")));
             line.unwrap_or_else(|| panic!("no {name} in\n{table}"))
@@ -113,8 +114,8 @@ fn golden_metrics_tell_who_answers_and_how_well() {
 }
 
 #[test]
-fn edges_tell_who_both_ends_are_and_routes_what_is_asked_for() {
-    busy(async |_: &Mesh| {
+fn edges_show_both_identities_and_routes_show_requests() {
+    run_with_traffic(async |_: &Mesh| {
         row("web").await;
         let edges = json("edges pod/web -n shop").await;
         let rows = edges["rows"].as_array().unwrap();
@@ -130,7 +131,7 @@ fn edges_tell_who_both_ends_are_and_routes_what_is_asked_for() {
             "{edges}"
         );
         assert!(rows[0]["requestsPerSecond"].as_f64().unwrap() > 0.0, "{edges}");
-        let table = said("edges -n shop").await;
+        let table = run_tulle("edges -n shop").await;
         assert!(
             table.contains("pod/client") && table.contains("client.shop") && table.contains('√'),
             "{table}"
@@ -153,24 +154,24 @@ fn edges_tell_who_both_ends_are_and_routes_what_is_asked_for() {
 }
 
 #[test]
-fn a_tap_shows_requests_and_what_explains_their_failure() {
-    busy(async |_: &Mesh| {
-        let said = said("tap pod/broken -n shop --path /ready --count 2").await;
-        let line = |kind: &str| said.lines().find(|line| line.starts_with(kind)).unwrap_or_default();
+fn a_tap_shows_requests_and_the_causes_of_failures() {
+    run_with_traffic(async |_: &Mesh| {
+        let text = run_tulle("tap pod/broken -n shop --path /ready --count 2").await;
+        let line = |kind: &str| text.lines().find(|line| line.starts_with(kind)).unwrap_or_default();
         let request = line("req id=");
-        assert!(request.contains("proxy=in ") && request.contains("tls=true"), "{said}");
+        assert!(request.contains("proxy=in ") && request.contains("tls=true"), "{text}");
         assert!(
             request.ends_with(":method=GET :authority=web.test :path=/ready"),
-            "{said}"
+            "{text}"
         );
         let end = line("end id=");
         assert!(
             end.contains("cause=\"connect-refused; direction=inbound; target="),
-            "{said}"
+            "{text}"
         );
-        assert_eq!(said.lines().filter(|line| line.starts_with("end")).count(), 2, "{said}");
+        assert_eq!(text.lines().filter(|line| line.starts_with("end")).count(), 2, "{text}");
 
-        // The client's side sees what the server's answered.
+        // The client's sidecar sees the response of the server's sidecar.
         let sent = json_lines("tap pod/client -n shop --to pod/broken --count 1 -o json").await;
         let response = sent
             .iter()
@@ -180,7 +181,7 @@ fn a_tap_shows_requests_and_what_explains_their_failure() {
         let cause = response["cause"].as_str().unwrap();
         assert!(cause.starts_with("connect-refused; direction=inbound; hop="), "{cause}");
 
-        let explained = Command::new(built("tulle").unwrap())
+        let explained = Command::new(built_binary("tulle").unwrap())
             .args(["explain", cause])
             .output()
             .await
@@ -192,16 +193,16 @@ fn a_tap_shows_requests_and_what_explains_their_failure() {
 }
 
 #[test]
-fn a_refused_request_is_shown_with_what_refused_it() {
-    // As an injector says it to both: until its policy has come, a sidecar goes by its own default.
+fn a_refused_request_is_shown_with_its_policy() {
+    // As an injector sets it for both: until a policy arrives, a sidecar uses its own default.
     let mesh = mesh()
         .flag("--default-policy=deny")
         .env("INBOUND_DEFAULT_POLICY", "deny");
-    busy_in(mesh, async |_: &Mesh| {
+    run_mesh_with_traffic(mesh, async |_: &Mesh| {
         eventually("the policy refuses a request, as the default did before", async || {
-            let said = said("tap pod/web -n shop --count 1").await;
-            let end = said.lines().last().unwrap_or_default();
-            assert!(end.contains("cause=\"policy-denied:default"), "{said}");
+            let text = run_tulle("tap pod/web -n shop --count 1").await;
+            let end = text.lines().last().unwrap_or_default();
+            assert!(end.contains("cause=\"policy-denied:default"), "{text}");
             end.contains("cause=\"policy-denied:default/deny; why=").then_some(())
         })
         .await;
@@ -214,8 +215,8 @@ fn a_refused_request_is_shown_with_what_refused_it() {
 }
 
 #[test]
-fn a_tap_goes_by_the_destination_and_tells_who_may_not_be_watched() {
-    busy(async |mesh: &Mesh| {
+fn a_tap_selects_by_destination_and_reports_sidecars_that_refuse() {
+    run_with_traffic(async |mesh: &Mesh| {
         let mut all = tulle("tap -n shop --to pod/web -o json").spawn().unwrap();
         let mut lines = BufReader::new(all.stdout.take().unwrap()).lines();
         let event: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
@@ -225,20 +226,20 @@ fn a_tap_goes_by_the_destination_and_tells_who_may_not_be_watched() {
 
         let mut shy = tulle("tap pod/shy -n shop").spawn().unwrap();
         let mut errors = BufReader::new(shy.stderr.take().unwrap()).lines();
-        let told = errors.next_line().await.unwrap().unwrap();
+        let error = errors.next_line().await.unwrap().unwrap();
         assert!(
-            told.starts_with("tulle: pod/shy is not watched: its sidecar refused: only "),
-            "{told}"
+            error.starts_with("tulle: pod/shy is not watched: its sidecar refused: only "),
+            "{error}"
         );
     });
 }
 
 #[test]
-fn top_sums_up_what_it_has_seen() {
-    busy(async |_: &Mesh| {
+fn top_summarises_requests() {
+    run_with_traffic(async |_: &Mesh| {
         let mut top = tulle("top pod/web -n shop").spawn().unwrap();
-        // It is given the time that two requests need to pass.
-        said("tap pod/web -n shop --count 2").await;
+        // Gives it the time of two requests.
+        run_tulle("tap pod/web -n shop --count 2").await;
         let id = i32::try_from(top.id().unwrap()).unwrap();
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(id), nix::sys::signal::Signal::SIGINT).unwrap();
         let mut table = String::new();
@@ -254,7 +255,7 @@ fn top_sums_up_what_it_has_seen() {
 }
 
 #[test]
-fn what_there_is_not_is_said() {
+fn missing_objects_and_servers_are_reported() {
     mesh().workload("web").run(async |_: &Mesh| {
         let refused = |line: &'static str| async move {
             let output = tulle(line).output().await.unwrap();
@@ -263,15 +264,18 @@ fn what_there_is_not_is_said() {
         };
         let missing = refused("stat deploy/nothing -n shop").await;
         assert!(
-            missing.contains("there is no deployment nothing that runs in namespace shop"),
+            missing.contains("no running deployment nothing found in namespace shop"),
             "{missing}"
         );
-        let nowhere = Command::new(built("tulle").unwrap())
+        let nowhere = Command::new(built_binary("tulle").unwrap())
             .args(["stat", "--control", "127.0.0.1:1"])
             .output()
             .await
             .unwrap();
         let nowhere = String::from_utf8(nowhere.stderr).unwrap();
-        assert!(nowhere.contains("asking the control plane at 127.0.0.1:1"), "{nowhere}");
+        assert!(
+            nowhere.contains("querying the control plane at 127.0.0.1:1"),
+            "{nowhere}"
+        );
     });
 }

@@ -1,4 +1,4 @@
-//! A collector hears of requests that belong to a recorded trace, and of which is part of which.
+//! Tracing: a collector receives spans of sampled requests, with the right parents.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -19,9 +19,9 @@ use tulle_proto::trace::{ExportTraceServiceRequest, ExportTraceServiceResponse, 
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
-/// Takes spans as a collector does.
+/// An OTLP collector.
 struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
 
 #[tonic::async_trait]
@@ -35,7 +35,7 @@ impl TraceService for Collector {
     }
 }
 
-/// What the proxies have sent, by who sent it.
+/// The received spans, by service.
 struct Spans {
     sent: mpsc::UnboundedReceiver<ExportTraceServiceRequest>,
     _server: App,
@@ -50,7 +50,7 @@ impl Spans {
             let mut service = service.clone();
             async move { service.call(req).await }
         };
-        let server = apps::raw(listener, move |stream| {
+        let server = apps::serve_tcp(listener, move |stream| {
             let http2 = http2::Builder::new(TokioExecutor::new());
             let serving = http2.serve_connection(TokioIo::new(stream), service_fn(answer.clone()));
             async move { serving.await.unwrap_or_default() }
@@ -58,7 +58,7 @@ impl Spans {
         Self { sent, _server: server }
     }
 
-    /// So many spans, by the service that sent them, its direction and their kind.
+    /// Waits for `n` spans, by service, direction and span kind.
     async fn get(&mut self, n: usize) -> BTreeMap<(String, String, SpanKind), Span> {
         let mut all = BTreeMap::new();
         while all.len() < n {
@@ -83,18 +83,18 @@ fn value(attributes: &[KeyValue], key: &str) -> String {
     }
 }
 
-/// A client and `web`, whose proxies have sent the spans of one request when they have ended.
+/// Sends one request from a client to `web`, and runs a test with the spans after both proxies have ended.
 fn traced(sampling: &str, traceparent: Option<&str>, test: impl AsyncFnOnce(String, Spans) + Send) {
     let mesh = mesh()
         .env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR)
         .env("TULLE_PROXY_TRACE_SAMPLING", sampling);
-    let mesh = mesh.workload("client").its_env("TRACE_SERVICE_NAME", "client");
+    let mesh = mesh.workload("client").workload_env("TRACE_SERVICE_NAME", "client");
     let mesh = mesh
         .workload("web")
-        .its_env("TRACE_EXTRA_ATTRIBUTES", "service.name=web");
+        .workload_env("TRACE_EXTRA_ATTRIBUTES", "service.name=web");
     mesh.run(async |mesh: &Mesh| {
         let spans = Spans::collect().await;
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (tell, mut contexts) = mpsc::unbounded_channel();
         let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
             let context = req
                 .headers()
@@ -107,20 +107,20 @@ fn traced(sampling: &str, traceparent: Option<&str>, test: impl AsyncFnOnce(Stri
         if let Some(traceparent) = traceparent {
             req = req.header("traceparent", traceparent).header("tracestate", "shop=1");
         }
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        let answer = client.fetch(req.body(empty()).unwrap()).await.unwrap();
         assert_eq!(answer.status, 200);
         drop(client);
-        // What is left is sent at the end.
+        // Remaining spans are exported at shutdown.
         for workload in ["client", "web"] {
             mesh.shut_down(workload);
-            mesh.ended(workload).await;
+            mesh.wait_for_exit(workload).await;
         }
-        test(told.recv().await.unwrap(), spans).await;
+        test(contexts.recv().await.unwrap(), spans).await;
     });
 }
 
-/// The spans of a request from its client to its server, in that order; each is part of the one before it.
+/// The spans of a request in order from client to server; each is the parent of the next.
 async fn chain(spans: &mut Spans) -> Vec<Span> {
     let all = spans.get(4).await;
     let way = [
@@ -147,13 +147,13 @@ fn hex(bytes: &[u8]) -> String {
 #[test]
 fn a_recorded_trace_has_a_span_at_each_end_of_each_proxy() {
     let sampled = format!("00-{TRACE}-{PARENT}-01");
-    traced("0", Some(&sampled), async |told: String, mut spans: Spans| {
+    traced("0", Some(&sampled), async |context: String, mut spans: Spans| {
         let chain = chain(&mut spans).await;
         assert_eq!(
             (hex(&chain[0].trace_id), hex(&chain[0].parent_span_id)),
             (TRACE.into(), PARENT.into())
         );
-        assert_eq!(told, format!("00-{TRACE}-{}-01", hex(&chain[3].span_id)));
+        assert_eq!(context, format!("00-{TRACE}-{}-01", hex(&chain[3].span_id)));
         for span in &chain {
             assert_eq!((span.name.as_str(), span.trace_state.as_str()), ("/cart", "shop=1"));
             for (key, expected) in [
@@ -169,32 +169,32 @@ fn a_recorded_trace_has_a_span_at_each_end_of_each_proxy() {
 }
 
 #[test]
-fn traces_begin_at_the_first_proxy_where_that_is_wanted() {
-    traced("1", None, async |told: String, mut spans: Spans| {
+fn the_first_proxy_starts_traces_if_sampling_is_enabled() {
+    traced("1", None, async |context: String, mut spans: Spans| {
         let chain = chain(&mut spans).await;
         assert!(chain[0].parent_span_id.is_empty());
         assert_eq!(
-            told,
+            context,
             format!("00-{}-{}-01", hex(&chain[0].trace_id), hex(&chain[3].span_id))
         );
     });
 }
 
 #[test]
-fn what_is_not_recorded_passes_as_it_came() {
+fn contexts_of_unsampled_traces_pass_unchanged() {
     let unsampled = format!("00-{TRACE}-{PARENT}-00");
-    traced("1", Some(&unsampled), async |told: String, mut spans: Spans| {
-        assert_eq!(told, unsampled);
+    traced("1", Some(&unsampled), async |context: String, mut spans: Spans| {
+        assert_eq!(context, unsampled);
         assert!(spans.sent.try_recv().is_err());
     });
-    traced("0", None, async |told: String, mut spans: Spans| {
-        assert_eq!(told, "");
+    traced("0", None, async |context: String, mut spans: Spans| {
+        assert_eq!(context, "");
         assert!(spans.sent.try_recv().is_err());
     });
 }
 
 #[test]
-fn strangers_who_may_nothing_leave_no_spans() {
+fn unauthorized_clients_create_no_spans() {
     let mesh = mesh()
         .flag("--default-policy=all-authenticated")
         .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
@@ -203,18 +203,18 @@ fn strangers_who_may_nothing_leave_no_spans() {
         let mut spans = Spans::collect().await;
         apps::echo(mesh, "web").await;
         let ask = async |from| {
-            let mut client = Http1::over(mesh.arrive(from, "web", HTTP).await).await;
+            let mut client = Http1::handshake(mesh.dial_inbound(from, "web", HTTP).await).await;
             let req = Request::get("/").header("host", "web.test");
             let req = req.header("traceparent", format!("00-{TRACE}-{PARENT}-01"));
-            client.ask(req.body(empty()).unwrap()).await.unwrap().status.as_u16()
+            client.fetch(req.body(empty()).unwrap()).await.unwrap().status.as_u16()
         };
-        assert_eq!(ask(STRANGER).await, 403);
-        eventually("who is on the machine may", async || {
+        assert_eq!(ask(UNMESHED_IP).await, 403);
+        eventually("clients on the same host are permitted", async || {
             (ask(Ipv4Addr::LOCALHOST).await == 200).then_some(())
         })
         .await;
         mesh.shut_down("web");
-        mesh.ended("web").await;
+        mesh.wait_for_exit("web").await;
         let of_one = |span: ExportTraceServiceRequest| span.resource_spans[0].scope_spans[0].spans.len();
         assert_eq!(
             spans.sent.recv().await.map(of_one),
@@ -227,15 +227,17 @@ fn strangers_who_may_nothing_leave_no_spans() {
 
 #[test]
 fn batches_and_the_spans_in_them_are_counted() {
-    let mesh = mesh().workload("client").its_env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR);
-    let mesh = mesh.its_env("TULLE_PROXY_TRACE_SAMPLING", "1");
+    let mesh = mesh()
+        .workload("client")
+        .workload_env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR);
+    let mesh = mesh.workload_env("TULLE_PROXY_TRACE_SAMPLING", "1");
     mesh.workload("web").run(async |mesh: &Mesh| {
         let mut spans = Spans::collect().await;
         apps::echo(mesh, "web").await;
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-        // A batch that is full is sent at once.
+        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+        // A full batch is sent at once.
         let batch = loop {
-            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             if let Ok(batch) = spans.sent.try_recv() {
                 break batch;
             }

@@ -1,4 +1,4 @@
-//! What goes in comes out: HTTP of every version and bytes, as if there were no proxies.
+//! Transparency: HTTP of every version and opaque bytes pass unchanged.
 
 use std::time::Duration;
 
@@ -14,18 +14,18 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh, pair};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
 async fn http(mesh: &Mesh) -> TcpStream {
-    mesh.dial("client", mesh.service("web", HTTP)).await
+    mesh.dial("client", mesh.service_addr("web", HTTP)).await
 }
 
 #[test]
 fn http1_requests_pass_on_a_kept_connection() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http1::over(http(mesh).await).await;
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http1::handshake(http(mesh).await).await;
         for _ in 0..10 {
-            let answer = client.ask(request("/")).await.unwrap();
+            let answer = client.fetch(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
             assert_eq!(answer.version, Version::HTTP_11);
             let ours: Vec<_> = answer
@@ -40,10 +40,10 @@ fn http1_requests_pass_on_a_kept_connection() {
 
 #[test]
 fn http2_requests_pass_on_one_connection() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http2::over(http(mesh).await).await;
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http2::handshake(http(mesh).await).await;
         for _ in 0..10 {
-            let answer = client.ask(request2("/")).await.unwrap();
+            let answer = client.fetch(request2("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
         }
     });
@@ -51,7 +51,7 @@ fn http2_requests_pass_on_one_connection() {
 
 #[test]
 fn http10_responses_end_with_their_connection() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         for head in ["GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"] {
             let mut client = http(mesh).await;
             client.write_all(head.as_bytes()).await.unwrap();
@@ -71,27 +71,27 @@ fn connections_pass_to_and_from_workloads_without_a_proxy() {
         apps::echo(mesh, "web").await;
         apps::echo(mesh, "legacy").await;
         assert_eq!(
-            mesh.get("client", mesh.service("legacy", HTTP), "/").await.text(),
+            mesh.get("client", mesh.service_addr("legacy", HTTP), "/").await.text(),
             "legacy\n"
         );
-        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        assert_eq!(client.ask(request2("/")).await.unwrap().text(), "web\n");
-        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-        assert_eq!(client.ask(request("/")).await.unwrap().text(), "web\n");
+        let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "web\n");
+        let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
     });
 }
 
 #[test]
-fn addresses_that_nobody_knows_are_reached_as_dialled() {
+fn unknown_addresses_are_reached_as_dialled() {
     mesh().workload("client").run(async |mesh: &Mesh| {
-        let server = tokio::net::TcpListener::bind((STRANGER, HTTP)).await.unwrap();
+        let server = tokio::net::TcpListener::bind((UNMESHED_IP, HTTP)).await.unwrap();
         let addr = server.local_addr().unwrap();
         let _app = apps::http(server, |_| std::future::ready(Response::new(full("outside"))));
         assert_eq!(mesh.get("client", addr, "/").await.text(), "outside");
     });
 }
 
-/// One gRPC message with `payload` as field 1.
+/// A gRPC message with `payload` as field 1.
 fn message(payload: &[u8]) -> Bytes {
     let mut framed = BytesMut::from(&[0][..]);
     let length = u8::try_from(payload.len()).expect("short messages only");
@@ -113,12 +113,12 @@ fn call(method: &str, body: AnyBody) -> Request<AnyBody> {
 
 #[test]
 fn grpc_calls_end_with_their_trailers() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http2::over(http(mesh).await).await;
-        let answer = client.ask(call("Unary", full(message(b"hello")))).await.unwrap();
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http2::handshake(http(mesh).await).await;
+        let answer = client.fetch(call("Unary", full(message(b"hello")))).await.unwrap();
         assert_eq!(answer.trailers["grpc-status"], "0");
         assert!(answer.body.windows(5).any(|part| part == b"hello"));
-        let answer = client.ask(call("Missing", full(message(b"hello")))).await.unwrap();
+        let answer = client.fetch(call("Missing", full(message(b"hello")))).await.unwrap();
         let status = [&answer.headers, &answer.trailers]
             .into_iter()
             .find_map(|map| map.get("grpc-status"));
@@ -128,8 +128,8 @@ fn grpc_calls_end_with_their_trailers() {
 
 #[test]
 fn grpc_streams_alternate_in_both_directions() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http2::over(http(mesh).await).await;
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http2::handshake(http(mesh).await).await;
         let (send, sent) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
         let rsp = client
             .send(call("Bidi", any(StreamBody::new(ReceiverStream::new(sent)))))
@@ -182,7 +182,7 @@ fn chunked_requests_and_responses_keep_their_trailers() {
             .header("trailer", "x-sum")
             .body(any(StreamBody::new(tokio_stream::iter(frames))))
             .unwrap();
-        let answer = Http1::over(http(mesh).await).await.ask(req).await.unwrap();
+        let answer = Http1::handshake(http(mesh).await).await.fetch(req).await.unwrap();
         assert_eq!(answer.text(), "in several chunks");
         assert_eq!(answer.trailers["x-sum"], "42");
     });
@@ -190,11 +190,11 @@ fn chunked_requests_and_responses_keep_their_trailers() {
 
 #[test]
 fn responses_without_a_body_leave_the_connection_usable() {
-    pair(async |mesh: &Mesh| {
-        let mut client = Http1::over(http(mesh).await).await;
+    apps::run_with_pair(async |mesh: &Mesh| {
+        let mut client = Http1::handshake(http(mesh).await).await;
         let mut ask = async |method: Method, path: &str| {
             let req = Request::builder().method(method).uri(path).header("host", "web.test");
-            client.ask(req.body(empty()).unwrap()).await.unwrap()
+            client.fetch(req.body(empty()).unwrap()).await.unwrap()
         };
         for _ in 0..2 {
             let head = ask(Method::HEAD, "/bytes/1000").await;
@@ -212,20 +212,20 @@ fn responses_without_a_body_leave_the_connection_usable() {
 
 #[test]
 fn large_bodies_pass_both_ways_at_once() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         let body = Bytes::from_iter((0..8 << 20).map(|n: u32| (n % 251) as u8));
-        let mut http1 = Http1::over(http(mesh).await).await;
+        let mut http1 = Http1::handshake(http(mesh).await).await;
         let req = Request::post("/echo")
             .header("host", "web.test")
             .body(full(body.clone()))
             .unwrap();
-        assert!(http1.ask(req).await.unwrap().body == body);
-        let mut http2 = Http2::over(http(mesh).await).await;
+        assert!(http1.fetch(req).await.unwrap().body == body);
+        let mut http2 = Http2::handshake(http(mesh).await).await;
         let req = Request::post("http://web.test/echo")
             .version(Version::HTTP_2)
             .body(full(body.clone()))
             .unwrap();
-        assert!(http2.ask(req).await.unwrap().body == body);
+        assert!(http2.fetch(req).await.unwrap().body == body);
     });
 }
 
@@ -233,7 +233,7 @@ fn large_bodies_pass_both_ways_at_once() {
 fn clients_that_wait_for_100_continue_get_it() {
     for mesh in [mesh(), mesh().transparent()] {
         mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            // It permits a body by reading it.
+            // Reading the body sends `100 Continue`.
             let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
                 let body = req.into_body().collect().await.unwrap();
                 Response::new(full(body.to_bytes()))
@@ -253,7 +253,7 @@ fn clients_that_wait_for_100_continue_get_it() {
 
 #[test]
 fn a_client_that_asks_to_close_is_closed_after_its_response() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         let mut client = http(mesh).await;
         let head = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
         client.write_all(head.as_bytes()).await.unwrap();
@@ -266,7 +266,7 @@ fn a_client_that_asks_to_close_is_closed_after_its_response() {
 
 #[test]
 fn requests_in_one_write_are_answered_in_order() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         let mut client = http(mesh).await;
         let requests = ["a", "b", "c"]
             .map(|word| format!("POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 1\r\n\r\n{word}"));
@@ -285,7 +285,7 @@ fn requests_in_one_write_are_answered_in_order() {
 
 #[test]
 fn a_hundred_websocket_messages_pass() {
-    pair(async |mesh: &Mesh| {
+    apps::run_with_pair(async |mesh: &Mesh| {
         let (mut socket, rsp) = tokio_tungstenite::client_async("ws://web.test/ws", http(mesh).await)
             .await
             .unwrap();
@@ -305,7 +305,7 @@ fn bytes_pass_until_both_sides_have_ended() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         for port in [TCP, OPAQUE] {
-            let mut client = mesh.dial("client", mesh.service("web", port)).await;
+            let mut client = mesh.dial("client", mesh.service_addr("web", port)).await;
             let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n % 241) as u8).collect();
             let (mut read, mut write) = client.split();
             let writing = async {
@@ -333,9 +333,9 @@ fn a_server_that_speaks_first_is_heard_before_detection_ends() {
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
             for workload in ["web", "legacy"] {
-                apps::greeter(workload, (mesh.ip(workload), TCP).into()).await;
+                apps::server_speaks_first(workload, (mesh.ip(workload), TCP).into()).await;
             }
-            for dst in [mesh.service("web", TCP), mesh.service("legacy", TCP)] {
+            for dst in [mesh.service_addr("web", TCP), mesh.service_addr("legacy", TCP)] {
                 for _ in 0..2 {
                     let mut client = mesh.dial("client", dst).await;
                     let greeting = tokio::time::timeout(DETECTION / 4, read_until(&mut client, "\n")).await;
@@ -344,12 +344,12 @@ fn a_server_that_speaks_first_is_heard_before_detection_ends() {
                     read_until(&mut client, "and back").await;
                 }
             }
-            let mut stranger = mesh.arrive(STRANGER, "web", TCP).await;
+            let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
             tokio::time::timeout(DETECTION / 4, read_until(&mut stranger, "hello from web\n"))
                 .await
                 .unwrap();
         });
 }
 
-/// How long proxies look for a protocol unless told otherwise.
+/// The default detection timeout of proxies.
 const DETECTION: Duration = Duration::from_secs(10);

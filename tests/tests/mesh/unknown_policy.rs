@@ -1,4 +1,4 @@
-//! Ports whose policy the control plane has not told: nobody may use them, and what was told once holds.
+//! Ports whose policy is not known: no client may use them, and a policy that was received once stays in force.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout};
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{self, Http1, Http2, full, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
-/// A port that the pod does not declare, so that its policy is first asked for by a connection.
+/// A port that the pod does not declare, so that its first connection causes the request for its policy.
 const UNDECLARED: u16 = 20_000;
-/// Another, at which a Server denies everybody.
+/// Another undeclared port, with a Server that denies all clients.
 const DENIED: u16 = 20_001;
 
 fn deny() -> String {
@@ -41,7 +41,7 @@ async fn applications(mesh: &Mesh) -> Vec<App> {
 }
 
 async fn status(mesh: &Mesh, port: u16) -> u16 {
-    client::get(mesh.stray(STRANGER, "web", at(mesh, port)).await, "/")
+    client::get(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, "/")
         .await
         .status
         .as_u16()
@@ -53,27 +53,32 @@ async fn n_unknown(mesh: &Mesh) -> f64 {
 }
 
 #[test]
-fn a_port_that_nobody_asked_about_is_refused_without_the_control_plane_and_follows_it_when_it_is_back() {
+fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_is_back() {
     let mesh = mesh().workload("web").manifest("deny", &deny());
     mesh.run(async |mesh: &Mesh| {
         let _apps = applications(mesh).await;
         mesh.stop_control().await;
         let came_at = Instant::now();
         let http1 = async {
-            let stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
-            Http1::over(stream).await.ask(request("/")).await.unwrap().status
+            let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
+            Http1::handshake(stream).await.fetch(request("/")).await.unwrap().status
         };
         let http2 = async {
-            let stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
-            Http2::over(stream).await.ask(request2("/")).await.unwrap().status
+            let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
+            Http2::handshake(stream)
+                .await
+                .fetch(request2("/"))
+                .await
+                .unwrap()
+                .status
         };
         let bytes = async |words: &[u8]| {
-            let mut stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
+            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
             stream.write_all(words).await.unwrap();
-            let mut said = Vec::new();
-            // A reset is an end as well.
-            let _ = stream.read_to_end(&mut said).await;
-            said
+            let mut response = Vec::new();
+            // A reset is also an end.
+            let _ = stream.read_to_end(&mut response).await;
+            response
         };
         let (http1, http2, words, silence) =
             tokio::join!(http1, http2, bytes(b"not HTTP, and long enough to know\n"), bytes(b""));
@@ -113,23 +118,23 @@ fn a_connection_waits_for_the_first_answer_of_the_control_plane() {
             tokio::join!(statuses, mesh.start_control())
         })
         .await
-        .expect("it does not wait longer than for the answer");
+        .expect("it waits only for the answer");
         assert_eq!(statuses, [200, 403]);
     });
 }
 
 #[test]
-fn the_environment_s_default_judges_unknown_ports_only_where_it_is_told_to() {
+fn the_default_policy_of_the_environment_applies_to_unknown_ports_only_if_enabled() {
     let mesh = mesh()
         .workload("web")
-        .its_env("TULLE_INBOUND_UNKNOWN_POLICY", "default")
+        .workload_env("TULLE_INBOUND_UNKNOWN_POLICY", "default")
         .manifest("deny", &deny());
     mesh.run(async |mesh: &Mesh| {
         let _apps = applications(mesh).await;
         assert_eq!(
             status(mesh, HTTP).await,
             502,
-            "nobody listens there, and everybody may know"
+            "no listener, and the cause is reported to all clients"
         );
         mesh.stop_control().await;
         assert_eq!(status(mesh, UNDECLARED).await, 200);

@@ -1,26 +1,26 @@
-//! What the control plane says and a proxy cannot read changes nothing, and is told of.
+//! An update that a proxy cannot decode changes nothing, and is reported.
 
 use tulle_proto::destination::TlsIdentity;
 use tulle_proto::outbound::Backend;
 use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh};
-use tulle_tests::policies::Policies;
+use tulle_tests::policies::FakePolicyService;
 
 use crate::debug::json;
-use crate::told::{DIALLED, becomes, endpoint, forward, http1, rule, told};
+use crate::scripted_policies::{ORIG_DST, endpoint, forward, http1, rule, run_with_policies, wait_for_response};
 
-/// What `/debug/destinations` shows of the address that the client dials.
+/// The `/debug/destinations` entry of the address that the client dials.
 async fn shown(mesh: &Mesh) -> serde_json::Value {
     let all = json(mesh, "client", "/debug/destinations").await;
     let mut all = all.as_array().unwrap().iter();
-    let found = all.find(|shown| shown["address"] == DIALLED.to_string());
+    let found = all.find(|shown| shown["address"] == ORIG_DST.to_string());
     found.unwrap().clone()
 }
 
 #[test]
 fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
-    told(async |mesh: &Mesh, policies: &Policies| {
+    run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
         apps::echo(mesh, "legacy").await;
         let legacy = || endpoint((mesh.ip("legacy"), HTTP).into());
         let queueless = || {
@@ -36,28 +36,28 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
             })
             .await;
         };
-        policies.say_of_destinations(Ok(queueless()));
-        becomes(mesh, "refused without a good one", (500, "invalid-policy")).await;
+        policies.set_destination_policy(Ok(queueless()));
+        wait_for_response(mesh, "refused without a good one", (500, "invalid-policy")).await;
         counted(1.0).await;
 
-        policies.say_of_destinations(Ok(http1(rule(forward(legacy())))));
-        becomes(mesh, "good", (200, "")).await;
+        policies.set_destination_policy(Ok(http1(rule(forward(legacy())))));
+        wait_for_response(mesh, "good", (200, "")).await;
         assert_eq!(shown(mesh).await["policy_error"], serde_json::Value::Null);
 
-        policies.say_of_destinations(Ok(queueless()));
+        policies.set_destination_policy(Ok(queueless()));
         counted(2.0).await;
         for _ in 0..10 {
-            assert_eq!(mesh.get("client", DIALLED, "/").await.text(), "legacy\n");
+            assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
         }
         let error = shown(mesh).await["policy_error"].clone();
         assert!(error.as_str().is_some_and(|error| error.contains("queue")), "{error}");
 
-        // An endpoint whose identity nobody can prove is not reached in plaintext.
-        let mut nobody = legacy();
-        nobody.tls_identity = Some(TlsIdentity::default());
-        policies.say_of_destinations(Ok(http1(rule(forward(nobody)))));
+        // An endpoint with an unsupported identity is not reached in plaintext.
+        let mut unsupported = legacy();
+        unsupported.tls_identity = Some(TlsIdentity::default());
+        policies.set_destination_policy(Ok(http1(rule(forward(unsupported)))));
         counted(3.0).await;
-        assert_eq!(mesh.get("client", DIALLED, "/").await.text(), "legacy\n");
+        assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
         let error = shown(mesh).await["policy_error"].clone();
         assert!(
             error.as_str().is_some_and(|error| error.contains("identity")),

@@ -1,4 +1,4 @@
-//! WebSocket between a client and a server of a library, through both sidecars, and other protocols by extended CONNECT.
+//! WebSocket between a client and a server of a library through both sidecars, and other protocols with extended CONNECT.
 
 use bytes::Bytes;
 use futures_util::future::join_all;
@@ -15,12 +15,12 @@ use tokio_tungstenite::{WebSocketStream, accept_async_with_config, client_async_
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{Http2, full, read_until};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::mesh::{Builder, HTTP, Mesh, UNMESHED_IP, mesh};
 
 type Socket = WebSocketStream<TcpStream>;
 
 fn config() -> WebSocketConfig {
-    // Larger than any message here.
+    // Larger than any message in these tests.
     WebSocketConfig::default()
         .max_message_size(Some(8 << 20))
         .max_frame_size(Some(8 << 20))
@@ -35,21 +35,21 @@ async fn server<F>(mesh: &Mesh, serve: impl Fn(Socket) -> F + Clone + Send + Syn
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+    apps::serve_tcp(mesh.listen("web", HTTP).await, move |stream| {
         let serve = serve.clone();
         async move { serve(accept_async_with_config(stream, Some(config())).await.unwrap()).await }
     })
 }
 
 async fn connect(mesh: &Mesh) -> Socket {
-    let stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+    let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
     let connected = client_async_with_config("ws://web.test/", stream, Some(config())).await;
     let (socket, rsp) = connected.unwrap();
     assert_eq!(rsp.status(), 101);
     socket
 }
 
-/// Sends back whatever is a message, to the end.
+/// Echoes every message until the end.
 async fn echo(mut socket: Socket) {
     while let Some(Ok(message)) = socket.next().await {
         if message.is_text() || message.is_binary() {
@@ -59,7 +59,11 @@ async fn echo(mut socket: Socket) {
 }
 
 async fn next(socket: &mut Socket) -> Message {
-    socket.next().await.expect("it goes on").expect("it is well")
+    socket
+        .next()
+        .await
+        .expect("the socket is open")
+        .expect("a valid message")
 }
 
 #[test]
@@ -67,7 +71,7 @@ fn every_kind_of_message_of_every_length_is_echoed() {
     meshed().run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
         let mut socket = connect(mesh).await;
-        // Where the length takes another form, and more than anything holds at once.
+        // Lengths around the header forms, and more than any buffer holds.
         for length in [0, 1, 125, 126, 65_535, 65_536, 1 << 20] {
             for message in [
                 Message::text("ä".repeat(length / 2) + &"x".repeat(length % 2)),
@@ -82,13 +86,13 @@ fn every_kind_of_message_of_every_length_is_echoed() {
 }
 
 #[test]
-fn a_silent_one_keeps_the_connection_that_it_shares() {
+fn an_idle_websocket_keeps_its_shared_connection_open() {
     let mesh = meshed().env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "300ms");
     mesh.run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
         let mut socket = connect(mesh).await;
         for _ in 0..2 {
-            let idle = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+            let idle = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             eventually("idle connections are closed", async || (!idle.is_open()).then_some(())).await;
         }
         socket.send(Message::text("still there?")).await.unwrap();
@@ -131,7 +135,7 @@ fn pings_and_pongs_pass_in_both_directions() {
         })
         .await;
         let mut socket = connect(mesh).await;
-        assert_eq!(next(&mut socket).await, payload, "it is answered as it is read");
+        assert_eq!(next(&mut socket).await, payload, "the answer has the same payload");
         assert_eq!(next(&mut socket).await, unasked);
         socket.send(payload.clone()).await.unwrap();
         assert_eq!(next(&mut socket).await, Message::Pong(payload.into_data()));
@@ -139,10 +143,11 @@ fn pings_and_pongs_pass_in_both_directions() {
 }
 
 #[test]
-fn codes_and_reasons_of_the_end_arrive_whoever_says_them() {
+fn close_codes_and_reasons_arrive_from_either_side() {
     let codes = [1000, 1001, 1002, 1003, 1007, 1008, 1009, 1011, 3000, 4999];
     meshed().run(async |mesh: &Mesh| {
-        // Told which code to end with; and who is told the end by the client tells it by the next answer.
+        // The client's message is the close code for the server. If it is 0, the client sends the close frame, and the
+        // server echoes it.
         let _app = server(mesh, |mut socket| async move {
             let asked: u16 = next(&mut socket).await.into_text().unwrap().parse().unwrap();
             if asked > 0 {
@@ -157,7 +162,7 @@ fn codes_and_reasons_of_the_end_arrive_whoever_says_them() {
             let mut socket = connect(mesh).await;
             socket.send(Message::text(code.to_string())).await.unwrap();
             assert_eq!(next(&mut socket).await, Message::Close(Some(frame(code))));
-            assert!(socket.next().await.is_none(), "and then the connection ends");
+            assert!(socket.next().await.is_none(), "the connection ends afterwards");
 
             let mut socket = connect(mesh).await;
             socket.send(Message::text("0")).await.unwrap();
@@ -176,10 +181,10 @@ fn frame(code: u16) -> CloseFrame {
 }
 
 #[test]
-fn a_side_that_breaks_off_is_not_taken_for_one_that_has_said_the_end() {
+fn an_aborted_connection_is_not_reported_as_a_close_frame() {
     meshed().run(async |mesh: &Mesh| {
         let _app = server(mesh, |mut socket| async move {
-            next(&mut socket).await; // and away
+            next(&mut socket).await; // closes the connection without a close frame
         })
         .await;
         let mut socket = connect(mesh).await;
@@ -192,7 +197,7 @@ fn a_side_that_breaks_off_is_not_taken_for_one_that_has_said_the_end() {
     });
 }
 
-/// Connections that the proxy of `web` has accepted from others.
+/// Connections that the proxy of `web` has accepted from peers.
 async fn connections(mesh: &Mesh) -> f64 {
     let of_peers = [r#"direction="inbound""#, r#"peer="src""#, r#"tls="true""#];
     mesh.metric("web", "tcp_open_total", &of_peers).await
@@ -226,7 +231,7 @@ fn sockets_share_one_connection_between_the_sidecars() {
 }
 
 #[test]
-fn sockets_have_connections_of_their_own_where_peers_share_none() {
+fn sockets_have_separate_connections_without_http2_upgrade() {
     let stays = meshed().flag("--enable-h2-upgrade=false");
     stays.run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
@@ -238,12 +243,12 @@ fn sockets_have_connections_of_their_own_where_peers_share_none() {
     });
 }
 
-const ASKED: &str = "GET /chat?a=b HTTP/1.1\r\nhost: web.test\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n\
+const UPGRADE_REQUEST: &str = "GET /chat?a=b HTTP/1.1\r\nhost: web.test\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n\
                      sec-websocket-version: 13\r\nsec-websocket-protocol: chat\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
 
-/// What a client hears whose request for a WebSocket `app` answers so.
-async fn answered(mesh: &Mesh, end: &'static str, answer: &'static str) -> String {
-    let app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
+/// The response to a client's WebSocket request for which `app` sends `answer`.
+async fn upgrade_response(mesh: &Mesh, end: &'static str, answer: &'static str) -> String {
+    let app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
         assert!(head.starts_with("GET /chat?a=b HTTP/1.1\r\n"), "{head}");
         for line in [
@@ -256,58 +261,64 @@ async fn answered(mesh: &Mesh, end: &'static str, answer: &'static str) -> Strin
         }
         assert!(
             !head.contains("dGhlIHNhbXBsZSBub25jZQ=="),
-            "the handshake with it is the proxies': {head}"
+            "the proxies make their own handshake: {head}"
         );
         stream.write_all(answer.as_bytes()).await.unwrap();
     });
-    let mut client = mesh.dial("client", mesh.service("web", HTTP)).await;
-    client.write_all(ASKED.as_bytes()).await.unwrap();
-    let said = read_until(&mut client, end).await;
+    let mut client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+    client.write_all(UPGRADE_REQUEST.as_bytes()).await.unwrap();
+    let received_head = read_until(&mut client, end).await;
     app.kill().await;
-    said
+    received_head
 }
 
 #[test]
-fn an_application_s_refusal_is_passed_on_as_it_is() {
+fn a_refused_upgrade_is_passed_on_unchanged() {
     meshed().run(async |mesh: &Mesh| {
         let forbidden = "HTTP/1.1 403 Forbidden\r\nx-why: because\r\ncontent-length: 2\r\n\r\nno";
-        let said = answered(mesh, "\r\n\r\nno", forbidden).await;
-        assert!(said.starts_with("HTTP/1.1 403 Forbidden\r\n"), "{said}");
-        assert!(said.contains("x-why: because\r\n") && !said.contains("l5d-"), "{said}");
-        // Who takes no notice of the upgrade answers the request.
-        let said = answered(
+        let received_head = upgrade_response(mesh, "\r\n\r\nno", forbidden).await;
+        assert!(
+            received_head.starts_with("HTTP/1.1 403 Forbidden\r\n"),
+            "{received_head}"
+        );
+        assert!(
+            received_head.contains("x-why: because\r\n") && !received_head.contains("l5d-"),
+            "{received_head}"
+        );
+        // An application that ignores the upgrade sends a normal response.
+        let received_head = upgrade_response(
             mesh,
             "\r\n\r\na page",
             "HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na page",
         )
         .await;
         assert!(
-            said.starts_with("HTTP/1.1 200 OK\r\n") && !said.contains("upgrade"),
-            "{said}"
+            received_head.starts_with("HTTP/1.1 200 OK\r\n") && !received_head.contains("upgrade"),
+            "{received_head}"
         );
         assert_eq!(connections(mesh).await, 1.);
     });
 }
 
 #[test]
-fn an_application_that_switches_to_something_else_is_not_believed() {
+fn an_invalid_upgrade_response_is_refused() {
     let other = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: other\r\n\r\n";
     let forged = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\
                   sec-websocket-accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
     meshed().run(async |mesh: &Mesh| {
         for answer in [other, forged] {
-            let said = answered(mesh, "\r\n\r\n", answer).await;
-            assert!(said.starts_with("HTTP/1.1 502 "), "{said}");
+            let received_head = upgrade_response(mesh, "\r\n\r\n", answer).await;
+            assert!(received_head.starts_with("HTTP/1.1 502 "), "{received_head}");
             assert!(
-                said.contains("l5d-proxy-cause: bad-response; direction=inbound; "),
-                "{said}"
+                received_head.contains("l5d-proxy-cause: bad-response; direction=inbound; "),
+                "{received_head}"
             );
         }
     });
 }
 
 #[test]
-fn a_policy_that_turns_cuts_sockets() {
+fn a_policy_change_to_deny_closes_websockets() {
     let deny = "\
 apiVersion: policy.linkerd.io/v1beta3
 kind: Server
@@ -318,14 +329,17 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
         let _app = server(mesh, echo).await;
         let mut socket = connect(mesh).await;
         mesh.write("deny", deny);
-        assert!(socket.next().await.is_none_or(|end| end.is_err()), "it is cut");
+        assert!(
+            socket.next().await.is_none_or(|end| end.is_err()),
+            "the socket is closed"
+        );
         assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 1.);
     });
 }
 
-/// An application that gives back what comes by extended CONNECT, and says so.
-async fn extended(mesh: &Mesh) -> App {
-    apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+/// An application that announces and accepts extended CONNECT, and echoes the bytes.
+async fn extended_connect_app(mesh: &Mesh) -> App {
+    apps::serve_tcp(mesh.listen("web", HTTP).await, |stream| async move {
         let mut connection = h2::server::Builder::new()
             .enable_connect_protocol()
             .handshake(stream)
@@ -351,11 +365,11 @@ async fn extended(mesh: &Mesh) -> App {
     })
 }
 
-/// The answer to an extended CONNECT, by which 1 MiB goes there and comes back where it is granted.
+/// Sends an extended CONNECT and returns its response. If it is accepted, sends 1 MiB and expects it back.
 async fn ask_extended(stream: TcpStream) -> Response<()> {
     let (send, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::spawn(connection);
-    eventually("the proxy announces it", async || {
+    eventually("the proxy announces extended CONNECT", async || {
         send.is_extended_connect_protocol_enabled().then_some(())
     })
     .await;
@@ -380,12 +394,12 @@ async fn ask_extended(stream: TcpStream) -> Response<()> {
 #[test]
 fn an_extended_connect_passes_where_the_application_takes_it() {
     meshed().run(async |mesh: &Mesh| {
-        let _app = extended(mesh).await;
+        let _app = extended_connect_app(mesh).await;
         for _ in 0..3 {
-            let rsp = ask_extended(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+            let rsp = ask_extended(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(rsp.status(), 200);
         }
-        let rsp = ask_extended(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let rsp = ask_extended(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(rsp.status(), 200);
         assert_eq!(connections(mesh).await, 1.);
     });
@@ -397,7 +411,7 @@ fn an_extended_connect_is_refused_where_the_application_has_not_announced_it() {
         apps::echo(mesh, "legacy").await;
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
         for (app, direction) in [("web", "inbound"), ("legacy", "outbound")] {
-            let rsp = ask_extended(mesh.dial("client", mesh.service(app, HTTP)).await).await;
+            let rsp = ask_extended(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await;
             let cause = rsp.headers()["l5d-proxy-cause"].to_str().unwrap();
             assert_eq!(rsp.status(), 501, "{cause}");
             assert!(

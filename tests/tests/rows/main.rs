@@ -1,7 +1,8 @@
-//! The tables of the control plane once more, with an API server where the tests of `tulle-control` have a directory: every
-//! manifest passes its admission and defaults and the watches before proxies are told of it.
+//! Runs the tables of the control plane with an API server where the tests of `tulle-control` use a directory: every
+//! manifest passes admission, defaults and watches before the control plane answers.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 #[path = "../../../control/tests/streams/harness.rs"]
 #[expect(dead_code, reason = "other tests of tulle-control use more of it")]

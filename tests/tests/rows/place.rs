@@ -1,35 +1,35 @@
-//! Where manifests are: an API server, on which routes have the status that our own controller writes.
+//! The source of manifests: an API server, on which our controller writes the statuses of routes.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use tulle_control::cluster::{Config, EndpointsFrom};
+use tulle_control::cluster::{Config, EndpointsSource};
 use tulle_control::kubernetes as client;
-use tulle_control::resources::event::Writer;
+use tulle_control::resources::event::EventWriter;
 use tulle_control::source::kubernetes;
-use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 
-use crate::stored::Stored;
+use crate::stored::TestObjects;
 
 thread_local! {
-    /// One server for all rows of a test, which has a thread of its own.
+    /// One server for all rows of a test; each test has its own thread.
     static SERVER: RefCell<Option<Rc<Server>>> = const { RefCell::new(None) };
 }
 
 struct Server {
     api: ApiServer,
-    stored: tokio::sync::Mutex<Stored>,
+    stored: tokio::sync::Mutex<TestObjects>,
 }
 
-/// The server with the objects of the latest row; those of the row before are gone.
-pub(crate) struct Place(Rc<Server>);
+/// The server with the objects of the current row; those of the previous row are removed.
+pub(crate) struct ManifestStore(Rc<Server>);
 
-impl Place {
+impl ManifestStore {
     pub(crate) async fn new(yaml: &str, _registry: &Registry) -> Self {
         let known = SERVER.with_borrow(Clone::clone);
         let server = match known {
@@ -38,7 +38,7 @@ impl Place {
                 let api = ApiServer::start().await.unwrap();
                 install_custom_resources(&api).await.unwrap();
                 api.create_namespace("linkerd").await.unwrap();
-                let stored = tokio::sync::Mutex::new(Stored::new(api.client()));
+                let stored = tokio::sync::Mutex::new(TestObjects::new(api.client()));
                 let server = Rc::new(Server { api, stored });
                 SERVER.set(Some(server.clone()));
                 server
@@ -50,11 +50,11 @@ impl Place {
         Self(server)
     }
 
-    /// Watches the server.
+    /// A source that watches the server.
     pub(crate) async fn source(
         &self,
         config: &Config,
-        writer: Writer,
+        writer: EventWriter,
         registry: &Registry,
         drain: drain::Watch,
     ) -> impl Future<Output = ()> + Send + use<> {
@@ -64,22 +64,22 @@ impl Place {
         };
         let client = client::client(&access, registry).await.unwrap();
         let config = kubernetes::Config {
-            needs: Needs {
+            requirements: WatchRequirements {
                 destination: true,
                 policy: true,
-                drives: match config.endpoints_from {
-                    EndpointsFrom::Slices => Drives::Slices,
-                    EndpointsFrom::Endpoints => Drives::Endpoints,
+                endpoints_source: match config.endpoints_source {
+                    EndpointsSource::EndpointSlices => EndpointKind::EndpointSlices,
+                    EndpointsSource::Endpoints => EndpointKind::Endpoints,
                 },
             },
-            addr: ":8086".to_owned(),
-            kinds: Readiness::new(),
+            log_addr: ":8086".to_owned(),
+            kinds_readiness: Readiness::new(),
         };
         let source = kubernetes::run(client, config, writer, registry.clone(), drain);
         async { source.await.unwrap() }
     }
 
-    /// What the server refuses is an error of the row at once.
+    /// Always empty: an object that the server refuses fails the row at once.
     pub(crate) fn errors(&self) -> Vec<String> {
         Vec::new()
     }

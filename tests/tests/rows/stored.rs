@@ -1,4 +1,4 @@
-//! Objects on an API server, made of manifests that say only what a row is about.
+//! Objects on an API server, created from manifests that contain only the fields that a row needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,29 +12,28 @@ use serde_json::{Value, json};
 use serde_yaml_ng::Deserializer;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tulle_control::resources::event::Writer;
+use tulle_control::resources::event::EventWriter;
 use tulle_control::resources::{Kind, Scope};
-use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
 use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::names::{label, port};
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-/// The objects of one row.
-pub(crate) struct Stored {
+pub(crate) struct TestObjects {
     client: Client,
     yaml: String,
     objects: Vec<(Api<DynamicObject>, String)>,
-    /// Those that pods may use, with their namespaces.
+    /// The service accounts of pods, with their namespaces.
     accounts: BTreeSet<(String, String)>,
     namespaces: BTreeSet<String>,
 }
 
-impl Stored {
+impl TestObjects {
     pub(crate) fn new(client: Client) -> Self {
         Self {
             client,
@@ -45,7 +44,7 @@ impl Stored {
         }
     }
 
-    /// Removes the objects of the row before, and creates those of this one. Routes get their status.
+    /// Removes the objects of the previous row, creates those of this row, and waits for the statuses of routes.
     pub(crate) async fn replace(&mut self, server: &ApiServer, yaml: &str) -> anyhow::Result<()> {
         if self.yaml == yaml {
             return Ok(());
@@ -55,9 +54,9 @@ impl Stored {
         let documents: Vec<Value> = documents.collect::<Result<_, _>>()?;
         let documents: Vec<Value> = documents.into_iter().filter(|document| !document.is_null()).collect();
         for document in &documents {
-            self.make_room(server, document).await?;
+            self.create_prerequisites(server, document).await?;
         }
-        // An API server writes the time of creation itself, in whole seconds.
+        // The API server sets the creation time itself, in whole seconds.
         let mut by_age: BTreeMap<String, Vec<Value>> = BTreeMap::new();
         for mut document in documents {
             let metadata = document["metadata"].as_object_mut().context("metadata")?;
@@ -89,7 +88,7 @@ impl Stored {
                 }
             }
         }
-        self.judge().await?;
+        self.write_route_statuses().await?;
         yaml.clone_into(&mut self.yaml);
         Ok(())
     }
@@ -102,8 +101,8 @@ impl Stored {
         Ok(())
     }
 
-    /// Makes the namespace and the service account that an object needs.
-    async fn make_room(&mut self, server: &ApiServer, document: &Value) -> anyhow::Result<()> {
+    /// Creates the namespace and the service account that an object needs.
+    async fn create_prerequisites(&mut self, server: &ApiServer, document: &Value) -> anyhow::Result<()> {
         let Some(namespace) = document["metadata"]["namespace"].as_str() else {
             return Ok(());
         };
@@ -122,12 +121,12 @@ impl Stored {
         let mut object = document.clone();
         let api = self.api(&object)?;
         let name = object["metadata"]["name"].as_str().context("a name")?.to_owned();
-        complete(&mut object);
+        fill_required_fields(&mut object);
         let metadata = object["metadata"].as_object_mut().context("metadata")?;
         let uid = metadata.remove("uid");
         let is_deleted = metadata.remove("deletionTimestamp").is_some();
         if is_deleted {
-            // Somebody still holds it.
+            // A finalizer keeps the deleted object.
             metadata.insert("finalizers".to_owned(), json!([FINALIZER]));
         }
         for owner in metadata
@@ -174,53 +173,54 @@ impl Stored {
         })
     }
 
-    /// Runs the controller that writes statuses until every route has one.
-    async fn judge(&self) -> anyhow::Result<()> {
-        let mut unjudged = Vec::new();
+    /// Runs the status controller until every route has a status.
+    async fn write_route_statuses(&self) -> anyhow::Result<()> {
+        let mut without_status = Vec::new();
         for (api, name) in &self.objects {
             if n_parents(&serde_json::to_value(api.get(name).await?)?) > 0 {
-                unjudged.push((api, name));
+                without_status.push((api, name));
             }
         }
-        if unjudged.is_empty() {
+        if without_status.is_empty() {
             return Ok(());
         }
         let registry = Registry::new();
         let (signal, drain) = drain::channel();
-        let config = writeback::Config {
+        let config = writeback::config::Config {
             controller_namespace: "linkerd".to_owned(),
-            holder: "rows".to_owned(),
-            deployment: "linkerd-destination".to_owned(),
+            lease_holder: "rows".to_owned(),
+            lease_owner_deployment: "linkerd-destination".to_owned(),
             slices: None,
-            statuses: Some(writeback::Statuses {
+            statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: tulle_control::cluster::Config::default().cluster_networks,
                 global_egress_namespace: tulle_control::cluster::Config::default().global_egress_namespace,
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let (writer, controllers) = writeback::attach(&self.client, config, Writer::new(|_| {}), &registry, &drain);
+        let (writer, controllers) =
+            writeback::add_controllers(&self.client, config, EventWriter::new(|_| {}), &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
         }
         let source = Config {
-            needs: Needs {
+            requirements: WatchRequirements {
                 destination: false,
                 policy: true,
-                drives: Drives::Slices,
+                endpoints_source: EndpointKind::EndpointSlices,
             },
-            addr: ":8086".to_owned(),
-            kinds: Readiness::new(),
+            log_addr: ":8086".to_owned(),
+            kinds_readiness: Readiness::new(),
         };
         let watching = kubernetes::run(self.client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });
-        for (api, name) in unjudged {
-            let judged = async || {
+        for (api, name) in without_status {
+            let has_status = async || {
                 let route = serde_json::to_value(api.get(name).await.ok()?).ok()?;
-                let n_judged = route["status"]["parents"].as_array().map_or(0, Vec::len);
-                (n_judged >= n_parents(&route)).then_some(())
+                let n_statuses = route["status"]["parents"].as_array().map_or(0, Vec::len);
+                (n_statuses >= n_parents(&route)).then_some(())
             };
-            eventually(&format!("a status of {name}"), judged).await;
+            eventually(&format!("a status of {name}"), has_status).await;
         }
         signal.drain().await;
         let ended = tasks.join_all().await;
@@ -229,7 +229,7 @@ impl Stored {
     }
 }
 
-/// How many parents of a route are ours to judge.
+/// The number of parents of a route that our controller handles.
 fn n_parents(route: &Value) -> usize {
     let ours = |parent: &&Value| {
         let group = parent["group"].as_str().unwrap_or("gateway.networking.k8s.io");
@@ -242,8 +242,8 @@ fn n_parents(route: &Value) -> usize {
     parents.filter(ours).count()
 }
 
-/// Adds what the API server demands, and what rows leave out as nobody here looks at it.
-fn complete(object: &mut Value) {
+/// Adds fields that the API server requires and that rows leave out because they do not matter here.
+fn fill_required_fields(object: &mut Value) {
     match object["kind"].as_str() {
         Some("Pod") => complete_pod(object),
         Some("ReplicaSet" | "Job") if object["spec"].is_null() => {
@@ -268,7 +268,7 @@ fn complete_pod(pod: &mut Value) {
     if containers.is_empty() {
         containers.push(json!({"name": "app"}));
     }
-    // What the injector adds, and the pods of rows have without saying so.
+    // The injector adds these fields, and the pods of rows have them implicitly.
     if is_meshed && !init.iter().chain(&containers).any(|one| one["name"] == "linkerd-proxy") {
         let env = [("INBOUND", port::INBOUND), ("ADMIN", port::ADMIN), ("CONTROL", port::TAP)].map(|(name, port)| {
             json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": format!("0.0.0.0:{port}")})
@@ -289,13 +289,13 @@ fn complete_pod(pod: &mut Value) {
 }
 
 async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
-    // In the background, because jobs would otherwise wait for a collector of garbage, which there is none of.
+    // Background deletion, because deletion of jobs would otherwise wait for the garbage collector, which does not run.
     let now = DeleteParams::background().grace_period(0);
-    // An API server deletes the Endpoints of a Service together with it.
+    // The API server deletes the Endpoints of a Service with it.
     let Some(object) = api.get_opt(name).await? else {
         return Ok(());
     };
-    // What was deleted before waits for its finalizer only.
+    // An object that was deleted before only waits for its finalizer.
     if object.metadata.finalizers.is_some() {
         let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
         api.patch(name, &PatchParams::default(), &free).await?;

@@ -1,10 +1,11 @@
-//! What strangers and peers may do to the shipped binaries, in network namespaces.
+//! Attacks by unauthenticated clients and peers on the shipped binaries, in network namespaces.
 //!
-//! `cargo nextest run -p tulle-tests security` runs all of it.
+//! `cargo nextest run -p tulle-tests security` runs all of these tests.
 
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::too_many_lines)]
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
-/// Names of tests begin with `security::`, so that the filter `security` selects them.
+/// Test names begin with `security::`, so that the filter `security` selects them.
 #[path = "."]
 mod security {
     mod floods;

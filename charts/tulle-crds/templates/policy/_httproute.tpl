@@ -1,4 +1,4 @@
-{{/* The parts of policy.linkerd.io HTTPRoutes. */}}
+{{/* Schemas of policy.linkerd.io HTTPRoutes. */}}
 
 {{- define "tulle-crds.hostname" -}}
 type: string
@@ -40,7 +40,7 @@ properties:
 {{- end }}
 
 {{- define "tulle-crds.route-match" -}}
-description: Requests that meet all of it.
+description: Requests that meet all these conditions.
 type: object
 properties:
   path:

@@ -1,8 +1,8 @@
-//! Verdicts on proxies, pods and annotations.
+//! Tests of the checks on proxies, pods and annotations.
 
 use super::*;
 
-fn shop(more: &[Value]) -> Snapshot {
+fn snapshot_of_shop(more: &[Value]) -> Snapshot {
     let mut objects = installed(&authorities(100));
     objects.push(named("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
@@ -12,8 +12,8 @@ fn shop(more: &[Value]) -> Snapshot {
 
 #[test]
 fn proxies_that_are_not_ready_are_found() {
-    let snapshot = shop(&[meshed_pod("db", false)]);
-    expect(
+    let snapshot = snapshot_of_shop(&[meshed_pod("db", false)]);
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &["shop/db", "kubectl logs POD -c linkerd-proxy"],
@@ -22,26 +22,25 @@ fn proxies_that_are_not_ready_are_found() {
 
 #[test]
 fn a_namespace_without_proxies_is_told_how_to_get_them() {
-    let mut snapshot = shop(&[named("Namespace", "empty")]);
+    let mut snapshot = snapshot_of_shop(&[named("Namespace", "empty")]);
     snapshot.scope.namespace = Some("empty".to_owned());
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &["there is no proxy in namespace empty", "linkerd.io/inject=enabled"],
     );
     snapshot.scope.namespace = Some("nowhere".to_owned());
-    expect(&snapshot, Outcome::Error, &["there is no namespace nowhere"]);
+    assert_finding(&snapshot, Outcome::Error, &["there is no namespace nowhere"]);
 }
 
-/// The namespace shop, annotated.
+/// The namespace `shop` with the injection annotation.
 fn injected_namespace() -> Value {
     let mut namespace = named("Namespace", "shop");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
     namespace
 }
 
-/// A pod without a proxy.
-fn bare(name: &str, annotations: Value, more: Value) -> Value {
+fn pod_without_proxy(name: &str, annotations: Value, more: Value) -> Value {
     let mut spec = json!({ "containers": [{ "name": "app" }] });
     spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     json!({
@@ -54,16 +53,16 @@ fn bare(name: &str, annotations: Value, more: Value) -> Value {
 
 #[test]
 fn pods_that_the_injector_missed_are_listed_exactly() {
-    let mut done = bare("done", json!({}), json!({}));
+    let mut done = pod_without_proxy("done", json!({}), json!({}));
     done["status"]["phase"] = json!("Succeeded");
-    let snapshot = shop(&[
+    let snapshot = snapshot_of_shop(&[
         injected_namespace(),
-        bare("missed", json!({}), json!({})),
-        bare("unwanted", json!({ "linkerd.io/inject": "disabled" }), json!({})),
-        bare("host", json!({}), json!({ "hostNetwork": true })),
+        pod_without_proxy("missed", json!({}), json!({})),
+        pod_without_proxy("unwanted", json!({ "linkerd.io/inject": "disabled" }), json!({})),
+        pod_without_proxy("host", json!({}), json!({ "hostNetwork": true })),
         done,
     ]);
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &[
@@ -76,13 +75,13 @@ fn pods_that_the_injector_missed_are_listed_exactly() {
 #[test]
 fn each_missed_pod_is_made_anew_by_the_command_for_its_owner() {
     let owned = |pod: &str, kind: &str, name: &str| {
-        let mut pod = bare(pod, json!({}), json!({}));
+        let mut pod = pod_without_proxy(pod, json!({}), json!({}));
         pod["metadata"]["labels"] = json!({ "pod-template-hash": "5d8f" });
         pod["metadata"]["ownerReferences"] =
             json!([{ "apiVersion": "v1", "kind": kind, "name": name, "uid": "u", "controller": true }]);
         pod
     };
-    let snapshot = shop(&[
+    let snapshot = snapshot_of_shop(&[
         injected_namespace(),
         owned("api-5d8f-1", "ReplicaSet", "api-5d8f"),
         owned("api-5d8f-2", "ReplicaSet", "api-5d8f"),
@@ -91,7 +90,7 @@ fn each_missed_pod_is_made_anew_by_the_command_for_its_owner() {
         owned("once-x", "Job", "once"),
         owned("old-x", "ReplicaSet", "old"),
     ]);
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &[
@@ -109,11 +108,11 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
         let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "missing": missing.collect::<Vec<_>>() });
         Some(Ok(serde_json::from_value(found).unwrap()))
     };
-    // The injector goes by what it knows; here nothing says that the pod is to be injected.
-    let mut snapshot = shop(&[bare("late", json!({}), json!({}))]);
+    // The injector decides with its own data. Here no annotation requests injection.
+    let mut snapshot = snapshot_of_shop(&[pod_without_proxy("late", json!({}), json!({}))]);
     assert_eq!(findings(&snapshot), []);
     snapshot.injection_audit = audit(&["gone", "late", "web"]);
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Warning,
         &[
@@ -122,10 +121,10 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
             "kubectl get pod late -n shop",
         ],
     );
-    // Who may not read namespaces can only believe the audit.
-    snapshot.namespaces = Err(Unreadable {
-        what: "namespaces",
-        why: "no".to_owned(),
+    // Without permission to read namespaces, the check relies on the audit.
+    snapshot.namespaces = Err(ListError {
+        kind: "namespaces",
+        reason: "no".to_owned(),
     });
     let told = findings(&snapshot);
     let told: Vec<_> = told.iter().filter(|(outcome, _)| *outcome == Outcome::Error).collect();
@@ -133,16 +132,16 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
         matches!(&told[..], [(_, text)] if text.contains("shop/late")),
         "{told:?}"
     );
-    // What the check before this has named is not told twice.
-    let mut snapshot = shop(&[injected_namespace(), bare("late", json!({}), json!({}))]);
+    // A problem that an earlier check reports is not repeated.
+    let mut snapshot = snapshot_of_shop(&[injected_namespace(), pod_without_proxy("late", json!({}), json!({}))]);
     snapshot.injection_audit = audit(&["late"]);
-    expect(&snapshot, Outcome::Error, &["these pods are to be injected"]);
-    // Of the audit itself only a failure is told.
-    let mut snapshot = shop(&[]);
+    assert_finding(&snapshot, Outcome::Error, &["these pods should be injected"]);
+    // The audit itself is reported only if reading it fails.
+    let mut snapshot = snapshot_of_shop(&[]);
     snapshot.injection_audit = audit(&[]);
     assert_eq!(findings(&snapshot), []);
     snapshot.injection_audit = Some(Err("forbidden".to_owned()));
-    expect(&snapshot, Outcome::Warning, &["cannot be read: forbidden"]);
+    assert_finding(&snapshot, Outcome::Warning, &["cannot be read: forbidden"]);
 }
 
 #[test]
@@ -150,17 +149,17 @@ fn namespaces_that_the_webhook_stays_out_of_miss_no_proxy() {
     let mut namespace = named("Namespace", "kube-system");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
     namespace["metadata"]["labels"] = json!({ "kubernetes.io/metadata.name": "kube-system" });
-    let mut pod = bare("dns", json!({}), json!({}));
+    let mut pod = pod_without_proxy("dns", json!({}), json!({}));
     pod["metadata"]["namespace"] = json!("kube-system");
-    assert_eq!(findings(&shop(&[namespace, pod])), []);
+    assert_eq!(findings(&snapshot_of_shop(&[namespace, pod])), []);
 }
 
 #[test]
 fn proxies_of_another_version_are_warned_of() {
     let mut pod = meshed_pod("db", true);
     pod["metadata"]["annotations"]["linkerd.io/proxy-version"] = json!("0.0.1");
-    expect(
-        &shop(&[pod]),
+    assert_finding(
+        &snapshot_of_shop(&[pod]),
         Outcome::Warning,
         &["shop/db runs 0.0.1", "kubectl rollout restart"],
     );
@@ -170,24 +169,24 @@ fn proxies_of_another_version_are_warned_of() {
 fn labels_and_annotations_without_effect_are_found() {
     let mut pod = meshed_pod("db", true);
     pod["metadata"]["labels"]["linkerd.io/inject"] = json!("enabled");
-    expect(
-        &shop(&[pod]),
+    assert_finding(
+        &snapshot_of_shop(&[pod]),
         Outcome::Warning,
         &["pod shop/db has the label linkerd.io/inject"],
     );
 
     let mut namespace = named("Namespace", "shop");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/injected": "enabled" });
-    expect(
-        &shop(&[namespace]),
+    assert_finding(
+        &snapshot_of_shop(&[namespace]),
         Outcome::Warning,
         &["linkerd.io/injected injects nothing, linkerd.io/inject does"],
     );
 
     let mut pod = meshed_pod("db", true);
     pod["metadata"]["annotations"]["config.linkerd.io/default-inbound-policy"] = json!("perhaps");
-    expect(
-        &shop(&[pod]),
+    assert_finding(
+        &snapshot_of_shop(&[pod]),
         Outcome::Warning,
         &["pod shop/db: ", "default-inbound-policy"],
     );
@@ -199,7 +198,7 @@ fn labels_and_annotations_without_effect_are_found() {
         },
         "spec": { "ports": [{ "name": "mysql", "port": 3306 }] },
     });
-    expect(&shop(&[service]), Outcome::Warning, &["names \"99-33\""]);
+    assert_finding(&snapshot_of_shop(&[service]), Outcome::Warning, &["names \"99-33\""]);
 }
 
 #[test]
@@ -219,32 +218,35 @@ fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
         pod
     };
     const OPAQUE: &str = "config.linkerd.io/opaque-ports";
-    let both = shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "3306")])]);
+    let both = snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "3306")])]);
     assert_eq!(findings(&both), []);
-    let by_name = shop(&[service(json!({ OPAQUE: "13306," })), pod(&[(OPAQUE, "nobody, db")])]);
+    let by_name = snapshot_of_shop(&[service(json!({ OPAQUE: "13306," })), pod(&[(OPAQUE, "nobody, db")])]);
     assert_eq!(findings(&by_name), []);
-    // The port may be a native sidecar's.
+    // The port can belong to a native sidecar.
     let mut sidecar = pod(&[(OPAQUE, "3306")]);
     let app = sidecar["spec"]["containers"][0].take();
     sidecar["spec"]["containers"][0] = json!({ "name": "app" });
     let inits = sidecar["spec"]["initContainers"].as_array_mut().unwrap();
     inits.push(json!({ "name": "db", "ports": app["ports"], "restartPolicy": "Always" }));
     assert_eq!(
-        findings(&shop(&[service(json!({ OPAQUE: "13306" })), sidecar.clone()])),
+        findings(&snapshot_of_shop(&[
+            service(json!({ OPAQUE: "13306" })),
+            sidecar.clone()
+        ])),
         []
     );
-    expect(
-        &shop(&[service(json!({})), sidecar]),
+    assert_finding(
+        &snapshot_of_shop(&[service(json!({})), sidecar]),
         Outcome::Warning,
         &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
     );
-    expect(
-        &shop(&[service(json!({})), pod(&[(OPAQUE, "3300-3310")])]),
+    assert_finding(
+        &snapshot_of_shop(&[service(json!({})), pod(&[(OPAQUE, "3300-3310")])]),
         Outcome::Warning,
         &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
     );
-    expect(
-        &shop(&[service(json!({ OPAQUE: "13306" })), pod(&[])]),
+    assert_finding(
+        &snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[])]),
         Outcome::Warning,
         &["pod shop/db does not take port 3306 for opaque"],
     );
@@ -265,25 +267,25 @@ fn certificates_of_proxies_must_lead_to_the_anchors() {
     snapshot
         .proxy_certificates
         .insert("shop/web".to_owned(), Ok(read(&authorities(100).issuer).unwrap()));
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &[
-            "shop/web has a certificate that leads to none",
+            "shop/web has a certificate that chains to none",
             "kubectl rollout restart",
         ],
     );
     snapshot
         .proxy_certificates
         .insert("shop/web".to_owned(), Err("connection refused".to_owned()));
-    expect(&snapshot, Outcome::Warning, &["shop/web: connection refused"]);
+    assert_finding(&snapshot, Outcome::Warning, &["shop/web: connection refused"]);
 }
 
 #[test]
 fn the_cni_plugin_is_checked_where_it_is_used() {
     let mut objects = installed(&authorities(100));
     objects.push(values(&[("cniEnabled", json!(true))]));
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &["there is no DaemonSet linkerd-cni"],
@@ -293,7 +295,7 @@ fn the_cni_plugin_is_checked_where_it_is_used() {
         "desiredNumberScheduled": 2, "numberReady": 1, "currentNumberScheduled": 2, "numberMisscheduled": 0,
     });
     objects.push(set.clone());
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &["ready on 1 of 2 nodes"],

@@ -1,4 +1,4 @@
-//! Verdicts on clusters made of objects: a well one, and what breaks it.
+//! Tests of the checks on clusters made of plain objects: one healthy, and variants with one fault each.
 
 mod data_plane;
 
@@ -10,7 +10,7 @@ use tulle_control::trust::{self, CertificateAuthority};
 
 use super::control_plane::CRDS;
 use super::report::Outcome;
-use super::snapshot::{Access, AccessScope, Listed, Snapshot, Unreadable};
+use super::snapshot::{Access, AccessScope, ListError, ListResult, Snapshot};
 use super::*;
 
 const DAY: u64 = 86_400;
@@ -30,7 +30,7 @@ fn now() -> i64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() as i64
 }
 
-/// A cluster of these objects; what is added later replaces what has its name.
+/// A cluster with these objects. A later object replaces an earlier one of the same name.
 fn cluster(mode: Mode, objects: &[Value]) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope(mode), now());
     snapshot.kubernetes = Ok("v1.34.2".to_owned());
@@ -41,7 +41,7 @@ fn cluster(mode: Mode, objects: &[Value]) -> Snapshot {
 }
 
 fn put(snapshot: &mut Snapshot, object: &Value) {
-    fn add<K: DeserializeOwned + kube::Resource>(listed: &mut Listed<K>, object: &Value) {
+    fn add<K: DeserializeOwned + kube::Resource>(listed: &mut ListResult<K>, object: &Value) {
         let object: K = serde_json::from_value(object.clone()).unwrap();
         let listed = listed.as_mut().unwrap();
         listed.retain(|old| old.meta().name != object.meta().name || old.meta().namespace != object.meta().namespace);
@@ -98,7 +98,7 @@ fn named(kind: &str, name: &str) -> Value {
 
 fn values(more: &[(&str, Value)]) -> Value {
     let mut values = json!({
-        "linkerdVersion": crate::version::CLIENT,
+        "linkerdVersion": crate::version::CLI_VERSION,
         "clusterNetworks": "10.0.0.0/8,fd00::/8",
         "clusterDomain": "cluster.local",
     });
@@ -153,7 +153,7 @@ fn control_plane_pod(component: &str, ready: &str) -> Value {
     })
 }
 
-/// A webhook's configuration and Secret, with a certificate of its own that is its own authority.
+/// The configuration and the Secret of a webhook, with a self-signed certificate.
 fn webhook(kind: &str, service: &str) -> [Value; 2] {
     let name = format!("{service}.linkerd.svc");
     let (cert, key) = {
@@ -173,7 +173,7 @@ fn webhook(kind: &str, service: &str) -> [Value; 2] {
     [config, secret]
 }
 
-/// Everything that an installation makes, in good order.
+/// All objects of a healthy installation.
 fn installed(authorities: &Authorities) -> Vec<Value> {
     let mut objects = vec![
         named("Namespace", "linkerd"),
@@ -212,7 +212,7 @@ fn meshed_pod(name: &str, ready: bool) -> Value {
             "name": name,
             "namespace": "shop",
             "labels": { "app": name, "linkerd.io/control-plane-ns": "linkerd" },
-            "annotations": { "linkerd.io/proxy-version": crate::version::CLIENT },
+            "annotations": { "linkerd.io/proxy-version": crate::version::CLI_VERSION },
         },
         "spec": {
             "containers": [{ "name": "app", "ports": [{ "name": "db", "containerPort": 3306 }] }],
@@ -228,11 +228,11 @@ fn meshed_pod(name: &str, ready: bool) -> Value {
     })
 }
 
-/// Runs all checks, and lists what they found as `description: what → fix`.
+/// Runs all checks, and lists the problems as `description: what → fix`.
 fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
     let mut findings = Vec::new();
     for category in categories(snapshot) {
-        let (report, _, weight) = judge(&category, snapshot);
+        let (report, _, weight) = run_category(&category, snapshot);
         for check in report.checks {
             if check.result != Outcome::Success {
                 let text = format!(
@@ -244,16 +244,16 @@ fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
                 findings.push((check.result, text));
             }
         }
-        if weight == Weight::EndsTheRun {
+        if weight == FailureMode::Abort {
             break;
         }
     }
     findings
 }
 
-/// Expects exactly one finding, and every one of these texts in it.
+/// Asserts that there is exactly one problem, and that it contains all of these texts.
 #[track_caller]
-fn expect(snapshot: &Snapshot, outcome: Outcome, texts: &[&str]) {
+fn assert_finding(snapshot: &Snapshot, outcome: Outcome, texts: &[&str]) {
     let findings = findings(snapshot);
     assert_eq!(findings.len(), 1, "{findings:#?}");
     assert_eq!(findings[0].0, outcome, "{findings:#?}");
@@ -293,7 +293,7 @@ fn a_namespace_other_than_linkerd_is_named_in_every_command() {
 fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
     let mut objects = installed(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "servers.policy.linkerd.io");
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &[
@@ -302,7 +302,7 @@ fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
         ],
     );
     objects.push(crd("servers.policy.linkerd.io", "v1beta1"));
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &["servers.policy.linkerd.io does not serve version v1beta3"],
@@ -320,7 +320,7 @@ fn each_missing_object_is_named() {
         let mut objects = installed(&authorities(100));
         objects.retain(|object| object["kind"] != kind || object["metadata"]["name"] != name);
         let snapshot = cluster(Mode::Installed, &objects);
-        expect(
+        assert_finding(
             &snapshot,
             Outcome::Error,
             &[&format!("{kind} {name}"), "tulle upgrade | kubectl apply -f -"],
@@ -338,7 +338,7 @@ fn what_is_not_ready_is_waited_for_and_explained() {
     }]);
     objects.push(pod);
     let snapshot = cluster(Mode::Installed, &objects);
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &[
@@ -346,7 +346,7 @@ fn what_is_not_ready_is_waited_for_and_explained() {
             "kubectl describe deployments,pods -n linkerd",
         ],
     );
-    let (_, waiting, _) = judge(&control_plane::existence(), &snapshot);
+    let (_, waiting, _) = run_category(&control_plane::existence(), &snapshot);
     assert_eq!(waiting, Some("control plane pods are ready"));
 }
 
@@ -361,7 +361,7 @@ fn a_replica_set_without_replicas_and_pods_without_nodes_are_found() {
     set["status"] = json!({ "replicas": 1, "readyReplicas": 0 });
     objects.push(set);
     let texts = ["linkerd-destination-5d: 0 of 1 replicas are ready"];
-    expect(&cluster(Mode::Installed, &objects), Outcome::Error, &texts);
+    assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &texts);
 
     let mut objects = installed(&authorities(100));
     let mut pod = control_plane_pod("identity", "True");
@@ -370,7 +370,7 @@ fn a_replica_set_without_replicas_and_pods_without_nodes_are_found() {
         { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes" },
     ]);
     objects.push(pod);
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &["linkerd-identity-1: 0/1 nodes"],
@@ -393,9 +393,9 @@ fn addresses_outside_of_the_clusters_networks_are_found() {
         let mut objects = installed(&authorities(100));
         objects.push(object);
         let fix = "tulle upgrade --set clusterNetworks=\"10.0.0.0/8\\,fd00::/8\\,";
-        expect(&cluster(Mode::Installed, &objects), Outcome::Error, &[text, fix]);
+        assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &[text, fix]);
     }
-    // The host's network is nobody's concern.
+    // A host-network pod causes no problem.
     let mut objects = installed(&authorities(100));
     let mut pod = meshed_pod("web", true);
     pod["status"]["podIPs"] = json!([{ "ip": "203.0.113.5" }]);
@@ -418,7 +418,7 @@ fn docker_needs_an_init_container_that_is_root() {
     let mut objects = installed(&authorities(100));
     objects.push(node);
     let fix = "--set proxyInit.runAsRoot=true";
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &["node n1 uses Docker", fix],
@@ -455,7 +455,7 @@ fn certificates_that_end_soon_are_warned_of_and_dead_ones_fail() {
 fn an_issuer_of_another_anchor_is_refused() {
     let mut objects = installed(&authorities(100));
     objects.push(issuer(&authorities(100)));
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &[
@@ -489,7 +489,7 @@ fn credentials_that_are_missing_or_broken_end_the_run() {
     ] {
         let mut objects = installed(&good);
         objects.push(object);
-        expect(&cluster(Mode::Installed, &objects), Outcome::Error, &[text]);
+        assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &[text]);
     }
 }
 
@@ -498,7 +498,7 @@ fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
     let mut objects = installed(&authorities(100));
     let [_, secret] = webhook("MutatingWebhookConfiguration", "linkerd-proxy-injector");
     objects.push(secret);
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &[
@@ -517,7 +517,7 @@ fn what_a_webhook_presents_counts_more_than_its_secret() {
     snapshot
         .webhook_certificates
         .insert("linkerd-sp-validator".to_owned(), Ok(other));
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &[
@@ -531,7 +531,7 @@ fn what_a_webhook_presents_counts_more_than_its_secret() {
 fn a_webhook_without_a_certificate_makes_one_when_it_starts() {
     let mut objects = installed(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "linkerd-policy-validator-k8s-tls");
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Error,
         &[
@@ -558,7 +558,7 @@ fn telemetry_that_the_api_server_does_not_reach_is_found_where_there_is_to_be_so
     };
     let enabled = |enabled: bool| values(&[("telemetry", json!({ "enabled": enabled }))]);
     assert_eq!(findings(&with(&[enabled(false)])), []);
-    expect(
+    assert_finding(
         &with(&[enabled(true)]),
         Outcome::Error,
         &[
@@ -570,32 +570,32 @@ fn telemetry_that_the_api_server_does_not_reach_is_found_where_there_is_to_be_so
     assert_eq!(findings(&with(&[enabled(true), well])), []);
     let why = "endpoints for service/linkerd-telemetry in \"linkerd\" have no addresses";
     let condition = json!({ "type": "Available", "status": "False", "reason": "MissingEndpoints", "message": why });
-    expect(
+    assert_finding(
         &with(&[enabled(true), service(json!([condition]))]),
         Outcome::Error,
         &[why, "kubectl rollout restart deployment linkerd-destination -n linkerd"],
     );
-    expect(
+    assert_finding(
         &with(&[service(json!([]))]),
         Outcome::Error,
-        &["has not looked at it yet"],
+        &["has not checked it yet"],
     );
     let mut late = with(&[service(json!([]))]);
     let category = super::trust::webhooks();
-    let (_, waiting, _) = judge(&category, &late);
+    let (_, waiting, _) = run_category(&category, &late);
     assert_eq!(waiting, Some("telemetry API service is available"));
-    late.api_services = Err(Unreadable {
-        what: "apiservices",
-        why: "you may not".to_owned(),
+    late.api_services = Err(ListError {
+        kind: "apiservices",
+        reason: "you may not".to_owned(),
     });
-    expect(&late, Outcome::Warning, &["apiservices", "you may not"]);
+    assert_finding(&late, Outcome::Warning, &["apiservices", "you may not"]);
 }
 
 #[test]
 fn versions_that_differ_are_warned_of() {
     let mut objects = installed(&authorities(100));
     objects.push(values(&[("linkerdVersion", json!("0.0.1"))]));
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Warning,
         &["the control plane is 0.0.1"],
@@ -603,10 +603,10 @@ fn versions_that_differ_are_warned_of() {
 
     let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
     snapshot.scope.expected_version = Some("9.9.9".to_owned());
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Warning,
-        &["control plane is up-to-date", "9.9.9 is expected"],
+        &["control plane is up-to-date", "expected 9.9.9"],
     );
 }
 
@@ -614,7 +614,7 @@ fn versions_that_differ_are_warned_of() {
 fn high_availability_needs_more_than_one_replica() {
     let mut objects = installed(&authorities(100));
     objects.push(values(&[("highAvailability", json!(true))]));
-    expect(
+    assert_finding(
         &cluster(Mode::Installed, &objects),
         Outcome::Warning,
         &["linkerd-identity: 1 replicas are available", "tulle upgrade --ha"],
@@ -640,28 +640,28 @@ fn an_old_or_unknown_kubernetes_is_found() {
 fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
     let mut snapshot = cluster(Mode::Installed, &[]);
     snapshot.kubernetes = Err("connection refused".to_owned());
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &["connection refused", "kubectl cluster-info"],
     );
     snapshot.client = Err("no kubeconfig".to_owned());
-    expect(&snapshot, Outcome::Error, &["no kubeconfig", "--kubeconfig FILE"]);
+    assert_finding(&snapshot, Outcome::Error, &["no kubeconfig", "--kubeconfig FILE"]);
 }
 
 #[test]
 fn who_may_not_read_is_told_what_could_not_be_checked() {
     let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
-    snapshot.nodes = Err(Unreadable {
-        what: "nodes",
-        why: "nodes is forbidden".to_owned(),
+    snapshot.nodes = Err(ListError {
+        kind: "nodes",
+        reason: "nodes is forbidden".to_owned(),
     });
     let found = findings(&snapshot);
     assert_eq!(found.len(), 2, "{found:#?}");
     for (outcome, text) in found {
         assert_eq!(outcome, Outcome::Warning);
         assert!(
-            text.contains("cannot tell: nodes cannot be read: nodes is forbidden"),
+            text.contains("unknown: nodes cannot be read: nodes is forbidden"),
             "{text}"
         );
         assert!(text.contains("--as USER"), "{text}");
@@ -682,7 +682,7 @@ fn before_an_installation_the_namespace_must_be_free() {
     assert_eq!(findings(&ready_to_install()), []);
     let mut snapshot = ready_to_install();
     put(&mut snapshot, &named("Namespace", "linkerd"));
-    expect(
+    assert_finding(
         &snapshot,
         Outcome::Error,
         &["the namespace linkerd exists already", "tulle uninstall"],
@@ -700,7 +700,7 @@ fn before_an_installation_the_user_must_have_the_rights() {
     };
     assert!(snapshot.access.insert(access, Ok(false)).is_some());
     let fix = "kubectl auth can-i create deployments.apps -n linkerd";
-    expect(&snapshot, Outcome::Error, &["you may not create deployments.apps", fix]);
+    assert_finding(&snapshot, Outcome::Error, &["you may not create deployments.apps", fix]);
 }
 
 #[test]
@@ -720,7 +720,7 @@ fn clocks_of_ready_nodes_must_agree() {
         (renewed + 5, "True", None),
         (renewed - 100, "True", Some("n1 is 100 s ahead")),
         (renewed + 100, "True", Some("n1 is up to 100 s behind")),
-        // Nobody renews the lease of a node that is down.
+        // The lease of a node that is down is not renewed.
         (renewed + 100, "False", None),
     ] {
         let mut snapshot = ready_to_install();
@@ -728,7 +728,7 @@ fn clocks_of_ready_nodes_must_agree() {
         put(&mut snapshot, &lease);
         snapshot.now = now;
         match text {
-            Some(text) => expect(&snapshot, Outcome::Warning, &[text]),
+            Some(text) => assert_finding(&snapshot, Outcome::Warning, &[text]),
             None => assert_eq!(findings(&snapshot), []),
         }
     }

@@ -1,4 +1,4 @@
-//! The policy of one port of a workload.
+//! JSON of a server policy: the policy of one port of a workload.
 
 use serde_json::{Value, json};
 use tulle_proto::inbound::{
@@ -7,14 +7,14 @@ use tulle_proto::inbound::{
 };
 
 use super::parts::{
-    duration, grpc_failure, grpc_match, host, http_failure, http_match, list, maybe, metadata, network, object,
+    duration, grpc_failure, grpc_match, host, http_failure, http_match, list, metadata, network, object, optional,
     redirect, request_headers,
 };
 
 pub(in super::super) fn server(server: &Server) -> Value {
     object([
         ("labels", json!(server.labels)),
-        ("protocol", maybe(server.protocol.as_ref(), protocol)),
+        ("protocol", optional(server.protocol.as_ref(), protocol)),
         ("authorizations", list(&server.authorizations, authorization)),
     ])
 }
@@ -30,7 +30,7 @@ fn protocol(protocol: &ProxyProtocol) -> Value {
                 ("httpRoutes", list(&detect.http_routes, route)),
                 (
                     "httpLocalRateLimit",
-                    maybe(detect.http_local_rate_limit.as_ref(), rate_limit),
+                    optional(detect.http_local_rate_limit.as_ref(), rate_limit),
                 ),
             ]),
         ),
@@ -46,14 +46,14 @@ fn protocol(protocol: &ProxyProtocol) -> Value {
 fn http_fields(routes: &[HttpRoute], limit: Option<&HttpLocalRateLimit>) -> Value {
     object([
         ("routes", list(routes, route)),
-        ("localRateLimit", maybe(limit, rate_limit)),
+        ("localRateLimit", optional(limit, rate_limit)),
     ])
 }
 
 fn authorization(authz: &Authz) -> Value {
     let from = |network_: &tulle_proto::inbound::Network| {
         object([
-            ("net", maybe(network_.net.as_ref(), network)),
+            ("net", optional(network_.net.as_ref(), network)),
             ("except", list(&network_.except, network)),
         ])
     };
@@ -61,7 +61,10 @@ fn authorization(authz: &Authz) -> Value {
         ("metadata", metadata(authz.metadata.as_ref())),
         ("labels", json!(authz.labels)),
         ("networks", list(&authz.networks, from)),
-        ("authentication", maybe(authz.authentication.as_ref(), authentication)),
+        (
+            "authentication",
+            optional(authz.authentication.as_ref(), authentication),
+        ),
     ])
 }
 
@@ -97,14 +100,14 @@ fn rate_limit(limit: &HttpLocalRateLimit) -> Value {
     let of = |of: &http_local_rate_limit::Override| {
         let clients = of.clients.as_ref().map_or(&[][..], |clients| &clients.identities);
         object([
-            ("requestsPerSecond", maybe(of.limit.as_ref(), rate)),
+            ("requestsPerSecond", optional(of.limit.as_ref(), rate)),
             ("clients", list(clients, identity)),
         ])
     };
     object([
         ("metadata", metadata(limit.metadata.as_ref())),
-        ("total", maybe(limit.total.as_ref(), rate)),
-        ("identity", maybe(limit.identity.as_ref(), rate)),
+        ("total", optional(limit.total.as_ref(), rate)),
+        ("identity", optional(limit.identity.as_ref(), rate)),
         ("overrides", list(&limit.overrides, of)),
     ])
 }

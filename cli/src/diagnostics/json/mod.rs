@@ -1,6 +1,6 @@
-//! Answers of the control plane as JSON values, which are printed as JSON or as YAML.
+//! Converts responses of the control plane to JSON values, which are printed as JSON or YAML.
 //!
-//! Names are those of the API, in camel case; what is not set is left out.
+//! Field names are those of the API in camel case. Fields that are not set are left out.
 
 pub(super) mod inbound;
 pub(super) mod outbound;

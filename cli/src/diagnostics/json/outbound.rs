@@ -1,4 +1,4 @@
-//! How traffic to one destination is routed.
+//! JSON of a client policy: how traffic to one destination is routed.
 
 use serde_json::{Value, json};
 use tulle_proto::outbound::{
@@ -8,14 +8,14 @@ use tulle_proto::outbound::{
 use tulle_proto::{http_route as matches, tls_route as sni};
 
 use super::parts::{
-    address, backoff, duration, grpc_failure, grpc_match, host, http_failure, http_match, list, maybe, metadata,
-    object, redirect, request_headers, response_headers,
+    address, backoff, duration, grpc_failure, grpc_match, host, http_failure, http_match, list, metadata, object,
+    optional, redirect, request_headers, response_headers,
 };
 
 pub(in super::super) fn policy(policy: &OutboundPolicy) -> Value {
     object([
         ("metadata", metadata(policy.metadata.as_ref())),
-        ("protocol", maybe(policy.protocol.as_ref(), protocol)),
+        ("protocol", optional(policy.protocol.as_ref(), protocol)),
     ])
 }
 
@@ -29,17 +29,17 @@ fn protocol(protocol: &ProxyProtocol) -> Value {
                 ("timeout", duration(detect.timeout.as_ref())),
                 (
                     "opaque",
-                    maybe(detect.opaque.as_ref(), |opaque| list(&opaque.routes, opaque_route)),
+                    optional(detect.opaque.as_ref(), |opaque| list(&opaque.routes, opaque_route)),
                 ),
                 (
                     "http1",
-                    maybe(detect.http1.as_ref(), |http| {
+                    optional(detect.http1.as_ref(), |http| {
                         http_fields(&http.routes, http.failure_accrual.as_ref())
                     }),
                 ),
                 (
                     "http2",
-                    maybe(detect.http2.as_ref(), |http| {
+                    optional(detect.http2.as_ref(), |http| {
                         http_fields(&http.routes, http.failure_accrual.as_ref())
                     }),
                 ),
@@ -53,7 +53,7 @@ fn protocol(protocol: &ProxyProtocol) -> Value {
             "grpc",
             object([
                 ("routes", list(&grpc.routes, grpc_route)),
-                ("failureAccrual", maybe(grpc.failure_accrual.as_ref(), accrual)),
+                ("failureAccrual", optional(grpc.failure_accrual.as_ref(), accrual)),
             ]),
         ),
     };
@@ -63,7 +63,7 @@ fn protocol(protocol: &ProxyProtocol) -> Value {
 fn http_fields(routes: &[HttpRoute], failures: Option<&FailureAccrual>) -> Value {
     object([
         ("routes", list(routes, http_route)),
-        ("failureAccrual", maybe(failures, accrual)),
+        ("failureAccrual", optional(failures, accrual)),
     ])
 }
 
@@ -72,7 +72,7 @@ fn http_route(route: &HttpRoute) -> Value {
     let backends = |backends: &http_route::Distribution| {
         let one = |route: &http_route::RouteBackend| {
             object([
-                ("backend", maybe(route.backend.as_ref(), backend)),
+                ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, http_filter)),
             ])
         };
@@ -80,7 +80,7 @@ fn http_route(route: &HttpRoute) -> Value {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("route", maybe(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), one))])
             }) }),
         }
     };
@@ -97,16 +97,16 @@ fn http_route(route: &HttpRoute) -> Value {
                 list(statuses, |range| json!(format!("{}-{}", range.start, range.end))),
             ),
             ("timeout", duration(retry.timeout.as_ref())),
-            ("backoff", maybe(retry.backoff.as_ref(), backoff)),
+            ("backoff", optional(retry.backoff.as_ref(), backoff)),
         ])
     };
     let rule = |rule: &http_route::Rule| {
         object([
             ("matches", list(&rule.matches, http_match)),
             ("filters", list(&rule.filters, http_filter)),
-            ("backends", maybe(rule.backends.as_ref(), backends)),
-            ("timeouts", maybe(rule.timeouts.as_ref(), timeouts)),
-            ("retry", maybe(rule.retry.as_ref(), retry)),
+            ("backends", optional(rule.backends.as_ref(), backends)),
+            ("timeouts", optional(rule.timeouts.as_ref(), timeouts)),
+            ("retry", optional(rule.retry.as_ref(), retry)),
         ])
     };
     object([
@@ -132,7 +132,7 @@ fn grpc_route(route: &GrpcRoute) -> Value {
     let backends = |backends: &grpc_route::Distribution| {
         let one = |route: &grpc_route::RouteBackend| {
             object([
-                ("backend", maybe(route.backend.as_ref(), backend)),
+                ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, grpc_filter)),
             ])
         };
@@ -140,7 +140,7 @@ fn grpc_route(route: &GrpcRoute) -> Value {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("route", maybe(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), one))])
             }) }),
         }
     };
@@ -159,16 +159,16 @@ fn grpc_route(route: &GrpcRoute) -> Value {
             ("maxRequestBytes", json!(retry.max_request_bytes)),
             ("statuses", json!(on)),
             ("timeout", duration(retry.timeout.as_ref())),
-            ("backoff", maybe(retry.backoff.as_ref(), backoff)),
+            ("backoff", optional(retry.backoff.as_ref(), backoff)),
         ])
     };
     let rule = |rule: &grpc_route::Rule| {
         object([
             ("matches", list(&rule.matches, grpc_match)),
             ("filters", list(&rule.filters, grpc_filter)),
-            ("backends", maybe(rule.backends.as_ref(), backends)),
-            ("timeouts", maybe(rule.timeouts.as_ref(), timeouts)),
-            ("retry", maybe(rule.retry.as_ref(), retry)),
+            ("backends", optional(rule.backends.as_ref(), backends)),
+            ("timeouts", optional(rule.timeouts.as_ref(), timeouts)),
+            ("retry", optional(rule.retry.as_ref(), retry)),
         ])
     };
     object([
@@ -190,12 +190,12 @@ fn grpc_filter(filter: &grpc_route::Filter) -> Value {
 fn opaque_route(route: &OpaqueRoute) -> Value {
     use opaque_route::distribution::Kind;
     let backends = |backends: &opaque_route::Distribution| {
-        let one = |route: &opaque_route::RouteBackend| maybe(route.backend.as_ref(), backend);
+        let one = |route: &opaque_route::RouteBackend| optional(route.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("backend", maybe(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), one))])
             }) }),
         }
     };
@@ -207,7 +207,7 @@ fn opaque_route(route: &OpaqueRoute) -> Value {
     let rule = |rule: &opaque_route::Rule| {
         object([
             ("filters", list(&rule.filters, filter)),
-            ("backends", maybe(rule.backends.as_ref(), backends)),
+            ("backends", optional(rule.backends.as_ref(), backends)),
         ])
     };
     object([
@@ -219,12 +219,12 @@ fn opaque_route(route: &OpaqueRoute) -> Value {
 fn tls_route(route: &TlsRoute) -> Value {
     use tls_route::distribution::Kind;
     let backends = |backends: &tls_route::Distribution| {
-        let one = |route: &tls_route::RouteBackend| maybe(route.backend.as_ref(), backend);
+        let one = |route: &tls_route::RouteBackend| optional(route.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("backend", maybe(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), one))])
             }) }),
         }
     };
@@ -236,7 +236,7 @@ fn tls_route(route: &TlsRoute) -> Value {
     let rule = |rule: &tls_route::Rule| {
         object([
             ("filters", list(&rule.filters, filter)),
-            ("backends", maybe(rule.backends.as_ref(), backends)),
+            ("backends", optional(rule.backends.as_ref(), backends)),
         ])
     };
     let name = |name: &sni::SniMatch| match &name.r#match {
@@ -261,7 +261,7 @@ fn backend(backend: &Backend) -> Value {
             .discovery
             .as_ref()
             .and_then(|discovery| discovery.kind.as_ref());
-        let load = maybe(balancer.load.as_ref(), |load| match load {
+        let load = optional(balancer.load.as_ref(), |load| match load {
             Load::PeakEwma(ewma) => json!({ "peakEwma": object([
                 ("defaultRtt", duration(ewma.default_rtt.as_ref())),
                 ("decay", duration(ewma.decay.as_ref())),
@@ -277,16 +277,16 @@ fn backend(backend: &Backend) -> Value {
         object([
             (
                 "destination",
-                maybe(path, |endpoint_discovery::Kind::Dst(dst)| json!(dst.path)),
+                optional(path, |endpoint_discovery::Kind::Dst(dst)| json!(dst.path)),
             ),
             ("load", load),
         ])
     };
-    let kind = maybe(backend.kind.as_ref(), |kind| match kind {
-        Kind::Forward(forward) => json!({ "forward": maybe(forward.addr.as_ref(), address) }),
+    let kind = optional(backend.kind.as_ref(), |kind| match kind {
+        Kind::Forward(forward) => json!({ "forward": optional(forward.addr.as_ref(), address) }),
         Kind::Balancer(p2c) => json!({ "balancer": balancer(p2c) }),
     });
-    let queue = maybe(backend.queue.as_ref(), |queue| {
+    let queue = optional(backend.queue.as_ref(), |queue| {
         object([
             ("capacity", json!(queue.capacity)),
             ("failfastTimeout", duration(queue.failfast_timeout.as_ref())),
@@ -301,17 +301,17 @@ fn backend(backend: &Backend) -> Value {
 
 fn accrual(accrual: &FailureAccrual) -> Value {
     use failure_accrual::Kind;
-    maybe(accrual.kind.as_ref(), |kind| match kind {
+    optional(accrual.kind.as_ref(), |kind| match kind {
         Kind::ConsecutiveFailures(failures) => json!({ "consecutiveFailures": object([
             ("maxFailures", json!(failures.max_failures)),
-            ("backoff", maybe(failures.backoff.as_ref(), backoff)),
+            ("backoff", optional(failures.backoff.as_ref(), backoff)),
         ]) }),
         Kind::Unified(unified) => json!({ "unified": object([
             ("successRateThreshold", json!(unified.success_rate_threshold)),
             ("decay", duration(unified.decay.as_ref())),
             ("minRequests", json!(unified.min_requests)),
             ("maxConsecutiveFailures", json!(unified.max_consecutive_failures)),
-            ("backoff", maybe(unified.backoff.as_ref(), backoff)),
+            ("backoff", optional(unified.backoff.as_ref(), backoff)),
         ]) }),
     })
 }

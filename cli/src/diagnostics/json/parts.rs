@@ -1,4 +1,4 @@
-//! What several answers have in common: metadata, networks, durations, route matches.
+//! JSON of the parts that several responses share: metadata, networks, durations, route matches.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -9,7 +9,7 @@ use tulle_proto::net::{IpNetwork, TcpAddress};
 use tulle_proto::outbound::ExponentialBackoff;
 use tulle_proto::{convert, grpc_route, http_route};
 
-/// An object of these fields, without those that are null or empty.
+/// Builds an object of these fields, without those that are null or empty.
 pub(super) fn object<const N: usize>(fields: [(&str, Value); N]) -> Value {
     let is_set = |value: &Value| match value {
         Value::Null => false,
@@ -22,8 +22,7 @@ pub(super) fn object<const N: usize>(fields: [(&str, Value); N]) -> Value {
     Value::Object(set.map(|(name, value)| (name.to_owned(), value)).collect::<Map<_, _>>())
 }
 
-/// A value that may be absent.
-pub(super) fn maybe<T>(value: Option<&T>, show: impl Fn(&T) -> Value) -> Value {
+pub(super) fn optional<T>(value: Option<&T>, show: impl Fn(&T) -> Value) -> Value {
     value.map_or(Value::Null, show)
 }
 
@@ -31,7 +30,7 @@ pub(super) fn list<T>(items: &[T], show: impl Fn(&T) -> Value) -> Value {
     items.iter().map(show).collect()
 }
 
-/// `default/name`, or the parts of a resource.
+/// `default/name`, or the fields of a resource.
 pub(super) fn metadata(metadata: Option<&Metadata>) -> Value {
     match metadata.and_then(|metadata| metadata.kind.as_ref()) {
         None => Value::Null,
@@ -55,13 +54,13 @@ pub(super) fn metadata(metadata: Option<&Metadata>) -> Value {
 }
 
 pub(super) fn duration(duration: Option<&prost_types::Duration>) -> Value {
-    maybe(duration, |duration| match convert::std_duration(duration) {
+    optional(duration, |duration| match convert::std_duration(duration) {
         Ok(duration) => json!(format!("{duration:?}")),
         Err(err) => json!(err.to_string()),
     })
 }
 
-/// A number with the digits it was written with: 0.2 as a double is 0.20000000298023224.
+/// Converts a number without extra digits: 0.2 converted to a double is 0.20000000298023224.
 pub(super) fn float(number: f32) -> Value {
     number
         .to_string()
@@ -105,17 +104,17 @@ pub(super) fn host(host: &http_route::HostMatch) -> Value {
 
 pub(super) fn http_match(matches: &http_route::HttpRouteMatch) -> Value {
     object([
-        ("path", maybe(matches.path.as_ref(), path)),
+        ("path", optional(matches.path.as_ref(), path)),
         ("headers", list(&matches.headers, header_match)),
         ("queryParams", list(&matches.query_params, query_match)),
-        ("method", maybe(matches.method.as_ref(), method)),
+        ("method", optional(matches.method.as_ref(), method)),
     ])
 }
 
 pub(super) fn grpc_match(matches: &grpc_route::GrpcRouteMatch) -> Value {
     let rpc = |rpc: &grpc_route::GrpcRpcMatch| object([("service", json!(rpc.service)), ("method", json!(rpc.method))]);
     object([
-        ("rpc", maybe(matches.rpc.as_ref(), rpc)),
+        ("rpc", optional(matches.rpc.as_ref(), rpc)),
         ("headers", list(&matches.headers, header_match)),
     ])
 }
@@ -143,7 +142,7 @@ pub(super) fn http_failure(failure: &http_route::HttpFailureInjector) -> Value {
     object([
         ("status", json!(failure.status)),
         ("message", json!(failure.message)),
-        ("ratio", maybe(failure.ratio.as_ref(), ratio)),
+        ("ratio", optional(failure.ratio.as_ref(), ratio)),
     ])
 }
 
@@ -151,7 +150,7 @@ pub(super) fn grpc_failure(failure: &grpc_route::GrpcFailureInjector) -> Value {
     object([
         ("code", json!(failure.code)),
         ("message", json!(failure.message)),
-        ("ratio", maybe(failure.ratio.as_ref(), ratio)),
+        ("ratio", optional(failure.ratio.as_ref(), ratio)),
     ])
 }
 
@@ -162,7 +161,7 @@ pub(super) fn redirect(redirect: &http_route::RequestRedirect) -> Value {
     object([
         (
             "scheme",
-            maybe(scheme, |scheme| match scheme {
+            optional(scheme, |scheme| match scheme {
                 scheme::Type::Unregistered(name) => json!(name),
                 scheme::Type::Registered(number) => match scheme::Registered::try_from(*number) {
                     Ok(known) => json!(known.as_str_name()),
@@ -173,7 +172,7 @@ pub(super) fn redirect(redirect: &http_route::RequestRedirect) -> Value {
         ("host", json!(redirect.host)),
         (
             "path",
-            maybe(path, |path| match path {
+            optional(path, |path| match path {
                 Replace::Full(full) => json!({ "full": full }),
                 Replace::Prefix(prefix) => json!({ "prefix": prefix }),
             }),
@@ -227,8 +226,8 @@ fn header_modifier(add: Option<&Headers>, set: Option<&Headers>, remove: &[Strin
         })
     };
     object([
-        ("add", maybe(add, show)),
-        ("set", maybe(set, show)),
+        ("add", optional(add, show)),
+        ("set", optional(set, show)),
         ("remove", json!(remove)),
     ])
 }

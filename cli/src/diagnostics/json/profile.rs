@@ -1,4 +1,4 @@
-//! The profile of a service or of an address.
+//! JSON of the profile of a service or an address.
 
 use serde_json::{Value, json};
 use tulle_proto::destination::{
@@ -6,7 +6,7 @@ use tulle_proto::destination::{
     request_match, response_match, tls_identity,
 };
 
-use super::parts::{address, duration, float, list, maybe, metadata, method, object};
+use super::parts::{address, duration, float, list, metadata, method, object, optional};
 
 pub(in super::super) fn profile(profile: &DestinationProfile) -> Value {
     object([
@@ -14,8 +14,8 @@ pub(in super::super) fn profile(profile: &DestinationProfile) -> Value {
         ("opaqueProtocol", json!(profile.opaque_protocol)),
         ("parentRef", metadata(profile.parent_ref.as_ref())),
         ("profileRef", metadata(profile.profile_ref.as_ref())),
-        ("endpoint", maybe(profile.endpoint.as_ref(), endpoint)),
-        ("retryBudget", maybe(profile.retry_budget.as_ref(), budget)),
+        ("endpoint", optional(profile.endpoint.as_ref(), endpoint)),
+        ("retryBudget", optional(profile.retry_budget.as_ref(), budget)),
         ("routes", list(&profile.routes, route)),
         ("dstOverrides", list(&profile.dst_overrides, destination)),
     ])
@@ -25,19 +25,19 @@ fn endpoint(endpoint: &WeightedAddr) -> Value {
     let identity = endpoint.tls_identity.as_ref().and_then(|tls| tls.strategy.as_ref());
     let protocol = endpoint.protocol_hint.and_then(|hint| hint.protocol);
     object([
-        ("addr", maybe(endpoint.addr.as_ref(), address)),
+        ("addr", optional(endpoint.addr.as_ref(), address)),
         ("weight", json!(endpoint.weight)),
         ("labels", json!(endpoint.metric_labels)),
         (
             "identity",
-            maybe(identity, |identity| match identity {
+            optional(identity, |identity| match identity {
                 tls_identity::Strategy::DnsLikeIdentity(dns) => json!(dns.name),
                 tls_identity::Strategy::UriLikeIdentity(uri) => json!(uri.uri),
             }),
         ),
         (
             "protocolHint",
-            maybe(protocol.as_ref(), |protocol| match protocol {
+            optional(protocol.as_ref(), |protocol| match protocol {
                 protocol_hint::Protocol::H2(_) => json!("h2"),
                 protocol_hint::Protocol::Opaque(_) => json!("opaque"),
             }),
@@ -58,7 +58,9 @@ fn route(route: &Route) -> Value {
         object([
             (
                 "condition",
-                maybe(class.condition.as_ref(), |condition| response(condition, DEPTH)),
+                optional(class.condition.as_ref(), |condition| {
+                    response(condition, MAX_CONDITION_DEPTH)
+                }),
             ),
             ("isFailure", json!(class.is_failure)),
         ])
@@ -66,7 +68,9 @@ fn route(route: &Route) -> Value {
     object([
         (
             "condition",
-            maybe(route.condition.as_ref(), |condition| request(condition, DEPTH)),
+            optional(route.condition.as_ref(), |condition| {
+                request(condition, MAX_CONDITION_DEPTH)
+            }),
         ),
         ("responseClasses", list(&route.response_classes, class)),
         ("metricsLabels", json!(route.metrics_labels)),
@@ -75,7 +79,7 @@ fn route(route: &Route) -> Value {
     ])
 }
 
-/// Conditions nest; the depth is bounded, as what a server sends must not exhaust our stack.
+/// Request conditions nest. The depth is limited, so that a response cannot overflow the stack.
 fn request(condition: &RequestMatch, depth: usize) -> Value {
     use request_match::Match;
     let Some(deeper) = depth.checked_sub(1) else {
@@ -113,7 +117,7 @@ fn destination(destination: &WeightedDst) -> Value {
     ])
 }
 
-const DEPTH: usize = 32;
+const MAX_CONDITION_DEPTH: usize = 32;
 
 #[cfg(test)]
 mod tests {
@@ -156,6 +160,6 @@ mod tests {
                 r#match: Some(request_match::Match::Not(Box::new(condition))),
             };
         }
-        assert!(request(&condition, DEPTH).to_string().contains('…'));
+        assert!(request(&condition, MAX_CONDITION_DEPTH).to_string().contains('…'));
     }
 }

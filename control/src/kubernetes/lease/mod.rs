@@ -1,16 +1,17 @@
-//! Leader election: of several replicas, the one that holds a lease of `coordination.k8s.io/v1` writes.
+//! Leader election: of several replicas, the holder of a lease of `coordination.k8s.io/v1` writes.
 //!
-//! [`candidate`] makes a task that campaigns for one lease, and a [`Leadership`] that says whether it holds it. What
-//! depends on leadership looks there before each write. A candidate whose API server is out of reach stops leading 10
-//! seconds after the last renewal it sent (20, where renewals are sparse), and others take the lease 30 seconds after
-//! they saw it change.
+//! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that tells whether it holds the
+//! lease. Writers check it before each write. A leader that cannot reach the API server stops 10 seconds after the last
+//! renewal that it sent (20 seconds with [`LeaseTiming::SPARSE`]). Other candidates acquire the lease 30 seconds after
+//! they saw its last change.
 //!
-//! Needs `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
-//! owner is named.
+//! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
+//! owner is configured.
 
 mod election;
 #[cfg(test)]
 mod tests;
+pub mod timing;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,35 +28,24 @@ use tracing::{debug, info, warn};
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Gauge, Labels, Registry};
 
-use crate::kubernetes::lease::election::{Election, Record, Verdict};
+use crate::kubernetes::lease::election::{Election, LeaseDecision, Record};
+use crate::kubernetes::lease::timing::LeaseTiming;
 
-/// Which lease, and who campaigns for it.
+/// The lease, and the identity of the candidate.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub namespace: String,
     pub name: &'static str,
-    /// The name of this candidate, different from all others': the name of its pod.
+    /// The unique identity of this candidate: the name of its pod.
     pub holder: String,
-    /// Recorded as the writer of the lease's fields. Default: derived from the user agent.
+    /// The field manager of the lease's fields. Default: derived from the user agent.
     pub field_manager: Option<&'static str>,
-    /// A Deployment that the lease is deleted with, and not made again without. Default none.
+    /// A Deployment that owns the lease. The lease is deleted with it, and not created again without it. Default none.
     pub owner: Option<String>,
-    pub timing: Timing,
+    pub timing: LeaseTiming,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Timing {
-    /// How long candidates wait after the last renewal they saw.
-    pub duration: Duration,
-    /// How often the holder renews.
-    pub renew_interval: Duration,
-    /// How long the holder leads after the last renewal it sent.
-    pub renew_deadline: Duration,
-    /// How often candidates look, and how soon a failed renewal is tried again.
-    pub retry_interval: Duration,
-}
-
-/// Whether this process leads; clones see the same.
+/// Whether this process is the leader. Clones share the state.
 #[derive(Clone, Debug)]
 pub struct Leadership(watch::Receiver<Role>);
 
@@ -65,49 +55,31 @@ pub enum Role {
     Follower,
 }
 
-/// Campaigns for a lease.
 pub struct Candidate {
     config: Config,
     leases: Api<Lease>,
     deployments: Api<Deployment>,
     election: Election,
-    /// The lease as it was read or written last; what others wrote into it is kept.
+    /// The lease as last read or written. Fields of other writers are kept.
     lease: Option<Lease>,
-    /// Whether the lease, when it was there last, had an owner.
-    was_owned: bool,
+    /// Whether the lease had an owner when it last existed.
+    had_owner: bool,
     role: watch::Sender<Role>,
     gauge: Arc<Gauge>,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum LeaseError {
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     Timeout(Duration),
-    #[error("the Deployment {0} that owned the lease is gone, and the lease with it")]
-    Orphaned(String),
+    #[error("the Deployment {0} that owned the lease is deleted, and the lease with it")]
+    OwnerDeleted(String),
     #[error(transparent)]
     Api(#[from] Error),
 }
 
-impl Timing {
-    /// 30 s, renewed every 2 s, given up after 10 s, retried after 2 s.
-    pub const FREQUENT: Self = Self {
-        duration: Duration::from_secs(30),
-        renew_interval: Duration::from_secs(2),
-        renew_deadline: Duration::from_secs(10),
-        retry_interval: Duration::from_secs(2),
-    };
-
-    /// As [`FREQUENT`](Self::FREQUENT) for candidates, with a fifth of the renewals.
-    pub const SPARSE: Self = Self {
-        renew_interval: Duration::from_secs(10),
-        renew_deadline: Duration::from_secs(20),
-        ..Self::FREQUENT
-    };
-}
-
-/// A task that campaigns for a lease, and what it comes to.
-pub fn candidate(client: &Client, config: Config, registry: &Registry) -> (Candidate, Leadership) {
+/// Creates the task that competes for a lease, and the handle to its result.
+pub fn new_candidate(client: &Client, config: Config, registry: &Registry) -> (Candidate, Leadership) {
     let (role, leadership) = watch::channel(Role::Follower);
     let gauge = registry.gauge("leader_election_master_status", "Whether this process holds the lease.");
     let candidate = Candidate {
@@ -115,7 +87,7 @@ pub fn candidate(client: &Client, config: Config, registry: &Registry) -> (Candi
         deployments: Api::namespaced(client.clone(), &config.namespace),
         election: Election::new(config.holder.clone(), config.timing),
         lease: None,
-        was_owned: false,
+        had_owner: false,
         role,
         gauge: gauge.get(&Labels::new().with("name", config.name)),
         config,
@@ -128,12 +100,12 @@ impl Leadership {
         *self.0.borrow() == Role::Leader
     }
 
-    /// The role as it is now, which counts as seen.
+    /// Returns the current role and marks it as seen.
     pub fn role(&mut self) -> Role {
         *self.0.borrow_and_update()
     }
 
-    /// Waits for a role that has not been seen; never ends once the campaign is over.
+    /// Waits for a change of the role since the last call. Never returns after the candidate has ended.
     pub async fn changed(&mut self) -> Role {
         if self.0.changed().await.is_err() {
             std::future::pending::<()>().await;
@@ -143,29 +115,29 @@ impl Leadership {
 }
 
 impl Candidate {
-    /// Campaigns until the drain, and then gives the lease back if it holds it.
+    /// Competes for the lease until the drain. Then releases it if this process is the leader.
     pub async fn run(mut self, drain: Watch) {
         let (namespace, name) = (self.config.namespace.clone(), self.config.name);
         info!(
             holder = self.config.holder,
-            "campaigning for the lease {namespace}/{name}"
+            "competing for the lease {namespace}/{name}"
         );
         tokio::select! {
-            // A request that is cut here may still be carried out; the release asks anew.
+            // A cancelled request can still succeed, so the release reads the lease again.
             () = drain.signaled() => {}
-            () = self.campaign() => {}
+            () = self.run_election() => {}
         }
         if self.election.is_leading(Instant::now()) {
-            self.tell(Role::Follower);
-            match timeout(RELEASE_LIMIT, self.release()).await {
+            self.set_role(Role::Follower);
+            match timeout(RELEASE_TIMEOUT, self.release()).await {
                 Ok(Ok(())) => info!("released the lease {namespace}/{name}"),
                 Ok(Err(err)) => warn!(error = %err, "the lease {namespace}/{name} was not released"),
-                Err(_) => warn!("the lease {namespace}/{name} was not released within {RELEASE_LIMIT:?}"),
+                Err(_) => warn!("the lease {namespace}/{name} was not released within {RELEASE_TIMEOUT:?}"),
             }
         }
     }
 
-    async fn campaign(&mut self) {
+    async fn run_election(&mut self) {
         loop {
             let tried_at = Instant::now();
             let attempt = if self.election.is_leading(tried_at) {
@@ -175,56 +147,59 @@ impl Candidate {
             };
             if let Err(err) = attempt {
                 let error: &dyn std::error::Error = &err;
-                warn!(lease = self.config.name, error, "asking for the lease failed");
+                warn!(lease = self.config.name, error, "reading or renewing the lease failed");
             }
-            let next_at = self.election.next_at(tried_at, fastrand::f64()).max(Instant::now());
+            let next_at = self
+                .election
+                .next_attempt_at(tried_at, fastrand::f64())
+                .max(Instant::now());
             // Leadership ends on time even if the next attempt is later.
-            match self.election.leads_until() {
+            match self.election.leadership_ends_at() {
                 Some(end) if end <= next_at => {
-                    self.tell_role();
+                    self.update_role();
                     sleep_until(end).await;
-                    self.tell_role();
+                    self.update_role();
                 }
-                _ => self.tell_role(),
+                _ => self.update_role(),
             }
             sleep_until(next_at).await;
         }
     }
 
     async fn acquire(&mut self) -> Result<(), LeaseError> {
-        match self.look().await? {
-            Verdict::Wait => Ok(()),
-            Verdict::Take => self.write(REQUEST_LIMIT).await,
+        match self.read_lease().await? {
+            LeaseDecision::Wait => Ok(()),
+            LeaseDecision::Acquire => self.write(REQUEST_TIMEOUT).await,
         }
     }
 
     async fn renew(&mut self) -> Result<(), LeaseError> {
         let left = self
             .election
-            .leads_until()
+            .leadership_ends_at()
             .map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now()));
-        match self.write(left.min(REQUEST_LIMIT)).await {
-            // Somebody changed the lease: who holds it now?
+        match self.write(left.min(REQUEST_TIMEOUT)).await {
+            // Another client changed or deleted the lease: read it again.
             Err(LeaseError::Api(Error::Api(status))) if matches!(status.code, 404 | 409) => self.acquire().await,
             ended => ended,
         }
     }
 
-    /// Reads the lease.
-    async fn look(&mut self) -> Result<Verdict, LeaseError> {
+    async fn read_lease(&mut self) -> Result<LeaseDecision, LeaseError> {
         let asked_at = Instant::now();
-        let lease = match within(REQUEST_LIMIT, self.leases.get(self.config.name)).await {
+        let lease = match with_timeout(REQUEST_TIMEOUT, self.leases.get(self.config.name)).await {
             Ok(lease) => Some(lease),
             Err(LeaseError::Api(Error::Api(status))) if status.code == 404 => None,
             Err(err) => return Err(err),
         };
-        let verdict = self.election.observe(lease.as_ref().map(record), asked_at);
-        self.keep(lease);
-        self.tell_role();
-        Ok(verdict)
+        let decision = self.election.observe(lease.as_ref().map(record), asked_at);
+        self.store_lease(lease);
+        self.update_role();
+        Ok(decision)
     }
 
-    /// Writes our name into the lease as it was seen last. Of two who saw the same, the API server refuses the second.
+    /// Writes our identity into the last known version of the lease. If two candidates write the same version, the API
+    /// server rejects the second write.
     async fn write(&mut self, limit: Duration) -> Result<(), LeaseError> {
         let params = PostParams {
             field_manager: self.config.field_manager.map(str::to_owned),
@@ -232,28 +207,28 @@ impl Candidate {
         };
         let sent_at;
         let lease = if let Some(lease) = &self.lease {
-            let claim = self.claim(lease);
+            let claim = self.renewed_lease(lease);
             sent_at = Instant::now();
-            within(limit, self.leases.replace(self.config.name, &params, &claim)).await?
+            with_timeout(limit, self.leases.replace(self.config.name, &params, &claim)).await?
         } else {
-            let claim = self.claim(&self.new_lease().await?);
+            let claim = self.renewed_lease(&self.new_lease().await?);
             sent_at = Instant::now();
-            within(limit, self.leases.create(&params, &claim)).await?
+            with_timeout(limit, self.leases.create(&params, &claim)).await?
         };
-        self.election.wrote(record(&lease), sent_at);
-        self.keep(Some(lease));
-        self.tell_role();
+        self.election.record_write(record(&lease), sent_at);
+        self.store_lease(Some(lease));
+        self.update_role();
         Ok(())
     }
 
-    fn keep(&mut self, lease: Option<Lease>) {
+    fn store_lease(&mut self, lease: Option<Lease>) {
         if let Some(lease) = &lease {
-            self.was_owned = !lease.owner_references().is_empty();
+            self.had_owner = !lease.owner_references().is_empty();
         }
         self.lease = lease;
     }
 
-    fn claim(&self, lease: &Lease) -> Lease {
+    fn renewed_lease(&self, lease: &Lease) -> Lease {
         let now = MicroTime(Timestamp::now());
         let before = lease.spec.clone().unwrap_or_default();
         let ours = before.holder_identity.as_deref() == Some(&self.config.holder);
@@ -274,7 +249,7 @@ impl Candidate {
 
     async fn new_lease(&self) -> Result<Lease, LeaseError> {
         let owner = match &self.config.owner {
-            Some(owner) => self.owner(owner).await?,
+            Some(owner) => self.owner_reference(owner).await?,
             None => None,
         };
         Ok(Lease {
@@ -288,16 +263,16 @@ impl Candidate {
         })
     }
 
-    async fn owner(&self, name: &str) -> Result<Option<OwnerReference>, LeaseError> {
-        let Some(deployment) = within(REQUEST_LIMIT, self.deployments.get_opt(name)).await? else {
-            // This is being uninstalled, and what we made now would stay.
-            if self.was_owned {
-                return Err(LeaseError::Orphaned(name.to_owned()));
+    async fn owner_reference(&self, name: &str) -> Result<Option<OwnerReference>, LeaseError> {
+        let Some(deployment) = with_timeout(REQUEST_TIMEOUT, self.deployments.get_opt(name)).await? else {
+            // The control plane is being uninstalled. A new lease would have no owner and would not be deleted.
+            if self.had_owner {
+                return Err(LeaseError::OwnerDeleted(name.to_owned()));
             }
             let lease = self.config.name;
             warn!(
                 lease,
-                "there is no Deployment {name} to own the lease, so it will stay when this is uninstalled"
+                "Deployment {name} not found; the lease has no owner and will not be deleted when the control plane is uninstalled"
             );
             return Ok(None);
         };
@@ -311,9 +286,9 @@ impl Candidate {
         }))
     }
 
-    /// Empties the holder, so that the next leader need not wait.
+    /// Clears the holder, so that the next leader does not have to wait.
     async fn release(&mut self) -> Result<(), LeaseError> {
-        // A renewal may have been under way, so that only the API server knows the version.
+        // A renewal can have been in flight, so the current version has to be read.
         let mut lease = self.leases.get(self.config.name).await?;
         let Some(spec) = &mut lease.spec else { return Ok(()) };
         if spec.holder_identity.as_deref() != Some(&self.config.holder) {
@@ -330,19 +305,21 @@ impl Candidate {
         Ok(())
     }
 
-    fn tell_role(&self) {
+    fn update_role(&self) {
         let leading = self.election.is_leading(Instant::now());
-        self.tell(if leading { Role::Leader } else { Role::Follower });
+        self.set_role(if leading { Role::Leader } else { Role::Follower });
     }
 
-    fn tell(&self, role: Role) {
-        let changed = self.role.send_if_modified(|told| std::mem::replace(told, role) != role);
+    fn set_role(&self, role: Role) {
+        let changed = self
+            .role
+            .send_if_modified(|current| std::mem::replace(current, role) != role);
         if changed {
             let (namespace, name) = (&self.config.namespace, self.config.name);
             self.gauge.set(i64::from(role == Role::Leader));
             match role {
-                Role::Leader => info!("leading by the lease {namespace}/{name}"),
-                Role::Follower => info!("no longer leading by the lease {namespace}/{name}"),
+                Role::Leader => info!("acquired the lease {namespace}/{name}"),
+                Role::Follower => info!("lost the lease {namespace}/{name}"),
             }
         } else if role == Role::Follower {
             let holder = self
@@ -365,15 +342,15 @@ fn record(lease: &Lease) -> Record {
     }
 }
 
-async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, Error>>) -> Result<T, LeaseError> {
+async fn with_timeout<T>(limit: Duration, call: impl Future<Output = Result<T, Error>>) -> Result<T, LeaseError> {
     match timeout(limit, call).await {
         Ok(answer) => Ok(answer?),
         Err(_) => Err(LeaseError::Timeout(limit)),
     }
 }
 
-/// Long enough for a busy API server, short enough for two attempts before leadership ends.
-const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+/// Long enough for a slow API server, short enough for two attempts before leadership ends.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a shutdown waits for at most.
-const RELEASE_LIMIT: Duration = Duration::from_secs(2);
+/// Maximum delay of a shutdown.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);

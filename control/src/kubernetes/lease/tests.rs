@@ -1,4 +1,4 @@
-//! Candidates against an API server of one lease, in paused time. The suites of `tests/` do this with a real one.
+//! Tests with a simulated API server and paused time. The suites in `tests/` use a real API server.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use tulle_core::drain;
 
 use super::*;
 
-/// What an API server knows of one lease.
+/// A simulated API server with one lease.
 #[derive(Default)]
-struct Server {
+struct LeaseServer {
     lease: Option<Lease>,
     version: u32,
     requests: Vec<String>,
-    /// Whether the Deployment has been deleted.
+    /// Whether the Deployment is deleted.
     uninstalled: bool,
-    /// Whose requests are not answered any more.
+    /// The client whose requests get no response.
     cut_off: Option<&'static str>,
 }
 
-type Shared = Arc<Mutex<Server>>;
+type Shared = Arc<Mutex<LeaseServer>>;
 
 fn client(server: &Shared, of: &'static str) -> Client {
     let server = server.clone();
@@ -46,7 +46,7 @@ fn client(server: &Shared, of: &'static str) -> Client {
     Client::new(service, "default")
 }
 
-impl Server {
+impl LeaseServer {
     fn answer(&mut self, method: &Method, path: &str, body: &[u8]) -> (StatusCode, Value) {
         self.requests.push(format!("{method} {path}"));
         if path.starts_with("/apis/apps/") && self.uninstalled {
@@ -87,7 +87,7 @@ struct Running {
     task: JoinHandle<()>,
 }
 
-fn start(server: &Shared, holder: &'static str, timing: Timing) -> Running {
+fn start(server: &Shared, holder: &'static str, timing: LeaseTiming) -> Running {
     let config = Config {
         namespace: "linkerd".to_owned(),
         name: "policy-controller-write",
@@ -96,7 +96,7 @@ fn start(server: &Shared, holder: &'static str, timing: Timing) -> Running {
         owner: Some("linkerd-destination".to_owned()),
         timing,
     };
-    let (candidate, leadership) = candidate(&client(server, holder), config, &Registry::new());
+    let (candidate, leadership) = new_candidate(&client(server, holder), config, &Registry::new());
     let (signal, drain) = drain::channel();
     let task = tokio::spawn(candidate.run(drain));
     Running {
@@ -106,7 +106,7 @@ fn start(server: &Shared, holder: &'static str, timing: Timing) -> Running {
     }
 }
 
-async fn leads(running: &mut Running) -> Instant {
+async fn wait_until_leader(running: &mut Running) -> Instant {
     while running.leadership.changed().await != Role::Leader {}
     Instant::now()
 }
@@ -114,8 +114,8 @@ async fn leads(running: &mut Running) -> Instant {
 #[tokio::test(start_paused = true)]
 async fn the_first_candidate_leads_and_renews_every_two_seconds() {
     let server = Shared::default();
-    let mut first = start(&server, "a", Timing::FREQUENT);
-    leads(&mut first).await;
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    wait_until_leader(&mut first).await;
     let spec = server.lock().spec();
     assert_eq!(spec.holder_identity.as_deref(), Some("a"));
     assert_eq!(spec.lease_duration_seconds, Some(30));
@@ -132,16 +132,16 @@ async fn the_first_candidate_leads_and_renews_every_two_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn a_killed_leader_is_replaced_within_thirty_seconds() {
-    for timing in [Timing::FREQUENT, Timing::SPARSE] {
+    for timing in [LeaseTiming::FREQUENT, LeaseTiming::SPARSE] {
         let server = Shared::default();
         let mut first = start(&server, "a", timing);
-        leads(&mut first).await;
+        wait_until_leader(&mut first).await;
         let mut second = start(&server, "b", timing);
         sleep(Duration::from_millis(61_700)).await;
         assert!(!second.leadership.is_leader());
         let killed_at = Instant::now();
         first.task.abort();
-        let waited = leads(&mut second).await - killed_at;
+        let waited = wait_until_leader(&mut second).await - killed_at;
         assert!(waited <= Duration::from_secs(30), "{waited:?}");
         let spec = server.lock().spec();
         assert_eq!(spec.holder_identity.as_deref(), Some("b"));
@@ -151,17 +151,17 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_leader_that_ends_hands_over_at_once() {
+async fn a_leader_that_shuts_down_releases_its_lease() {
     let server = Shared::default();
-    let mut first = start(&server, "a", Timing::FREQUENT);
-    leads(&mut first).await;
-    let mut second = start(&server, "b", Timing::FREQUENT);
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    wait_until_leader(&mut first).await;
+    let mut second = start(&server, "b", LeaseTiming::FREQUENT);
     sleep(Duration::from_secs(7)).await;
     let ended_at = Instant::now();
     first.signal.take().unwrap().drain().await;
     first.task.await.unwrap();
     assert_eq!(server.lock().spec().holder_identity.as_deref(), Some(""));
-    let waited = leads(&mut second).await - ended_at;
+    let waited = wait_until_leader(&mut second).await - ended_at;
     assert!(waited <= Duration::from_secs(3), "{waited:?}");
     second.task.abort();
 }
@@ -169,19 +169,19 @@ async fn a_leader_that_ends_hands_over_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_leader_without_its_api_server_stops_before_another_starts() {
     let server = Shared::default();
-    let mut first = start(&server, "a", Timing::FREQUENT);
-    leads(&mut first).await;
-    let mut second = start(&server, "b", Timing::FREQUENT);
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    wait_until_leader(&mut first).await;
+    let mut second = start(&server, "b", LeaseTiming::FREQUENT);
     sleep(Duration::from_secs(60)).await;
     server.lock().cut_off = Some("a");
     let cut_at = Instant::now();
     assert_eq!(first.leadership.changed().await, Role::Follower);
     let stopped = cut_at.elapsed();
     assert!(stopped <= Duration::from_secs(10), "{stopped:?}");
-    leads(&mut second).await;
+    wait_until_leader(&mut second).await;
     assert!(cut_at.elapsed() <= Duration::from_secs(30));
     assert!(cut_at.elapsed() >= stopped + Duration::from_secs(10));
-    // Back again, it sees that another leads and stays behind.
+    // After reconnecting, it sees the new leader and stays a follower.
     server.lock().cut_off = None;
     sleep(Duration::from_secs(60)).await;
     assert!(!first.leadership.is_leader());
@@ -191,10 +191,10 @@ async fn a_leader_without_its_api_server_stops_before_another_starts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_went_with_its_deployment_is_not_made_again() {
+async fn a_lease_deleted_with_its_deployment_is_not_recreated() {
     let server = Shared::default();
-    let mut first = start(&server, "a", Timing::FREQUENT);
-    leads(&mut first).await;
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    wait_until_leader(&mut first).await;
     {
         let mut server = server.lock();
         server.lease = None;
@@ -203,8 +203,8 @@ async fn a_lease_that_went_with_its_deployment_is_not_made_again() {
     while first.leadership.changed().await == Role::Leader {}
     sleep(Duration::from_secs(30)).await;
     assert_eq!(server.lock().lease, None);
-    // Installed again, it goes on.
+    // After a new installation it competes again.
     server.lock().uninstalled = false;
-    leads(&mut first).await;
+    wait_until_leader(&mut first).await;
     first.task.abort();
 }

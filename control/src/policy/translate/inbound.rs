@@ -1,8 +1,8 @@
-//! The policy of a workload's port as a message.
+//! Converts a server policy to protobuf.
 
 use std::collections::BTreeMap;
 
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::inbound::authn::{PermitMeshTls, PermitUnauthenticated, permit_mesh_tls};
 use tulle_proto::inbound::http_local_rate_limit::r#override::ClientIdentities;
@@ -14,8 +14,8 @@ use tulle_proto::inbound::{
 use tulle_proto::meta::Metadata;
 
 use crate::model::inbound::{
-    Authorization, AuthorizationReference, Clients, Identities, Protocol, RateLimit, Route, Routes, Server as Model,
-    ServerReference,
+    Authorization, AuthorizationReference, ClientAuthentication, Identities, Protocol, RateLimit, Route, Routes,
+    Server as Model, ServerReference,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
@@ -49,7 +49,7 @@ fn labels(group: &str, kind: &str, name: &str) -> BTreeMap<String, String> {
 fn protocol(server: &Model) -> proxy_protocol::Kind {
     let http_routes = || match &server.routes {
         Routes::Http(routes) => routes.iter().map(http_route).collect(),
-        Routes::Grpc(_) | Routes::Nothing => Vec::new(),
+        Routes::Grpc(_) | Routes::Opaque => Vec::new(),
     };
     let rate_limit = || server.rate_limit.as_ref().map(rate_limit);
     match server.protocol {
@@ -69,7 +69,7 @@ fn protocol(server: &Model) -> proxy_protocol::Kind {
         Protocol::Grpc => {
             let routes = match &server.routes {
                 Routes::Grpc(routes) => routes.iter().map(grpc_route).collect(),
-                Routes::Http(_) | Routes::Nothing => Vec::new(),
+                Routes::Http(_) | Routes::Opaque => Vec::new(),
             };
             proxy_protocol::Kind::Grpc(proxy_protocol::Grpc { routes })
         }
@@ -83,7 +83,7 @@ fn authorization(authorization: &Authorization) -> Authz {
         AuthorizationReference::Default(name) => (labels("", "default", name), default_metadata(name)),
         AuthorizationReference::Object { kind, namespace, name } => (
             labels(POLICY_GROUP, kind, name),
-            object(&ObjectRef {
+            metadata_without_namespace(&ObjectRef {
                 group: POLICY_GROUP,
                 kind,
                 namespace: namespace.clone(),
@@ -95,7 +95,7 @@ fn authorization(authorization: &Authorization) -> Authz {
     Authz {
         networks: authorization.networks.iter().map(network).collect(),
         authentication: Some(Authn {
-            permit: Some(permit(&authorization.clients)),
+            permit: Some(permit(&authorization.authentication)),
         }),
         labels,
         metadata: Some(metadata),
@@ -105,12 +105,12 @@ fn authorization(authorization: &Authorization) -> Authz {
 fn metadata(reference: &Reference) -> Metadata {
     match reference {
         Reference::Default(name) => default_metadata(name),
-        Reference::Object(reference) => object(reference),
+        Reference::Object(reference) => metadata_without_namespace(reference),
     }
 }
 
-/// As Linkerd's control plane tells it: without the namespace, which is that of the workload.
-fn object(reference: &ObjectRef) -> Metadata {
+/// Omits the namespace, as Linkerd's control plane does: it is that of the workload.
+fn metadata_without_namespace(reference: &ObjectRef) -> Metadata {
     object_metadata(&ObjectRef {
         namespace: "".into(),
         ..reference.clone()
@@ -124,16 +124,20 @@ fn network(network: &NetworkMatch) -> Network {
     }
 }
 
-fn permit(clients: &Clients) -> authn::Permit {
+fn permit(clients: &ClientAuthentication) -> authn::Permit {
     let mesh_tls = |clients| authn::Permit::MeshTls(PermitMeshTls { clients: Some(clients) });
     match clients {
-        Clients::Unauthenticated => authn::Permit::Unauthenticated(PermitUnauthenticated {}),
-        Clients::UnauthenticatedTls => mesh_tls(permit_mesh_tls::Clients::Unauthenticated(PermitUnauthenticated {})),
-        Clients::Authenticated(identities) => mesh_tls(permit_mesh_tls::Clients::Identities(permitted(identities))),
+        ClientAuthentication::Unauthenticated => authn::Permit::Unauthenticated(PermitUnauthenticated {}),
+        ClientAuthentication::UnauthenticatedTls => {
+            mesh_tls(permit_mesh_tls::Clients::Unauthenticated(PermitUnauthenticated {}))
+        }
+        ClientAuthentication::Authenticated(identities) => {
+            mesh_tls(permit_mesh_tls::Clients::Identities(client_identities(identities)))
+        }
     }
 }
 
-fn permitted(permitted: &Identities) -> permit_mesh_tls::PermitClientIdentities {
+fn client_identities(permitted: &Identities) -> permit_mesh_tls::PermitClientIdentities {
     permit_mesh_tls::PermitClientIdentities {
         identities: identities(&permitted.exact),
         suffixes: permitted
@@ -164,7 +168,7 @@ fn http_route(route: &Route<HttpMatch>) -> HttpRoute {
     }
 }
 
-/// Nothing for filters that this direction's messages cannot carry; the view leaves those out.
+/// Returns `None` for filters that inbound messages cannot express. The view omits those.
 fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
     use http_route::filter::Kind;
     let kind = match filter {
@@ -207,7 +211,7 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
 fn rate_limit(limit: &RateLimit) -> HttpLocalRateLimit {
     let rate = |requests_per_second| Limit { requests_per_second };
     HttpLocalRateLimit {
-        metadata: Some(object(&limit.reference)),
+        metadata: Some(metadata_without_namespace(&limit.reference)),
         total: limit.total.map(rate),
         identity: limit.identity.map(rate),
         overrides: limit

@@ -1,5 +1,6 @@
-//! Model to protobuf: what both directions share.
+//! Converts the model to protobuf: parts that inbound and outbound share.
 
+mod backend;
 pub(super) mod inbound;
 pub(super) mod outbound;
 mod stream;
@@ -152,7 +153,7 @@ fn scheme(scheme: &str) -> Scheme {
     Scheme { r#type: Some(kind) }
 }
 
-/// Fails every request, because a failure without a ratio always happens.
+/// Fails every request: without a ratio the failure always applies.
 fn http_failure(status: u16, message: &str) -> HttpFailureInjector {
     HttpFailureInjector {
         status: status.into(),

@@ -1,26 +1,23 @@
-//! The client policy of a destination as a message.
+//! Converts a client policy to protobuf.
 
 use std::time::Duration;
 
 use tulle_proto::convert::wire_duration;
-use tulle_proto::destination::WeightedAddr;
 use tulle_proto::http_route::Timeouts;
-use tulle_proto::outbound::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
-use tulle_proto::outbound::backend::{BalanceP2c, EndpointDiscovery, endpoint_discovery};
 use tulle_proto::outbound::failure_accrual::{ConsecutiveFailures, Unified};
 use tulle_proto::outbound::{
-    Backend, ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol, Queue, backend,
-    failure_accrual, grpc_route, http_route, proxy_protocol,
+    ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol, failure_accrual,
+    grpc_route, http_route, proxy_protocol,
 };
 
 use crate::model::outbound as model;
-use crate::model::outbound::{BackendTarget, Distribution, Policy, Protocol, RetryConditions};
+use crate::model::outbound::{Distribution, Policy, Protocol, RetryConditions};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
+use crate::policy::config::{Config, RequestHeaders};
 use crate::policy::translate::{
-    grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers, response_headers,
-    stream,
+    backend, grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers,
+    response_headers, stream,
 };
-use crate::policy::{Config, RequestHeaders};
 
 pub(in crate::policy) fn policy(policy: &Policy, config: Config) -> OutboundPolicy {
     let accrual = || policy.accrual.as_ref().map(failure_accrual);
@@ -106,7 +103,7 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
 fn http_distribution(backends: &Distribution) -> http_route::Distribution {
     use http_route::distribution::{FirstAvailable, Kind, RandomAvailable};
     let route_backend = |backend: &model::Backend| http_route::RouteBackend {
-        backend: Some(self::backend(backend)),
+        backend: Some(backend::backend(backend)),
         filters: backend.filters.iter().filter_map(http_filter).collect(),
         request_timeout: None,
     };
@@ -137,7 +134,7 @@ fn http_retry(retry: &model::Retry) -> Option<http_route::Retry> {
     });
     Some(http_route::Retry {
         max_retries: retry.limit.into(),
-        max_request_bytes: RETRY_BYTES,
+        max_request_bytes: MAX_RETRY_REQUEST_BYTES,
         conditions: Some(http_route::retry::Conditions {
             status_ranges: status_ranges.collect(),
         }),
@@ -163,7 +160,7 @@ fn grpc_route(route: &model::Route<GrpcMatch>, config: Config) -> GrpcRoute {
     }
 }
 
-/// Nothing for filters that messages of gRPC routes cannot carry.
+/// Returns `None` for filters that messages of gRPC routes cannot express.
 fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
     use grpc_route::filter::Kind;
     let kind = match filter {
@@ -179,7 +176,7 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
 fn grpc_distribution(backends: &Distribution) -> grpc_route::Distribution {
     use grpc_route::distribution::{FirstAvailable, Kind, RandomAvailable};
     let route_backend = |backend: &model::Backend| grpc_route::RouteBackend {
-        backend: Some(self::backend(backend)),
+        backend: Some(backend::backend(backend)),
         filters: backend.filters.iter().filter_map(grpc_filter).collect(),
         request_timeout: None,
     };
@@ -213,7 +210,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
     };
     Some(grpc_route::Retry {
         max_retries: retry.limit.into(),
-        max_request_bytes: RETRY_BYTES,
+        max_request_bytes: MAX_RETRY_REQUEST_BYTES,
         conditions: Some(grpc_route::retry::Conditions {
             cancelled,
             deadine_exceeded: deadline_exceeded,
@@ -226,58 +223,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
     })
 }
 
-pub(super) fn backend(backend: &model::Backend) -> Backend {
-    let kind = match &backend.target {
-        BackendTarget::Balance { path, load } => Some(backend::Kind::Balancer(balancer(path, *load))),
-        BackendTarget::Forward(addr) => {
-            let forward = WeightedAddr {
-                addr: Some((*addr).into()),
-                weight: 1,
-                ..WeightedAddr::default()
-            };
-            Some(backend::Kind::Forward(forward))
-        }
-        BackendTarget::Nothing => None,
-    };
-    Backend {
-        metadata: Some(metadata(&backend.reference)),
-        queue: Some(queue()),
-        kind,
-    }
-}
-
-fn balancer(path: &str, load: model::Load) -> BalanceP2c {
-    let (default_rtt, decay) = (Some(wire_duration(DEFAULT_RTT)), Some(wire_duration(DECAY)));
-    let load = match load {
-        model::Load::PeakEwma => Load::PeakEwma(PeakEwma { default_rtt, decay }),
-        model::Load::Penalized {
-            penalty,
-            max_retry_after,
-        } => Load::PenaltyPeakEwma(PenaltyPeakEwma {
-            default_rtt,
-            decay,
-            penalty: Some(wire_duration(penalty)),
-            max_retry_after: Some(wire_duration(max_retry_after)),
-            penalty_decay: Some(wire_duration(DECAY)),
-        }),
-    };
-    let get = endpoint_discovery::DestinationGet { path: path.to_owned() };
-    BalanceP2c {
-        discovery: Some(EndpointDiscovery {
-            kind: Some(endpoint_discovery::Kind::Dst(get)),
-        }),
-        load: Some(load),
-    }
-}
-
-fn queue() -> Queue {
-    Queue {
-        capacity: 100,
-        failfast_timeout: Some(wire_duration(Duration::from_secs(3))),
-    }
-}
-
-/// For proxies from before there were other timeouts.
+/// The older field for the timeout, for proxies that do not support `Timeouts`.
 fn request_timeout(timeouts: model::Timeouts) -> Option<prost_types::Duration> {
     timeouts.request.map(wire_duration)
 }
@@ -335,7 +281,6 @@ fn exponential_backoff(backoff: model::Backoff) -> ExponentialBackoff {
     }
 }
 
-/// Between two tries of one request.
 fn retry_backoff() -> ExponentialBackoff {
     exponential_backoff(model::Backoff {
         min: Duration::from_millis(25),
@@ -345,11 +290,5 @@ fn retry_backoff() -> ExponentialBackoff {
     })
 }
 
-/// What an endpoint is assumed to need before it has answered.
-const DEFAULT_RTT: Duration = Duration::from_millis(30);
-
-/// How long latencies and penalties are remembered.
-const DECAY: Duration = Duration::from_secs(10);
-
-/// How much of a request body is kept for a second try, in bytes.
-const RETRY_BYTES: u32 = 65_536;
+/// Maximum size of a request body that is buffered for retries, in bytes.
+const MAX_RETRY_REQUEST_BYTES: u32 = 65_536;

@@ -1,15 +1,15 @@
-//! Routes of connections that are not looked into, as messages: by server name, or opaque.
+//! Converts routes of TLS and opaque connections to protobuf.
 
 use tulle_proto::opaque_route::{Forbidden, Invalid};
 use tulle_proto::outbound::{OpaqueRoute, TlsRoute, opaque_route, tls_route};
 use tulle_proto::tls_route::{SniMatch, sni_match};
 
-use crate::model::outbound::{self as model, Distribution, StreamRoute, StreamVerdict};
+use crate::model::outbound::{self as model, Distribution, StreamAction, StreamRoute};
 use crate::model::route::{Filter, HostMatch};
+use crate::policy::translate::backend::backend;
 use crate::policy::translate::metadata;
-use crate::policy::translate::outbound::backend;
 
-/// Writes the translation of a route for one of the two families of messages, which are alike but for their names.
+/// Generates the translation of a rule for one of the two message families, which differ only in names.
 macro_rules! stream_rule {
     ($route:expr, $family:ident) => {{
         use $family::distribution::{Empty, FirstAvailable, Kind, RandomAvailable};
@@ -28,18 +28,18 @@ macro_rules! stream_rule {
                 filters: sent.filters.iter().filter_map(failure).collect(),
             }
         };
-        let (kind, filters) = match &$route.verdict {
-            StreamVerdict::Forbidden => {
+        let (kind, filters) = match &$route.action {
+            StreamAction::Forbidden => {
                 let forbidden = $family::Filter {
                     kind: Some(FilterKind::Forbidden(Forbidden {})),
                 };
                 (Kind::Empty(Empty {}), vec![forbidden])
             }
-            StreamVerdict::Forward(Distribution::FirstAvailable(first)) => {
+            StreamAction::Forward(Distribution::FirstAvailable(first)) => {
                 let backends = vec![route_backend(first)];
                 (Kind::FirstAvailable(FirstAvailable { backends }), Vec::new())
             }
-            StreamVerdict::Forward(Distribution::Weighted(backends)) => {
+            StreamAction::Forward(Distribution::Weighted(backends)) => {
                 let weighted = |(sent, weight): &(model::Backend, u32)| $family::WeightedRouteBackend {
                     backend: Some(route_backend(sent)),
                     weight: *weight,

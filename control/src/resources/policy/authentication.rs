@@ -1,10 +1,10 @@
-//! `MeshTLSAuthentication` and `NetworkAuthentication`: sets of clients that authorizations refer to.
+//! `MeshTLSAuthentication` and `NetworkAuthentication`: sets of clients to which authorizations refer.
 
 use serde::Deserialize;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::resources::meta::Meta;
-use crate::resources::policy::reference::{MeshClient, Raw, RawNetwork, Reference, networks};
+use crate::resources::policy::reference::{MeshClient, RawNetwork, RawReference, RawResource, parse_networks};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshTlsAuthentication {
@@ -22,7 +22,7 @@ pub struct NetworkAuthentication {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(in crate::resources) struct MeshTlsSpec {
     identities: Option<Vec<String>>,
-    identity_refs: Option<Vec<Reference>>,
+    identity_refs: Option<Vec<RawReference>>,
 }
 
 #[derive(Deserialize)]
@@ -32,7 +32,7 @@ pub(in crate::resources) struct NetworkSpec {
 }
 
 impl MeshTlsAuthentication {
-    pub(in crate::resources) fn from_raw(raw: Raw<MeshTlsSpec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<MeshTlsSpec>) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(raw.metadata)?;
         let mut clients = Vec::new();
         match (raw.spec.identities, raw.spec.identity_refs) {
@@ -43,21 +43,23 @@ impl MeshTlsAuthentication {
             }
             (None, Some(references)) if !references.is_empty() => {
                 for reference in &references {
-                    clients.push(identity_ref(reference, &meta)?);
+                    clients.push(parse_identity_ref(reference, &meta)?);
                 }
             }
             _ => {
-                return Err("spec needs exactly one of identities and identityRefs, with one entry or more".to_owned());
+                return Err(
+                    "spec needs exactly one of identities and identityRefs, with at least one entry".to_owned(),
+                );
             }
         }
         Ok(Self { meta, clients })
     }
 }
 
-fn identity_ref(reference: &Reference, meta: &Meta) -> Result<MeshClient, String> {
-    if reference.is("", "ServiceAccount") {
+fn parse_identity_ref(reference: &RawReference, meta: &Meta) -> Result<MeshClient, String> {
+    if reference.is_kind("", "ServiceAccount") {
         Ok(MeshClient::ServiceAccount(reference.resolve(meta.namespace())))
-    } else if reference.is("", "Namespace") {
+    } else if reference.is_kind("", "Namespace") {
         match &reference.namespace {
             None => Ok(MeshClient::Namespace(reference.name.as_str().into())),
             Some(namespace) => Err(format!(
@@ -65,18 +67,18 @@ fn identity_ref(reference: &Reference, meta: &Meta) -> Result<MeshClient, String
             )),
         }
     } else {
-        Err(reference.refused("spec.identityRefs", "ServiceAccount, Namespace"))
+        Err(reference.unsupported_kind_error("spec.identityRefs", "ServiceAccount, Namespace"))
     }
 }
 
 impl NetworkAuthentication {
-    pub(in crate::resources) fn from_raw(raw: Raw<NetworkSpec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<NetworkSpec>) -> Result<Self, String> {
         if raw.spec.networks.is_empty() {
             return Err("spec.networks is empty; at least one network is needed".to_owned());
         }
         Ok(Self {
             meta: Meta::from_kubernetes(raw.metadata)?,
-            networks: networks(raw.spec.networks)?,
+            networks: parse_networks(raw.spec.networks)?,
         })
     }
 }

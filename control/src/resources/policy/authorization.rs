@@ -1,14 +1,14 @@
-//! `AuthorizationPolicy` and `ServerAuthorization`: who may use a server, a route or a namespace.
+//! `AuthorizationPolicy` and `ServerAuthorization`: which clients can use a server, a route or a namespace.
 
 use std::sync::Arc;
 
 use serde::Deserialize;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::reference::{
-    GATEWAY_GROUP, MeshClient, POLICY_GROUP, Raw, RawNetwork, Reference, networks,
+    GATEWAY_GROUP, MeshClient, POLICY_GROUP, RawNetwork, RawReference, RawResource, parse_networks,
 };
 use crate::resources::route::RouteKind;
 
@@ -17,19 +17,19 @@ pub struct AuthorizationPolicy {
     pub meta: Meta,
     pub target: AuthorizationTarget,
     pub network: Option<Name>,
-    pub client: Option<RequiredClient>,
+    pub client: Option<RequiredAuthentication>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuthorizationTarget {
     Server(Arc<str>),
-    /// Every server of the policy's namespace.
+    /// All Servers in the policy's namespace.
     Namespace,
     Route(RouteKind, Arc<str>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequiredClient {
+pub enum RequiredAuthentication {
     MeshTls(Name),
     ServiceAccount(Name),
 }
@@ -37,26 +37,26 @@ pub enum RequiredClient {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(in crate::resources) struct PolicySpec {
-    target_ref: Reference,
-    required_authentication_refs: Vec<Reference>,
+    target_ref: RawReference,
+    required_authentication_refs: Vec<RawReference>,
 }
 
 impl AuthorizationPolicy {
-    pub(in crate::resources) fn from_raw(raw: Raw<PolicySpec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<PolicySpec>) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(raw.metadata)?;
-        let target = target(&raw.spec.target_ref, meta.namespace())?;
+        let target = parse_target(&raw.spec.target_ref, meta.namespace())?;
         let mut network = None;
         let mut client = None;
         for reference in &raw.spec.required_authentication_refs {
             let name = reference.resolve(meta.namespace());
-            let taken = if reference.is(POLICY_GROUP, "NetworkAuthentication") {
+            let taken = if reference.is_kind(POLICY_GROUP, "NetworkAuthentication") {
                 network.replace(name).is_some()
-            } else if reference.is(POLICY_GROUP, "MeshTLSAuthentication") {
-                client.replace(RequiredClient::MeshTls(name)).is_some()
-            } else if reference.is("", "ServiceAccount") {
-                client.replace(RequiredClient::ServiceAccount(name)).is_some()
+            } else if reference.is_kind(POLICY_GROUP, "MeshTLSAuthentication") {
+                client.replace(RequiredAuthentication::MeshTls(name)).is_some()
+            } else if reference.is_kind("", "ServiceAccount") {
+                client.replace(RequiredAuthentication::ServiceAccount(name)).is_some()
             } else {
-                return Err(reference.refused(
+                return Err(reference.unsupported_kind_error(
                     "spec.requiredAuthenticationRefs",
                     "MeshTLSAuthentication, NetworkAuthentication, ServiceAccount",
                 ));
@@ -78,51 +78,51 @@ impl AuthorizationPolicy {
     }
 }
 
-fn target(reference: &Reference, namespace: &Arc<str>) -> Result<AuthorizationTarget, String> {
+fn parse_target(reference: &RawReference, namespace: &Arc<str>) -> Result<AuthorizationTarget, String> {
     let name = Arc::from(reference.name.as_str());
-    if reference.is(POLICY_GROUP, "Server") {
+    if reference.is_kind(POLICY_GROUP, "Server") {
         Ok(AuthorizationTarget::Server(name))
-    } else if reference.is("", "Namespace") {
+    } else if reference.is_kind("", "Namespace") {
         if name != *namespace {
             return Err(format!(
-                "spec.targetRef names the namespace {name}; only its own, {namespace}, is accepted"
+                "spec.targetRef refers to the namespace {name}; only its own, {namespace}, is supported"
             ));
         }
         Ok(AuthorizationTarget::Namespace)
-    } else if reference.is(POLICY_GROUP, "HTTPRoute") {
+    } else if reference.is_kind(POLICY_GROUP, "HTTPRoute") {
         Ok(AuthorizationTarget::Route(RouteKind::PolicyHttp, name))
-    } else if reference.is(GATEWAY_GROUP, "HTTPRoute") {
+    } else if reference.is_kind(GATEWAY_GROUP, "HTTPRoute") {
         Ok(AuthorizationTarget::Route(RouteKind::GatewayHttp, name))
-    } else if reference.is(GATEWAY_GROUP, "GRPCRoute") {
+    } else if reference.is_kind(GATEWAY_GROUP, "GRPCRoute") {
         Ok(AuthorizationTarget::Route(RouteKind::Grpc, name))
     } else {
-        Err(reference.refused("spec.targetRef", "Server, Namespace, HTTPRoute, GRPCRoute"))
+        Err(reference.unsupported_kind_error("spec.targetRef", "Server, Namespace, HTTPRoute, GRPCRoute"))
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerAuthorization {
     pub meta: Meta,
-    pub servers: Servers,
-    /// None stands for the networks of the cluster.
+    pub servers: ServerSelector,
+    /// `None` means the cluster networks.
     pub networks: Option<Vec<NetworkMatch>>,
     pub client: ServerClient,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Servers {
-    Named(Arc<str>),
-    Selected(Selector),
+pub enum ServerSelector {
+    Name(Arc<str>),
+    Selector(Selector),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ServerClient {
     Unauthenticated,
-    /// TLS is required, an identity is not.
+    /// TLS is required, but no identity.
     UnauthenticatedTls,
     Meshed(Vec<MeshClient>),
-    /// Says nothing, and admits nobody.
-    Nobody,
+    /// No client is specified, so no client is authorized.
+    NoClient,
 }
 
 #[derive(Deserialize)]
@@ -168,11 +168,11 @@ struct RawServiceAccount {
 }
 
 impl ServerAuthorization {
-    pub(in crate::resources) fn from_raw(raw: Raw<ServerSpec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<ServerSpec>) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(raw.metadata)?;
         let servers = match (raw.spec.server.name, raw.spec.server.selector) {
-            (Some(name), None) => Servers::Named(name.into()),
-            (None, Some(selector)) => Servers::Selected(selector),
+            (Some(name), None) => ServerSelector::Name(name.into()),
+            (None, Some(selector)) => ServerSelector::Selector(selector),
             _ => return Err("spec.server needs exactly one of name and selector".to_owned()),
         };
         let RawClient {
@@ -181,21 +181,21 @@ impl ServerAuthorization {
             mesh_tls,
         } = raw.spec.client;
         let client = match (unauthenticated, mesh_tls) {
-            (true, Some(_)) => return Err("spec.client takes one of unauthenticated and meshTLS".to_owned()),
+            (true, Some(_)) => return Err("spec.client accepts only one of unauthenticated and meshTLS".to_owned()),
             (true, None) => ServerClient::Unauthenticated,
-            (false, None) => ServerClient::Nobody,
-            (false, Some(mesh_tls)) => mesh_client(mesh_tls, meta.namespace())?,
+            (false, None) => ServerClient::NoClient,
+            (false, Some(mesh_tls)) => parse_mesh_tls(mesh_tls, meta.namespace())?,
         };
         Ok(Self {
             servers,
-            networks: raw_networks.map(networks).transpose()?,
+            networks: raw_networks.map(parse_networks).transpose()?,
             client,
             meta,
         })
     }
 }
 
-fn mesh_client(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient, String> {
+fn parse_mesh_tls(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient, String> {
     let mut clients = Vec::new();
     for identity in &raw.identities {
         clients.push(MeshClient::parse(identity)?);
@@ -208,8 +208,8 @@ fn mesh_client(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient, St
         (true, true) => Ok(ServerClient::UnauthenticatedTls),
         (false, false) => Ok(ServerClient::Meshed(clients)),
         (true, false) => {
-            Err("spec.client.meshTLS takes unauthenticatedTLS or identities and serviceAccounts, not both".to_owned())
+            Err("spec.client.meshTLS accepts either unauthenticatedTLS, or identities and serviceAccounts".to_owned())
         }
-        (false, true) => Ok(ServerClient::Nobody),
+        (false, true) => Ok(ServerClient::NoClient),
     }
 }

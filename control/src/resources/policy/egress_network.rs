@@ -1,26 +1,26 @@
-//! `EgressNetwork`: addresses outside the cluster, and whether traffic to them is allowed.
+//! `EgressNetwork`: networks outside the cluster, and whether traffic to them is allowed.
 
 use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::resources::meta::Meta;
-use crate::resources::policy::reference::{self, Raw, RawNetwork, networks};
+use crate::resources::policy::reference::{RawNetwork, RawResource, parse_networks};
 use crate::resources::status::PolicyStatus;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EgressNetwork {
     pub meta: Meta,
-    /// Changes whenever the spec does.
+    /// Changes with the spec.
     pub generation: Option<i64>,
-    /// None stands for everything outside the cluster's networks.
+    /// `None` means everything outside the cluster networks.
     pub networks: Option<Vec<NetworkMatch>>,
     pub traffic: TrafficPolicy,
     pub status: PolicyStatus,
-    /// Why it cannot be read; then what it is for is refused, whatever routes say.
-    pub unread: Option<Arc<str>>,
+    /// Why the object cannot be read. If set, traffic to the network is denied, even if routes match it.
+    pub unreadable: Option<Arc<str>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -37,32 +37,32 @@ pub(in crate::resources) struct Spec {
 }
 
 impl EgressNetwork {
-    pub(in crate::resources) fn from_raw(raw: Raw<Spec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<Spec>) -> Result<Self, String> {
         if raw.spec.networks.as_ref().is_some_and(Vec::is_empty) {
-            return Err("spec.networks is empty; leave it out to mean everything outside the cluster".to_owned());
+            return Err("spec.networks is empty; remove the field to select everything outside the cluster".to_owned());
         }
         Ok(Self {
             generation: raw.metadata.generation,
             meta: Meta::from_kubernetes(raw.metadata)?,
-            networks: raw.spec.networks.map(networks).transpose()?,
+            networks: raw.spec.networks.map(parse_networks).transpose()?,
             traffic: raw.spec.traffic_policy,
             status: raw.status,
-            unread: None,
+            unreadable: None,
         })
     }
 
-    /// What stands for a network that cannot be read: it is for the addresses that it names, or for everything outside
-    /// the cluster where that cannot be told.
-    pub(in crate::resources) fn unread(object: &Value, meta: Meta, reason: &str) -> Self {
+    /// Creates the placeholder for an unreadable network. It covers the networks in the spec, or everything outside the
+    /// cluster if those are unreadable, too.
+    pub(in crate::resources) fn placeholder(object: &Value, meta: Meta, reason: &str) -> Self {
         let networks = Vec::<RawNetwork>::deserialize(&object["spec"]["networks"]).ok();
-        let networks = networks.and_then(|raw| reference::networks(raw).ok());
+        let networks = networks.and_then(|raw| parse_networks(raw).ok());
         Self {
             meta,
             generation: object["metadata"]["generation"].as_i64(),
             networks: networks.filter(|networks| !networks.is_empty()),
             traffic: TrafficPolicy::Deny,
             status: PolicyStatus::deserialize(&object["status"]).unwrap_or_default(),
-            unread: Some(reason.into()),
+            unreadable: Some(reason.into()),
         }
     }
 }

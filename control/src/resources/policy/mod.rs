@@ -1,5 +1,5 @@
-//! Policy custom resources, one file a kind. Decoding applies the CRD's defaults and refuses what admission refuses,
-//! so that nothing deeper validates again.
+//! Policy custom resources, one file per kind. Decoding applies the defaults of the CRD and rejects what admission
+//! rejects, so that later code need not validate.
 
 pub mod authentication;
 pub mod authorization;

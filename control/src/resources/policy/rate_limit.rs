@@ -1,4 +1,4 @@
-//! `HTTPLocalRateLimitPolicy`: requests a second that one proxy lets through to a server.
+//! `HTTPLocalRateLimitPolicy`: requests per second that each proxy allows to a server.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -7,26 +7,26 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::resources::meta::{Meta, Name};
-use crate::resources::policy::reference::{POLICY_GROUP, Raw, Reference};
+use crate::resources::policy::reference::{POLICY_GROUP, RawReference, RawResource};
 use crate::resources::status::{PolicyStatus, TargetRef};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimitPolicy {
     pub meta: Meta,
-    /// Changes whenever the spec does.
+    /// Changes with the spec.
     pub generation: Option<i64>,
     pub server: Arc<str>,
-    /// The server as the manifest names it.
+    /// The target reference as in the manifest.
     pub target: TargetRef,
     pub total: Option<NonZeroU32>,
     pub identity: Option<NonZeroU32>,
     pub overrides: Vec<RateLimitOverride>,
     pub status: PolicyStatus,
-    /// Why it cannot be read; then requests to the server are answered with an error.
-    pub unread: Option<Arc<str>>,
+    /// Why the object cannot be read. If set, requests to the Server fail.
+    pub unreadable: Option<Arc<str>>,
 }
 
-/// A limit of their own for some service accounts.
+/// A separate limit for some service accounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimitOverride {
     pub limit: NonZeroU32,
@@ -36,28 +36,28 @@ pub struct RateLimitOverride {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(in crate::resources) struct Spec {
-    target_ref: Reference,
-    total: Option<Limit>,
-    identity: Option<Limit>,
+    target_ref: RawReference,
+    total: Option<RawLimit>,
+    identity: Option<RawLimit>,
     #[serde(default)]
-    overrides: Vec<Override>,
+    overrides: Vec<RawOverride>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Limit {
+struct RawLimit {
     requests_per_second: NonZeroU32,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Override {
+struct RawOverride {
     requests_per_second: NonZeroU32,
-    client_refs: Vec<Reference>,
+    client_refs: Vec<RawReference>,
 }
 
 impl RateLimitPolicy {
-    pub(in crate::resources) fn from_raw(raw: Raw<Spec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<Spec>) -> Result<Self, String> {
         let Spec {
             target_ref,
             total,
@@ -66,8 +66,8 @@ impl RateLimitPolicy {
         } = raw.spec;
         let generation = raw.metadata.generation;
         let meta = Meta::from_kubernetes(raw.metadata)?;
-        if !target_ref.is(POLICY_GROUP, "Server") {
-            return Err(target_ref.refused("spec.targetRef", "Server"));
+        if !target_ref.is_kind(POLICY_GROUP, "Server") {
+            return Err(target_ref.unsupported_kind_error("spec.targetRef", "Server"));
         }
         let total = total.map(|limit| limit.requests_per_second);
         let within_total = |field: &str, limit: NonZeroU32| match total {
@@ -78,13 +78,13 @@ impl RateLimitPolicy {
             .map(|limit| within_total("spec.identity", limit.requests_per_second))
             .transpose()?;
         let mut parsed = Vec::new();
-        for Override {
+        for RawOverride {
             requests_per_second,
             client_refs,
         } in overrides
         {
-            if let Some(other) = client_refs.iter().find(|client| !client.is("", "ServiceAccount")) {
-                return Err(other.refused("spec.overrides[].clientRefs", "ServiceAccount"));
+            if let Some(other) = client_refs.iter().find(|client| !client.is_kind("", "ServiceAccount")) {
+                return Err(other.unsupported_kind_error("spec.overrides[].clientRefs", "ServiceAccount"));
             }
             parsed.push(RateLimitOverride {
                 limit: within_total("spec.overrides[]", requests_per_second)?,
@@ -103,14 +103,14 @@ impl RateLimitPolicy {
             identity,
             overrides: parsed,
             status: raw.status,
-            unread: None,
+            unreadable: None,
         })
     }
 
-    /// What stands for a rate limit that cannot be read; nothing for one that names no Server, which limits nobody.
-    pub(in crate::resources) fn unread(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
-        let target = Reference::deserialize(&object["spec"]["targetRef"]).ok()?;
-        target.is(POLICY_GROUP, "Server").then(|| Self {
+    /// Creates the placeholder for an unreadable rate limit. Returns `None` if it does not refer to a Server.
+    pub(in crate::resources) fn placeholder(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
+        let target = RawReference::deserialize(&object["spec"]["targetRef"]).ok()?;
+        target.is_kind(POLICY_GROUP, "Server").then(|| Self {
             meta,
             generation: object["metadata"]["generation"].as_i64(),
             server: target.name.as_str().into(),
@@ -119,7 +119,7 @@ impl RateLimitPolicy {
             identity: None,
             overrides: Vec::new(),
             status: PolicyStatus::deserialize(&object["status"]).unwrap_or_default(),
-            unread: Some(reason.into()),
+            unreadable: Some(reason.into()),
         })
     }
 }

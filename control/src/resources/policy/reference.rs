@@ -1,4 +1,4 @@
-//! References between objects, the identities and networks that policies name.
+//! References between objects, and the identities and networks in policies.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use tulle_core::identity::Identity;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 
 use crate::resources::meta::Name;
 use crate::resources::status::{PolicyStatus, TargetRef};
@@ -14,19 +14,19 @@ use crate::resources::status::{PolicyStatus, TargetRef};
 pub const POLICY_GROUP: &str = "policy.linkerd.io";
 pub const GATEWAY_GROUP: &str = "gateway.networking.k8s.io";
 
-/// A custom resource before its metadata and spec are checked.
+/// A custom resource before validation of its metadata and spec.
 #[derive(Deserialize)]
-pub(in crate::resources) struct Raw<S> {
+pub(in crate::resources) struct RawResource<S> {
     pub(in crate::resources) metadata: ObjectMeta,
     pub(in crate::resources) spec: S,
     #[serde(default)]
     pub(in crate::resources) status: PolicyStatus,
 }
 
-/// A reference to an object as manifests write it.
+/// A reference to an object in a manifest.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Reference {
+pub(super) struct RawReference {
     #[serde(default)]
     pub(super) group: String,
     pub(super) kind: String,
@@ -34,8 +34,8 @@ pub(super) struct Reference {
     pub(super) namespace: Option<String>,
 }
 
-impl From<Reference> for TargetRef {
-    fn from(reference: Reference) -> Self {
+impl From<RawReference> for TargetRef {
+    fn from(reference: RawReference) -> Self {
         Self {
             group: reference.group,
             kind: reference.kind,
@@ -45,8 +45,8 @@ impl From<Reference> for TargetRef {
     }
 }
 
-impl Reference {
-    pub(super) fn is(&self, group: &str, kind: &str) -> bool {
+impl RawReference {
+    pub(super) fn is_kind(&self, group: &str, kind: &str) -> bool {
         same_kind(&self.group, &self.kind, group, kind)
     }
 
@@ -57,13 +57,13 @@ impl Reference {
         )
     }
 
-    pub(super) fn refused(&self, field: &str, accepted: &str) -> String {
+    pub(super) fn unsupported_kind_error(&self, field: &str, accepted: &str) -> String {
         let group = if self.group.is_empty() { "core" } else { &self.group };
         format!("{field} names a {} of group {group}; accepted: {accepted}", self.kind)
     }
 }
 
-/// Compares groups and kinds without case; the empty group is `core`.
+/// Compares groups and kinds, ignoring case. The empty group is `core`.
 pub fn same_kind(group: &str, kind: &str, expected_group: &str, expected_kind: &str) -> bool {
     let group = if group.is_empty() { "core" } else { group };
     let expected_group = if expected_group.is_empty() {
@@ -74,35 +74,33 @@ pub fn same_kind(group: &str, kind: &str, expected_group: &str, expected_kind: &
     group.eq_ignore_ascii_case(expected_group) && kind.eq_ignore_ascii_case(expected_kind)
 }
 
-/// Meshed clients that an authorization admits.
+/// Meshed clients that an authorization allows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum MeshClient {
-    /// Exactly this identity.
     Identity(String),
-    /// Any identity below these labels; none at all admits every identity.
+    /// Any identity that ends with these labels. An empty list matches all identities.
     Suffix(Vec<String>),
     ServiceAccount(Name),
-    /// Every service account of a namespace.
     Namespace(Arc<str>),
 }
 
 impl MeshClient {
-    /// Reads a name, `*`, `*.suffix` or a SPIFFE URI.
+    /// Parses a name, `*`, `*.suffix` or a SPIFFE URI.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        let refused = || format!("identity {text:?} is none of: `*`, `*.<suffix>`, a DNS name, a SPIFFE URI");
+        let invalid = || format!("identity {text:?} is none of: `*`, `*.<suffix>`, a DNS name, a SPIFFE URI");
         if text.starts_with("spiffe://") {
             return text
                 .parse::<Identity>()
                 .map(|_| Self::Identity(text.to_owned()))
-                .map_err(|_| refused());
+                .map_err(|_| invalid());
         }
         let (wildcard, labels) = match text.strip_prefix('*') {
             Some("") => return Ok(Self::Suffix(Vec::new())),
-            Some(rest) => (true, rest.strip_prefix('.').ok_or_else(refused)?),
+            Some(rest) => (true, rest.strip_prefix('.').ok_or_else(invalid)?),
             None => (false, text),
         };
         if !labels.split('.').all(is_dns_label) {
-            return Err(refused());
+            return Err(invalid());
         }
         Ok(if wildcard {
             Self::Suffix(labels.split('.').map(str::to_owned).collect())
@@ -128,14 +126,14 @@ pub(super) struct RawNetwork {
     except: Vec<String>,
 }
 
-/// Checks that every exception lies inside its network and leaves something of it.
-pub(super) fn networks(raw: Vec<RawNetwork>) -> Result<Vec<NetworkMatch>, String> {
+/// Checks that each exception is inside its network and does not cover all of it.
+pub(super) fn parse_networks(raw: Vec<RawNetwork>) -> Result<Vec<NetworkMatch>, String> {
     let mut networks = Vec::with_capacity(raw.len());
     for RawNetwork { cidr, except } in raw {
-        let net = network(&cidr)?;
+        let net = parse_network(&cidr)?;
         let mut exceptions = Vec::with_capacity(except.len());
         for text in except {
-            let exception = network(&text)?;
+            let exception = parse_network(&text)?;
             if exception == net {
                 return Err(format!("except {text} leaves nothing of {cidr}"));
             }
@@ -152,7 +150,7 @@ pub(super) fn networks(raw: Vec<RawNetwork>) -> Result<Vec<NetworkMatch>, String
     Ok(networks)
 }
 
-fn network(text: &str) -> Result<IpNet, String> {
+fn parse_network(text: &str) -> Result<IpNet, String> {
     let net = text
         .parse::<IpNet>()
         .or_else(|_| text.parse::<std::net::IpAddr>().map(IpNet::from));
@@ -174,16 +172,16 @@ mod tests {
             Ok(MeshClient::Identity("web.ns".to_owned()))
         );
         assert!(MeshClient::parse("spiffe://root.local/web").is_ok());
-        for refused in ["", "*a", "a..b", "Web", "-a", "a-", "web.*", "*.", "spiffe://"] {
-            assert!(MeshClient::parse(refused).is_err(), "{refused}");
+        for invalid in ["", "*a", "a..b", "Web", "-a", "a-", "web.*", "*.", "spiffe://"] {
+            assert!(MeshClient::parse(invalid).is_err(), "{invalid}");
         }
     }
 
     #[test]
-    fn network_exceptions_lie_inside_and_leave_something() {
+    fn network_exceptions_are_inside_and_incomplete() {
         let check = |cidr: &str, except: &[&str]| {
             let except = except.iter().map(|net| (*net).to_owned()).collect();
-            networks(vec![RawNetwork {
+            parse_networks(vec![RawNetwork {
                 cidr: cidr.to_owned(),
                 except,
             }])

@@ -1,4 +1,4 @@
-//! `Server`: names a port of some workloads and says what speaks there and who may by default.
+//! `Server`: a port of some workloads, its protocol and its default access policy.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,26 +9,26 @@ use serde::{Deserialize, Deserializer};
 
 use crate::resources::labels::Selector;
 use crate::resources::meta::Meta;
-use crate::resources::policy::reference::Raw;
+use crate::resources::policy::reference::RawResource;
 use crate::resources::service::PortRef;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
     pub meta: Meta,
-    pub workloads: Workloads,
-    /// None, of a Server that cannot be read, stands for every port.
+    pub workloads: WorkloadSelector,
+    /// `None` in a placeholder for an unreadable Server means all ports.
     pub port: Option<PortRef>,
     pub protocol: ProxyProtocol,
-    pub access: DefaultPolicy,
-    /// Why it cannot be read; then it permits nobody, whatever authorizations say.
-    pub unread: Option<Arc<str>>,
+    pub access_policy: DefaultPolicy,
+    /// Why the object cannot be read. If set, the Server allows no client, even if authorizations match.
+    pub unreadable: Option<Arc<str>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Workloads {
+pub enum WorkloadSelector {
     Pods(Selector),
-    External(Selector),
-    /// It cannot be read which.
+    ExternalWorkloads(Selector),
+    /// All workloads, because the selector of the Server cannot be read.
     All,
 }
 
@@ -50,7 +50,7 @@ pub enum ProxyProtocol {
 }
 
 impl fmt::Display for ProxyProtocol {
-    /// As manifests spell it.
+    /// Formats the protocol as in manifests.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Unknown => "unknown",
@@ -63,26 +63,26 @@ impl fmt::Display for ProxyProtocol {
     }
 }
 
-/// Who may use a port that no authorization speaks of.
+/// Which clients can use a port without authorizations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DefaultPolicy {
     Allow {
-        clients: Clients,
-        from: Networks,
+        clients: DefaultPolicyClients,
+        from: DefaultPolicyNetworks,
     },
     Deny,
-    /// Allows everything, under its own name in metrics.
+    /// Allows all clients, with a policy name of its own in metrics.
     Audit,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Clients {
+pub enum DefaultPolicyClients {
     Authenticated,
     Unauthenticated,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Networks {
+pub enum DefaultPolicyNetworks {
     All,
     Cluster,
 }
@@ -91,20 +91,20 @@ impl DefaultPolicy {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Allow {
-                clients: Clients::Authenticated,
-                from: Networks::All,
+                clients: DefaultPolicyClients::Authenticated,
+                from: DefaultPolicyNetworks::All,
             } => "all-authenticated",
             Self::Allow {
-                clients: Clients::Unauthenticated,
-                from: Networks::All,
+                clients: DefaultPolicyClients::Unauthenticated,
+                from: DefaultPolicyNetworks::All,
             } => "all-unauthenticated",
             Self::Allow {
-                clients: Clients::Authenticated,
-                from: Networks::Cluster,
+                clients: DefaultPolicyClients::Authenticated,
+                from: DefaultPolicyNetworks::Cluster,
             } => "cluster-authenticated",
             Self::Allow {
-                clients: Clients::Unauthenticated,
-                from: Networks::Cluster,
+                clients: DefaultPolicyClients::Unauthenticated,
+                from: DefaultPolicyNetworks::Cluster,
             } => "cluster-unauthenticated",
             Self::Deny => "deny",
             Self::Audit => "audit",
@@ -129,12 +129,12 @@ impl FromStr for DefaultPolicy {
     type Err = UnknownPolicy;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        // Blocks of YAML end with a line break.
+        // Values from YAML block scalars end with a line break.
         let (clients, from) = match text.trim() {
-            "all-authenticated" => (Clients::Authenticated, Networks::All),
-            "all-unauthenticated" => (Clients::Unauthenticated, Networks::All),
-            "cluster-authenticated" => (Clients::Authenticated, Networks::Cluster),
-            "cluster-unauthenticated" => (Clients::Unauthenticated, Networks::Cluster),
+            "all-authenticated" => (DefaultPolicyClients::Authenticated, DefaultPolicyNetworks::All),
+            "all-unauthenticated" => (DefaultPolicyClients::Unauthenticated, DefaultPolicyNetworks::All),
+            "cluster-authenticated" => (DefaultPolicyClients::Authenticated, DefaultPolicyNetworks::Cluster),
+            "cluster-unauthenticated" => (DefaultPolicyClients::Unauthenticated, DefaultPolicyNetworks::Cluster),
             "deny" => return Ok(Self::Deny),
             "audit" => return Ok(Self::Audit),
             _ => return Err(UnknownPolicy(text.to_owned())),
@@ -163,10 +163,10 @@ pub(in crate::resources) struct Spec {
 }
 
 impl Server {
-    pub(in crate::resources) fn from_raw(raw: Raw<Spec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<Spec>) -> Result<Self, String> {
         let workloads = match (raw.spec.pod_selector, raw.spec.external_workload_selector) {
-            (Some(pods), None) => Workloads::Pods(pods),
-            (None, Some(workloads)) => Workloads::External(workloads),
+            (Some(pods), None) => WorkloadSelector::Pods(pods),
+            (None, Some(workloads)) => WorkloadSelector::ExternalWorkloads(workloads),
             _ => return Err("spec needs exactly one of podSelector and externalWorkloadSelector".to_owned()),
         };
         Ok(Self {
@@ -174,8 +174,8 @@ impl Server {
             workloads,
             port: Some(PortRef::from_kubernetes(raw.spec.port).map_err(|error| format!("spec.port: {error}"))?),
             protocol: raw.spec.proxy_protocol,
-            access: raw.spec.access_policy.unwrap_or(DefaultPolicy::Deny),
-            unread: None,
+            access_policy: raw.spec.access_policy.unwrap_or(DefaultPolicy::Deny),
+            unreadable: None,
         })
     }
 }

@@ -1,16 +1,15 @@
-//! Whether what is known of a kind is what the API server has: a metric, and a line of `/ready`.
+//! Reports stale kinds in a metric and in `/ready`.
 
 use std::sync::Arc;
 
 use tulle_core::metrics::{Gauge, Labels, Registry};
-use tulle_core::ready::{Latch, Readiness};
+use tulle_core::readiness::{Latch, Readiness};
 
 use crate::resources::Kind;
 
-/// One kind's.
 pub(super) struct Freshness {
     kind: String,
-    /// 1 while the last known state is served because the API server does not give another.
+    /// 1 while the API server cannot be read and the last known state is in use.
     stale: Arc<Gauge>,
     kinds: Readiness,
     /// Held while the kind is stale.
@@ -18,10 +17,10 @@ pub(super) struct Freshness {
 }
 
 impl Freshness {
-    /// Of a kind that has not been listed yet; `kinds` collects the reasons of all.
+    /// Creates the state of a kind that is not listed yet. `kinds` collects the reasons of all kinds.
     pub(super) fn new(registry: &Registry, kinds: &Readiness, kind: Kind) -> Self {
         let kind = kind.info().plural();
-        let help = "1 while the last known state of a kind is served because the API server cannot be asked for it.";
+        let help = "1 while the last known state of a kind is served because the API server cannot be read.";
         let stale = registry
             .gauge("tulle_kind_is_stale", help)
             .get(&Labels::new().with("kind", &kind));
@@ -34,18 +33,17 @@ impl Freshness {
         }
     }
 
-    /// The API server does not say what there is.
-    pub(super) fn lost(&mut self, reason: String) {
+    /// Marks the kind as stale: the API server does not return its objects.
+    pub(super) fn mark_stale(&mut self, reason: String) {
         self.stale.set(1);
         let reason = format!("{}: {reason}", self.kind);
         match &self.latch {
-            Some(latch) => latch.explain(reason),
+            Some(latch) => latch.set_reason(reason),
             None => self.latch = Some(self.kinds.latch(reason)),
         }
     }
 
-    /// What is known is what there is.
-    pub(super) fn regained(&mut self) {
+    pub(super) fn mark_fresh(&mut self) {
         self.stale.set(0);
         self.latch = None;
     }

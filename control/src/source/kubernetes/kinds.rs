@@ -1,71 +1,71 @@
-//! Which kinds the services of a process need, and how much of each.
+//! Which kinds the services of a process watch, and how much of each object.
 
 use tulle_core::names::label;
 
 use crate::resources::{KINDS, Kind};
 
-/// The services that ask, and what endpoints are read from.
+/// The services of the process, and the kind from which endpoints are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Needs {
+pub struct WatchRequirements {
     pub destination: bool,
     pub policy: bool,
-    pub drives: Drives,
+    pub endpoints_source: EndpointKind,
 }
 
-/// The kind whose changes move endpoints.
+/// The kind from which endpoints are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Drives {
-    Slices,
+pub enum EndpointKind {
+    EndpointSlices,
     Endpoints,
 }
 
-/// One kind as it is watched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Watched {
+pub(super) struct WatchedKind {
     pub(super) kind: Kind,
-    pub(super) part: Part,
-    /// Only objects with this label.
-    pub(super) label: Option<&'static str>,
+    pub(super) detail: ObjectDetail,
+    /// Only objects with this label are watched.
+    pub(super) required_label: Option<&'static str>,
 }
 
-/// How much of an object is asked for.
+/// How much of each object is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
-    Nothing,
+pub(super) enum ObjectDetail {
+    Omitted,
     Metadata,
-    Whole,
+    Full,
 }
 
-/// What these needs amount to; a kind that two services need is watched once.
-pub(super) fn of(needs: &Needs) -> Vec<Watched> {
+/// Returns the kinds to watch. A kind that two services require is watched once, with the larger detail.
+pub(super) fn watched_kinds(requirements: &WatchRequirements) -> Vec<WatchedKind> {
     let mut watched = Vec::new();
     for kind in KINDS.iter().map(|info| info.kind) {
-        let destination = match needs.destination {
-            true => for_destination(kind, needs.drives),
-            false => Part::Nothing,
+        let destination = match requirements.destination {
+            true => destination_detail(kind, requirements.endpoints_source),
+            false => ObjectDetail::Omitted,
         };
-        let policy = match needs.policy {
-            true => for_policy(kind),
-            false => Part::Nothing,
+        let policy = match requirements.policy {
+            true => policy_detail(kind),
+            false => ObjectDetail::Omitted,
         };
-        let part = destination.max(policy);
-        if part == Part::Nothing {
+        let detail = destination.max(policy);
+        if detail == ObjectDetail::Omitted {
             continue;
         }
-        watched.push(Watched {
+        watched.push(WatchedKind {
             kind,
-            part,
-            // Policies hold for workloads of the mesh only; destination answers for all.
-            label: (kind == Kind::Pod && destination == Part::Nothing).then_some(label::CONTROL_PLANE_NS),
+            detail,
+            // The policy service needs meshed pods only. The destination service needs all pods.
+            required_label: (kind == Kind::Pod && destination == ObjectDetail::Omitted)
+                .then_some(label::CONTROL_PLANE_NS),
         });
     }
     watched
 }
 
-fn for_destination(kind: Kind, drives: Drives) -> Part {
-    match (kind, drives) {
-        (Kind::Endpoints, Drives::Slices) => Part::Metadata,
-        (Kind::EndpointSlice, Drives::Endpoints) => Part::Nothing,
+fn destination_detail(kind: Kind, endpoints_source: EndpointKind) -> ObjectDetail {
+    match (kind, endpoints_source) {
+        (Kind::Endpoints, EndpointKind::EndpointSlices) => ObjectDetail::Metadata,
+        (Kind::EndpointSlice, EndpointKind::Endpoints) => ObjectDetail::Omitted,
         (
             Kind::Endpoints
             | Kind::EndpointSlice
@@ -75,13 +75,13 @@ fn for_destination(kind: Kind, drives: Drives) -> Part {
             | Kind::Server
             | Kind::ExternalWorkload,
             _,
-        ) => Part::Whole,
-        (Kind::Node | Kind::ReplicaSet | Kind::Job, _) => Part::Metadata,
-        _ => Part::Nothing,
+        ) => ObjectDetail::Full,
+        (Kind::Node | Kind::ReplicaSet | Kind::Job, _) => ObjectDetail::Metadata,
+        _ => ObjectDetail::Omitted,
     }
 }
 
-fn for_policy(kind: Kind) -> Part {
+fn policy_detail(kind: Kind) -> ObjectDetail {
     match kind {
         Kind::Endpoints
         | Kind::EndpointSlice
@@ -89,8 +89,8 @@ fn for_policy(kind: Kind) -> Part {
         | Kind::Namespace
         | Kind::ReplicaSet
         | Kind::Job
-        | Kind::ServiceProfile => Part::Nothing,
-        _ => Part::Whole,
+        | Kind::ServiceProfile => ObjectDetail::Omitted,
+        _ => ObjectDetail::Full,
     }
 }
 
@@ -98,26 +98,29 @@ fn for_policy(kind: Kind) -> Part {
 mod tests {
     use super::*;
 
-    fn watched(destination: bool, policy: bool, drives: Drives) -> Vec<String> {
-        let needs = Needs {
+    fn watched(destination: bool, policy: bool, endpoints_source: EndpointKind) -> Vec<String> {
+        let requirements = WatchRequirements {
             destination,
             policy,
-            drives,
+            endpoints_source,
         };
-        let line = |watched: Watched| {
-            let part = if watched.part == Part::Metadata {
+        let line = |watched: WatchedKind| {
+            let detail = if watched.detail == ObjectDetail::Metadata {
                 " metadata"
             } else {
                 ""
             };
-            let label = watched.label.map(|label| format!(" with {label}")).unwrap_or_default();
-            format!("{}{part}{label}", watched.kind.info().plural())
+            let label = watched
+                .required_label
+                .map(|label| format!(" with {label}"))
+                .unwrap_or_default();
+            format!("{}{detail}{label}", watched.kind.info().plural())
         };
-        of(&needs).into_iter().map(line).collect()
+        watched_kinds(&requirements).into_iter().map(line).collect()
     }
 
     #[test]
-    fn destination_watches_what_its_answers_are_made_of() {
+    fn destination_watches_these_kinds() {
         let expected = [
             "services",
             "endpoints metadata",
@@ -130,8 +133,8 @@ mod tests {
             "servers",
             "serviceprofiles",
         ];
-        assert_eq!(watched(true, false, Drives::Slices), expected);
-        let without_slices = watched(true, false, Drives::Endpoints);
+        assert_eq!(watched(true, false, EndpointKind::EndpointSlices), expected);
+        let without_slices = watched(true, false, EndpointKind::Endpoints);
         assert!(without_slices.contains(&"endpoints".to_owned()));
         assert!(!without_slices.contains(&"endpointslices".to_owned()));
     }
@@ -139,14 +142,14 @@ mod tests {
     #[test]
     fn no_secret_is_watched() {
         for (destination, policy) in [(true, false), (false, true), (true, true)] {
-            let all = watched(destination, policy, Drives::Slices);
+            let all = watched(destination, policy, EndpointKind::EndpointSlices);
             assert!(!all.iter().any(|line| line.starts_with("secrets")), "{all:?}");
         }
     }
 
     #[test]
     fn policy_alone_watches_meshed_pods_and_no_endpoints() {
-        let alone = watched(false, true, Drives::Slices);
+        let alone = watched(false, true, EndpointKind::EndpointSlices);
         assert!(
             alone.contains(&"pods with linkerd.io/control-plane-ns".to_owned()),
             "{alone:?}"
@@ -155,6 +158,6 @@ mod tests {
         for none in ["endpoints", "endpointslices", "nodes", "serviceprofiles"] {
             assert!(!alone.iter().any(|line| line.starts_with(none)), "{none} in {alone:?}");
         }
-        assert!(watched(true, true, Drives::Slices).contains(&"pods".to_owned()));
+        assert!(watched(true, true, EndpointKind::EndpointSlices).contains(&"pods".to_owned()));
     }
 }

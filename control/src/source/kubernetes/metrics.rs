@@ -1,4 +1,4 @@
-//! How old changes are when they arrive.
+//! Measures the age of changes on arrival.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use tulle_core::metrics::{Histogram, Labels, Registry};
 
 use crate::resources::Kind;
 
-/// The age of changes of one kind; kinds that nobody measures have none.
-pub(super) struct Lag(Option<Arc<Histogram>>);
+/// Age of the changes of one kind. `None` for kinds without this metric.
+pub(super) struct InformerLag(Option<Arc<Histogram>>);
 
-impl Lag {
+impl InformerLag {
     pub(super) fn new(registry: &Registry, kind: Kind) -> Self {
         let name = match kind {
             Kind::Endpoints => "endpoints_informer_lag_seconds",
@@ -22,7 +22,8 @@ impl Lag {
             Kind::ServiceProfile => "serviceprofiles_informer_lag_seconds",
             _ => return Self(None),
         };
-        let help = "Age of a change when it arrives, by the newest of its managed fields; these count whole seconds.";
+        let help =
+            "Age of a change on arrival, from the newest timestamp of its managed fields, which is in whole seconds.";
         Self(Some(registry.histogram(name, help, BUCKETS).get(&Labels::new())))
     }
 
@@ -30,7 +31,7 @@ impl Lag {
         self.0.is_some()
     }
 
-    /// Notes a change that was made at this time.
+    /// Records a change that was made at this time.
     pub(super) fn observe(&self, changed_at: OffsetDateTime) {
         if let Some(histogram) = &self.0 {
             let age = OffsetDateTime::now_utc() - changed_at;

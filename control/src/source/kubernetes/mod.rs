@@ -1,16 +1,16 @@
-//! The Kubernetes source: each kind is listed, then watched from there, for as long as the process lives.
+//! The Kubernetes source. It lists each kind, then watches it from that resource version, until the process ends.
 //!
-//! A kind has one task, which holds the names and versions of what it has reported and nothing else; objects are pruned
-//! as they are decoded. Kinds whose definition is not installed count as empty until it is; an API server that fails, or
-//! does not know a kind for a moment, changes nothing: the last state stays. Defaults, admission and status are the API
-//! server's, so objects are passed on as they come.
+//! One task per kind keeps only the names and versions of the reported objects. Objects are pruned when they are
+//! decoded. A kind whose CRD is not installed counts as empty. If the API server fails, or omits a kind for a short
+//! time, the last known state stays. Objects are passed on unchanged, because the API server applies defaults,
+//! admission and status.
 
-mod answer;
 mod freshness;
 pub mod kinds;
 mod metrics;
 mod reflector;
 mod request;
+mod response;
 
 use std::time::Duration;
 
@@ -21,102 +21,103 @@ use tokio::time::{MissedTickBehavior, interval};
 use tracing::{debug, warn};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 
 use crate::resources::Kind;
-use crate::resources::event::{Event, Writer};
+use crate::resources::event::{Event, EventWriter};
 use crate::source::kubernetes::freshness::Freshness;
-use crate::source::kubernetes::kinds::{Drives, Needs, Watched};
-use crate::source::kubernetes::metrics::Lag;
-use crate::source::kubernetes::reflector::Reflector;
+use crate::source::kubernetes::kinds::{EndpointKind, WatchRequirements, WatchedKind};
+use crate::source::kubernetes::metrics::InformerLag;
+use crate::source::kubernetes::reflector::{KindMetrics, Reflector};
 
-/// Which objects are reported, and from where.
+/// Which objects are reported, and settings of the source.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub needs: Needs,
-    /// The address of destination, as log lines show it.
-    pub addr: String,
-    /// Collects why kinds are not known as the API server has them.
-    pub kinds: Readiness,
+    pub requirements: WatchRequirements,
+    /// The address of the destination service in log lines.
+    pub log_addr: String,
+    /// Collects the reasons why kinds are stale.
+    pub kinds_readiness: Readiness,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SourceError {
-    #[error("watching {kind} ended by itself")]
-    Ended { kind: &'static str },
+    #[error("the watch of {kind} ended unexpectedly")]
+    WatchEnded { kind: &'static str },
 }
 
-/// Reports the objects of the API server until the drain begins.
+/// Reports the objects of the API server until the drain.
 ///
 /// # Errors
-/// When a part of it ends, which none does by itself. What the API server does not answer is logged and tried again,
-/// however long it takes.
+/// Fails if a reflector task ends, which happens only by a panic. API errors are logged and retried without limit.
 pub async fn run(
     client: Client,
     config: Config,
-    writer: Writer,
+    writer: EventWriter,
     registry: Registry,
     drain: drain::Watch,
 ) -> Result<(), SourceError> {
-    let watched = kinds::of(&config.needs);
-    if config.needs.destination {
-        let what = match config.needs.drives {
-            Drives::Slices => "EndpointSlice",
-            Drives::Endpoints => "Endpoints",
+    let watched = kinds::watched_kinds(&config.requirements);
+    if config.requirements.destination {
+        let kind_name = match config.requirements.endpoints_source {
+            EndpointKind::EndpointSlices => "EndpointSlice",
+            EndpointKind::Endpoints => "Endpoints",
         };
         let component = "endpoints-watcher";
-        debug!(addr = config.addr, component, "Watching {what} resources");
+        debug!(addr = config.log_addr, component, "Watching {kind_name} resources");
     }
     let (listed, mut first_lists) = mpsc::channel(watched.len().max(1));
     let mut tasks = JoinSet::new();
-    let mut waiting: Vec<Kind> = Vec::new();
-    // Kinds without objects are shown, too.
-    let _sizes: Vec<_> = watched.iter().map(|one| one.kind.cache_size(&registry)).collect();
+    let mut unlisted: Vec<Kind> = Vec::new();
+    // Kinds without objects also get a series.
+    let _cache_size_gauges: Vec<_> = watched.iter().map(|one| one.kind.cache_size_gauge(&registry)).collect();
     for watched in watched {
-        let Watched { kind, .. } = watched;
-        waiting.push(kind);
-        let lag = Lag::new(&registry, kind);
-        let freshness = Freshness::new(&registry, &config.kinds, kind);
-        let reflector = Reflector::new(client.clone(), watched, writer.clone(), lag, freshness, listed.clone());
+        let WatchedKind { kind, .. } = watched;
+        unlisted.push(kind);
+        let metrics = KindMetrics {
+            lag: InformerLag::new(&registry, kind),
+            freshness: Freshness::new(&registry, &config.kinds_readiness, kind),
+        };
+        let reflector = Reflector::new(client.clone(), watched, writer.clone(), metrics, listed.clone());
         tasks.spawn(async move {
             reflector.run().await;
             kind
         });
     }
     drop(listed);
-    let mut reminders = interval(REMINDER);
-    reminders.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    reminders.reset();
-    while !waiting.is_empty() {
-        // All branches only wait.
+    let mut log_ticks = interval(START_LOG_INTERVAL);
+    log_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    log_ticks.reset();
+    while !unlisted.is_empty() {
+        // All branches are cancel-safe.
         tokio::select! {
-            Some(kind) = first_lists.recv() => waiting.retain(|other| *other != kind),
-            Some(ended) = tasks.join_next() => return Err(ended_early(ended)),
+            Some(kind) = first_lists.recv() => unlisted.retain(|other| *other != kind),
+            Some(ended) = tasks.join_next() => return Err(watch_ended_error(ended)),
             () = drain.signaled() => return Ok(()),
-            _ = reminders.tick() => {
-                let kinds: Vec<_> = waiting.iter().map(|kind| kind.info().plural()).collect();
+            _ = log_ticks.tick() => {
+                let kinds: Vec<_> = unlisted.iter().map(|kind| kind.info().plural()).collect();
                 let kinds = kinds.join(", ");
-                warn!(kinds, "not ready: the API server has not listed everything; see the roles of our service account");
+                warn!(kinds, "not ready: some kinds are not listed yet; check the RBAC roles of the service account");
             }
         }
     }
     writer.apply(vec![Event::Synced]);
     tokio::select! {
-        Some(ended) = tasks.join_next() => Err(ended_early(ended)),
-        // The tasks end with the set that owns them.
+        Some(ended) = tasks.join_next() => Err(watch_ended_error(ended)),
+        // Dropping the `JoinSet` aborts the tasks.
         () = drain.signaled() => Ok(()),
     }
 }
 
-fn ended_early(ended: Result<Kind, tokio::task::JoinError>) -> SourceError {
-    SourceError::Ended {
+fn watch_ended_error(ended: Result<Kind, tokio::task::JoinError>) -> SourceError {
+    SourceError::WatchEnded {
         kind: ended.map_or("a kind", |kind| kind.info().name),
     }
 }
 
-/// How often a start that does not get on is told of.
-const REMINDER: Duration = Duration::from_secs(60);
+/// Interval between log messages about kinds that are not listed yet.
+const START_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! One kind: list, watch from there, list anew when that is no longer possible.
+//! Follows one kind: lists it, watches it from there, and lists it again when the watch cannot continue.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -17,35 +17,36 @@ use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
 
 use crate::resources::Kind;
-use crate::resources::event::{Event, Writer};
+use crate::resources::event::{Event, EventWriter};
 use crate::resources::meta::Name;
-use crate::source::kubernetes::answer::{Change, ChangeType, Groups, Head, Item, Lines, Page, Refusal, Resources};
 use crate::source::kubernetes::freshness::Freshness;
-use crate::source::kubernetes::kinds::Watched;
-use crate::source::kubernetes::metrics::Lag;
+use crate::source::kubernetes::kinds::WatchedKind;
+use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::request;
+use crate::source::kubernetes::response::{
+    ApiGroupList, ApiResourceList, LineBuffer, ListPage, ObjectHead, RawObject, StatusError, WatchEvent, WatchEventType,
+};
 
 pub(super) struct Reflector {
     client: Client,
-    watched: Watched,
-    writer: Writer,
-    lag: Lag,
+    watched: WatchedKind,
+    writer: EventWriter,
+    lag: InformerLag,
     freshness: Freshness,
-    /// Told of the first list, and gone afterwards.
-    listed: Option<mpsc::Sender<Kind>>,
-    /// Consecutive rounds in which discovery did not have the kind.
+    /// Receives the kind after its first list. `None` afterwards.
+    first_list: Option<mpsc::Sender<Kind>>,
+    /// Consecutive rounds in which discovery omitted the kind.
     absent_rounds: u32,
-    /// What has been reported, and a hash of its version.
-    known: AHashMap<Name, u64>,
+    /// The reported objects, each with a hash of its resource version.
+    known_versions: AHashMap<Name, u64>,
     hasher: RandomState,
-    /// They are few and objects many, so that their names are shared.
+    /// Namespace names, shared by the names of all objects in them.
     namespaces: AHashSet<Arc<str>>,
-    /// The version of the API that is served.
     api_version: &'static str,
     presence: Presence,
 }
 
-/// Whether the API server knows the kind, as far as was logged.
+/// Whether the API server has the kind, as last logged.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Presence {
     Unknown,
@@ -55,65 +56,68 @@ enum Presence {
 
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    #[error("making a request")]
+    #[error("building a request")]
     Request(#[source] http::Error),
     #[error("sending a request")]
     Send(#[source] Box<kube::Error>),
-    #[error("reading the answer")]
+    #[error("reading the response")]
     Read(#[source] Box<dyn StdError + Send + Sync>),
-    #[error("the API server said nothing for {0:?}")]
-    Silent(Duration),
+    #[error("no response from the API server within {0:?}")]
+    Timeout(Duration),
     #[error("the API server did not end the watch within {0:?}")]
-    Overdue(Duration),
-    #[error("the API server answered {status}: {message}")]
-    Refused { status: StatusCode, message: String },
-    #[error("the answer is not what was asked for")]
-    Shape(#[source] serde_json::Error),
-    #[error("discovery has the kind, and its list is answered 404")]
-    Contradiction,
+    WatchTimeout(Duration),
+    #[error("the API server responded with {status}: {message}")]
+    Status { status: StatusCode, message: String },
+    #[error("decoding the response")]
+    Decode(#[source] serde_json::Error),
+    #[error("the API server has the kind in discovery, but its list returns 404")]
+    DiscoveryMismatch,
 }
 
-/// How a list ended.
-enum Listed {
-    /// The objects at this resource version are known.
-    At(String),
-    /// The list is answered 404, and discovery does not have the kind either.
+enum ListOutcome {
+    /// The list is complete at this resource version.
+    Complete(String),
+    /// The list returns 404, and discovery omits the kind, too.
     Absent,
 }
 
-/// Whether a watch was of use before the kind had to be listed anew.
+/// Whether a watch made progress before the kind had to be listed again.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Followed {
-    /// Changes came, or it was open for a while.
-    Something,
-    Nothing,
+enum WatchProgress {
+    /// It delivered changes or was open for at least `MIN_WATCH_DURATION`.
+    Progressed,
+    NoProgress,
 }
 
-/// How one watch ended.
 #[derive(PartialEq, Eq)]
-enum Ended {
-    /// In time; the next one goes on where it stopped.
-    Normally,
-    /// Changes since then are forgotten, or there were none for so long that we look ourselves.
-    ListAnew,
+enum WatchEnd {
+    /// At its timeout. The next watch continues at the same position.
+    Normal,
+    /// The resource version has expired, or `RESYNC_INTERVAL` has passed without a change.
+    Relist,
 }
 
-/// Where a watch stands.
-struct Position {
+struct WatchPosition {
     resource_version: String,
-    /// When something last changed.
+    /// Time of the last change.
     changed_at: Instant,
+}
+
+/// Metrics of one kind.
+pub(super) struct KindMetrics {
+    pub(super) lag: InformerLag,
+    pub(super) freshness: Freshness,
 }
 
 impl Reflector {
     pub(super) fn new(
         client: Client,
-        watched: Watched,
-        writer: Writer,
-        lag: Lag,
-        freshness: Freshness,
+        watched: WatchedKind,
+        writer: EventWriter,
+        metrics: KindMetrics,
         listed: mpsc::Sender<Kind>,
     ) -> Self {
+        let KindMetrics { lag, freshness } = metrics;
         let api_version = watched.kind.info().versions[0];
         Self {
             client,
@@ -121,9 +125,9 @@ impl Reflector {
             writer,
             lag,
             freshness,
-            listed: Some(listed),
+            first_list: Some(listed),
             absent_rounds: 0,
-            known: AHashMap::new(),
+            known_versions: AHashMap::new(),
             hasher: RandomState::new(),
             namespaces: AHashSet::new(),
             api_version,
@@ -131,117 +135,125 @@ impl Reflector {
         }
     }
 
-    /// Follows the kind for ever.
+    /// Follows the kind. Never returns.
     pub(super) async fn run(mut self) -> Infallible {
-        let mut retries = RETRIES.steps();
+        let mut retries = LIST_BACKOFF.start();
         loop {
             match self.list().await {
-                Ok(Listed::At(resource_version)) => {
+                Ok(ListOutcome::Complete(resource_version)) => {
                     self.absent_rounds = 0;
-                    self.now(Presence::Served);
-                    self.settled().await;
-                    if self.watch(resource_version).await == Followed::Something {
+                    self.set_presence(Presence::Served);
+                    self.mark_listed().await;
+                    if self.watch(resource_version).await == WatchProgress::Progressed {
                         retries.reset();
                     }
-                    // All replicas and kinds lose their watches together when an API server restarts.
+                    // All replicas and kinds lose their watches at once when an API server restarts, so they wait a
+                    // random delay.
                     sleep(retries.next_delay()).await;
                 }
-                Ok(Listed::Absent) => {
+                Ok(ListOutcome::Absent) => {
                     retries.reset();
                     self.absent_rounds += 1;
-                    if self.absent_rounds >= GONE_ROUNDS {
-                        self.replace(AHashMap::new(), Vec::new());
-                        self.now(Presence::Absent);
-                        self.settled().await;
+                    if self.absent_rounds >= ABSENT_ROUNDS_BEFORE_DELETE {
+                        self.apply_list(AHashMap::new(), Vec::new());
+                        self.set_presence(Presence::Absent);
+                        self.mark_listed().await;
                     } else {
-                        self.missing();
+                        self.mark_missing();
                     }
-                    let pause = if self.listed.is_some() { ABSENT_AT_START } else { ABSENT };
-                    sleep(pause.steps().next_delay()).await;
+                    let pause = if self.first_list.is_some() {
+                        ABSENT_KIND_STARTUP_BACKOFF
+                    } else {
+                        ABSENT_KIND_BACKOFF
+                    };
+                    sleep(pause.start().next_delay()).await;
                 }
                 Err(err) => {
                     self.absent_rounds = 0;
                     warn!(
-                        kind = self.name(),
+                        kind = self.kind_name(),
                         error = &err as &dyn StdError,
-                        "listing failed; the last state stays"
+                        "list failed, the last known state stays in use"
                     );
-                    self.freshness.lost(err.to_string());
+                    self.freshness.mark_stale(err.to_string());
                     sleep(retries.next_delay()).await;
                 }
             }
         }
     }
 
-    /// What is known is what there is; the first time it is told.
-    async fn settled(&mut self) {
-        self.freshness.regained();
-        if let Some(listed) = self.listed.take() {
-            // A receiver that has gone wants no more news.
+    /// Marks the kind as up to date. The first call also reports that the kind is listed.
+    async fn mark_listed(&mut self) {
+        self.freshness.mark_fresh();
+        if let Some(listed) = self.first_list.take() {
+            // Fails only if the receiver is dropped, which no longer needs the message.
             let _ = listed.send(self.watched.kind).await;
         }
     }
 
-    /// The API server does not have the kind, and has not said so often enough to be believed.
-    fn missing(&mut self) {
-        if self.absent_rounds == 1 && !self.known.is_empty() {
+    /// Marks the kind as stale. Its objects stay until discovery has omitted it `ABSENT_ROUNDS_BEFORE_DELETE` times.
+    fn mark_missing(&mut self) {
+        if self.absent_rounds == 1 && !self.known_versions.is_empty() {
             warn!(
-                kind = self.name(),
-                n_objects = self.known.len(),
-                "the API server does not have this kind any more; its last state stays until discovery has said so \
-                 {GONE_ROUNDS} times"
+                kind = self.kind_name(),
+                n_objects = self.known_versions.len(),
+                "the API server no longer has this kind; its last known state stays until discovery has omitted it \
+                 {ABSENT_ROUNDS_BEFORE_DELETE} times"
             );
         }
-        self.freshness.lost("the API server does not have this kind".to_owned());
+        self.freshness
+            .mark_stale("the API server does not have this kind".to_owned());
     }
 
-    fn name(&self) -> String {
+    fn kind_name(&self) -> String {
         self.watched.kind.info().plural()
     }
 
-    fn now(&mut self, presence: Presence) {
+    fn set_presence(&mut self, presence: Presence) {
         let before = std::mem::replace(&mut self.presence, presence);
         match (before, presence) {
-            (Presence::Absent, Presence::Served) => info!(kind = self.name(), "the kind has been installed"),
+            (Presence::Absent, Presence::Served) => info!(kind = self.kind_name(), "the kind has been installed"),
             (Presence::Served | Presence::Unknown, Presence::Absent) => {
                 let group = self.watched.kind.info().group;
                 info!(
-                    kind = self.name(),
-                    group, "the API server does not have this kind; it is watched once it has"
+                    kind = self.kind_name(),
+                    group, "the API server does not have this kind; the watch starts when it is installed"
                 );
             }
             _ => {}
         }
     }
 
-    /// Lists in the newest version of the API that is served, and reports what differs from before, in one batch.
-    async fn list(&mut self) -> Result<Listed, Error> {
+    /// Lists the newest API version that is served. Reports all differences in one batch.
+    async fn list(&mut self) -> Result<ListOutcome, Error> {
         for version in self.watched.kind.info().versions {
             match self.list_version(version).await {
-                Err(Error::Refused { status, .. }) if status == StatusCode::NOT_FOUND => {}
+                Err(Error::Status { status, .. }) if status == StatusCode::NOT_FOUND => {}
                 Err(err) => return Err(err),
                 Ok(resource_version) => {
                     self.api_version = version;
-                    return Ok(Listed::At(resource_version));
+                    return Ok(ListOutcome::Complete(resource_version));
                 }
             }
         }
-        match self.is_discovered().await? {
-            true => Err(Error::Contradiction),
-            false => Ok(Listed::Absent),
+        match self.is_in_discovery().await? {
+            true => Err(Error::DiscoveryMismatch),
+            false => Ok(ListOutcome::Absent),
         }
     }
 
-    /// Whether discovery has the kind in a version that we read. A 404 for the whole of discovery is a failure: only an
-    /// answer that leaves the kind out says that it is gone.
-    async fn is_discovered(&self) -> Result<bool, Error> {
+    /// Returns whether discovery has the kind in a supported version. A 404 for all of discovery is an error: only a
+    /// successful response without the kind shows that it is gone.
+    async fn is_in_discovery(&self) -> Result<bool, Error> {
         let info = self.watched.kind.info();
         let served = match info.group {
             "" => info.versions.iter().map(|&version| version.to_owned()).collect(),
             group => {
-                let bytes = self.read(request::discovery("/apis").map_err(Error::Request)?).await?;
-                let groups: Groups = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
-                groups.versions_of(group)
+                let bytes = self
+                    .read_response(request::discovery_request("/apis").map_err(Error::Request)?)
+                    .await?;
+                let groups: ApiGroupList = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
+                groups.group_versions(group)
             }
         };
         for version in info
@@ -249,10 +261,12 @@ impl Reflector {
             .iter()
             .filter(|&&version| served.iter().any(|one| one == version))
         {
-            let path = request::root(info.group, version);
-            let bytes = self.read(request::discovery(&path).map_err(Error::Request)?).await?;
-            let resources: Resources = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
-            if resources.has(&info.plural()) {
+            let path = request::api_path(info.group, version);
+            let bytes = self
+                .read_response(request::discovery_request(&path).map_err(Error::Request)?)
+                .await?;
+            let resources: ApiResourceList = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
+            if resources.contains(&info.plural()) {
                 return Ok(true);
             }
         }
@@ -265,41 +279,41 @@ impl Reflector {
         loop {
             let page = (!token.is_empty()).then_some(token.as_str());
             let request = self.watched.list_request(version, page).map_err(Error::Request)?;
-            let bytes = self.read(request).await?;
-            let page: Page<'_> = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
+            let bytes = self.read_response(request).await?;
+            let page: ListPage<'_> = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
             for object in page.items.into_iter().flatten() {
-                let item = match Item::read(object) {
+                let item = match RawObject::parse(object) {
                     Ok(item) => item,
                     Err(err) => {
                         let error = &err as &dyn StdError;
-                        warn!(kind = self.name(), error, "skipping an object without metadata");
+                        warn!(kind = self.kind_name(), error, "skipping an object without metadata");
                         continue;
                     }
                 };
                 let Some((name, version)) = self.name_and_version(&item.head) else {
                     continue;
                 };
-                if self.known.get(&name) != Some(&version) {
-                    events.push(self.decode(&name, &item));
+                if self.known_versions.get(&name) != Some(&version) {
+                    events.push(self.decode_event(&name, &item));
                 }
                 known.insert(name, version);
             }
             token = page.metadata.r#continue;
             if token.is_empty() {
-                self.replace(known, events);
+                self.apply_list(known, events);
                 return Ok(page.metadata.resource_version);
             }
         }
     }
 
-    /// Reports these changes, and that all other objects are gone.
-    fn replace(&mut self, known: AHashMap<Name, u64>, mut events: Vec<Event>) {
-        let gone = self.known.keys().filter(|name| !known.contains_key(*name));
+    /// Reports these events, and the deletion of all objects that are not in `known`.
+    fn apply_list(&mut self, known: AHashMap<Name, u64>, mut events: Vec<Event>) {
+        let gone = self.known_versions.keys().filter(|name| !known.contains_key(*name));
         events.extend(gone.map(|name| Event::Deleted(self.watched.kind, name.clone())));
-        self.known = known;
+        self.known_versions = known;
         debug!(
-            kind = self.name(),
-            n_objects = self.known.len(),
+            kind = self.kind_name(),
+            n_objects = self.known_versions.len(),
             n_events = events.len(),
             "listed"
         );
@@ -308,82 +322,86 @@ impl Reflector {
         }
     }
 
-    /// Follows changes until the kind must be listed anew.
-    async fn watch(&mut self, resource_version: String) -> Followed {
-        let mut retries = RETRIES.steps();
+    /// Watches the kind until it must be listed again.
+    async fn watch(&mut self, resource_version: String) -> WatchProgress {
+        let mut retries = LIST_BACKOFF.start();
         let mut failures = 0;
-        let mut followed = Followed::Nothing;
-        let mut position = Position {
+        let mut progress = WatchProgress::NoProgress;
+        let mut position = WatchPosition {
             resource_version,
             changed_at: Instant::now(),
         };
         loop {
             let started_at = Instant::now();
             let ended = self.watch_once(&mut position).await;
-            if started_at.elapsed() > SHORT_WATCH || position.changed_at > started_at {
-                followed = Followed::Something;
+            if started_at.elapsed() > MIN_WATCH_DURATION || position.changed_at > started_at {
+                progress = WatchProgress::Progressed;
                 failures = 0;
                 retries.reset();
             }
             match ended {
-                Ok(Ended::ListAnew) => return followed,
-                Ok(Ended::Normally) if started_at.elapsed() > SHORT_WATCH => {}
-                Ok(Ended::Normally) => sleep(retries.next_delay()).await,
-                Err(Error::Refused { status, .. }) if status == StatusCode::NOT_FOUND => return followed,
+                Ok(WatchEnd::Relist) => return progress,
+                Ok(WatchEnd::Normal) if started_at.elapsed() > MIN_WATCH_DURATION => {}
+                Ok(WatchEnd::Normal) => sleep(retries.next_delay()).await,
+                Err(Error::Status { status, .. }) if status == StatusCode::NOT_FOUND => return progress,
                 Err(err) => {
                     failures += 1;
                     warn!(
-                        kind = self.name(),
+                        kind = self.kind_name(),
                         error = &err as &dyn StdError,
                         failures,
-                        "watching failed; trying again"
+                        "watch failed, retrying"
                     );
-                    // The server may refuse this resource version for ever, as after it was restored from a backup.
+                    // The server can reject this resource version permanently, for example after a restore from a
+                    // backup.
                     if failures >= MAX_WATCH_FAILURES {
-                        return followed;
+                        return progress;
                     }
                     sleep(retries.next_delay()).await;
                 }
             }
-            if position.changed_at.elapsed() > RESYNC {
-                return followed;
+            if position.changed_at.elapsed() > RESYNC_INTERVAL {
+                return progress;
             }
         }
     }
 
-    async fn watch_once(&mut self, position: &mut Position) -> Result<Ended, Error> {
-        // As many as watch, at different times, so that they do not all come again at once.
-        let seconds = fastrand::u64(WATCH_SECONDS);
+    async fn watch_once(&mut self, position: &mut WatchPosition) -> Result<WatchEnd, Error> {
+        // The timeout is random, so that watches do not reconnect at the same time.
+        let seconds = fastrand::u64(WATCH_TIMEOUT_SECONDS);
         let request = self
             .watched
             .watch_request(self.api_version, &position.resource_version, seconds)
             .map_err(Error::Request)?;
         let mut body = match self.send(request).await {
             Ok(response) => response.into_body(),
-            Err(Error::Refused { status, .. }) if status == StatusCode::GONE => return Ok(Ended::ListAnew),
+            Err(Error::Status { status, .. }) if status == StatusCode::GONE => return Ok(WatchEnd::Relist),
             Err(err) => return Err(err),
         };
-        let mut lines = Lines::default();
-        // A kind may be quiet for as long as it likes; a server that has vanished ends the connection.
-        let limit = Duration::from_secs(seconds) + ANSWER_LIMIT;
+        let mut lines = LineBuffer::default();
+        // A watch can stay without events, so only its requested timeout limits it. TCP keep-alive detects a server
+        // that has failed.
+        let limit = Duration::from_secs(seconds) + RESPONSE_TIMEOUT;
         let ends_at = Instant::now() + limit;
         loop {
-            let listed_anew_at = position.changed_at + RESYNC;
-            // Dropping the body ends the watch; what it has not told yet, the next one tells.
+            let relist_at = position.changed_at + RESYNC_INTERVAL;
+            // Dropping the body ends the watch. The next watch continues at `position`, so no change is lost.
             let frame = tokio::select! {
-                frame = timeout_at(ends_at, body.frame()) => frame.map_err(|_| Error::Overdue(limit))?,
-                () = tokio::time::sleep_until(listed_anew_at) => return Ok(Ended::ListAnew),
+                frame = timeout_at(ends_at, body.frame()) => frame.map_err(|_| Error::WatchTimeout(limit))?,
+                () = tokio::time::sleep_until(relist_at) => return Ok(WatchEnd::Relist),
             };
-            let Some(frame) = frame else { return Ok(Ended::Normally) };
+            let Some(frame) = frame else {
+                return Ok(WatchEnd::Normal);
+            };
             let Ok(data) = frame.map_err(|err| Error::Read(err.into()))?.into_data() else {
                 continue;
             };
             lines.push(&data);
             let mut events = Vec::new();
             let mut ended = None;
-            lines.drain(|line| {
+            lines.drain_lines(|line| {
                 if ended.is_none() && !line.is_empty() {
-                    ended = self.take(line, position, &mut events).transpose();
+                    ended = self.handle_line(line, position, &mut events).transpose();
                 }
             });
             if !events.is_empty() {
@@ -395,48 +413,53 @@ impl Reflector {
         }
     }
 
-    /// Turns a line of a watch into an event; some lines end the watch.
-    fn take(&mut self, line: &[u8], position: &mut Position, events: &mut Vec<Event>) -> Result<Option<Ended>, Error> {
-        let change: Change<'_> = serde_json::from_slice(line).map_err(Error::Shape)?;
-        if change.r#type == ChangeType::Error {
-            let refusal: Refusal = serde_json::from_str(change.object.get()).unwrap_or_default();
+    /// Turns a line of a watch into an event. Returns how the watch ended if the line ends it.
+    fn handle_line(
+        &mut self,
+        line: &[u8],
+        position: &mut WatchPosition,
+        events: &mut Vec<Event>,
+    ) -> Result<Option<WatchEnd>, Error> {
+        let change: WatchEvent<'_> = serde_json::from_slice(line).map_err(Error::Decode)?;
+        if change.r#type == WatchEventType::Error {
+            let refusal: StatusError = serde_json::from_str(change.object.get()).unwrap_or_default();
             let status = StatusCode::from_u16(refusal.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             let message = refusal.message;
             return match status {
-                StatusCode::GONE => Ok(Some(Ended::ListAnew)),
-                status => Err(Error::Refused { status, message }),
+                StatusCode::GONE => Ok(Some(WatchEnd::Relist)),
+                status => Err(Error::Status { status, message }),
             };
         }
-        let item = Item::read(change.object).map_err(Error::Shape)?;
+        let item = RawObject::parse(change.object).map_err(Error::Decode)?;
         let resource_version = &*item.head.resource_version;
         if !resource_version.is_empty() {
             resource_version.clone_into(&mut position.resource_version);
         }
-        if change.r#type == ChangeType::Bookmark {
+        if change.r#type == WatchEventType::Bookmark {
             return Ok(None);
         }
         position.changed_at = Instant::now();
         let Some((name, version)) = self.name_and_version(&item.head) else {
             return Ok(None);
         };
-        if change.r#type == ChangeType::Deleted {
-            if self.known.remove(&name).is_some() {
+        if change.r#type == WatchEventType::Deleted {
+            if self.known_versions.remove(&name).is_some() {
                 events.push(Event::Deleted(self.watched.kind, name));
             }
             return Ok(None);
         }
         if self.lag.is_measured()
-            && let Some(changed_at) = item.changed_at()
+            && let Some(changed_at) = item.last_updated_at()
         {
             self.lag.observe(changed_at);
         }
-        events.push(self.decode(&name, &item));
-        self.known.insert(name, version);
+        events.push(self.decode_event(&name, &item));
+        self.known_versions.insert(name, version);
         Ok(None)
     }
 
-    /// The name of an object and a hash of its version; one without a name is no object.
-    fn name_and_version(&mut self, head: &Head<'_>) -> Option<(Name, u64)> {
+    /// Returns the name of an object and a hash of its resource version. `None` if the object has no name.
+    fn name_and_version(&mut self, head: &ObjectHead<'_>) -> Option<(Name, u64)> {
         if head.name.is_empty() {
             return None;
         }
@@ -448,16 +471,20 @@ impl Reflector {
                 namespace
             }
         };
-        let name = match self.known.get_key_value(&Name::new(namespace.clone(), &*head.name)) {
+        let name = match self
+            .known_versions
+            .get_key_value(&Name::new(namespace.clone(), &*head.name))
+        {
             Some((name, _)) => name.clone(),
             None => Name::new(namespace, &*head.name),
         };
         Some((name, self.hasher.hash_one(&*head.resource_version)))
     }
 
-    /// The object, which shares its name with what is known here, or what can be told of one that cannot be read.
-    fn decode(&self, name: &Name, item: &Item<'_>) -> Event {
-        match item.decode(self.watched.kind, self.watched.part) {
+    /// Decodes the object, which then shares its name with `known_versions`. Reports an object that cannot be decoded
+    /// as unreadable.
+    fn decode_event(&self, name: &Name, item: &RawObject<'_>) -> Event {
+        match item.decode(self.watched.kind, self.watched.detail) {
             Ok(mut decoded) => {
                 decoded.meta_mut().name = name.clone();
                 Event::Applied(decoded)
@@ -466,82 +493,86 @@ impl Reflector {
                 Some(unreadable) => Event::Unreadable(Arc::new(unreadable)),
                 None => {
                     let error = &err as &dyn StdError;
-                    debug!(kind = self.name(), %name, error, "a route of others cannot be read");
+                    debug!(kind = self.kind_name(), %name, error, "ignoring an unreadable route that does not refer to the mesh");
                     Event::Deleted(self.watched.kind, name.clone())
                 }
             },
         }
     }
 
-    async fn read(&self, request: Request<Body>) -> Result<Bytes, Error> {
+    async fn read_response(&self, request: Request<Body>) -> Result<Bytes, Error> {
         let reading = async {
             let body = self.send(request).await?.into_body();
             let bytes = body.collect().await.map_err(|err| Error::Read(err.into()))?;
             Ok(bytes.to_bytes())
         };
-        timeout(LIST_LIMIT, reading)
+        timeout(LIST_TIMEOUT, reading)
             .await
-            .map_err(|_| Error::Silent(LIST_LIMIT))?
+            .map_err(|_| Error::Timeout(LIST_TIMEOUT))?
     }
 
-    /// Sends a request and turns refusals into errors.
+    /// Sends a request. Responses with an error status become errors.
     async fn send(&self, request: Request<Body>) -> Result<Response<Body>, Error> {
         let sending = self.client.send(request);
-        let response = timeout(ANSWER_LIMIT, sending)
+        let response = timeout(RESPONSE_TIMEOUT, sending)
             .await
-            .map_err(|_| Error::Silent(ANSWER_LIMIT))?
+            .map_err(|_| Error::Timeout(RESPONSE_TIMEOUT))?
             .map_err(|err| Error::Send(Box::new(err)))?;
         let status = response.status();
         if status.is_success() {
             return Ok(response);
         }
-        let body = timeout(ANSWER_LIMIT, Limited::new(response.into_body(), REFUSAL_SIZE).collect()).await;
+        let body = timeout(
+            RESPONSE_TIMEOUT,
+            Limited::new(response.into_body(), MAX_ERROR_BODY_BYTES).collect(),
+        )
+        .await;
         let bytes = body
             .ok()
             .and_then(Result::ok)
             .map(|body| body.to_bytes())
             .unwrap_or_default();
-        let refusal: Refusal = serde_json::from_slice(&bytes).unwrap_or_default();
+        let refusal: StatusError = serde_json::from_slice(&bytes).unwrap_or_default();
         let message = refusal.message;
-        Err(Error::Refused { status, message })
+        Err(Error::Status { status, message })
     }
 }
 
-const RETRIES: Backoff = Backoff {
+const LIST_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(200),
     max: Duration::from_secs(15),
     jitter: 0.5,
 };
 
-/// How soon a kind is noticed that has just been installed; and the time between two rounds of those that have gone.
-const ABSENT: Backoff = Backoff {
+/// Delay until a newly installed kind is detected, and between two rounds while a kind is absent.
+const ABSENT_KIND_BACKOFF: Backoff = Backoff {
     min: Duration::from_secs(5),
     max: Duration::from_secs(5),
     jitter: 1.0,
 };
 
-/// The time between two rounds before the first list, for which everything waits.
-const ABSENT_AT_START: Backoff = Backoff {
+/// Delay between two rounds before the first list, because the process is not ready until then.
+const ABSENT_KIND_STARTUP_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(250),
     max: Duration::from_millis(250),
     jitter: 1.0,
 };
 
-/// Consecutive rounds in which discovery must leave a kind out before its objects count as deleted: half a minute at
-/// least. Who deletes a definition deletes its objects first, and the watch reports each of them.
-pub(super) const GONE_ROUNDS: u32 = 6;
+/// Consecutive discovery rounds without the kind before its objects are deleted: at least 30 s. The deletion of a CRD
+/// deletes its objects first, and the watch reports each of them.
+pub(super) const ABSENT_ROUNDS_BEFORE_DELETE: u32 = 6;
 
-/// Consecutive failures of a watch before the kind is listed anew.
+/// Consecutive failures of a watch before the kind is listed again.
 const MAX_WATCH_FAILURES: u32 = 4;
 
-/// Below the 295 seconds that the kube crate allows.
-const WATCH_SECONDS: std::ops::Range<u64> = 150..295;
+/// In seconds. The kube crate allows less than 295.
+const WATCH_TIMEOUT_SECONDS: std::ops::Range<u64> = 150..295;
 
-/// A kind without a change for so long is listed anew.
-const RESYNC: Duration = Duration::from_secs(600);
+/// Time without a change after which the kind is listed again.
+const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 
-/// A watch that ends sooner was cut, and is not begun again at once.
-const SHORT_WATCH: Duration = Duration::from_secs(5);
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-const LIST_LIMIT: Duration = Duration::from_secs(60);
-const REFUSAL_SIZE: usize = 64 * 1024;
+/// A watch that ends earlier counts as interrupted and is retried with backoff.
+const MIN_WATCH_DURATION: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_ERROR_BODY_BYTES: usize = 64 * 1024;

@@ -1,4 +1,4 @@
-//! What goes wrong between an API server and us, told by a script, because no API server does it when asked.
+//! Failures of the API server, simulated by scripted responses.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -24,47 +24,46 @@ use tulle_core::metrics::Registry;
 use super::*;
 use crate::resources::Object;
 
-const GONE_ROUNDS: usize = reflector::GONE_ROUNDS as usize;
+const GONE_ROUNDS: usize = reflector::ABSENT_ROUNDS_BEFORE_DELETE as usize;
 
-/// An answer: chunks of a body, and what follows them.
-struct Answer {
+/// A response: chunks of the body, then an action.
+struct ScriptedResponse {
     status: u16,
     chunks: Vec<String>,
-    then: Then,
+    after_chunks: AfterChunks,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Then {
+enum AfterChunks {
     End,
-    /// Nothing more comes, and the answer ends when the watch was asked to.
-    Quiet,
-    /// Nothing more comes, for ever.
-    Silence,
+    /// The response ends at the timeout that the watch requested.
+    EndAtTimeout,
+    Hang,
 }
 
-fn answer(status: u16, text: impl Into<String>) -> Answer {
-    Answer {
+fn text_response(status: u16, text: impl Into<String>) -> ScriptedResponse {
+    ScriptedResponse {
         status,
         chunks: vec![text.into()],
-        then: Then::End,
+        after_chunks: AfterChunks::End,
     }
 }
 
-fn watch(chunks: &[&str], then: Then) -> Answer {
-    Answer {
+fn watch(chunks: &[&str], then: AfterChunks) -> ScriptedResponse {
+    ScriptedResponse {
         status: 200,
         chunks: chunks.iter().map(|&chunk| chunk.to_owned()).collect(),
-        then,
+        after_chunks: then,
     }
 }
 
-fn list(version: u32, items: &[&str]) -> Answer {
+fn list(version: u32, items: &[&str]) -> ScriptedResponse {
     page(version, "", items)
 }
 
-fn page(version: u32, next: &str, items: &[&str]) -> Answer {
+fn page(version: u32, next: &str, items: &[&str]) -> ScriptedResponse {
     let items = items.join(",");
-    answer(
+    text_response(
         200,
         format!(r#"{{"metadata":{{"resourceVersion":"{version}","continue":"{next}"}},"items":[{items}]}}"#),
     )
@@ -77,27 +76,27 @@ fn server(name: &str, version: u32) -> String {
     )
 }
 
-fn line(what: &str, object: &str) -> String {
+fn watch_line(what: &str, object: &str) -> String {
     format!("{{\"type\":\"{what}\",\"object\":{}}}\n", object.replace('\n', ""))
 }
 
-type Body_ = UnsyncBoxBody<Bytes, Infallible>;
+type TestBody = UnsyncBoxBody<Bytes, Infallible>;
 
-/// How long a watch is asked to last.
-fn asked(uri: &str) -> Duration {
+/// Returns the `timeoutSeconds` of a watch request.
+fn requested_timeout(uri: &str) -> Duration {
     let seconds = uri.split_once("timeoutSeconds=").map_or("", |(_, rest)| rest);
     Duration::from_secs(seconds.split('&').next().unwrap().parse().unwrap_or(0))
 }
 
-fn response(answer: Answer, uri: &str) -> Response<Body_> {
+fn response(answer: ScriptedResponse, uri: &str) -> Response<TestBody> {
     let chunks = stream::iter(answer.chunks);
-    let rest = match answer.then {
-        Then::End => stream::empty().boxed(),
-        Then::Quiet => {
-            let end = tokio::time::sleep(asked(uri));
+    let rest = match answer.after_chunks {
+        AfterChunks::End => stream::empty().boxed(),
+        AfterChunks::EndAtTimeout => {
+            let end = tokio::time::sleep(requested_timeout(uri));
             stream::once(end).filter_map(|()| std::future::ready(None)).boxed()
         }
-        Then::Silence => stream::pending().boxed(),
+        AfterChunks::Hang => stream::pending().boxed(),
     };
     let frames = chunks
         .chain(rest)
@@ -108,48 +107,47 @@ fn response(answer: Answer, uri: &str) -> Response<Body_> {
         .unwrap()
 }
 
-/// A source whose API server answers by a script.
-struct Scripted {
-    /// Each request, and when it came, in seconds since the start.
+/// A source with a scripted API server.
+struct ScriptedSource {
+    /// Each request, with its time in seconds since the start.
     requests: Arc<Mutex<Vec<(u64, String)>>>,
-    /// Each batch of events.
     batches: Arc<Mutex<Vec<String>>>,
-    /// What `/ready` shows of kinds.
+    /// The readiness reasons of the kinds, as `/ready` shows them.
     kinds: Readiness,
     registry: Registry,
     running: JoinHandle<Result<(), SourceError>>,
 }
 
-impl Drop for Scripted {
+impl Drop for ScriptedSource {
     fn drop(&mut self) {
         self.running.abort();
     }
 }
 
-/// As [`with_discovery`], of an API server whose discovery has no Servers.
-fn scripted(script: impl Fn(usize, &str) -> Answer + Send + Sync + 'static) -> Scripted {
-    with_discovery(|_, uri| discovered(uri, false), script)
+/// Like [`start_with_discovery`], with a discovery that omits Servers.
+fn start_scripted(script: impl Fn(usize, &str) -> ScriptedResponse + Send + Sync + 'static) -> ScriptedSource {
+    start_with_discovery(|_, uri| discovery_response(uri, false), script)
 }
 
-/// What discovery answers, with or without Servers.
-fn discovered(uri: &str, has_servers: bool) -> Answer {
+/// Returns a discovery response with or without Servers.
+fn discovery_response(uri: &str, has_servers: bool) -> ScriptedResponse {
     match (uri, has_servers) {
-        ("/apis", false) => answer(200, r#"{"groups":[{"name":"apps","versions":[{"version":"v1"}]}]}"#),
-        ("/apis", true) => answer(
+        ("/apis", false) => text_response(200, r#"{"groups":[{"name":"apps","versions":[{"version":"v1"}]}]}"#),
+        ("/apis", true) => text_response(
             200,
             r#"{"groups":[{"name":"policy.linkerd.io","versions":[{"version":"v1beta3"}]}]}"#,
         ),
-        (_, true) => answer(200, r#"{"resources":[{"name":"servers"}]}"#),
-        (_, false) => answer(404, "404 page not found"),
+        (_, true) => text_response(200, r#"{"resources":[{"name":"servers"}]}"#),
+        (_, false) => text_response(404, "404 page not found"),
     }
 }
 
-/// Runs a source; the script sees requests for Servers and how many came before, and so does that of discovery, which
-/// counts its own; everything else is empty.
-fn with_discovery(
-    discovery: impl Fn(usize, &str) -> Answer + Send + Sync + 'static,
-    script: impl Fn(usize, &str) -> Answer + Send + Sync + 'static,
-) -> Scripted {
+/// Runs a source. `discovery` gets the number of earlier discovery requests, `script` the number of earlier requests
+/// for Servers. Requests for all other kinds return empty lists.
+fn start_with_discovery(
+    discovery: impl Fn(usize, &str) -> ScriptedResponse + Send + Sync + 'static,
+    script: impl Fn(usize, &str) -> ScriptedResponse + Send + Sync + 'static,
+) -> ScriptedSource {
     let requests = Arc::new(Mutex::new(Vec::new()));
     let batches = Arc::new(Mutex::new(Vec::new()));
     let (seen, start) = (requests.clone(), Instant::now());
@@ -164,27 +162,27 @@ fn with_discovery(
             seen.push((start.elapsed().as_secs(), uri.clone()));
             script(seen.len() - 1, &uri)
         } else if uri.contains("watch=true") {
-            watch(&[], Then::Silence)
+            watch(&[], AfterChunks::Hang)
         } else {
-            answer(200, r#"{"metadata":{"resourceVersion":"1"},"items":null}"#)
+            text_response(200, r#"{"metadata":{"resourceVersion":"1"},"items":null}"#)
         };
         std::future::ready(Ok::<_, Infallible>(response(answer, &uri)))
     });
     let written = batches.clone();
-    let writer = Writer::new(move |events| {
-        let events: Vec<_> = events.iter().map(short).collect();
+    let writer = EventWriter::new(move |events| {
+        let events: Vec<_> = events.iter().map(summarize).collect();
         written.lock().push(events.join(" "));
     });
     let config = Config {
-        needs: Needs {
+        requirements: WatchRequirements {
             destination: false,
             policy: true,
-            drives: Drives::Slices,
+            endpoints_source: EndpointKind::EndpointSlices,
         },
-        addr: ":8086".to_owned(),
-        kinds: Readiness::new(),
+        log_addr: ":8086".to_owned(),
+        kinds_readiness: Readiness::new(),
     };
-    let (kinds, registry) = (config.kinds.clone(), Registry::new());
+    let (kinds, registry) = (config.kinds_readiness.clone(), Registry::new());
     let counted = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
@@ -192,7 +190,7 @@ fn with_discovery(
         let _signal = signal;
         run(client, config, writer, counted, drain).await
     });
-    Scripted {
+    ScriptedSource {
         requests,
         batches,
         kinds,
@@ -201,8 +199,8 @@ fn with_discovery(
     }
 }
 
-/// One event in short.
-fn short(event: &Event) -> String {
+/// Formats an event in short form.
+fn summarize(event: &Event) -> String {
     match event {
         Event::Applied(Object::Server(server)) => format!("+{}@{}", server.meta.name.name, server.meta.version),
         Event::Applied(object) => format!("+{:?}", object.kind()),
@@ -212,9 +210,9 @@ fn short(event: &Event) -> String {
     }
 }
 
-impl Scripted {
-    /// Waits for these batches and no others; `synced` may be anywhere between them.
-    async fn wrote(&self, expected: &[&str]) {
+impl ScriptedSource {
+    /// Waits until exactly these batches have been written. `synced` can be anywhere between them.
+    async fn wait_for_batches(&self, expected: &[&str]) {
         let written = || {
             let batches = self.batches.lock();
             batches
@@ -230,8 +228,8 @@ impl Scripted {
         assert_eq!(written(), expected);
     }
 
-    /// Waits until Servers are stale, or are not.
-    async fn stale(&self, expected: u8) {
+    /// Waits until the gauge of stale Servers has this value.
+    async fn wait_for_stale(&self, expected: u8) {
         let line = format!(r#"tulle_kind_is_stale{{kind="servers"}} {expected}"#);
         let deadline = Instant::now() + Duration::from_secs(3600);
         while !self.registry.render().contains(&line) {
@@ -244,7 +242,7 @@ impl Scripted {
         }
     }
 
-    async fn synced(&self) {
+    async fn wait_for_synced(&self) {
         let deadline = Instant::now() + Duration::from_secs(3600);
         while !self.batches.lock().iter().any(|batch| batch == "synced") {
             assert!(Instant::now() < deadline, "{:?}", self.batches.lock());
@@ -259,24 +257,27 @@ impl Scripted {
 
 #[tokio::test(start_paused = true)]
 async fn a_kind_is_listed_page_by_page_and_watched_from_there() {
-    let source = scripted(|n, _| match n {
+    let source = start_scripted(|n, _| match n {
         0 => page(7, "next", &[&server("a", 5)]),
         1 => list(7, &[&server("b", 6)]),
         2 => {
-            let (added, changed) = (line("ADDED", &server("c", 8)), line("MODIFIED", &server("a", 9)));
-            let bookmark = line("BOOKMARK", r#"{"metadata":{"resourceVersion":"20"}}"#);
+            let (added, changed) = (
+                watch_line("ADDED", &server("c", 8)),
+                watch_line("MODIFIED", &server("a", 9)),
+            );
+            let bookmark = watch_line("BOOKMARK", r#"{"metadata":{"resourceVersion":"20"}}"#);
             let (half, rest) = changed.split_at(30);
-            watch(&[&(added + half), rest, &bookmark], Then::End)
+            watch(&[&(added + half), rest, &bookmark], AfterChunks::End)
         }
-        _ => watch(&[&line("DELETED", &server("b", 21))], Then::Silence),
+        _ => watch(&[&watch_line("DELETED", &server("b", 21))], AfterChunks::Hang),
     });
-    source.wrote(&["+a@5 +b@6", "+c@8", "+a@9", "-b"]).await;
+    source.wait_for_batches(&["+a@5 +b@6", "+c@8", "+a@9", "-b"]).await;
     let requests = source.requests();
     assert!(requests[1].contains("continue=next&limit="), "{}", requests[1]);
     assert!(requests[2].contains("resourceVersion=7&"), "{}", requests[2]);
     assert!(
         requests[3].contains("resourceVersion=20&"),
-        "a bookmark is where to go on: {}",
+        "the watch continues at the bookmark: {}",
         requests[3]
     );
     let batches = source.batches.lock();
@@ -284,42 +285,48 @@ async fn a_kind_is_listed_page_by_page_and_watched_from_there() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_object_that_cannot_be_read_is_told_by_its_name() {
+async fn an_undecodable_object_is_reported_as_unreadable() {
     let bad = |name: &str, version| server(name, version).replace("\"port\":80", "\"port\":80,\"colour\":\"red\"");
-    let source = scripted(move |n, _| match n {
+    let source = start_scripted(move |n, _| match n {
         0 => list(7, &[&server("a", 5), &bad("b", 6)]),
         1 => {
-            let (broken, mended) = (line("MODIFIED", &bad("a", 8)), line("MODIFIED", &server("b", 9)));
-            watch(&[&broken, &mended], Then::End)
+            let (broken, fixed) = (
+                watch_line("MODIFIED", &bad("a", 8)),
+                watch_line("MODIFIED", &server("b", 9)),
+            );
+            watch(&[&broken, &fixed], AfterChunks::End)
         }
-        _ => watch(&[&line("DELETED", &bad("a", 21))], Then::Silence),
+        _ => watch(&[&watch_line("DELETED", &bad("a", 21))], AfterChunks::Hang),
     });
-    source.wrote(&["+a@5 ?b", "?a", "+b@9", "-a"]).await;
+    source.wait_for_batches(&["+a@5 ?b", "?a", "+b@9", "-a"]).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_version_that_is_gone_is_listed_anew_and_what_vanished_is_deleted_with_it() {
+async fn an_expired_resource_version_is_relisted_and_missing_objects_are_deleted() {
     for gone in [
-        answer(410, r#"{"code":410,"message":"too old"}"#),
-        watch(&[&line("ERROR", r#"{"code":410,"reason":"Expired"}"#)], Then::Silence),
+        text_response(410, r#"{"code":410,"message":"too old"}"#),
+        watch(
+            &[&watch_line("ERROR", r#"{"code":410,"reason":"Expired"}"#)],
+            AfterChunks::Hang,
+        ),
     ] {
         let gone = Mutex::new(Some(gone));
-        let source = scripted(move |n, _| match n {
+        let source = start_scripted(move |n, _| match n {
             0 => list(7, &[&server("a", 5), &server("b", 6), &server("c", 7)]),
             1 => gone.lock().take().unwrap(),
             2 => list(30, &[&server("b", 6), &server("c", 28)]),
-            _ => watch(&[], Then::Silence),
+            _ => watch(&[], AfterChunks::Hang),
         });
-        source.wrote(&["+a@5 +b@6 +c@7", "+c@28 -a"]).await;
+        source.wait_for_batches(&["+a@5 +b@6 +c@7", "+c@28 -a"]).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_kind_without_a_change_for_ten_minutes_is_listed_anew() {
-    let source = scripted(|_, uri| match uri.contains("watch=true") {
+    let source = start_scripted(|_, uri| match uri.contains("watch=true") {
         true => watch(
-            &[&line("BOOKMARK", r#"{"metadata":{"resourceVersion":"20"}}"#)],
-            Then::End,
+            &[&watch_line("BOOKMARK", r#"{"metadata":{"resourceVersion":"20"}}"#)],
+            AfterChunks::End,
         ),
         false => list(7, &[&server("a", 5)]),
     });
@@ -330,106 +337,110 @@ async fn a_kind_without_a_change_for_ten_minutes_is_listed_anew() {
         lists.map(|(at, _)| *at).collect()
     };
     assert!(matches!(*lists, [0, 600..660]), "listed at {lists:?} s");
-    source.wrote(&["+a@5"]).await;
+    source.wait_for_batches(&["+a@5"]).await;
 }
 
-/// A list of one Server, its watch, and 404 for whatever else is asked.
-fn one_server_then_404(n: usize, uri: &str) -> Answer {
+/// Serves a list of one Server and its watch, then 404 for every other request.
+fn one_server_then_404(n: usize, uri: &str) -> ScriptedResponse {
     match (n, uri.contains("watch=true")) {
         (0, false) => list(7, &[&server("a", 5)]),
-        _ => answer(404, "404 page not found"),
+        _ => text_response(404, "404 page not found"),
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn kinds_that_are_not_installed_are_empty_until_they_are_and_again_once_they_are_removed() {
-    // Each version of the API is tried in each round.
+async fn kinds_are_empty_while_their_crd_is_not_installed() {
+    // Each round tries all API versions.
     const AT_START: usize = 4 * GONE_ROUNDS;
-    let source = scripted(|n, uri| match n {
-        0..AT_START => answer(404, "404 page not found"),
+    let source = start_scripted(|n, uri| match n {
+        0..AT_START => text_response(404, "404 page not found"),
         _ if n < AT_START + 3 && uri.contains("watch=true") => {
             assert!(
                 uri.contains("/v1beta1/"),
                 "the version that was listed is watched: {uri}"
             );
-            answer(404, "404 page not found")
+            text_response(404, "404 page not found")
         }
         _ if n < AT_START + 3 && uri.contains("/v1beta1/") => list(3, &[&server("a", 2)]),
-        _ => answer(404, "404 page not found"),
+        _ => text_response(404, "404 page not found"),
     });
-    source.wrote(&["+a@2", "-a"]).await;
+    source.wait_for_batches(&["+a@2", "-a"]).await;
     assert!(
         source.batches.lock()[0] == "synced",
-        "the mesh does not wait for what is not installed"
+        "kinds that are not installed do not delay readiness"
     );
-    source.stale(0).await;
+    source.wait_for_stale(0).await;
     assert!(source.kinds.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_round_of_404s_deletes_nothing_and_is_told() {
+async fn a_few_404s_delete_nothing_and_mark_the_kind_stale() {
     const GONE: usize = 3;
-    let source = scripted(|n, uri| match n {
-        // A list, its watch, and then as many rounds of all four versions.
+    let source = start_scripted(|n, uri| match n {
+        // A list and its watch, then `GONE` rounds that try all four versions.
         0 | 1 => one_server_then_404(n, uri),
-        2.. if n < 2 + 4 * GONE => answer(404, "404 page not found"),
-        _ if uri.contains("watch=true") => watch(&[], Then::Silence),
+        2.. if n < 2 + 4 * GONE => text_response(404, "404 page not found"),
+        _ if uri.contains("watch=true") => watch(&[], AfterChunks::Hang),
         _ => list(30, &[&server("a", 5), &server("b", 29)]),
     });
-    source.wrote(&["+a@5"]).await;
-    source.stale(1).await;
+    source.wait_for_batches(&["+a@5"]).await;
+    source.wait_for_stale(1).await;
     let reasons = source.kinds.reasons();
     assert_eq!(reasons, ["servers: the API server does not have this kind"]);
-    source.wrote(&["+a@5", "+b@29"]).await;
-    source.stale(0).await;
+    source.wait_for_batches(&["+a@5", "+b@29"]).await;
+    source.wait_for_stale(0).await;
     assert!(source.kinds.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_discovery_that_leaves_a_kind_out_says_that_it_is_gone() {
-    type Discovery = fn(usize, &str) -> Answer;
+async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
+    type Discovery = fn(usize, &str) -> ScriptedResponse;
     let never: [(&str, Discovery); 5] = [
-        ("it has the kind", |_, uri| discovered(uri, true)),
-        ("it is not there itself", |_, _| answer(404, "404 page not found")),
-        ("it fails", |_, _| answer(503, r#"{"code":503,"message":"not now"}"#)),
-        ("it is something else", |_, _| answer(200, "<html>a login page</html>")),
-        ("it says so now and then", |n, uri| {
-            discovered(uri, n % GONE_ROUNDS == 0)
+        ("it has the kind", |_, uri| discovery_response(uri, true)),
+        ("it returns 404", |_, _| text_response(404, "404 page not found")),
+        ("it fails", |_, _| {
+            text_response(503, r#"{"code":503,"message":"not now"}"#)
+        }),
+        ("it returns HTML", |_, _| {
+            text_response(200, "<html>a login page</html>")
+        }),
+        ("it omits the kind only in some rounds", |n, uri| {
+            discovery_response(uri, n % GONE_ROUNDS == 0)
         }),
     ];
     for (what, discovery) in never {
-        let source = with_discovery(discovery, one_server_then_404);
-        source.wrote(&["+a@5"]).await;
+        let source = start_with_discovery(discovery, one_server_then_404);
+        source.wait_for_batches(&["+a@5"]).await;
         tokio::time::sleep(Duration::from_secs(3600)).await;
-        source.wrote(&["+a@5"]).await;
-        source.stale(1).await;
+        source.wait_for_batches(&["+a@5"]).await;
+        source.wait_for_stale(1).await;
         assert!(!source.kinds.is_ready(), "{what}");
     }
-    let gone = with_discovery(|_, uri| discovered(uri, false), one_server_then_404);
-    gone.wrote(&["+a@5", "-a"]).await;
+    let gone = start_with_discovery(|_, uri| discovery_response(uri, false), one_server_then_404);
+    gone.wait_for_batches(&["+a@5", "-a"]).await;
     let first = gone.requests.lock()[0].0;
     let last = gone.requests.lock().last().unwrap().0;
     assert!(last - first >= 25, "deleted after {first} to {last} s");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_with_404s_takes_no_kind_for_empty_that_comes_a_moment_later() {
-    let source = scripted(|n, uri| match n {
-        0..8 => answer(404, "404 page not found"),
-        _ if uri.contains("watch=true") => watch(&[], Then::Silence),
+async fn a_kind_that_is_404_only_at_start_is_listed_before_synced() {
+    let source = start_scripted(|n, uri| match n {
+        0..8 => text_response(404, "404 page not found"),
+        _ if uri.contains("watch=true") => watch(&[], AfterChunks::Hang),
         _ => list(7, &[&server("a", 5)]),
     });
-    source.wrote(&["+a@5"]).await;
-    source.synced().await;
+    source.wait_for_batches(&["+a@5"]).await;
+    source.wait_for_synced().await;
     assert_eq!(*source.batches.lock(), ["+a@5", "synced"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn lists_that_lead_nowhere_come_with_growing_pauses() {
-    // Versions that are gone at once, watches that are not found, and watches that are refused.
+async fn lists_without_watch_progress_back_off() {
+    // Expired resource versions, watches that return 404, and watches that are rejected.
     for (status, most) in [(410, 40), (404, 40), (403, 120), (500, 120), (504, 120)] {
-        let source = scripted(move |_, uri| match uri.contains("watch=true") {
-            true => answer(status, "{}"),
+        let source = start_scripted(move |_, uri| match uri.contains("watch=true") {
+            true => text_response(status, "{}"),
             false => list(7, &[&server("a", 5)]),
         });
         tokio::time::sleep(Duration::from_secs(300)).await;
@@ -437,57 +448,59 @@ async fn lists_that_lead_nowhere_come_with_growing_pauses() {
         let lists = requests.iter().filter(|uri| !uri.contains("watch=true")).count();
         assert!((5..=most).contains(&lists), "{status}: {lists} lists in 300 s");
         assert!(requests.len() <= 200, "{status}: {} requests", requests.len());
-        source.wrote(&["+a@5"]).await;
+        source.wait_for_batches(&["+a@5"]).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_watch_that_is_refused_again_and_again_is_replaced_by_a_list() {
-    // As after a restore from a backup: the server has never had this resource version.
-    let source = scripted(|n, uri| match (n, uri.contains("watch=true")) {
+    // After a restore from a backup the server does not know this resource version.
+    let source = start_scripted(|n, uri| match (n, uri.contains("watch=true")) {
         (0, _) => list(700, &[&server("a", 5)]),
-        (_, true) if uri.contains("resourceVersion=700&") => answer(504, r#"{"message":"Too large resource version"}"#),
-        (_, true) => watch(&[], Then::Silence),
+        (_, true) if uri.contains("resourceVersion=700&") => {
+            text_response(504, r#"{"message":"Too large resource version"}"#)
+        }
+        (_, true) => watch(&[], AfterChunks::Hang),
         (_, false) => list(30, &[&server("b", 6)]),
     });
-    source.wrote(&["+a@5", "+b@6 -a"]).await;
+    source.wait_for_batches(&["+a@5", "+b@6 -a"]).await;
     let took = source.requests.lock().last().unwrap().0;
     assert!(took < 30, "{took} s");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_object_that_cannot_be_understood_stands_in_nobodys_way() {
+async fn an_undecodable_object_does_not_block_others() {
     let bad = r#"{"metadata":{"name":"bad","namespace":"shop","resourceVersion":"3"},"spec":{"port":[]}}"#;
-    let source = scripted(move |n, _| match n {
+    let source = start_scripted(move |n, _| match n {
         0 => list(7, &[bad, &server("a", 5)]),
         1 => watch(
-            &[&(line("MODIFIED", &bad.replace("bad", "a")) + &line("ADDED", &server("b", 9)))],
-            Then::Silence,
+            &[&(watch_line("MODIFIED", &bad.replace("bad", "a")) + &watch_line("ADDED", &server("b", 9)))],
+            AfterChunks::Hang,
         ),
-        _ => watch(&[], Then::Silence),
+        _ => watch(&[], AfterChunks::Hang),
     });
-    source.wrote(&["?bad +a@5", "?a +b@9"]).await;
+    source.wait_for_batches(&["?bad +a@5", "?a +b@9"]).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_are_tried_again_with_growing_pauses() {
-    let source = scripted(|n, _| match n {
-        0..=2 => answer(500, r#"{"code":500,"message":"etcd is away"}"#),
+async fn failures_are_retried_with_backoff() {
+    let source = start_scripted(|n, _| match n {
+        0..=2 => text_response(500, r#"{"code":500,"message":"etcd is away"}"#),
         3 => list(7, &[&server("a", 5)]),
-        4..=6 => watch(&[], Then::End),
-        7 => answer(403, r#"{"code":403,"message":"not yours"}"#),
-        _ => watch(&[&line("ADDED", &server("b", 9))], Then::Silence),
+        4..=6 => watch(&[], AfterChunks::End),
+        7 => text_response(403, r#"{"code":403,"message":"not yours"}"#),
+        _ => watch(&[&watch_line("ADDED", &server("b", 9))], AfterChunks::Hang),
     });
-    source.wrote(&["+a@5", "+b@9"]).await;
+    source.wait_for_batches(&["+a@5", "+b@9"]).await;
     let requests = source.requests();
     assert_eq!(requests.len(), 9, "{requests:?}");
     assert!(requests[8].contains("resourceVersion=7&"), "{}", requests[8]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kind_of_which_nothing_is_heard_is_watched_to_the_end_that_was_asked_for() {
-    let source = scripted(|_, uri| match uri.contains("watch=true") {
-        true => watch(&[], Then::Quiet),
+async fn an_idle_watch_lasts_for_its_requested_timeout() {
+    let source = start_scripted(|_, uri| match uri.contains("watch=true") {
+        true => watch(&[], AfterChunks::EndAtTimeout),
         false => list(7, &[]),
     });
     tokio::time::sleep(Duration::from_secs(595)).await;
@@ -496,20 +509,23 @@ async fn a_kind_of_which_nothing_is_heard_is_watched_to_the_end_that_was_asked_f
     assert!(watches.len() >= 3, "{watches:?}");
     for pair in watches.windows(2) {
         let lasted = pair[1].0 - pair[0].0;
-        assert!(lasted >= asked(&pair[0].1).as_secs(), "after {lasted} s: {watches:?}");
+        assert!(
+            lasted >= requested_timeout(&pair[0].1).as_secs(),
+            "after {lasted} s: {watches:?}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn watches_last_at_random_between_150_and_295_seconds() {
-    let source = scripted(|_, uri| match uri.contains("watch=true") {
-        true => watch(&[], Then::Quiet),
+    let source = start_scripted(|_, uri| match uri.contains("watch=true") {
+        true => watch(&[], AfterChunks::EndAtTimeout),
         false => list(7, &[]),
     });
     tokio::time::sleep(Duration::from_secs(2 * 3600)).await;
     let requests = source.requests();
     let watches = requests.iter().filter(|uri| uri.contains("watch=true"));
-    let lasting: Vec<_> = watches.map(|uri| asked(uri).as_secs()).collect();
+    let lasting: Vec<_> = watches.map(|uri| requested_timeout(uri).as_secs()).collect();
     assert!(lasting.len() > 20, "{lasting:?}");
     assert!(
         lasting.iter().all(|seconds| (150..=295).contains(seconds)),
@@ -521,28 +537,28 @@ async fn watches_last_at_random_between_150_and_295_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn a_watch_that_the_server_does_not_end_is_begun_again() {
-    let source = scripted(|n, _| match n {
+    let source = start_scripted(|n, _| match n {
         0 => list(7, &[]),
-        1 => watch(&[], Then::Silence),
-        _ => watch(&[&line("ADDED", &server("b", 9))], Then::Silence),
+        1 => watch(&[], AfterChunks::Hang),
+        _ => watch(&[&watch_line("ADDED", &server("b", 9))], AfterChunks::Hang),
     });
-    source.wrote(&["+b@9"]).await;
+    source.wait_for_batches(&["+b@9"]).await;
     assert!(source.requests()[2].contains("resourceVersion=7&"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_without_an_answer_waits_and_names_what_is_missing() {
-    let source = scripted(|_, uri| match uri.contains("watch=true") {
-        true => watch(&[], Then::Silence),
-        false => answer(403, r#"{"message":"servers is forbidden"}"#),
+async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
+    let source = start_scripted(|_, uri| match uri.contains("watch=true") {
+        true => watch(&[], AfterChunks::Hang),
+        false => text_response(403, r#"{"message":"servers is forbidden"}"#),
     });
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert!(!source.running.is_finished());
     assert!(source.batches.lock().is_empty(), "{:?}", source.batches.lock());
-    source.stale(1).await;
+    source.wait_for_stale(1).await;
     let reasons = source.kinds.reasons();
     assert_eq!(
         reasons,
-        ["servers: the API server answered 403 Forbidden: servers is forbidden"]
+        ["servers: the API server responded with 403 Forbidden: servers is forbidden"]
     );
 }

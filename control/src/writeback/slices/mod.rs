@@ -1,17 +1,18 @@
-//! Keeps EndpointSlices of external workloads: for each service with a selector, what the workloads in its namespace that
-//! it selects ask for, in slices of our own beside those that Kubernetes writes for pods.
+//! Writes EndpointSlices for external workloads: for each Service with a selector, the selected workloads of its
+//! namespace. The slices are separate from those that Kubernetes writes for pods.
 //!
-//! Objects come from the watches that everybody shares; each change names the services that it concerns, and one worker
-//! reconciles one service at a time while this process leads. What the API server refuses is tried again, 15 times with
-//! growing pauses; a slice that somebody else changes or deletes is put right.
+//! Objects come from the shared watches. Each change queues the affected Services, and one worker reconciles one
+//! Service at a time while this process is the leader. Failed writes are retried 15 times with backoff. A slice that
+//! another client changes or deletes is restored.
 //!
-//! Needs `create`, `update` and `delete` on `endpointslices` of `discovery.k8s.io`, beside what the watches need.
+//! RBAC: `create`, `update` and `delete` on `endpointslices` of `discovery.k8s.io`, in addition to the rules of the
+//! watches.
 
-mod inventory;
+mod index;
 mod reconcile;
 #[cfg(test)]
 mod tests;
-mod tracker;
+mod write_tracker;
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -28,16 +29,16 @@ use tracing::{debug, error, trace, warn};
 use tulle_core::metrics::Registry;
 
 use crate::kubernetes::lease::{Leadership, Role};
-use crate::resources::event::{Event, Writer};
+use crate::resources::event::{Event, EventWriter};
 use crate::resources::meta::Name;
 use crate::resources::{Kind, Object};
 use crate::writeback::metrics::QueueMetrics;
-use crate::writeback::queue::{Failed, MAX_RETRIES, Queue};
-use crate::writeback::slices::inventory::{Inputs, Inventory};
+use crate::writeback::queue::{FailureOutcome, MAX_RETRIES, WorkQueue};
+use crate::writeback::slices::index::{ReconcileInputs, SliceIndex};
 use crate::writeback::slices::reconcile::{Plan, reconcile};
-use crate::writeback::slices::tracker::Tracker;
+use crate::writeback::slices::write_tracker::WriteTracker;
 
-/// The controller; clones share it.
+/// The controller. Clones share their state.
 #[derive(Clone)]
 pub(super) struct Controller(Arc<Shared>);
 
@@ -45,15 +46,15 @@ struct Shared {
     client: Client,
     metrics: QueueMetrics,
     state: Mutex<State>,
-    /// Rings when there is something to take from the queue.
-    added: Notify,
+    /// Notified when a name is queued.
+    queue_changed: Notify,
 }
 
 #[derive(Default)]
 struct State {
-    inventory: Inventory,
-    /// None while another process leads.
-    queue: Option<Queue>,
+    index: SliceIndex,
+    /// `None` while another process is the leader.
+    queue: Option<WorkQueue>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +68,7 @@ enum SyncError {
         #[source]
         source: Box<Error>,
     },
-    #[error("{verb} the EndpointSlice {slice} took longer than {REQUEST_LIMIT:?}")]
+    #[error("{verb} the EndpointSlice {slice} took longer than {REQUEST_TIMEOUT:?}")]
     Timeout { verb: &'static str, slice: Name },
 }
 
@@ -77,39 +78,38 @@ impl Controller {
             client,
             metrics: QueueMetrics::new(registry, "endpoints_controller_workqueue"),
             state: Mutex::default(),
-            added: Notify::new(),
+            queue_changed: Notify::new(),
         }))
     }
 
-    /// What takes events.
-    pub(super) fn writer(&self) -> Writer {
+    pub(super) fn writer(&self) -> EventWriter {
         let controller = self.clone();
-        Writer::new(move |events| controller.apply(events))
+        EventWriter::new(move |events| controller.apply(events))
     }
 
-    pub(super) fn wants(event: &Event) -> bool {
+    pub(super) fn handles(event: &Event) -> bool {
         let wanted = |kind| matches!(kind, Kind::Service | Kind::ExternalWorkload | Kind::EndpointSlice);
         event.kind().is_some_and(wanted)
     }
 
     fn apply(&self, events: Vec<Event>) {
         let state = &mut *self.0.state.lock();
-        let mut concerned = BTreeSet::new();
+        let mut affected = BTreeSet::new();
         for event in events {
-            concerned.extend(match event {
-                Event::Applied(Object::Service(service)) => state.inventory.service_applied(&service),
-                Event::Applied(Object::ExternalWorkload(workload)) => state.inventory.workload_applied(&workload),
-                Event::Applied(Object::EndpointSlice(slice)) => state.inventory.slice_applied(&slice),
-                Event::Deleted(Kind::Service, name) => state.inventory.service_deleted(&name),
-                Event::Deleted(Kind::ExternalWorkload, name) => state.inventory.workload_deleted(&name),
-                Event::Deleted(Kind::EndpointSlice, name) => state.inventory.slice_deleted(&name),
+            affected.extend(match event {
+                Event::Applied(Object::Service(service)) => state.index.service_applied(&service),
+                Event::Applied(Object::ExternalWorkload(workload)) => state.index.workload_applied(&workload),
+                Event::Applied(Object::EndpointSlice(slice)) => state.index.slice_applied(&slice),
+                Event::Deleted(Kind::Service, name) => state.index.service_deleted(&name),
+                Event::Deleted(Kind::ExternalWorkload, name) => state.index.workload_deleted(&name),
+                Event::Deleted(Kind::EndpointSlice, name) => state.index.slice_deleted(&name),
                 Event::Applied(_) | Event::Deleted(..) | Event::Unreadable(_) | Event::Synced => continue,
             });
         }
-        self.add(state, concerned);
+        self.enqueue(state, affected);
     }
 
-    fn add(&self, state: &mut State, services: BTreeSet<Name>) {
+    fn enqueue(&self, state: &mut State, services: BTreeSet<Name>) {
         let Some(queue) = &mut state.queue else { return };
         let now = Instant::now();
         for service in services
@@ -120,85 +120,86 @@ impl Controller {
                 self.0.metrics.adds.inc();
             }
         }
-        self.tell_depth(queue);
-        self.0.added.notify_one();
+        self.record_queue_depth(queue);
+        self.0.queue_changed.notify_one();
     }
 
-    fn tell_depth(&self, queue: &Queue) {
+    fn record_queue_depth(&self, queue: &WorkQueue) {
         self.0.metrics.depth.set(i64::try_from(queue.len()).unwrap_or(i64::MAX));
     }
 
-    /// Reconciles while this process leads. Never ends.
+    /// Reconciles while this process is the leader. Never returns.
     pub(super) async fn run(self, mut leadership: Leadership) {
         let mut role = leadership.role();
         loop {
             match role {
                 Role::Leader => {
-                    self.start();
+                    self.start_leading();
                     role = tokio::select! {
-                        // A request that is cut here was sent while we led, and carries the version it replaces.
+                        // Cancelling a request is safe: it was sent while we were the leader, and has the resource
+                        // version that it replaces.
                         role = leadership.changed() => role,
-                        never = self.work() => match never {},
-                        never = self.look_regularly() => match never {},
+                        never = self.run_worker() => match never {},
+                        never = self.resync_periodically() => match never {},
                     };
-                    self.stop();
+                    self.stop_leading();
                 }
                 Role::Follower => role = leadership.changed().await,
             }
         }
     }
 
-    /// Looks at every service anew: what was written before, and by whom, does not count.
-    fn start(&self) {
+    /// Queues all Services. Forgets earlier writes, because another leader can have changed the slices since.
+    fn start_leading(&self) {
         let state = &mut *self.0.state.lock();
-        state.queue = Some(Queue::default());
-        state.inventory.tracker = Tracker::default();
-        self.add_all(state);
+        state.queue = Some(WorkQueue::default());
+        state.index.tracker = WriteTracker::default();
+        self.enqueue_all(state);
     }
 
-    fn add_all(&self, state: &mut State) {
-        let all = state.inventory.all_services().cloned().collect();
-        self.add(state, all);
+    fn enqueue_all(&self, state: &mut State) {
+        let all = state.index.all_services().cloned().collect();
+        self.enqueue(state, all);
     }
 
-    /// Looks at all services now and then, for those that were given up.
-    async fn look_regularly(&self) -> Infallible {
+    /// Queues all Services regularly, to retry those that were dropped.
+    async fn resync_periodically(&self) -> Infallible {
         loop {
-            sleep(LOOK_INTERVAL).await;
-            self.add_all(&mut self.0.state.lock());
+            sleep(RESYNC_INTERVAL).await;
+            self.enqueue_all(&mut self.0.state.lock());
         }
     }
 
-    fn stop(&self) {
+    fn stop_leading(&self) {
         self.0.state.lock().queue = None;
         self.0.metrics.depth.set(0);
-        self.0.metrics.ended();
+        self.0.metrics.record_end();
     }
 
-    async fn work(&self) -> Infallible {
+    async fn run_worker(&self) -> Infallible {
         loop {
-            let service = self.take().await;
-            let ended = self.sync(&service).await;
-            self.0.metrics.ended();
-            self.settle(service, ended);
+            let service = self.next_service().await;
+            let result = self.sync(&service).await;
+            self.0.metrics.record_end();
+            self.record_result(service, result);
         }
     }
 
-    async fn take(&self) -> Name {
+    async fn next_service(&self) -> Name {
         loop {
             let next_at = {
                 let mut state = self.0.state.lock();
                 let queue = state.queue.as_mut();
                 let taken = queue.and_then(|queue| {
-                    let taken = queue.take(Instant::now());
-                    self.tell_depth(queue);
+                    let taken = queue.pop(Instant::now());
+                    self.record_queue_depth(queue);
                     taken
                 });
                 if let Some((service, waited)) = taken {
-                    self.0.metrics.started(waited);
+                    self.0.metrics.record_start(waited);
                     return service;
                 }
-                state.queue.as_ref().and_then(Queue::next_at)
+                state.queue.as_ref().and_then(WorkQueue::next_retry_at)
             };
             let pause = async {
                 match next_at {
@@ -207,52 +208,52 @@ impl Controller {
                 }
             };
             tokio::select! {
-                () = self.0.added.notified() => {}
+                () = self.0.queue_changed.notified() => {}
                 () = pause => {}
             }
         }
     }
 
-    fn settle(&self, service: Name, ended: Result<(), SyncError>) {
+    fn record_result(&self, service: Name, result: Result<(), SyncError>) {
         let state = &mut *self.0.state.lock();
         let Some(queue) = &mut state.queue else { return };
-        let Err(err) = ended else {
-            return queue.succeeded(&service);
+        let Err(err) = result else {
+            return queue.record_success(&service);
         };
         let error: &dyn std::error::Error = &err;
-        match queue.failed(service.clone(), Instant::now()) {
-            Failed::Again(n) => {
+        match queue.record_failure(service.clone(), Instant::now()) {
+            FailureOutcome::Retry(n) => {
                 self.0.metrics.retries.inc();
                 self.0.metrics.adds.inc();
-                // A stale cache has a line of its own.
+                // A stale cache has its own log message.
                 if !matches!(err, SyncError::Stale) {
                     warn!(%service, error, "writing EndpointSlices failed; retry {n} of {MAX_RETRIES} follows");
                 }
             }
-            Failed::Dropped => {
+            FailureOutcome::Dropped => {
                 self.0.metrics.drops.inc();
-                error!(%service, error, "writing EndpointSlices failed {MAX_RETRIES} times; given up until something changes");
+                error!(%service, error, "writing EndpointSlices failed {MAX_RETRIES} times; the next retry is at the next change or resync");
             }
         }
     }
 
-    /// Brings the slices of one service to what they should be.
+    /// Creates, updates and deletes the slices of one Service as needed.
     async fn sync(&self, name: &Name) -> Result<(), SyncError> {
         let plan = {
             let state = &mut *self.0.state.lock();
-            if !state.inventory.has_service(name) {
-                // Its slices are collected with it.
-                state.inventory.tracker.forget(name);
+            if !state.index.has_service(name) {
+                // The API server garbage-collects its slices.
+                state.index.tracker.remove_service(name);
             }
-            let Some(Inputs {
+            let Some(ReconcileInputs {
                 service,
                 workloads,
                 slices,
-            }) = state.inventory.inputs(name)
+            }) = state.index.reconcile_inputs(name)
             else {
                 return Ok(());
             };
-            if state.inventory.tracker.is_stale(name, &slices) {
+            if state.index.tracker.is_stale(name, &slices) {
                 warn!("detected EndpointSlice informer cache is out of date when processing {name}");
                 return Err(SyncError::Stale);
             }
@@ -267,40 +268,40 @@ impl Controller {
         if plan.is_empty() {
             return Ok(());
         }
-        self.carry_out(name, plan).await
+        self.apply_plan(name, plan).await
     }
 
-    async fn carry_out(&self, service: &Name, plan: Plan) -> Result<(), SyncError> {
+    async fn apply_plan(&self, service: &Name, plan: Plan) -> Result<(), SyncError> {
         let namespace = &service.namespace;
         let api: Api<EndpointSlice> = Api::namespaced(self.0.client.clone(), namespace);
         let params = PostParams::default();
         for slice in plan.create {
-            // The API server completes this name.
+            // The API server completes the name.
             let name = Name::new(
                 namespace.clone(),
                 slice.metadata.generate_name.as_deref().unwrap_or_default(),
             );
             trace!("starting create: {name}");
-            let created = match call("creating", &name, api.create(&params, &slice)).await {
+            let created = match with_request_timeout("creating", &name, api.create(&params, &slice)).await {
                 Err(SyncError::Api { source, .. }) if is_namespace_terminating(&source) => return Ok(()),
                 created => created?,
             };
-            self.0.state.lock().inventory.tracker.wrote(service, &created);
+            self.0.state.lock().index.tracker.record_write(service, &created);
             trace!("finished create: {}", slice_name(namespace, &created));
         }
         for slice in plan.update {
             let name = slice_name(namespace, &slice);
             trace!("starting update: {name}");
-            let updated = call("updating", &name, api.replace(&name.name, &params, &slice)).await?;
-            self.0.state.lock().inventory.tracker.wrote(service, &updated);
+            let updated = with_request_timeout("updating", &name, api.replace(&name.name, &params, &slice)).await?;
+            self.0.state.lock().index.tracker.record_write(service, &updated);
             trace!("finished update: {name}");
         }
         for slice in plan.delete {
             let name = slice_name(namespace, &slice);
             trace!("starting delete: {name}");
-            match call("deleting", &name, api.delete(&name.name, &DeleteParams::default())).await {
-                Ok(_) => self.0.state.lock().inventory.tracker.deleted(service, &slice),
-                // Somebody was quicker; the watch will tell.
+            match with_request_timeout("deleting", &name, api.delete(&name.name, &DeleteParams::default())).await {
+                Ok(_) => self.0.state.lock().index.tracker.record_delete(service, &slice),
+                // The slice is already deleted. The watch reports it.
                 Err(SyncError::Api { source, .. }) if is_not_found(&source) => {}
                 Err(err) => return Err(err),
             }
@@ -310,12 +311,12 @@ impl Controller {
     }
 }
 
-async fn call<T>(
+async fn with_request_timeout<T>(
     verb: &'static str,
     slice: &Name,
     request: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, SyncError> {
-    match timeout(REQUEST_LIMIT, request).await {
+    match timeout(REQUEST_TIMEOUT, request).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(source)) => Err(SyncError::Api {
             verb,
@@ -337,17 +338,17 @@ fn is_not_found(err: &Error) -> bool {
     matches!(err, Error::Api(status) if status.code == 404)
 }
 
-/// Nothing can be created in a namespace that is being deleted, and nothing needs to be.
+/// The namespace is being deleted, so that nothing can be created in it.
 fn is_namespace_terminating(err: &Error) -> bool {
     let Error::Api(status) = err else { return false };
     let causes = status.details.iter().flat_map(|details| &details.causes);
     causes.into_iter().any(|cause| cause.reason == "NamespaceTerminating")
 }
 
-/// How often Linkerd's controllers hear of everything anew.
-const LOOK_INTERVAL: Duration = Duration::from_secs(600);
+/// The resync interval of Linkerd's controllers.
+const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 
-const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Services of the system itself select no external workloads.
+/// Services in this namespace select no external workloads.
 const SKIPPED_NAMESPACE: &str = "kube-system";

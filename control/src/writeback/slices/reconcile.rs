@@ -1,7 +1,7 @@
-//! Which EndpointSlices a service needs for its external workloads, and what has to be written to get there.
+//! Computes which EndpointSlices a Service needs for its external workloads, and the required writes.
 //!
-//! Pure, and idempotent: once a plan is carried out, the next one is empty. As few slices as possible are written, not as
-//! few as possible kept: an endpoint stays in its slice, and gaps are filled by what comes.
+//! Pure and idempotent: after a plan is applied, the next one is empty. It minimizes writes, not the number of slices:
+//! an endpoint stays in its slice, and new endpoints fill the gaps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -14,76 +14,76 @@ use tracing::error;
 use tulle_core::names::label;
 
 use crate::resources::service::{
-    Family, PortRef, Protocol, Readiness, SLICE_WRITER, Service, ServiceKind, ServicePort,
+    IpFamily, NonTcpProtocol, PortRef, Readiness, SLICE_MANAGED_BY_VALUE, Service, ServiceKind, ServicePort,
 };
 use crate::resources::workload::{ContainerPort, ExternalWorkload};
 
-/// What has to be written, to be carried out in this order.
+/// The writes to execute, in this order.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Plan {
     pub(super) create: Vec<EndpointSlice>,
-    /// Each with the version that it replaces.
+    /// Each has the resource version that it replaces.
     pub(super) update: Vec<EndpointSlice>,
     pub(super) delete: Vec<Arc<EndpointSlice>>,
 }
 
-/// A port of a slice; slices hold endpoints that resolve the service's ports to the same set of these.
+/// A port of a slice. All endpoints of a slice have the same set of these ports.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Port {
+struct SlicePort {
     name: String,
     number: Option<i32>,
     protocol: String,
     app_protocol: Option<String>,
 }
 
-type Ports = BTreeSet<Port>;
+type Ports = BTreeSet<SlicePort>;
 
 /// Endpoints by the name of their workload.
 type Endpoints = BTreeMap<Arc<str>, Endpoint>;
 
-/// What is wanted and what is there of one family and set of ports.
+/// Desired endpoints and existing slices of one IP family and set of ports.
 #[derive(Default)]
-struct Group<'a> {
-    wanted: Endpoints,
+struct SliceGroup<'a> {
+    desired: Endpoints,
     slices: Vec<&'a Arc<EndpointSlice>>,
 }
 
-/// A slice that will be written with these endpoints.
-struct Draft<'a> {
+/// A slice and the endpoints that it will have.
+struct SliceUpdate<'a> {
     slice: &'a EndpointSlice,
     endpoints: Vec<Endpoint>,
 }
 
-/// Compares the slices of a service, all of them ours, with what its selected workloads ask for.
+/// Compares the slices of a Service, all owned by this controller, with its selected workloads.
 pub(super) fn reconcile(service: &Service, workloads: &[Arc<ExternalWorkload>], slices: &[Arc<EndpointSlice>]) -> Plan {
     let mut plan = Plan::default();
-    let families: BTreeSet<Family> = match &*service.families {
-        [] => BTreeSet::from([Family::V4, Family::V6]),
+    let families: BTreeSet<IpFamily> = match &*service.families {
+        [] => BTreeSet::from([IpFamily::V4, IpFamily::V6]),
         families => families.iter().copied().collect(),
     };
-    let mut groups: BTreeMap<(Family, Ports), Group<'_>> = BTreeMap::new();
+    let mut groups: BTreeMap<(IpFamily, Ports), SliceGroup<'_>> = BTreeMap::new();
     for slice in slices {
-        match family(slice).filter(|family| families.contains(family) && is_owned(slice, service)) {
+        match ip_family(slice).filter(|family| families.contains(family) && is_owned(slice, service)) {
             Some(family) => groups.entry((family, ports_of(slice))).or_default().slices.push(slice),
             None => plan.delete.push(slice.clone()),
         }
     }
     for workload in workloads {
-        let ports = resolve(service, workload);
+        let ports = resolve_ports(service, workload);
         for family in &families {
-            if let Some(endpoint) = endpoint(service, workload, *family) {
+            if let Some(endpoint) = build_endpoint(service, workload, *family) {
                 let group = groups.entry((*family, ports.clone())).or_default();
-                group.wanted.insert(workload.meta.name.name.clone(), endpoint);
+                group.desired.insert(workload.meta.name.name.clone(), endpoint);
             }
         }
     }
-    let labels = labels(service);
+    let labels = slice_labels(service);
     for ((family, ports), group) in groups {
-        let left = plan.keep(service, &labels, group);
-        plan.create.extend(left.into_iter().map(|endpoints| EndpointSlice {
+        let unplaced = plan.update_slices(service, &labels, group);
+        plan.create.extend(unplaced.into_iter().map(|endpoints| EndpointSlice {
             metadata: new_metadata(service, &labels),
             address_type: address_type(family).to_owned(),
-            ports: Some(ports.iter().map(Port::to_kubernetes).collect()),
+            ports: Some(ports.iter().map(SlicePort::to_kubernetes).collect()),
             endpoints,
         }));
     }
@@ -99,58 +99,69 @@ impl Plan {
         self.create.is_empty() && self.update.is_empty() && self.delete.is_empty()
     }
 
-    /// Keeps what is right in the slices of one group, and returns what needs new ones.
-    fn keep(&mut self, service: &Service, labels: &BTreeMap<String, String>, group: Group<'_>) -> Vec<Vec<Endpoint>> {
-        let Group { mut wanted, slices } = group;
-        let mut drafts = Vec::new();
-        let mut untouched: Vec<Draft<'_>> = Vec::new();
+    /// Updates the existing slices of one group. Returns the endpoints for new slices.
+    fn update_slices(
+        &mut self,
+        service: &Service,
+        labels: &BTreeMap<String, String>,
+        group: SliceGroup<'_>,
+    ) -> Vec<Vec<Endpoint>> {
+        let SliceGroup {
+            desired: mut wanted,
+            slices,
+        } = group;
+        let mut updates = Vec::new();
+        let mut unchanged: Vec<SliceUpdate<'_>> = Vec::new();
         for slice in slices {
             let mut endpoints = Vec::with_capacity(slice.endpoints.len());
             for endpoint in &slice.endpoints {
-                // What is there twice is kept once, and a slice that others made too long is cut.
-                if endpoints.len() < MAX_ENDPOINTS
-                    && let Some(wanted) = workload_of(endpoint, service).and_then(|name| wanted.remove(name))
+                // Removes duplicate endpoints, and truncates slices that other clients have made too long.
+                if endpoints.len() < MAX_ENDPOINTS_PER_SLICE
+                    && let Some(wanted) = target_workload(endpoint, service).and_then(|name| wanted.remove(name))
                 {
                     endpoints.push(wanted);
                 }
             }
-            let draft = Draft { slice, endpoints };
+            let draft = SliceUpdate { slice, endpoints };
             if draft.endpoints.is_empty() {
                 self.delete.push(slice.clone());
             } else if draft.endpoints == slice.endpoints && slice.metadata.labels.as_ref() == Some(labels) {
-                untouched.push(draft);
+                unchanged.push(draft);
             } else {
-                drafts.push(draft);
+                updates.push(draft);
             }
         }
-        let mut left: Vec<Endpoint> = wanted.into_values().rev().collect();
-        // The fullest first, so that the emptiest may become empty one day.
-        drafts.sort_by_key(|draft| std::cmp::Reverse(draft.endpoints.len()));
-        for draft in &mut drafts {
-            draft.fill(&mut left);
+        let mut unplaced: Vec<Endpoint> = wanted.into_values().rev().collect();
+        // Fills the fullest slices first, so that small slices can become empty and be deleted.
+        updates.sort_by_key(|draft| std::cmp::Reverse(draft.endpoints.len()));
+        for draft in &mut updates {
+            draft.fill(&mut unplaced);
         }
-        // What fills no slice of its own goes where it leaves the smallest gap.
-        let rest = left.len() % MAX_ENDPOINTS;
-        let fits = |draft: &Draft<'_>| draft.endpoints.len() + rest <= MAX_ENDPOINTS;
-        let closest = (0..untouched.len())
-            .filter(|index| rest > 0 && fits(&untouched[*index]))
-            .max_by_key(|index| untouched[*index].endpoints.len());
+        // The endpoints that do not fill a new slice go to the fullest slice that has room for all of them.
+        let rest = unplaced.len() % MAX_ENDPOINTS_PER_SLICE;
+        let fits = |draft: &SliceUpdate<'_>| draft.endpoints.len() + rest <= MAX_ENDPOINTS_PER_SLICE;
+        let closest = (0..unchanged.len())
+            .filter(|index| rest > 0 && fits(&unchanged[*index]))
+            .max_by_key(|index| unchanged[*index].endpoints.len());
         if let Some(closest) = closest {
-            let mut draft = untouched.swap_remove(closest);
-            draft.endpoints.extend(left.drain(..rest));
-            drafts.push(draft);
+            let mut draft = unchanged.swap_remove(closest);
+            draft.endpoints.extend(unplaced.drain(..rest));
+            updates.push(draft);
         }
-        for Draft { slice, endpoints } in drafts {
+        for SliceUpdate { slice, endpoints } in updates {
             let mut slice = slice.clone();
             slice.metadata.labels = Some(labels.clone());
             slice.endpoints = endpoints;
             self.update.push(slice);
         }
-        left.reverse();
-        left.chunks(MAX_ENDPOINTS).map(<[Endpoint]>::to_vec).collect()
+        unplaced.reverse();
+        unplaced
+            .chunks(MAX_ENDPOINTS_PER_SLICE)
+            .map(<[Endpoint]>::to_vec)
+            .collect()
     }
 
-    /// A slice that would go lends its name to one that would come: one write instead of two.
+    /// Replaces a delete and a create by one update of the existing slice.
     fn reuse_names(&mut self, service: &Service) {
         let (create, update) = (&mut self.create, &mut self.update);
         self.delete.retain(|old| {
@@ -169,18 +180,18 @@ impl Plan {
     }
 }
 
-impl Draft<'_> {
-    fn fill(&mut self, left: &mut Vec<Endpoint>) {
-        while self.endpoints.len() < MAX_ENDPOINTS
-            && let Some(endpoint) = left.pop()
+impl SliceUpdate<'_> {
+    fn fill(&mut self, unplaced: &mut Vec<Endpoint>) {
+        while self.endpoints.len() < MAX_ENDPOINTS_PER_SLICE
+            && let Some(endpoint) = unplaced.pop()
         {
             self.endpoints.push(endpoint);
         }
     }
 }
 
-/// The workload that an endpoint of ours stands for.
-fn workload_of<'a>(endpoint: &'a Endpoint, service: &Service) -> Option<&'a str> {
+/// Returns the name of the workload of an endpoint.
+fn target_workload<'a>(endpoint: &'a Endpoint, service: &Service) -> Option<&'a str> {
     let target = endpoint.target_ref.as_ref()?;
     let ours = target.kind.as_deref() == Some(WORKLOAD_KIND)
         && target.namespace.as_deref() == Some(&**service.meta.namespace());
@@ -194,23 +205,23 @@ fn is_owned(slice: &EndpointSlice, service: &Service) -> bool {
         .any(|owner| owner.uid == service.uid)
 }
 
-fn family(slice: &EndpointSlice) -> Option<Family> {
-    [Family::V4, Family::V6]
+fn ip_family(slice: &EndpointSlice) -> Option<IpFamily> {
+    [IpFamily::V4, IpFamily::V6]
         .into_iter()
         .find(|family| slice.address_type == address_type(*family))
 }
 
-fn address_type(family: Family) -> &'static str {
+fn address_type(family: IpFamily) -> &'static str {
     match family {
-        Family::V4 => "IPv4",
-        Family::V6 => "IPv6",
+        IpFamily::V4 => "IPv4",
+        IpFamily::V6 => "IPv6",
     }
 }
 
 fn ports_of(slice: &EndpointSlice) -> Ports {
     let ports = slice.ports.iter().flatten();
     ports
-        .map(|port| Port {
+        .map(|port| SlicePort {
             name: port.name.clone().unwrap_or_default(),
             number: port.port,
             protocol: port.protocol.clone().unwrap_or_else(|| "TCP".to_owned()),
@@ -219,7 +230,7 @@ fn ports_of(slice: &EndpointSlice) -> Ports {
         .collect()
 }
 
-impl Port {
+impl SlicePort {
     fn to_kubernetes(&self) -> EndpointPort {
         EndpointPort {
             name: Some(self.name.clone()),
@@ -230,35 +241,35 @@ impl Port {
     }
 }
 
-/// The ports of the service in one workload; what the workload does not declare is left out.
-fn resolve(service: &Service, workload: &ExternalWorkload) -> Ports {
+/// Resolves the ports of the Service for one workload. Ports that the workload does not declare are omitted.
+fn resolve_ports(service: &Service, workload: &ExternalWorkload) -> Ports {
     let tcp = service.ports.iter().map(|port| (None, port));
     let other = service
-        .other_ports
+        .non_tcp_ports
         .iter()
         .map(|(protocol, port)| (Some(*protocol), port));
     let mut ports = Ports::new();
     for (protocol, port) in tcp.chain(other) {
-        let Some(declared) = declared(workload, protocol, port) else {
+        let Some(declared) = declared_port(workload, protocol, port) else {
             let ServicePort { port, target, .. } = port;
             let (service, workload) = (&service.meta.name, &workload.meta.name);
-            error!(%service, %workload, port, ?target, "the workload has no such port; its endpoint goes without");
+            error!(%service, %workload, port, ?target, "the workload does not declare the target port; its endpoint does not have this port");
             continue;
         };
-        ports.insert(Port {
+        ports.insert(SlicePort {
             name: port.name.clone(),
             number: Some(declared.port.into()),
-            protocol: protocol.map_or("TCP", Protocol::as_str).to_owned(),
+            protocol: protocol.map_or("TCP", NonTcpProtocol::as_str).to_owned(),
             app_protocol: port.app_protocol.clone(),
         });
     }
     ports
 }
 
-/// The workload's port that a service's port leads to; no protocol stands for TCP.
-fn declared<'a>(
+/// Resolves a port of the Service for one workload. `None` as the protocol means TCP.
+fn declared_port<'a>(
     workload: &'a ExternalWorkload,
-    protocol: Option<Protocol>,
+    protocol: Option<NonTcpProtocol>,
     port: &ServicePort,
 ) -> Option<&'a ContainerPort> {
     let is_target = |declared: &ContainerPort| match &port.target {
@@ -268,19 +279,19 @@ fn declared<'a>(
     match protocol {
         None => workload.ports.iter().find(|declared| is_target(declared)),
         Some(protocol) => {
-            let mut others = workload.other_ports.iter();
+            let mut others = workload.non_tcp_ports.iter();
             let found = others.find(|(other, declared)| *other == protocol && is_target(declared));
             found.map(|(_, declared)| declared)
         }
     }
 }
 
-/// The endpoint of a workload, if it has addresses of the family.
-fn endpoint(service: &Service, workload: &ExternalWorkload, family: Family) -> Option<Endpoint> {
+/// Builds the endpoint of a workload. `None` if the workload has no address of the family.
+fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFamily) -> Option<Endpoint> {
     let ips = workload
         .ips
         .iter()
-        .filter(|ip| Family::of(ip) == family && is_endpoint(ip));
+        .filter(|ip| IpFamily::of(ip) == family && is_valid_endpoint_ip(ip));
     let addresses: Vec<String> = ips.map(ToString::to_string).collect();
     if addresses.is_empty() {
         return None;
@@ -295,7 +306,7 @@ fn endpoint(service: &Service, workload: &ExternalWorkload, family: Family) -> O
             serving: Some(ready),
             terminating: Some(false),
         }),
-        hostname: (service.kind == ServiceKind::Headless && is_label(name)).then(|| name.to_owned()),
+        hostname: (service.kind == ServiceKind::Headless && is_dns_label(name)).then(|| name.to_owned()),
         target_ref: Some(ObjectReference {
             kind: Some(WORKLOAD_KIND.to_owned()),
             namespace: Some(workload.meta.namespace().to_string()),
@@ -308,8 +319,9 @@ fn endpoint(service: &Service, workload: &ExternalWorkload, family: Family) -> O
     })
 }
 
-/// Whether an API server takes the address for an endpoint. One that it refuses would keep all others of its slice out.
-fn is_endpoint(ip: &IpAddr) -> bool {
+/// Returns whether an API server accepts the address in an endpoint. An invalid address would make it reject the whole
+/// slice.
+fn is_valid_endpoint_ip(ip: &IpAddr) -> bool {
     let special = match ip {
         IpAddr::V4(ip) => {
             ip.is_unspecified() || ip.is_loopback() || ip.is_link_local() || is_local_multicast(ip.octets())
@@ -326,19 +338,19 @@ fn is_local_multicast(octets: [u8; 4]) -> bool {
     octets.starts_with(&[224, 0, 0])
 }
 
-/// Whether a name can be a host's name below the service.
-fn is_label(name: &str) -> bool {
+/// Returns whether a name can be a hostname below the Service.
+fn is_dns_label(name: &str) -> bool {
     name.len() <= 63 && !name.contains('.')
 }
 
-/// The service's labels, and those that say whose slice this is.
-fn labels(service: &Service) -> BTreeMap<String, String> {
+/// Returns the labels of the Service, with those that mark the slice as ours.
+fn slice_labels(service: &Service) -> BTreeMap<String, String> {
     let of_service = service.meta.labels.iter();
     let mut labels: BTreeMap<_, _> = of_service
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect();
     labels.insert(label::SERVICE_NAME.to_owned(), service.meta.name.name.to_string());
-    labels.insert(label::SLICE_MANAGED_BY.to_owned(), SLICE_WRITER.to_owned());
+    labels.insert(label::SLICE_MANAGED_BY.to_owned(), SLICE_MANAGED_BY_VALUE.to_owned());
     labels.remove(label::HEADLESS);
     if service.kind == ServiceKind::Headless {
         labels.insert(label::HEADLESS.to_owned(), String::new());
@@ -364,7 +376,7 @@ fn new_metadata(service: &Service, labels: &BTreeMap<String, String>) -> ObjectM
     }
 }
 
-/// As many as Kubernetes' own controllers put into a slice by default.
-pub(super) const MAX_ENDPOINTS: usize = 100;
+/// The default of Kubernetes' own controllers.
+pub(super) const MAX_ENDPOINTS_PER_SLICE: usize = 100;
 
 const WORKLOAD_KIND: &str = "ExternalWorkload";

@@ -1,4 +1,4 @@
-//! Plans as tables, what holds for every plan, and which services a change concerns.
+//! Tests of plans: tables, invariants for every plan, and the Services that a change affects.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use k8s_openapi::api::discovery::v1::Endpoint;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::reconcile::MAX_ENDPOINTS;
+use super::reconcile::MAX_ENDPOINTS_PER_SLICE;
 use super::*;
 use crate::resources;
 use crate::resources::service::{EndpointSlice as Pruned, Service};
@@ -42,7 +42,7 @@ struct Workload {
     version: String,
 }
 
-/// A ready workload that serves port 8080.
+/// Returns a ready workload that serves port 8080.
 fn workload(name: &str, ip: &str) -> Workload {
     Workload {
         name: name.to_owned(),
@@ -79,66 +79,66 @@ fn build(workloads: &[Workload]) -> Vec<Arc<ExternalWorkload>> {
     workloads.iter().map(Workload::build).collect()
 }
 
-fn many(range: std::ops::Range<usize>) -> Vec<Workload> {
+fn workloads_in(range: std::ops::Range<usize>) -> Vec<Workload> {
     let one = |n: usize| workload(&format!("w{n:04}"), &format!("192.0.{}.{}", 2 + n / 250, 1 + n % 250));
     range.map(one).collect()
 }
 
-/// The slices of a cluster.
+/// The slices in the API server.
 #[derive(Clone, Default)]
-struct Slices {
-    held: Vec<Arc<EndpointSlice>>,
-    n_made: usize,
+struct TestSlices {
+    objects: Vec<Arc<EndpointSlice>>,
+    n_created: usize,
 }
 
-impl Slices {
-    /// Does what the API server does with a plan.
-    fn carry_out(&mut self, plan: Plan) {
+impl TestSlices {
+    /// Applies a plan as the API server does.
+    fn apply_plan(&mut self, plan: Plan) {
         for mut slice in plan.create {
             assert!(slice.metadata.name.is_none());
-            self.n_made += 1;
-            let name = format!("{}{:03}", slice.metadata.generate_name.take().unwrap(), self.n_made);
+            self.n_created += 1;
+            let name = format!("{}{:03}", slice.metadata.generate_name.take().unwrap(), self.n_created);
             slice.metadata.uid = Some(format!("{name}-uid"));
             slice.metadata.name = Some(name);
             slice.metadata.resource_version = Some("1".to_owned());
-            self.held.push(Arc::new(slice));
+            self.objects.push(Arc::new(slice));
         }
         for slice in plan.update {
             let same = |held: &Arc<EndpointSlice>| held.metadata.name == slice.metadata.name;
-            let index = self.held.iter().position(same).expect("it was there");
+            let index = self.objects.iter().position(same).expect("the slice exists");
             assert_eq!(
-                self.held[index].metadata.resource_version,
+                self.objects[index].metadata.resource_version,
                 slice.metadata.resource_version
             );
             assert_eq!(
-                self.held[index].address_type, slice.address_type,
-                "which cannot be changed"
+                self.objects[index].address_type, slice.address_type,
+                "the address type is immutable"
             );
-            self.held[index] = Arc::new(slice);
+            self.objects[index] = Arc::new(slice);
         }
         for slice in plan.delete {
-            self.held.retain(|held| held.metadata.name != slice.metadata.name);
+            self.objects.retain(|held| held.metadata.name != slice.metadata.name);
         }
     }
 
     fn reconcile(&mut self, service: &Service, workloads: &[Workload]) -> [usize; 3] {
         let workloads = build(workloads);
-        let plan = reconcile(service, &workloads, &self.held);
+        let plan = reconcile(service, &workloads, &self.objects);
         let n_writes = [plan.create.len(), plan.update.len(), plan.delete.len()];
-        self.carry_out(plan);
-        let again = reconcile(service, &workloads, &self.held);
-        assert!(again.is_empty(), "a second plan does something: {again:?}");
+        self.apply_plan(plan);
+        let again = reconcile(service, &workloads, &self.objects);
+        assert!(again.is_empty(), "the second plan is not empty: {again:?}");
         n_writes
     }
 
     fn sizes(&self) -> Vec<usize> {
-        let mut sizes: Vec<usize> = self.held.iter().map(|slice| slice.endpoints.len()).collect();
+        let mut sizes: Vec<usize> = self.objects.iter().map(|slice| slice.endpoints.len()).collect();
         sizes.sort_unstable();
         sizes
     }
 
     fn names(&self) -> Vec<String> {
-        self.held
+        self.objects
             .iter()
             .map(|slice| slice.metadata.name.clone().unwrap())
             .collect()
@@ -151,11 +151,11 @@ fn target(endpoint: &Endpoint) -> String {
 
 #[test]
 fn a_workload_becomes_an_endpoint_in_a_slice_of_ours() {
-    let mut slices = Slices::default();
+    let mut slices = TestSlices::default();
     let mut tagged = workload("vm-1", "192.0.2.1");
     tagged.labels = json!({"app": "web", "topology.kubernetes.io/zone": "north"});
     assert_eq!(slices.reconcile(&plain_service(), &[tagged]), [1, 0, 0]);
-    let slice = json!(*slices.held[0]);
+    let slice = json!(*slices.objects[0]);
     let expected = json!({
         "addressType": "IPv4", "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
         "metadata": {
@@ -183,7 +183,7 @@ fn a_workload_becomes_an_endpoint_in_a_slice_of_ours() {
 
 #[test]
 fn workloads_that_are_not_ready_are_listed_and_those_without_addresses_are_not() {
-    let mut slices = Slices::default();
+    let mut slices = TestSlices::default();
     let mut unready = workload("a", "192.0.2.1");
     unready.ready = false;
     let mut nowhere = workload("b", "192.0.2.2");
@@ -192,7 +192,7 @@ fn workloads_that_are_not_ready_are_listed_and_those_without_addresses_are_not()
     let refused = workload("d", "127.0.0.1");
     slices.reconcile(&plain_service(), &[unready, nowhere, other_family, refused]);
     assert_eq!(slices.sizes(), [1]);
-    let conditions = slices.held[0].endpoints[0].conditions.clone().unwrap();
+    let conditions = slices.objects[0].endpoints[0].conditions.clone().unwrap();
     assert_eq!(
         (conditions.ready, conditions.serving, conditions.terminating),
         (Some(false), Some(false), Some(false))
@@ -231,10 +231,10 @@ fn ports_resolve_by_name_or_number_and_protocol_and_group_the_endpoints() {
         ),
         with("none", "192.0.2.5", json!([])),
     ];
-    let mut slices = Slices::default();
+    let mut slices = TestSlices::default();
     assert_eq!(slices.reconcile(&service, &workloads), [4, 0, 0]);
     let groups: BTreeMap<String, Vec<String>> = slices
-        .held
+        .objects
         .iter()
         .map(|slice| {
             let ports = slice.ports.iter().flatten();
@@ -274,14 +274,14 @@ fn each_family_of_the_service_has_slices_of_its_own() {
     };
     let mut both = workload("a", "192.0.2.1");
     both.ips.push("2001:db8::1".to_owned());
-    let types = |slices: &Slices| {
-        let mut types: Vec<String> = slices.held.iter().map(|slice| slice.address_type.clone()).collect();
+    let types = |slices: &TestSlices| {
+        let mut types: Vec<String> = slices.objects.iter().map(|slice| slice.address_type.clone()).collect();
         types.sort_unstable();
         types
     };
-    let mut slices = Slices::default();
+    let mut slices = TestSlices::default();
     slices.reconcile(&dual(json!([])), &[both]);
-    assert_eq!(types(&slices), ["IPv4", "IPv6"], "none named stands for both");
+    assert_eq!(types(&slices), ["IPv4", "IPv6"], "no families means both");
     let mut both = workload("a", "192.0.2.1");
     both.ips.push("2001:db8::1".to_owned());
     assert_eq!(slices.reconcile(&dual(json!(["IPv6"])), &[both]), [0, 0, 1]);
@@ -291,12 +291,12 @@ fn each_family_of_the_service_has_slices_of_its_own() {
 #[test]
 fn headless_services_have_hostnames_and_may_have_no_ports() {
     let headless = service(json!({"clusterIP": "None", "selector": {"app": "web"}, "ipFamilies": ["IPv4"]}));
-    let mut slices = Slices::default();
+    let mut slices = TestSlices::default();
     slices.reconcile(
         &headless,
         &[workload("vm-1", "192.0.2.1"), workload("vm.2", "192.0.2.2")],
     );
-    let slice = &slices.held[0];
+    let slice = &slices.objects[0];
     assert_eq!(
         slice.metadata.labels.as_ref().unwrap()["service.kubernetes.io/headless"],
         ""
@@ -313,45 +313,41 @@ fn headless_services_have_hostnames_and_may_have_no_ports() {
 #[test]
 fn slices_are_packed_to_a_hundred_and_gaps_are_filled() {
     let service = plain_service();
-    let mut slices = Slices::default();
-    assert_eq!(slices.reconcile(&service, &many(0..250)), [3, 0, 0]);
+    let mut slices = TestSlices::default();
+    assert_eq!(slices.reconcile(&service, &workloads_in(0..250)), [3, 0, 0]);
     assert_eq!(slices.sizes(), [50, 100, 100]);
-    // Sixty of the first hundred go: one slice is written.
-    assert_eq!(slices.reconcile(&service, &many(60..250)), [0, 1, 0]);
+    // Removes sixty of the first hundred: one slice is written.
+    assert_eq!(slices.reconcile(&service, &workloads_in(60..250)), [0, 1, 0]);
     assert_eq!(slices.sizes(), [40, 50, 100]);
-    // Thirty come: they fit best into the fuller of the two.
-    assert_eq!(slices.reconcile(&service, &many(60..280)), [0, 1, 0]);
+    // Adds thirty: they fit best into the fuller of the two.
+    assert_eq!(slices.reconcile(&service, &workloads_in(60..280)), [0, 1, 0]);
     assert_eq!(slices.sizes(), [40, 80, 100]);
-    // One goes and seventy come: the slice that is written anyway is filled first, the rest fits into one more.
-    assert_eq!(slices.reconcile(&service, &many(61..350)), [0, 2, 0]);
+    // Removes one and adds seventy: the slice that has to be written is filled first, the rest fits into another one.
+    assert_eq!(slices.reconcile(&service, &workloads_in(61..350)), [0, 2, 0]);
     assert_eq!(slices.sizes(), [89, 100, 100]);
-    // Of a hundred and twenty none fits: new slices.
-    assert_eq!(slices.reconcile(&service, &many(61..470)), [2, 0, 0]);
+    // Adds a hundred and twenty, which do not fit into existing slices.
+    assert_eq!(slices.reconcile(&service, &workloads_in(61..470)), [2, 0, 0]);
     assert_eq!(slices.sizes(), [20, 89, 100, 100, 100]);
-    // Of a hundred and ten a hundred fill a new slice, and ten the gap that they fit best.
-    assert_eq!(slices.reconcile(&service, &many(61..580)), [1, 1, 0]);
+    // Adds a hundred and ten: a hundred fill a new slice, and ten fill the gap that they fit best.
+    assert_eq!(slices.reconcile(&service, &workloads_in(61..580)), [1, 1, 0]);
     assert_eq!(slices.sizes(), [20, 99, 100, 100, 100, 100]);
     assert_eq!(slices.reconcile(&service, &[]), [0, 0, 6]);
 }
 
 #[test]
-fn a_slice_that_goes_lends_its_name_to_one_that_comes() {
+fn a_deleted_slice_is_reused_for_a_new_one() {
     let narrow = plain_service();
-    let mut slices = Slices::default();
-    slices.reconcile(&narrow, &many(0..150));
+    let mut slices = TestSlices::default();
+    slices.reconcile(&narrow, &workloads_in(0..150));
     let before = slices.names();
-    let moved: Vec<Workload> = many(0..150)
+    let moved: Vec<Workload> = workloads_in(0..150)
         .into_iter()
         .map(|workload| Workload {
             ports: json!([{"name": "web", "port": 8080}, {"name": "more", "port": 1}]),
             ..workload
         })
         .collect();
-    assert_eq!(
-        slices.reconcile(&narrow, &moved),
-        [0, 0, 0],
-        "ports that nobody asks for"
-    );
+    assert_eq!(slices.reconcile(&narrow, &moved), [0, 0, 0], "an unused set of ports");
     let wider = service(json!({
         "clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": ["IPv4"],
         "ports": [{"name": "http", "port": 80, "targetPort": 8080}, {"name": "more", "port": 1}],
@@ -364,65 +360,68 @@ fn a_slice_that_goes_lends_its_name_to_one_that_comes() {
 }
 
 #[test]
-fn slices_of_another_owner_go_and_lend_no_name() {
+fn slices_of_another_owner_are_deleted_and_not_reused() {
     let service = plain_service();
-    let mut slices = Slices::default();
-    slices.reconcile(&service, &many(0..1));
-    let mut foreign = (*slices.held[0]).clone();
-    foreign.metadata.owner_references.as_mut().unwrap()[0].uid = "the service before".to_owned();
-    slices.held = vec![Arc::new(foreign)];
-    assert_eq!(slices.reconcile(&service, &many(0..1)), [1, 0, 1]);
+    let mut slices = TestSlices::default();
+    slices.reconcile(&service, &workloads_in(0..1));
+    let mut foreign = (*slices.objects[0]).clone();
+    foreign.metadata.owner_references.as_mut().unwrap()[0].uid = "an-older-service".to_owned();
+    slices.objects = vec![Arc::new(foreign)];
+    assert_eq!(slices.reconcile(&service, &workloads_in(0..1)), [1, 0, 1]);
 }
 
 #[test]
 fn labels_follow_those_of_the_service() {
     let mut service = plain_service();
-    let mut slices = Slices::default();
-    slices.reconcile(&service, &many(0..3));
+    let mut slices = TestSlices::default();
+    slices.reconcile(&service, &workloads_in(0..3));
     Arc::make_mut(&mut service).meta.labels = [("team", "b")].into_iter().collect();
-    assert_eq!(slices.reconcile(&service, &many(0..3)), [0, 1, 0]);
-    assert_eq!(slices.held[0].metadata.labels.as_ref().unwrap()["team"], "b");
+    assert_eq!(slices.reconcile(&service, &workloads_in(0..3)), [0, 1, 0]);
+    assert_eq!(slices.objects[0].metadata.labels.as_ref().unwrap()["team"], "b");
 }
 
 #[test]
 fn nothing_is_created_for_a_service_that_is_being_deleted() {
     let mut service = plain_service();
-    let mut slices = Slices::default();
-    slices.reconcile(&service, &many(0..3));
+    let mut slices = TestSlices::default();
+    slices.reconcile(&service, &workloads_in(0..3));
     Arc::make_mut(&mut service).meta.terminating = true;
-    let workloads = build(&many(0..300));
-    let plan = reconcile(&service, &workloads, &slices.held);
+    let workloads = build(&workloads_in(0..300));
+    let plan = reconcile(&service, &workloads, &slices.objects);
     assert!(plan.create.is_empty(), "{plan:?}");
-    assert_eq!(plan.update[0].endpoints.len(), 100, "what is there is still kept");
-    slices.carry_out(plan);
-    let plan = reconcile(&service, &workloads, &slices.held);
+    assert_eq!(plan.update[0].endpoints.len(), 100, "existing slices are kept");
+    slices.apply_plan(plan);
+    let plan = reconcile(&service, &workloads, &slices.objects);
     assert!(plan.is_empty(), "{plan:?}");
 }
 
 #[test]
-fn a_slice_that_was_tampered_with_is_put_right() {
+fn a_modified_slice_is_restored() {
     let service = plain_service();
-    let mut slices = Slices::default();
-    slices.reconcile(&service, &many(0..120));
-    let mut changed = (*slices.held[0]).clone();
-    let copy = slices.held[1].endpoints[0].clone();
+    let mut slices = TestSlices::default();
+    slices.reconcile(&service, &workloads_in(0..120));
+    let mut changed = (*slices.objects[0]).clone();
+    let copy = slices.objects[1].endpoints[0].clone();
     changed.endpoints[0].addresses = vec!["192.0.2.250".to_owned()];
     changed.endpoints.extend([copy.clone(), copy, Endpoint::default()]);
-    slices.held[0] = Arc::new(changed);
-    slices.reconcile(&service, &many(0..120));
+    slices.objects[0] = Arc::new(changed);
+    slices.reconcile(&service, &workloads_in(0..120));
     assert_eq!(slices.sizes().iter().sum::<usize>(), 120);
 }
 
-/// A step in the life of a service.
+/// A state of the Service and its workloads.
 #[derive(Clone, Debug)]
 struct Step {
-    /// Which of 40 × 10 workloads exist, in tens, with how they are: absent, or one of three variants.
-    tens: Vec<u8>,
+    /// The state of each of 40 groups of ten workloads: absent, or one of three variants.
+    variants: Vec<u8>,
     headless: bool,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let step = (prop::collection::vec(0u8..5, 40), any::<bool>()).prop_map(|(tens, headless)| Step { tens, headless });
+    let step = (prop::collection::vec(0u8..5, 40), any::<bool>()).prop_map(|(tens, headless)| Step {
+        variants: tens,
+        headless,
+    });
     prop::collection::vec(step, 1..6)
 }
 
@@ -436,8 +435,8 @@ impl Step {
 
     fn workloads(&self) -> Vec<Workload> {
         let mut workloads = Vec::new();
-        for (ten, variant) in self.tens.iter().enumerate() {
-            for mut workload in many(ten * 10..ten * 10 + 10) {
+        for (ten, variant) in self.variants.iter().enumerate() {
+            for mut workload in workloads_in(ten * 10..ten * 10 + 10) {
                 match variant {
                     0 => continue,
                     1 => workload.ready = false,
@@ -457,7 +456,7 @@ proptest! {
 
     #[test]
     fn no_endpoint_is_lost_or_doubled_and_no_slice_is_longer_than_a_hundred(steps in steps()) {
-        let mut slices = Slices::default();
+        let mut slices = TestSlices::default();
         for step in steps {
             let (service, workloads) = (step.service(), step.workloads());
             let before = slices.clone();
@@ -467,8 +466,8 @@ proptest! {
                 expected.extend(workload.ips.iter().map(|ip| (workload.name.clone(), ip.clone())));
             }
             let mut found: Vec<(String, String)> = Vec::new();
-            for slice in &slices.held {
-                prop_assert!((1..=MAX_ENDPOINTS).contains(&slice.endpoints.len()));
+            for slice in &slices.objects {
+                prop_assert!((1..=MAX_ENDPOINTS_PER_SLICE).contains(&slice.endpoints.len()));
                 for endpoint in &slice.endpoints {
                     found.push((target(endpoint), endpoint.addresses[0].clone()));
                 }
@@ -476,13 +475,13 @@ proptest! {
             expected.sort_unstable();
             found.sort_unstable();
             prop_assert_eq!(found, expected);
-            // What needs no write is not written: an untouched slice costs nothing.
-            let changed = slices.held.iter().filter(|slice| !before.held.contains(slice)).count();
+            // Unchanged slices are not written.
+            let changed = slices.objects.iter().filter(|slice| !before.objects.contains(slice)).count();
             prop_assert_eq!(writes[0] + writes[1], changed);
-            // A slice is made only where no other goes.
+            // A slice is created only if none is deleted.
             let [created, _, deleted] = writes;
             let types = |slices: &[Arc<EndpointSlice>]| slices.iter().filter(|slice| slice.address_type == "IPv4").count();
-            if types(&before.held) == before.held.len() && types(&slices.held) == slices.held.len() {
+            if types(&before.objects) == before.objects.len() && types(&slices.objects) == slices.objects.len() {
                 prop_assert!(created == 0 || deleted == 0, "{created} created, {deleted} deleted");
             }
         }
@@ -500,15 +499,15 @@ fn named_service(name: &str, selector: Value) -> Arc<Service> {
 }
 
 #[test]
-fn a_workload_concerns_the_services_that_select_it() {
-    let mut inventory = Inventory::default();
+fn a_workload_change_affects_the_services_that_select_it() {
+    let mut index = SliceIndex::default();
     for service in [
         named_service("app", json!({"app": "web"})),
         named_service("blue", json!({"app": "web", "color": "blue"})),
         named_service("green", json!({"color": "green"})),
         named_service("nobody", json!({})),
     ] {
-        inventory.service_applied(&service);
+        index.service_applied(&service);
     }
     let with = |version: &str, labels: Value, ready: bool| {
         Workload {
@@ -522,40 +521,40 @@ fn a_workload_concerns_the_services_that_select_it() {
     let blue = json!({"app": "web", "color": "blue"});
     let green = json!({"app": "web", "color": "green"});
     assert_eq!(
-        names(&inventory.workload_applied(&with("1", blue.clone(), true))),
+        names(&index.workload_applied(&with("1", blue.clone(), true))),
         ["app", "blue"],
         "added"
     );
     assert!(
-        inventory.workload_applied(&with("1", blue.clone(), true)).is_empty(),
-        "the same version"
+        index.workload_applied(&with("1", blue.clone(), true)).is_empty(),
+        "unchanged version"
     );
     assert!(
-        inventory.workload_applied(&with("2", blue.clone(), true)).is_empty(),
-        "nothing that matters"
+        index.workload_applied(&with("2", blue.clone(), true)).is_empty(),
+        "no relevant change"
     );
     assert_eq!(
-        names(&inventory.workload_applied(&with("3", blue, false))),
+        names(&index.workload_applied(&with("3", blue, false))),
         ["app", "blue"],
         "endpoints"
     );
-    let moved = inventory.workload_applied(&with("4", green.clone(), false));
+    let moved = index.workload_applied(&with("4", green.clone(), false));
+    assert_eq!(names(&moved), ["blue", "green"], "labels: the old and the new Services");
+    let both = index.workload_applied(&with("5", json!({"app": "web"}), true));
     assert_eq!(
-        names(&moved),
-        ["blue", "green"],
-        "labels: where it was and where it is now"
+        names(&both),
+        ["app", "green"],
+        "labels and endpoints: all Services that select it"
     );
-    let both = inventory.workload_applied(&with("5", json!({"app": "web"}), true));
-    assert_eq!(names(&both), ["app", "green"], "labels and endpoints: all of them");
-    inventory.workload_applied(&with("6", green, true));
+    index.workload_applied(&with("6", green, true));
     assert_eq!(
-        names(&inventory.workload_deleted(&Name::new("shop", "vm"))),
+        names(&index.workload_deleted(&Name::new("shop", "vm"))),
         ["app", "green"]
     );
-    assert!(inventory.workload_deleted(&Name::new("shop", "vm")).is_empty());
+    assert!(index.workload_deleted(&Name::new("shop", "vm")).is_empty());
 }
 
-fn held(name: &str, labels: Value, generation: i64) -> Pruned {
+fn decode_slice(name: &str, labels: Value, generation: i64) -> Pruned {
     let manifest = json!({
         "metadata": {"name": name, "namespace": "shop", "uid": name, "labels": labels, "generation": generation},
         "addressType": "IPv4", "endpoints": [],
@@ -567,8 +566,8 @@ fn held(name: &str, labels: Value, generation: i64) -> Pruned {
 }
 
 #[test]
-fn a_slice_concerns_its_service_when_somebody_else_wrote_it() {
-    let mut inventory = Inventory::default();
+fn an_external_slice_change_affects_its_service() {
+    let mut index = SliceIndex::default();
     let ours = |service: &str| {
         json!({"kubernetes.io/service-name": service,
             "endpointslice.kubernetes.io/managed-by": "linkerd-external-workloads-controller"})
@@ -576,45 +575,42 @@ fn a_slice_concerns_its_service_when_somebody_else_wrote_it() {
     let foreign = json!({"kubernetes.io/service-name": "web",
         "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"});
     assert!(
-        inventory.slice_applied(&held("k8s", foreign.clone(), 1)).is_empty(),
+        index.slice_applied(&decode_slice("k8s", foreign.clone(), 1)).is_empty(),
         "not ours"
     );
     assert_eq!(
-        names(&inventory.slice_applied(&held("a", ours("web"), 1))),
+        names(&index.slice_applied(&decode_slice("a", ours("web"), 1))),
         ["web"],
         "unknown"
     );
     let web = Name::new("shop", "web");
-    inventory
+    index
         .tracker
-        .wrote(&web, &held("a", ours("web"), 2).managed.unwrap());
+        .record_write(&web, &decode_slice("a", ours("web"), 2).managed_object.unwrap());
     assert!(
-        inventory.slice_applied(&held("a", ours("web"), 2)).is_empty(),
-        "as we wrote it"
+        index.slice_applied(&decode_slice("a", ours("web"), 2)).is_empty(),
+        "our own write"
     );
     assert_eq!(
-        names(&inventory.slice_applied(&held("a", ours("web"), 3))),
+        names(&index.slice_applied(&decode_slice("a", ours("web"), 3))),
         ["web"],
         "tampered with"
     );
-    let moved = inventory.slice_applied(&held("a", ours("api"), 4));
-    assert_eq!(names(&moved), ["api", "web"], "another service's now");
+    let moved = index.slice_applied(&decode_slice("a", ours("api"), 4));
+    assert_eq!(names(&moved), ["api", "web"], "moved to another Service");
     assert_eq!(
-        names(&inventory.slice_applied(&held("a", foreign, 5))),
+        names(&index.slice_applied(&decode_slice("a", foreign, 5))),
         ["api"],
-        "not ours any more"
+        "no longer ours"
     );
-    inventory.slice_applied(&held("b", ours("web"), 1));
-    inventory
+    index.slice_applied(&decode_slice("b", ours("web"), 1));
+    index
         .tracker
-        .deleted(&web, &held("b", ours("web"), 1).managed.unwrap());
-    assert!(
-        inventory.slice_deleted(&Name::new("shop", "b")).is_empty(),
-        "deleted by us"
-    );
-    inventory.slice_applied(&held("c", ours("web"), 1));
+        .record_delete(&web, &decode_slice("b", ours("web"), 1).managed_object.unwrap());
+    assert!(index.slice_deleted(&Name::new("shop", "b")).is_empty(), "deleted by us");
+    index.slice_applied(&decode_slice("c", ours("web"), 1));
     assert_eq!(
-        names(&inventory.slice_deleted(&Name::new("shop", "c"))),
+        names(&index.slice_deleted(&Name::new("shop", "c"))),
         ["web"],
         "deleted by others"
     );
@@ -622,14 +618,14 @@ fn a_slice_concerns_its_service_when_somebody_else_wrote_it() {
 
 #[test]
 fn services_without_selectors_and_external_names_are_left_alone() {
-    let mut inventory = Inventory::default();
-    inventory.service_applied(&named_service("plain", json!({"app": "web"})));
-    inventory.service_applied(&named_service("none", json!({})));
+    let mut index = SliceIndex::default();
+    index.service_applied(&named_service("plain", json!({"app": "web"})));
+    index.service_applied(&named_service("none", json!({})));
     let mut alias = service(json!({"type": "ExternalName", "externalName": "x.example", "selector": {"app": "web"}}));
     Arc::make_mut(&mut alias).meta.name = Name::new("shop", "alias");
-    inventory.service_applied(&alias);
-    inventory.workload_applied(&workload("vm", "192.0.2.1").build());
-    let inputs = |name: &str| inventory.inputs(&Name::new("shop", name));
+    index.service_applied(&alias);
+    index.workload_applied(&workload("vm", "192.0.2.1").build());
+    let inputs = |name: &str| index.reconcile_inputs(&Name::new("shop", name));
     assert_eq!(inputs("plain").unwrap().workloads.len(), 1);
     assert!(inputs("none").is_none());
     assert!(inputs("alias").is_none());
@@ -638,22 +634,22 @@ fn services_without_selectors_and_external_names_are_left_alone() {
 
 #[test]
 fn workloads_of_other_namespaces_are_left_out() {
-    let mut inventory = Inventory::default();
-    inventory.service_applied(&plain_service());
-    inventory.workload_applied(&workload("here", "192.0.2.1").build());
+    let mut index = SliceIndex::default();
+    index.service_applied(&plain_service());
+    index.workload_applied(&workload("here", "192.0.2.1").build());
     for namespace in ["default", "sho", "shop-2", "shops"] {
         let mut elsewhere = workload("there", "192.0.2.2").build();
         Arc::make_mut(&mut elsewhere).meta.name = Name::new(namespace, "there");
-        let concerned = inventory.workload_applied(&elsewhere);
+        let concerned = index.workload_applied(&elsewhere);
         assert!(concerned.is_empty(), "{namespace}: {concerned:?}");
     }
-    let inputs = inventory.inputs(&Name::new("shop", "web")).unwrap();
+    let inputs = index.reconcile_inputs(&Name::new("shop", "web")).unwrap();
     let workloads = inputs.workloads.iter().map(|workload| workload.meta.name.to_string());
     assert_eq!(workloads.collect::<Vec<_>>(), ["shop/here"]);
 }
 
-/// A controller whose API server refuses everything.
-fn refused() -> Controller {
+/// A controller whose API server rejects all requests.
+fn failing_controller() -> Controller {
     let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
         let refusal = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 500});
         let rsp = http::Response::builder().status(500);
@@ -663,19 +659,19 @@ fn refused() -> Controller {
     Controller::new(Client::new(service, "default"), &Registry::new())
 }
 
-/// Leads, while somebody looks on.
-async fn lead(controller: &Controller, look_on: impl Future<Output = ()>) {
-    controller.start();
+/// Runs the controller as the leader until `checks` ends.
+async fn lead_until(controller: &Controller, checks: impl Future<Output = ()>) {
+    controller.start_leading();
     tokio::select! {
-        never = controller.work() => match never {},
-        never = controller.look_regularly() => match never {},
-        () = look_on => {}
+        never = controller.run_worker() => match never {},
+        never = controller.resync_periodically() => match never {},
+        () = checks => {}
     }
 }
 
 #[tokio::test]
-async fn services_of_the_system_are_left_alone() {
-    let controller = refused();
+async fn services_in_kube_system_are_ignored() {
+    let controller = failing_controller();
     let mut system = plain_service();
     Arc::make_mut(&mut system).meta.name = Name::new("kube-system", "web");
     let mut workload = workload("vm", "192.0.2.1").build();
@@ -687,9 +683,9 @@ async fn services_of_the_system_are_left_alone() {
         ]
     };
     let added = || controller.0.metrics.adds.get();
-    // What is known when a term starts, and what changes in it.
+    // Events before leadership starts, and events after that.
     controller.apply(events());
-    controller.start();
+    controller.start_leading();
     controller.apply(events());
     assert_eq!(added(), 0);
     controller.apply(vec![Event::Applied(Object::Service(plain_service()))]);
@@ -697,15 +693,15 @@ async fn services_of_the_system_are_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_services_are_looked_at_again_every_ten_minutes() {
-    let controller = refused();
-    // Nothing is written for services that select nobody.
+async fn all_services_are_resynced_every_ten_minutes() {
+    let controller = failing_controller();
+    // No slices are written for services that select no workloads.
     for name in ["api", "web"] {
         let service = named_service(name, json!({"app": name}));
         controller.apply(vec![Event::Applied(Object::Service(service))]);
     }
     let start = Instant::now();
-    let look_on = async {
+    let checks = async {
         for (seconds, added) in [(1, 2), (599, 2), (601, 4), (1199, 4), (1201, 6)] {
             sleep_until(start + Duration::from_secs(seconds)).await;
             let metrics = &controller.0.metrics;
@@ -716,18 +712,18 @@ async fn all_services_are_looked_at_again_every_ten_minutes() {
             );
         }
     };
-    lead(&controller, look_on).await;
+    lead_until(&controller, checks).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_was_given_up_is_tried_again_at_the_next_look() {
-    let controller = refused();
+async fn a_dropped_service_is_retried_at_the_next_resync() {
+    let controller = failing_controller();
     controller.apply(vec![
         Event::Applied(Object::Service(plain_service())),
         Event::Applied(Object::ExternalWorkload(workload("vm", "192.0.2.1").build())),
     ]);
     let start = Instant::now();
-    let look_on = async {
+    let checks = async {
         for (seconds, retries, drops) in [(599, 15, 1), (1199, 30, 2)] {
             sleep_until(start + Duration::from_secs(seconds)).await;
             let metrics = &controller.0.metrics;
@@ -738,5 +734,5 @@ async fn a_service_that_was_given_up_is_tried_again_at_the_next_look() {
             );
         }
     };
-    lead(&controller, look_on).await;
+    lead_until(&controller, checks).await;
 }

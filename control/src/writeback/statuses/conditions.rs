@@ -1,91 +1,101 @@
-//! The conditions that we write, with the reasons that others look for.
+//! The conditions that the controller writes, with the reasons that other tools expect.
 
 use std::net::IpAddr;
 
-use crate::resources::acceptance::Refusal;
+use crate::resources::acceptance::RouteRejection;
 use crate::resources::meta::Name;
-use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED};
-use crate::writeback::statuses::inventory::Id;
+use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED_VALUE};
+use crate::writeback::statuses::object_id::ObjectId;
 
-/// Why a rate limit does not hold.
-pub(super) enum LimitRefusal<'a> {
+/// Why a rate limit has no effect.
+pub(super) enum RateLimitRejection<'a> {
     NoServer,
-    /// It cannot be read.
-    Unread(&'a str),
-    /// Requests of this protocol are not counted.
+    /// It cannot be decoded.
+    Unreadable(&'a str),
+    /// Rate limits do not support the Server's protocol.
     Protocol(String),
-    /// An older one for the same server does.
-    Older(&'a Name),
+    /// An older rate limit for the same Server takes precedence.
+    OlderRateLimit(&'a Name),
 }
 
-pub(super) fn of_route(judged: Result<(), Refusal>, generation: Option<i64>) -> Condition {
-    let Err(refusal) = judged else {
-        return yes(ACCEPTED, generation);
+pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Option<i64>) -> Condition {
+    let Err(refusal) = result else {
+        return condition_true(ACCEPTED, generation);
     };
     let reason = match refusal {
-        Refusal::NoParent | Refusal::NoClusterIp | Refusal::OtherNamespace | Refusal::Protocol(_) => NO_PARENT,
-        Refusal::Conflict | Refusal::Older(_) => CONFLICTED,
-        Refusal::PartOfServer(_) | Refusal::Unsupported(_) => UNSUPPORTED,
+        RouteRejection::NoParent
+        | RouteRejection::NoClusterIp
+        | RouteRejection::OtherNamespace
+        | RouteRejection::ProtocolMismatch(_) => NO_MATCHING_PARENT,
+        RouteRejection::MoreSpecificRoute | RouteRejection::OlderRoute(_) => ROUTE_REASON_CONFLICTED,
+        RouteRejection::UnsupportedParentField(_) | RouteRejection::Unsupported(_) => UNSUPPORTED_VALUE,
     };
-    no(ACCEPTED, reason, refusal.to_string(), generation)
+    condition_false(ACCEPTED, reason, refusal.to_string(), generation)
 }
 
-/// Whether all backends of a route exist.
-pub(super) fn of_backends(missing: &[Name], generation: Option<i64>) -> Condition {
+/// The `ResolvedRefs` condition: whether all backends of a route exist.
+pub(super) fn backends_condition(missing: &[Name], generation: Option<i64>) -> Condition {
     if missing.is_empty() {
-        return yes(RESOLVED, generation);
+        return condition_true(RESOLVED_REFS, generation);
     }
     let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
-    let message = format!("there is no {}", names.join(", "));
-    no(RESOLVED, "BackendNotFound", message, generation)
+    let message = format!("not found: {}", names.join(", "));
+    condition_false(RESOLVED_REFS, "BackendNotFound", message, generation)
 }
 
-pub(super) fn invalid_backend(name: &Name, generation: Option<i64>) -> Condition {
+pub(super) fn invalid_backend_condition(name: &Name, generation: Option<i64>) -> Condition {
     let message = format!("backend {name} is neither a Service nor an EgressNetwork");
-    no(RESOLVED, "InvalidKind", message, generation)
+    condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
-pub(super) fn of_network(unread: Option<&str>, overlaps: bool, generation: Option<i64>) -> Condition {
-    if let Some(reason) = unread {
-        return no(ACCEPTED, UNSUPPORTED, reason.to_owned(), generation);
+pub(super) fn egress_network_condition(
+    unreadable_reason: Option<&str>,
+    overlaps: bool,
+    generation: Option<i64>,
+) -> Condition {
+    if let Some(reason) = unreadable_reason {
+        return condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason.to_owned(), generation);
     }
     if !overlaps {
-        return yes(ACCEPTED, generation);
+        return condition_true(ACCEPTED, generation);
     }
-    let message = "networks overlap with clusterNetworks: what it denies is denied all the same, also within the cluster, and no route \
-                   permits any of it; name networks outside of the cluster"
-        .to_owned();
-    no(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
+    let message =
+        "networks overlap with clusterNetworks: denied traffic stays denied, also inside the cluster, and no \
+                   route allows it; use networks outside the cluster"
+            .to_owned();
+    condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
 }
 
-pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64>) -> Condition {
-    match refused {
-        None => yes(ACCEPTED, generation),
-        Some(LimitRefusal::Unread(reason)) => no(ACCEPTED, UNSUPPORTED, reason.to_owned(), generation),
-        Some(LimitRefusal::NoServer) => no(ACCEPTED, "NoMatchingTarget", String::new(), generation),
-        Some(LimitRefusal::Protocol(reason)) => no(ACCEPTED, UNSUPPORTED, reason, generation),
-        Some(LimitRefusal::Older(name)) => {
+pub(super) fn rate_limit_condition(rejection: Option<RateLimitRejection<'_>>, generation: Option<i64>) -> Condition {
+    match rejection {
+        None => condition_true(ACCEPTED, generation),
+        Some(RateLimitRejection::Unreadable(reason)) => {
+            condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason.to_owned(), generation)
+        }
+        Some(RateLimitRejection::NoServer) => condition_false(ACCEPTED, "NoMatchingTarget", String::new(), generation),
+        Some(RateLimitRejection::Protocol(reason)) => condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason, generation),
+        Some(RateLimitRejection::OlderRateLimit(name)) => {
             let message = format!("{name} is older");
-            no(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)
+            condition_false(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)
         }
     }
 }
 
-/// What is said of an external workload: nothing, unless some of its addresses are somebody else's, or were.
-pub(super) fn of_workload(taken: &[(IpAddr, Id)], was_judged: bool) -> Option<Condition> {
+/// Returns the condition of an external workload. It exists only if some of its addresses conflict or have conflicted.
+pub(super) fn external_workload_condition(taken: &[(IpAddr, ObjectId)], had_condition: bool) -> Option<Condition> {
     if taken.is_empty() {
-        // The definition of external workloads knows no generation that a condition is about.
-        return was_judged.then(|| yes(ACCEPTED, None));
+        // The status of external workloads has no observed generation.
+        return had_condition.then(|| condition_true(ACCEPTED, None));
     }
     let taken = taken
         .iter()
-        .map(|(ip, (kind, name))| format!("{ip} is an address of {} {name}", kind.info().name));
+        .map(|(ip, id)| format!("{ip} is an address of {} {}", id.kind.info().name, id.name));
     let message = format!("{}; it is not served", taken.collect::<Vec<_>>().join(", "));
-    Some(no(ACCEPTED, "AddressTaken", message, None))
+    Some(condition_false(ACCEPTED, "AddressTaken", message, None))
 }
 
-/// Takes over the time of conditions that have the status they had.
-pub(super) fn keep_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
+/// Sets the transition time of each condition. It keeps the current time if the status is the same.
+pub(super) fn keep_transition_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
     for condition in wanted {
         let before = current
             .iter()
@@ -95,8 +105,8 @@ pub(super) fn keep_times(wanted: &mut [Condition], current: &[Condition], now: &
     }
 }
 
-/// The reason of what is as it should be is its name.
-fn yes(kind: &str, generation: Option<i64>) -> Condition {
+/// A true condition has its type as the reason.
+fn condition_true(kind: &str, generation: Option<i64>) -> Condition {
     Condition {
         kind: kind.to_owned(),
         status: "True".to_owned(),
@@ -106,7 +116,7 @@ fn yes(kind: &str, generation: Option<i64>) -> Condition {
     }
 }
 
-fn no(kind: &str, reason: &str, message: String, generation: Option<i64>) -> Condition {
+fn condition_false(kind: &str, reason: &str, message: String, generation: Option<i64>) -> Condition {
     Condition {
         kind: kind.to_owned(),
         status: "False".to_owned(),
@@ -117,8 +127,8 @@ fn no(kind: &str, reason: &str, message: String, generation: Option<i64>) -> Con
     }
 }
 
-const RESOLVED: &str = "ResolvedRefs";
+const RESOLVED_REFS: &str = "ResolvedRefs";
 
-const NO_PARENT: &str = "NoMatchingParent";
+const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 
-const CONFLICTED: &str = "RouteReasonConflicted";
+const ROUTE_REASON_CONFLICTED: &str = "RouteReasonConflicted";

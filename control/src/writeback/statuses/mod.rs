@@ -1,15 +1,18 @@
-//! Writes the status of routes, rate limits, egress networks and external workloads: who accepts them, and why not.
+//! Writes the status of routes, rate limits, egress networks and external workloads: whether they are accepted, and the
+//! reason if not.
 //!
-//! Objects come from the watches that everybody shares. A change names the objects whose status it may have changed, and
-//! one worker patches what is not as it should be while this process leads; every 10 seconds all of them are looked at
-//! again, for patches that failed. What other controllers wrote into a status stays.
+//! Objects come from the shared watches. A change queues the objects whose status is affected, and one worker patches
+//! them while this process is the leader. Every 10 seconds all objects are checked again, to retry failed patches. The
+//! entries of other controllers in a status are kept.
 //!
-//! Needs `patch` on `httproutes/status`, `httplocalratelimitpolicies/status` and `egressnetworks/status` of
-//! `policy.linkerd.io` and on `httproutes/status`, `grpcroutes/status`, `tlsroutes/status` and `tcproutes/status` of
-//! `gateway.networking.k8s.io`, and on `externalworkloads/status` of `workload.linkerd.io`, beside what the watches need.
+//! RBAC: `patch` on `httproutes/status`, `httplocalratelimitpolicies/status` and `egressnetworks/status` of
+//! `policy.linkerd.io`, on `httproutes/status`, `grpcroutes/status`, `tlsroutes/status` and `tcproutes/status` of
+//! `gateway.networking.k8s.io`, and on `externalworkloads/status` of `workload.linkerd.io`, in addition to the rules of
+//! the watches.
 
 mod conditions;
-mod inventory;
+mod index;
+mod object_id;
 #[cfg(test)]
 mod tests;
 
@@ -31,13 +34,14 @@ use tulle_core::metrics::Registry;
 
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::resources::Kind;
-use crate::resources::event::{Event, Writer};
+use crate::resources::event::{Event, EventWriter};
 use crate::resources::status::CONTROLLER_NAME;
-use crate::writeback::Statuses;
+use crate::writeback::config::StatusesConfig;
 use crate::writeback::metrics::StatusMetrics;
-use crate::writeback::statuses::inventory::{Id, Inventory, Patch};
+use crate::writeback::statuses::index::{StatusIndex, StatusPatch};
+use crate::writeback::statuses::object_id::ObjectId;
 
-/// The controller; clones share it.
+/// The controller. Clones share their state.
 #[derive(Clone)]
 pub(super) struct Controller(Arc<Shared>);
 
@@ -46,46 +50,45 @@ struct Shared {
     patch_timeout: Duration,
     metrics: StatusMetrics,
     state: Mutex<State>,
-    /// Rings when there is something to take from the queue.
-    added: Notify,
+    /// Notified when an object is queued.
+    queue_changed: Notify,
 }
 
 struct State {
-    inventory: Inventory,
-    /// None while another process leads.
-    queue: Option<Queue>,
+    index: StatusIndex,
+    /// `None` while another process is the leader.
+    queue: Option<StatusQueue>,
 }
 
-/// Objects whose status has to be written, each once.
+/// Objects whose status has to be written, without duplicates.
 #[derive(Default)]
-struct Queue {
-    waiting: VecDeque<Id>,
-    queued: AHashSet<Id>,
+struct StatusQueue {
+    waiting: VecDeque<ObjectId>,
+    queued: AHashSet<ObjectId>,
 }
 
 impl Controller {
-    pub(super) fn new(client: Client, settings: Statuses, registry: &Registry) -> Self {
+    pub(super) fn new(client: Client, settings: StatusesConfig, registry: &Registry) -> Self {
         Self(Arc::new(Shared {
             client,
             patch_timeout: settings.patch_timeout,
             metrics: StatusMetrics::new(registry),
             state: Mutex::new(State {
-                inventory: Inventory::new(settings.cluster_networks, settings.global_egress_namespace),
+                index: StatusIndex::new(settings.cluster_networks, settings.global_egress_namespace),
                 queue: None,
             }),
-            added: Notify::new(),
+            queue_changed: Notify::new(),
         }))
     }
 
-    /// What takes events.
-    pub(super) fn writer(&self) -> Writer {
+    pub(super) fn writer(&self) -> EventWriter {
         let controller = self.clone();
-        Writer::new(move |events| controller.apply(events))
+        EventWriter::new(move |events| controller.apply(events))
     }
 
-    pub(super) fn wants(event: &Event) -> bool {
+    pub(super) fn handles(event: &Event) -> bool {
         let wanted = |kind| {
-            let on_its_own = matches!(
+            let is_other_kind = matches!(
                 kind,
                 Kind::Service
                     | Kind::Server
@@ -94,30 +97,30 @@ impl Controller {
                     | Kind::Pod
                     | Kind::ExternalWorkload
             );
-            on_its_own || kind.is_route()
+            is_other_kind || kind.is_route()
         };
         event.kind().is_some_and(wanted)
     }
 
     fn apply(&self, events: Vec<Event>) {
         let state = &mut *self.0.state.lock();
-        let mut concerned = BTreeSet::new();
+        let mut affected = BTreeSet::new();
         for event in events {
-            concerned.extend(match event {
-                Event::Applied(object) => state.inventory.apply(&object),
-                Event::Deleted(kind, name) => state.inventory.delete(&(kind, name)),
-                Event::Unreadable(unreadable) => state.inventory.apply_unreadable(&unreadable),
+            affected.extend(match event {
+                Event::Applied(object) => state.index.apply(&object),
+                Event::Deleted(kind, name) => state.index.delete(&ObjectId::new(kind, name)),
+                Event::Unreadable(unreadable) => state.index.apply_unreadable(&unreadable),
                 Event::Synced => continue,
             });
         }
-        self.add(state, concerned);
+        self.enqueue_changed(state, affected);
     }
 
-    /// Queues those of the objects whose status is not what it should be.
-    fn add(&self, state: &mut State, concerned: impl IntoIterator<Item = Id>) {
+    /// Queues the objects whose status is not up to date.
+    fn enqueue_changed(&self, state: &mut State, affected: impl IntoIterator<Item = ObjectId>) {
         let Some(queue) = &mut state.queue else { return };
-        for id in concerned {
-            if queue.queued.contains(&id) || state.inventory.patch(&id, "").is_none() {
+        for id in affected {
+            if queue.queued.contains(&id) || state.index.build_patch(&id, "").is_none() {
                 continue;
             }
             if queue.waiting.len() >= MAX_QUEUED {
@@ -129,21 +132,21 @@ impl Controller {
             queue.waiting.push_back(id);
         }
         if !queue.waiting.is_empty() {
-            self.0.added.notify_one();
+            self.0.queue_changed.notify_one();
         }
     }
 
-    /// Writes while this process leads. Never ends.
+    /// Writes while this process is the leader. Never returns.
     pub(super) async fn run(self, mut leadership: Leadership) {
         let mut role = leadership.role();
         loop {
             match role {
                 Role::Leader => {
-                    self.0.state.lock().queue = Some(Queue::default());
+                    self.0.state.lock().queue = Some(StatusQueue::default());
                     role = tokio::select! {
                         role = leadership.changed() => role,
-                        never = self.look_regularly() => match never {},
-                        never = self.work() => match never {},
+                        never = self.resync_periodically() => match never {},
+                        never = self.run_worker() => match never {},
                     };
                     let left = self.0.state.lock().queue.take();
                     self.0
@@ -156,28 +159,28 @@ impl Controller {
         }
     }
 
-    async fn look_regularly(&self) -> Infallible {
-        let mut ticks = interval(LOOK_INTERVAL);
+    async fn resync_periodically(&self) -> Infallible {
+        let mut ticks = interval(RESYNC_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
             let state = &mut *self.0.state.lock();
-            let all = state.inventory.all();
-            self.add(state, all);
+            let all = state.index.all();
+            self.enqueue_changed(state, all);
         }
     }
 
-    async fn work(&self) -> Infallible {
+    async fn run_worker(&self) -> Infallible {
         loop {
-            let (id, patch) = self.take().await;
-            // By now it may be as it should be.
+            let (id, patch) = self.next_patch().await;
+            // The status can have become correct while the object was queued.
             if let Some(patch) = patch {
-                self.write(id, patch).await;
+                self.write_status(id, patch).await;
             }
         }
     }
 
-    async fn take(&self) -> (Id, Option<Patch>) {
+    async fn next_patch(&self) -> (ObjectId, Option<StatusPatch>) {
         loop {
             {
                 let state = &mut *self.0.state.lock();
@@ -186,19 +189,19 @@ impl Controller {
                 {
                     queue.queued.remove(&id);
                     self.0.metrics.dequeues.inc();
-                    let patch = state.inventory.patch(&id, &now());
+                    let patch = state.index.build_patch(&id, &timestamp());
                     return (id, patch);
                 }
             }
-            self.0.added.notified().await;
+            self.0.queue_changed.notified().await;
         }
     }
 
-    async fn write(&self, id: Id, patch: Patch) {
-        let (kind, name) = (id.0.info().name, id.1.clone());
+    async fn write_status(&self, id: ObjectId, patch: StatusPatch) {
+        let (kind, name) = (id.kind.info().name, id.name.clone());
         let metrics = &self.0.metrics;
         let sent_at = Instant::now();
-        let ended = timeout(self.0.patch_timeout, self.send(&id, &patch.body)).await;
+        let ended = timeout(self.0.patch_timeout, self.send_patch(&id, &patch.body)).await;
         if ended.is_ok() {
             metrics.duration.observe(sent_at.elapsed().as_secs_f64());
         }
@@ -206,9 +209,9 @@ impl Controller {
             Ok(Ok(())) => {
                 metrics.patches.inc();
                 debug!(kind, object = %name, "status written");
-                self.0.state.lock().inventory.wrote(id, patch);
+                self.0.state.lock().index.record_write(id, patch);
             }
-            // The object is gone, or has changed: the watch will tell.
+            // The object is deleted or has changed. The watch reports it.
             Ok(Err(Error::Api(status))) if matches!(status.code, 404 | 409) => {
                 metrics.api_errors.inc();
                 debug!(kind, object = %name, code = status.code, "status not written");
@@ -226,8 +229,8 @@ impl Controller {
         }
     }
 
-    /// Sends a patch to the newest version of the API that is served.
-    async fn send(&self, (kind, name): &Id, body: &Value) -> Result<(), Error> {
+    /// Sends a patch in the newest API version that is served.
+    async fn send_patch(&self, ObjectId { kind, name }: &ObjectId, body: &Value) -> Result<(), Error> {
         let info = kind.info();
         let params = PatchParams {
             field_manager: Some(CONTROLLER_NAME.to_owned()),
@@ -240,7 +243,7 @@ impl Controller {
             body["apiVersion"] = json!(resource.api_version);
             let api: Api<DynamicObject> = Api::namespaced_with(self.0.client.clone(), &name.namespace, &resource);
             match api.patch_status(&name.name, &params, &Body::Merge(&body)).await {
-                // There may be no such object, or no such version.
+                // The object or the API version does not exist.
                 Err(Error::Api(status)) if status.code == 404 && versions.peek().is_some() => {}
                 Err(err) => return Err(err),
                 Ok(_) => break,
@@ -250,12 +253,12 @@ impl Controller {
     }
 }
 
-fn now() -> String {
+fn timestamp() -> String {
     let now = Timestamp::now();
-    // Statuses count in seconds.
+    // Times in statuses have a resolution of one second.
     Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
 const MAX_QUEUED: usize = 10_000;
 
-const LOOK_INTERVAL: Duration = Duration::from_secs(10);
+const RESYNC_INTERVAL: Duration = Duration::from_secs(10);

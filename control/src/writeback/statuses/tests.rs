@@ -1,4 +1,4 @@
-//! Statuses as tables, what is preserved, and which objects a change concerns.
+//! Tests of statuses: tables, preserved entries, and the objects that a change affects.
 
 use serde_json::{Value, json};
 
@@ -9,11 +9,11 @@ use crate::resources::unreadable::Unreadable;
 
 const POLICY: &str = "policy.linkerd.io";
 
-struct World(Inventory);
+struct TestIndex(StatusIndex);
 
-impl World {
+impl TestIndex {
     fn new() -> Self {
-        Self(Inventory::new(
+        Self(StatusIndex::new(
             vec!["10.0.0.0/8".parse().unwrap()],
             "linkerd-egress".to_owned(),
         ))
@@ -22,7 +22,7 @@ impl World {
     fn apply(&mut self, kind: Kind, manifest: Value) -> Vec<String> {
         let object = resources::decode(kind, manifest).unwrap();
         let concerned = self.0.apply(&object);
-        concerned.iter().map(|(_, name)| name.name.to_string()).collect()
+        concerned.iter().map(|id| id.name.name.to_string()).collect()
     }
 
     fn service(&mut self, name: &str, cluster_ip: &str) -> Vec<String> {
@@ -39,16 +39,14 @@ impl World {
     }
 
     fn route(&mut self, kind: Kind, name: &str, parents: Value, backends: Value) -> Vec<String> {
-        self.route_with(kind, name, "1", parents, backends, json!([]))
+        self.route_with(kind, (name, "1"), (parents, backends), json!([]))
     }
 
     fn route_with(
         &mut self,
         kind: Kind,
-        name: &str,
-        version: &str,
-        parents: Value,
-        backends: Value,
+        (name, version): (&str, &str),
+        (parents, backends): (Value, Value),
         statuses: Value,
     ) -> Vec<String> {
         let metadata = json!({"name": name, "namespace": "shop", "generation": 4, "resourceVersion": version});
@@ -60,14 +58,14 @@ impl World {
     }
 
     fn patch(&self, kind: Kind, name: &str) -> Option<Value> {
-        let id = (kind, Name::new("shop", name));
-        self.0.patch(&id, "2026-01-01T00:00:00Z").map(|patch| patch.body)
+        let id = ObjectId::new(kind, Name::new("shop", name));
+        self.0.build_patch(&id, "2026-01-01T00:00:00Z").map(|patch| patch.body)
     }
 
-    /// What our conditions say, as `parent: type=status reason`.
-    fn told(&self, kind: Kind, name: &str) -> Vec<String> {
-        let body = self.patch(kind, name).expect("there is something to write");
-        let mut told = Vec::new();
+    /// Returns our conditions, as `parent: type=status reason`.
+    fn conditions_of(&self, kind: Kind, name: &str) -> Vec<String> {
+        let body = self.patch(kind, name).expect("there is a patch");
+        let mut found = Vec::new();
         for parent in body["status"]["parents"].as_array().unwrap() {
             assert_eq!(parent["controllerName"], "linkerd.io/policy-controller");
             let parent_ref = &parent["parentRef"];
@@ -80,10 +78,10 @@ impl World {
                 assert_eq!(condition["observedGeneration"], 4);
                 let [what, status, reason] =
                     ["type", "status", "reason"].map(|field| condition[field].as_str().unwrap());
-                told.push(format!("{group}/{kind}/{name}{port}: {what}={status} {reason}"));
+                found.push(format!("{group}/{kind}/{name}{port}: {what}={status} {reason}"));
             }
         }
-        told
+        found
     }
 }
 
@@ -97,16 +95,16 @@ fn server_ref(name: &str) -> Value {
 
 #[test]
 fn a_route_is_accepted_by_parents_that_exist() {
-    let mut world = World::new();
-    world.service("web", "10.96.0.7");
-    world.service("headless", "None");
-    world.server("srv");
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    index.service("headless", "None");
+    index.server("srv");
     let parents = json!([
         server_ref("srv"), server_ref("gone"), service_ref("web"), service_ref("headless"), service_ref("gone"),
         {"group": "core", "kind": "service", "name": "web"},
         {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "edge"},
     ]);
-    world.route(
+    index.route(
         Kind::PolicyHttpRoute,
         "r",
         parents,
@@ -115,7 +113,7 @@ fn a_route_is_accepted_by_parents_that_exist() {
     let resolved = |parent: &str| format!("core/Service/{parent}: ResolvedRefs=True ResolvedRefs");
     let refused = |parent: &str| format!("core/Service/{parent}: Accepted=False NoMatchingParent");
     assert_eq!(
-        world.told(Kind::PolicyHttpRoute, "r"),
+        index.conditions_of(Kind::PolicyHttpRoute, "r"),
         [
             "policy.linkerd.io/Server/srv: Accepted=True Accepted".to_owned(),
             "policy.linkerd.io/Server/gone: Accepted=False NoMatchingParent".to_owned(),
@@ -129,11 +127,11 @@ fn a_route_is_accepted_by_parents_that_exist() {
             resolved("web"),
         ]
     );
-    let body = world.patch(Kind::PolicyHttpRoute, "r").unwrap();
+    let body = index.patch(Kind::PolicyHttpRoute, "r").unwrap();
     assert_eq!(
         (&body["kind"], &body["metadata"]),
         (&json!("HTTPRoute"), &json!({"name": "r", "resourceVersion": "1"})),
-        "what others write meanwhile is not overwritten"
+        "concurrent changes of other controllers are not overwritten"
     );
     let headless = &body["status"]["parents"][3];
     assert_eq!(
@@ -144,16 +142,15 @@ fn a_route_is_accepted_by_parents_that_exist() {
     assert_eq!(headless["parentRef"]["namespace"], "shop");
 }
 
-/// Applies a route as it is.
-fn apply_route(world: &mut World, kind: Kind, metadata: Value, spec: Value) -> Vec<String> {
-    world.apply(kind, json!({"metadata": metadata, "spec": spec}))
+fn apply_route(index: &mut TestIndex, kind: Kind, metadata: Value, spec: Value) -> Vec<String> {
+    index.apply(kind, json!({"metadata": metadata, "spec": spec}))
 }
 
-/// The first condition of the first parent: `status reason: message`.
-fn first(world: &World, kind: Kind, namespace: &str, name: &str) -> String {
-    let patch = world
+/// Returns the first condition of the first parent, as `status reason: message`.
+fn first_condition(index: &TestIndex, kind: Kind, namespace: &str, name: &str) -> String {
+    let patch = index
         .0
-        .patch(&(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z")
+        .build_patch(&ObjectId::new(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z")
         .unwrap();
     let condition = &patch.body["status"]["parents"][0]["conditions"][0];
     let [status, reason, message] = ["status", "reason", "message"].map(|field| condition[field].as_str().unwrap());
@@ -161,7 +158,7 @@ fn first(world: &World, kind: Kind, namespace: &str, name: &str) -> String {
 }
 
 #[test]
-fn of_routes_that_take_the_same_connections_the_oldest_is_accepted() {
+fn the_oldest_route_for_the_same_connections_is_accepted() {
     let metadata = |namespace: &str, name: &str, day: u8| json!({"name": name, "namespace": namespace, "creationTimestamp": format!("2026-01-0{day}T00:00:00Z")});
     let web = |port: Option<u16>| {
         let mut parent = json!({"group": "", "kind": "Service", "name": "web", "namespace": "shop"});
@@ -173,147 +170,155 @@ fn of_routes_that_take_the_same_connections_the_oldest_is_accepted() {
     let spec = |port, hosts: &[&str]| json!({"parentRefs": [web(port)], "hostnames": hosts, "rules": [{}]});
     let accepted = "True Accepted: ";
     let older =
-        |name: &str| format!("False RouteReasonConflicted: shop/{name} is older and takes the same connections");
+        |name: &str| format!("False RouteReasonConflicted: shop/{name} is older and matches the same connections");
     let tcp = Kind::TcpRoute;
-    let mut world = World::new();
-    world.service("web", "10.96.0.7");
-    apply_route(&mut world, tcp, metadata("shop", "b", 1), spec(Some(80), &[]));
-    let concerned = apply_route(&mut world, tcp, metadata("shop", "a", 2), spec(Some(80), &[]));
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    apply_route(&mut index, tcp, metadata("shop", "b", 1), spec(Some(80), &[]));
+    let concerned = apply_route(&mut index, tcp, metadata("shop", "a", 2), spec(Some(80), &[]));
     assert_eq!(concerned, ["a", "b"]);
-    apply_route(&mut world, tcp, metadata("shop", "c", 1), spec(None, &[]));
-    apply_route(&mut world, tcp, metadata("shop", "d", 3), spec(Some(81), &[]));
-    // Nobody sees this one beside those of the Service's namespace.
-    apply_route(&mut world, tcp, metadata("other", "z", 2), spec(Some(82), &[]));
-    let told = |name: &str| first(&world, tcp, "shop", name);
-    assert_eq!(told("b"), accepted);
-    assert_eq!(told("a"), older("b"));
-    assert_eq!(told("c"), older("b"));
-    assert_eq!(told("d"), older("c"));
-    assert_eq!(first(&world, tcp, "other", "z"), older("c"));
+    apply_route(&mut index, tcp, metadata("shop", "c", 1), spec(None, &[]));
+    apply_route(&mut index, tcp, metadata("shop", "d", 3), spec(Some(81), &[]));
+    // Clients do not see this route together with those of the Service's namespace.
+    apply_route(&mut index, tcp, metadata("other", "z", 2), spec(Some(82), &[]));
+    let condition_of = |name: &str| first_condition(&index, tcp, "shop", name);
+    assert_eq!(condition_of("b"), accepted);
+    assert_eq!(condition_of("a"), older("b"));
+    assert_eq!(condition_of("c"), older("b"));
+    assert_eq!(condition_of("d"), older("c"));
+    assert_eq!(first_condition(&index, tcp, "other", "z"), older("c"));
     let tls = Kind::TlsRoute;
-    let mut world = World::new();
-    world.service("web", "10.96.0.7");
-    apply_route(&mut world, tls, metadata("shop", "a", 1), spec(Some(80), &["a.b"]));
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    apply_route(&mut index, tls, metadata("shop", "a", 1), spec(Some(80), &["a.b"]));
     apply_route(
-        &mut world,
+        &mut index,
         tls,
         metadata("shop", "b", 2),
         spec(Some(80), &["c.d", "a.b"]),
     );
-    apply_route(&mut world, tls, metadata("shop", "c", 3), spec(Some(80), &["e.f"]));
-    let told = |name: &str| first(&world, tls, "shop", name);
-    assert_eq!((told("a").as_str(), told("c").as_str()), (accepted, accepted));
-    assert_eq!(told("b"), older("a"));
+    apply_route(&mut index, tls, metadata("shop", "c", 3), spec(Some(80), &["e.f"]));
+    let condition_of = |name: &str| first_condition(&index, tls, "shop", name);
+    assert_eq!(
+        (condition_of("a").as_str(), condition_of("c").as_str()),
+        (accepted, accepted)
+    );
+    assert_eq!(condition_of("b"), older("a"));
 }
 
 #[test]
-fn a_route_that_nobody_would_see_is_not_accepted() {
-    let mut world = World::new();
-    world.server("srv");
+fn a_route_without_a_matching_parent_is_not_accepted() {
+    let mut index = TestIndex::new();
+    index.server("srv");
     let opaque = json!({"podSelector": {}, "port": 81, "proxyProtocol": "opaque"});
-    world.apply(
+    index.apply(
         Kind::Server,
         json!({"metadata": {"name": "opaque", "namespace": "shop"}, "spec": opaque}),
     );
     for namespace in ["shop", "linkerd-egress"] {
-        world.apply(
+        index.apply(
             Kind::EgressNetwork,
             json!({"metadata": {"name": "net", "namespace": namespace}, "spec": {"trafficPolicy": "Allow"}}),
         );
     }
-    let mut told = |kind: Kind, parent: Value| {
+    let mut condition_of = |kind: Kind, parent: Value| {
         apply_route(
-            &mut world,
+            &mut index,
             kind,
             json!({"name": "r", "namespace": "shop"}),
             json!({"parentRefs": [parent], "rules": [{}]}),
         );
-        first(&world, kind, "shop", "r")
+        first_condition(&index, kind, "shop", "r")
     };
     let other = json!({"group": POLICY, "kind": "Server", "name": "srv", "namespace": "other"});
-    assert_eq!(told(Kind::PolicyHttpRoute, other), "False NoMatchingParent: ");
-    assert!(told(Kind::PolicyHttpRoute, server_ref("srv")).starts_with("True"));
+    assert_eq!(condition_of(Kind::PolicyHttpRoute, other), "False NoMatchingParent: ");
+    assert!(condition_of(Kind::PolicyHttpRoute, server_ref("srv")).starts_with("True"));
     assert_eq!(
-        told(Kind::PolicyHttpRoute, server_ref("opaque")),
-        "False NoMatchingParent: the Server's proxyProtocol is opaque, which has no routes of this kind"
+        condition_of(Kind::PolicyHttpRoute, server_ref("opaque")),
+        "False NoMatchingParent: the Server's proxyProtocol is opaque, which does not support routes of this kind"
     );
-    assert!(told(Kind::GrpcRoute, server_ref("srv")).starts_with("False NoMatchingParent: the Server's"));
+    assert!(condition_of(Kind::GrpcRoute, server_ref("srv")).starts_with("False NoMatchingParent: the Server's"));
     let port = json!({"group": POLICY, "kind": "Server", "name": "srv", "port": 80});
-    assert!(told(Kind::PolicyHttpRoute, port).starts_with("False UnsupportedValue: the parentRef has a port"));
+    assert!(condition_of(Kind::PolicyHttpRoute, port).starts_with("False UnsupportedValue: the parentRef has a port"));
     let network = |namespace: &str| json!({"group": POLICY, "kind": "EgressNetwork", "name": "net", "namespace": namespace, "port": 443});
-    assert!(told(Kind::TcpRoute, network("shop")).starts_with("True"));
-    assert!(told(Kind::TcpRoute, network("linkerd-egress")).starts_with("True"));
-    world.apply(
+    assert!(condition_of(Kind::TcpRoute, network("shop")).starts_with("True"));
+    assert!(condition_of(Kind::TcpRoute, network("linkerd-egress")).starts_with("True"));
+    index.apply(
         Kind::EgressNetwork,
         json!({"metadata": {"name": "net", "namespace": "third"}, "spec": {"trafficPolicy": "Allow"}}),
     );
     apply_route(
-        &mut world,
+        &mut index,
         Kind::TcpRoute,
         json!({"name": "r", "namespace": "shop"}),
         json!({"parentRefs": [network("third")], "rules": [{}]}),
     );
     assert_eq!(
-        first(&world, Kind::TcpRoute, "shop", "r"),
-        "False NoMatchingParent: the parent is in another namespace; routes of that namespace only are served"
+        first_condition(&index, Kind::TcpRoute, "shop", "r"),
+        "False NoMatchingParent: the parent is in another namespace and accepts only routes of its own namespace"
     );
-    // A Server of another namespace is none for this route, although it exists.
-    world.apply(
+    // A Server of another namespace is not a valid parent, although it exists.
+    index.apply(
         Kind::Server,
         json!({"metadata": {"name": "srv", "namespace": "other"}, "spec": {"podSelector": {}, "port": 80}}),
     );
     let other = json!({"group": POLICY, "kind": "Server", "name": "srv", "namespace": "other"});
     apply_route(
-        &mut world,
+        &mut index,
         Kind::PolicyHttpRoute,
         json!({"name": "r", "namespace": "shop"}),
         json!({"parentRefs": [other], "rules": [{}]}),
     );
-    assert!(first(&world, Kind::PolicyHttpRoute, "shop", "r").contains("another namespace"));
+    assert!(first_condition(&index, Kind::PolicyHttpRoute, "shop", "r").contains("another namespace"));
 }
 
 #[test]
-fn a_route_that_asks_for_what_no_proxy_does_says_so() {
-    let told = |kind: Kind, parent: Value, rule: Value| {
-        let mut world = World::new();
-        world.service("web", "10.96.0.7");
-        world.server("srv");
+fn a_route_with_unsupported_features_is_not_accepted() {
+    let condition_of = |kind: Kind, parent: Value, rule: Value| {
+        let mut index = TestIndex::new();
+        index.service("web", "10.96.0.7");
+        index.server("srv");
         apply_route(
-            &mut world,
+            &mut index,
             kind,
             json!({"name": "r", "namespace": "shop"}),
             json!({"parentRefs": [parent], "rules": [rule]}),
         );
-        first(&world, kind, "shop", "r")
+        first_condition(&index, kind, "shop", "r")
     };
     let rewrite = json!({"filters": [{"type": "URLRewrite", "urlRewrite": {"hostname": "x"}}]});
     assert_eq!(
-        told(Kind::GatewayHttpRoute, service_ref("web"), rewrite.clone()),
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), rewrite.clone()),
         "False UnsupportedValue: filter URLRewrite is not supported by the mesh"
     );
     let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": rewrite["filters"]}]});
-    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone()).starts_with("False UnsupportedValue"));
-    assert!(told(Kind::GatewayHttpRoute, server_ref("srv"), of_backend).starts_with("True"));
+    assert!(
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone())
+            .starts_with("False UnsupportedValue")
+    );
+    assert!(condition_of(Kind::GatewayHttpRoute, server_ref("srv"), of_backend).starts_with("True"));
     let response =
         json!({"filters": [{"type": "ResponseHeaderModifier", "responseHeaderModifier": {"remove": ["x"]}}]});
-    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), response.clone()).starts_with("True"));
+    assert!(condition_of(Kind::GatewayHttpRoute, service_ref("web"), response.clone()).starts_with("True"));
     for (kind, parent) in [
         (Kind::GatewayHttpRoute, server_ref("srv")),
         (Kind::PolicyHttpRoute, server_ref("srv")),
         (Kind::GrpcRoute, service_ref("web")),
     ] {
         assert!(
-            told(kind, parent, response.clone()).starts_with("False UnsupportedValue"),
+            condition_of(kind, parent, response.clone()).starts_with("False UnsupportedValue"),
             "{kind:?}"
         );
     }
     let regex = json!({"matches": [{"path": {"type": "RegularExpression", "value": "("}}]});
-    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), regex).starts_with("False UnsupportedValue: regular"));
+    assert!(
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), regex).starts_with("False UnsupportedValue: regular")
+    );
 }
 
 #[test]
-fn an_external_workload_that_claims_an_address_of_somebody_else_is_refused() {
-    let mut world = World::new();
+fn an_external_workload_with_a_taken_address_is_not_accepted() {
+    let mut index = TestIndex::new();
     let kind = Kind::ExternalWorkload;
     let ready = json!({"type": "Ready", "status": "True", "lastProbeTime": "2026-01-01T00:00:00Z"});
     let workload = |version: &str, conditions: Value| {
@@ -323,18 +328,18 @@ fn an_external_workload_that_claims_an_address_of_somebody_else_is_refused() {
             "status": {"conditions": conditions},
         })
     };
-    world.apply(kind, workload("7", json!([ready])));
-    assert_eq!(world.patch(kind, "vm"), None, "nothing is said of an honest one");
+    index.apply(kind, workload("7", json!([ready])));
+    assert_eq!(index.patch(kind, "vm"), None, "no condition without a conflict");
     let pod = json!({
         "metadata": {"name": "web", "namespace": "other"},
         "spec": {"containers": []},
         "status": {"podIP": "10.1.0.1", "phase": "Running"},
     });
-    assert_eq!(world.apply(Kind::Pod, pod.clone()), ["vm"]);
-    let body = world.patch(kind, "vm").unwrap();
+    assert_eq!(index.apply(Kind::Pod, pod.clone()), ["vm"]);
+    let body = index.patch(kind, "vm").unwrap();
     assert_eq!(
         body["metadata"]["resourceVersion"], "7",
-        "what others write meanwhile is not overwritten"
+        "concurrent changes of other controllers are not overwritten"
     );
     let refused = json!({
         "type": "Accepted", "status": "False", "reason": "AddressTaken",
@@ -342,24 +347,24 @@ fn an_external_workload_that_claims_an_address_of_somebody_else_is_refused() {
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     });
     assert_eq!(body["status"]["conditions"], json!([ready, refused]));
-    world.apply(kind, workload("8", json!([ready, refused])));
-    assert_eq!(world.patch(kind, "vm"), None);
+    index.apply(kind, workload("8", json!([ready, refused])));
+    assert_eq!(index.patch(kind, "vm"), None);
     let mut over = pod;
     over["status"]["phase"] = json!("Succeeded");
-    assert_eq!(world.apply(Kind::Pod, over), ["vm"]);
+    assert_eq!(index.apply(Kind::Pod, over), ["vm"]);
     assert_eq!(
-        world.patch(kind, "vm").unwrap()["status"]["conditions"][1]["status"],
+        index.patch(kind, "vm").unwrap()["status"]["conditions"][1]["status"],
         "True"
     );
-    assert_eq!(world.service("api", "10.1.0.1"), ["vm"]);
-    let told = world.patch(kind, "vm").unwrap();
-    let message = &told["status"]["conditions"][1]["message"];
+    assert_eq!(index.service("api", "10.1.0.1"), ["vm"]);
+    let patch = index.patch(kind, "vm").unwrap();
+    let message = &patch["status"]["conditions"][1]["message"];
     assert_eq!(message, "10.1.0.1 is an address of Service shop/api; it is not served");
 }
 
 #[test]
 fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
-    let mut world = World::new();
+    let mut index = TestIndex::new();
     let kind = Kind::ExternalWorkload;
     let workload = |namespace: &str, name: &str, day: u8, port: u16| {
         json!({
@@ -368,44 +373,44 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
                      "workloadIPs": [{"ip": "10.2.0.1"}]},
         })
     };
-    let told = |world: &World, namespace: &str, name: &str| {
-        let patch = world
+    let condition_of = |index: &TestIndex, namespace: &str, name: &str| {
+        let patch = index
             .0
-            .patch(&(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z");
+            .build_patch(&ObjectId::new(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z");
         patch.map(|patch| patch.body["status"]["conditions"][0]["message"].to_string())
     };
-    world.apply(kind, workload("evil", "vm", 3, 90));
-    assert_eq!(told(&world, "evil", "vm"), None);
+    index.apply(kind, workload("evil", "vm", 3, 90));
+    assert_eq!(condition_of(&index, "evil", "vm"), None);
     assert!(
-        world
+        index
             .apply(kind, workload("shop", "db", 2, 80))
             .contains(&"vm".to_owned())
     );
     let of_other = "\"10.2.0.1 is an address of ExternalWorkload shop/db; it is not served\"";
-    assert_eq!(told(&world, "evil", "vm").as_deref(), Some(of_other));
-    assert_eq!(told(&world, "shop", "db"), None);
-    // In one namespace ports tell them apart.
-    world.apply(kind, workload("shop", "web", 4, 90));
-    assert_eq!(told(&world, "shop", "web"), None);
-    world.apply(kind, workload("shop", "web", 4, 80));
-    assert_eq!(told(&world, "shop", "web").as_deref(), Some(of_other));
-    let freed = world.0.delete(&(kind, Name::new("shop", "db")));
-    assert!(freed.contains(&(kind, Name::new("evil", "vm"))));
-    assert_eq!(told(&world, "evil", "vm"), None);
+    assert_eq!(condition_of(&index, "evil", "vm").as_deref(), Some(of_other));
+    assert_eq!(condition_of(&index, "shop", "db"), None);
+    // In one namespace several workloads can share an address if their ports differ.
+    index.apply(kind, workload("shop", "web", 4, 90));
+    assert_eq!(condition_of(&index, "shop", "web"), None);
+    index.apply(kind, workload("shop", "web", 4, 80));
+    assert_eq!(condition_of(&index, "shop", "web").as_deref(), Some(of_other));
+    let freed = index.0.delete(&ObjectId::new(kind, Name::new("shop", "db")));
+    assert!(freed.contains(&ObjectId::new(kind, Name::new("evil", "vm"))));
+    assert_eq!(condition_of(&index, "evil", "vm"), None);
 }
 
 #[test]
 fn backends_must_exist_and_be_services_or_egress_networks() {
     let check = |backends: Value, expected: &str| {
-        let mut world = World::new();
-        world.service("web", "10.96.0.7");
-        world.apply(
+        let mut index = TestIndex::new();
+        index.service("web", "10.96.0.7");
+        index.apply(
             Kind::EgressNetwork,
             json!({"metadata": {"name": "net", "namespace": "shop"}, "spec": {"trafficPolicy": "Allow"}}),
         );
-        world.route(Kind::GatewayHttpRoute, "r", json!([service_ref("web")]), backends);
+        index.route(Kind::GatewayHttpRoute, "r", json!([service_ref("web")]), backends);
         assert_eq!(
-            world.told(Kind::GatewayHttpRoute, "r")[1],
+            index.conditions_of(Kind::GatewayHttpRoute, "r")[1],
             format!("core/Service/web:80: ResolvedRefs={expected}")
         );
     };
@@ -431,50 +436,52 @@ fn backends_must_exist_and_be_services_or_egress_networks() {
 
 #[test]
 fn the_more_specific_protocol_wins_the_same_port() {
-    let mut world = World::new();
-    world.service("web", "10.96.0.7");
-    let accepted = |world: &World, kind, name: &str| world.told(kind, name)[0].contains("Accepted=True");
-    world.route(Kind::GatewayHttpRoute, "http", json!([service_ref("web")]), json!([]));
-    assert!(accepted(&world, Kind::GatewayHttpRoute, "http"));
-    let concerned = world.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
-    assert_eq!(concerned, ["http", "grpc"], "in the order of kinds");
-    assert!(accepted(&world, Kind::GrpcRoute, "grpc"));
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    let accepted = |index: &TestIndex, kind, name: &str| index.conditions_of(kind, name)[0].contains("Accepted=True");
+    index.route(Kind::GatewayHttpRoute, "http", json!([service_ref("web")]), json!([]));
+    assert!(accepted(&index, Kind::GatewayHttpRoute, "http"));
+    let concerned = index.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
+    assert_eq!(concerned, ["http", "grpc"], "ordered by kind");
+    assert!(accepted(&index, Kind::GrpcRoute, "grpc"));
     assert_eq!(
-        world.told(Kind::GatewayHttpRoute, "http")[0],
+        index.conditions_of(Kind::GatewayHttpRoute, "http")[0],
         "core/Service/web:80: Accepted=False RouteReasonConflicted"
     );
-    // Another port is another parent.
+    // A reference to another port is a different parent.
     let elsewhere = json!([{"group": "", "kind": "Service", "name": "web", "port": 81}]);
-    world.route(Kind::GatewayHttpRoute, "elsewhere", elsewhere, json!([]));
-    assert!(accepted(&world, Kind::GatewayHttpRoute, "elsewhere"));
-    let freed = world.0.delete(&(Kind::GrpcRoute, Name::new("shop", "grpc")));
-    assert!(freed.contains(&(Kind::GatewayHttpRoute, Name::new("shop", "http"))));
-    assert!(accepted(&world, Kind::GatewayHttpRoute, "http"));
+    index.route(Kind::GatewayHttpRoute, "elsewhere", elsewhere, json!([]));
+    assert!(accepted(&index, Kind::GatewayHttpRoute, "elsewhere"));
+    let freed = index
+        .0
+        .delete(&ObjectId::new(Kind::GrpcRoute, Name::new("shop", "grpc")));
+    assert!(freed.contains(&ObjectId::new(Kind::GatewayHttpRoute, Name::new("shop", "http"))));
+    assert!(accepted(&index, Kind::GatewayHttpRoute, "http"));
 }
 
 #[test]
 fn routes_of_a_network_are_accepted_with_it() {
-    let mut world = World::new();
+    let mut index = TestIndex::new();
     let network = |net: &str| {
         let metadata = json!({"name": "net", "namespace": "shop", "generation": 4, "resourceVersion": net});
         json!({"metadata": metadata, "spec": {"trafficPolicy": "Allow", "networks": [{"cidr": net}]}})
     };
     let parent = json!([{"group": POLICY, "kind": "EgressNetwork", "name": "net", "port": 443}]);
-    world.apply(Kind::EgressNetwork, network("192.0.2.0/24"));
-    world.route(Kind::GatewayHttpRoute, "r", parent, json!([]));
-    let told = |world: &World| world.told(Kind::GatewayHttpRoute, "r")[0].clone();
+    index.apply(Kind::EgressNetwork, network("192.0.2.0/24"));
+    index.route(Kind::GatewayHttpRoute, "r", parent, json!([]));
+    let condition_of = |index: &TestIndex| index.conditions_of(Kind::GatewayHttpRoute, "r")[0].clone();
     assert_eq!(
-        told(&world),
+        condition_of(&index),
         "policy.linkerd.io/EgressNetwork/net:443: Accepted=True Accepted"
     );
-    let own = world.patch(Kind::EgressNetwork, "net").unwrap();
+    let own = index.patch(Kind::EgressNetwork, "net").unwrap();
     assert_eq!(own["status"]["conditions"][0]["status"], "True");
-    assert_eq!(world.apply(Kind::EgressNetwork, network("10.1.0.0/16")), ["net", "r"]);
+    assert_eq!(index.apply(Kind::EgressNetwork, network("10.1.0.0/16")), ["net", "r"]);
     assert_eq!(
-        told(&world),
+        condition_of(&index),
         "policy.linkerd.io/EgressNetwork/net:443: Accepted=False NoMatchingParent"
     );
-    let own = &world.patch(Kind::EgressNetwork, "net").unwrap()["status"]["conditions"][0];
+    let own = &index.patch(Kind::EgressNetwork, "net").unwrap()["status"]["conditions"][0];
     assert_eq!(own["reason"], "EgressReasonNetworkOverlap");
     let message = own["message"].as_str().unwrap();
     assert!(
@@ -485,14 +492,14 @@ fn routes_of_a_network_are_accepted_with_it() {
 
 #[test]
 fn the_oldest_rate_limit_of_a_server_holds() {
-    let mut world = World::new();
+    let mut index = TestIndex::new();
     let limit = |name: &str, created: &str| {
         let metadata = json!({"name": name, "namespace": "shop", "creationTimestamp": created, "generation": 4});
         let target = json!({"group": POLICY, "kind": "Server", "name": "srv"});
         json!({"metadata": metadata, "spec": {"targetRef": target, "total": {"requestsPerSecond": 5}}})
     };
-    let reason = |world: &World, name: &str| {
-        let status = world.patch(Kind::RateLimitPolicy, name).unwrap()["status"].take();
+    let reason = |index: &TestIndex, name: &str| {
+        let status = index.patch(Kind::RateLimitPolicy, name).unwrap()["status"].take();
         assert_eq!(
             status["targetRef"],
             json!({"group": POLICY, "kind": "Server", "name": "srv"})
@@ -505,34 +512,36 @@ fn the_oldest_rate_limit_of_a_server_holds() {
             condition["reason"].as_str().unwrap()
         )
     };
-    world.apply(Kind::RateLimitPolicy, limit("young", "2026-01-02T00:00:00Z"));
-    assert_eq!(reason(&world, "young"), "False NoMatchingTarget");
-    assert_eq!(world.server("srv"), ["young"]);
-    assert_eq!(reason(&world, "young"), "True Accepted");
-    let concerned = world.apply(Kind::RateLimitPolicy, limit("old", "2026-01-01T00:00:00Z"));
+    index.apply(Kind::RateLimitPolicy, limit("young", "2026-01-02T00:00:00Z"));
+    assert_eq!(reason(&index, "young"), "False NoMatchingTarget");
+    assert_eq!(index.server("srv"), ["young"]);
+    assert_eq!(reason(&index, "young"), "True Accepted");
+    let concerned = index.apply(Kind::RateLimitPolicy, limit("old", "2026-01-01T00:00:00Z"));
     assert_eq!(concerned, ["old", "young"]);
-    assert_eq!(reason(&world, "old"), "True Accepted");
-    assert_eq!(reason(&world, "young"), "False RateLimitReasonAlreadyExists");
-    world.0.delete(&(Kind::RateLimitPolicy, Name::new("shop", "old")));
-    assert_eq!(reason(&world, "young"), "True Accepted");
+    assert_eq!(reason(&index, "old"), "True Accepted");
+    assert_eq!(reason(&index, "young"), "False RateLimitReasonAlreadyExists");
+    index
+        .0
+        .delete(&ObjectId::new(Kind::RateLimitPolicy, Name::new("shop", "old")));
+    assert_eq!(reason(&index, "young"), "True Accepted");
     for protocol in ["gRPC", "opaque", "TLS"] {
         let server = json!({
             "metadata": {"name": "srv", "namespace": "shop"},
             "spec": {"podSelector": {}, "port": 80, "proxyProtocol": protocol},
         });
-        world.apply(Kind::Server, server);
-        assert_eq!(reason(&world, "young"), "False UnsupportedValue", "{protocol}");
+        index.apply(Kind::Server, server);
+        assert_eq!(reason(&index, "young"), "False UnsupportedValue", "{protocol}");
     }
 }
 
-/// What the API server would hold after a patch.
+/// Returns the parents in the status after a patch.
 fn statuses(body: &Value) -> Value {
     body["status"]["parents"].clone()
 }
 
 #[test]
 fn only_what_changed_is_written_and_other_controllers_are_left_alone() {
-    let mut world = World::new();
+    let mut index = TestIndex::new();
     let kind = Kind::GatewayHttpRoute;
     let parents = json!([service_ref("web")]);
     let foreign = json!({
@@ -541,87 +550,83 @@ fn only_what_changed_is_written_and_other_controllers_are_left_alone() {
         "conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted", "message": "",
             "lastTransitionTime": "2025-05-05T00:00:00Z"}],
     });
-    world.route_with(kind, "r", "1", parents.clone(), json!([]), json!([foreign]));
-    let body = world.patch(kind, "r").unwrap();
+    index.route_with(kind, ("r", "1"), (parents.clone(), json!([])), json!([foreign]));
+    let body = index.patch(kind, "r").unwrap();
     assert_eq!(statuses(&body)[0], foreign);
     assert_eq!(
         body["metadata"]["resourceVersion"], "1",
-        "what the other wrote meanwhile is not overwritten"
+        "concurrent changes of another controller are not overwritten"
     );
     assert_eq!(statuses(&body)[1]["conditions"][0]["status"], "False");
-    // As it was written, and in whatever place: nothing to do.
+    // The status as written, in a different order: no patch.
     let ours = statuses(&body)[1].clone();
-    world.route_with(kind, "r", "2", parents.clone(), json!([]), json!([ours, foreign]));
-    assert_eq!(world.patch(kind, "r"), None);
-    // The parent comes: one condition turns, the other keeps its time.
-    assert_eq!(world.service("web", "10.96.0.7"), ["r"]);
+    index.route_with(kind, ("r", "2"), (parents.clone(), json!([])), json!([ours, foreign]));
+    assert_eq!(index.patch(kind, "r"), None);
+    // The parent is created: one condition changes, the other keeps its time.
+    assert_eq!(index.service("web", "10.96.0.7"), ["r"]);
     let mut old = ours;
     for condition in old["conditions"].as_array_mut().unwrap() {
         condition["lastTransitionTime"] = json!("2025-05-05T00:00:00Z");
     }
-    world.route_with(kind, "r", "3", parents, json!([]), json!([old]));
-    let conditions = &statuses(&world.patch(kind, "r").unwrap())[0]["conditions"];
+    index.route_with(kind, ("r", "3"), (parents, json!([])), json!([old]));
+    let conditions = &statuses(&index.patch(kind, "r").unwrap())[0]["conditions"];
     assert_eq!(conditions[0]["status"], "True");
     assert_eq!(conditions[0]["lastTransitionTime"], "2026-01-01T00:00:00Z");
     assert_eq!(conditions[1]["lastTransitionTime"], "2025-05-05T00:00:00Z");
-    // No parent of ours is left: our part goes, and with it the patch for routes that never had one.
-    world.route_with(kind, "r", "4", json!([]), json!([]), json!([old]));
-    assert_eq!(statuses(&world.patch(kind, "r").unwrap()), json!([]));
-    world.route(kind, "never", json!([]), json!([]));
-    assert_eq!(world.patch(kind, "never"), None);
+    // No parent in the mesh is left: our entries are removed. Routes that never had one get no patch.
+    index.route_with(kind, ("r", "4"), (json!([]), json!([])), json!([old]));
+    assert_eq!(statuses(&index.patch(kind, "r").unwrap()), json!([]));
+    index.route(kind, "never", json!([]), json!([]));
+    assert_eq!(index.patch(kind, "never"), None);
 }
 
 #[test]
 fn what_was_written_is_not_written_again_before_the_watch_reports_it() {
-    let mut world = World::new();
+    let mut index = TestIndex::new();
     let kind = Kind::GrpcRoute;
-    world.route(kind, "r", json!([service_ref("web")]), json!([]));
-    let id = (kind, Name::new("shop", "r"));
-    let patch = world.0.patch(&id, "2026-01-01T00:00:00Z").unwrap();
-    world.0.wrote(id, patch);
-    assert_eq!(world.patch(kind, "r"), None);
-    world.service("web", "10.96.0.7");
-    assert!(world.patch(kind, "r").is_some(), "something else changed meanwhile");
-    world.0.delete(&(Kind::Service, Name::new("shop", "web")));
-    assert_eq!(world.patch(kind, "r"), None);
-    // The report: somebody has wiped the status.
-    world.route_with(kind, "r", "2", json!([service_ref("web")]), json!([]), json!([]));
-    assert!(world.patch(kind, "r").is_some());
+    index.route(kind, "r", json!([service_ref("web")]), json!([]));
+    let id = ObjectId::new(kind, Name::new("shop", "r"));
+    let patch = index.0.build_patch(&id, "2026-01-01T00:00:00Z").unwrap();
+    index.0.record_write(id, patch);
+    assert_eq!(index.patch(kind, "r"), None);
+    index.service("web", "10.96.0.7");
+    assert!(index.patch(kind, "r").is_some(), "another change was applied");
+    index.0.delete(&ObjectId::new(Kind::Service, Name::new("shop", "web")));
+    assert_eq!(index.patch(kind, "r"), None);
+    // The watch reports that another client has removed the status.
+    index.route_with(kind, ("r", "2"), (json!([service_ref("web")]), json!([])), json!([]));
+    assert!(index.patch(kind, "r").is_some());
 }
 
 #[test]
 fn a_change_concerns_only_what_depends_on_it() {
-    let mut world = World::new();
-    world.route(Kind::GrpcRoute, "a", json!([service_ref("web")]), json!([]));
-    world.route(
+    let mut index = TestIndex::new();
+    index.route(Kind::GrpcRoute, "a", json!([service_ref("web")]), json!([]));
+    index.route(
         Kind::GrpcRoute,
         "b",
         json!([service_ref("api")]),
         json!([{"name": "web", "port": 80}]),
     );
-    world.route(Kind::GrpcRoute, "c", json!([service_ref("api")]), json!([]));
-    assert_eq!(world.service("web", "10.96.0.7"), ["a", "b"]);
-    assert_eq!(
-        world.service("web", "10.96.0.8"),
-        [""; 0],
-        "still a service with an address"
-    );
-    assert_eq!(world.service("web", "None"), ["a", "b"]);
+    index.route(Kind::GrpcRoute, "c", json!([service_ref("api")]), json!([]));
+    assert_eq!(index.service("web", "10.96.0.7"), ["a", "b"]);
+    assert_eq!(index.service("web", "10.96.0.8"), [""; 0], "it still has a ClusterIP");
+    assert_eq!(index.service("web", "None"), ["a", "b"]);
     let statuses = json!([{"parentRef": service_ref("api"), "controllerName": "x", "conditions": []}]);
     let parents = json!([service_ref("api")]);
-    let concerned = world.route_with(Kind::GrpcRoute, "c", "2", parents, json!([]), statuses);
-    assert_eq!(concerned, ["c"], "its rivals have nothing to do with its status");
+    let concerned = index.route_with(Kind::GrpcRoute, ("c", "2"), (parents, json!([])), statuses);
+    assert_eq!(concerned, ["c"], "the other routes of the parent are not affected");
 }
 
-/// A controller whose API server answers nothing.
-fn unanswered() -> Controller {
+/// A controller whose API server never responds.
+fn unresponsive_controller() -> Controller {
     let client = Client::new(
         tower::service_fn(|_: http::Request<kube::client::Body>| {
             std::future::pending::<Result<http::Response<kube::client::Body>, Infallible>>()
         }),
         "default",
     );
-    let settings = Statuses {
+    let settings = StatusesConfig {
         cluster_networks: Vec::new(),
         global_egress_namespace: "linkerd-egress".to_owned(),
         patch_timeout: Duration::from_secs(5),
@@ -629,7 +634,7 @@ fn unanswered() -> Controller {
     Controller::new(client, settings, &Registry::new())
 }
 
-/// A route of the Server of its name.
+/// A route whose parent is the Server of the same name.
 fn route(name: &str) -> Event {
     let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
     let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
@@ -637,8 +642,8 @@ fn route(name: &str) -> Event {
 }
 
 #[tokio::test]
-async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
-    let controller = unanswered();
+async fn only_changed_statuses_are_queued_and_only_while_leading() {
+    let controller = unresponsive_controller();
     let server = |name: &str| {
         let manifest =
             json!({"metadata": {"name": name, "namespace": "shop"}, "spec": {"podSelector": {}, "port": 80}});
@@ -647,21 +652,21 @@ async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
     let enqueued = || controller.0.metrics.enqueues.get();
     controller.apply(vec![route("a")]);
     assert_eq!(enqueued(), 0, "another process leads");
-    controller.0.state.lock().queue = Some(Queue::default());
+    controller.0.state.lock().queue = Some(StatusQueue::default());
     controller.apply(vec![route("b"), server("b"), server("unused")]);
     controller.apply(vec![route("b")]);
     assert_eq!(enqueued(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_patch_that_takes_too_long_is_counted_and_tried_again_at_the_next_look() {
-    let controller = unanswered();
+async fn a_timed_out_patch_is_counted_and_retried_at_the_next_resync() {
+    let controller = unresponsive_controller();
     controller.apply(vec![route("a")]);
-    controller.0.state.lock().queue = Some(Queue::default());
+    controller.0.state.lock().queue = Some(StatusQueue::default());
     let metrics = &controller.0.metrics;
     let start = Instant::now();
-    // Looks every 10 s, and patches that may take 5 s.
-    let look_on = async {
+    // The resync interval is 10 s, and a patch times out after 5 s.
+    let checks = async {
         for (seconds, enqueued, timed_out) in [(4, 1, 0), (6, 1, 1), (9, 1, 1), (11, 2, 1), (16, 2, 2), (21, 3, 2)] {
             tokio::time::sleep_until(start + Duration::from_secs(seconds)).await;
             assert_eq!(
@@ -672,28 +677,28 @@ async fn a_patch_that_takes_too_long_is_counted_and_tried_again_at_the_next_look
         }
     };
     tokio::select! {
-        never = controller.look_regularly() => match never {},
-        never = controller.work() => match never {},
-        () = look_on => {}
+        never = controller.resync_periodically() => match never {},
+        never = controller.run_worker() => match never {},
+        () = checks => {}
     }
     assert_eq!((metrics.patches.get(), metrics.api_errors.get()), (0, 0));
 }
 
 #[tokio::test]
-async fn what_does_not_fit_into_the_queue_is_counted() {
-    let controller = unanswered();
-    controller.0.state.lock().queue = Some(Queue::default());
+async fn queue_overflows_are_counted() {
+    let controller = unresponsive_controller();
+    controller.0.state.lock().queue = Some(StatusQueue::default());
     controller.apply((0..MAX_QUEUED + 3).map(|n| route(&n.to_string())).collect());
     let metrics = &controller.0.metrics;
     assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
-    // What is queued already needs no place.
+    // Objects that are queued already do not need space.
     let queued = controller.0.state.lock().queue.as_ref().unwrap().waiting[0].clone();
-    controller.apply(vec![route(&queued.1.name)]);
+    controller.apply(vec![route(&queued.name.name)]);
     assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
 }
 
 #[test]
-fn objects_that_cannot_be_read_say_why() {
+fn statuses_of_unreadable_objects_have_the_reason() {
     let target = json!({"group": POLICY, "kind": "Server", "name": "s"});
     let web = json!([{"group": "core", "kind": "Service", "name": "web", "port": 80}]);
     let rules = json!([{"timeouts": {"request": "soon"}}]);
@@ -706,19 +711,19 @@ fn objects_that_cannot_be_read_say_why() {
         let metadata = json!({"name": "x", "namespace": "shop", "generation": 4, "resourceVersion": "9"});
         let object = json!({"metadata": metadata, "spec": spec});
         let reason = resources::decode(kind, &object).unwrap_err().to_string();
-        let unreadable = Unreadable::of(kind, &object, &reason).unwrap();
-        let mut world = World::new();
-        world.server("s");
-        world.service("web", "10.0.0.1");
-        world.0.apply_unreadable(&unreadable);
-        let body = world.patch(kind, "x").unwrap();
+        let unreadable = Unreadable::from_value(kind, &object, &reason).unwrap();
+        let mut index = TestIndex::new();
+        index.server("s");
+        index.service("web", "10.0.0.1");
+        index.0.apply_unreadable(&unreadable);
+        let body = index.patch(kind, "x").unwrap();
         let status = match kind.is_route() {
             true => &body["status"]["parents"][0],
             false => &body["status"],
         };
         let condition = &status["conditions"][0];
-        let said = [&condition["type"], &condition["status"], &condition["reason"]];
-        assert_eq!(said, ["Accepted", "False", "UnsupportedValue"], "{kind:?}: {body}");
+        let summary = [&condition["type"], &condition["status"], &condition["reason"]];
+        assert_eq!(summary, ["Accepted", "False", "UnsupportedValue"], "{kind:?}: {body}");
         assert_eq!(condition["observedGeneration"], 4);
         let message = condition["message"].as_str().unwrap();
         assert!(message.contains(&reason), "{message} does not say {reason}");

@@ -1,4 +1,4 @@
-//! `grpc` probes: gRPC's health check, in the clear.
+//! `grpc` probes: gRPC's health check, in plaintext.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -13,10 +13,8 @@ use tulle_proto::health::HealthCheckRequest;
 use tulle_proto::health::health_check_response::ServingStatus;
 use tulle_proto::health::health_client::HealthClient;
 
-use super::check::{self, ProbeError};
-use super::https;
+use super::connection::{self, ProbeError};
 
-/// Asks whether a service is up.
 pub(super) async fn check(
     addr: SocketAddr,
     service: &str,
@@ -24,7 +22,7 @@ pub(super) async fn check(
     user_agent: &HeaderValue,
 ) -> Result<(), ProbeError> {
     let http = |source| ProbeError::Http { addr, source };
-    let stream = check::dial(addr).await?;
+    let stream = connection::dial(addr).await?;
     let (sender, connection) = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .handshake(TokioIo::new(stream))
@@ -45,7 +43,7 @@ pub(super) async fn check(
         service: service.to_owned(),
     });
     request.set_timeout(limit);
-    let answered = https::beside(connection, client.check(request)).await;
+    let answered = connection::drive_connection(connection, client.check(request)).await;
     let answer = answered.map_err(|status| ProbeError::HealthCheck {
         service: service.to_owned(),
         code: status.code(),

@@ -1,9 +1,7 @@
 //! `httpGet` probes over TLS, as the kubelet makes them: the certificate is not verified, redirects to the same host are
 //! followed, one to another host is a success, and so is every other status from 200 to 399.
 
-use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
-use std::pin::pin;
 use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes;
@@ -22,41 +20,49 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
 
-use super::check::{self, ProbeError};
+use super::connection::{self, ProbeError, drive_connection};
 
-/// What is asked for.
 #[derive(Clone, Debug)]
-pub(super) struct Get {
+pub(super) struct HttpGetAction {
     pub(super) target: PathAndQuery,
-    /// Those of the probe.
     pub(super) headers: HeaderMap,
-    /// What the probe's header `Host` says.
+    /// The value of the probe's `Host` header.
     pub(super) host: Option<Authority>,
 }
 
-/// Where a request of a probe goes; the host is always the one that is probed.
+/// The target of a probe's request; the host is always the probed one.
 #[derive(Clone, Debug, PartialEq)]
-struct Place {
+struct RequestTarget {
     scheme: Scheme,
     port: u16,
     target: PathAndQuery,
     host: Option<Authority>,
 }
 
-/// Makes the request, and those that redirects on the same host lead to.
-pub(super) async fn get(get: &Get, addr: SocketAddr, user_agent: &HeaderValue) -> Result<StatusCode, ProbeError> {
-    let mut place = Place {
+/// Sends the request and follows redirects on the same host.
+pub(super) async fn get(
+    get: &HttpGetAction,
+    addr: SocketAddr,
+    user_agent: &HeaderValue,
+) -> Result<StatusCode, ProbeError> {
+    let mut request_target = RequestTarget {
         scheme: Scheme::HTTPS,
         port: addr.port(),
         target: get.target.clone(),
         host: get.host.clone(),
     };
     for _ in 0..MAX_REQUESTS {
-        let rsp = once(get, SocketAddr::new(addr.ip(), place.port), &place, user_agent).await?;
-        match place.follow(addr.ip(), &rsp) {
-            Next::Done => return Ok(rsp.status()),
-            Next::At(next) => place = next,
-            Next::Unusable(location) => return Err(ProbeError::Location { addr, location }),
+        let rsp = send_request(
+            get,
+            SocketAddr::new(addr.ip(), request_target.port),
+            &request_target,
+            user_agent,
+        )
+        .await?;
+        match request_target.follow(addr.ip(), &rsp) {
+            RedirectOutcome::Done => return Ok(rsp.status()),
+            RedirectOutcome::Follow(next) => request_target = next,
+            RedirectOutcome::InvalidLocation(location) => return Err(ProbeError::Location { addr, location }),
         }
     }
     Err(ProbeError::Redirects {
@@ -65,31 +71,31 @@ pub(super) async fn get(get: &Get, addr: SocketAddr, user_agent: &HeaderValue) -
     })
 }
 
-/// One request; its response comes without a body, which has been read as far as the kubelet reads it.
-async fn once(
-    get: &Get,
+/// Sends one request. The body is read as far as the kubelet reads it, and dropped.
+async fn send_request(
+    get: &HttpGetAction,
     addr: SocketAddr,
-    place: &Place,
+    request_target: &RequestTarget,
     user_agent: &HeaderValue,
 ) -> Result<Response<()>, ProbeError> {
-    let stream = check::dial(addr).await?;
-    if place.scheme == Scheme::HTTP {
-        return http1(get, addr, place, user_agent, stream).await;
+    let stream = connection::dial(addr).await?;
+    if request_target.scheme == Scheme::HTTP {
+        return http1(get, addr, request_target, user_agent, stream).await;
     }
-    // An address is no name for SNI, so none is sent.
+    // SNI does not allow addresses, so none is sent.
     let name = ServerName::from(addr.ip());
-    let tls = TlsConnector::from(TLS.clone()).connect(name, stream).await;
+    let tls = TlsConnector::from(TLS_CONFIG.clone()).connect(name, stream).await;
     let tls = tls.map_err(|source| ProbeError::Tls { addr, source })?;
     match tls.get_ref().1.alpn_protocol() == Some(HTTP2) {
-        true => http2(get, addr, place, user_agent, tls).await,
-        false => http1(get, addr, place, user_agent, tls).await,
+        true => http2(get, addr, request_target, user_agent, tls).await,
+        false => http1(get, addr, request_target, user_agent, tls).await,
     }
 }
 
 async fn http1<IO>(
-    get: &Get,
+    get: &HttpGetAction,
     addr: SocketAddr,
-    place: &Place,
+    request_target: &RequestTarget,
     user_agent: &HeaderValue,
     io: IO,
 ) -> Result<Response<()>, ProbeError>
@@ -98,24 +104,24 @@ where
 {
     let exchange = async {
         let (mut sender, connection) = http1::Builder::new()
-            // As Go writes the names of headers.
+            // Go writes header names in title case.
             .title_case_headers(true)
             .handshake(TokioIo::new(io))
             .await?;
-        let mut req = place.request(get, user_agent, Uri::from(place.target.clone()));
-        let host = place.authority(addr);
+        let mut req = request_target.request(get, user_agent, Uri::from(request_target.target.clone()));
+        let host = request_target.authority(addr);
         let host = HeaderValue::from_str(host.as_str()).expect("an authority is visible ASCII");
         req.headers_mut().insert(HOST, host);
         req.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-        beside(connection, async { read(sender.send_request(req).await?).await }).await
+        drive_connection(connection, async { read_body(sender.send_request(req).await?).await }).await
     };
     exchange.await.map_err(|source| ProbeError::Http { addr, source })
 }
 
 async fn http2<IO>(
-    get: &Get,
+    get: &HttpGetAction,
     addr: SocketAddr,
-    place: &Place,
+    request_target: &RequestTarget,
     user_agent: &HeaderValue,
     io: IO,
 ) -> Result<Response<()>, ProbeError>
@@ -128,35 +134,21 @@ where
             .handshake(TokioIo::new(io))
             .await?;
         let uri = Uri::builder()
-            .scheme(place.scheme.clone())
-            .authority(place.authority(addr))
-            .path_and_query(place.target.clone());
-        let uri = uri.build().expect("all parts of the URI are there");
-        let req = place.request(get, user_agent, uri);
-        beside(connection, async { read(sender.send_request(req).await?).await }).await
+            .scheme(request_target.scheme.clone())
+            .authority(request_target.authority(addr))
+            .path_and_query(request_target.target.clone());
+        let uri = uri.build().expect("the URI has all parts");
+        let req = request_target.request(get, user_agent, uri);
+        drive_connection(connection, async { read_body(sender.send_request(req).await?).await }).await
     };
     exchange.await.map_err(|source| ProbeError::Http { addr, source })
 }
 
-/// Drives a connection while `work` uses it; what breaks the connection fails the work.
-pub(super) async fn beside<T>(connection: impl Future, work: impl Future<Output = T>) -> T {
-    let connection = async {
-        connection.await;
-        std::future::pending::<Infallible>().await
-    };
-    // The connection is dropped with this future, so both branches may be cancelled.
-    tokio::select! {
-        biased;
-        done = pin!(work) => done,
-        never = pin!(connection) => match never {},
-    }
-}
-
-/// Reads the body as far as the kubelet does: one that breaks before fails the probe.
-async fn read(rsp: Response<Incoming>) -> Result<Response<()>, hyper::Error> {
+/// Reads the body as far as the kubelet does; an error before that fails the probe.
+async fn read_body(rsp: Response<Incoming>) -> Result<Response<()>, hyper::Error> {
     let (head, mut body) = rsp.into_parts();
     let mut n_read = 0;
-    while n_read < MAX_BODY
+    while n_read < MAX_BODY_BYTES
         && let Some(frame) = body.frame().await
     {
         n_read += frame?.data_ref().map_or(0, Bytes::len);
@@ -164,23 +156,23 @@ async fn read(rsp: Response<Incoming>) -> Result<Response<()>, hyper::Error> {
     Ok(Response::from_parts(head, ()))
 }
 
-/// What a response leads to.
-enum Next {
+/// What a response means for redirects.
+enum RedirectOutcome {
     Done,
-    At(Place),
-    /// A redirect whose target is none.
-    Unusable(String),
+    Follow(RequestTarget),
+    /// A redirect with an invalid target.
+    InvalidLocation(String),
 }
 
-impl Place {
-    fn request(&self, get: &Get, user_agent: &HeaderValue, uri: Uri) -> Request<Empty<Bytes>> {
+impl RequestTarget {
+    fn request(&self, get: &HttpGetAction, user_agent: &HeaderValue, uri: Uri) -> Request<Empty<Bytes>> {
         let mut req = Request::new(Empty::new());
         *req.uri_mut() = uri;
         let headers = req.headers_mut();
         headers.clone_from(&get.headers);
         headers.entry(USER_AGENT).or_insert_with(|| user_agent.clone());
-        headers.entry(ACCEPT).or_insert(ANYTHING);
-        // An empty value says that the header is not to be sent.
+        headers.entry(ACCEPT).or_insert(ACCEPT_ANY);
+        // An empty value means that the header is not sent.
         for name in [USER_AGENT, ACCEPT] {
             if headers.get(&name).is_some_and(HeaderValue::is_empty) {
                 headers.remove(&name);
@@ -194,16 +186,16 @@ impl Place {
         self.host.clone().unwrap_or_else(of_addr)
     }
 
-    /// Where a redirect of the probed host leads.
-    fn follow(&self, host: IpAddr, rsp: &Response<()>) -> Next {
+    /// The target of a redirect from the probed host.
+    fn follow(&self, host: IpAddr, rsp: &Response<()>) -> RedirectOutcome {
         let location = rsp
             .headers()
             .get(LOCATION)
             .filter(|_| REDIRECTS.contains(&rsp.status()));
         let Some(location) = location else {
-            return Next::Done;
+            return RedirectOutcome::Done;
         };
-        let unusable = || Next::Unusable(String::from_utf8_lossy(location.as_bytes()).into_owned());
+        let unusable = || RedirectOutcome::InvalidLocation(String::from_utf8_lossy(location.as_bytes()).into_owned());
         let Ok(text) = location.to_str() else {
             return unusable();
         };
@@ -214,7 +206,7 @@ impl Place {
         };
         let Some(absolute) = absolute else {
             return match self.join(text).parse() {
-                Ok(target) => Next::At(Self { target, ..self.clone() }),
+                Ok(target) => RedirectOutcome::Follow(Self { target, ..self.clone() }),
                 Err(_) => unusable(),
             };
         };
@@ -229,12 +221,12 @@ impl Place {
         let default_port = match scheme.as_str() {
             "http" => 80,
             "https" => 443,
-            // Nobody but a browser can follow it.
+            // Other schemes cannot be followed.
             _ => return unusable(),
         };
         match is_same {
-            false => Next::Done,
-            true => Next::At(Self {
+            false => RedirectOutcome::Done,
+            true => RedirectOutcome::Follow(Self {
                 port: authority.port_u16().unwrap_or(default_port),
                 target: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
                 scheme,
@@ -243,7 +235,7 @@ impl Place {
         }
     }
 
-    /// A relative reference, from where we are.
+    /// Resolves a relative reference against the current target.
     fn join(&self, reference: &str) -> String {
         let path = self.target.path();
         match reference.chars().next() {
@@ -259,15 +251,15 @@ impl Place {
 }
 
 /// The target of a request for a probe's path, as the kubelet makes it: with a leading slash, without a fragment, and
-/// escaped where a URL cannot hold it.
+/// percent-encoded where a URL requires it.
 ///
 /// # Errors
-/// One that is too long for a target.
+/// The path is too long for a request target.
 pub(super) fn target(declared: &str) -> Result<PathAndQuery, InvalidUri> {
-    let is_url = !declared.chars().any(|ch| ch.is_ascii_control()) && escapes_are_whole(declared);
+    let is_url = !declared.chars().any(|ch| ch.is_ascii_control()) && has_valid_escapes(declared);
     let url = match is_url {
         true => declared.split('#').next().unwrap_or_default(),
-        // What is no URL is a path as it stands.
+        // A path that is not a valid URL is used as it is.
         false => declared,
     };
     let (path, query) = match url.split_once('?').filter(|_| is_url) {
@@ -278,15 +270,19 @@ pub(super) fn target(declared: &str) -> Result<PathAndQuery, InvalidUri> {
     if !path.starts_with('/') {
         target.push('/');
     }
-    escape(path, if is_url { PATH } else { PATH_WITHOUT_ESCAPES }, &mut target);
+    escape(
+        path,
+        if is_url { PATH_BYTES } else { PATH_WITHOUT_ESCAPES },
+        &mut target,
+    );
     if let Some(query) = query {
         target.push('?');
-        escape(query, QUERY, &mut target);
+        escape(query, QUERY_BYTES, &mut target);
     }
     target.parse()
 }
 
-/// Whether a reference begins with a scheme and an authority; a query may have them as well.
+/// Whether a reference starts with a scheme and an authority; these may also occur in a query.
 fn is_absolute(reference: &str) -> bool {
     let is_scheme = |scheme: &str| {
         scheme
@@ -296,7 +292,7 @@ fn is_absolute(reference: &str) -> bool {
     reference.split_once("://").is_some_and(|(scheme, _)| is_scheme(scheme))
 }
 
-fn escapes_are_whole(text: &str) -> bool {
+fn has_valid_escapes(text: &str) -> bool {
     let mut parts = text.split('%');
     parts.next();
     parts.all(|part| part.len() >= 2 && part.bytes().take(2).all(|byte| byte.is_ascii_hexdigit()))
@@ -311,7 +307,7 @@ fn escape(text: &str, allowed: &[u8], out: &mut String) {
     }
 }
 
-/// Accepts every certificate, as the kubelet's probes do: they ask whether an application works, not who it is.
+/// Accepts every certificate, as the kubelet's probes do: they check that the application works, not its identity.
 #[derive(Debug)]
 struct Unverified(Arc<CryptoProvider>);
 
@@ -350,8 +346,8 @@ impl ServerCertVerifier for Unverified {
     }
 }
 
-/// TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1; shared by all probes, none of which says who we are.
-static TLS: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
+/// TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1, without a client certificate; shared by all probes.
+static TLS_CONFIG: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
     let provider = Arc::new(aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
@@ -365,11 +361,11 @@ static TLS: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
 });
 
 const HTTP2: &[u8] = b"h2";
-/// Requests of one probe at most; Go's HTTP client stops after as many.
+/// Maximum requests of one probe; the same as in Go's HTTP client.
 const MAX_REQUESTS: usize = 10;
-/// Bytes of a body that are read at most, as the kubelet does.
-const MAX_BODY: usize = 10 * 1024;
-const ANYTHING: HeaderValue = HeaderValue::from_static("*/*");
+/// Maximum body bytes that are read; the same as in the kubelet.
+const MAX_BODY_BYTES: usize = 10 * 1024;
+const ACCEPT_ANY: HeaderValue = HeaderValue::from_static("*/*");
 const REDIRECTS: [StatusCode; 5] = [
     StatusCode::MOVED_PERMANENTLY,
     StatusCode::FOUND,
@@ -377,9 +373,9 @@ const REDIRECTS: [StatusCode; 5] = [
     StatusCode::TEMPORARY_REDIRECT,
     StatusCode::PERMANENT_REDIRECT,
 ];
-/// What stands in a path, in a query, and in a path whose percent signs mean themselves (RFC 3986 section 3.3).
-const PATH: &[u8] = b"-._~!$&'()*+,;=:@/%";
-const QUERY: &[u8] = b"-._~!$&'()*+,;=:@/%?";
+/// Characters allowed unencoded in a path, in a query, and in a path whose percent signs are literal (RFC 3986 section 3.3).
+const PATH_BYTES: &[u8] = b"-._~!$&'()*+,;=:@/%";
+const QUERY_BYTES: &[u8] = b"-._~!$&'()*+,;=:@/%?";
 const PATH_WITHOUT_ESCAPES: &[u8] = b"-._~!$&'()*+,;=:@/";
 
 #[cfg(test)]
@@ -393,11 +389,11 @@ mod tests {
         fn any_path_and_any_redirect_are_used_or_refused(path in ".{0,40}", location in "[ -~]{0,40}", text in any::<Vec<u8>>()) {
             let target = target(&path).unwrap();
             prop_assert!(target.as_str().starts_with('/'));
-            let place = Place { scheme: Scheme::HTTPS, port: 1, target, host: None };
+            let request_target = RequestTarget { scheme: Scheme::HTTPS, port: 1, target, host: None };
             for location in [location.as_bytes(), format!("https://{location}").as_bytes(), &text] {
                 let Ok(location) = HeaderValue::from_bytes(location) else { continue };
                 let rsp = Response::builder().status(302).header(LOCATION, location).body(()).unwrap();
-                if let Next::At(next) = place.follow(IpAddr::from([10, 0, 0, 1]), &rsp) {
+                if let RedirectOutcome::Follow(next) = request_target.follow(IpAddr::from([10, 0, 0, 1]), &rsp) {
                     prop_assert!(next.target.as_str().starts_with('/'));
                 }
             }
@@ -425,13 +421,13 @@ mod tests {
 
     #[test]
     fn redirects_are_followed_on_the_same_host_only() {
-        let place = Place {
+        let request_target = RequestTarget {
             scheme: Scheme::HTTPS,
             port: 8443,
             target: PathAndQuery::from_static("/a/b?c"),
             host: Some(Authority::from_static("web.test")),
         };
-        let at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| Place {
+        let at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| RequestTarget {
             scheme,
             port,
             target: PathAndQuery::from_static(target),
@@ -464,10 +460,10 @@ mod tests {
             if let Some(location) = location {
                 rsp = rsp.header(LOCATION, location);
             }
-            let next = place.follow(IpAddr::from([10, 0, 0, 1]), &rsp.body(()).unwrap());
+            let next = request_target.follow(IpAddr::from([10, 0, 0, 1]), &rsp.body(()).unwrap());
             match (next, expected) {
-                (Next::At(next), Some(expected)) => assert_eq!(next, expected, "{location:?}"),
-                (Next::Done, None) => {}
+                (RedirectOutcome::Follow(next), Some(expected)) => assert_eq!(next, expected, "{location:?}"),
+                (RedirectOutcome::Done, None) => {}
                 _ => panic!("{status} {location:?}"),
             }
         }

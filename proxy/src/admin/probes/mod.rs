@@ -1,12 +1,13 @@
-//! `/probes/CONTAINER/KIND`: probes of the application that the proxy makes in the kubelet's place.
+//! `/probes/CONTAINER/KIND`: probes of the application that the proxy runs instead of the kubelet.
 //!
-//! The kubelet's own connection would end at the proxy, which accepts it whether the application listens or not, and cannot
-//! know a `grpc` or HTTPS probe from other requests where a policy denies them. So the injector points those probes here.
-//! Only declared probes are made, at the address at which the kubelet asks, within the probe's own time limit; the answer is
-//! what the probe found. Requests that arrive while the same probe is under way share its result, so that asking often
-//! costs the application one probe at a time.
+//! A connection from the kubelet would end at the proxy, which accepts it even if the application does not listen. The proxy
+//! cannot distinguish a `grpc` or HTTPS probe from other requests if a policy denies those. Therefore the injector points such
+//! probes here. Only declared probes are run, at the address that the kubelet asked, with the probe's own timeout; the response
+//! is the result of the probe. Requests that arrive while the same probe is running share its result, so that the application
+//! gets one probe at a time.
 
 mod check;
+mod connection;
 mod grpc;
 mod https;
 
@@ -26,53 +27,51 @@ use tracing::{debug, info};
 use tulle_core::admin::{Admin, AdminRequest, text};
 use tulle_core::metrics::{Counter, Labels, Registry};
 
-use self::check::ProbeError;
-pub(crate) use self::check::{Probe, ProbeRefused};
-use super::{Answer, only};
+pub(crate) use self::check::{InvalidProbe, Probe};
+use self::connection::ProbeError;
+use super::response::{AdminResponse, method_not_allowed};
 
-/// A probe that is served: its runs, and what is told of them.
-struct Served {
+/// A probe that is served: its current runs and metrics.
+struct ProbeRunner {
     probe: Arc<Probe>,
-    /// The run under way, for each address of this machine at which it was asked for.
-    running: Mutex<HashMap<IpAddr, WeakShared<Run>>>,
-    told: Mutex<Told>,
+    /// The current run, by the local address that the kubelet asked.
+    running: Mutex<HashMap<IpAddr, WeakShared<ProbeFuture>>>,
+    log_state: Mutex<LogState>,
     succeeded: Arc<Counter>,
     failed: Arc<Counter>,
 }
 
-type Run = Pin<Box<dyn Future<Output = Found> + Send>>;
+type ProbeFuture = Pin<Box<dyn Future<Output = ProbeResult> + Send>>;
 
-/// What a probe found.
 #[derive(Clone, Debug)]
-struct Found {
-    /// What the application answered an HTTPS probe; 200 or 503 for others.
+struct ProbeResult {
+    /// The application's status for an HTTPS probe; 200 or 503 for others.
     status: StatusCode,
     text: Arc<str>,
 }
 
-/// What the log says of a probe.
+/// State of the log messages about a probe.
 #[derive(Default)]
-struct Told {
+struct LogState {
     is_failing: bool,
-    at: Option<Instant>,
+    logged_at: Option<Instant>,
 }
 
-/// Adds a route for each probe.
 pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> Admin {
     if probes.is_empty() {
         return admin;
     }
     let made = registry.counter(
         "tulle_probes_total",
-        "Probes of the application that were made in the kubelet's place",
+        "Probes of the application that the proxy ran instead of the kubelet",
     );
     probes.into_iter().fold(admin, |admin, probe| {
         let labels = Labels::new()
             .with("container", &probe.container)
             .with("probe", probe.kind);
-        let served = Arc::new(Served {
+        let served = Arc::new(ProbeRunner {
             running: Mutex::default(),
-            told: Mutex::default(),
+            log_state: Mutex::default(),
             succeeded: made.get(&labels.clone().with("outcome", "success")),
             failed: made.get(&labels.with("outcome", "failure")),
             probe: Arc::new(probe),
@@ -81,13 +80,13 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
     })
 }
 
-async fn answer(served: Arc<Served>, req: AdminRequest) -> Answer {
+async fn answer(served: Arc<ProbeRunner>, req: AdminRequest) -> AdminResponse {
     if req.method != Method::GET {
-        return only("GET");
+        return method_not_allowed("GET");
     }
     let user_agent = req.headers.get(USER_AGENT).filter(|agent| is_kubelet(agent));
     let user_agent = user_agent.map_or(DEFAULT_USER_AGENT, HeaderValue::clone);
-    let found = served.join(req.local.ip(), user_agent).await;
+    let found = served.run_or_join(req.local.ip(), user_agent).await;
     text(found.status, format!("{}\n", found.text))
 }
 
@@ -95,37 +94,37 @@ fn is_kubelet(user_agent: &HeaderValue) -> bool {
     user_agent.as_bytes().starts_with(b"kube-probe/")
 }
 
-impl Served {
-    /// The result of the run under way, or of a new one.
-    fn join(self: &Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> Shared<Run> {
+impl ProbeRunner {
+    /// The result of the current run, or of a new one.
+    fn run_or_join(self: &Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> Shared<ProbeFuture> {
         let mut running = self.running.lock();
-        let under_way = running.get(&at).and_then(WeakShared::upgrade);
-        if let Some(run) = under_way.filter(|run| run.peek().is_none()) {
+        let running_probe = running.get(&at).and_then(WeakShared::upgrade);
+        if let Some(run) = running_probe.filter(|run| run.peek().is_none()) {
             return run;
         }
-        let run: Run = Box::pin(self.clone().run(at, user_agent));
+        let run: ProbeFuture = Box::pin(self.clone().run(at, user_agent));
         let run = run.shared();
         running.retain(|_, run| run.upgrade().is_some());
         running.extend(run.downgrade().map(|run| (at, run)));
         run
     }
 
-    async fn run(self: Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> Found {
+    async fn run(self: Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> ProbeResult {
         let probe = &self.probe;
         let addr = SocketAddr::new(at, probe.port);
-        let result = match tokio::time::timeout(probe.limit, probe.check(addr, &user_agent)).await {
+        let result = match tokio::time::timeout(probe.timeout, probe.check(addr, &user_agent)).await {
             Ok(result) => result,
             Err(_) => Err(ProbeError::Timeout {
                 addr,
-                limit: probe.limit,
+                limit: probe.timeout,
             }),
         };
         let found = match result {
-            Ok(status) => Found {
+            Ok(status) => ProbeResult {
                 status,
                 text: format!("{addr}: {status}").into(),
             },
-            Err(error) => Found {
+            Err(error) => ProbeResult {
                 status: StatusCode::SERVICE_UNAVAILABLE,
                 text: format!("{:#}", anyhow::Error::new(error)).into(),
             },
@@ -134,37 +133,37 @@ impl Served {
         found
     }
 
-    /// Counts, and logs when the outcome changes, once a minute at most.
-    fn record(&self, found: &Found) {
+    /// Counts the result; logs a changed result, at most once a minute.
+    fn record(&self, found: &ProbeResult) {
         let Probe { container, kind, .. } = &*self.probe;
         let is_failing = !is_success(found.status);
         match is_failing {
             true => self.failed.inc(),
             false => self.succeeded.inc(),
         }
-        debug!(%container, probe = %kind, found = %found.text, "made a probe");
-        let mut told = self.told.lock();
-        let is_new = told.is_failing != is_failing;
-        if !is_new || told.at.is_some_and(|at| at.elapsed() < LOG_INTERVAL) {
+        debug!(%container, probe = %kind, found = %found.text, "probed the application");
+        let mut log_state = self.log_state.lock();
+        let is_new = log_state.is_failing != is_failing;
+        if !is_new || log_state.logged_at.is_some_and(|at| at.elapsed() < LOG_INTERVAL) {
             return;
         }
-        *told = Told {
+        *log_state = LogState {
             is_failing,
-            at: Some(Instant::now()),
+            logged_at: Some(Instant::now()),
         };
         match is_failing {
-            true => info!(%container, probe = %kind, reason = %found.text, "a probe of the application fails"),
+            true => info!(%container, probe = %kind, reason = %found.text, "a probe of the application failed"),
             false => info!(%container, probe = %kind, "a probe of the application succeeds again"),
         }
     }
 }
 
-/// What the kubelet takes for a success, redirects to other hosts among it.
+/// Whether the kubelet counts the status as a success; this includes redirects to other hosts.
 fn is_success(status: StatusCode) -> bool {
     status.is_success() || status.is_redirection()
 }
 
-/// Least time between two lines about one probe.
+/// Minimum time between two log messages about one probe.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const DEFAULT_USER_AGENT: HeaderValue = HeaderValue::from_static("kube-probe/");
 

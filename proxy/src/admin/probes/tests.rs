@@ -1,4 +1,4 @@
-//! Every kind of probe against real servers: what listens, what comes late, what hangs, what answers badly.
+//! Every kind of probe against real servers: healthy, slow, hanging and failing ones.
 
 use std::num::{NonZeroU16, NonZeroU32};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,21 +18,21 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tulle_core::drain;
 use tulle_core::probes::{DeclaredProbe, Handler, Header, Kind, Port, Scheme};
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_proto::health::health_check_response::ServingStatus;
 use tulle_proto::health::health_server::{Health, HealthServer};
 use tulle_proto::health::{HealthCheckRequest, HealthCheckResponse};
 
 use super::*;
 
-/// An admin server with one readiness probe of container `app`, limited to a second.
-struct Rig {
+/// An admin server with one readiness probe of container `app`, with a timeout of 1 s.
+struct TestAdmin {
     addr: SocketAddr,
     registry: Registry,
     _drain: drain::Signal,
 }
 
-impl Rig {
+impl TestAdmin {
     async fn of(handler: Handler, port: u16) -> Self {
         let declared = DeclaredProbe {
             container: "app".to_owned(),
@@ -84,12 +84,12 @@ impl Rig {
         Self::of(handler, port).await
     }
 
-    /// Asks as the kubelet does.
-    async fn ask(&self) -> (u16, String) {
-        self.ask_for("GET", "/probes/app/readiness").await
+    /// Sends the probe request of the kubelet.
+    async fn send_probe(&self) -> (u16, String) {
+        self.send("GET", "/probes/app/readiness").await
     }
 
-    async fn ask_for(&self, method: &str, path: &str) -> (u16, String) {
+    async fn send(&self, method: &str, path: &str) -> (u16, String) {
         let stream = TcpStream::connect(self.addr).await.unwrap();
         let (mut sender, conn) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
@@ -110,13 +110,13 @@ impl Rig {
     }
 }
 
-/// A port where nobody listens.
+/// A port without a listener.
 async fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     listener.local_addr().unwrap().port()
 }
 
-/// A server that hands each connection to `serve`.
+/// A server that passes each connection to `serve`.
 async fn server<F>(serve: impl Fn(TcpStream) -> F + Send + 'static) -> u16
 where
     F: Future<Output = ()> + Send + 'static,
@@ -131,7 +131,7 @@ where
     port
 }
 
-/// A server that accepts and says nothing.
+/// A server that accepts and sends nothing.
 async fn hanging() -> u16 {
     server(|mut stream| async move {
         let _ = stream.read_to_end(&mut Vec::new()).await;
@@ -142,18 +142,18 @@ async fn hanging() -> u16 {
 #[tokio::test]
 async fn a_tcp_probe_succeeds_as_soon_as_the_application_listens_and_as_long_as_it_does() {
     let port = free_port().await;
-    let rig = Rig::tcp(port).await;
-    let (status, text) = rig.ask().await;
+    let fixture = TestAdmin::tcp(port).await;
+    let (status, text) = fixture.send_probe().await;
     assert_eq!(status, 503);
     assert!(
         text.contains(&format!("127.0.0.1:{port}")) && text.contains("refused"),
         "{text}"
     );
     let listener = TcpListener::bind(("127.0.0.1", port)).await.unwrap();
-    assert_eq!(rig.ask().await.0, 200);
+    assert_eq!(fixture.send_probe().await.0, 200);
     drop(listener);
-    assert_eq!(rig.ask().await.0, 503);
-    let page = rig.registry.render();
+    assert_eq!(fixture.send_probe().await.0, 503);
+    let page = fixture.registry.render();
     let count = |outcome: &str| {
         let line = format!("tulle_probes_total{{container=\"app\",probe=\"readiness\",outcome=\"{outcome}\"}}");
         page.lines()
@@ -163,18 +163,18 @@ async fn a_tcp_probe_succeeds_as_soon_as_the_application_listens_and_as_long_as_
 }
 
 #[tokio::test]
-async fn only_declared_probes_are_made_and_only_when_they_are_got() {
-    let rig = Rig::tcp(hanging().await).await;
+async fn only_declared_probes_are_made_and_only_for_get() {
+    let fixture = TestAdmin::tcp(hanging().await).await;
     for path in [
         "/probes/app/liveness",
         "/probes/other/readiness",
         "/probes/app/readiness/",
         "/probes/",
     ] {
-        assert_eq!(rig.ask_for("GET", path).await.0, 404, "{path}");
+        assert_eq!(fixture.send("GET", path).await.0, 404, "{path}");
     }
-    assert_eq!(rig.ask_for("POST", "/probes/app/readiness").await.0, 405);
-    assert_eq!(rig.ask_for("GET", "/probes/app/readiness?port=1").await.0, 200);
+    assert_eq!(fixture.send("POST", "/probes/app/readiness").await.0, 405);
+    assert_eq!(fixture.send("GET", "/probes/app/readiness?port=1").await.0, 200);
 }
 
 #[tokio::test]
@@ -188,8 +188,8 @@ async fn requests_that_arrive_during_a_probe_share_its_result() {
         }
     })
     .await;
-    let rig = Rig::grpc(None, port).await;
-    let answers = futures_util::future::join_all((0..20).map(|_| rig.ask())).await;
+    let fixture = TestAdmin::grpc(None, port).await;
+    let answers = futures_util::future::join_all((0..20).map(|_| fixture.send_probe())).await;
     for (status, text) in answers {
         assert_eq!(status, 503, "{text}");
         assert!(text.contains("longer than 1s"), "{text}");
@@ -197,11 +197,11 @@ async fn requests_that_arrive_during_a_probe_share_its_result() {
     assert_eq!(accepted.load(Ordering::Relaxed), 1);
 }
 
-/// Says of each service what its name is.
-struct Spoken;
+/// A health service whose status depends on the service's name.
+struct ScriptedHealth;
 
 #[tonic::async_trait]
-impl Health for Spoken {
+impl Health for ScriptedHealth {
     async fn check(
         &self,
         req: tonic::Request<HealthCheckRequest>,
@@ -210,7 +210,7 @@ impl Health for Spoken {
             "" | "up" => ServingStatus::Serving,
             "down" => ServingStatus::NotServing,
             "hangs" => std::future::pending().await,
-            _ => return Err(tonic::Status::not_found("nobody knows it")),
+            _ => return Err(tonic::Status::not_found("unknown service")),
         };
         assert!(req.metadata().get("grpc-timeout").is_some());
         Ok(tonic::Response::new(HealthCheckResponse { status: status.into() }))
@@ -218,36 +218,36 @@ impl Health for Spoken {
 }
 
 #[tokio::test]
-async fn a_grpc_probe_succeeds_where_the_health_check_says_serving() {
+async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
     let health = server(|stream| async move {
-        let service = TowerToHyperService::new(HealthServer::new(Spoken));
+        let service = TowerToHyperService::new(HealthServer::new(ScriptedHealth));
         let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .serve_connection(TokioIo::new(stream), service)
             .await;
     })
     .await;
-    let http1 = https_server(&[], Answers::default(), Wire::Plain).await;
-    for (port, service, expected, said) in [
+    let http1 = https_server(&[], Answers::default(), TestProtocol::Plain).await;
+    for (port, service, expected, reason) in [
         (health, None, 200, "200"),
         (health, Some("up"), 200, "200"),
         (health, Some("down"), 503, "NOT_SERVING"),
-        (health, Some("unknown"), 503, "nobody knows it"),
+        (health, Some("unknown"), 503, "unknown service"),
         (health, Some("hangs"), 503, "longer than 1s"),
         (http1.0, None, 503, "HTTP"),
         (hanging().await, None, 503, "longer than 1s"),
         (free_port().await, None, 503, "refused"),
     ] {
-        let rig = Rig::grpc(service, port).await;
-        let (status, text) = rig.ask().await;
+        let fixture = TestAdmin::grpc(service, port).await;
+        let (status, text) = fixture.send_probe().await;
         assert_eq!(status, expected, "{service:?}: {text}");
         assert!(
-            text.contains(said) || (said == "HTTP" && text.contains("health check")),
+            text.contains(reason) || (reason == "HTTP" && text.contains("health check")),
             "{service:?}: {text}"
         );
     }
 }
 
-/// What an HTTPS server answers, and what it was asked.
+/// What an HTTPS server answers, and the requests that it got.
 #[derive(Clone, Default)]
 struct Answers {
     location: Option<String>,
@@ -255,21 +255,21 @@ struct Answers {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Wire {
+enum TestProtocol {
     Plain,
     Tls,
     Tls12,
-    /// HTTP/2 alone.
+    /// HTTP/2 only.
     TlsHttp2,
 }
 
-/// Serves by the path: `/<status>` is answered by it, with the location if there is one.
-async fn https_server(alpn: &[&str], answers: Answers, wire: Wire) -> (u16, Answers) {
+/// A server that answers `/<status>` with that status, and with the location if there is one.
+async fn https_server(alpn: &[&str], answers: Answers, wire: TestProtocol) -> (u16, Answers) {
     let key = rcgen::generate_simple_self_signed(["expired.test".to_owned()]).unwrap();
     let chain = vec![key.cert.der().clone()];
     let key = PrivateKeyDer::try_from(key.signing_key.serialize_der()).unwrap();
     let versions = match wire {
-        Wire::Tls12 => &[&TLS12][..],
+        TestProtocol::Tls12 => &[&TLS12][..],
         _ => &[&TLS13, &TLS12],
     };
     let mut config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
@@ -290,13 +290,13 @@ async fn https_server(alpn: &[&str], answers: Answers, wire: Wire) -> (u16, Answ
             });
             let http1 = hyper::server::conn::http1::Builder::new();
             match wire {
-                Wire::Plain => drop(http1.serve_connection(TokioIo::new(stream), service).await),
-                Wire::TlsHttp2 => {
+                TestProtocol::Plain => drop(http1.serve_connection(TokioIo::new(stream), service).await),
+                TestProtocol::TlsHttp2 => {
                     let Ok(tls) = acceptor.accept(stream).await else { return };
                     let http2 = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
                     drop(http2.serve_connection(TokioIo::new(tls), service).await);
                 }
-                Wire::Tls | Wire::Tls12 => {
+                TestProtocol::Tls | TestProtocol::Tls12 => {
                     let Ok(tls) = acceptor.accept(stream).await else { return };
                     drop(http1.serve_connection(TokioIo::new(tls), service).await);
                 }
@@ -341,35 +341,35 @@ impl Answers {
 #[tokio::test]
 async fn an_https_probe_answers_as_the_application_does_whatever_its_certificate() {
     for (wire, alpn) in [
-        (Wire::Tls, &[][..]),
-        (Wire::Tls, &["http/1.1"]),
-        (Wire::Tls12, &[]),
-        (Wire::TlsHttp2, &["h2"]),
+        (TestProtocol::Tls, &[][..]),
+        (TestProtocol::Tls, &["http/1.1"]),
+        (TestProtocol::Tls12, &[]),
+        (TestProtocol::TlsHttp2, &["h2"]),
     ] {
         let (port, _) = https_server(alpn, Answers::default(), wire).await;
         for (path, expected) in [("/", 200), ("/204", 204), ("/302", 302), ("/404", 404), ("/500", 500)] {
-            let rig = Rig::https(path, &[], port).await;
-            let (status, text) = rig.ask().await;
+            let fixture = TestAdmin::https(path, &[], port).await;
+            let (status, text) = fixture.send_probe().await;
             assert_eq!(status, expected, "{path}: {text}");
         }
     }
-    let (plain, _) = https_server(&[], Answers::default(), Wire::Plain).await;
-    for (port, said) in [
+    let (plain, _) = https_server(&[], Answers::default(), TestProtocol::Plain).await;
+    for (port, reason) in [
         (plain, "TLS handshake"),
         (hanging().await, "longer than 1s"),
         (free_port().await, "refused"),
     ] {
-        let rig = Rig::https("/", &[], port).await;
-        let (status, text) = rig.ask().await;
+        let fixture = TestAdmin::https("/", &[], port).await;
+        let (status, text) = fixture.send_probe().await;
         assert_eq!(status, 503, "{text}");
-        assert!(text.contains(said), "{text}");
+        assert!(text.contains(reason), "{text}");
     }
 }
 
 #[tokio::test]
 async fn an_https_probe_sends_what_the_kubelet_would_send() {
-    let (port, answers) = https_server(&[], Answers::default(), Wire::Tls).await;
-    let (h2_port, h2_answers) = https_server(&["h2"], Answers::default(), Wire::TlsHttp2).await;
+    let (port, answers) = https_server(&[], Answers::default(), TestProtocol::Tls).await;
+    let (h2_port, h2_answers) = https_server(&["h2"], Answers::default(), TestProtocol::TlsHttp2).await;
     for (port, answers) in [(port, answers), (h2_port, h2_answers)] {
         for (path, headers, expected) in [
             (
@@ -393,8 +393,8 @@ async fn an_https_probe_sends_what_the_kubelet_would_send() {
                 format!("GET / host=127.0.0.1:{port} agent=mine accept= x="),
             ),
         ] {
-            let rig = Rig::https(path, headers, port).await;
-            assert_eq!(rig.ask().await.0, 200, "{path}");
+            let fixture = TestAdmin::https(path, headers, port).await;
+            assert_eq!(fixture.send_probe().await.0, 200, "{path}");
             assert_eq!(answers.seen.lock().pop(), Some(expected));
         }
     }
@@ -411,17 +411,17 @@ async fn an_https_probe_follows_redirects_on_the_same_host_ten_times_at_most() {
             location: Some(location.to_owned()),
             ..Answers::default()
         };
-        let (port, answers) = https_server(&[], answers, Wire::Tls).await;
-        let rig = Rig::https("/302", &[], port).await;
-        let (status, text) = rig.ask().await;
+        let (port, answers) = https_server(&[], answers, TestProtocol::Tls).await;
+        let fixture = TestAdmin::https("/302", &[], port).await;
+        let (status, text) = fixture.send_probe().await;
         assert_eq!(status, expected, "{location}: {text}");
         assert_eq!(answers.seen.lock().len(), n_requests, "{location}");
     }
 }
 
 #[tokio::test]
-async fn an_answer_that_breaks_off_fails_the_probe() {
-    // A redirect leads to a server in the clear, whose answer is shorter than it says.
+async fn an_incomplete_response_fails_the_probe() {
+    // A redirect leads to a plaintext server whose body is shorter than its content-length.
     let broken = server(|mut stream| async move {
         let _ = stream.read(&mut [0; 1024]).await;
         let _ = stream
@@ -433,8 +433,8 @@ async fn an_answer_that_breaks_off_fails_the_probe() {
         location: Some(format!("http://127.0.0.1:{broken}/")),
         ..Answers::default()
     };
-    let (port, _) = https_server(&[], answers, Wire::Tls).await;
-    let rig = Rig::https("/302", &[], port).await;
-    let (status, text) = rig.ask().await;
+    let (port, _) = https_server(&[], answers, TestProtocol::Tls).await;
+    let fixture = TestAdmin::https("/302", &[], port).await;
+    let (status, text) = fixture.send_probe().await;
     assert_eq!(status, 503, "{text}");
 }

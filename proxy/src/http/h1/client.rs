@@ -1,7 +1,6 @@
-//! HTTP/1 towards an application or an endpoint without a proxy.
+//! HTTP/1 client for applications and for endpoints without a proxy.
 //!
-//! A connection belongs to the response body that reads from it: it goes back to the pool at a clean end and closes
-//! on drop.
+//! The response body owns the connection: a complete body returns it to the pool, a dropped one closes it.
 
 use std::{
     future::poll_fn,
@@ -22,47 +21,50 @@ use tokio::{
 
 use crate::{
     http::{
-        body::Body,
+        body::{Body, ReceivedBody},
         error::Error,
         h1::{
-            framing::{Decoded, Framing},
-            head::{self, BadHead, MAX_HEAD, ResponseHead},
-            pool::{Pool, Resend},
-            read, write,
+            encode,
+            framing::{self, DecodeStep, Framing},
+            head::{self, HeadError, MAX_RESPONSE_HEAD_BYTES, ResponseHead},
+            pool::{ConnectionPool, ResendPolicy},
+            read_buffer,
         },
-        headers, interim,
+        headers,
+        upgrade::interim,
+        upgrade::tunnel::TunnelEnd,
     },
     net::io::Io,
 };
 
-/// A connection that is free to carry a request.
-pub(crate) struct Connection {
+/// A connection that is ready for a request.
+pub(crate) struct ClientConnection {
     /// Boxed, because it moves between its pool, requests and bodies.
     io: Box<Io>,
     reused: bool,
 }
 
-/// A request without a response.
-pub(crate) struct Failed {
+/// A request that got no response.
+pub(crate) struct FailedExchange {
     pub(crate) error: Error,
-    /// The request once more, where it may be sent again.
-    pub(crate) again: Option<Again>,
+    /// The request, if it may be sent again.
+    pub(crate) resend: Option<ResendableRequest>,
 }
 
-/// A request that left in one short piece, or of which nothing has left.
-pub(crate) struct Again {
-    upload: write::Message<Body>,
+/// A request that was written in one short piece, or not at all.
+pub(crate) struct ResendableRequest {
+    message: encode::OutgoingMessage<Body>,
     method: Method,
-    pub(crate) to: SendAgainTo,
-    /// The connection, where it has ended and a reset may follow.
-    ended: Option<Box<Io>>,
+    pub(crate) target: ResendTarget,
+    /// The connection, if the server ended it with FIN and a reset may follow.
+    closed_io: Option<Box<Io>>,
 }
 
-impl Again {
-    /// Whether the kernel has thrown something of it away, or the application had the connection reset.
-    pub(crate) async fn is_thrown_away(&mut self) -> bool {
-        match &self.ended {
-            Some(io) => is_thrown_away(io).await,
+impl ResendableRequest {
+    /// Whether the kernel discarded unread request data, or the application reset the connection.
+    pub(crate) async fn was_discarded(&mut self) -> bool {
+        match &self.closed_io {
+            Some(io) => was_discarded(io).await,
             None => true,
         }
     }
@@ -70,29 +72,30 @@ impl Again {
 
 /// Where a request may be sent again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SendAgainTo {
-    /// To whoever listens: nobody has read it, or it may be processed twice and its connection had been idle.
-    Whoever,
-    /// To another endpoint only, where it was thrown away and nobody listens here any more. While somebody listens, it may be the
-    /// request itself that connections end of.
-    Another,
+pub(crate) enum ResendTarget {
+    /// A new connection to the same endpoint: the request was not read, or it may be repeated and the connection was
+    /// idle before.
+    SameEndpoint,
+    /// Another endpoint only, if the kernel discarded the request and the port is closed. While the port is open, the
+    /// request itself may be what makes the application close connections.
+    OtherEndpoint,
 }
 
 /// Why there is no response head.
-pub(crate) enum NoHead {
-    /// The other side has ended the connection.
-    End,
+pub(crate) enum ResponseHeadError {
+    /// The server closed the connection.
+    Eof,
     Reset,
     Error(Error),
 }
 
-impl From<Error> for NoHead {
+impl From<Error> for ResponseHeadError {
     fn from(error: Error) -> Self {
         Self::Error(error)
     }
 }
 
-impl Connection {
+impl ClientConnection {
     pub(crate) fn new(io: Io) -> Self {
         Self {
             io: Box::new(io),
@@ -100,150 +103,157 @@ impl Connection {
         }
     }
 
-    /// One that has carried requests before.
-    pub(super) fn reused(io: Box<Io>) -> Self {
+    /// A connection that has carried requests before.
+    pub(crate) fn reused(io: Box<Io>) -> Self {
         Self { io, reused: true }
     }
 
-    /// Puts it into the pool unused.
-    pub(crate) fn keep(self, pool: &Arc<Pool>) {
+    /// Returns an unused connection to the pool.
+    pub(crate) fn return_to_pool(self, pool: &Arc<ConnectionPool>) {
         pool.put(self.io);
     }
 
-    /// Begins to send a request, which is taken out of `req`. The connection goes back to `pool` when the response's body
-    /// has ended.
-    pub(crate) fn send(self, req: &mut Request<Body>, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
+    /// Takes the request out of `req` and starts to send it. The connection returns to `pool` after the response body.
+    pub(crate) fn send(self, req: &mut Request<Body>, addr: SocketAddr, pool: Option<Arc<ConnectionPool>>) -> Exchange {
         let method = req.method().clone();
-        let upload = write::request(std::mem::take(req));
-        self.exchange(upload, method, addr, pool)
+        let message = encode::encode_request(std::mem::take(req));
+        self.exchange(message, method, addr, pool)
     }
 
-    /// Begins to send a request that another connection has left without a response.
-    pub(crate) fn send_again(self, again: Again, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
-        self.exchange(again.upload, again.method, addr, pool)
+    /// Starts to send a request that got no response on another connection.
+    pub(crate) fn resend(
+        self,
+        request: ResendableRequest,
+        addr: SocketAddr,
+        pool: Option<Arc<ConnectionPool>>,
+    ) -> Exchange {
+        self.exchange(request.message, request.method, addr, pool)
     }
 
     fn exchange(
         self,
-        upload: write::Message<Body>,
+        message: encode::OutgoingMessage<Body>,
         method: Method,
         addr: SocketAddr,
-        pool: Option<Arc<Pool>>,
+        pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
         Exchange {
-            has_no_body: upload.is_encoded(),
+            has_no_body: message.is_encoded(),
             connection: self,
-            upload,
-            sending: true,
+            message,
+            is_sending: true,
             method,
             addr,
             pool,
-            inbox: Bytes::new(),
-            coming: Coming::default(),
+            read_buffer: Bytes::new(),
+            head_progress: HeadProgress::default(),
         }
     }
 }
 
-/// A request on its way, and the response head that is coming.
+/// A request, until its response head is complete.
 pub(crate) struct Exchange {
-    connection: Connection,
-    upload: write::Message<Body>,
-    sending: bool,
+    connection: ClientConnection,
+    message: encode::OutgoingMessage<Body>,
+    is_sending: bool,
     has_no_body: bool,
     method: Method,
     addr: SocketAddr,
-    pool: Option<Arc<Pool>>,
-    inbox: Bytes,
-    coming: Coming,
+    pool: Option<Arc<ConnectionPool>>,
+    read_buffer: Bytes,
+    head_progress: HeadProgress,
 }
 
-/// How far a response head has come.
+/// Progress in reading a response head.
 #[derive(Default)]
-struct Coming {
-    /// Bytes that have been looked at.
-    seen: usize,
-    /// Interim responses before it.
+struct HeadProgress {
+    /// Bytes already searched for the end of the head.
+    n_scanned: usize,
+    /// Interim responses received before the head.
     n_interims: usize,
 }
 
 impl Exchange {
-    /// Where the connection goes afterwards.
-    pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
+    /// The pool to which the connection returns.
+    pub(crate) fn pool(&self) -> Option<Arc<ConnectionPool>> {
         self.pool.clone()
     }
 
-    /// Sends the request, as far as that is needed, and reads the response head.
+    /// Sends the request and reads the response head. The request may still be incomplete then.
     ///
     /// # Errors
-    /// The connection ended first, or what came back is not HTTP/1.
-    pub(crate) async fn head(&mut self) -> Result<ResponseHead, NoHead> {
+    /// The connection ends before a response head, the request body fails, or the response is not valid HTTP/1.
+    pub(crate) async fn head(&mut self) -> Result<ResponseHead, ResponseHeadError> {
         let head = poll_fn(|cx| self.poll_head(cx)).await?;
-        if self.sending && head::switches(head.response.status(), &self.method) {
-            // Boxed: rare. The other protocol begins where the request ends.
-            Box::pin(poll_fn(|cx| self.upload.poll_write(cx, &mut *self.connection.io))).await?;
-            self.sending = false;
+        if self.is_sending && head::ends_http(head.response.status(), &self.method) {
+            // Boxed because it is rare. The new protocol starts after the end of the request.
+            Box::pin(poll_fn(|cx| self.message.poll_write(cx, &mut *self.connection.io))).await?;
+            self.is_sending = false;
         }
         Ok(head)
     }
 
-    fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<ResponseHead, NoHead>> {
+    fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<ResponseHead, ResponseHeadError>> {
         let io = &mut *self.connection.io;
-        if self.sending {
-            match self.upload.poll_write(cx, io) {
-                Poll::Ready(Err(error)) if error.is_of_request_body() => return Poll::Ready(Err(error.into())),
-                // An application that stops reading may still have answered.
-                Poll::Ready(_) => self.sending = false,
+        if self.is_sending {
+            match self.message.poll_write(cx, io) {
+                Poll::Ready(Err(error)) if error.is_request_body_error() => return Poll::Ready(Err(error.into())),
+                // The application may have sent a response before it stopped reading.
+                Poll::Ready(_) => self.is_sending = false,
                 Poll::Pending => {}
             }
         }
-        let (inbox, coming) = (&mut self.inbox, &mut self.coming);
-        poll_head(cx, io, inbox, coming, &self.method)
+        let (read_buffer, progress) = (&mut self.read_buffer, &mut self.head_progress);
+        poll_head(cx, io, read_buffer, progress, &self.method)
     }
 
-    /// What can be done where there was no head; `resend` says which requests may be sent again that may have been processed.
+    /// Converts a missing response head to an error, with the request if it may be sent again. `resend` selects the
+    /// requests that may be processed twice.
     ///
-    /// What is known of the application is what the kernel of this host tells: it answers what nobody can read any more with a
-    /// reset. A reset alone says nothing, as applications may ask for one after they have read everything (`SO_LINGER` of 0).
-    pub(crate) async fn failed(self, why: NoHead, resend: Resend) -> Failed {
-        if let NoHead::Error(error) = why {
-            return Failed { error, again: None };
+    /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can
+    /// no longer be read with a reset. A reset alone proves nothing, because an application can cause one after it has
+    /// read everything (`SO_LINGER` of 0).
+    pub(crate) async fn into_failure(self, why: ResponseHeadError, resend: ResendPolicy) -> FailedExchange {
+        if let ResponseHeadError::Error(error) = why {
+            return FailedExchange { error, resend: None };
         }
-        let (addr, Connection { io, reused }) = (self.addr, self.connection);
-        let has_begun = self.upload.has_begun();
+        let (addr, ClientConnection { io, reused }) = (self.addr, self.connection);
+        let has_begun = self.message.has_begun();
         let is_local = io.is_local(addr.ip());
-        let may_repeat = resend.permits(&self.method);
-        // An application may close an idle connection at any time.
-        let is_repeatable = may_repeat && reused && self.has_no_body && self.pool.is_some();
-        // Who has answered something has read something.
-        let has_ended = matches!(why, NoHead::End);
-        let may_be_late = has_ended && is_local && self.coming.n_interims == 0 && !is_repeatable;
-        let upload = self.upload.into_unread(Body::empty());
-        let is_unread = match &upload {
-            Some(upload) => !has_begun || (may_be_late && is_late(&io, upload.unsent()).await),
+        let may_repeat = resend.allows(&self.method);
+        // A server may close an idle connection at any time.
+        let is_resendable = may_repeat && reused && self.has_no_body && self.pool.is_some();
+        let has_ended = matches!(why, ResponseHeadError::Eof);
+        // An interim response proves that the application has read the request.
+        let may_have_missed = has_ended && is_local && self.head_progress.n_interims == 0 && !is_resendable;
+        let message = self.message.into_resendable(Body::empty());
+        let is_unread = match &message {
+            Some(message) => !has_begun || (may_have_missed && arrived_after_close(&io, message.n_unsent()).await),
             None => false,
         };
-        let to = if is_repeatable || (is_unread && is_local) {
-            Some(SendAgainTo::Whoever)
+        let target = if is_resendable || (is_unread && is_local) {
+            Some(ResendTarget::SameEndpoint)
         } else {
-            (may_repeat && !is_unread && is_local && self.coming.n_interims == 0).then_some(SendAgainTo::Another)
+            (may_repeat && !is_unread && is_local && self.head_progress.n_interims == 0)
+                .then_some(ResendTarget::OtherEndpoint)
         };
-        Failed {
-            error: Error::Closed {
+        FailedExchange {
+            error: Error::ConnectionClosed {
                 addr,
                 reused,
                 sent: !is_unread,
             },
-            again: to.zip(upload).map(|(to, upload)| Again {
-                upload,
+            resend: target.zip(message).map(|(target, message)| ResendableRequest {
+                message,
                 method: self.method,
-                to,
-                ended: has_ended.then_some(io),
+                target,
+                closed_io: has_ended.then_some(io),
             }),
         }
     }
 
-    /// The response with its body, which reads from the connection.
-    pub(crate) fn response(self, head: ResponseHead) -> Response<Body> {
+    /// Returns the response; its body reads from the connection.
+    pub(crate) fn into_response(self, head: ResponseHead) -> Response<Body> {
         let ResponseHead {
             response,
             framing,
@@ -251,124 +261,131 @@ impl Exchange {
         } = head;
         let pool = self
             .pool
-            .filter(|_| keep_alive && (self.sending || self.upload.is_done()));
+            .filter(|_| keep_alive && (self.is_sending || self.message.is_done()));
         if let Some(pool) = &pool {
-            pool.told(headers::keep_alive_timeout(response.headers()));
+            pool.set_server_keep_alive(headers::keep_alive_timeout(response.headers()));
         }
-        let upgraded = head::switches(response.status(), &self.method);
-        let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
+        let upgraded = head::ends_http(response.status(), &self.method);
+        let (io, mut read_buffer, mut upload) = (self.connection.io, self.read_buffer, self.message);
         let source = if upgraded {
-            Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox))))
-        } else if self.sending {
+            ResponseIo::Upgraded(Some(io.prepend(std::mem::take(&mut read_buffer))))
+        } else if self.is_sending {
             let (read, mut write) = tokio::io::split(*io);
-            let (mut whole, uploaded) = oneshot::channel();
+            let (mut write_half_tx, uploaded) = oneshot::channel();
             tokio::spawn(async move {
                 let upload = tokio::select! {
                     upload = poll_fn(|cx| upload.poll_write(cx, &mut write)) => upload,
-                    () = soon_after(&mut whole) => Err(Error::TakenBack),
+                    () = upload_grace_over(&mut write_half_tx) => Err(Error::RequestCancelled),
                 };
                 match upload {
-                    // Where the response has ended before, the connection ends here.
-                    Ok(()) => drop(whole.send(write)),
+                    // If the response has already ended, this closes the connection.
+                    Ok(()) => drop(write_half_tx.send(write)),
                     Err(error) => {
                         tracing::debug!(%error, "request body ended early");
-                        // So that nobody waits for the rest of it; who has gone away needs not be told.
+                        // Tells the server that no more data follows. This fails if the server has closed the
+                        // connection.
                         let _ = write.shutdown().await;
                     }
                 }
             });
-            Source::Half { read, uploaded }
+            ResponseIo::ReadHalf { read, uploaded }
         } else {
-            Source::Whole(io)
+            ResponseIo::Whole(io)
         };
-        let mut received = Received {
+        let mut received = ResponseBody {
             source: Some(source),
-            inbox: Bytes::new(),
+            read_buffer: Bytes::new(),
             framing,
             pool,
         };
-        if framing == Framing::Length(inbox.len() as u64) && !inbox.is_empty() {
-            // The whole body came with the head, as it does for small answers.
+        if framing == Framing::Length(read_buffer.len() as u64) && !read_buffer.is_empty() {
+            // The whole body arrived with the head, as usual for small responses.
             received.finish();
-            return response.map(|()| Body::full(inbox));
+            return response.map(|()| Body::full(read_buffer));
         }
-        received.inbox = inbox;
+        received.read_buffer = read_buffer;
         if framing.is_end() && !upgraded {
             received.finish();
             return response.map(|()| Body::empty());
         }
-        response.map(|()| Body::h1_response(Box::new(received)))
+        response.map(|()| Body::received(Box::new(received)))
     }
 }
 
-/// How long a request body may go on when its response has ended: an application that needed it would have waited.
-const AFTERGLOW: Duration = Duration::from_secs(1);
+/// Maximum time that the request body is still sent after its response has ended.
+const UPLOAD_GRACE: Duration = Duration::from_secs(1);
 
-async fn soon_after<T>(response: &mut oneshot::Sender<T>) {
+async fn upload_grace_over<T>(response: &mut oneshot::Sender<T>) {
     response.closed().await;
-    tokio::time::sleep(AFTERGLOW).await;
+    tokio::time::sleep(UPLOAD_GRACE).await;
 }
 
-/// How long an application that has ended its side of a connection may take until it closes it, by which what it has not
-/// read is thrown away: no time at all, or as long as it waits for a processor. A container that has used up its share gets
-/// the next one after up to 100 ms.
-const CLOSING: Duration = Duration::from_millis(250);
+/// Maximum time to wait, after the application's FIN, until it closes the connection and the kernel discards unread
+/// data. A throttled container may need 100 ms until it runs again.
+const RESET_WAIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Whether a request of so many bytes came to an application that had ended the connection before, so that it could not answer
-/// any more, and closed it: an end acknowledges all that has come until then.
-async fn is_late(io: &Io, len: usize) -> bool {
-    io.unacknowledged() == Some(len) && is_thrown_away(io).await
+/// Whether the `len` bytes of a request arrived after the application's FIN and were discarded. A FIN acknowledges all
+/// bytes that arrived before it, so these bytes are still unacknowledged.
+async fn arrived_after_close(io: &Io, len: usize) -> bool {
+    io.unacknowledged_bytes() == Some(len) && was_discarded(io).await
 }
 
-/// Whether the kernel says that what was written was thrown away, after the other side's end.
-async fn is_thrown_away(io: &Io) -> bool {
-    let _ = tokio::time::timeout(CLOSING, io.broken()).await;
-    io.wrote_after_end()
+/// Whether the kernel reports that bytes written after the peer's FIN were discarded.
+async fn was_discarded(io: &Io) -> bool {
+    let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_broken()).await;
+    io.wrote_after_peer_close()
 }
 
-/// Reads until a final response head is complete. Interim ones are passed on.
+/// Reads until a final response head is complete. Forwards interim responses.
 fn poll_head(
     cx: &mut Context<'_>,
     io: &mut Io,
-    inbox: &mut Bytes,
-    coming: &mut Coming,
+    read_buffer: &mut Bytes,
+    progress: &mut HeadProgress,
     method: &Method,
-) -> Poll<Result<ResponseHead, NoHead>> {
+) -> Poll<Result<ResponseHead, ResponseHeadError>> {
     loop {
-        if !inbox.is_empty()
-            && (coming.seen == 0 || head::may_end(inbox, coming.seen))
-            && let Some(head) = head::response(inbox, method).map_err(bad_head)?
+        if !read_buffer.is_empty()
+            && (progress.n_scanned == 0 || framing::may_be_complete(read_buffer, progress.n_scanned))
+            && let Some(head) = head::parse_response_head(read_buffer, method).map_err(invalid_head_error)?
         {
             let status = head.response.status();
             if status.is_informational() && status != StatusCode::SWITCHING_PROTOCOLS {
-                coming.seen = 0;
-                coming.n_interims += 1;
-                if coming.n_interims > interim::MOST {
-                    return Poll::Ready(Err(Error::BadResponse("it has too many interim responses").into()));
+                progress.n_scanned = 0;
+                progress.n_interims += 1;
+                if progress.n_interims > interim::MAX_INTERIM_RESPONSES {
+                    return Poll::Ready(Err(Error::InvalidResponse("too many interim responses").into()));
                 }
-                interim::pass(head.response);
+                interim::forward(head.response);
                 continue;
             }
             return Poll::Ready(Ok(head));
         }
-        if inbox.len() > MAX_HEAD {
-            return Poll::Ready(Err(bad_head(BadHead::TooLong).into()));
+        if read_buffer.len() > MAX_RESPONSE_HEAD_BYTES {
+            return Poll::Ready(Err(invalid_head_error(HeadError::TooLarge).into()));
         }
-        coming.seen = inbox.len();
-        match ready!(read::poll_more(cx, io, inbox)) {
-            Ok(0) if inbox.is_empty() => return Poll::Ready(Err(NoHead::End)),
-            Ok(0) => return Poll::Ready(Err(Error::BadResponse("it ended within its head").into())),
+        progress.n_scanned = read_buffer.len();
+        match ready!(read_buffer::poll_read_into(cx, io, read_buffer)) {
+            Ok(0) if read_buffer.is_empty() => return Poll::Ready(Err(ResponseHeadError::Eof)),
+            Ok(0) => {
+                return Poll::Ready(Err(Error::InvalidResponse(
+                    "the connection ended within the response head",
+                )
+                .into()));
+            }
             Ok(_) => {}
-            Err(error) if inbox.is_empty() && is_reset(&error) => return Poll::Ready(Err(NoHead::Reset)),
-            Err(error) => return Poll::Ready(Err(Error::Response(error).into())),
+            Err(error) if read_buffer.is_empty() && is_reset(&error) => {
+                return Poll::Ready(Err(ResponseHeadError::Reset));
+            }
+            Err(error) => return Poll::Ready(Err(Error::ReadResponse(error).into())),
         }
     }
 }
 
-fn bad_head(bad: BadHead) -> Error {
-    Error::BadResponse(match bad {
-        BadHead::TooLong => "its head is too long",
-        BadHead::Wrong(what) => what,
+fn invalid_head_error(bad: HeadError) -> Error {
+    Error::InvalidResponse(match bad {
+        HeadError::TooLarge => "its head is too long",
+        HeadError::Invalid(what) => what,
     })
 }
 
@@ -379,74 +396,84 @@ fn is_reset(error: &io::Error) -> bool {
     )
 }
 
-/// A response body that arrives on an HTTP/1 connection.
-pub(crate) struct Received {
-    source: Option<Source>,
-    inbox: Bytes,
+/// A response body that is read from an HTTP/1 connection.
+pub(crate) struct ResponseBody {
+    source: Option<ResponseIo>,
+    read_buffer: Bytes,
     framing: Framing,
-    /// Where the connection goes at a clean end.
-    pool: Option<Arc<Pool>>,
+    /// The pool to which the connection returns after a complete body.
+    pool: Option<Arc<ConnectionPool>>,
 }
 
-enum Source {
+enum ResponseIo {
     Whole(Box<Io>),
-    /// The request body still goes out on the other half, until a while after the receiver is dropped; the receiver gets
-    /// that half when the body has left.
-    Half {
+    /// A task still writes the request body to the other half, at most [`UPLOAD_GRACE`] longer than this body exists.
+    /// It returns that half through `uploaded` when the request body is written.
+    ReadHalf {
         read: ReadHalf<Io>,
         uploaded: oneshot::Receiver<WriteHalf<Io>>,
     },
-    /// No longer HTTP: taken by the tunnel.
+    /// No longer HTTP; the tunnel takes the connection.
     Upgraded(Option<Io>),
 }
 
-impl Received {
-    /// The connection of an answer that switched protocols; once.
-    pub(crate) fn take_upgraded(&mut self) -> Option<Io> {
+impl ResponseBody {
+    /// The connection after a protocol switch; `None` on the second call.
+    fn take_upgraded_io(&mut self) -> Option<Io> {
         match &mut self.source {
-            Some(Source::Upgraded(io)) => io.take(),
+            Some(ResponseIo::Upgraded(io)) => io.take(),
             _ => None,
         }
     }
 
-    /// Gives the connection back, or closes it where it cannot be used again.
+    /// Returns the connection to the pool, or closes it if it cannot be reused.
     fn finish(&mut self) {
         let (source, pool) = (self.source.take(), self.pool.take());
-        let Some(pool) = pool.filter(|_| self.inbox.is_empty()) else {
+        let Some(pool) = pool.filter(|_| self.read_buffer.is_empty()) else {
             return;
         };
         match source {
-            Some(Source::Whole(io)) => pool.put(io),
-            Some(Source::Half { read, mut uploaded }) => {
+            Some(ResponseIo::Whole(io)) => pool.put(io),
+            Some(ResponseIo::ReadHalf { read, mut uploaded }) => {
                 if let Ok(write) = uploaded.try_recv() {
                     pool.put(Box::new(read.unsplit(write)));
                 }
             }
-            Some(Source::Upgraded(_)) | None => {}
+            Some(ResponseIo::Upgraded(_)) | None => {}
         }
     }
 
-    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        match &mut self.source {
+            Some(ResponseIo::Whole(io)) => read_buffer::poll_read_into(cx, &mut **io, &mut self.read_buffer),
+            Some(ResponseIo::ReadHalf { read, .. }) => read_buffer::poll_read_into(cx, read, &mut self.read_buffer),
+            Some(ResponseIo::Upgraded(_)) | None => Poll::Ready(Ok(0)),
+        }
+    }
+}
+
+impl ReceivedBody for ResponseBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         loop {
-            match self.framing.decode(&mut self.inbox) {
-                Ok(Decoded::Data(data)) => {
+            match self.framing.decode(&mut self.read_buffer) {
+                Ok(DecodeStep::Data(data)) => {
                     if self.framing == Framing::Length(0) {
                         self.finish();
                     }
                     return Poll::Ready(Some(Ok(Frame::data(data))));
                 }
-                Ok(Decoded::Trailers(trailers)) => {
+                Ok(DecodeStep::Trailers(trailers)) => {
                     self.finish();
                     return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
                 }
-                Ok(Decoded::End) => {
+                Ok(DecodeStep::End) => {
                     self.finish();
                     return Poll::Ready(None);
                 }
-                Ok(Decoded::More) => {}
+                Ok(DecodeStep::NeedsData) => {}
                 Err(wrong) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::BadResponse(wrong))));
+                    return Poll::Ready(Some(Err(Error::InvalidResponse(wrong))));
                 }
             }
             match ready!(self.poll_fill(cx)) {
@@ -457,30 +484,26 @@ impl Received {
                 }
                 Ok(0) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::Response(io::ErrorKind::UnexpectedEof.into()))));
+                    return Poll::Ready(Some(Err(Error::ReadResponse(io::ErrorKind::UnexpectedEof.into()))));
                 }
                 Ok(_) => {}
                 Err(error) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::Response(error))));
+                    return Poll::Ready(Some(Err(Error::ReadResponse(error))));
                 }
             }
         }
     }
 
-    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        match &mut self.source {
-            Some(Source::Whole(io)) => read::poll_more(cx, &mut **io, &mut self.inbox),
-            Some(Source::Half { read, .. }) => read::poll_more(cx, read, &mut self.inbox),
-            Some(Source::Upgraded(_)) | None => Poll::Ready(Ok(0)),
-        }
-    }
-
-    pub(crate) fn is_end_stream(&self) -> bool {
+    fn is_end_stream(&self) -> bool {
         self.framing.is_end()
     }
 
-    pub(crate) fn size_hint(&self) -> SizeHint {
+    fn size_hint(&self) -> SizeHint {
         self.framing.size_hint()
+    }
+
+    fn take_server_leg(&mut self) -> Option<TunnelEnd> {
+        self.take_upgraded_io().map(TunnelEnd::Connection)
     }
 }

@@ -1,53 +1,48 @@
-//! How bodies end: by a length, in chunks, or with their connection.
+//! Body framing: by length, chunked, or until the connection closes.
 
 use bytes::{Buf, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body::SizeHint;
 
-use crate::http::{
-    h1::head::{self, MAX_HEAD_LINES},
-    headers,
-};
+use crate::http::headers;
 
-/// Most bytes of a chunked body's trailers.
-const MAX_TRAILERS: usize = 64 * 1024;
-/// Most bytes of a chunk-size line, extensions included.
-const MAX_CHUNK_LINE: usize = 1024;
+/// Maximum size of the trailers of a chunked body.
+const MAX_TRAILER_BYTES: usize = 64 * 1024;
+/// Maximum size of a chunk-size line, extensions included.
+const MAX_CHUNK_LINE_BYTES: usize = 1024;
 
-/// How a body ends, and how far it has been read.
+/// Framing of a body, and what is left to read of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framing {
     None,
     Length(u64),
-    Chunked(Chunk),
-    /// The connection's end is the body's end.
+    Chunked(ChunkState),
+    /// The body ends when the connection closes.
     UntilClose,
 }
 
-/// Where in a chunked body the reader is.
+/// Position in a chunked body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Chunk {
+pub(crate) enum ChunkState {
     Size,
     Data(u64),
-    /// The line end after a chunk's data.
+    /// The CRLF after a chunk's data.
     DataEnd,
-    /// Bytes of them that have been looked at.
+    /// Number of buffered trailer bytes that were already searched for the end.
     Trailers(usize),
 }
 
-/// What the next step of decoding a body yields.
 #[derive(Debug)]
-pub(crate) enum Decoded {
+pub(crate) enum DecodeStep {
     Data(Bytes),
     Trailers(HeaderMap),
     /// The body is complete.
     End,
-    /// More bytes are needed.
-    More,
+    NeedsData,
 }
 
 impl Framing {
-    /// Whether nothing more can come of the body.
+    /// Whether the body is complete.
     pub(crate) fn is_end(&self) -> bool {
         matches!(self, Self::None | Self::Length(0))
     }
@@ -60,67 +55,67 @@ impl Framing {
         }
     }
 
-    /// Takes the next piece of the body out of `inbox`.
+    /// Takes the next piece of the body from `read_buffer`.
     ///
     /// # Errors
-    /// The body is not framed as it should be; says what is wrong.
-    pub(crate) fn decode(&mut self, inbox: &mut Bytes) -> Result<Decoded, &'static str> {
+    /// The framing is invalid; the error says why.
+    pub(crate) fn decode(&mut self, read_buffer: &mut Bytes) -> Result<DecodeStep, &'static str> {
         loop {
             match self {
-                Self::None | Self::Length(0) => return Ok(Decoded::End),
+                Self::None | Self::Length(0) => return Ok(DecodeStep::End),
                 Self::Length(left) => {
-                    return Ok(take(inbox, left).map_or(Decoded::More, Decoded::Data));
+                    return Ok(take_up_to(read_buffer, left).map_or(DecodeStep::NeedsData, DecodeStep::Data));
                 }
-                Self::UntilClose if inbox.is_empty() => return Ok(Decoded::More),
-                Self::UntilClose => return Ok(Decoded::Data(std::mem::take(inbox))),
+                Self::UntilClose if read_buffer.is_empty() => return Ok(DecodeStep::NeedsData),
+                Self::UntilClose => return Ok(DecodeStep::Data(std::mem::take(read_buffer))),
                 Self::Chunked(chunk) => match chunk {
-                    Chunk::Size => {
-                        let Some((used, size)) = chunk_size(inbox)? else {
-                            return Ok(Decoded::More);
+                    ChunkState::Size => {
+                        let Some((used, size)) = parse_chunk_size(read_buffer)? else {
+                            return Ok(DecodeStep::NeedsData);
                         };
-                        inbox.advance(used);
+                        read_buffer.advance(used);
                         *chunk = if size == 0 {
-                            Chunk::Trailers(0)
+                            ChunkState::Trailers(0)
                         } else {
-                            Chunk::Data(size)
+                            ChunkState::Data(size)
                         };
                     }
-                    Chunk::Data(left) => {
-                        let Some(data) = take(inbox, left) else {
-                            return Ok(Decoded::More);
+                    ChunkState::Data(left) => {
+                        let Some(data) = take_up_to(read_buffer, left) else {
+                            return Ok(DecodeStep::NeedsData);
                         };
                         if *left == 0 {
-                            *chunk = Chunk::DataEnd;
+                            *chunk = ChunkState::DataEnd;
                         }
-                        return Ok(Decoded::Data(data));
+                        return Ok(DecodeStep::Data(data));
                     }
-                    Chunk::DataEnd => {
-                        if !b"\r\n".starts_with(&inbox[..inbox.len().min(2)]) {
-                            return Err("a chunk is longer than it says");
+                    ChunkState::DataEnd => {
+                        if !b"\r\n".starts_with(&read_buffer[..read_buffer.len().min(2)]) {
+                            return Err("chunk data longer than its chunk size");
                         }
-                        if inbox.len() < 2 {
-                            return Ok(Decoded::More);
+                        if read_buffer.len() < 2 {
+                            return Ok(DecodeStep::NeedsData);
                         }
-                        inbox.advance(2);
-                        *chunk = Chunk::Size;
+                        read_buffer.advance(2);
+                        *chunk = ChunkState::Size;
                     }
-                    Chunk::Trailers(seen) => {
-                        // An empty line at once ends them, too.
-                        let may_end = *seen < 2 || head::may_end(inbox, *seen);
-                        *seen = inbox.len();
-                        let trailers = if may_end { trailers(inbox)? } else { None };
+                    ChunkState::Trailers(seen) => {
+                        // Trailers also end with an empty line right after the last chunk.
+                        let may_end = *seen < 2 || may_be_complete(read_buffer, *seen);
+                        *seen = read_buffer.len();
+                        let trailers = if may_end { parse_trailers(read_buffer)? } else { None };
                         let Some(trailers) = trailers else {
-                            return if inbox.len() <= MAX_TRAILERS {
-                                Ok(Decoded::More)
+                            return if read_buffer.len() <= MAX_TRAILER_BYTES {
+                                Ok(DecodeStep::NeedsData)
                             } else {
-                                Err("its trailers")
+                                Err("malformed or too large trailers")
                             };
                         };
                         *self = Self::None;
                         return Ok(if trailers.is_empty() {
-                            Decoded::End
+                            DecodeStep::End
                         } else {
-                            Decoded::Trailers(trailers)
+                            DecodeStep::Trailers(trailers)
                         });
                     }
                 },
@@ -129,33 +124,33 @@ impl Framing {
     }
 }
 
-fn take(inbox: &mut Bytes, left: &mut u64) -> Option<Bytes> {
-    if inbox.is_empty() {
+fn take_up_to(read_buffer: &mut Bytes, left: &mut u64) -> Option<Bytes> {
+    if read_buffer.is_empty() {
         return None;
     }
-    let n = usize::try_from(*left).unwrap_or(usize::MAX).min(inbox.len());
+    let n = usize::try_from(*left).unwrap_or(usize::MAX).min(read_buffer.len());
     *left -= n as u64;
-    // What is used up is let go of, so that nothing keeps its memory.
-    Some(if n == inbox.len() {
-        std::mem::take(inbox)
+    // Take the whole buffer when it is used up, so that its memory is freed.
+    Some(if n == read_buffer.len() {
+        std::mem::take(read_buffer)
     } else {
-        inbox.split_to(n)
+        read_buffer.split_to(n)
     })
 }
 
-/// The length of a chunk-size line and the size it tells, once the line is complete.
+/// Returns the length of a chunk-size line and the chunk size; `None` while the line is incomplete.
 ///
-/// Source: RFC 9112 §7.1. Only CRLF ends the line: a lone LF ends it for some readers and not for others.
-fn chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> {
-    const BAD: &str = "a chunk size";
-    let Some(end) = bytes.iter().take(MAX_CHUNK_LINE).position(|byte| *byte == b'\n') else {
-        return if bytes.len() < MAX_CHUNK_LINE {
+/// Source: RFC 9112 §7.1. Only CRLF ends the line: parsers disagree on a lone LF.
+fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> {
+    const INVALID: &str = "malformed chunk size";
+    let Some(end) = bytes.iter().take(MAX_CHUNK_LINE_BYTES).position(|byte| *byte == b'\n') else {
+        return if bytes.len() < MAX_CHUNK_LINE_BYTES {
             Ok(None)
         } else {
-            Err(BAD)
+            Err(INVALID)
         };
     };
-    let line = bytes[..end].strip_suffix(b"\r").ok_or(BAD)?;
+    let line = bytes[..end].strip_suffix(b"\r").ok_or(INVALID)?;
     let n_digits = line.iter().take_while(|byte| byte.is_ascii_hexdigit()).count();
     let (digits, extension) = line.split_at(n_digits);
     let n_blanks = extension.iter().take_while(|byte| b" \t".contains(byte)).count();
@@ -169,36 +164,46 @@ fn chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> {
         .and_then(|digits| u64::from_str_radix(digits, 16).ok());
     match size {
         Some(size) if is_extension => Ok(Some((end + 1, size))),
-        _ => Err(BAD),
+        _ => Err(INVALID),
     }
 }
 
-/// As with chunk sizes, only CRLF ends a line: of two readers, one would take a lone LF for the end of the message.
-fn trailers(inbox: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
-    const BAD: &str = "its trailers";
-    let is_lone = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || inbox[at - 1] != b'\r');
-    let mut lines = [httparse::EMPTY_HEADER; MAX_HEAD_LINES];
-    match httparse::parse_headers(inbox, &mut lines) {
-        Ok(httparse::Status::Complete((used, lines))) if used <= MAX_TRAILERS => {
+/// Only CRLF ends a line, as for chunk sizes: with a lone LF, parsers disagree on the end of the message.
+fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
+    const INVALID: &str = "malformed or too large trailers";
+    let is_lone = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || read_buffer[at - 1] != b'\r');
+    let mut lines = [httparse::EMPTY_HEADER; MAX_STACK_HEADERS];
+    match httparse::parse_headers(read_buffer, &mut lines) {
+        Ok(httparse::Status::Complete((used, lines))) if used <= MAX_TRAILER_BYTES => {
             let mut trailers = HeaderMap::with_capacity(lines.len());
             for line in lines {
-                let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "a trailer")?;
-                let value = HeaderValue::from_bytes(line.value).map_err(|_| "a trailer")?;
-                // Nobody has acted on them while the body passed, and nobody should afterwards.
-                if headers::is_trailer(&name) {
+                let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "malformed trailer")?;
+                let value = HeaderValue::from_bytes(line.value).map_err(|_| "malformed trailer")?;
+                // Drop fields that apply to one hop or are reserved for proxies, so that they take no effect after the
+                // body.
+                if headers::is_forwarded_trailer(&name) {
                     trailers.append(name, value);
                 }
             }
-            if inbox[..used].iter().enumerate().any(is_lone) {
-                return Err(BAD);
+            if read_buffer[..used].iter().enumerate().any(is_lone) {
+                return Err(INVALID);
             }
-            inbox.advance(used);
+            read_buffer.advance(used);
             Ok(Some(trailers))
         }
-        Ok(httparse::Status::Partial) if !inbox.iter().enumerate().any(is_lone) => Ok(None),
-        _ => Err(BAD),
+        Ok(httparse::Status::Partial) if !read_buffer.iter().enumerate().any(is_lone) => Ok(None),
+        _ => Err(INVALID),
     }
 }
+
+/// Whether the bytes after the first `seen` can complete a head: they end an empty line.
+pub(crate) fn may_be_complete(bytes: &[u8], seen: usize) -> bool {
+    let new = &bytes[seen.saturating_sub(3)..];
+    new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")
+}
+
+/// Header lines that are parsed without a heap allocation.
+pub(super) const MAX_STACK_HEADERS: usize = 128;
 
 #[cfg(test)]
 mod tests {
@@ -208,15 +213,15 @@ mod tests {
 
     /// Feeds `text` in pieces of `step` bytes and returns data and trailers, or the error.
     fn decode(text: &[u8], step: usize) -> Result<(Vec<u8>, Option<HeaderMap>), &'static str> {
-        let (mut framing, mut inbox, mut data) = (Framing::Chunked(Chunk::Size), Bytes::new(), Vec::new());
+        let (mut framing, mut read_buffer, mut data) = (Framing::Chunked(ChunkState::Size), Bytes::new(), Vec::new());
         let mut pieces = text.chunks(step.max(1));
         loop {
-            match framing.decode(&mut inbox)? {
-                Decoded::Data(piece) => data.extend_from_slice(&piece),
-                Decoded::Trailers(trailers) => return Ok((data, Some(trailers))),
-                Decoded::End => return Ok((data, None)),
-                Decoded::More => match pieces.next() {
-                    Some(piece) => inbox = [&inbox[..], piece].concat().into(),
+            match framing.decode(&mut read_buffer)? {
+                DecodeStep::Data(piece) => data.extend_from_slice(&piece),
+                DecodeStep::Trailers(trailers) => return Ok((data, Some(trailers))),
+                DecodeStep::End => return Ok((data, None)),
+                DecodeStep::NeedsData => match pieces.next() {
+                    Some(piece) => read_buffer = [&read_buffer[..], piece].concat().into(),
                     None => return Err("cut"),
                 },
             }
@@ -235,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn chunk_sizes_are_read_in_one_way_or_not_at_all() {
+    fn ambiguous_chunk_sizes_are_refused() {
         for (line, size) in [
             ("0\r\n", Ok(Some((3, 0)))),
             ("1aF\r\n", Ok(Some((5, 0x1af)))),
@@ -256,9 +261,9 @@ mod tests {
             ("5\r\r\n", Err(())),
             ("10000000000000000\r\n", Err(())),
         ] {
-            assert_eq!(chunk_size(line.as_bytes()).map_err(drop), size, "{line:?}");
+            assert_eq!(parse_chunk_size(line.as_bytes()).map_err(drop), size, "{line:?}");
         }
-        assert!(chunk_size(&[b'1'; MAX_CHUNK_LINE]).is_err());
+        assert!(parse_chunk_size(&[b'1'; MAX_CHUNK_LINE_BYTES]).is_err());
         assert!(decode(b"5\r\nhelloX\r\n0\r\n\r\n", 3).is_err());
     }
 

@@ -1,4 +1,4 @@
-//! Readings of whole messages, for what must hold of them.
+//! Parses and encodes whole messages, for fuzz targets and property tests.
 
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
@@ -9,54 +9,57 @@ use http_body_util::{BodyExt as _, Full, StreamBody, combinators::UnsyncBoxBody}
 use crate::http::{
     error::Error,
     h1::{
-        framing::{Chunk, Decoded, Framing},
-        head, write,
+        encode,
+        framing::{self, ChunkState, DecodeStep, Framing},
+        head,
     },
     headers,
 };
 
-/// A message that has come whole.
+/// A complete message.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Whole<T> {
+pub(crate) struct ParsedMessage<T> {
     pub(crate) head: T,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Vec<u8>,
     pub(crate) trailers: HeaderMap,
 }
 
-/// The data and the trailers of a body in chunks, and what follows it, or why there are none.
-pub(crate) fn chunks(pieces: &mut dyn Iterator<Item = Bytes>) -> Result<(Vec<u8>, HeaderMap, Vec<u8>), &'static str> {
-    let mut inbox = Bytes::new();
-    let mut framing = Framing::Chunked(Chunk::Size);
-    let (data, trailers) = body(&mut framing, &mut inbox, pieces)?;
-    let rest = [&inbox[..], &pieces.collect::<Vec<_>>().concat()].concat();
+/// Decodes a chunked body. Returns its data, its trailers and the bytes after it, or why it is invalid.
+pub(crate) fn decode_chunked(
+    pieces: &mut dyn Iterator<Item = Bytes>,
+) -> Result<(Vec<u8>, HeaderMap, Vec<u8>), &'static str> {
+    let mut read_buffer = Bytes::new();
+    let mut framing = Framing::Chunked(ChunkState::Size);
+    let (data, trailers) = body(&mut framing, &mut read_buffer, pieces)?;
+    let rest = [&read_buffer[..], &pieces.collect::<Vec<_>>().concat()].concat();
     Ok((data, trailers, rest))
 }
 
 fn body(
     framing: &mut Framing,
-    inbox: &mut Bytes,
+    read_buffer: &mut Bytes,
     pieces: &mut dyn Iterator<Item = Bytes>,
 ) -> Result<(Vec<u8>, HeaderMap), &'static str> {
     let mut data = Vec::new();
     loop {
-        match framing.decode(inbox)? {
-            Decoded::Data(piece) => data.extend_from_slice(&piece),
-            Decoded::Trailers(trailers) => return Ok((data, trailers)),
-            Decoded::End => return Ok((data, HeaderMap::new())),
-            Decoded::More => match pieces.next() {
-                Some(piece) => *inbox = [&inbox[..], &piece].concat().into(),
+        match framing.decode(read_buffer)? {
+            DecodeStep::Data(piece) => data.extend_from_slice(&piece),
+            DecodeStep::Trailers(trailers) => return Ok((data, trailers)),
+            DecodeStep::End => return Ok((data, HeaderMap::new())),
+            DecodeStep::NeedsData => match pieces.next() {
+                Some(piece) => *read_buffer = [&read_buffer[..], &piece].concat().into(),
                 None if *framing == Framing::UntilClose => return Ok((data, HeaderMap::new())),
-                None => return Err("it is cut"),
+                None => return Err("truncated body"),
             },
         }
     }
 }
 
-/// All whole requests of a connection, up to the first that is refused, or after which nothing may come; leaves what follows.
-pub(crate) fn requests(bytes: &mut Bytes) -> Vec<Whole<(Method, String)>> {
+/// Parses the requests of a connection, up to the first invalid one or the last one. Leaves the bytes after them.
+pub(crate) fn requests(bytes: &mut Bytes) -> Vec<ParsedMessage<(Method, String)>> {
     let mut all = Vec::new();
-    while let Ok(Some(head)) = head::request(bytes) {
+    while let Ok(Some(head)) = head::parse_request_head(bytes) {
         let (method, target) = (head.request.method().clone(), head.request.uri().to_string());
         let mut framing = head.framing;
         let Ok((body, trailers)) = body(&mut framing, bytes, &mut std::iter::empty()) else {
@@ -66,7 +69,7 @@ pub(crate) fn requests(bytes: &mut Bytes) -> Vec<Whole<(Method, String)>> {
             || method == Method::CONNECT
             || head.request.headers().contains_key(header::UPGRADE)
             || head.request.version() != Version::HTTP_11;
-        all.push(Whole {
+        all.push(ParsedMessage {
             head: (method, target),
             headers: head.request.headers().clone(),
             body,
@@ -79,8 +82,8 @@ pub(crate) fn requests(bytes: &mut Bytes) -> Vec<Whole<(Method, String)>> {
     all
 }
 
-/// What is left of headers without those of one connection, and those that the writer and the target decide on.
-pub(crate) fn passed_on(headers: &HeaderMap) -> HeaderMap {
+/// Headers without hop-by-hop headers, framing headers and `host`.
+pub(crate) fn end_to_end_headers(headers: &HeaderMap) -> HeaderMap {
     let mut headers = headers.clone();
     headers::strip_hop_by_hop(&mut headers);
     for name in [header::HOST, header::CONTENT_LENGTH, header::TRANSFER_ENCODING] {
@@ -89,46 +92,49 @@ pub(crate) fn passed_on(headers: &HeaderMap) -> HeaderMap {
     headers
 }
 
-/// What of trailers is some. A list of what concerns one connection is none, and so has no say about the others.
-pub(crate) fn trailers(trailers: &HeaderMap) -> HeaderMap {
-    let lines = trailers.iter().filter(|(name, _)| headers::is_trailer(name));
+/// The trailers that are forwarded. A `connection` trailer is not, so it does not remove the trailers that it names.
+pub(crate) fn forwarded_trailers(trailers: &HeaderMap) -> HeaderMap {
+    let lines = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
     lines.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
-/// A request as we write it: with the length of its body, where nothing comes after it, and in chunks.
-pub(crate) fn written(whole: &Whole<(Method, String)>) -> Vec<Bytes> {
-    let of_body = |(headers, body)| {
+/// Encodes a request in each possible framing: with a length if it has no trailers, and chunked.
+pub(crate) fn encode_request_variants(whole: &ParsedMessage<(Method, String)>) -> Vec<Bytes> {
+    let encode = |(headers, body)| {
         let mut req = Request::new(body);
         *req.method_mut() = whole.head.0.clone();
-        *req.uri_mut() = whole.head.1.parse().expect("it was a target before");
+        *req.uri_mut() = whole.head.1.parse().expect("the target was parsed before");
         *req.headers_mut() = headers;
-        encoded(write::request(req))
+        encoded(encode::encode_request(req))
     };
-    bodies(whole).into_iter().map(of_body).collect()
+    body_variants(whole).into_iter().map(encode).collect()
 }
 
-/// A response as we write it to who asked in this way, with what goes before it: with the length of its body, where nothing comes
-/// after it, and piece by piece.
-pub(crate) fn response_written(answer: &Answer, version: Version, method: &Method) -> Vec<Bytes> {
+/// Encodes a response to a request of this version and method, with its interim responses, in each possible framing.
+pub(crate) fn encode_response_variants(answer: &ParsedResponse, version: Version, method: &Method) -> Vec<Bytes> {
     let mut before = BytesMut::new();
     for (status, headers) in &answer.interims {
         let mut rsp = Response::new(());
         *rsp.status_mut() = *status;
         *rsp.headers_mut() = headers.clone();
-        write::interim(&rsp, &mut before);
+        encode::encode_interim(&rsp, &mut before);
     }
-    let of_body = |(headers, body)| {
+    let encode = |(headers, body)| {
         let mut rsp = Response::new(body);
         *rsp.status_mut() = answer.last.head;
         *rsp.headers_mut() = headers;
-        let (message, _) = write::response(rsp, write::Answered { version, method }, write::Afterwards::Kept);
+        let (message, _) = encode::encode_response(
+            rsp,
+            encode::RequestLine { version, method },
+            encode::ConnectionReuse::KeepAlive,
+        );
         [&before[..], &encoded(message)].concat().into()
     };
-    bodies(&answer.last).into_iter().map(of_body).collect()
+    body_variants(&answer.last).into_iter().map(encode).collect()
 }
 
-/// The ways to send what is in a message, each with the headers that go with it.
-fn bodies<T>(whole: &Whole<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> {
+/// The possible framings of a message: each one as headers and body.
+fn body_variants<T>(whole: &ParsedMessage<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> {
     let mut headers = whole.headers.clone();
     headers::strip_hop_by_hop(&mut headers);
     let body = Bytes::from(whole.body.clone());
@@ -149,7 +155,7 @@ fn bodies<T>(whole: &Whole<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> 
     all
 }
 
-fn encoded<B: write::Sent>(mut message: write::Message<B>) -> Bytes {
+fn encoded<B: encode::SendableBody>(mut message: encode::OutgoingMessage<B>) -> Bytes {
     let mut out = Vec::new();
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     let written = message.poll_write(&mut cx, &mut out);
@@ -160,18 +166,18 @@ fn encoded<B: write::Sent>(mut message: write::Message<B>) -> Bytes {
     out.into()
 }
 
-/// A response, and the interim ones before it.
+/// A response with the interim responses before it.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ParsedResponse {
     pub(crate) interims: Vec<(StatusCode, HeaderMap)>,
-    pub(crate) last: Whole<StatusCode>,
+    pub(crate) last: ParsedMessage<StatusCode>,
 }
 
-/// The response to a request of this method, if it comes whole before the bytes end; and whether nothing comes after it.
-pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(Answer, bool)> {
+/// Parses the complete response to a request of this method. The second value is whether no bytes follow it.
+pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(ParsedResponse, bool)> {
     let mut interims = Vec::new();
     loop {
-        let head = head::response(&mut bytes, method).ok()??;
+        let head = head::parse_response_head(&mut bytes, method).ok()??;
         let (status, headers) = (head.response.status(), head.response.headers().clone());
         if status == StatusCode::SWITCHING_PROTOCOLS {
             return None;
@@ -182,33 +188,33 @@ pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(Answer, boo
         }
         let mut framing = head.framing;
         let (body, trailers) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
-        let last = Whole {
+        let last = ParsedMessage {
             head: status,
             headers,
             body,
             trailers,
         };
-        return Some((Answer { interims, last }, bytes.is_empty()));
+        return Some((ParsedResponse { interims, last }, bytes.is_empty()));
     }
 }
 
-/// The bytes of a request's head, for who gets all of it at once and for who gets one after the other.
-pub(crate) fn request_ends(bytes: &[u8]) -> [Option<usize>; 2] {
-    ends(bytes, |bytes| matches!(head::request(bytes), Ok(Some(_))))
+/// Length of a request's head: parsed from all bytes at once, and parsed as the bytes arrive one at a time.
+pub(crate) fn request_head_lengths(bytes: &[u8]) -> [Option<usize>; 2] {
+    head_lengths(bytes, |bytes| matches!(head::parse_request_head(bytes), Ok(Some(_))))
 }
 
-/// As [`request_ends`], of a response.
-pub(crate) fn response_ends(bytes: &[u8]) -> [Option<usize>; 2] {
-    ends(bytes, |bytes| {
-        matches!(head::response(bytes, &Method::GET), Ok(Some(_)))
+/// As [`request_head_lengths`], for a response.
+pub(crate) fn response_head_lengths(bytes: &[u8]) -> [Option<usize>; 2] {
+    head_lengths(bytes, |bytes| {
+        matches!(head::parse_response_head(bytes, &Method::GET), Ok(Some(_)))
     })
 }
 
-fn ends(bytes: &[u8], is_head: impl Fn(&mut Bytes) -> bool) -> [Option<usize>; 2] {
-    let end = |come: usize| {
-        let mut rest = Bytes::copy_from_slice(&bytes[..come]);
-        is_head(&mut rest).then(|| come - rest.len())
+fn head_lengths(bytes: &[u8], is_head: impl Fn(&mut Bytes) -> bool) -> [Option<usize>; 2] {
+    let end = |n_received: usize| {
+        let mut rest = Bytes::copy_from_slice(&bytes[..n_received]);
+        is_head(&mut rest).then(|| n_received - rest.len())
     };
-    let looked_at = |come: &usize| *come == 1 || head::may_end(&bytes[..*come], come - 1);
-    [end(bytes.len()), (1..=bytes.len()).filter(looked_at).find_map(end)]
+    let is_parsed = |n: &usize| *n == 1 || framing::may_be_complete(&bytes[..*n], n - 1);
+    [end(bytes.len()), (1..=bytes.len()).filter(is_parsed).find_map(end)]
 }

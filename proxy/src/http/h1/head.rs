@@ -1,8 +1,8 @@
-//! Reading the heads of requests and responses.
+//! Parses the heads of requests and responses.
 //!
-//! A request can be read in one way or is refused. A response is refused where its end could be doubted; what is
-//! merely untidy is put right, because its application worked before there was a proxy. Characters in a target that the
-//! types of a request refuse, and servers take, are percent-encoded.
+//! A request that can be read in more than one way is refused. A response is refused if its end is ambiguous; harmless
+//! deviations are corrected, because the application worked before it got a proxy. Characters in a target that `Uri`
+//! rejects and servers accept are percent-encoded.
 
 use std::mem::MaybeUninit;
 
@@ -10,77 +10,74 @@ use bytes::{Buf, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 
 use crate::http::{
-    h1::framing::{Chunk, Framing},
-    headers::number,
-    spare,
+    error::MAX_HEADERS,
+    h1::framing::{ChunkState, Framing, MAX_STACK_HEADERS},
+    header_map_pool,
+    headers::parse_decimal,
 };
 
-/// Header lines that are read without an allocation for them.
-pub(super) const MAX_HEAD_LINES: usize = 128;
-/// Most header lines.
-pub(crate) const MAX_LINES: usize = 4096;
-/// Most bytes of a response head.
-pub(super) const MAX_HEAD: usize = 64 * 1024;
+/// Maximum size of a response head.
+pub(super) const MAX_RESPONSE_HEAD_BYTES: usize = 64 * 1024;
 
-/// A parsed request head.
 #[derive(Debug)]
 pub(crate) struct RequestHead {
     pub(crate) request: Request<()>,
     pub(crate) framing: Framing,
-    /// Whether the client may send another request afterwards.
+    /// Whether the client may send another request on the connection.
     pub(crate) keep_alive: bool,
-    /// Whether the client waits for an interim response before it sends the body.
-    pub(crate) expects: bool,
-    /// Whether the target had characters that were percent-encoded.
+    /// Whether the client waits for `100 Continue` before it sends the body.
+    pub(crate) expects_continue: bool,
+    /// Whether characters of the target were percent-encoded.
     pub(crate) target_encoded: bool,
 }
 
-/// A parsed response head.
 #[derive(Debug)]
 pub(crate) struct ResponseHead {
     pub(crate) response: Response<()>,
     pub(crate) framing: Framing,
-    /// Whether the connection may carry another request afterwards.
+    /// Whether the connection can carry another request.
     pub(crate) keep_alive: bool,
 }
 
-/// Why a head was not accepted.
+/// Why a head is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BadHead {
-    /// More than anybody needs.
-    TooLong,
-    Wrong(&'static str),
+pub(crate) enum HeadError {
+    /// The head has too many bytes or headers.
+    TooLarge,
+    Invalid(&'static str),
 }
 
-impl From<&'static str> for BadHead {
+impl From<&'static str> for HeadError {
     fn from(what: &'static str) -> Self {
-        Self::Wrong(what)
+        Self::Invalid(what)
     }
 }
 
-/// Parses a request head from the start of `bytes`; `None` while it is incomplete. Consumes what it used.
+/// Parses a request head from the start of `bytes` and consumes it; `None` while it is incomplete.
 ///
 /// # Errors
-/// It is no HTTP/1 request, or could be read in more than one way.
-pub(crate) fn request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead> {
-    match parsed_request(bytes) {
-        Err(BadHead::Wrong(wrong @ (FIRST_LINE | TARGET))) => with_encoded_target(bytes).unwrap_or(Err(wrong.into())),
+/// The bytes are not an HTTP/1 request, or can be read in more than one way.
+pub(crate) fn parse_request_head(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadError> {
+    match parse_strict_request(bytes) {
+        Err(HeadError::Invalid(wrong @ (INVALID_FIRST_LINE | INVALID_TARGET))) => {
+            parse_with_encoded_target(bytes).unwrap_or(Err(wrong.into()))
+        }
         parsed => parsed,
     }
 }
 
-const FIRST_LINE: &str = "its first line";
-const TARGET: &str = "its target";
+const INVALID_FIRST_LINE: &str = "malformed first line";
+const INVALID_TARGET: &str = "its target";
 
-/// Parses a request head once more, with its target percent-encoded; `None` where that changes nothing.
+/// Parses a request head with its target percent-encoded; `None` if there is nothing to encode.
 #[cold]
-fn with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestHead>, BadHead>> {
+fn parse_with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestHead>, HeadError>> {
     let start = bytes.iter().position(|byte| *byte == b' ')? + 1;
     let length = bytes[start..].iter().position(|byte| b" \r\n".contains(byte));
     let end = length.map_or(bytes.len(), |length| start + length);
-    let target = encoded(&bytes[start..end])?;
+    let target = percent_encode_target(&bytes[start..end])?;
     let mut whole = Bytes::from([&bytes[..start], &target, &bytes[end..]].concat());
-    let mut parsed = parsed_request(&mut whole);
+    let mut parsed = parse_strict_request(&mut whole);
     if let Ok(Some(head)) = &mut parsed {
         head.target_encoded = true;
         *bytes = whole;
@@ -88,11 +85,12 @@ fn with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestHead>, 
     Some(parsed)
 }
 
-/// A target in which those characters are percent-encoded that [`Uri`] refuses, as browsers encode them; `None` where there are
-/// none. A scheme and an authority stay as they are.
+/// Percent-encodes the characters of a target that [`Uri`] rejects and browsers encode; `None` if it has none. Scheme
+/// and authority stay unchanged.
 ///
-/// Source: the path and query percent-encode sets of the WHATWG URL Standard, as far as `http` does not take what is in them.
-fn encoded(target: &[u8]) -> Option<Vec<u8>> {
+/// Source: the path and query percent-encode sets of the WHATWG URL Standard, without the characters that `http`
+/// accepts.
+fn percent_encode_target(target: &[u8]) -> Option<Vec<u8>> {
     let path = match target.first() {
         Some(b'/') => 0,
         _ => {
@@ -119,33 +117,33 @@ fn encoded(target: &[u8]) -> Option<Vec<u8>> {
     (encoded.len() > target.len()).then_some(encoded)
 }
 
-fn parsed_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead> {
-    let mut few = [const { MaybeUninit::uninit() }; MAX_HEAD_LINES];
-    let mut many = Vec::new();
+fn parse_strict_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadError> {
+    let mut stack_headers = [const { MaybeUninit::uninit() }; MAX_STACK_HEADERS];
+    let mut heap_headers = Vec::new();
     let mut parsed = httparse::Request::new(&mut []);
-    let mut result = parsed.parse_with_uninit_headers(bytes, &mut few);
+    let mut result = parsed.parse_with_uninit_headers(bytes, &mut stack_headers);
     if result == Err(httparse::Error::TooManyHeaders) {
-        many.resize(MAX_LINES, MaybeUninit::uninit());
+        heap_headers.resize(MAX_HEADERS, MaybeUninit::uninit());
         parsed = httparse::Request::new(&mut []);
-        result = parsed.parse_with_uninit_headers(bytes, &mut many);
+        result = parsed.parse_with_uninit_headers(bytes, &mut heap_headers);
     }
     let used = match result {
         Ok(httparse::Status::Complete(used)) => used,
         Ok(httparse::Status::Partial) => return Ok(None),
-        Err(error) => return Err(refused(error)),
+        Err(error) => return Err(head_error(error)),
     };
     let mut request = Request::new(());
     let (Some(method), Some(target), Some(version)) = (parsed.method, parsed.path, parsed.version) else {
-        return Err("its request line".into());
+        return Err("incomplete request line".into());
     };
-    *request.method_mut() = Method::from_bytes(method.as_bytes()).map_err(|_| "its method")?;
-    // Others drop what follows a '#', or pass it on.
+    *request.method_mut() = Method::from_bytes(method.as_bytes()).map_err(|_| "malformed method")?;
+    // Servers disagree on fragments: some drop them, some forward them.
     if target.contains('#') {
         return Err("its target has a fragment".into());
     }
-    *request.uri_mut() = Uri::from_maybe_shared(part(bytes, target.as_bytes())).map_err(|_| TARGET)?;
+    *request.uri_mut() = Uri::from_maybe_shared(slice_of(bytes, target.as_bytes())).map_err(|_| INVALID_TARGET)?;
     *request.version_mut() = version_of(version);
-    *request.headers_mut() = headers(bytes, parsed.headers)?;
+    *request.headers_mut() = parse_headers(bytes, parsed.headers)?;
     consume(bytes, used);
     check_host(&mut request)?;
     let framing = framing_of_request(&request)?;
@@ -160,32 +158,32 @@ fn parsed_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead> {
         keep_alive: is_persistent(request.version(), request.headers()),
         request,
         framing,
-        expects,
+        expects_continue: expects,
         target_encoded: false,
     }))
 }
 
-/// Parses a response head from the start of `bytes`; `None` while it is incomplete. Consumes what it used.
+/// Parses a response head from the start of `bytes` and consumes it; `None` while it is incomplete.
 ///
 /// # Errors
-/// It is no HTTP/1 response, or its end could be doubted.
-pub(crate) fn response(bytes: &mut Bytes, method: &Method) -> Result<Option<ResponseHead>, BadHead> {
+/// The bytes are not an HTTP/1 response, or the end of the response is ambiguous.
+pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<Option<ResponseHead>, HeadError> {
     let mut config = httparse::ParserConfig::default();
     config.allow_spaces_after_header_name_in_responses(true);
-    let mut few = [const { MaybeUninit::uninit() }; MAX_HEAD_LINES];
-    let mut many = Vec::new();
+    let mut stack_headers = [const { MaybeUninit::uninit() }; MAX_STACK_HEADERS];
+    let mut heap_headers = Vec::new();
     let mut parsed = httparse::Response::new(&mut []);
-    let mut result = config.parse_response_with_uninit_headers(&mut parsed, bytes, &mut few);
+    let mut result = config.parse_response_with_uninit_headers(&mut parsed, bytes, &mut stack_headers);
     if result == Err(httparse::Error::TooManyHeaders) {
-        many.resize(MAX_LINES, MaybeUninit::uninit());
+        heap_headers.resize(MAX_HEADERS, MaybeUninit::uninit());
         parsed = httparse::Response::new(&mut []);
-        result = config.parse_response_with_uninit_headers(&mut parsed, bytes, &mut many);
+        result = config.parse_response_with_uninit_headers(&mut parsed, bytes, &mut heap_headers);
     }
     let used = match result {
-        Ok(httparse::Status::Complete(used)) if used > MAX_HEAD => return Err(BadHead::TooLong),
+        Ok(httparse::Status::Complete(used)) if used > MAX_RESPONSE_HEAD_BYTES => return Err(HeadError::TooLarge),
         Ok(httparse::Status::Complete(used)) => used,
         Ok(httparse::Status::Partial) => return Ok(None),
-        Err(error) => return Err(refused(error)),
+        Err(error) => return Err(head_error(error)),
     };
     let mut response = Response::new(());
     *response.version_mut() = version_of(parsed.version.unwrap_or(1));
@@ -193,37 +191,30 @@ pub(crate) fn response(bytes: &mut Bytes, method: &Method) -> Result<Option<Resp
         .code
         .and_then(|code| StatusCode::from_u16(code).ok())
         .ok_or("its status is not a number from 100 to 999")?;
-    *response.headers_mut() = headers(bytes, parsed.headers)?;
+    *response.headers_mut() = parse_headers(bytes, parsed.headers)?;
     consume(bytes, used);
-    let (framing, clean) = framing_of_response(&response, method)?;
+    let (framing, is_unambiguous) = framing_of_response(&response, method)?;
     match framing {
-        // One framing is passed on, the one that counts.
+        // Forward only the framing header that applies.
         Framing::Chunked(_) => drop(response.headers_mut().remove(header::CONTENT_LENGTH)),
-        Framing::Length(length) if is_repeated(response.headers()) => {
+        Framing::Length(length) if has_repeated_length(response.headers()) => {
             response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
         }
         Framing::Length(_) | Framing::None | Framing::UntilClose => {}
     }
     let persistent = is_persistent(response.version(), response.headers());
     Ok(Some(ResponseHead {
-        keep_alive: clean && framing != Framing::UntilClose && persistent,
+        keep_alive: is_unambiguous && framing != Framing::UntilClose && persistent,
         response,
         framing,
     }))
 }
 
-/// Whether a head may have become complete with the bytes from `seen` on: an empty line ends it.
-pub(crate) fn may_end(bytes: &[u8], seen: usize) -> bool {
-    let new = &bytes[seen.saturating_sub(3)..];
-    new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")
-}
-
-/// Whether a header tells where a message ends.
 pub(super) fn is_framing(name: &HeaderName) -> bool {
     *name == header::CONTENT_LENGTH || *name == header::TRANSFER_ENCODING
 }
 
-/// Lets go of what is used up, so that nothing keeps its memory.
+/// Advances `bytes`, and frees its memory when it is used up.
 fn consume(bytes: &mut Bytes, used: usize) {
     bytes.advance(used);
     if bytes.is_empty() {
@@ -231,15 +222,15 @@ fn consume(bytes: &mut Bytes, used: usize) {
     }
 }
 
-fn refused(error: httparse::Error) -> BadHead {
-    BadHead::Wrong(match error {
-        httparse::Error::TooManyHeaders => return BadHead::TooLong,
-        httparse::Error::HeaderName => "a header name",
-        httparse::Error::HeaderValue => "a header value",
-        httparse::Error::NewLine => "a line end",
-        httparse::Error::Status => "its status",
+fn head_error(error: httparse::Error) -> HeadError {
+    HeadError::Invalid(match error {
+        httparse::Error::TooManyHeaders => return HeadError::TooLarge,
+        httparse::Error::HeaderName => "malformed header name",
+        httparse::Error::HeaderValue => "malformed header value",
+        httparse::Error::NewLine => "malformed line end",
+        httparse::Error::Status => "malformed status",
         httparse::Error::Version => "its version is not HTTP/1",
-        httparse::Error::Token => FIRST_LINE,
+        httparse::Error::Token => INVALID_FIRST_LINE,
     })
 }
 
@@ -247,8 +238,8 @@ fn version_of(minor: u8) -> Version {
     if minor == 0 { Version::HTTP_10 } else { Version::HTTP_11 }
 }
 
-/// The bytes of `part`, which is within `whole`, without a copy.
-fn part(whole: &Bytes, part: &[u8]) -> Bytes {
+/// Returns `part`, a slice of `whole`, without a copy.
+fn slice_of(whole: &Bytes, part: &[u8]) -> Bytes {
     if part.is_empty() {
         Bytes::new()
     } else {
@@ -256,20 +247,22 @@ fn part(whole: &Bytes, part: &[u8]) -> Bytes {
     }
 }
 
-fn headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<HeaderMap, BadHead> {
-    let mut headers = spare::headers(lines.len());
+fn parse_headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HeadError> {
+    let mut headers = header_map_pool::take(lines.len());
     for line in lines {
-        let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "a header name")?;
-        let value = HeaderValue::from_maybe_shared(part(bytes, line.value)).map_err(|_| "a header value")?;
+        let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "malformed header name")?;
+        let value =
+            HeaderValue::from_maybe_shared(slice_of(bytes, line.value)).map_err(|_| "malformed header value")?;
         headers.append(name, value);
     }
     Ok(headers)
 }
 
-/// One host at most, and the target's where that names one: it counts, so nobody should see another.
+/// Allows at most one host. The authority of an absolute target replaces it, so that no later hop sees another one.
 ///
-/// Source: RFC 9112 §3.2. A request without a host is accepted: it may go where it was sent, as without proxies.
-fn check_host(request: &mut Request<()>) -> Result<(), BadHead> {
+/// Source: RFC 9112 §3.2. A request without a host is accepted: it can go to its original destination, as without a
+/// proxy.
+fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let host = hosts.next();
     if hosts.next().is_some() {
@@ -291,8 +284,8 @@ fn check_host(request: &mut Request<()>) -> Result<(), BadHead> {
     Ok(())
 }
 
-/// Source: RFC 9112 §6.1 and §6.3, where they let a server choose: the stricter way.
-fn framing_of_request(request: &Request<()>) -> Result<Framing, BadHead> {
+/// Source: RFC 9112 §6.1 and §6.3. Where a server has a choice, this takes the stricter option.
+fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     let headers = request.headers();
     let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
@@ -303,16 +296,16 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, BadHead> {
             if lengths.next().is_some() {
                 return Err("it has two content-lengths".into());
             }
-            Framing::Length(number(length.as_bytes()).ok_or("its content-length is not a number")?)
+            Framing::Length(parse_decimal(length.as_bytes()).ok_or("its content-length is not a number")?)
         }
         (None, Some(coding)) => {
             if codings.next().is_some() || !coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
                 return Err("its transfer-encoding is not just chunked".into());
             }
             if request.version() == Version::HTTP_10 {
-                return Err("HTTP/1.0 knows no transfer-encoding".into());
+                return Err("HTTP/1.0 has no transfer-encoding".into());
             }
-            Framing::Chunked(Chunk::Size)
+            Framing::Chunked(ChunkState::Size)
         }
     };
     if *request.method() == Method::CONNECT {
@@ -321,9 +314,9 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, BadHead> {
     Ok(framing)
 }
 
-/// Source: RFC 9112 §6.1 and §6.3. The second value is false when the message was framed twice, or in chunks by somebody of a
-/// version that has none: its end is certain, but the connection is not used again.
-fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), BadHead> {
+/// Source: RFC 9112 §6.1 and §6.3. The second value is false for a message with both framing headers and for a chunked
+/// HTTP/1.0 message: its end is certain, but its connection is not reused.
+fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), HeadError> {
     if has_no_body(response.status(), method) {
         return Ok((Framing::None, true));
     }
@@ -333,20 +326,20 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
     let mut codings = codings
         .flat_map(|line| line.as_bytes().split(|byte| *byte == b','))
         .map(<[u8]>::trim_ascii)
-        // An old way to say that there is none.
+        // Old servers send `identity` for no coding.
         .filter(|coding| !coding.eq_ignore_ascii_case(b"identity"));
     match (codings.next(), codings.next()) {
         (None, _) => Ok((length.map_or(Framing::UntilClose, Framing::Length), true)),
         (Some(coding), None) if coding.eq_ignore_ascii_case(b"chunked") => {
             let is_known = response.version() == Version::HTTP_11;
-            Ok((Framing::Chunked(Chunk::Size), length.is_none() && is_known))
+            Ok((Framing::Chunked(ChunkState::Size), length.is_none() && is_known))
         }
-        // Passed on without its name, it could not be undone.
+        // The header is hop-by-hop: without it, the receiver could not decode another coding.
         _ => Err("its transfer-encoding is not just chunked".into()),
     }
 }
 
-/// Whether the response to a request ends with its head, whatever its headers say.
+/// Whether the response has no body, whatever its headers say.
 pub(super) fn has_no_body(status: StatusCode, method: &Method) -> bool {
     *method == Method::HEAD
         || status.is_informational()
@@ -355,23 +348,23 @@ pub(super) fn has_no_body(status: StatusCode, method: &Method) -> bool {
         || (*method == Method::CONNECT && status.is_success())
 }
 
-/// Whether a response ends HTTP on its connection.
-pub(super) fn switches(status: StatusCode, method: &Method) -> bool {
+/// Whether a response ends HTTP on its connection, by an upgrade or a CONNECT tunnel.
+pub(super) fn ends_http(status: StatusCode, method: &Method) -> bool {
     status == StatusCode::SWITCHING_PROTOCOLS || (*method == Method::CONNECT && status.is_success())
 }
 
-/// Whether the length is told more than once.
-fn is_repeated(headers: &HeaderMap) -> bool {
+/// Whether `content-length` has more than one value.
+fn has_repeated_length(headers: &HeaderMap) -> bool {
     let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
     lengths.next().is_some_and(|first| first.as_bytes().contains(&b',')) || lengths.next().is_some()
 }
 
-/// The length that a response tells, be it more than once.
-fn content_length(headers: &HeaderMap) -> Result<Option<u64>, BadHead> {
+/// Returns the `content-length`; repeated values must be equal.
+fn content_length(headers: &HeaderMap) -> Result<Option<u64>, HeadError> {
     let mut length = None;
     for value in headers.get_all(header::CONTENT_LENGTH) {
         for part in value.as_bytes().split(|b| *b == b',') {
-            let number = number(part.trim_ascii()).ok_or("its content-length is not a number")?;
+            let number = parse_decimal(part.trim_ascii()).ok_or("its content-length is not a number")?;
             if length.is_some_and(|known| known != number) {
                 return Err("it has two different content-lengths".into());
             }
@@ -382,7 +375,7 @@ fn content_length(headers: &HeaderMap) -> Result<Option<u64>, BadHead> {
 }
 
 fn is_persistent(version: Version, headers: &HeaderMap) -> bool {
-    let says = |token: &[u8]| {
+    let has_connection_token = |token: &[u8]| {
         headers.get_all(header::CONNECTION).iter().any(|value| {
             value
                 .as_bytes()
@@ -391,9 +384,9 @@ fn is_persistent(version: Version, headers: &HeaderMap) -> bool {
         })
     };
     if version == Version::HTTP_10 {
-        says(b"keep-alive") && !says(b"close")
+        has_connection_token(b"keep-alive") && !has_connection_token(b"close")
     } else {
-        !says(b"close")
+        !has_connection_token(b"close")
     }
 }
 
@@ -402,13 +395,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::http::h1::framing::may_be_complete;
 
-    fn parse_response(text: &str) -> Result<Option<ResponseHead>, BadHead> {
-        response(&mut Bytes::copy_from_slice(text.as_bytes()), &Method::GET)
+    fn parse_response(text: &str) -> Result<Option<ResponseHead>, HeadError> {
+        parse_response_head(&mut Bytes::copy_from_slice(text.as_bytes()), &Method::GET)
     }
 
-    fn parse_request(text: &str) -> Result<Option<RequestHead>, BadHead> {
-        request(&mut Bytes::copy_from_slice(text.as_bytes()))
+    fn parse_request(text: &str) -> Result<Option<RequestHead>, HeadError> {
+        parse_request_head(&mut Bytes::copy_from_slice(text.as_bytes()))
     }
 
     #[test]
@@ -432,7 +426,7 @@ mod tests {
             ),
             (
                 "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n",
-                Framing::Chunked(Chunk::Size),
+                Framing::Chunked(ChunkState::Size),
                 false,
             ),
             ("HTTP/1.1 200 OK\r\n\r\n", Framing::UntilClose, false),
@@ -455,17 +449,17 @@ mod tests {
         ] {
             let head = parse_response(text).unwrap().unwrap();
             assert_eq!((head.framing, head.keep_alive), (framing, keep_alive), "{text}");
-            let told = head.response.headers().get_all("content-length");
-            let told: Vec<_> = told.iter().cloned().collect();
+            let lengths_sent = head.response.headers().get_all("content-length");
+            let lengths_sent: Vec<_> = lengths_sent.iter().cloned().collect();
             match framing {
-                Framing::Length(length) => assert_eq!(told, [HeaderValue::from(length)], "{text}"),
-                _ => assert!(told.is_empty(), "{text}"),
+                Framing::Length(length) => assert_eq!(lengths_sent, [HeaderValue::from(length)], "{text}"),
+                _ => assert!(lengths_sent.is_empty(), "{text}"),
             }
         }
     }
 
     #[test]
-    fn doubtful_responses_are_refused() {
+    fn ambiguous_responses_are_refused() {
         for text in [
             "HTTP/1.1 200 OK\r\ncontent-length: +5\r\n\r\n",
             "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
@@ -482,11 +476,14 @@ mod tests {
     }
 
     #[test]
-    fn the_head_of_a_response_has_a_longest_length() {
+    fn a_response_head_over_the_maximum_is_refused() {
         let start = "HTTP/1.1 200 OK\r\na: ";
         let of = |len: usize| start.to_owned() + &"b".repeat(len - start.len() - 4) + "\r\n\r\n";
-        assert!(parse_response(&of(MAX_HEAD)).unwrap().is_some());
-        assert_eq!(parse_response(&of(MAX_HEAD + 1)).unwrap_err(), BadHead::TooLong);
+        assert!(parse_response(&of(MAX_RESPONSE_HEAD_BYTES)).unwrap().is_some());
+        assert_eq!(
+            parse_response(&of(MAX_RESPONSE_HEAD_BYTES + 1)).unwrap_err(),
+            HeadError::TooLarge
+        );
     }
 
     #[test]
@@ -526,14 +523,14 @@ mod tests {
             ),
             (
                 "\r\nPOST / HTTP/1.1\r\ntransfer-encoding: Chunked\r\n\r\n",
-                Framing::Chunked(Chunk::Size),
+                Framing::Chunked(ChunkState::Size),
                 true,
                 false,
             ),
         ] {
             let head = parse_request(text).unwrap().unwrap();
             assert_eq!(
-                (head.framing, head.keep_alive, head.expects),
+                (head.framing, head.keep_alive, head.expects_continue),
                 (framing, keep_alive, expects),
                 "{text}"
             );
@@ -541,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_could_be_read_in_two_ways_are_refused() {
+    fn ambiguous_requests_are_refused() {
         for lines in [
             "content-length: 5\r\ntransfer-encoding: chunked",
             "content-length: 5\r\ncontent-length: 5",
@@ -570,7 +567,7 @@ mod tests {
             ": nameless",
         ] {
             let text = format!("POST / HTTP/1.1\r\n{lines}\r\n\r\n");
-            assert!(matches!(parse_request(&text), Err(BadHead::Wrong(_))), "{text:?}");
+            assert!(matches!(parse_request(&text), Err(HeadError::Invalid(_))), "{text:?}");
         }
         for line in [
             "GET / HTTP/1.0\r\ntransfer-encoding: chunked",
@@ -585,7 +582,7 @@ mod tests {
             "G\u{e4}T / HTTP/1.1",
         ] {
             let text = format!("{line}\r\n\r\n");
-            assert!(matches!(parse_request(&text), Err(BadHead::Wrong(_))), "{text:?}");
+            assert!(matches!(parse_request(&text), Err(HeadError::Invalid(_))), "{text:?}");
         }
     }
 
@@ -600,12 +597,15 @@ mod tests {
         ] {
             let text = format!("GET {target} HTTP/1.1\r\nhost: web.test\r\n\r\nnext");
             let bytes: Vec<u8> = text.chars().map(|c| u8::try_from(u32::from(c)).unwrap()).collect();
-            for come in 1..bytes.len() - 4 {
-                let parsed = request(&mut Bytes::copy_from_slice(&bytes[..come]));
-                assert!(matches!(parsed, Ok(None)), "{target}: {parsed:?} after {come} bytes");
+            for n_received in 1..bytes.len() - 4 {
+                let parsed = parse_request_head(&mut Bytes::copy_from_slice(&bytes[..n_received]));
+                assert!(
+                    matches!(parsed, Ok(None)),
+                    "{target}: {parsed:?} after {n_received} bytes"
+                );
             }
             let mut bytes = Bytes::from(bytes);
-            let head = request(&mut bytes).unwrap().unwrap();
+            let head = parse_request_head(&mut bytes).unwrap().unwrap();
             assert_eq!(
                 (&*head.request.uri().to_string(), head.target_encoded),
                 (expected, true)
@@ -629,12 +629,12 @@ mod tests {
             "CONNECT a<b>:80 HTTP/1.1",
         ] {
             let text = format!("{line}\r\n\r\n");
-            assert!(matches!(parse_request(&text), Err(BadHead::Wrong(_))), "{text:?}");
+            assert!(matches!(parse_request(&text), Err(HeadError::Invalid(_))), "{text:?}");
         }
     }
 
     #[test]
-    fn the_host_of_an_absolute_target_counts() {
+    fn the_host_of_an_absolute_target_replaces_the_host_header() {
         for (lines, host) in [
             ("http://a/x HTTP/1.1\r\nhost: b", "a"),
             ("http://me@a:80/x HTTP/1.1", "a:80"),
@@ -646,30 +646,32 @@ mod tests {
     }
 
     #[test]
-    fn many_short_lines_are_read_and_too_many_are_too_long() {
+    fn heads_with_many_headers_are_parsed_up_to_the_limit() {
         let with = |n: usize| parse_request(&format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(n)));
         let head = with(1000).unwrap().unwrap();
         assert_eq!(head.request.headers().get_all("a").iter().count(), 1000);
-        assert_eq!(with(MAX_LINES + 1).unwrap_err(), BadHead::TooLong);
+        assert_eq!(with(MAX_HEADERS + 1).unwrap_err(), HeadError::TooLarge);
     }
 
     #[test]
-    fn a_head_is_looked_at_again_only_where_it_may_have_ended() {
+    fn a_head_is_parsed_again_only_if_it_may_be_complete() {
         let text = b"GET / HTTP/1.1\r\na: b\r\n\r\n";
-        let ends: Vec<_> = (4..text.len()).filter(|n| may_end(&text[..*n], n - 1)).collect();
+        let ends: Vec<_> = (4..text.len())
+            .filter(|n| may_be_complete(&text[..*n], n - 1))
+            .collect();
         assert_eq!(ends, [] as [usize; 0]);
-        assert!(may_end(text, text.len() - 1));
-        assert!(may_end(text, 20));
-        assert!(may_end(b"GET / HTTP/1.1\na: b\n\n", 20));
+        assert!(may_be_complete(text, text.len() - 1));
+        assert!(may_be_complete(text, 20));
+        assert!(may_be_complete(b"GET / HTTP/1.1\na: b\n\n", 20));
     }
 
     proptest! {
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), seen in 0usize..300) {
             let bytes = Bytes::from(bytes);
-            may_end(&bytes, seen.min(bytes.len()));
-            let _ = request(&mut bytes.clone());
-            let _ = response(&mut { bytes }, &Method::GET);
+            may_be_complete(&bytes, seen.min(bytes.len()));
+            let _ = parse_request_head(&mut bytes.clone());
+            let _ = parse_response_head(&mut { bytes }, &Method::GET);
         }
     }
 }

@@ -1,14 +1,16 @@
-//! HTTP/1 on the wire, for both roles: heads on `httparse`, the framings of bodies, our server and our client.
+//! HTTP/1 server and client: message heads (parsed with `httparse`) and body framing.
 //!
-//! Framing is strict towards clients: a message is read in one way or refused, and what is passed on is written anew
-//! from the parsed form. A connection holds a buffer only while there is data.
+//! Framing is strict for clients: an ambiguous message is refused, and forwarded messages are encoded anew from the
+//! parsed form. A connection holds a read buffer only while it has data.
 
 pub(crate) mod client;
+mod encode;
 mod framing;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 pub(super) mod head;
 pub(crate) mod pool;
-mod read;
+mod read_buffer;
+mod request_body;
 pub(crate) mod server;
-mod write;
+mod server_connection;

@@ -1,7 +1,8 @@
-//! Connections to one address that are kept for the next request.
+//! Idle connections to one address.
 //!
-//! A server may close an idle connection at any time, and a request that is on its way then is lost. So a connection is not used
-//! in the last part of the time that its server keeps it for: as the server says, or as it turned out before.
+//! A server may close an idle connection at any time, and a request that arrives at that moment is lost. So the pool
+//! does not use a connection in the last part of the server's keep-alive timeout, which the server announces or the
+//! pool observes.
 
 use std::{
     future::{Future, poll_fn},
@@ -20,82 +21,82 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use crate::{http::h1::client::Connection, net::io::Io};
+use crate::net::io::Io;
 
-/// Which requests are sent again that a lost connection has left without a response, though they may have been processed.
+/// Which requests are sent again after a connection was lost without a response, although the server may have processed
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Resend {
+pub(crate) enum ResendPolicy {
     Never,
     /// `GET`, `HEAD`, `OPTIONS` and `TRACE`.
-    Safe,
-    /// These, `PUT` and `DELETE`.
-    Idempotent,
+    SafeMethods,
+    /// Safe methods, `PUT` and `DELETE`.
+    IdempotentMethods,
 }
 
-impl Resend {
-    pub(crate) fn permits(self, method: &Method) -> bool {
+impl ResendPolicy {
+    pub(crate) fn allows(self, method: &Method) -> bool {
         match self {
             Self::Never => false,
-            Self::Safe => method.is_safe(),
-            Self::Idempotent => method.is_idempotent(),
+            Self::SafeMethods => method.is_safe(),
+            Self::IdempotentMethods => method.is_idempotent(),
         }
     }
 }
 
-/// Idle connections to one address, of one worker.
-pub(crate) struct Pool {
-    idle: Mutex<Idle>,
+/// Idle connections of one worker to one address.
+pub(crate) struct ConnectionPool {
+    idle: Mutex<IdleConnections>,
     idle_timeout: Duration,
     max_idle: usize,
-    pub(crate) resend: Resend,
+    pub(crate) resend: ResendPolicy,
 }
 
 #[derive(Default)]
-struct Idle {
+struct IdleConnections {
     /// Oldest first.
     connections: Vec<(Box<Io>, Instant)>,
-    /// Whether a task is waiting to close the oldest.
-    swept: bool,
-    server: Server,
+    /// Whether a task waits to close the oldest connection.
+    sweep_is_running: bool,
+    server_keep_alive: ServerKeepAlive,
 }
 
-/// For how long the server keeps an idle connection, as far as is known.
+/// Keep-alive timeout of the server, if known.
 #[derive(Default)]
-struct Server {
-    /// As it said last.
-    told: Option<Duration>,
-    /// The least age of an idle connection that it has closed, and when that was noticed last.
-    closed: Option<(Duration, Instant)>,
+struct ServerKeepAlive {
+    /// From the last response that announces it.
+    announced: Option<Duration>,
+    /// Minimum age of an idle connection that the server has closed, and the time of the last observation.
+    observed: Option<(Duration, Instant)>,
 }
 
-impl Server {
-    /// Notes that an idle connection of this age was closed.
-    fn has_closed(&mut self, age: Duration, now: Instant) {
-        if age < LEAST_AGE {
-            return; // it may have ended, with all of its connections
+impl ServerKeepAlive {
+    fn record_closed(&mut self, age: Duration, now: Instant) {
+        if age < MIN_OBSERVED_IDLE_AGE {
+            return; // the server may have exited and closed all connections
         }
-        let known = self.closed.filter(|(_, at)| now - *at < REMEMBERED);
+        let known = self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
         let least = known.map_or(age, |(known, _)| known.min(age));
-        self.closed = Some((least, now));
+        self.observed = Some((least, now));
     }
 
-    /// The age from which on an idle connection is not used, where that is known.
-    fn usable_for(&self, now: Instant) -> Option<Duration> {
-        let closed = || self.closed.filter(|(_, at)| now - *at < REMEMBERED);
-        let kept_for = self.told.or_else(|| closed().map(|(age, _)| age))?;
-        Some(kept_for - MARGIN.min(kept_for / 2))
+    /// Age at which an idle connection is no longer used; `None` if unknown.
+    fn max_idle_age(&self, now: Instant) -> Option<Duration> {
+        let closed = || self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
+        let keep_alive_timeout = self.announced.or_else(|| closed().map(|(age, _)| age))?;
+        Some(keep_alive_timeout - KEEP_ALIVE_MARGIN.min(keep_alive_timeout / 2))
     }
 }
 
-/// What is left of the time that a server keeps an idle connection for when it is not used any more; half of a shorter time.
-const MARGIN: Duration = Duration::from_secs(1);
-/// Age of an idle connection whose end says nothing about the others.
-const LEAST_AGE: Duration = Duration::from_millis(100);
-/// How long it counts at which age idle connections were closed.
-const REMEMBERED: Duration = Duration::from_secs(600);
+/// Connections are not used in this last part of the server's keep-alive timeout; below 2 s, in its second half.
+const KEEP_ALIVE_MARGIN: Duration = Duration::from_secs(1);
+/// Minimum age of a closed idle connection that counts as an observation.
+const MIN_OBSERVED_IDLE_AGE: Duration = Duration::from_millis(100);
+/// Lifetime of the observed keep-alive timeout.
+const OBSERVED_KEEP_ALIVE_TTL: Duration = Duration::from_secs(600);
 
-impl Pool {
-    pub(crate) fn new(idle_timeout: Duration, max_idle: usize, resend: Resend) -> Arc<Self> {
+impl ConnectionPool {
+    pub(crate) fn new(idle_timeout: Duration, max_idle: usize, resend: ResendPolicy) -> Arc<Self> {
         Arc::new(Self {
             idle: Mutex::default(),
             idle_timeout,
@@ -104,91 +105,91 @@ impl Pool {
         })
     }
 
-    /// Notes how long the server says that it keeps idle connections.
-    pub(super) fn told(&self, kept_for: Option<Duration>) {
-        if kept_for.is_some() {
-            self.idle.lock().server.told = kept_for;
+    /// Stores the keep-alive timeout of a response; `None` keeps the previous one.
+    pub(super) fn set_server_keep_alive(&self, keep_alive_timeout: Option<Duration>) {
+        if keep_alive_timeout.is_some() {
+            self.idle.lock().server_keep_alive.announced = keep_alive_timeout;
         }
     }
 
-    /// The connection used last that is still open, and will be for a while.
-    pub(crate) fn take(&self) -> Option<Connection> {
+    /// Takes the most recently used connection that is open and not in the last part of its keep-alive timeout.
+    pub(crate) fn take(&self) -> Option<Box<Io>> {
         loop {
             let mut idle = self.idle.lock();
             let (mut io, since) = idle.connections.pop()?;
-            if !is_quiet(&mut io) {
+            if !is_usable(&mut io) {
                 let now = Instant::now();
-                idle.server.has_closed(now - since, now);
+                idle.server_keep_alive.record_closed(now - since, now);
                 continue;
             }
-            let is_known = idle.server.told.is_some() || idle.server.closed.is_some();
+            let is_known = idle.server_keep_alive.announced.is_some() || idle.server_keep_alive.observed.is_some();
             let now = is_known.then(Instant::now);
             let is_old = now.is_some_and(|now| {
-                let limit = idle.server.usable_for(now);
+                let limit = idle.server_keep_alive.max_idle_age(now);
                 limit.is_some_and(|limit| now - since >= limit)
             });
             if is_old {
-                // The others are older.
+                // All other idle connections are older.
                 let old = std::mem::take(&mut idle.connections);
                 drop(idle);
                 drop((io, old));
                 return None;
             }
-            return Some(Connection::reused(io));
+            return Some(io);
         }
     }
 
     pub(super) fn put(self: &Arc<Self>, io: Box<Io>) {
         let now = Instant::now();
         let mut idle = self.idle.lock();
-        let limit = self.limit(&idle, now);
+        let limit = self.idle_limit(&idle, now);
         if idle.connections.len() >= self.max_idle || limit.is_zero() {
             return;
         }
         idle.connections.push((io, now));
-        if !idle.swept {
-            idle.swept = true;
-            tokio::spawn(sweep(Arc::downgrade(self), now + limit));
+        if !idle.sweep_is_running {
+            idle.sweep_is_running = true;
+            tokio::spawn(close_idle(Arc::downgrade(self), now + limit));
         }
     }
 
-    /// How long a connection may be idle.
-    fn limit(&self, idle: &Idle, now: Instant) -> Duration {
-        let usable_for = idle.server.usable_for(now);
+    /// Maximum time a connection stays idle.
+    fn idle_limit(&self, idle: &IdleConnections, now: Instant) -> Duration {
+        let usable_for = idle.server_keep_alive.max_idle_age(now);
         usable_for.map_or(self.idle_timeout, |limit| limit.min(self.idle_timeout))
     }
 }
 
-/// Closes connections that have been idle for the limit; ends with the last one or with the pool.
-async fn sweep(pool: std::sync::Weak<Pool>, mut at: Instant) {
+/// Closes connections that were idle for the limit. Ends when no idle connection is left or the pool is dropped.
+async fn close_idle(pool: std::sync::Weak<ConnectionPool>, mut at: Instant) {
     loop {
         sleep_until(at).await;
         let Some(pool) = pool.upgrade() else { return };
         let now = Instant::now();
         let mut idle = pool.idle.lock();
-        let limit = pool.limit(&idle, now);
+        let limit = pool.idle_limit(&idle, now);
         let n_old = idle.connections.partition_point(|(_, since)| now - *since >= limit);
         let old: Vec<_> = idle.connections.drain(..n_old).collect();
         let Some((_, oldest)) = idle.connections.first() else {
             idle.connections = Vec::new();
-            idle.swept = false;
+            idle.sweep_is_running = false;
             return;
         };
-        // Not for each of many.
+        // Wait for at least an eighth of the limit, so that one sweep closes many connections.
         at = (*oldest + limit).max(now + limit / 8);
         drop(idle);
         drop(old);
     }
 }
 
-/// True when nothing has arrived on an idle connection: an end or stray bytes make it useless.
-fn is_quiet(io: &mut Io) -> bool {
+/// Whether nothing has arrived on an idle connection. After a FIN or unexpected bytes it cannot be used.
+fn is_usable(io: &mut Io) -> bool {
     let mut byte = [0];
     let mut buf = ReadBuf::new(&mut byte);
-    let look = poll_fn(|cx| Poll::Ready(Pin::new(&mut *io).poll_read(cx, &mut buf).is_pending()));
-    // A task that has done much in its turn would be told to wait, and not what there is.
-    let mut look = pin!(unconstrained(look));
-    look.as_mut().poll(&mut Context::from_waker(noop_waker_ref())) == Poll::Ready(true)
+    let probe = poll_fn(|cx| Poll::Ready(Pin::new(&mut *io).poll_read(cx, &mut buf).is_pending()));
+    // Without the coop budget: a task that has used up its budget would get `Pending` whatever the socket holds.
+    let mut probe = pin!(unconstrained(probe));
+    probe.as_mut().poll(&mut Context::from_waker(noop_waker_ref())) == Poll::Ready(true)
 }
 
 #[cfg(test)]
@@ -198,44 +199,47 @@ mod tests {
     use super::*;
     use crate::net::io::Tcp;
 
-    /// A pool, and what gives a connection to put into it, with the server's end of it.
-    async fn pool() -> (Arc<Pool>, impl AsyncFn() -> (Box<Io>, TcpStream)) {
+    /// A pool, and a function that opens a connection and also returns its server side.
+    async fn pool() -> (Arc<ConnectionPool>, impl AsyncFn() -> (Box<Io>, TcpStream)) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let connect = async move || {
             let (ours, theirs) = tokio::join!(TcpStream::connect(addr), listener.accept());
             (Box::new(Io::tcp(Tcp::new(ours.unwrap()))), theirs.unwrap().0)
         };
-        (Pool::new(Duration::from_secs(30), 10, Resend::Idempotent), connect)
+        (
+            ConnectionPool::new(Duration::from_secs(30), 10, ResendPolicy::IdempotentMethods),
+            connect,
+        )
     }
 
     #[tokio::test]
-    async fn a_connection_is_not_used_in_the_last_part_of_the_time_that_its_server_keeps_it() {
-        for (told, usable_for) in [(10, 9.0), (2, 1.0), (1, 0.5), (0, 0.0)] {
+    async fn connections_are_not_used_near_the_end_of_the_keep_alive_timeout() {
+        for (announced_secs, usable_for) in [(10, 9.0), (2, 1.0), (1, 0.5), (0, 0.0)] {
             let (pool, connect) = pool().await;
             let usable_for = Duration::from_secs_f64(usable_for);
-            pool.told(Some(Duration::from_secs(told)));
-            pool.told(None); // a response that says nothing
+            pool.set_server_keep_alive(Some(Duration::from_secs(announced_secs)));
+            pool.set_server_keep_alive(None); // a response without keep-alive timeout
             tokio::time::pause();
             for (age, is_used) in [
-                (usable_for.saturating_sub(Duration::from_millis(1)), told > 0),
+                (usable_for.saturating_sub(Duration::from_millis(1)), announced_secs > 0),
                 (usable_for, false),
             ] {
                 let (io, _server) = connect().await;
                 pool.put(io);
                 tokio::time::advance(age).await;
-                assert_eq!(pool.take().is_some(), is_used, "{told} s, after {age:?}");
+                assert_eq!(pool.take().is_some(), is_used, "{announced_secs} s, after {age:?}");
             }
             tokio::time::resume();
         }
     }
 
     #[tokio::test]
-    async fn a_server_that_says_nothing_is_known_by_when_it_has_closed() {
+    async fn the_keep_alive_timeout_is_learned_from_closed_connections() {
         let (pool, connect) = pool().await;
         tokio::time::pause();
         let advance = async |ms| tokio::time::advance(Duration::from_millis(ms)).await;
-        // As it does when it ends.
+        // A close shortly after use, as when the server exits, is not an observation.
         let (io, server) = connect().await;
         pool.put(io);
         drop(server);
@@ -260,13 +264,13 @@ mod tests {
         let (io, _server) = connect().await;
         pool.put(io);
         advance(20_000).await;
-        assert!(pool.take().is_some(), "it is forgotten");
+        assert!(pool.take().is_some(), "the observation has expired");
     }
 
     #[tokio::test(start_paused = true)]
     async fn idle_connections_are_closed_before_their_server_does() {
         let (pool, connect) = pool().await;
-        pool.told(Some(Duration::from_secs(4)));
+        pool.set_server_keep_alive(Some(Duration::from_secs(4)));
         let (io, _server) = connect().await;
         pool.put(io);
         tokio::time::sleep(Duration::from_millis(2900)).await;

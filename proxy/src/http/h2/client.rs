@@ -1,4 +1,4 @@
-//! HTTP/2 towards a peer or an application.
+//! HTTP/2 client for peers and applications.
 
 use std::{
     future::{Future, poll_fn},
@@ -30,260 +30,273 @@ use crate::{
         body::Body,
         error::Error,
         h2::{
-            From, KeepAlive, Params, Received,
-            batch::{Batch, Batched, batched},
-            send::Sending,
-            stream::Stream,
-            unanswered,
-            windows::{Member, Waiters, Windows},
+            body::{BodyOrigin, StreamBody},
+            config::{Http2Config, KeepAlive},
+            flow_control::{FlowControlWindows, StreamToken, StreamWaiters},
+            keep_alive::wait_ping_timeout,
+            send_body::BodySender,
+            upgraded_stream::UpgradedStream,
+            write_batch::{BatchedIo, WriteBatch, batch_writes},
         },
-        headers, interim, websocket,
+        headers,
+        upgrade::interim,
+        upgrade::websocket,
     },
     net::io::Io,
 };
 
-/// Sends one request on a connection, on which it has a place.
-pub(crate) struct Sender {
+/// Sends one request on a connection, and counts as one of its streams.
+pub(crate) struct StreamSender {
     send: SendRequest<Bytes>,
-    member: Member,
-    /// Of a connection whose peer has not told its settings.
-    untold: Option<Box<Untold>>,
+    token: StreamToken,
+    /// Set if the peer's settings were not received yet.
+    settings_wait: Option<Box<SettingsWait>>,
 }
 
-/// What is waited for while it is not known how many streams a peer permits.
-struct Untold {
-    told: watch::Receiver<bool>,
-    limit: Arc<Limit>,
+/// Waits for the stream limit in the peer's settings.
+struct SettingsWait {
+    settings_rx: watch::Receiver<bool>,
+    limit: Arc<StreamLimit>,
 }
 
-/// How many streams a peer permits at a time.
-struct Limit {
-    streams: AtomicUsize,
-    /// Whether the peer has told its settings.
-    is_told: AtomicBool,
+/// Maximum concurrent streams that the peer permits.
+struct StreamLimit {
+    max_streams: AtomicUsize,
+    /// Whether the peer's settings were received.
+    settings_received: AtomicBool,
 }
 
-impl Limit {
+impl StreamLimit {
     fn streams(&self) -> usize {
-        self.streams.load(Ordering::Relaxed)
+        self.max_streams.load(Ordering::Relaxed)
     }
 }
 
-/// A connection for requests, and for streams that carry other protocols.
+/// A connection for requests and for streams that carry other protocols.
 #[derive(Clone)]
-pub(crate) struct Shared {
+pub(crate) struct SharedConnection {
     send: SendRequest<Bytes>,
-    member: Member,
-    /// Whether the peer's settings have come.
-    told: watch::Receiver<bool>,
-    limit: Arc<Limit>,
-    /// Held by each stream that carries another protocol.
-    streams: Arc<()>,
-    /// When a request was last given a place.
+    token: StreamToken,
+    /// True when the peer's settings are received.
+    settings_rx: watch::Receiver<bool>,
+    limit: Arc<StreamLimit>,
+    /// Its references count the streams that carry other protocols.
+    extended_connect_count: Arc<()>,
+    /// When the connection was opened or last needed.
     used_at: Instant,
 }
 
-/// Members that a connection has without a stream: its windows and its [`Shared`].
-const OF_NO_STREAM: usize = 2;
+/// Tokens that belong to no stream: that of the windows and that of [`SharedConnection`].
+const N_CONNECTION_TOKENS: usize = 2;
 
-impl Shared {
-    /// Whether no request can be sent on it any more.
-    pub(crate) fn is_over(&mut self) -> bool {
-        // Ready at once, as this handle waits for no stream of its own.
+impl SharedConnection {
+    /// Whether the connection accepts no further request.
+    pub(crate) fn is_closed(&mut self) -> bool {
+        // Never pending, because this handle does not wait for a stream.
         let polled = self.send.poll_ready(&mut Context::from_waker(noop_waker_ref()));
         matches!(polled, Poll::Ready(Err(_)))
     }
 
-    /// Streams that are open, or about to be.
+    /// Number of streams that are open or about to open.
     pub(crate) fn n_streams(&self) -> usize {
-        self.member.n_held().saturating_sub(OF_NO_STREAM)
+        self.token.n_tokens().saturating_sub(N_CONNECTION_TOKENS)
     }
 
     /// Whether the peer permits another stream.
-    pub(crate) fn has_room(&self) -> bool {
+    pub(crate) fn has_free_stream(&self) -> bool {
         self.n_streams() < self.limit.streams()
     }
 
-    /// Whether the peer has not told yet how many streams it permits.
-    pub(crate) fn is_untold(&self) -> bool {
-        !self.limit.is_told.load(Ordering::Relaxed)
+    /// Whether the peer's stream limit is still unknown.
+    pub(crate) fn awaits_settings(&self) -> bool {
+        !self.limit.settings_received.load(Ordering::Relaxed)
     }
 
-    /// A place for one request.
-    pub(crate) fn sender(&self) -> Sender {
-        let untold = self.is_untold().then(|| {
-            Box::new(Untold {
-                told: self.told.clone(),
+    /// Reserves a stream for one request.
+    pub(crate) fn sender(&self) -> StreamSender {
+        let settings_wait = self.awaits_settings().then(|| {
+            Box::new(SettingsWait {
+                settings_rx: self.settings_rx.clone(),
                 limit: self.limit.clone(),
             })
         });
-        Sender {
+        StreamSender {
             send: self.send.clone(),
-            member: self.member.clone(),
-            untold,
+            token: self.token.clone(),
+            settings_wait,
         }
     }
 
-    /// Notes that it is needed besides other connections.
-    pub(crate) fn use_beside_others(&mut self) {
+    /// Records that the connection is needed in addition to others.
+    pub(crate) fn mark_needed(&mut self) {
         self.used_at = Instant::now();
     }
 
-    /// Whether it has not been needed for a while.
-    pub(crate) fn is_spare(&self) -> bool {
-        self.n_streams() == 0 && self.used_at.elapsed() > SPARE_TIMEOUT
+    /// Whether the connection has no streams and was not needed for [`SURPLUS_CONNECTION_TIMEOUT`].
+    pub(crate) fn is_surplus(&self) -> bool {
+        self.n_streams() == 0 && self.used_at.elapsed() > SURPLUS_CONNECTION_TIMEOUT
     }
 
-    /// Whether the peer accepts another stream for another protocol, by its settings. Waits for the settings for at most
-    /// [`STREAM_TIMEOUT`]: a busy peer may need longer for them than for its TLS handshake.
-    pub(crate) async fn takes_stream(&mut self) -> bool {
-        let told = async { self.told.wait_for(|told| *told).await.is_ok() };
-        let told = timeout(STREAM_TIMEOUT, told).await;
+    /// Whether the peer's settings permit another stream for another protocol. Waits up to [`STREAM_TIMEOUT`] for the
+    /// settings: a busy peer may need longer for them than for its TLS handshake.
+    pub(crate) async fn accepts_extended_connect(&mut self) -> bool {
+        let received = async { self.settings_rx.wait_for(|received| *received).await.is_ok() };
+        let received = timeout(STREAM_TIMEOUT, received).await;
         let send = &self.send;
-        // They last, and must not keep requests from theirs.
-        let has_room = Arc::strong_count(&self.streams) < send.current_max_send_streams() / 2;
-        told == Ok(true) && has_room && send.is_extended_connect_protocol_enabled()
+        // These streams live long, so they may use only half of the streams that the peer permits.
+        let has_room = Arc::strong_count(&self.extended_connect_count) < send.current_max_send_streams() / 2;
+        received == Ok(true) && has_room && send.is_extended_connect_protocol_enabled()
     }
 }
 
-/// What `h2` has for the streams that a peer permits until its settings come: more than any can say.
-const UNTOLD: usize = usize::MAX - 1;
-/// Maximum wait for a free stream where the endpoint may have no more connections, and for the settings that permit streams.
+/// Stream limit of `h2` before the peer's settings arrive: higher than any limit a peer can send.
+const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
+/// Maximum time a request waits for a free stream if its endpoint can have no further connection, and for the settings that
+/// permit streams.
 pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a connection that is one too many is kept.
-const SPARE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time after which an additional connection that is not needed is closed.
+const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens an HTTP/2 connection on `io`. A task drives it until every handle is gone.
+/// Opens an HTTP/2 connection on `io`. A task drives it until all handles are dropped.
 ///
 /// # Errors
-/// The connection broke before our settings were written.
-pub(crate) async fn connect(io: Io, params: &Params, waiters: &Arc<Waiters>) -> Result<Shared, Error> {
+/// The connection fails before our settings are written.
+pub(crate) async fn connect(
+    io: Io,
+    params: &Http2Config,
+    waiters: &Arc<StreamWaiters>,
+) -> Result<SharedConnection, Error> {
     let mut builder = client::Builder::new();
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_frame_size(params.max_frame_size.unwrap_or(Params::FRAME_SIZE))
-        .max_header_list_size(params.max_header_list)
-        .initial_max_send_streams(UNTOLD)
+        .max_frame_size(params.max_frame_size.unwrap_or(Http2Config::DEFAULT_MAX_FRAME_SIZE))
+        .max_header_list_size(params.max_header_list_bytes)
+        .initial_max_send_streams(UNKNOWN_MAX_STREAMS)
         .enable_push(false);
-    if let Some(streams) = params.max_resets {
+    if let Some(streams) = params.max_reset_streams {
         builder.max_concurrent_reset_streams(streams);
     }
-    if let Some(size) = params.max_send_buffer {
+    if let Some(size) = params.max_send_buffer_bytes {
         builder.max_send_buffer_size(size);
     }
-    let (io, batch) = batched(io);
+    let (io, batch) = batch_writes(io);
     let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    let windows = Windows::new(params, Member::awaited_by(waiters.clone()));
-    let member = windows.member();
-    let (tell, told) = watch::channel(false);
-    let limit = Arc::new(Limit {
-        // What another connection was told spares requests a refusal. None at all may have been for that connection alone.
-        streams: AtomicUsize::new(waiters.permitted.load(Ordering::Relaxed).max(1)),
-        is_told: AtomicBool::new(false),
+    let windows = FlowControlWindows::new(params, StreamToken::with_waiters(waiters.clone()));
+    let token = windows.token();
+    let (settings_tx, settings_rx) = watch::channel(false);
+    let limit = Arc::new(StreamLimit {
+        // Starts with the limit of the previous connection, to avoid refused streams. A limit of 0 may apply to that
+        // connection only.
+        max_streams: AtomicUsize::new(waiters.last_max_streams.load(Ordering::Relaxed).max(1)),
+        settings_received: AtomicBool::new(false),
     });
-    let permitted = Permitted {
-        known: UNTOLD,
+    let limit_updater = StreamLimitUpdater {
+        current: UNKNOWN_MAX_STREAMS,
         limit: limit.clone(),
-        tell,
+        settings_tx,
         waiters: waiters.clone(),
     };
-    tokio::spawn(drive(connection, batch, windows, params.keep_alive, permitted));
-    Ok(Shared {
+    tokio::spawn(drive(connection, batch, windows, params.keep_alive, limit_updater));
+    Ok(SharedConnection {
         send,
-        member,
-        told,
+        token,
+        settings_rx,
         limit,
-        streams: Arc::default(),
+        extended_connect_count: Arc::default(),
         used_at: Instant::now(),
     })
 }
 
-/// How many streams a peer permits, and who is told.
-struct Permitted {
-    known: usize,
-    limit: Arc<Limit>,
-    tell: watch::Sender<bool>,
-    waiters: Arc<Waiters>,
+/// Stores the peer's stream limit and announces its changes.
+struct StreamLimitUpdater {
+    current: usize,
+    limit: Arc<StreamLimit>,
+    settings_tx: watch::Sender<bool>,
+    waiters: Arc<StreamWaiters>,
 }
 
-impl Permitted {
-    fn are(&mut self, now: usize) {
-        if std::mem::replace(&mut self.known, now) != now {
-            self.limit.streams.store(now, Ordering::Relaxed);
-            self.waiters.permitted.store(now, Ordering::Relaxed);
-            self.limit.is_told.store(true, Ordering::Relaxed);
-            self.tell.send_replace(true);
+impl StreamLimitUpdater {
+    fn set(&mut self, now: usize) {
+        if std::mem::replace(&mut self.current, now) != now {
+            self.limit.max_streams.store(now, Ordering::Relaxed);
+            self.waiters.last_max_streams.store(now, Ordering::Relaxed);
+            self.limit.settings_received.store(true, Ordering::Relaxed);
+            self.settings_tx.send_replace(true);
             self.waiters.wake_all();
         }
     }
 }
 
-/// The connection has ended.
-impl Drop for Permitted {
+/// The connection has ended, so waiting requests look for another one.
+impl Drop for StreamLimitUpdater {
     fn drop(&mut self) {
         self.waiters.wake_all();
     }
 }
 
-/// Moves frames until the connection ends, or its peer stops answering pings.
+/// Drives the connection until it ends or the peer does not answer a ping.
 async fn drive(
-    mut connection: client::Connection<Batched, Bytes>,
-    batch: Batch,
-    mut windows: Windows,
+    mut connection: client::Connection<BatchedIo, Bytes>,
+    batch: WriteBatch,
+    mut windows: FlowControlWindows,
     keep_alive: Option<KeepAlive>,
-    mut permitted: Permitted,
+    mut limit_updater: StreamLimitUpdater,
 ) {
     let pings = connection.ping_pong();
-    let moving = poll_fn(|cx| {
-        batch.poll(cx, |cx| {
+    let drive_frames = poll_fn(|cx| {
+        batch.poll_and_flush(cx, |cx| {
             windows.adapt(|sizes| {
                 connection.set_initial_window_size(sizes.stream)?;
                 connection.set_target_window_size(sizes.connection);
                 Ok::<_, h2::Error>(())
             });
             let polled = Pin::new(&mut connection).poll(cx);
-            permitted.are(connection.max_concurrent_send_streams());
+            limit_updater.set(connection.max_concurrent_send_streams());
             polled
         })
     });
     tokio::select! {
-        ended = moving => if let Err(error) = ended {
+        ended = drive_frames => if let Err(error) = ended {
             tracing::debug!(%error, "HTTP/2 connection ended");
         },
-        () = unanswered(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
+        () = wait_ping_timeout(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
     }
 }
 
-/// Sends one request, taken out of `req`, on a connection that has capacity for it, and waits for the response head.
+/// Takes the request out of `req`, sends it on a connection with a free stream, and waits for the response head.
 ///
-/// The request body is sent from here until then; what still streams afterwards gets a task of its own.
+/// Until the response head arrives, this future sends the request body. After that, a new task sends the rest.
 ///
 /// # Errors
-/// The stream was refused or reset, the connection broke, or the request body failed.
+/// The stream is refused or reset, the connection fails, or the request body fails.
 pub(crate) async fn send(
-    Sender { send, member, untold }: Sender,
+    StreamSender {
+        send,
+        token,
+        settings_wait,
+    }: StreamSender,
     req: &mut Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
-    let Some(untold) = untold else {
-        return send_on(send, member, req, addr).await;
+    let Some(settings_wait) = settings_wait else {
+        return send_request(send, token, req, addr).await;
     };
-    // Rare, and its timer is large.
+    // Boxed because it is rare and its timer is large.
     Box::pin(async {
         tokio::select! {
-            sent = send_on(send, member, req, addr) => sent,
-            () = untold.permits_none() => Err(Error::NoFreeStream { addr, limit: STREAM_TIMEOUT, sent: true }),
+            sent = send_request(send, token, req, addr) => sent,
+            () = settings_wait.wait_until_refused() => Err(Error::StreamLimit { addr, limit: STREAM_TIMEOUT, sent: true }),
         }
     })
     .await
 }
 
-impl Untold {
-    /// Ready when the peer has told that it permits no stream, and for how long one waits.
-    async fn permits_none(mut self) {
-        if self.told.wait_for(|told| *told).await.is_err() {
-            std::future::pending::<()>().await; // the connection has ended, and says so
+impl SettingsWait {
+    /// Ready when the peer's settings permit no stream, and still none after [`STREAM_TIMEOUT`].
+    async fn wait_until_refused(mut self) {
+        if self.settings_rx.wait_for(|received| *received).await.is_err() {
+            std::future::pending::<()>().await; // the connection has ended; `send_request` returns its error
         }
         loop {
             if self.limit.streams() > 0 {
@@ -297,9 +310,9 @@ impl Untold {
     }
 }
 
-async fn send_on(
+async fn send_request(
     mut send: SendRequest<Bytes>,
-    member: Member,
+    token: StreamToken,
     req: &mut Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
@@ -307,20 +320,20 @@ async fn send_on(
     let no_body = body.is_end_stream();
     let (mut response, stream) = send
         .send_request(Request::from_parts(parts, ()), no_body)
-        .map_err(|error| lost(error, addr))?;
+        .map_err(|error| stream_error(error, addr))?;
     let mut n_interims = 0;
     let head = if no_body {
         poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await
     } else {
-        let mut sending = Some(Sending::new(body, stream));
+        let mut sending = Some(BodySender::new(body, stream));
         let head = poll_fn(|cx| {
             if let Poll::Ready(head) = poll_head(cx, &mut response, &mut n_interims) {
                 return Poll::Ready(Ok(head));
             }
             if let Some(body) = &mut sending {
                 match body.poll_send(cx) {
-                    Poll::Ready(Err(error)) if error.is_of_request_body() => return Poll::Ready(Err(error)),
-                    // A peer that stops reading may still answer; the response says what happened.
+                    Poll::Ready(Err(error)) if error.is_request_body_error() => return Poll::Ready(Err(error)),
+                    // A peer that stops reading may still send a response, which says what happened.
                     Poll::Ready(_) => sending = None,
                     Poll::Pending => {}
                 }
@@ -329,52 +342,54 @@ async fn send_on(
         })
         .await?;
         if let (Some(sending), true) = (sending, head.is_ok()) {
-            let member = member.clone();
+            let token = token.clone();
             tokio::spawn(async move {
-                sending.rest().await;
-                drop(member); // its stream is open until then
+                sending.send_rest().await;
+                drop(token); // the stream is open until then
             });
         }
         head
     };
-    let response = head.map_err(|error| lost(error, addr))?;
-    Ok(received(response, member))
+    let response = head.map_err(|error| stream_error(error, addr))?;
+    Ok(with_body(response, token))
 }
 
-/// Asks for a stream that carries another protocol, and waits for the response head, which may be another answer.
+/// Sends an extended CONNECT request (RFC 8441) and waits for the response head. The peer may answer with a response
+/// that refuses the tunnel.
 ///
 /// # Errors
-/// The stream was refused or reset, or the connection broke.
-pub(crate) async fn extend(
-    Shared {
+/// The stream is refused or reset, or the connection fails.
+pub(crate) async fn send_extended_connect(
+    SharedConnection {
         mut send,
-        member,
-        streams,
+        token,
+        extended_connect_count: streams,
         ..
-    }: Shared,
+    }: SharedConnection,
     req: Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
-    let asked = send.send_request(req.map(drop), false);
-    let (mut response, mut stream) = asked.map_err(|error| lost(error, addr))?;
+    let sent = send.send_request(req.map(drop), false);
+    let (mut response, mut stream) = sent.map_err(|error| stream_error(error, addr))?;
     let mut n_interims = 0;
     let head = poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await;
-    let response = head.map_err(|error| lost(error, addr))?;
-    if websocket::opens_stream(&response) {
-        return Ok(response.map(|received| Body::stream(Stream::new(stream, received, member).counted(streams))));
+    let response = head.map_err(|error| stream_error(error, addr))?;
+    if websocket::is_tunnel_response(&response) {
+        return Ok(
+            response.map(|received| Body::upgraded(UpgradedStream::new(stream, received, token).with_counter(streams)))
+        );
     }
-    // Who has answered may not want it any more.
+    // The tunnel is refused, so end our side. The peer may have closed the stream.
     let _ = stream.send_data(Bytes::new(), true);
-    Ok(received(response, member))
+    Ok(with_body(response, token))
 }
 
-/// A response with its body.
-fn received(response: Response<RecvStream>, member: Member) -> Response<Body> {
-    let left = headers::content_length(response.headers());
-    response.map(|stream| Body::from(Received::new(stream, From::Server, left, member)))
+fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<Body> {
+    let content_length = headers::content_length(response.headers());
+    response.map(|stream| Body::from(StreamBody::new(stream, BodyOrigin::Server, content_length, token)))
 }
 
-/// Waits for the final response; interim ones are passed on.
+/// Polls for the final response head. Forwards interim responses.
 fn poll_head(
     cx: &mut Context<'_>,
     response: &mut ResponseFuture,
@@ -382,16 +397,16 @@ fn poll_head(
 ) -> Poll<Result<Response<RecvStream>, h2::Error>> {
     while let Poll::Ready(Some(Ok(interim))) = response.poll_informational(cx) {
         *n_interims += 1;
-        if *n_interims > interim::MOST {
+        if *n_interims > interim::MAX_INTERIM_RESPONSES {
             return Poll::Ready(Err(Reason::ENHANCE_YOUR_CALM.into()));
         }
-        interim::pass(interim);
+        interim::forward(interim);
     }
     Pin::new(response).poll(cx)
 }
 
-/// Tells a connection that ended under us from a stream that was reset.
-pub(crate) fn lost(error: h2::Error, addr: SocketAddr) -> Error {
+/// Distinguishes a lost connection from a reset stream.
+pub(crate) fn stream_error(error: h2::Error, addr: SocketAddr) -> Error {
     if error.is_io() {
         Error::ConnectionLost { addr }
     } else {

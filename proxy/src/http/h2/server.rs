@@ -1,4 +1,4 @@
-//! Serving HTTP/2: one task a connection, and one for each request in flight.
+//! HTTP/2 server: one task per connection, and one per request in flight.
 
 use std::{
     future::{Future, poll_fn},
@@ -28,35 +28,37 @@ use tulle_core::drain;
 use crate::{
     http::{
         body::Body,
+        connection_closer::ConnectionCloser,
         error::Error,
         h2::{
-            From, Params, Progress, Received,
-            batch::batched,
-            send::{self, Sending},
-            stream::Stream,
-            unanswered,
-            windows::{Member, Windows},
+            body::{BodyOrigin, ResponseProgress, StreamBody},
+            config::Http2Config,
+            flow_control::{FlowControlWindows, StreamToken},
+            keep_alive::wait_ping_timeout,
+            send_body::{self, BodySender},
+            upgraded_stream::UpgradedStream,
+            write_batch::batch_writes,
         },
-        headers, interim,
-        layers::Rescued,
-        linger,
-        respond::Asker,
-        server::{Closer, Config},
-        tunnel::Leg,
+        headers, linger,
+        server_config::ServerConfig,
+        stack::error_response::ErrorFormat,
+        stack::layers::ErrorToResponse,
+        upgrade::interim,
+        upgrade::tunnel::TunnelEnd,
     },
     net::io::Io,
 };
 
-/// Serves one connection until it ends, gracefully once `drain` or `closer` asks, or nobody has asked for anything for as long as
-/// a connection of HTTP/1 may be kept for.
+/// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, or when there was no request
+/// for the idle timeout of HTTP/1.
 ///
 /// # Errors
-/// The connection broke, or its client broke the rules of HTTP/2 or stopped answering pings.
+/// The connection fails, the client violates HTTP/2, or it does not answer a ping in time.
 pub(in crate::http) async fn serve<S>(
     io: Io,
-    service: Rescued<S>,
-    config: &Config,
-    closer: Closer,
+    service: ErrorToResponse<S>,
+    config: &ServerConfig,
+    closer: ConnectionCloser,
     drain: &drain::Watch,
 ) -> Result<(), Error>
 where
@@ -68,38 +70,42 @@ where
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        // Who sends more hears of it without a reason, or loses the connection.
-        .max_header_list_size(params.max_header_list.saturating_mul(2))
+        // Over this limit, `h2` refuses a request without a reason or closes the connection. So it is twice our own
+        // limit.
+        .max_header_list_size(params.max_header_list_bytes.saturating_mul(2))
         .enable_connect_protocol();
-    let of_peers = || io.is_encrypted().then_some(Params::FRAME_SIZE);
-    if let Some(size) = params.max_frame_size.or_else(of_peers) {
+    let meshed_default = || io.is_encrypted().then_some(Http2Config::DEFAULT_MAX_FRAME_SIZE);
+    if let Some(size) = params.max_frame_size.or_else(meshed_default) {
         builder.max_frame_size(size);
     }
     if let Some(streams) = params.max_concurrent_streams {
         builder.max_concurrent_streams(streams);
     }
-    if let Some(size) = params.max_send_buffer {
+    if let Some(size) = params.max_send_buffer_bytes {
         builder.max_send_buffer_size(size);
     }
-    if let Some(streams) = params.max_pending_resets {
+    if let Some(streams) = params.max_pending_reset_streams {
         builder.max_pending_accept_reset_streams(streams);
     }
     let io = tokio::select! {
-        greeted = greeted(io) => greeted?,
-        () = asked_to_end(&closer, drain) => return Ok(()),
-        () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeadTimeout(PREFACE_TIMEOUT)),
+        result = read_preface(io) => result?,
+        () = wait_for_close(&closer, drain) => return Ok(()),
+        () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeaderReadTimeout(PREFACE_TIMEOUT)),
     };
-    let (io, batch) = batched(io);
+    let (io, batch) = batch_writes(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    let mut windows = Windows::new(params, Member::default());
-    let clerks = Clerks::new(service, windows.member(), config);
-    let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
-    let mut ending = pin!(asked_to_end(&closer, drain));
+    let mut windows = FlowControlWindows::new(params, StreamToken::default());
+    let task_pool = RequestTaskPool::new(service, windows.token(), config);
+    let mut ping_timeout = pin!(wait_ping_timeout(params.keep_alive, connection.ping_pong()));
+    let mut ending = pin!(wait_for_close(&closer, drain));
     let mut is_ending = false;
-    let mut quiet = Quiet::new(config.http1.head_timeout, config.http1.idle_timeout);
-    let mut rounds = interval_at(Instant::now() + quiet.round, quiet.round);
+    let mut idle_tracker = IdleTracker::new(config.http1.header_read_timeout, config.http1.idle_timeout);
+    let mut check_timer = interval_at(
+        Instant::now() + idle_tracker.check_interval,
+        idle_tracker.check_interval,
+    );
     poll_fn(|cx| {
-        let ended = batch.poll(cx, |cx| {
+        let ended = batch.poll_and_flush(cx, |cx| {
             windows.adapt(|sizes| {
                 connection.set_initial_window_size(sizes.stream)?;
                 connection.set_target_window_size(sizes.connection);
@@ -107,7 +113,7 @@ where
             });
             loop {
                 match ready!(connection.poll_accept(cx)) {
-                    Some(Ok((req, respond))) => clerks.take(req, respond),
+                    Some(Ok((req, respond))) => task_pool.dispatch(req, respond),
                     Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
                     None => return Poll::Ready(Ok(())),
                 }
@@ -116,384 +122,389 @@ where
         if ended.is_ready() {
             return ended;
         }
-        let mut is_enough = false;
-        while rounds.poll_tick(cx).is_ready() {
-            match quiet.after(clerks.end_round()) {
-                Patience::Left => {}
-                Patience::LongOver if is_ending => return Poll::Ready(Ok(())),
-                Patience::Over | Patience::LongOver => is_enough = true,
+        let mut is_idle_timeout = false;
+        while check_timer.poll_tick(cx).is_ready() {
+            match idle_tracker.update(task_pool.trim_idle()) {
+                IdleState::Active => {}
+                IdleState::Close if is_ending => return Poll::Ready(Ok(())),
+                IdleState::SendGoAway | IdleState::Close => is_idle_timeout = true,
             }
         }
-        if !is_ending && (is_enough || ending.as_mut().poll(cx).is_ready()) {
+        if !is_ending && (is_idle_timeout || ending.as_mut().poll(cx).is_ready()) {
             is_ending = true;
             connection.graceful_shutdown();
-            cx.waker().wake_by_ref(); // to write what that means
+            cx.waker().wake_by_ref(); // to write GOAWAY
         }
-        silent.as_mut().poll(cx).map(|()| Err(Error::Left))
+        ping_timeout.as_mut().poll(cx).map(|()| Err(Error::ClientClosed))
     })
     .await
 }
 
-/// Reads the client's preface, and puts it back. Who sends something else hears the end of the connection, not a reset.
-async fn greeted(mut io: Io) -> Result<Io, Error> {
+/// Reads the client preface and puts it back. A client that sends anything else gets a FIN instead of a reset.
+async fn read_preface(mut io: Io) -> Result<Io, Error> {
     let mut seen = BytesMut::with_capacity(PREFACE.len());
     while seen.len() < PREFACE.len() {
-        let n = io.read_buf(&mut seen).await.map_err(Error::Client)?;
+        let n = io.read_buf(&mut seen).await.map_err(Error::ClientIo)?;
         if n == 0 || !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]) {
-            linger::close(&mut io).await.map_err(Error::Client)?;
-            return Err(Error::BadRequest("it does not begin as HTTP/2 does"));
+            linger::close(&mut io).await.map_err(Error::ClientIo)?;
+            return Err(Error::InvalidRequest("it does not begin with the HTTP/2 preface"));
         }
     }
-    Ok(io.unread(seen.freeze()))
+    Ok(io.prepend(seen.freeze()))
 }
 
-/// How long a client may take to say that it speaks HTTP/2.
+/// Maximum time to wait for the client preface.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Source: RFC 9113 §3.4.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
+async fn wait_for_close(closer: &ConnectionCloser, drain: &drain::Watch) {
     tokio::select! {
         () = closer.notified() => {}
         () = drain.signaled() => {}
     }
 }
 
-/// For how long a connection has had no request.
-struct Quiet {
-    /// How often that is looked at.
-    round: Duration,
-    lasted: Duration,
-    /// How long it may last.
-    limit: Duration,
-    /// The same from the first request on.
+/// Measures how long a connection has had no request.
+struct IdleTracker {
+    check_interval: Duration,
+    idle_for: Duration,
+    /// Maximum idle time. Before the first request, at most the header timeout.
+    timeout: Duration,
+    /// Maximum idle time after the first request.
     idle_timeout: Duration,
 }
 
-/// What is left of the patience with a client.
+/// What to do with a connection that may be idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Patience {
-    Left,
-    /// It is asked to leave.
-    Over,
-    /// It has been asked to, and has not even said that it heard.
-    LongOver,
+enum IdleState {
+    Active,
+    SendGoAway,
+    /// GOAWAY was sent, and the client has not reacted.
+    Close,
 }
 
-impl Quiet {
+impl IdleTracker {
     fn new(head_timeout: Duration, idle_timeout: Duration) -> Self {
-        let limit = head_timeout.min(idle_timeout);
+        let timeout = head_timeout.min(idle_timeout);
         Self {
-            round: ROUND.min(limit).max(Duration::from_millis(1)),
-            lasted: Duration::ZERO,
-            limit,
+            check_interval: CHECK_INTERVAL.min(timeout).max(Duration::from_millis(1)),
+            idle_for: Duration::ZERO,
+            timeout,
             idle_timeout,
         }
     }
 
-    fn after(&mut self, round: Round) -> Patience {
-        match round {
-            Round::Quiet => self.lasted += self.round,
-            Round::Busy => (self.lasted, self.limit) = (Duration::ZERO, self.idle_timeout),
+    fn update(&mut self, activity: ConnectionActivity) -> IdleState {
+        match activity {
+            ConnectionActivity::Idle => self.idle_for += self.check_interval,
+            ConnectionActivity::Busy => (self.idle_for, self.timeout) = (Duration::ZERO, self.idle_timeout),
         }
-        match self.lasted {
-            lasted if lasted < self.limit => Patience::Left,
-            lasted if lasted < self.limit.saturating_add(self.round) => Patience::Over,
-            _ => Patience::LongOver,
+        match self.idle_for {
+            lasted if lasted < self.timeout => IdleState::Active,
+            lasted if lasted < self.timeout.saturating_add(self.check_interval) => IdleState::SendGoAway,
+            _ => IdleState::Close,
         }
     }
 }
 
-/// A request, and where its response goes.
-struct Job {
+/// A request and the handle for its response.
+struct RequestTask {
     req: Request<Body>,
-    /// What its head counts as, in bytes.
+    /// Header list size of the request, in bytes.
     list_size: usize,
     respond: SendResponse<Bytes>,
-    extended: Option<Box<Extended>>,
+    extended: Option<Box<ExtendedConnect>>,
 }
 
-/// A stream that is to carry another protocol (RFC 8441), if it is granted to it.
-struct Extended {
+/// An extended CONNECT stream (RFC 8441) that is not accepted yet.
+struct ExtendedConnect {
     received: RecvStream,
-    member: Member,
-    /// Who gets it then.
-    client: oneshot::Sender<Leg>,
+    token: StreamToken,
+    /// Sends the accepted stream to the tunnel.
+    tunnel_tx: oneshot::Sender<TunnelEnd>,
 }
 
-impl Extended {
-    /// Whether somebody waits to join it with something.
+impl ExtendedConnect {
+    /// Whether the tunnel still waits for the stream.
     fn is_awaited(&self) -> bool {
-        !self.client.is_closed()
+        !self.tunnel_tx.is_closed()
     }
 
-    fn grant(self, send: SendStream<Bytes>) {
-        let stream = Stream::new(send, self.received, self.member);
-        let _ = self.client.send(Leg::Stream(Box::new(stream))); // or it is reset
+    fn open_tunnel(self, send: SendStream<Bytes>) {
+        let stream = UpgradedStream::new(send, self.received, self.token);
+        let _ = self.tunnel_tx.send(TunnelEnd::Stream(Box::new(stream))); // without receiver, the stream is dropped and reset
     }
 }
 
-/// Tasks that answer the requests of one connection.
+/// Tasks that serve the requests of one connection.
 ///
-/// A task of its own for each request would cost more than most of what it does: some kilobytes to be found, filled and
-/// given back. So a task that is done waits for another request, and ends with the connection.
-struct Clerks<S> {
-    service: Rescued<S>,
-    member: Member,
-    /// Longest header list that is served.
-    max_list: usize,
-    /// Most bytes of all header lists in flight.
-    max_lists: usize,
-    /// How long a request with a body may go without anything that passes.
+/// A new task for each request would cost more than most of its work: several kilobytes are allocated, initialized and
+/// freed. So a finished task waits for the next request, and ends with the connection.
+struct RequestTaskPool<S> {
+    service: ErrorToResponse<S>,
+    token: StreamToken,
+    /// Maximum header list size of one request.
+    max_header_list_bytes: usize,
+    /// Maximum total header list size of the requests in flight.
+    max_total_header_list_bytes: usize,
+    /// Maximum time without bytes in either direction while a request body is read.
     idle_timeout: Duration,
-    waiting: Arc<Mutex<Waiting>>,
+    state: Arc<Mutex<TaskPoolState>>,
 }
 
-/// Who waits for a request.
-struct Waiting {
-    desks: Vec<Arc<Desk>>,
-    /// Requests that are being answered.
+struct TaskPoolState {
+    idle_tasks: Vec<Arc<TaskSlot>>,
+    /// Requests in progress.
     n_busy: usize,
-    /// What their heads count as, in bytes.
-    list_sizes: usize,
-    /// Whether there was any stream in this round.
+    /// Total header list size of the requests in progress.
+    header_list_bytes: usize,
+    /// Whether a stream was open since the last check.
     was_busy: bool,
-    /// The fewest that have waited since the last round.
-    spare: usize,
-    /// Whether there will be none any more.
+    /// Minimum number of idle tasks since the last check.
+    min_idle: usize,
+    /// Whether the connection has ended.
     closed: bool,
 }
 
-/// Where a task finds its next request.
-struct Desk {
-    job: Mutex<Option<Job>>,
-    called: Notify,
-    progress: Arc<Progress>,
+/// Passes requests to one task.
+struct TaskSlot {
+    request: Mutex<Option<RequestTask>>,
+    wake: Notify,
+    progress: Arc<ResponseProgress>,
 }
 
-/// What a connection has had to do since it was last looked at.
+/// Activity of a connection since the last check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Round {
-    Quiet,
+enum ConnectionActivity {
+    Idle,
     Busy,
 }
 
-/// Members that a connection has without a stream: its windows and its clerks.
-const OF_NO_MESSAGE: usize = 2;
-/// Tasks that wait at most, on one connection.
-const WAITING: usize = 64;
-/// How often those that are not needed are ended, and what a connection has to do is looked at; more often where a timeout is shorter.
-const ROUND: Duration = Duration::from_secs(10);
+/// Tokens that belong to no stream: that of the windows and that of the task pool.
+const N_CONNECTION_TOKENS: usize = 2;
+/// Maximum number of idle tasks of one connection.
+const MAX_IDLE_TASKS: usize = 64;
+/// Interval in which unneeded idle tasks are ended and the activity is checked. Shorter if a timeout is shorter.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-impl<S> Clerks<S>
+impl<S> RequestTaskPool<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
-    fn new(service: Rescued<S>, member: Member, config: &Config) -> Self {
-        let waiting = Waiting {
-            desks: Vec::new(),
+    fn new(service: ErrorToResponse<S>, token: StreamToken, config: &ServerConfig) -> Self {
+        let state = TaskPoolState {
+            idle_tasks: Vec::new(),
             n_busy: 0,
-            list_sizes: 0,
+            header_list_bytes: 0,
             was_busy: false,
-            spare: 0,
+            min_idle: 0,
             closed: false,
         };
         Self {
             service,
-            member,
-            max_list: config.http2.max_header_list as usize,
-            max_lists: config.http2.max_header_lists,
+            token,
+            max_header_list_bytes: config.http2.max_header_list_bytes as usize,
+            max_total_header_list_bytes: config.http2.max_total_header_list_bytes,
             idle_timeout: config.http1.idle_timeout,
-            waiting: Arc::new(Mutex::new(waiting)),
+            state: Arc::new(Mutex::new(state)),
         }
     }
 
-    fn take(&self, req: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
-        let list_size = headers::list_size(&req);
-        let desk = {
-            let mut waiting = self.waiting.lock();
-            if list_size <= self.max_list && waiting.list_sizes + list_size > self.max_lists {
-                drop(waiting);
-                self.service.refused(&Error::TooManyHeaders { limit: self.max_lists });
+    fn dispatch(&self, req: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+        let list_size = headers::header_list_size(&req);
+        let slot = {
+            let mut state = self.state.lock();
+            if list_size <= self.max_header_list_bytes
+                && state.header_list_bytes + list_size > self.max_total_header_list_bytes
+            {
+                drop(state);
+                self.service.record_error(&Error::HeaderListsTooLarge {
+                    limit: self.max_total_header_list_bytes,
+                });
                 return respond.send_reset(Reason::REFUSED_STREAM);
             }
-            waiting.list_sizes += list_size;
-            waiting.n_busy += 1;
-            waiting.was_busy = true;
-            let desk = waiting.desks.pop();
-            waiting.spare = waiting.spare.min(waiting.desks.len());
-            desk
+            state.header_list_bytes += list_size;
+            state.n_busy += 1;
+            state.was_busy = true;
+            let slot = state.idle_tasks.pop();
+            state.min_idle = state.min_idle.min(state.idle_tasks.len());
+            slot
         };
-        let is_waiting = desk.is_some();
-        let desk = desk.unwrap_or_else(|| Arc::new(Desk::new(self.idle_timeout)));
-        let left = headers::content_length(req.headers());
+        let is_reused = slot.is_some();
+        let slot = slot.unwrap_or_else(|| Arc::new(TaskSlot::new(self.idle_timeout)));
+        let content_length = headers::content_length(req.headers());
         let is_extended = *req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_some();
-        let member = || self.member.clone();
+        let token = || self.token.clone();
         let mut extended = None;
         let req = req.map(|stream| match stream.is_end_stream() {
             _ if is_extended => {
                 let (client, upgraded) = oneshot::channel();
-                extended = Some(Box::new(Extended {
+                extended = Some(Box::new(ExtendedConnect {
                     received: stream,
-                    member: member(),
-                    client,
+                    token: token(),
+                    tunnel_tx: client,
                 }));
-                Body::empty().upgradable(upgraded)
+                Body::empty().with_client_leg(upgraded)
             }
             true => Body::empty(),
             false => {
-                let from = From::Client(desk.progress.clone());
-                Body::from(Received::new(stream, from, left, member()))
+                let origin = BodyOrigin::Client(slot.progress.clone());
+                Body::from(StreamBody::new(stream, origin, content_length, token()))
             }
         });
-        *desk.job.lock() = Some(Job {
+        *slot.request.lock() = Some(RequestTask {
             req,
             list_size,
             respond,
             extended,
         });
-        if is_waiting {
-            desk.called.notify_one();
+        if is_reused {
+            slot.wake.notify_one();
         } else {
-            let (service, waiting) = (self.service.clone(), self.waiting.clone());
-            tokio::spawn(work(service, self.max_list, desk, waiting));
+            let (service, state) = (self.service.clone(), self.state.clone());
+            tokio::spawn(run_task(service, self.max_header_list_bytes, slot, state));
         }
     }
 }
 
-impl Desk {
+impl TaskSlot {
     fn new(idle_timeout: Duration) -> Self {
         Self {
-            job: Mutex::default(),
-            called: Notify::new(),
-            progress: Arc::new(Progress {
-                has_sent: AtomicBool::new(false),
+            request: Mutex::default(),
+            wake: Notify::new(),
+            progress: Arc::new(ResponseProgress {
+                sent_since_check: AtomicBool::new(false),
                 idle_timeout,
             }),
         }
     }
 }
 
-impl<S> Clerks<S> {
-    /// Ends those that nobody has needed for a round, and says what it was like.
-    fn end_round(&self) -> Round {
-        let mut waiting = self.waiting.lock();
-        let spare = waiting.spare.min(waiting.desks.len());
-        for desk in waiting.desks.drain(..spare) {
-            desk.called.notify_one();
+impl<S> RequestTaskPool<S> {
+    /// Ends idle tasks that were not needed since the last check, and returns the activity since then.
+    fn trim_idle(&self) -> ConnectionActivity {
+        let mut state = self.state.lock();
+        let spare = state.min_idle.min(state.idle_tasks.len());
+        for slot in state.idle_tasks.drain(..spare) {
+            slot.wake.notify_one();
         }
-        waiting.spare = waiting.desks.len();
-        // Other protocols, and bodies that nobody answers any more, are still on their way.
-        let is_busy = waiting.n_busy > 0 || self.member.n_held() > OF_NO_MESSAGE;
-        match std::mem::replace(&mut waiting.was_busy, is_busy) {
-            true => Round::Busy,
-            false => Round::Quiet,
+        state.min_idle = state.idle_tasks.len();
+        // Streams of other protocols, and request bodies that are read after the response, also count.
+        let is_busy = state.n_busy > 0 || self.token.n_tokens() > N_CONNECTION_TOKENS;
+        match std::mem::replace(&mut state.was_busy, is_busy) {
+            true => ConnectionActivity::Busy,
+            false => ConnectionActivity::Idle,
         }
     }
 }
 
-impl<S> Drop for Clerks<S> {
+impl<S> Drop for RequestTaskPool<S> {
     fn drop(&mut self) {
-        let mut waiting = self.waiting.lock();
-        waiting.closed = true;
-        for desk in waiting.desks.drain(..) {
-            desk.called.notify_one();
+        let mut state = self.state.lock();
+        state.closed = true;
+        for slot in state.idle_tasks.drain(..) {
+            slot.wake.notify_one();
         }
     }
 }
 
-/// Answers one request after the other.
-async fn work<S>(mut service: Rescued<S>, max_list: usize, desk: Arc<Desk>, waiting: Arc<Mutex<Waiting>>)
-where
+/// Serves requests one at a time, until the connection ends or enough tasks are idle.
+async fn run_task<S>(
+    mut service: ErrorToResponse<S>,
+    max_list: usize,
+    slot: Arc<TaskSlot>,
+    state: Arc<Mutex<TaskPoolState>>,
+) where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
     loop {
-        let job = desk.job.lock().take();
-        let Some(job) = job else { return };
-        let list_size = job.list_size;
+        let task = slot.request.lock().take();
+        let Some(task) = task else { return };
+        let list_size = task.list_size;
         match list_size > max_list {
-            true => refuse(&service, max_list, job),
-            false => answer(&mut service, job, &desk.progress).await,
+            true => send_header_too_large(&service, max_list, task),
+            false => serve_request(&mut service, task, &slot.progress).await,
         }
         {
-            let mut waiting = waiting.lock();
-            waiting.n_busy -= 1;
-            waiting.list_sizes -= list_size;
-            if waiting.closed || waiting.desks.len() >= WAITING {
+            let mut state = state.lock();
+            state.n_busy -= 1;
+            state.header_list_bytes -= list_size;
+            if state.closed || state.idle_tasks.len() >= MAX_IDLE_TASKS {
                 return;
             }
-            waiting.desks.push(desk.clone());
+            state.idle_tasks.push(slot.clone());
         }
-        desk.called.notified().await;
+        slot.wake.notified().await;
     }
 }
 
-/// Tells a client that the head of its request is too long.
+/// Refuses a request whose header list is too large.
 #[cold]
-fn refuse<S>(service: &Rescued<S>, limit: usize, mut job: Job) {
+fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut task: RequestTask) {
     let (head, _) = service
-        .refuse(&Error::HeadTooLong { limit }, Asker::of(&job.req))
+        .error_response(&Error::HeaderTooLarge { limit }, ErrorFormat::of_request(&task.req))
         .into_parts();
-    if let Err(error) = job.respond.send_response(Response::from_parts(head, ()), true) {
-        tracing::debug!(%error, "a refusal was not sent");
+    if let Err(error) = task.respond.send_response(Response::from_parts(head, ()), true) {
+        tracing::debug!(%error, "error response not sent");
     }
 }
 
-/// Answers one request, unless its client takes it back.
-async fn answer<S>(service: &mut Rescued<S>, job: Job, progress: &Arc<Progress>)
+/// Serves one request, unless the client resets its stream.
+async fn serve_request<S>(service: &mut ErrorToResponse<S>, task: RequestTask, progress: &Arc<ResponseProgress>)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
-    let Job {
+    let RequestTask {
         req,
         mut respond,
         extended,
         ..
-    } = job;
-    // Many clients that reset what they ask for should cost nobody else anything.
+    } = task;
+    // A request that is already reset is not served, so that clients with many resets do not take time from others.
     if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
         return;
     }
-    let answered = {
-        let mut answering = pin!(service.call(req));
+    let result = {
+        let mut response_future = pin!(service.call(req));
         poll_fn(|cx| {
-            let (polled, interims) = interim::collect(|| answering.as_mut().poll(cx));
+            let (polled, interims) = interim::poll_and_take(|| response_future.as_mut().poll(cx));
             for rsp in interims {
                 if let Err(error) = respond.send_informational(rsp) {
-                    tracing::debug!(%error, "an interim response was not sent");
+                    tracing::debug!(%error, "interim response not sent");
                 }
             }
             match polled {
-                Poll::Ready(answered) => Poll::Ready(Some(answered)),
+                Poll::Ready(result) => Poll::Ready(Some(result)),
                 Poll::Pending => respond.poll_reset(cx).map(|_| None),
             }
         })
         .await
     };
-    let rsp = match answered {
+    let rsp = match result {
         None => return,
         Some(Ok(rsp)) => rsp,
-        Some(Err(error)) => return respond.send_reset(send::reason(&error, Reason::INTERNAL_ERROR)),
+        Some(Err(error)) => return respond.send_reset(send_body::reset_reason(&error, Reason::INTERNAL_ERROR)),
     };
     let (parts, body) = rsp.into_parts();
     let granted = extended.filter(|extended| parts.status.is_success() && extended.is_awaited());
     let ended = body.is_end_stream() && granted.is_none();
-    let of_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
+    let is_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
     let stream = match respond.send_response(Response::from_parts(parts, ()), ended) {
         Ok(stream) => stream,
         Err(error) => {
-            tracing::debug!(%error, "a response was not sent");
+            tracing::debug!(%error, "response not sent");
             return respond.send_reset(Reason::INTERNAL_ERROR);
         }
     };
     match granted {
-        Some(extended) => extended.grant(stream),
+        Some(extended) => extended.open_tunnel(stream),
         None if ended => {}
         None => {
-            progress.sent();
-            let sending = Sending::new(body, stream).of_grpc(of_grpc);
-            sending.heard_by(progress.clone()).rest().await;
+            progress.record_sent();
+            let sending = BodySender::new(body, stream).with_grpc_status(is_grpc);
+            sending.with_progress(progress.clone()).send_rest().await;
         }
     }
 }
@@ -505,32 +516,52 @@ mod tests {
     const S: Duration = Duration::from_secs(1);
 
     #[test]
-    fn a_connection_without_requests_is_asked_to_end_and_then_left() {
-        use Patience::{Left, LongOver, Over};
-        use Round::{Busy, Quiet as Q};
+    fn an_idle_connection_gets_go_away_and_is_then_closed() {
+        use ConnectionActivity::{Busy, Idle as Q};
+        use IdleState::{Active, Close, SendGoAway};
         let cases: [(_, _, &[_]); 4] = [
-            (30 * S, 3600 * S, &[(Q, Left), (Q, Left), (Q, Over), (Q, LongOver)]),
-            // The first request has come: from now on there is more time.
+            (
+                30 * S,
+                3600 * S,
+                &[(Q, Active), (Q, Active), (Q, SendGoAway), (Q, Close)],
+            ),
+            // After the first request, the longer timeout applies.
             (
                 10 * S,
                 30 * S,
-                &[(Busy, Left), (Q, Left), (Q, Left), (Q, Over), (Busy, Left)],
+                &[
+                    (Busy, Active),
+                    (Q, Active),
+                    (Q, Active),
+                    (Q, SendGoAway),
+                    (Busy, Active),
+                ],
             ),
-            // What is under way when it is asked to end is no reason to leave it.
+            // Activity after GOAWAY keeps the connection open.
             (
                 10 * S,
                 20 * S,
-                &[(Q, Over), (Busy, Left), (Q, Left), (Q, Over), (Q, LongOver)],
+                &[
+                    (Q, SendGoAway),
+                    (Busy, Active),
+                    (Q, Active),
+                    (Q, SendGoAway),
+                    (Q, Close),
+                ],
             ),
-            (S / 5, S / 10, &[(Q, Over), (Q, LongOver)]),
+            (S / 5, S / 10, &[(Q, SendGoAway), (Q, Close)]),
         ];
-        for (head, idle, rounds) in cases {
-            let mut quiet = Quiet::new(head, idle);
-            for (round, expected) in rounds {
-                assert_eq!(quiet.after(*round), *expected, "{head:?}, {idle:?}: {rounds:?}");
+        for (head, idle, check_timer) in cases {
+            let mut idle_tracker = IdleTracker::new(head, idle);
+            for (activity, expected) in check_timer {
+                assert_eq!(
+                    idle_tracker.update(*activity),
+                    *expected,
+                    "{head:?}, {idle:?}: {check_timer:?}"
+                );
             }
         }
-        assert_eq!(Quiet::new(30 * S, 3600 * S).round, ROUND);
-        assert!(Quiet::new(Duration::ZERO, Duration::ZERO).round > Duration::ZERO);
+        assert_eq!(IdleTracker::new(30 * S, 3600 * S).check_interval, CHECK_INTERVAL);
+        assert!(IdleTracker::new(Duration::ZERO, Duration::ZERO).check_interval > Duration::ZERO);
     }
 }

@@ -1,5 +1,5 @@
-//! What is counted of connections: how they are carried, what they turned out to be, what their bytes cost, and the routes of
-//! those that nobody looks into.
+//! Metrics of connections: protocol of the destination, detected protocol, bytes by zone, and routes of opaque and TLS
+//! connections.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,33 +9,33 @@ use tulle_core::{
 };
 
 use crate::{
-    metrics::hosts::{Hosts, SaidBy},
-    net::{counts::Cost, detected},
-    outbound::metrics::{with_meta, with_place, with_target},
+    metrics::hosts::{HostSeries, HostSource},
+    net::{detect_metrics, tcp_metrics::ZoneTraffic},
+    outbound::metrics::labels::{with_meta, with_meta_and_port, with_target},
     policy::{endpoint::Locality, meta::Meta},
 };
 
 #[derive(Clone)]
 pub(crate) struct Families {
     protocols: Family<Counter>,
-    detected: detected::Families,
-    costs: Family<Counter>,
-    tcp_routes: RouteFamilies,
-    tls_routes: RouteFamilies,
-    /// Whether routes of TLS are counted by the name that clients ask for.
-    by_name: Option<SaidBy>,
+    detect: detect_metrics::Families,
+    zone_traffic: Family<Counter>,
+    tcp_routes: OpaqueRouteFamilies,
+    tls_routes: OpaqueRouteFamilies,
+    /// Set if connections of TLS routes are counted by server name (SNI).
+    host_source: Option<HostSource>,
 }
 
-/// Families of the routes of bytes.
+/// Metric families of opaque or TLS routes.
 #[derive(Clone)]
-struct RouteFamilies {
+struct OpaqueRouteFamilies {
     opened: Family<Counter>,
     closed: Family<Counter>,
 }
 
-/// How the connections to a destination are carried, as they are counted.
+/// Protocol of the connections to a destination, as the `protocol` label names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Protocol {
+pub(crate) enum DestinationProtocol {
     Http1,
     Http2,
     Detect,
@@ -43,105 +43,104 @@ pub(crate) enum Protocol {
     Tls,
 }
 
-/// A route of bytes.
-pub(crate) struct RouteSeries {
-    families: RouteFamilies,
+/// The series of an opaque or TLS route.
+pub(crate) struct OpaqueRouteSeries {
+    families: OpaqueRouteFamilies,
     labels: Labels,
-    /// Those for each name, where connections of TLS are counted by it.
-    hosts: Option<(Hosts<Passages>, SaidBy)>,
-    /// Connections without a name of their own.
-    unnamed: Passages,
+    /// Counters of each server name, if TLS connections are counted by it.
+    by_host: Option<(HostSeries<OpaqueRouteCounters>, HostSource)>,
+    /// Counters of connections without a server name of their own.
+    without_host: OpaqueRouteCounters,
 }
 
-/// The connections of a route that share their labels.
+/// Counters of the connections of a route that have the same labels.
 #[derive(Clone)]
-pub(crate) struct Passages {
+pub(crate) struct OpaqueRouteCounters {
     labels: Labels,
     opened: Arc<Counter>,
     closed: Family<Counter>,
-    /// Those that ended without an error, which almost all do.
-    ended: Arc<OnceLock<Arc<Counter>>>,
+    /// Connections that ended without an error. Looked up once, because almost all connections do.
+    closed_ok: Arc<OnceLock<Arc<Counter>>>,
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry, by_name: Option<SaidBy>) -> Self {
-        let routes = |protocol: &str| RouteFamilies {
+    pub(crate) fn new(registry: &Registry, host_source: Option<HostSource>) -> Self {
+        let routes = |protocol: &str| OpaqueRouteFamilies {
             opened: registry.counter(
                 &format!("outbound_{protocol}_route_open_total"),
-                "Connections that came to a route",
+                "Connections opened on a route",
             ),
             closed: registry.counter(
                 &format!("outbound_{protocol}_route_close_total"),
-                "Connections that are over, by the error that ended them",
+                "Connections closed, by the error that ended them",
             ),
         };
         Self {
             protocols: registry.counter(
                 "outbound_tcp_protocol_connections_total",
-                "Connections by how their destination is carried",
+                "Connections by protocol of their destination",
             ),
-            detected: detected::Families::new(registry, "outbound"),
-            costs: registry.counter(
+            detect: detect_metrics::Families::new(registry, "outbound"),
+            zone_traffic: registry.counter(
                 "outbound_tcp_transfer_cost_bytes_total",
-                "Bytes to and from endpoints, by whether these are in our zone",
+                "Bytes to and from endpoints, by whether the endpoint is in the same zone",
             ),
             tcp_routes: routes("tcp"),
             tls_routes: routes("tls"),
-            by_name,
+            host_source,
         }
     }
 
-    /// Connections that are carried so, under the policy of `parent`.
-    pub(in crate::outbound) fn carried(&self, protocol: Protocol, parent: &Meta) -> Arc<Counter> {
+    /// Counts connections with this protocol under the policy of `parent`.
+    pub(in crate::outbound) fn protocol_counter(&self, protocol: DestinationProtocol, parent: &Meta) -> Arc<Counter> {
         let labels = Labels::new().with("protocol", protocol.name());
-        self.protocols.get(&with_place(labels, "parent", parent))
+        self.protocols.get(&with_meta_and_port(labels, "parent", parent))
     }
 
-    pub(in crate::outbound) fn detected(&self, parent: &Meta) -> detected::Series {
-        self.detected.series(with_place(Labels::new(), "parent", parent))
+    pub(in crate::outbound) fn detect_series(&self, parent: &Meta) -> detect_metrics::Series {
+        self.detect.series(with_meta_and_port(Labels::new(), "parent", parent))
     }
 
-    /// The bytes of endpoints in one place.
-    pub(in crate::outbound) fn cost(&self, locality: Locality) -> Cost {
+    /// Byte counters of endpoints with this locality.
+    pub(in crate::outbound) fn zone_traffic(&self, locality: Locality) -> ZoneTraffic {
         let zone = match locality {
             Locality::Unknown => "Unknown",
             Locality::Local => "Local",
             Locality::Remote => "Remote",
         };
         let bytes = |op| {
-            self.costs
+            self.zone_traffic
                 .get(&Labels::new().with("op", op).with("zone_locality", zone))
         };
-        Cost {
+        ZoneTraffic {
             received: bytes("Recv"),
             sent: bytes("Send"),
         }
     }
 
-    /// A route of bytes that go to what was dialled.
-    pub(in crate::outbound) fn tcp_route(&self, parent: &Meta, route: &Meta, dst: &Addr) -> RouteSeries {
+    /// The series of an opaque route; `dst` is the dialled address or name.
+    pub(in crate::outbound) fn tcp_route(&self, parent: &Meta, route: &Meta, dst: &Addr) -> OpaqueRouteSeries {
         let labels = with_target(route_labels(parent, route), dst);
-        RouteSeries {
-            unnamed: self.tcp_routes.passages(labels.clone()),
+        OpaqueRouteSeries {
+            without_host: self.tcp_routes.counters(labels.clone()),
             families: self.tcp_routes.clone(),
             labels,
-            hosts: None,
+            by_host: None,
         }
     }
 
-    /// A route of TLS.
-    pub(in crate::outbound) fn tls_route(&self, parent: &Meta, route: &Meta) -> RouteSeries {
+    pub(in crate::outbound) fn tls_route(&self, parent: &Meta, route: &Meta) -> OpaqueRouteSeries {
         let labels = route_labels(parent, route);
-        RouteSeries {
-            unnamed: self.tls_routes.passages(labels.clone().with("hostname", "")),
+        OpaqueRouteSeries {
+            without_host: self.tls_routes.counters(labels.clone().with("hostname", "")),
             families: self.tls_routes.clone(),
             labels,
-            hosts: self.by_name.map(|said_by| (Hosts::default(), said_by)),
+            by_host: self.host_source.map(|source| (HostSeries::default(), source)),
         }
     }
 }
 
-impl Protocol {
+impl DestinationProtocol {
     pub(in crate::outbound) fn name(self) -> &'static str {
         match self {
             Self::Http1 => "http/1",
@@ -153,42 +152,42 @@ impl Protocol {
     }
 }
 
-impl RouteFamilies {
-    fn passages(&self, labels: Labels) -> Passages {
-        Passages {
+impl OpaqueRouteFamilies {
+    fn counters(&self, labels: Labels) -> OpaqueRouteCounters {
+        OpaqueRouteCounters {
             opened: self.opened.get(&labels),
             closed: self.closed.clone(),
-            ended: Arc::default(),
+            closed_ok: Arc::default(),
             labels,
         }
     }
 }
 
-impl RouteSeries {
-    /// Counts a connection that came; `name` is what its TLS asks for.
-    pub(in crate::outbound) fn open(&self, name: Option<&str>) -> Passages {
-        let named = self.hosts.as_ref().zip(name).and_then(|((hosts, said_by), name)| {
-            hosts.get(name, *said_by, |name| {
-                self.families.passages(self.labels.clone().with("hostname", name))
+impl OpaqueRouteSeries {
+    /// Counts an opened connection; `name` is its server name (SNI).
+    pub(in crate::outbound) fn record_open(&self, name: Option<&str>) -> OpaqueRouteCounters {
+        let named = self.by_host.as_ref().zip(name).and_then(|((hosts, source), name)| {
+            hosts.get(name, *source, |name| {
+                self.families.counters(self.labels.clone().with("hostname", name))
             })
         });
-        let passages = named.unwrap_or_else(|| self.unnamed.clone());
-        passages.opened.inc();
-        passages
+        let counters = named.unwrap_or_else(|| self.without_host.clone());
+        counters.opened.inc();
+        counters
     }
 }
 
-impl Passages {
-    /// Counts the end of a connection; `error` is empty where there was none.
-    pub(in crate::outbound) fn close(&self, error: &'static str) {
-        let by = || self.closed.get(&self.labels.clone().with("error", error));
+impl OpaqueRouteCounters {
+    /// Counts a closed connection; `error` is empty if there was none.
+    pub(in crate::outbound) fn record_close(&self, error: &'static str) {
+        let counter = || self.closed.get(&self.labels.clone().with("error", error));
         match error {
-            "" => self.ended.get_or_init(by).inc(),
-            _ => by().inc(),
+            "" => self.closed_ok.get_or_init(counter).inc(),
+            _ => counter().inc(),
         }
     }
 }
 
 fn route_labels(parent: &Meta, route: &Meta) -> Labels {
-    with_meta(with_place(Labels::new(), "parent", parent), "route", route)
+    with_meta(with_meta_and_port(Labels::new(), "parent", parent), "route", route)
 }

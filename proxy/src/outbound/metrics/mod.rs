@@ -1,6 +1,9 @@
-//! Families of the outbound side, and their label sets.
+//! Metric families of the outbound side, and their labels.
 
+pub(crate) mod attempts;
 pub(crate) mod connections;
+pub(crate) mod labels;
+pub(crate) mod profiles;
 
 use std::sync::Arc;
 
@@ -12,27 +15,30 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, classify::Ended, headers, upload::Upload},
+    http::{body::Body, headers, lifecycle::classify::ResponseObserver, lifecycle::request_timing::RequestTiming},
     metrics::{
         balancers,
         failures::Failures,
-        hosts::{Hosts, SaidBy},
-        http::{self as http_metrics, Outcome},
-        routes::{self, Kind, StatusSeries, Statuses},
+        hosts::{HostSeries, HostSource},
+        http::{self as http_metrics, ResponseOutcome},
+        routes::{self, StatusKind, StatusSeries, Statuses},
     },
-    net::counts,
-    outbound::{metrics::connections::Protocol, profile, tries::Tally},
-    policy::{endpoint::EndpointSpec, meta::Meta},
-    tls::status::ClientTls,
+    net::tcp_metrics,
+    outbound::metrics::{
+        attempts::AttemptMetrics,
+        connections::DestinationProtocol,
+        labels::{target_labels, with_meta, with_meta_and_port},
+    },
+    policy::meta::Meta,
 };
 
-/// All families that outbound traffic is counted in.
+/// All metric families of outbound traffic.
 #[derive(Clone)]
 pub(crate) struct Families {
     pub(crate) http: http_metrics::Families,
-    pub(crate) tcp: counts::Families,
-    pub(crate) profiles: profile::Families,
-    pub(super) connections: connections::Families,
+    pub(crate) tcp: tcp_metrics::Families,
+    pub(crate) profiles: profiles::Families,
+    pub(in crate::outbound) connections: connections::Families,
     http_balancers: balancers::Families,
     tcp_balancers: balancers::Families,
     tls_balancers: balancers::Families,
@@ -40,44 +46,53 @@ pub(crate) struct Families {
     grpc_routes: RouteFamilies,
     tcp_errors: Family<Counter>,
     failures: Failures,
-    pub(super) retries: Family<Counter>,
+    pub(in crate::outbound) resends: Family<Counter>,
 }
 
 impl Families {
-    /// `by_name` says whether requests and TLS are counted by the host that they are for, and who says it.
+    /// `by_name` is set if requests and TLS connections are counted by host. Its value says whether the source of the
+    /// host names is trusted.
     pub(crate) fn new(
         registry: &Registry,
         http: http_metrics::Families,
-        tcp: counts::Families,
-        by_name: Option<SaidBy>,
+        tcp: tcp_metrics::Families,
+        by_name: Option<HostSource>,
     ) -> Self {
         Self {
             http,
             tcp,
-            profiles: profile::Families::new(registry),
+            profiles: profiles::Families::new(registry),
             connections: connections::Families::new(registry, by_name),
             http_balancers: balancers::Families::new(registry, "http"),
             tcp_balancers: balancers::Families::new(registry, "tcp"),
             tls_balancers: balancers::Families::new(registry, "tls"),
-            http_routes: RouteFamilies::new(registry, Kind::Http, by_name),
-            grpc_routes: RouteFamilies::new(registry, Kind::Grpc, by_name),
+            http_routes: RouteFamilies::new(registry, StatusKind::Http, by_name),
+            grpc_routes: RouteFamilies::new(registry, StatusKind::Grpc, by_name),
             failures: Failures::new(registry, "outbound"),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
-            retries: registry.counter(
+            resends: registry.counter(
                 "tulle_outbound_resent_total",
                 "Requests sent to another endpoint, by reason",
             ),
         }
     }
 
-    /// Counts a connection that reached nobody, by the name that its error has had all along, and by its cause.
-    pub(super) fn tcp_failed(&self, target: &Addr, error: &'static str, cause: &'static str) {
+    /// Counts a failed connection: by its `error` label in `outbound_tcp_errors_total`, and by its cause.
+    pub(in crate::outbound) fn record_tcp_error(&self, target: &Addr, error: &'static str, cause: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
         self.failures.count(cause);
     }
 }
 
-/// Families of the routes of one kind.
+/// What leads to a balancer, for its metric labels.
+pub(in crate::outbound) struct MetricScope<'a> {
+    pub(in crate::outbound) protocol: DestinationProtocol,
+    pub(in crate::outbound) parent: &'a Meta,
+    /// Address that applications dial, or name that they request.
+    pub(in crate::outbound) dst: &'a Addr,
+}
+
+/// Metric families of the routes of one kind.
 #[derive(Clone)]
 struct RouteFamilies {
     duration: Family<Histogram>,
@@ -91,19 +106,19 @@ struct RouteFamilies {
     backend_duration: Family<Histogram>,
     backend_statuses: Statuses,
     backend_frames: Family<Histogram>,
-    by_name: Option<SaidBy>,
+    host_source: Option<HostSource>,
 }
 
-/// The series of one route, or of its requests for one host.
+/// The series of one route, or of its requests to one host.
 pub(crate) struct RouteSeries {
     families: RouteFamilies,
-    /// Of parent and route.
+    /// Labels of the parent and the route.
     labels: Labels,
-    /// Those for each host, where requests are counted by it.
-    hosts: Option<Hosts<Arc<Self>>>,
+    /// Series of each host, if requests are counted by host.
+    by_host: Option<HostSeries<Arc<Self>>>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
-    pub(super) frames: Arc<Histogram>,
+    pub(in crate::outbound) frames: Arc<Histogram>,
     retries: Arc<Counter>,
     retry_successes: Arc<Counter>,
     retries_exhausted: Arc<Counter>,
@@ -112,7 +127,7 @@ pub(crate) struct RouteSeries {
 
 /// The series of one backend of a route.
 pub(crate) struct BackendSeries {
-    pub(super) route: Arc<RouteSeries>,
+    pub(in crate::outbound) route: Arc<RouteSeries>,
     requests: Arc<Counter>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
@@ -120,110 +135,109 @@ pub(crate) struct BackendSeries {
 }
 
 impl RouteFamilies {
-    fn new(registry: &Registry, kind: Kind, by_name: Option<SaidBy>) -> Self {
+    fn new(registry: &Registry, kind: StatusKind, host_source: Option<HostSource>) -> Self {
         let name = |name: &str| format!("outbound_{}_route_{name}", kind.name());
-        let counter = |of, help| registry.counter(&name(of), help);
-        let seconds = |of, help, bounds| registry.histogram(&name(of), help, bounds);
-        let frames = |of, help| registry.histogram(&name(of), help, routes::FRAMES);
+        let counter = |suffix, help| registry.counter(&name(suffix), help);
+        let seconds = |suffix, help, bounds| registry.histogram(&name(suffix), help, bounds);
+        let frames = |suffix, help| registry.histogram(&name(suffix), help, routes::FRAME_BYTES_BUCKETS);
         let label = match kind {
-            Kind::Http => "http_status",
-            Kind::Grpc => "grpc_status",
+            StatusKind::Http => "http_status",
+            StatusKind::Grpc => "grpc_status",
         };
-        let statuses = |of| Statuses::new(registry, &name(of), kind, label, true);
+        let statuses = |suffix| Statuses::new(registry, &name(suffix), kind, label, true);
         Self {
             duration: seconds(
                 "request_duration_seconds",
-                "Seconds from a request's head to the end of its response, all tries included",
-                routes::COARSE,
+                "Seconds from a request's head to the end of its response, retries included",
+                routes::SECONDS_BUCKETS_COARSE,
             ),
             statuses: statuses("request_statuses_total"),
-            frames: frames("request_frame_size_bytes", "Sizes of the pieces of request bodies"),
-            retries: counter("retry_requests_total", "Tries after the first"),
-            retry_successes: counter("retry_successes_total", "Requests that a further try has saved"),
-            retries_exhausted: counter(
-                "retry_limit_exceeded_total",
-                "Requests that failed with as many tries as they may have",
-            ),
+            frames: frames("request_frame_size_bytes", "Sizes of the data frames of request bodies"),
+            retries: counter("retry_requests_total", "Retries"),
+            retry_successes: counter("retry_successes_total", "Requests that succeeded after a retry"),
+            retries_exhausted: counter("retry_limit_exceeded_total", "Requests that failed at the retry limit"),
             retries_refused: counter(
                 "retry_overflow_total",
-                "Requests that were not tried again, for want of an endpoint or of budget",
+                "Requests not retried because no endpoint was available or the retry budget was empty",
             ),
-            backend_requests: counter("backend_requests_total", "Requests that the route gave to a backend"),
+            backend_requests: counter("backend_requests_total", "Requests that the route sent to a backend"),
             backend_duration: seconds(
                 "backend_response_duration_seconds",
-                "Seconds from the end of a request to the end of its response, for each try",
-                routes::FINE,
+                "Seconds from the end of a request to the end of its response, for each attempt",
+                routes::SECONDS_BUCKETS_FINE,
             ),
             backend_statuses: statuses("backend_response_statuses_total"),
             backend_frames: frames(
                 "backend_response_frame_size_bytes",
-                "Sizes of the pieces of response bodies",
+                "Sizes of the data frames of response bodies",
             ),
-            by_name,
+            host_source,
         }
     }
 
-    fn series(&self, labels: Labels, host: &str, hosts: Option<Hosts<Arc<RouteSeries>>>) -> RouteSeries {
-        let of_requests = labels.clone().with("hostname", host);
+    fn series(&self, labels: Labels, host: &str, hosts: Option<HostSeries<Arc<RouteSeries>>>) -> RouteSeries {
+        let request_labels = labels.clone().with("hostname", host);
         RouteSeries {
-            duration: self.duration.get(&of_requests),
-            statuses: self.statuses.series(of_requests.clone()),
-            frames: self.frames.get(&of_requests),
-            retries: self.retries.get(&of_requests),
-            retry_successes: self.retry_successes.get(&of_requests),
-            retries_exhausted: self.retries_exhausted.get(&of_requests),
-            retries_refused: self.retries_refused.get(&of_requests),
+            duration: self.duration.get(&request_labels),
+            statuses: self.statuses.series(request_labels.clone()),
+            frames: self.frames.get(&request_labels),
+            retries: self.retries.get(&request_labels),
+            retry_successes: self.retry_successes.get(&request_labels),
+            retries_exhausted: self.retries_exhausted.get(&request_labels),
+            retries_refused: self.retries_refused.get(&request_labels),
             families: self.clone(),
             labels,
-            hosts,
+            by_host: hosts,
         }
     }
 }
 
 impl Families {
-    /// What is counted of a balancer that `parent` leads to by `backend`; `path` is the service's name.
-    pub(super) fn balancer(
+    /// The series of a balancer for a `backend` of `parent`; `path` is the service's name.
+    pub(in crate::outbound) fn balancer(
         &self,
-        protocol: Protocol,
-        parent: &Meta,
+        scope: &MetricScope<'_>,
         backend: &Meta,
-        dst: &Addr,
         path: &str,
     ) -> Arc<balancers::Series> {
-        let labels = with_place(with_place(Labels::new(), "parent", parent), "backend", backend);
+        let MetricScope { protocol, parent, dst } = *scope;
+        let labels = with_meta_and_port(with_meta_and_port(Labels::new(), "parent", parent), "backend", backend);
         let (families, labels) = match protocol {
-            Protocol::Http1 | Protocol::Http2 | Protocol::Detect => (&self.http_balancers, labels),
-            Protocol::Opaque => (&self.tcp_balancers, labels.with("logical", dst).with("concrete", path)),
-            Protocol::Tls => (&self.tls_balancers, labels.with("logical", dst).with("concrete", path)),
+            DestinationProtocol::Http1 | DestinationProtocol::Http2 | DestinationProtocol::Detect => {
+                (&self.http_balancers, labels)
+            }
+            DestinationProtocol::Opaque => (&self.tcp_balancers, labels.with("logical", dst).with("concrete", path)),
+            DestinationProtocol::Tls => (&self.tls_balancers, labels.with("logical", dst).with("concrete", path)),
         };
         families.series(&labels)
     }
 
-    /// What is counted of a route of `parent`.
-    pub(super) fn route(&self, kind: Kind, parent: &Meta, route: &Meta) -> Arc<RouteSeries> {
+    pub(in crate::outbound) fn route(&self, kind: StatusKind, parent: &Meta, route: &Meta) -> Arc<RouteSeries> {
         let families = match kind {
-            Kind::Http => &self.http_routes,
-            Kind::Grpc => &self.grpc_routes,
+            StatusKind::Http => &self.http_routes,
+            StatusKind::Grpc => &self.grpc_routes,
         };
-        let labels = with_meta(with_place(Labels::new(), "parent", parent), "route", route);
-        let hosts = families.by_name.map(|_| Hosts::default());
+        let labels = with_meta(with_meta_and_port(Labels::new(), "parent", parent), "route", route);
+        let hosts = families.host_source.map(|_| HostSeries::default());
         Arc::new(families.series(labels, "", hosts))
     }
 }
 
 impl RouteSeries {
-    /// What is counted of requests for the host of `req`, where hosts are told apart.
-    pub(super) fn named(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
-        let (hosts, said_by) = (self.hosts.as_ref()?, self.families.by_name?);
+    /// The series for the host of `req`, if requests are counted by host.
+    pub(in crate::outbound) fn for_host(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
+        let (hosts, source) = (self.by_host.as_ref()?, self.families.host_source?);
         let authority = headers::authority(req)?;
-        hosts.get(authority.host(), said_by, |host| {
+        hosts.get(authority.host(), source, |host| {
             Arc::new(self.families.series(self.labels.clone(), host, None))
         })
     }
 
-    /// What is counted of a backend of this route.
-    pub(super) fn backend(self: &Arc<Self>, backend: &Meta) -> Arc<BackendSeries> {
-        let (families, labels) = (&self.families, with_place(self.labels.clone(), "backend", backend));
+    pub(in crate::outbound) fn backend(self: &Arc<Self>, backend: &Meta) -> Arc<BackendSeries> {
+        let (families, labels) = (
+            &self.families,
+            with_meta_and_port(self.labels.clone(), "backend", backend),
+        );
         Arc::new(BackendSeries {
             route: self.clone(),
             requests: families.backend_requests.get(&labels),
@@ -233,104 +247,59 @@ impl RouteSeries {
         })
     }
 
-    /// A request has come to its end.
-    pub(super) fn ended(&self, started: Instant, now: Instant, outcome: &Outcome) {
+    /// Records the end of a request.
+    pub(in crate::outbound) fn record(&self, started: Instant, now: Instant, outcome: &ResponseOutcome) {
         routes::observe(&self.duration, started, now);
-        self.statuses.ended(outcome);
+        self.statuses.record(outcome);
     }
 }
 
-impl Tally for RouteSeries {
-    fn retried(&self) {
+impl AttemptMetrics for RouteSeries {
+    fn retry_started(&self) {
         self.retries.inc();
     }
 
-    fn recovered(&self) {
+    fn retry_succeeded(&self) {
         self.retry_successes.inc();
     }
 
-    fn exhausted(&self) {
+    fn retry_limit_exceeded(&self) {
         self.retries_exhausted.inc();
     }
 
-    fn no_budget(&self) {
+    fn budget_exhausted(&self) {
         self.retries_refused.inc();
     }
 
-    fn no_endpoint(&self) {
+    fn endpoints_exhausted(&self) {
         self.retries_refused.inc();
     }
 }
 
 impl BackendSeries {
-    pub(super) fn request(&self) {
+    pub(in crate::outbound) fn record_request(&self) {
         self.requests.inc();
     }
 
-    pub(super) fn frame(&self, len: usize) {
+    pub(in crate::outbound) fn record_frame(&self, len: usize) {
         self.frames.observe(len as f64);
     }
 
-    /// A response has come to its end, or failed to come.
-    pub(super) fn ended(&self, sent_at: Instant, now: Instant, outcome: &Outcome) {
+    /// Records the end of a response, or an attempt without a response.
+    pub(in crate::outbound) fn record_response(&self, sent_at: Instant, now: Instant, outcome: &ResponseOutcome) {
         routes::observe(&self.duration, sent_at, now);
-        self.statuses.ended(outcome);
+        self.statuses.record(outcome);
     }
 }
 
-/// One request, as its route counts it.
-pub(super) struct Passage {
-    pub(super) route: Arc<RouteSeries>,
-    pub(super) upload: Upload,
+/// Records the end of a response in the series of its route.
+pub(in crate::outbound) struct RouteResponseObserver {
+    pub(in crate::outbound) route: Arc<RouteSeries>,
+    pub(in crate::outbound) upload: RequestTiming,
 }
 
-impl Ended for Passage {
-    fn ended(&mut self, outcome: Outcome, now: Instant) {
-        self.route.ended(self.upload.started(), now, &outcome);
+impl ResponseObserver for RouteResponseObserver {
+    fn response_ended(&mut self, outcome: ResponseOutcome, now: Instant) {
+        self.route.record(self.upload.started(), now, &outcome);
     }
-}
-
-/// Adds `<prefix>_group`, `_kind`, `_namespace` and `_name`.
-pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
-    labels
-        .with(&format!("{prefix}_group"), meta.group())
-        .with(&format!("{prefix}_kind"), meta.kind())
-        .with(&format!("{prefix}_namespace"), meta.namespace())
-        .with(&format!("{prefix}_name"), meta.name())
-}
-
-/// The same, and port and section.
-fn with_place(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
-    let port = meta.port().map(|port| port.to_string()).unwrap_or_default();
-    with_meta(labels, prefix, meta)
-        .with(&format!("{prefix}_port"), port)
-        .with(&format!("{prefix}_section_name"), meta.section())
-}
-
-/// Labels of a target; a name has no address of its own.
-pub(super) fn target_labels(target: &Addr) -> Labels {
-    let labels = Labels::new().with("direction", "outbound").with("target_addr", target);
-    with_target(labels, target)
-}
-
-/// The address and the port of a target.
-fn with_target(labels: Labels, target: &Addr) -> Labels {
-    let labels = match target {
-        Addr::Socket(addr) => labels.with("target_ip", addr.ip()),
-        Addr::Name(_) => labels.with("target_ip", ""),
-    };
-    labels.with("target_port", target.port())
-}
-
-/// Labels of all that goes to one endpoint. `authority` is the logical destination, where it has a name.
-pub(super) fn endpoint_labels(authority: Option<&str>, spec: &EndpointSpec, tls: &ClientTls) -> Labels {
-    let mut labels = target_labels(&Addr::Socket(spec.addr));
-    if let Some(authority) = authority {
-        labels = labels.with("authority", authority);
-    }
-    labels = tls.labels(labels);
-    for (name, value) in &spec.labels {
-        labels = labels.with(&format!("dst_{name}"), value);
-    }
-    labels
 }

@@ -9,15 +9,15 @@ use tulle_core::identity::Identity;
 use tulle_proto::destination as proto;
 use tulle_proto::net::TcpAddress;
 
-use crate::policy::decode::{DecodeError, client_meta, optional_duration};
+use crate::policy::decode::fields::{DecodeError, client_meta, optional_duration};
 use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
 };
 
-/// Reads a change to a set of endpoints; those that cannot be read are left out, and `left_out` is told why.
+/// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out, and `left_out` gets the reason.
 ///
 /// # Errors
-/// The message says nothing, or nothing that we know.
+/// The message is empty or has an unknown update.
 pub(crate) fn endpoint_update(
     message: proto::Update,
     mut left_out: impl FnMut(DecodeError),
@@ -27,7 +27,7 @@ pub(crate) fn endpoint_update(
             let decode = |message| {
                 let spec = endpoint(message, &set.metric_labels)?;
                 match addr::is_link_local(spec.addr.ip()) {
-                    // Whoever may write down endpoints leads others to these.
+                    // Otherwise, write access to endpoints would be enough to send clients to these addresses.
                     true => Err(DecodeError::invalid(
                         ADDRESS,
                         spec.addr,
@@ -40,7 +40,7 @@ pub(crate) fn endpoint_update(
             Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
         }
         proto::update::Update::Remove(set) => {
-            // What cannot be read was not added either.
+            // An address that cannot be decoded was never added.
             Ok(EndpointUpdate::Remove(
                 set.addrs
                     .into_iter()
@@ -52,11 +52,11 @@ pub(crate) fn endpoint_update(
     }
 }
 
-/// Reads one endpoint; `set_labels` are those of all endpoints it came with.
+/// Decodes one endpoint; `set_labels` are the labels of its set.
 ///
 /// # Errors
-/// Its address is missing or cannot be dialled, or it has an identity or a name that cannot be read: it is not to be reached
-/// without.
+/// The address is missing or cannot be dialled, or the identity or server name is invalid. Such an endpoint is not used without
+/// TLS.
 pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,
@@ -73,7 +73,7 @@ pub(super) fn endpoint(
             let port = hint
                 .opaque_transport
                 .and_then(|transport| u16::try_from(transport.inbound_port).ok())
-                .filter(|port| *port < u16::MAX); // which Linkerd's proxies do not take for a port either
+                .filter(|port| *port < u16::MAX); // Linkerd's proxies do not accept 65535 either
             let hint = match hint.protocol {
                 Some(proto::protocol_hint::Protocol::H2(_)) => ProtocolHint::H2,
                 Some(proto::protocol_hint::Protocol::Opaque(_)) => ProtocolHint::Opaque,
@@ -116,7 +116,7 @@ fn socket_addr(message: Option<TcpAddress>) -> Result<SocketAddr, DecodeError> {
 }
 
 /// # Errors
-/// No peer could prove to be the one that is named. In plaintext we would send it what is meant for that one alone.
+/// No peer can prove the named identity. Falling back to plaintext could send data to another peer.
 fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
     const IDENTITY: &str = "identity of an endpoint";
     const SERVER_NAME: &str = "server name of an endpoint";
@@ -129,7 +129,7 @@ fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
             let server_name = server_name.unwrap_or(dns.name);
             (identity, server_name)
         }
-        // A URI is no server name, so one has to be told.
+        // A URI is not a server name, so the message must have one.
         proto::tls_identity::Strategy::UriLikeIdentity(uri) => {
             let Ok(identity @ Identity::Uri(_)) = uri.uri.parse() else {
                 return Err(DecodeError::invalid(
@@ -147,7 +147,7 @@ fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
     }
 }
 
-/// Settings as HTTP/2 allows them: the control plane passes on what it was told.
+/// HTTP/2 settings, limited to the ranges that HTTP/2 allows: the control plane does not check them.
 fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
     let set = |value: u32| Some(value).filter(|value| *value > 0);
     let flow_control = message.flow_control.unwrap_or_default();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_need_a_server_name_and_an_endpoint_whose_identity_cannot_be_read_is_none() {
+    fn identities_need_a_server_name_and_an_invalid_identity_removes_the_endpoint() {
         let dns = |name: &str| Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.into() });
         let uri = |uri: &str| Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.into() });
         for (strategy, server_name, expected) in [
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn http2_settings_are_as_http2_allows_them() {
-        for (told, window, frame) in [
+        for (size, window, frame) in [
             (0, None, None),
             (100, Some(100), Some(16_384)),
             (70_000, Some(70_000), Some(70_000)),
@@ -320,12 +320,12 @@ mod tests {
             let spec = read(|addr| {
                 addr.http2 = Some(proto::Http2ClientParams {
                     flow_control: Some(proto::http2_client_params::FlowControl {
-                        initial_connection_window_size: told,
-                        initial_stream_window_size: told,
+                        initial_connection_window_size: size,
+                        initial_stream_window_size: size,
                         ..Default::default()
                     }),
                     internals: Some(proto::http2_client_params::Internals {
-                        max_frame_size: told,
+                        max_frame_size: size,
                         ..Default::default()
                     }),
                     ..Default::default()
@@ -335,13 +335,13 @@ mod tests {
             assert_eq!(
                 (windows, spec.http2.max_frame_size),
                 ((window, window), frame),
-                "{told}"
+                "{size}"
             );
         }
     }
 
     #[test]
-    fn one_bad_endpoint_does_not_take_the_others_along() {
+    fn an_invalid_endpoint_does_not_remove_the_others() {
         let bad = [
             None,
             Some(TcpAddress { ip: None, port: 80 }),

@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tulle_core::identity::Identity;
-use tulle_core::nets::NetworkMatch;
+use tulle_core::networks::NetworkMatch;
 use tulle_proto::http_route::HostMatch;
 use tulle_proto::inbound as proto;
 use tulle_proto::meta::Metadata;
 use tulle_proto::net::IpNetwork;
 
 use crate::policy::authz::{Authentication, Authorization, IdentitySuffix};
-use crate::policy::decode::{DecodeError, duration, meta, routes};
+use crate::policy::decode::fields::{DecodeError, duration, meta};
+use crate::policy::decode::routes;
 use crate::policy::filter::Filter;
 use crate::policy::matches::RequestMatch;
 use crate::policy::meta::{Meta, Resource};
@@ -19,13 +20,13 @@ use crate::policy::rate_limit::{RateLimit, RateLimitOverride};
 use crate::policy::route::{Route, Rule};
 use crate::policy::server::{ServerHttp, ServerPolicy, ServerProtocol};
 
-/// All that count for a route, in their order.
+/// All authorizations of a route, in order.
 type Authorizations = Arc<[Authorization]>;
 
-/// Reads the policy of a port.
+/// Decodes the policy of a port.
 ///
 /// # Errors
-/// Anything is missing or cannot be meant; then nothing of the message counts.
+/// A field is missing or invalid; then the whole message is refused.
 pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
@@ -86,7 +87,7 @@ fn http(
             rules,
         } = message;
         route(
-            Head {
+            RouteParts {
                 metadata,
                 hosts,
                 authorizations,
@@ -95,7 +96,7 @@ fn http(
             |payload| {
                 let rule = |rule: proto::http_route::Rule| {
                     Ok(Rule {
-                        matches: of_normal_paths(routes::http_matches(rule.matches)?),
+                        matches: for_normalized_paths(routes::http_matches(rule.matches)?),
                         filters: rule.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
                         payload: payload.clone(),
                     })
@@ -122,7 +123,7 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<Serv
             rules,
         } = message;
         route(
-            Head {
+            RouteParts {
                 metadata,
                 hosts,
                 authorizations,
@@ -147,25 +148,25 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<Serv
 }
 
 /// Requests to ports with such rules are matched by the normal form of their path.
-fn of_normal_paths(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
-    matches.into_iter().map(RequestMatch::of_normal_paths).collect()
+fn for_normalized_paths(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
+    matches.into_iter().map(RequestMatch::for_normalized_paths).collect()
 }
 
-/// What routes of both kinds begin with.
-struct Head {
+/// The common fields of HTTP and gRPC routes.
+struct RouteParts {
     metadata: Option<Metadata>,
     hosts: Vec<HostMatch>,
     authorizations: Vec<proto::Authz>,
 }
 
 fn route(
-    head: Head,
+    head: RouteParts,
     server: &Authorizations,
     rules: impl FnOnce(&Authorizations) -> Result<Vec<Rule<Authorizations>>, DecodeError>,
 ) -> Result<Route<Authorizations>, DecodeError> {
     let meta = meta(head.metadata)?;
     let decode = || {
-        let authorizations = with_server(head.authorizations, server)?;
+        let authorizations = with_server_authorizations(head.authorizations, server)?;
         let hosts = routes::hosts(head.hosts)?;
         Ok(Route {
             meta: meta.clone(),
@@ -173,7 +174,7 @@ fn route(
             rules: rules(&authorizations)?,
         })
     };
-    decode().map_err(|error: DecodeError| error.within(&meta))
+    decode().map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
 fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {
@@ -196,7 +197,10 @@ fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError
 }
 
 /// A route's own authorizations, then the server's.
-fn with_server(messages: Vec<proto::Authz>, server: &Authorizations) -> Result<Authorizations, DecodeError> {
+fn with_server_authorizations(
+    messages: Vec<proto::Authz>,
+    server: &Authorizations,
+) -> Result<Authorizations, DecodeError> {
     if messages.is_empty() {
         return Ok(server.clone());
     }
@@ -226,7 +230,7 @@ fn authorization(message: proto::Authz) -> Result<Authorization, DecodeError> {
             meta: meta.clone(),
         })
     };
-    decode().map_err(|error: DecodeError| error.within(&meta))
+    decode().map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
 fn network(message: proto::Network) -> Result<NetworkMatch, DecodeError> {
@@ -265,7 +269,7 @@ fn authentication(message: Option<proto::Authn>) -> Result<Authentication, Decod
     })
 }
 
-/// Spelled as certificates' names are; what is no identity is kept, and nobody has it.
+/// The identity in its canonical form. An invalid identity is kept as it is, and matches no client.
 fn identity(message: proto::Identity) -> Box<str> {
     match message.name.parse::<Identity>() {
         Ok(identity) => identity.as_str().into(),
@@ -297,7 +301,7 @@ fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeErr
     })
 }
 
-/// The resource that labels name; `default:x` is the default `x`.
+/// The resource that the labels name; `default:x` is the default `x`.
 fn labels_meta(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
     let name = labels.get("name").ok_or(DecodeError::Missing("label name"))?;
     if let Some(name) = name.strip_prefix("default:") {
@@ -415,7 +419,7 @@ mod tests {
         metadata
     }
 
-    fn speaking(kind: Kind) -> Server {
+    fn server_with_protocol(kind: Kind) -> Server {
         server(|server, _| server.protocol = Some(ProxyProtocol { kind: Some(kind) }))
     }
 
@@ -458,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn without_routes_there_is_one_for_everything() {
+    fn without_routes_a_default_route_matches_everything() {
         let (policy, http) = detected(server(|_, detect| detect.http_routes.clear()));
         assert_eq!(http.routes[0].meta.name(), "default");
         assert_eq!(http.routes[0].rules[0].payload, policy.authorizations);
@@ -472,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_incomplete_is_refused_with_the_reason() {
+    fn incomplete_messages_are_refused_with_the_reason() {
         let cases: Vec<(&str, Server)> = vec![
             (
                 "protocol is missing",
@@ -584,14 +588,14 @@ mod tests {
             ),
             (
                 "metadata is missing",
-                speaking(Kind::Http1(http1(proto::HttpRoute {
+                server_with_protocol(Kind::Http1(http1(proto::HttpRoute {
                     metadata: None,
                     ..route()
                 }))),
             ),
             (
                 "metadata is missing",
-                speaking(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
+                server_with_protocol(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
             ),
             (
                 "path match is missing",
@@ -631,7 +635,7 @@ mod tests {
             let message = server(|server, _| server.labels = labels(given));
             let meta = server_policy(message).unwrap().meta;
             assert_eq!((meta.group(), meta.kind(), meta.name()), expected);
-            // What has no resource is named by its labels.
+            // Without metadata, the labels name the resource.
             let message = server(|server, _| server.authorizations[0].labels = labels(given));
             let kind = if expected.1 == "server" {
                 "serverauthorization"
@@ -654,7 +658,7 @@ mod tests {
             (Kind::Opaque(Default::default()), ServerProtocol::Opaque),
             (Kind::Tls(Default::default()), ServerProtocol::Tls),
         ] {
-            assert_eq!(server_policy(speaking(kind)).unwrap().protocol, expected);
+            assert_eq!(server_policy(server_with_protocol(kind)).unwrap().protocol, expected);
         }
         let http2 = proto::proxy_protocol::Http2 {
             routes: vec![route()],
@@ -671,7 +675,7 @@ mod tests {
             (Kind::Grpc(grpc_of(calls)), "calls"),
             (Kind::Grpc(proto::proxy_protocol::Grpc { routes: vec![] }), "default"),
         ] {
-            let policy = server_policy(speaking(kind.clone())).unwrap();
+            let policy = server_policy(server_with_protocol(kind.clone())).unwrap();
             let as_told = match policy.protocol {
                 ServerProtocol::Http1(_) => matches!(kind, Kind::Http1(_)),
                 ServerProtocol::Http2(_) => matches!(kind, Kind::Http2(_)),
@@ -689,9 +693,9 @@ mod tests {
         }
     }
 
-    /// Those of its addresses are no business of ours.
+    /// The addresses of a server are not used here.
     #[test]
-    fn addresses_of_a_server_are_passed_over() {
+    fn addresses_of_a_server_are_ignored() {
         let nonsense = tulle_proto::net::IpAddress { ip: None };
         let message = server(|server, _| server.server_ips = vec![nonsense]);
         assert_eq!(

@@ -1,127 +1,17 @@
-//! Messages of the control plane, checked and turned into policies.
+//! Decodes and validates messages of the control plane.
 //!
-//! What lacks something that we need, or says what cannot be meant, is refused as a whole and the reason told: half a
-//! policy could permit what the whole one forbids, and half a profile could send elsewhere. Of endpoints a bad one is left out and
-//! reported, and the others count.
-//! Fields and variants that we do not know are passed over, except where passing over would permit something.
+//! A message that lacks a required field or has an invalid value is refused as a whole, with the reason: half a policy could
+//! permit what the whole one forbids, and half a profile could send requests elsewhere. An invalid endpoint is left out and
+//! reported; the other endpoints are used. Unknown fields and variants are ignored, unless ignoring them would permit
+//! something.
 
 pub(crate) mod endpoint;
+mod fields;
 pub(crate) mod inbound;
 pub(crate) mod outbound;
 pub(crate) mod profile;
 #[cfg(test)]
-mod recorded;
+mod recorded_tests;
 mod routes;
 
 pub(crate) use routes::method;
-
-use std::num::NonZeroU16;
-use std::sync::Arc;
-use std::time::Duration;
-
-use tulle_proto::convert::{self, ConvertError};
-use tulle_proto::meta::{Metadata, metadata};
-
-use crate::policy::meta::{Meta, Resource};
-
-/// Why a message is no policy.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub(crate) enum DecodeError {
-    #[error("{0} is missing")]
-    Missing(&'static str),
-    #[error("{field} is {value:?}; expected {expected}")]
-    Invalid {
-        field: &'static str,
-        value: String,
-        expected: &'static str,
-    },
-    #[error("{field} is {pattern:?}; expected a regular expression")]
-    Pattern {
-        field: &'static str,
-        pattern: String,
-        #[source]
-        source: regex::Error,
-    },
-    #[error("reading {field}")]
-    Convert {
-        field: &'static str,
-        #[source]
-        source: ConvertError,
-    },
-    #[error("reading {place}")]
-    Within {
-        place: Arc<Meta>,
-        #[source]
-        source: Box<Self>,
-    },
-}
-
-impl DecodeError {
-    fn invalid(field: &'static str, value: impl ToString, expected: &'static str) -> Self {
-        Self::Invalid {
-            field,
-            value: value.to_string(),
-            expected,
-        }
-    }
-
-    /// Says in which resource it was.
-    fn within(self, place: &Arc<Meta>) -> Self {
-        Self::Within {
-            place: place.clone(),
-            source: Box::new(self),
-        }
-    }
-}
-
-/// A duration that has to be there.
-fn duration(field: &'static str, message: Option<prost_types::Duration>) -> Result<Duration, DecodeError> {
-    optional_duration(field, message)?.ok_or(DecodeError::Missing(field))
-}
-
-fn optional_duration(
-    field: &'static str,
-    message: Option<prost_types::Duration>,
-) -> Result<Option<Duration>, DecodeError> {
-    message
-        .map(|message| convert::std_duration(&message).map_err(|source| DecodeError::Convert { field, source }))
-        .transpose()
-}
-
-/// The resource behind a client policy, which has a namespace.
-fn client_meta(message: Option<Metadata>) -> Result<Arc<Meta>, DecodeError> {
-    let meta = meta(message)?;
-    match &*meta {
-        Meta::Resource(resource) if resource.namespace.is_empty() => Err(DecodeError::Missing("metadata.namespace")),
-        _ => Ok(meta),
-    }
-}
-
-/// The resource behind a server policy; some control planes leave its namespace out.
-fn meta(message: Option<Metadata>) -> Result<Arc<Meta>, DecodeError> {
-    let kind = message
-        .and_then(|message| message.kind)
-        .ok_or(DecodeError::Missing("metadata"))?;
-    let resource = match kind {
-        metadata::Kind::Default(name) => return Ok(Meta::default_named(&name)),
-        metadata::Kind::Resource(resource) => resource,
-    };
-    let required = |field, value: String| {
-        if value.is_empty() {
-            Err(DecodeError::Missing(field))
-        } else {
-            Ok(Arc::from(value))
-        }
-    };
-    let port = u16::try_from(resource.port)
-        .map_err(|_| DecodeError::invalid("metadata.port", resource.port, "a port from 1 to 65535, or none"))?;
-    Ok(Arc::new(Meta::Resource(Resource {
-        group: required("metadata.group", resource.group)?,
-        kind: required("metadata.kind", resource.kind)?,
-        name: required("metadata.name", resource.name)?,
-        namespace: resource.namespace.into(),
-        section: resource.section.into(),
-        port: NonZeroU16::new(port),
-    })))
-}

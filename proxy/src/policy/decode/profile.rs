@@ -7,15 +7,16 @@ use tulle_core::addr::NameAddr;
 use tulle_proto::destination as proto;
 
 use crate::policy::decode::endpoint::endpoint;
-use crate::policy::decode::{DecodeError, client_meta, duration, optional_duration, routes};
+use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
+use crate::policy::decode::routes;
 use crate::policy::profile::{
     Class, Profile, ProfileRoute, RequestCondition, ResponseClass, ResponseCondition, RetryBudget, WeightedDestination,
 };
 
-/// Reads a profile.
+/// Decodes a profile.
 ///
 /// # Errors
-/// A part of it cannot be meant; then nothing of the message counts.
+/// A field is invalid; then the whole message is refused.
 pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, DecodeError> {
     let name = Some(message.fully_qualified_name).filter(|name| !name.is_empty());
     let overrides = message.dst_overrides.into_iter().filter(|dst| dst.weight > 0);
@@ -112,7 +113,7 @@ fn retry_budget(message: &proto::RetryBudget) -> Result<RetryBudget, DecodeError
     })
 }
 
-/// `service` is whose profile it is.
+/// `service` is the name of the profile's service.
 fn destination(message: proto::WeightedDst, service: Option<&str>) -> Result<WeightedDestination, DecodeError> {
     let destination: NameAddr = message
         .authority
@@ -125,8 +126,8 @@ fn destination(message: proto::WeightedDst, service: Option<&str>) -> Result<Wei
     })
 }
 
-/// The name of a service as the control plane resolves it. One that is written short, `web.shop` or `web.shop.svc`, is in the
-/// cluster of the profile's own service; a final dot says only that nothing is missing.
+/// The fully qualified name of a service. A short name, `web.shop` or `web.shop.svc`, gets the cluster domain of the profile's
+/// own service; a final dot is removed.
 fn fully_qualified(destination: NameAddr, service: Option<&str>) -> NameAddr {
     let NameAddr { name, port } = &destination;
     if let Some(absolute) = name.strip_suffix('.') {
@@ -135,7 +136,7 @@ fn fully_qualified(destination: NameAddr, service: Option<&str>) -> NameAddr {
             port: *port,
         };
     }
-    // `svc.cluster.local`, of `web.shop.svc.cluster.local`.
+    // `svc.cluster.local` of `web.shop.svc.cluster.local`.
     let zone = service.and_then(|service| service.trim_end_matches('.').splitn(3, '.').nth(2));
     let (Some(zone), n_labels) = (zone, name.split('.').count()) else {
         return destination;
@@ -163,7 +164,7 @@ mod tests {
     use tulle_proto::http_types::{HttpMethod, http_method};
 
     use super::*;
-    use crate::policy::matches::Head;
+    use crate::policy::matches::RequestAttributes;
     use crate::policy::profile as policy;
 
     fn condition(condition: Match) -> Option<proto::RequestMatch> {
@@ -199,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_of_which_a_part_cannot_be_read_is_refused() {
+    fn a_profile_with_an_invalid_part_is_refused() {
         let number = http_method::Type::Registered(99);
         let no_method = Match::Method(HttpMethod { r#type: Some(number) });
         for bad in [
@@ -215,21 +216,21 @@ mod tests {
             let routes = vec![bad, route(condition(path("/a.*")))];
             assert!(is_refused(|profile| profile.routes = routes.clone()), "{routes:?}");
         }
-        let nobody = proto::WeightedAddr {
+        let without_identity = proto::WeightedAddr {
             addr: Some(SocketAddr::from(([10, 0, 0, 1], 80)).into()),
             tls_identity: Some(proto::TlsIdentity::default()),
             ..Default::default()
         };
-        assert!(is_refused(|profile| profile.endpoint = Some(nobody)));
+        assert!(is_refused(|profile| profile.endpoint = Some(without_identity)));
     }
 
     #[test]
     fn a_route_is_found_by_its_condition() {
         let profile = decode(|profile| profile.routes = vec![route(condition(path("/a.*")))]);
-        assert!(profile.rules_http());
+        assert!(profile.overrides_http_policy());
         let headers = HeaderMap::new();
         let find = |target| {
-            let head = Head {
+            let head = RequestAttributes {
                 method: &Method::GET,
                 authority: None,
                 path: target,
@@ -281,7 +282,7 @@ mod tests {
         let profile =
             decode(|profile| profile.dst_overrides = vec![weighted("a.test:80", 0), weighted("c.test:80", 3)]);
         assert_eq!(profile.overrides.len(), 1);
-        assert!(profile.rules_opaque());
+        assert!(profile.overrides_opaque_policy());
         for bad in ["no name:80", "b.test", "b.test:0", ""] {
             assert!(
                 is_refused(|profile| profile.dst_overrides = vec![weighted(bad, 1)]),

@@ -8,7 +8,7 @@ use tulle_proto::http_route as proto;
 use tulle_proto::http_types::{self, Headers, HttpMethod, http_method, scheme};
 use tulle_proto::tls_route::{SniMatch, sni_match};
 
-use crate::policy::decode::DecodeError;
+use crate::policy::decode::fields::DecodeError;
 use crate::policy::filter::{Failure, FailureInjector, Filter, HeaderModifier, PathModifier, Ratio, Redirect};
 use crate::policy::matches::{
     GrpcMatch, HeaderMatch, HostMatch, HttpMatch, PathMatch, Pattern, QueryMatch, RequestMatch, ValueMatch,

@@ -1,7 +1,7 @@
 //! Matchers for one request: host, path, method, headers, query parameters and gRPC names.
 //!
-//! A match yields a score, so that the most specific rule wins.
-//! Nothing here allocates, except to decode a query parameter that a regular expression has to see.
+//! A match yields a score, so that the most specific rule wins. Nothing here allocates, except to decode a query parameter for
+//! a regular expression.
 
 pub(crate) mod path;
 
@@ -12,9 +12,9 @@ use http::{HeaderMap, Method, Uri};
 use regex::bytes::{Regex, RegexBuilder};
 use smallvec::SmallVec;
 
-/// What of a request decides its route.
+/// The parts of a request that decide its route.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Head<'a> {
+pub(crate) struct RequestAttributes<'a> {
     pub(crate) method: &'a Method,
     /// Authority of the request target; without one the `host` header counts.
     pub(crate) authority: Option<&'a str>,
@@ -23,7 +23,7 @@ pub(crate) struct Head<'a> {
     pub(crate) headers: &'a HeaderMap,
 }
 
-impl<'a> Head<'a> {
+impl<'a> RequestAttributes<'a> {
     pub(crate) fn of(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
         Self {
             method,
@@ -34,7 +34,7 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// The host asked for: no port, no user, no trailing dot; not lower-cased.
+    /// The requested host, without port, user and trailing dot; not lower-cased.
     pub(crate) fn host(&self) -> Option<&'a str> {
         let authority = match self.authority {
             Some(authority) => authority,
@@ -44,7 +44,7 @@ impl<'a> Head<'a> {
     }
 }
 
-/// A host name, or all names below one.
+/// A host name, or all names below a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HostMatch {
     /// Lower case, without trailing dot.
@@ -65,7 +65,7 @@ impl HostMatch {
         Self::Exact(host.trim_end_matches('.').to_ascii_lowercase().into())
     }
 
-    /// From labels in reverse order: `["com", "example"]` stands for `*.example.com`.
+    /// Made from labels in reverse order: `["com", "example"]` stands for `*.example.com`.
     pub(crate) fn suffix<S: AsRef<str>>(reverse_labels: &[S]) -> Self {
         let mut suffix = String::new();
         for label in reverse_labels.iter().rev() {
@@ -75,7 +75,7 @@ impl HostMatch {
         Self::Suffix(suffix.into())
     }
 
-    /// Scores a host that carries neither port nor trailing dot.
+    /// Scores a host without port and trailing dot.
     pub(crate) fn score(&self, host: &str) -> Option<HostScore> {
         match self {
             Self::Exact(exact) => host.eq_ignore_ascii_case(exact).then_some(HostScore {
@@ -83,7 +83,7 @@ impl HostMatch {
                 length: rank(exact.len()),
             }),
             Self::Suffix(suffix) => {
-                // At least one more label must stand in front: the suffix alone, with its dot, is no host.
+                // At least one more label is required before the suffix.
                 let start = host.len().checked_sub(suffix.len()).filter(|start| *start > 0)?;
                 host.as_bytes()[start..]
                     .eq_ignore_ascii_case(suffix.as_bytes())
@@ -101,7 +101,7 @@ pub(crate) fn best_host(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
     hosts.iter().filter_map(|candidate| candidate.score(host)).max()
 }
 
-/// A regular expression that has to cover the whole value.
+/// A regular expression that must match the whole value.
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern {
     anchored: Regex,
@@ -110,9 +110,9 @@ pub(crate) struct Pattern {
 
 impl Pattern {
     /// # Errors
-    /// When the expression does not parse, or compiles to more than a mebibyte.
+    /// The expression does not parse, or compiles to more than 1 MiB.
     pub(crate) fn new(source: &str) -> Result<Self, regex::Error> {
-        // Alone first: `a)|(b` would otherwise break out of the group that anchors it.
+        // Compiled alone first: `a)|(b` would otherwise break out of the group that anchors it.
         RegexBuilder::new(source).size_limit(PATTERN_SIZE_LIMIT).build()?;
         let anchored = RegexBuilder::new(&format!(r"\A(?:{source})\z"))
             .size_limit(PATTERN_SIZE_LIMIT)
@@ -139,7 +139,7 @@ impl Eq for Pattern {}
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathMatch {
     Exact(Box<str>),
-    /// Whole segments; kept without trailing `/`, so the root is empty.
+    /// Whole segments; stored without trailing `/`, so the root is empty.
     Prefix(Box<str>),
     Regex(Pattern),
 }
@@ -153,12 +153,11 @@ impl PathMatch {
         Self::Prefix(path.trim_end_matches('/').into())
     }
 
-    /// Whether all paths match.
     fn is_root(&self) -> bool {
         matches!(self, Self::Prefix(prefix) if prefix.is_empty())
     }
 
-    /// The same match for paths in normal form. Patterns stay as they are written.
+    /// The same match for paths in normal form. Regular expressions are unchanged.
     fn of_normal_paths(self) -> Self {
         let normal = |path: Box<str>| path::decode(&path).into();
         match self {
@@ -168,13 +167,13 @@ impl PathMatch {
         }
     }
 
-    /// Scores a path; the length of a matched prefix comes with it.
+    /// Scores a path; also returns the length of a matched prefix.
     fn score(&self, path: &str) -> Option<(Score, Option<usize>)> {
         match self {
             Self::Exact(exact) => (**exact == *path).then(|| (Score::path(path.len(), PathKind::Exact), None)),
             Self::Prefix(prefix) => {
                 let rest = path.as_bytes().strip_prefix(prefix.as_bytes())?;
-                // The root takes what has no path at all, too: `OPTIONS *` and CONNECT.
+                // The root also matches requests without a path: `OPTIONS *` and CONNECT.
                 let whole_segments = prefix.is_empty() || matches!(rest.first(), None | Some(b'/'));
                 whole_segments.then(|| (Score::path(prefix.len().max(1), PathKind::Prefix), Some(prefix.len())))
             }
@@ -187,9 +186,9 @@ impl PathMatch {
 
 /// How specific a match was; greater wins.
 ///
-/// Gateway API's order where it has one: the longer path match, exact before prefix, then method, headers, query parameters.
-/// It leaves regular expressions to the implementation. Ours count the path they cover, so that a catch-all prefix does
-/// not hide them, and come behind an exact match or a prefix of the same length.
+/// The order of the Gateway API, if it defines one: the longer path match, exact before prefix, then method, headers, query
+/// parameters. The Gateway API leaves regular expressions to the implementation. Here they count the bytes of the path that
+/// they match, so that a catch-all prefix does not hide them; at the same length they rank below an exact or prefix match.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     /// Bytes of the path, or of the gRPC service.
@@ -261,7 +260,7 @@ impl QueryMatch {
     }
 }
 
-/// One way to match a request; all that is present must agree.
+/// One way to match a request; all fields that are present must match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RequestMatch {
     Http(HttpMatch),
@@ -276,7 +275,7 @@ pub(crate) struct HttpMatch {
     pub(crate) query: Vec<QueryMatch>,
 }
 
-/// An RPC; an empty name stands for any.
+/// An RPC; an empty name matches any.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GrpcMatch {
     pub(crate) service: Box<str>,
@@ -285,8 +284,8 @@ pub(crate) struct GrpcMatch {
 }
 
 impl RequestMatch {
-    /// Scores a request; the length of a matched path prefix comes with it.
-    pub(crate) fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
+    /// Scores a request; also returns the length of a matched path prefix.
+    pub(crate) fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
         match self {
             Self::Http(http) => http.score(head),
             Self::Grpc(grpc) => grpc.score(head).map(|score| (score, None)),
@@ -295,14 +294,14 @@ impl RequestMatch {
 }
 
 impl RequestMatch {
-    /// Whether every request of HTTP matches.
-    pub(crate) fn takes_all(&self) -> bool {
+    /// Whether every HTTP request matches.
+    pub(crate) fn matches_all(&self) -> bool {
         matches!(self, Self::Http(HttpMatch { path, method: None, headers, query })
             if headers.is_empty() && query.is_empty() && path.as_ref().is_none_or(PathMatch::is_root))
     }
 
-    /// Whether it depends on more of the path than that there is one.
-    pub(crate) fn looks_at_path(&self) -> bool {
+    /// Whether the match depends on the path, beyond requiring that there is one.
+    pub(crate) fn depends_on_path(&self) -> bool {
         match self {
             Self::Http(http) => http.path.as_ref().is_some_and(|path| !path.is_root()),
             Self::Grpc(_) => true,
@@ -310,7 +309,7 @@ impl RequestMatch {
     }
 
     /// The same match for paths in normal form.
-    pub(crate) fn of_normal_paths(mut self) -> Self {
+    pub(crate) fn for_normalized_paths(mut self) -> Self {
         if let Self::Http(http) = &mut self {
             http.path = http.path.take().map(PathMatch::of_normal_paths);
         }
@@ -319,7 +318,7 @@ impl RequestMatch {
 }
 
 impl HttpMatch {
-    fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
+    fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
         if self.method.as_ref().is_some_and(|method| method != head.method) {
             return None;
         }
@@ -347,7 +346,7 @@ impl HttpMatch {
 }
 
 impl GrpcMatch {
-    fn score(&self, head: &Head<'_>) -> Option<Score> {
+    fn score(&self, head: &RequestAttributes<'_>) -> Option<Score> {
         if head.method != Method::POST {
             return None;
         }
@@ -371,7 +370,7 @@ impl GrpcMatch {
     }
 }
 
-/// A length in a score, which is small because scores are made and compared for every request.
+/// A length as `u32`: scores are made and compared for every request, so they are kept small.
 fn rank(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }
@@ -393,7 +392,7 @@ fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
         .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
 }
 
-/// Bytes of a form-encoded text: `+` is a space, `%41` an `A`, a broken escape stands for itself.
+/// Bytes of a form-encoded text: `+` is a space, `%41` an `A`; an invalid escape is kept as it is.
 struct Decoded<'a>(&'a [u8]);
 
 impl Iterator for Decoded<'_> {
@@ -407,7 +406,7 @@ impl Iterator for Decoded<'_> {
             b'%' => {
                 let escaped = rest
                     .first_chunk::<2>()
-                    .and_then(|[high, low]| Some(nibble(*high)? << 4 | nibble(*low)?));
+                    .and_then(|[high, low]| Some(path::nibble(*high)? << 4 | path::nibble(*low)?));
                 if escaped.is_some() {
                     self.0 = &rest[2..];
                 }
@@ -418,12 +417,7 @@ impl Iterator for Decoded<'_> {
     }
 }
 
-pub(super) fn nibble(digit: u8) -> Option<u8> {
-    // At most 15, so it fits.
-    char::from(digit).to_digit(16).map(|value| value as u8)
-}
-
-/// Patterns come over the network; one may not claim more memory than this, in bytes.
+/// Maximum memory of a compiled pattern, in bytes; patterns come from the network.
 const PATTERN_SIZE_LIMIT: usize = 1 << 20;
 
 #[cfg(test)]

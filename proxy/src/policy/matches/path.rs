@@ -1,24 +1,25 @@
-//! The normal form of a path, by which rules that differ by path judge requests.
+//! The normal form of a path. Rules that differ by path match requests by it.
 //!
-//! Applications normalise paths in different ways. A path that some of them would take for another one is ambiguous, and is
-//! judged by no rule: one that has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not),
-//! repeated slashes, a percent sign that encodes nothing, or no slash at its beginning. In all other paths, characters that a
-//! path may contain as they are stand for themselves, whether they are encoded or not, and all others are encoded. A request
-//! goes on with the path that it came with.
+//! Applications normalise paths in different ways. A path that some of them would take for another one is ambiguous, and
+//! matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
+//! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash. In the normal form of
+//! all other paths, characters that a path may contain unencoded are decoded, and all others are encoded. The request is
+//! forwarded with its original path.
 
 use std::borrow::Cow;
 
-use crate::policy::matches::nibble;
-
-/// The normal form of a path; nothing if it is ambiguous.
-pub(crate) fn normal(path: &str) -> Option<Cow<'_, str>> {
-    let has_bare_percent = path.split('%').skip(1).any(|after| escaped(after.as_bytes()).is_none());
+/// The normal form of a path; `None` if the path is ambiguous.
+pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
+    let has_bare_percent = path
+        .split('%')
+        .skip(1)
+        .any(|after| percent_decoded_byte(after.as_bytes()).is_none());
     if has_bare_percent {
         return None;
     }
     let normal = decode(path);
     let Some(segments) = normal.strip_prefix('/') else {
-        // `OPTIONS *` and CONNECT have no path at all. Others of HTTP/2 may get their slash on the way.
+        // `OPTIONS *` and CONNECT have no path. Other HTTP/2 paths without a slash may get one on the way.
         return matches!(path, "" | "*").then_some(normal);
     };
     let mut segments = segments.split('/').peekable();
@@ -31,18 +32,18 @@ pub(crate) fn normal(path: &str) -> Option<Cow<'_, str>> {
     Some(normal)
 }
 
-/// Decodes characters that a path may contain as they are, and encodes all others, with capital digits.
+/// Decodes characters that a path may contain unencoded, and encodes all others, with upper-case digits.
 ///
 /// Backslashes and semicolons stay as they are, because they make a path ambiguous.
 pub(crate) fn decode(path: &str) -> Cow<'_, str> {
-    if path.bytes().all(|byte| byte != b'%' && stays(byte)) {
+    if path.bytes().all(|byte| byte != b'%' && is_kept(byte)) {
         return Cow::Borrowed(path);
     }
     let mut normal = String::with_capacity(path.len());
     let mut rest = path.as_bytes();
     while let [byte, after @ ..] = rest {
         rest = after;
-        let encoded = (*byte == b'%').then(|| escaped(after)).flatten();
+        let encoded = (*byte == b'%').then(|| percent_decoded_byte(after)).flatten();
         let byte = match encoded {
             Some(byte) => {
                 rest = &after[2..];
@@ -51,8 +52,8 @@ pub(crate) fn decode(path: &str) -> Cow<'_, str> {
             None => *byte,
         };
         let is_itself = match encoded {
-            Some(byte) => is_plain(byte),
-            None => stays(byte),
+            Some(byte) => is_unreserved_or_delim(byte),
+            None => is_kept(byte),
         };
         if is_itself {
             normal.push(char::from(byte));
@@ -63,18 +64,20 @@ pub(crate) fn decode(path: &str) -> Cow<'_, str> {
     Cow::Owned(normal)
 }
 
-/// The bytes of `path` that the first `length` bytes of its normal form stand for.
+/// The number of bytes of `path` that correspond to the first `length` bytes of its normal form.
 pub(crate) fn original_len(path: &str, length: usize) -> usize {
     let mut original = 0;
     let mut normal = 0;
     while normal < length && original < path.len() {
-        let (step, becomes) = match path.as_bytes()[original] {
-            b'%' if escaped(&path.as_bytes()[original + 1..]).is_some_and(is_plain) => (3, 1),
-            byte if stays(byte) => (1, 1),
+        let (step, normalized_step) = match path.as_bytes()[original] {
+            b'%' if percent_decoded_byte(&path.as_bytes()[original + 1..]).is_some_and(is_unreserved_or_delim) => {
+                (3, 1)
+            }
+            byte if is_kept(byte) => (1, 1),
             _ => (1, 3),
         };
         original += step;
-        normal += becomes;
+        normal += normalized_step;
     }
     original
 }
@@ -83,20 +86,25 @@ fn is_ambiguous(segment: &str) -> bool {
     matches!(segment, "." | "..") || segment.contains(['\\', ';']) || segment.contains("%2F") || segment.contains("%5C")
 }
 
-/// The byte that two digits at the beginning stand for.
-fn escaped(text: &[u8]) -> Option<u8> {
+/// The byte that the two leading hexadecimal digits encode.
+fn percent_decoded_byte(text: &[u8]) -> Option<u8> {
     let [high, low] = text.first_chunk::<2>()?;
     Some(nibble(*high)? << 4 | nibble(*low)?)
 }
 
-/// Whether a path may contain this character as it is (RFC 3986, section 3.3), and nobody takes it for more than itself.
-fn is_plain(byte: u8) -> bool {
+pub(super) fn nibble(digit: u8) -> Option<u8> {
+    // At most 15, so it fits.
+    char::from(digit).to_digit(16).map(|value| value as u8)
+}
+
+/// Whether a path may contain this character unencoded (RFC 3986, section 3.3), with no special meaning for any application.
+fn is_unreserved_or_delim(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,=:@".contains(&byte)
 }
 
-/// Whether a character that is not encoded is left so.
-fn stays(byte: u8) -> bool {
-    is_plain(byte) || b"/%\\;".contains(&byte)
+/// Whether an unencoded character stays unencoded.
+fn is_kept(byte: u8) -> bool {
+    is_unreserved_or_delim(byte) || b"/%\\;".contains(&byte)
 }
 
 #[cfg(test)]
@@ -113,9 +121,9 @@ mod tests {
             ("/{x}", "/%7bx%7D"),
             ("/a", "/%61"),
         ] {
-            assert_eq!(normal(raw), normal(encoded), "{raw}");
+            assert_eq!(normalize(raw), normalize(encoded), "{raw}");
         }
-        // The part of a path that a prefix stands for.
+        // The part of a path that corresponds to a prefix.
         assert_eq!(original_len("/café/x", "/caf%C3%A9".len()), "/café".len());
         assert_eq!(original_len("/caf%c3%a9/x", "/caf%C3%A9".len()), "/caf%c3%a9".len());
     }
@@ -150,12 +158,12 @@ mod tests {
             "../admin",
             "%2Fadmin",
         ] {
-            assert_eq!(normal(path), None, "{path}");
+            assert_eq!(normalize(path), None, "{path}");
         }
     }
 
     #[test]
-    fn other_paths_are_judged_by_their_normal_form() {
+    fn unambiguous_paths_are_normalized() {
         for (path, expected) in [
             ("", ""),
             ("*", "*"),
@@ -172,7 +180,7 @@ mod tests {
             ("/.well-known/x", "/.well-known/x"),
             ("/%2561dmin", "/%2561dmin"),
         ] {
-            assert_eq!(normal(path).as_deref(), Some(expected), "{path}");
+            assert_eq!(normalize(path).as_deref(), Some(expected), "{path}");
         }
     }
 
@@ -192,8 +200,8 @@ mod tests {
     proptest! {
         #[test]
         fn a_normal_form_is_its_own(path in "/[%/.;a-f0-9\\\\é]{0,20}") {
-            if let Some(once) = normal(&path) {
-                let twice = normal(&once).map(Cow::into_owned);
+            if let Some(once) = normalize(&path) {
+                let twice = normalize(&once).map(Cow::into_owned);
                 prop_assert_eq!(twice.as_deref(), Some(&*once));
                 prop_assert!(path.is_char_boundary(original_len(&path, once.len())));
             }

@@ -2,8 +2,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn head<'a>(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Head<'a> {
-    Head::of(method, uri, headers)
+fn head<'a>(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> RequestAttributes<'a> {
+    RequestAttributes::of(method, uri, headers)
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn exact_hosts_beat_suffixes_and_longer_ones_shorter() {
 }
 
 #[test]
-fn the_host_is_taken_out_of_the_authority() {
+fn the_host_is_parsed_from_the_authority() {
     let headers = HeaderMap::new();
     for (authority, host) in [
         ("web.shop:80", "web.shop"),
@@ -46,7 +46,7 @@ fn the_host_is_taken_out_of_the_authority() {
         ("10.0.0.1:8080", "10.0.0.1"),
         ("", ""),
     ] {
-        let head = Head {
+        let head = RequestAttributes {
             method: &Method::GET,
             authority: Some(authority),
             path: "/",

@@ -1,4 +1,4 @@
-//! Requests that nobody honest sends: each is refused with its reason, and the next good one is answered.
+//! Malicious or invalid requests: each is refused with its reason, and the next valid request succeeds.
 
 use std::fs;
 
@@ -8,15 +8,15 @@ use serde_json::Value;
 use tonic::Code::{self, FailedPrecondition, Internal, InvalidArgument, OutOfRange};
 use tulle_proto::identity::CertifyRequest;
 
-use super::scene::{AUDIENCE, Scene, WEB, csr, dns};
+use super::scene::{AUDIENCE, IdentityFixture, WEB, csr, dns};
 
 const ADMIN: &str = "admin.shop.serviceaccount.identity.linkerd.cluster.local";
 const FORGED: &str = "web.linkerd.serviceaccount.identity.linkerd.cluster.local";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_that_prove_nothing_are_refused() {
-    let scene = Scene::new().await;
-    let good = scene.good().await;
+async fn invalid_tokens_are_refused() {
+    let scene = IdentityFixture::new().await;
+    let good = scene.valid_request().await;
     let expired = resigned(&scene, &good.token, |claims| {
         for (claim, seconds) in [("iat", 7200), ("nbf", 7200), ("exp", 3600)] {
             claims[claim] = (claims["iat"].as_i64().unwrap() - seconds).into();
@@ -33,7 +33,7 @@ async fn tokens_that_prove_nothing_are_refused() {
         .await
         .unwrap();
     let audience = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
-    // The claims of a stranger under the signature of somebody else.
+    // The payload of one token with the header and signature of another.
     let other = scene.api.token("linkerd", "web", &[AUDIENCE]).await.unwrap();
     let [mine, theirs] = [std::str::from_utf8(&good.token).unwrap(), &other].map(|token| {
         let parts: Vec<_> = token.split('.').map(str::to_owned).collect();
@@ -53,14 +53,14 @@ async fn tokens_that_prove_nothing_are_refused() {
         (Vec::new(), "has no token"),
     ] {
         let req = CertifyRequest { token, ..good.clone() };
-        scene.refused(req, InvalidArgument, reason).await;
+        scene.assert_refused(req, InvalidArgument, reason).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_is_good_for_its_own_identity_only() {
-    let scene = Scene::new().await;
-    let good = scene.good().await;
+async fn a_token_is_valid_for_its_own_identity_only() {
+    let scene = IdentityFixture::new().await;
+    let good = scene.valid_request().await;
     for identity in [
         ADMIN,
         FORGED,
@@ -73,15 +73,15 @@ async fn a_token_is_good_for_its_own_identity_only() {
             ..good.clone()
         };
         scene
-            .refused(req, FailedPrecondition, &format!("the token is for {WEB}"))
+            .assert_refused(req, FailedPrecondition, &format!("the token is for {WEB}"))
             .await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signing_request_asks_for_one_name_with_an_ecdsa_key() {
-    let scene = Scene::new().await;
-    let good = scene.good().await;
+    let scene = IdentityFixture::new().await;
+    let good = scene.valid_request().await;
     let key = KeyPair::generate().unwrap();
     let uri = SanType::URI("spiffe://root/web".try_into().unwrap());
     let ip = SanType::IpAddress("10.0.0.1".parse().unwrap());
@@ -121,14 +121,14 @@ async fn a_signing_request_asks_for_one_name_with_an_ecdsa_key() {
             certificate_signing_request,
             ..good.clone()
         };
-        scene.refused(req, code, reason).await;
+        scene.assert_refused(req, code, reason).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_that_are_too_large_are_refused_unread() {
-    let scene = Scene::new().await;
-    let good = scene.good().await;
+    let scene = IdentityFixture::new().await;
+    let good = scene.valid_request().await;
     for n in [100 * 1024, 5 * 1024 * 1024] {
         for req in [
             CertifyRequest {
@@ -149,16 +149,16 @@ async fn requests_that_are_too_large_are_refused_unread() {
             scene.certify(good.clone()).await.unwrap();
         }
     }
-    // What is large and within bounds is judged.
+    // A large request within the limit is checked normally.
     let req = CertifyRequest {
         identity: "a".repeat(60 * 1024),
         ..good.clone()
     };
-    scene.refused(req, InvalidArgument, "expected a DNS name").await;
+    scene.assert_refused(req, InvalidArgument, "expected a DNS name").await;
 }
 
-/// A token with other claims, signed by the key of the API server itself.
-fn resigned(scene: &Scene, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
+/// A token with changed claims, signed with the key of the API server.
+fn resigned(scene: &IdentityFixture, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut data = jsonwebtoken::dangerous::insecure_decode::<Value>(token).unwrap();
     change(&mut data.claims);
     let header = Header {

@@ -1,4 +1,4 @@
-//! The issuer's Secret and the ConfigMap of trust anchors, swapped as kubelets do.
+//! The issuer's Secret and the ConfigMap of trust anchors, replaced as kubelets do.
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use tonic::Code;
 use tulle_control::trust;
 use tulle_tests::eventually::eventually;
 
-use super::scene::Scene;
+use super::scene::IdentityFixture;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_issuer_signs_as_soon_as_its_secret_is_mounted_and_a_bad_one_never() {
+async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
     for names in [["crt.pem", "key.pem"], ["tls.crt", "tls.key"]] {
-        let scene = Scene::with(names).await;
+        let scene = IdentityFixture::with(names).await;
         let [certificate, key] = names;
         let first = issuer_of(&scene).await;
         let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &scene.anchor).unwrap();
         let files = [
             (certificate, second.certificate.as_str()),
             (key, &second.key),
-            // What cert-manager puts beside them.
+            // cert-manager adds this key to the Secret.
             ("ca.crt", &scene.anchor.certificate),
         ];
         scene.mounts.swap("issuer", &files);
@@ -34,7 +34,7 @@ async fn a_new_issuer_signs_as_soon_as_its_secret_is_mounted_and_a_bad_one_never
         );
         assert_eq!(event.type_.as_deref(), Some("Normal"));
 
-        // An issuer that the trust anchors do not know.
+        // An issuer that no trust anchor has signed.
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &foreign).unwrap();
         let before = issuer_of(&scene).await;
@@ -45,13 +45,13 @@ async fn a_new_issuer_signs_as_soon_as_its_secret_is_mounted_and_a_bad_one_never
         assert_eq!(event.type_.as_deref(), Some("Warning"));
         let note = event.note.unwrap();
         assert!(note.contains("does not lead to the trust anchors"), "{note}");
-        assert_eq!(issuer_of(&scene).await, before, "the old one goes on");
+        assert_eq!(issuer_of(&scene).await, before, "the old issuer is still in use");
 
-        // Until they do: the ConfigMap is read again when it changes.
+        // The ConfigMap is read again when it changes, and then contains the anchor of that issuer.
         let both = [scene.anchor.certificate.as_str(), &foreign.certificate].concat();
         scene.mounts.swap("trust-roots", &[("ca-bundle.crt", &both)]);
-        eventually("the third issuer signs, and both anchors are told", async || {
-            let answer = scene.certify(scene.good().await).await.ok()?;
+        eventually("the third issuer signs, and both anchors are published", async || {
+            let answer = scene.certify(scene.valid_request().await).await.ok()?;
             (answer.intermediate_certificates[0] != before && answer.trust_anchors.len() == 2).then_some(())
         })
         .await;
@@ -59,16 +59,18 @@ async fn a_new_issuer_signs_as_soon_as_its_secret_is_mounted_and_a_bad_one_never
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_issuer_that_expires_signs_nothing_more_and_says_so_until_it_is_replaced() {
-    let scene = Scene::new().await;
+async fn an_issuer_that_expires_signs_nothing_and_is_reported_until_it_is_replaced() {
+    let scene = IdentityFixture::new().await;
     let short = trust::create_issuer("short", Duration::from_secs(5), &scene.anchor).unwrap();
     scene
         .mounts
         .swap("issuer", &[("crt.pem", &short.certificate), ("key.pem", &short.key)]);
-    // A new connection would find an expired certificate, because the service's own is signed by this issuer too.
+    // A new connection would get an expired certificate, because the service's own is signed by this issuer too.
     let channel = scene.connect().await.unwrap();
     let status = eventually("the issuer has expired", async || {
-        Scene::certify_over(channel.clone(), scene.good().await).await.err()
+        IdentityFixture::certify_over(channel.clone(), scene.valid_request().await)
+            .await
+            .err()
     })
     .await;
     assert_eq!(status.code(), Code::Unknown, "{status:?}");
@@ -87,13 +89,12 @@ async fn an_issuer_that_expires_signs_nothing_more_and_says_so_until_it_is_repla
         .mounts
         .swap("issuer", &[("crt.pem", &issuer.certificate), ("key.pem", &issuer.key)]);
     eventually("the new issuer signs", async || {
-        scene.certify(scene.good().await).await.ok()
+        scene.certify(scene.valid_request().await).await.ok()
     })
     .await;
 }
 
-/// The certificate of who signs now.
-async fn issuer_of(scene: &Scene) -> Vec<u8> {
-    let answer = scene.certify(scene.good().await).await.unwrap();
+async fn issuer_of(scene: &IdentityFixture) -> Vec<u8> {
+    let answer = scene.certify(scene.valid_request().await).await.unwrap();
     answer.intermediate_certificates[0].clone()
 }

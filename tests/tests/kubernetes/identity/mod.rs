@@ -1,5 +1,5 @@
-//! The identity service on Kubernetes: real tokens, a real API server that reviews them, and Secrets as kubelets mount them.
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+//! The identity service on Kubernetes: real tokens, an API server that reviews them, and Secrets as kubelets mount them.
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod abuse;
 mod issuer;

@@ -1,4 +1,4 @@
-//! An API server, and beside it an identity service with the rights of its chart.
+//! An API server, and an identity service with the permissions of its chart.
 
 use std::ffi::OsString;
 use std::fs;
@@ -29,28 +29,28 @@ pub(super) const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.l
 pub(super) const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
 pub(super) const AUDIENCE: &str = "identity.l5d.io";
 
-/// Everything, running.
-pub(super) struct Scene {
+/// The API server, the mounted files and the service, all running.
+pub(super) struct IdentityFixture {
     service: Service,
     pub(super) anchor: CertificateAuthority,
     pub(super) mounts: Mounts,
     pub(super) api: ApiServer,
 }
 
-/// An identity service in this process; ends when dropped.
+/// An identity service in this process, stopped when dropped.
 pub(super) struct Service {
     addrs: Addrs,
     end: Option<oneshot::Sender<()>>,
     _task: JoinHandle<()>,
 }
 
-/// Directories as kubelets make them of Secrets and ConfigMaps: files behind a link that is swapped as one.
+/// Directories as kubelets mount Secrets and ConfigMaps: files behind a symbolic link that is replaced atomically.
 pub(super) struct Mounts {
     dir: PathBuf,
 }
 
-impl Scene {
-    /// With the Secret's files under the names that Linkerd's chart gives them.
+impl IdentityFixture {
+    /// Uses the file names of the Secret in Linkerd's chart.
     pub(super) async fn new() -> Self {
         Self::with(["crt.pem", "key.pem"]).await
     }
@@ -81,7 +81,7 @@ impl Scene {
         scene
     }
 
-    /// Starts the service anew, before another API server.
+    /// Restarts the service with another API server.
     pub(super) async fn ask(&mut self, api: &ApiServer) {
         api.create_namespace("linkerd").await.unwrap();
         allow(api).await;
@@ -90,7 +90,7 @@ impl Scene {
         self.ready().await;
     }
 
-    /// Another service in place of the one that runs.
+    /// Replaces the running service.
     pub(super) fn replace(&mut self, service: Service) {
         self.service = service;
     }
@@ -102,14 +102,14 @@ impl Scene {
         .await;
     }
 
-    /// One request to the admin server: status and text.
+    /// Sends a request to the admin server and returns status and text.
     pub(super) async fn admin(&self, path: &str) -> (u16, String) {
         let stream = TcpStream::connect(self.service.addrs.admin.unwrap()).await.unwrap();
         let answer = tulle_tests::client::get(stream, path).await;
         (answer.status.as_u16(), answer.text())
     }
 
-    /// A connection as a proxy makes it, which trusts what is mounted.
+    /// Connects as a proxy does, with the mounted trust anchors.
     pub(super) async fn connect(&self) -> Result<Channel, client::Error> {
         let path = self.mounts.dir.join("trust-roots/ca-bundle.crt");
         let peer = Peer {
@@ -134,8 +134,8 @@ impl Scene {
         client.certify(req).await.map(tonic::Response::into_inner)
     }
 
-    /// What the proxy of `web` in `shop` sends.
-    pub(super) async fn good(&self) -> CertifyRequest {
+    /// The request of the proxy of `web` in `shop`.
+    pub(super) async fn valid_request(&self) -> CertifyRequest {
         CertifyRequest {
             identity: WEB.to_owned(),
             token: self.api.token("shop", "web", &[AUDIENCE]).await.unwrap().into_bytes(),
@@ -143,17 +143,17 @@ impl Scene {
         }
     }
 
-    /// Sends a request that must be refused so, and a good one after it that must not be.
-    pub(super) async fn refused(&self, req: CertifyRequest, code: Code, reason: &str) {
+    /// Sends a request that must be refused with this code and reason, and then a valid one that must succeed.
+    pub(super) async fn assert_refused(&self, req: CertifyRequest, code: Code, reason: &str) {
         let status = self.certify(req).await.unwrap_err();
         assert!(
             status.code() == code && status.message().contains(reason),
             "{status:?} is not {code:?} with {reason:?}"
         );
-        self.certify(self.good().await).await.unwrap();
+        self.certify(self.valid_request().await).await.unwrap();
     }
 
-    /// The event with this reason, as soon as there is one.
+    /// Waits for an event with this reason.
     pub(super) async fn event(&self, namespace: &str, reason: &str) -> Event {
         let events: Api<Event> = Api::namespaced(self.api.client(), namespace);
         eventually(&format!("an event {reason}"), async || {
@@ -182,13 +182,13 @@ impl Service {
             ]
             .map(OsString::from),
         );
-        let config = Config::new(&Command::parse_from_line(line)?)?;
+        let config = Config::from_command(&Command::parse_from_line(line)?)?;
         let mut app = App::build(config).await?;
         let (end, ended) = oneshot::channel::<()>();
         let addrs = app.addrs();
         let task = tokio::spawn(async move {
             let end = async {
-                // An error is the other side dropped, which is the end as well.
+                // An error means that the sender was dropped, which also means the end.
                 let _ = ended.await;
                 Ok(())
             };
@@ -210,7 +210,7 @@ impl Drop for Service {
 }
 
 impl Mounts {
-    /// Puts other files into a mount, or the first ones: a directory of their own, then the link, by renaming.
+    /// Replaces the files of a mount: writes a new directory, then renames the link.
     pub(super) fn swap(&self, mount: &str, files: &[(&str, &str)]) {
         static VERSIONS: AtomicU32 = AtomicU32::new(0);
         let dir = self.dir.join(mount);
@@ -233,7 +233,7 @@ impl Mounts {
     }
 }
 
-/// The rules of the ClusterRole in the chart.
+/// Grants the permissions of the chart's ClusterRole.
 async fn allow(api: &ApiServer) {
     for args in [
         &[
@@ -273,7 +273,7 @@ pub(super) fn dns(name: &str) -> SanType {
     SanType::DnsName(name.try_into().unwrap())
 }
 
-/// A signing request without a common name.
+/// A certificate signing request without a common name.
 pub(super) fn csr(sans: &[SanType], key: &KeyPair) -> Vec<u8> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();

@@ -1,16 +1,16 @@
-//! Who gets a certificate, and who hears of it.
+//! Which tokens get a certificate, and where that is reported.
 
 use rcgen::KeyPair;
 use tonic::Code;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-use super::scene::{AUDIENCE, Scene, Service, WEB, csr, dns};
+use super::scene::{AUDIENCE, IdentityFixture, Service, WEB, csr, dns};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_account_gets_a_certificate_for_its_token_and_its_readers_are_told() {
-    let scene = Scene::new().await;
-    let answer = scene.certify(scene.good().await).await.unwrap();
+async fn a_service_account_gets_a_certificate_for_its_token_and_an_event_reports_it() {
+    let scene = IdentityFixture::new().await;
+    let answer = scene.certify(scene.valid_request().await).await.unwrap();
     assert_eq!(answer.trust_anchors.len(), 1);
     assert_eq!(answer.intermediate_certificates.len(), 1);
     let event = scene.event("shop", "IssuedLeafCertificate").await;
@@ -45,14 +45,14 @@ async fn a_service_account_gets_a_certificate_for_its_token_and_its_readers_are_
 
 /// Pods without a projected token have one for the API server.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_for_the_api_server_is_taken_as_well_and_one_for_somebody_else_is_not() {
-    let scene = Scene::new().await;
-    let mut req = scene.good().await;
+async fn a_token_for_the_api_server_is_accepted_and_one_for_another_audience_is_not() {
+    let scene = IdentityFixture::new().await;
+    let mut req = scene.valid_request().await;
     req.token = scene.api.token("shop", "web", &[]).await.unwrap().into_bytes();
     scene.certify(req.clone()).await.unwrap();
     req.token = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
     scene
-        .refused(req.clone(), Code::InvalidArgument, "token audiences")
+        .assert_refused(req.clone(), Code::InvalidArgument, "token audiences")
         .await;
     req.token = scene
         .api
@@ -64,8 +64,8 @@ async fn a_token_for_the_api_server_is_taken_as_well_and_one_for_somebody_else_i
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_the_rule_until_it_has_it() {
-    let mut scene = Scene::new().await;
+async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_the_missing_rule() {
+    let mut scene = IdentityFixture::new().await;
     let stranger = scene.api.kubeconfig_of("shop", "stranger").await.unwrap();
     scene.replace(Service::start(&scene.mounts, &stranger).await.unwrap());
     let rule = "apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]";
@@ -86,16 +86,16 @@ async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_t
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_an_api_server_requests_fail_and_the_service_lives() {
-    let scene = Scene::new().await;
-    let req = scene.good().await;
-    let Scene { api, .. } = &scene;
+async fn without_an_api_server_requests_fail_and_the_service_keeps_running() {
+    let scene = IdentityFixture::new().await;
+    let req = scene.valid_request().await;
+    let IdentityFixture { api, .. } = &scene;
     let other = ApiServer::start().await.unwrap();
-    // A token of another cluster: reviewed, and refused.
+    // A token of another cluster is reviewed and refused.
     other.create_namespace("shop").await.unwrap();
     let foreign = other.token("shop", "web", &[AUDIENCE]).await.unwrap().into_bytes();
     scene
-        .refused(
+        .assert_refused(
             tulle_proto::identity::CertifyRequest {
                 token: foreign,
                 ..req.clone()
@@ -120,14 +120,14 @@ async fn without_an_api_server_requests_fail_and_the_service_lives() {
     assert_eq!(
         status.code(),
         Code::FailedPrecondition,
-        "what needs no review is judged as before: {status}"
+        "a request that needs no review is handled as before: {status}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn once_the_api_server_is_gone_requests_fail_as_internal_and_the_service_lives() {
-    let mut scene = Scene::new().await;
-    let req = scene.good().await;
+async fn once_the_api_server_is_gone_requests_fail_as_internal_and_the_service_keeps_running() {
+    let mut scene = IdentityFixture::new().await;
+    let req = scene.valid_request().await;
     let other = ApiServer::start().await.unwrap();
     scene.ask(&other).await;
     drop(other);
@@ -147,8 +147,8 @@ async fn openssl_sha256(bytes: &[u8]) -> String {
         .spawn()
         .unwrap();
     child.stdin.take().unwrap().write_all(bytes).await.unwrap();
-    let said = child.wait_with_output().await.unwrap();
-    String::from_utf8(said.stdout)
+    let output = child.wait_with_output().await.unwrap();
+    String::from_utf8(output.stdout)
         .unwrap()
         .split(' ')
         .next()

@@ -1,4 +1,4 @@
-//! Which of several replicas leads.
+//! Leader election between replicas.
 
 use k8s_openapi::api::apps::v1::Deployment;
 use kube::api::PostParams;
@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_once() {
+async fn a_killed_leader_is_replaced_within_thirty_seconds_and_a_stopped_one_at_once() {
     let server = api_server().await;
     let deployment: Deployment = serde_json::from_value(json!({
         "metadata": {"name": "linkerd-destination"},
@@ -23,7 +23,7 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_o
 
     let first = Replica::start(&server.client(), "first");
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
-        leads(&server, lease, "first").await;
+        wait_for_leader(&server, lease, "first").await;
     }
     let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
@@ -41,7 +41,7 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_o
     assert_eq!(lease.spec.unwrap().lease_duration_seconds, Some(30));
 
     let second = Replica::start(&server.client(), "second");
-    // Long enough that the second has looked several times.
+    // Long enough for several attempts of the second replica.
     sleep(Duration::from_secs(7)).await;
     let killed_at = Instant::now();
     first.kill();
@@ -53,7 +53,7 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_o
         };
         taken.await;
         let waited = killed_at.elapsed();
-        println!("{lease}: in new hands {waited:?} after the kill");
+        println!("{lease}: taken over {waited:?} after the kill");
         assert!(waited <= Duration::from_secs(30), "{lease}: {waited:?}");
         let lease = leases.get(lease).await.unwrap();
         assert_eq!(lease.spec.unwrap().lease_transitions, Some(1));
@@ -63,7 +63,7 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_o
     sleep(Duration::from_secs(3)).await;
     second.end().await;
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
-        leads(&server, lease, "third").await;
+        wait_for_leader(&server, lease, "third").await;
     }
     third.end().await;
     assert_eq!(holder(&server, ENDPOINT_LEASE).await, None, "it was given back");
@@ -73,7 +73,7 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_o
 async fn the_lease_for_endpoint_slices_is_renewed_every_two_seconds() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
-    leads(&server, ENDPOINT_LEASE, "only").await;
+    wait_for_leader(&server, ENDPOINT_LEASE, "only").await;
     let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
     let mut renewals = Vec::new();
     while renewals.len() < 5 {

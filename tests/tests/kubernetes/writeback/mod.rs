@@ -1,4 +1,4 @@
-//! What the control plane writes into a cluster: leases, EndpointSlices of external workloads, statuses of policies.
+//! What the control plane writes to a cluster: leases, EndpointSlices of external workloads, statuses of policies.
 
 mod leases;
 mod slices;
@@ -11,18 +11,18 @@ use kube::api::Api;
 use kube::{Client, ResourceExt};
 use serde_json::Value;
 use tokio::task::JoinSet;
-use tulle_control::resources::event::Writer;
-use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::resources::event::EventWriter;
+use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
 use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
-use tulle_core::ready::Readiness;
+use tulle_core::readiness::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-/// One process of the control plane, as far as it writes: the shared watches and the controllers beside them.
+/// The writing part of one control-plane process: the shared watches and the controllers.
 struct Replica {
     registry: Registry,
     signal: drain::Signal,
@@ -33,31 +33,31 @@ impl Replica {
     fn start(client: &Client, name: &str) -> Self {
         let registry = Registry::new();
         let (signal, drain) = drain::channel();
-        let config = writeback::Config {
+        let config = writeback::config::Config {
             controller_namespace: "linkerd".to_owned(),
-            holder: name.to_owned(),
-            deployment: "linkerd-destination".to_owned(),
-            slices: Some(writeback::Slices),
-            statuses: Some(writeback::Statuses {
+            lease_holder: name.to_owned(),
+            lease_owner_deployment: "linkerd-destination".to_owned(),
+            slices: Some(writeback::config::SlicesConfig),
+            statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
                 global_egress_namespace: "linkerd-egress".to_owned(),
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let nobody_else = Writer::new(|_| {});
-        let (writer, controllers) = writeback::attach(client, config, nobody_else, &registry, &drain);
+        let nobody_else = EventWriter::new(|_| {});
+        let (writer, controllers) = writeback::add_controllers(client, config, nobody_else, &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
         }
         let source = Config {
-            needs: Needs {
+            requirements: WatchRequirements {
                 destination: true,
                 policy: true,
-                drives: Drives::Slices,
+                endpoints_source: EndpointKind::EndpointSlices,
             },
-            addr: ":8086".to_owned(),
-            kinds: Readiness::new(),
+            log_addr: ":8086".to_owned(),
+            kinds_readiness: Readiness::new(),
         };
         let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });
@@ -68,7 +68,7 @@ impl Replica {
         }
     }
 
-    /// Ends as on SIGTERM.
+    /// Stops as on SIGTERM.
     async fn end(mut self) {
         self.signal.drain().await;
         while let Some(ended) = self.tasks.join_next().await {
@@ -76,7 +76,7 @@ impl Replica {
         }
     }
 
-    /// Ends as on SIGKILL.
+    /// Stops as on SIGKILL.
     fn kill(mut self) {
         self.tasks.abort_all();
     }
@@ -90,7 +90,7 @@ impl Replica {
     }
 }
 
-/// An API server with our custom resources and the namespaces of the tutorial.
+/// Starts an API server with our custom resources and the namespaces of the tutorial.
 async fn api_server() -> ApiServer {
     let server = ApiServer::start().await.unwrap();
     install_custom_resources(&server).await.unwrap();
@@ -100,7 +100,6 @@ async fn api_server() -> ApiServer {
     server
 }
 
-/// Applies a manifest.
 async fn apply(server: &ApiServer, manifest: &Value) {
     let name = manifest["metadata"]["name"].as_str().expect("manifests have names");
     let kind = manifest["kind"].as_str().expect("manifests have kinds");
@@ -118,7 +117,7 @@ async fn holder(server: &ApiServer, lease: &str) -> Option<String> {
     lease.spec?.holder_identity.filter(|holder| !holder.is_empty())
 }
 
-async fn leads(server: &ApiServer, lease: &str, replica: &str) {
+async fn wait_for_leader(server: &ApiServer, lease: &str, replica: &str) {
     let what = format!("{replica} holds {lease}");
     eventually(&what, async || {
         (holder(server, lease).await.as_deref() == Some(replica)).then_some(())

@@ -1,4 +1,4 @@
-//! External workloads become endpoints of the services that select them.
+//! External workloads become endpoints of the Services that select them.
 
 use std::collections::BTreeSet;
 
@@ -79,7 +79,7 @@ async fn names(server: &ApiServer) -> BTreeSet<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_workload_of_the_tutorial_ends_in_the_right_slice() {
+async fn the_workload_of_the_tutorial_is_in_the_right_slice() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
     let name = "external-simple-app-v1-0e340584";
@@ -90,7 +90,7 @@ async fn the_workload_of_the_tutorial_ends_in_the_right_slice() {
     assert_eq!(
         ready(&slices(&server).await[0]),
         Some(false),
-        "nobody has said that it is ready"
+        "the workload has no Ready condition"
     );
     make_ready(&server, name).await;
     let slice = eventually("the endpoint is ready", async || {
@@ -133,7 +133,7 @@ async fn the_workload_of_the_tutorial_ends_in_the_right_slice() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slices_hold_a_hundred_and_keep_their_names() {
+async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     let server = api_server().await;
     apply(&server, &tutorial_service()).await;
     let name = |n: usize| format!("vm-{n:03}");
@@ -172,7 +172,7 @@ async fn slices_hold_a_hundred_and_keep_their_names() {
         .collect();
     assert_eq!(targets.len(), 220, "each once");
 
-    // Another set of ports: all slices are other ones, under the names that were there.
+    // Other ports need other slices, which reuse the existing names.
     let mut service = tutorial_service();
     service["spec"]["ports"] = json!([{"name": "web", "port": 80, "protocol": "TCP"}]);
     apply(&server, &service).await;
@@ -185,7 +185,7 @@ async fn slices_hold_a_hundred_and_keep_their_names() {
     assert!(after.is_subset(&before), "{after:?} of {before:?}");
     assert_eq!(sizes(&server).await.iter().sum::<usize>(), 220);
 
-    // Somebody deletes a slice, and it comes back.
+    // A deleted slice is created again.
     let victim = after.first().unwrap();
     let api = Api::<EndpointSlice>::namespaced(server.client(), "simple-app");
     api.delete(victim, &DeleteParams::default()).await.unwrap();
@@ -205,7 +205,7 @@ async fn slices_hold_a_hundred_and_keep_their_names() {
 async fn only_the_leader_writes() {
     let server = api_server().await;
     let leader = Replica::start(&server.client(), "leader");
-    leads(&server, ENDPOINT_LEASE, "leader").await;
+    wait_for_leader(&server, ENDPOINT_LEASE, "leader").await;
     let follower = Replica::start(&server.client(), "follower");
     apply(&server, &tutorial_service()).await;
     apply(&server, &workload("vm", "172.20.0.8")).await;
@@ -219,22 +219,22 @@ async fn only_the_leader_writes() {
         0.0
     );
     leader.end().await;
-    leads(&server, ENDPOINT_LEASE, "follower").await;
+    wait_for_leader(&server, ENDPOINT_LEASE, "follower").await;
     apply(&server, &workload("vm-2", "172.20.0.9")).await;
     sizes_become(&server, &[2]).await;
     follower.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_namespace_that_is_being_deleted_is_left_alone() {
+async fn a_namespace_that_is_being_deleted_is_not_written_to() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
     apply(&server, &tutorial_service()).await;
     let mut unselected = workload("vm", "172.20.0.8");
     unselected["metadata"]["labels"]["app"] = json!("other");
     create(&server, unselected).await;
-    leads(&server, ENDPOINT_LEASE, "only").await;
-    // Without controllers it stays as it is then: nothing can be created in it, and everything can be changed.
+    wait_for_leader(&server, ENDPOINT_LEASE, "only").await;
+    // Without controllers the namespace stays in this state: objects can be changed but not created.
     server
         .kubectl(&["delete", "namespace", "simple-app", "--wait=false"])
         .await

@@ -27,8 +27,8 @@ fn service(name: &str) -> Value {
     })
 }
 
-/// Our conditions of an object as it is now, as `type=status reason`.
-fn told(object: &DynamicObject) -> Vec<String> {
+/// The conditions that our controller wrote on an object, as `type=status reason`.
+fn conditions_of(object: &DynamicObject) -> Vec<String> {
     let status = &object.data["status"];
     let mut lists = vec![&status["conditions"]];
     for parent in status["parents"].as_array().into_iter().flatten() {
@@ -46,21 +46,27 @@ fn told(object: &DynamicObject) -> Vec<String> {
         .collect()
 }
 
-async fn becomes(server: &ApiServer, api_version: &str, kind: &str, name: &str, expected: &[&str]) -> DynamicObject {
+async fn wait_for_conditions(
+    server: &ApiServer,
+    api_version: &str,
+    kind: &str,
+    name: &str,
+    expected: &[&str],
+) -> DynamicObject {
     let api = api(server, api_version, kind);
     let what = format!("{kind} {name}: {expected:?}");
     eventually(&what, async || {
         let object = api.get(name).await.unwrap();
-        (told(&object) == expected).then_some(object)
+        (conditions_of(&object) == expected).then_some(object)
     })
     .await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn routes_say_whether_they_are_accepted_and_resolved() {
+async fn routes_report_whether_they_are_accepted_and_resolved() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
-    leads(&server, STATUS_LEASE, "only").await;
+    wait_for_leader(&server, STATUS_LEASE, "only").await;
     apply(&server, &service("web")).await;
     let parents = json!([{"group": "core", "kind": "Service", "name": "web", "port": 80}]);
     let http = |backend: &str| {
@@ -72,8 +78,9 @@ async fn routes_say_whether_they_are_accepted_and_resolved() {
             json!({"parentRefs": parents, "rules": rules}),
         )
     };
-    let check =
-        async |expected: &[&str]| becomes(&server, &format!("{GATEWAY}/v1"), "HTTPRoute", "http", expected).await;
+    let check = async |expected: &[&str]| {
+        wait_for_conditions(&server, &format!("{GATEWAY}/v1"), "HTTPRoute", "http", expected).await
+    };
     apply(&server, &http("web")).await;
     check(&["Accepted=True Accepted", "ResolvedRefs=True ResolvedRefs"]).await;
     apply(&server, &http("gone")).await;
@@ -89,7 +96,7 @@ async fn routes_say_whether_they_are_accepted_and_resolved() {
     );
     apply(&server, &grpc).await;
     let accepted = ["Accepted=True Accepted", "ResolvedRefs=True ResolvedRefs"];
-    becomes(&server, &format!("{GATEWAY}/v1"), "GRPCRoute", "grpc", &accepted).await;
+    wait_for_conditions(&server, &format!("{GATEWAY}/v1"), "GRPCRoute", "grpc", &accepted).await;
     let route = check(&["Accepted=False RouteReasonConflicted", "ResolvedRefs=True ResolvedRefs"]).await;
     let manager = route
         .managed_fields()
@@ -100,7 +107,7 @@ async fn routes_say_whether_they_are_accepted_and_resolved() {
         Some("linkerd.io/policy-controller")
     );
 
-    // Another controller writes its part; ours comes beside it and goes without it.
+    // Another controller adds its part of the status. Our part is updated without a change of the other.
     let mut parents = route.data["status"]["parents"].as_array().unwrap().clone();
     let foreign = json!({
         "parentRef": {"group": GATEWAY, "kind": "Gateway", "name": "edge"}, "controllerName": "example.com/edge",
@@ -136,10 +143,10 @@ async fn routes_say_whether_they_are_accepted_and_resolved() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn policies_say_whether_they_hold() {
+async fn policies_report_whether_they_are_accepted() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
-    leads(&server, STATUS_LEASE, "only").await;
+    wait_for_leader(&server, STATUS_LEASE, "only").await;
     let route = manifest(
         &format!("{POLICY}/v1beta3"),
         "HTTPRoute",
@@ -155,7 +162,7 @@ async fn policies_say_whether_they_hold() {
     apply(&server, &limit("a")).await;
     let routes = format!("{POLICY}/v1beta3");
     let limits = (format!("{POLICY}/v1alpha1"), "HTTPLocalRateLimitPolicy");
-    becomes(
+    wait_for_conditions(
         &server,
         &routes,
         "HTTPRoute",
@@ -163,18 +170,18 @@ async fn policies_say_whether_they_hold() {
         &["Accepted=False NoMatchingParent"],
     )
     .await;
-    becomes(&server, &limits.0, limits.1, "a", &["Accepted=False NoMatchingTarget"]).await;
+    wait_for_conditions(&server, &limits.0, limits.1, "a", &["Accepted=False NoMatchingTarget"]).await;
     let server_spec = json!({"podSelector": {}, "port": 80});
     apply(
         &server,
         &manifest(&format!("{POLICY}/v1beta3"), "Server", "srv", server_spec),
     )
     .await;
-    becomes(&server, &routes, "HTTPRoute", "inbound", &["Accepted=True Accepted"]).await;
-    let held = becomes(&server, &limits.0, limits.1, "a", &["Accepted=True Accepted"]).await;
+    wait_for_conditions(&server, &routes, "HTTPRoute", "inbound", &["Accepted=True Accepted"]).await;
+    let held = wait_for_conditions(&server, &limits.0, limits.1, "a", &["Accepted=True Accepted"]).await;
     assert_eq!(held.data["status"]["targetRef"], target);
     apply(&server, &limit("b")).await;
-    becomes(
+    wait_for_conditions(
         &server,
         &limits.0,
         limits.1,
@@ -193,7 +200,7 @@ async fn policies_say_whether_they_hold() {
             &manifest(&format!("{POLICY}/v1alpha1"), "EgressNetwork", name, spec),
         )
         .await;
-        becomes(
+        wait_for_conditions(
             &server,
             &format!("{POLICY}/v1alpha1"),
             "EgressNetwork",

@@ -1,4 +1,4 @@
-//! Well-behaved clients: each asks one thing, on a connection of its own, and needs an answer.
+//! Well-behaved clients: each sends one request on its own connection and requires a response.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::client::{self, Channel, Peer};
-use tulle_control::tls::creds::Leaf;
+use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_core::addr::Addr;
 use tulle_core::netns::Namespace;
 use tulle_proto::destination::GetDestination;
@@ -22,76 +22,76 @@ use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesC
 
 use super::webhooks::Review;
 
-/// One client, and where it is.
+/// A well-behaved client and its location.
 #[derive(Clone)]
-pub(crate) struct Good<'a> {
-    /// None is this process's own network.
+pub(crate) struct NormalClient<'a> {
+    /// The namespace of the client; `None` is that of this process.
     host: Option<&'a Arc<Namespace>>,
     addr: SocketAddr,
-    question: Question<'a>,
+    request: ClientRequest<'a>,
 }
 
 #[derive(Clone)]
-enum Question<'a> {
-    /// A path, and the status that it is answered with.
+enum ClientRequest<'a> {
+    /// A path, and the expected status.
     Http(&'a str, u16),
-    /// Answered by the settings of HTTP/2.
+    /// The expected answer is the SETTINGS frame of HTTP/2.
     Http2,
     Certify(&'a TrustAnchors),
-    Destination(&'a TrustAnchors, &'a Leaf),
-    Policy(&'a TrustAnchors, &'a Leaf),
+    Destination(&'a TrustAnchors, &'a LeafWithKey),
+    Policy(&'a TrustAnchors, &'a LeafWithKey),
     Review(Review),
 }
 
-impl<'a> Good<'a> {
+impl<'a> NormalClient<'a> {
     pub(crate) fn http(host: &'a Arc<Namespace>, addr: SocketAddr, path: &'a str, status: u16) -> Self {
-        Self::new(Some(host), addr, Question::Http(path, status))
+        Self::new(Some(host), addr, ClientRequest::Http(path, status))
     }
 
     pub(crate) fn http_here(addr: SocketAddr, path: &'a str, status: u16) -> Self {
-        Self::new(None, addr, Question::Http(path, status))
+        Self::new(None, addr, ClientRequest::Http(path, status))
     }
 
     pub(crate) fn http2(host: &'a Arc<Namespace>, addr: SocketAddr) -> Self {
-        Self::new(Some(host), addr, Question::Http2)
+        Self::new(Some(host), addr, ClientRequest::Http2)
     }
 
     pub(crate) fn certify(host: &'a Arc<Namespace>, addr: SocketAddr, anchors: &'a TrustAnchors) -> Self {
-        Self::new(Some(host), addr, Question::Certify(anchors))
+        Self::new(Some(host), addr, ClientRequest::Certify(anchors))
     }
 
     pub(crate) fn destination(
         host: &'a Arc<Namespace>,
         addr: SocketAddr,
         anchors: &'a TrustAnchors,
-        leaf: &'a Leaf,
+        leaf: &'a LeafWithKey,
     ) -> Self {
-        Self::new(Some(host), addr, Question::Destination(anchors, leaf))
+        Self::new(Some(host), addr, ClientRequest::Destination(anchors, leaf))
     }
 
     pub(crate) fn policy(
         host: &'a Arc<Namespace>,
         addr: SocketAddr,
         anchors: &'a TrustAnchors,
-        leaf: &'a Leaf,
+        leaf: &'a LeafWithKey,
     ) -> Self {
-        Self::new(Some(host), addr, Question::Policy(anchors, leaf))
+        Self::new(Some(host), addr, ClientRequest::Policy(anchors, leaf))
     }
 
     pub(crate) fn review(addr: SocketAddr, review: Review) -> Self {
-        Self::new(None, addr, Question::Review(review))
+        Self::new(None, addr, ClientRequest::Review(review))
     }
 
-    fn new(host: Option<&'a Arc<Namespace>>, addr: SocketAddr, question: Question<'a>) -> Self {
-        Self { host, addr, question }
+    fn new(host: Option<&'a Arc<Namespace>>, addr: SocketAddr, request: ClientRequest<'a>) -> Self {
+        Self { host, addr, request }
     }
 
-    /// Asks once; the error says what was wrong with the answer.
+    /// Sends the request once; the error describes a wrong response.
     pub(crate) fn ask(&self) -> anyhow::Result<()> {
         let ask = || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                let asking = tokio::time::timeout(LIMIT, self.answer());
+                let asking = tokio::time::timeout(RESPONSE_TIMEOUT, self.answer());
                 asking.await.context("there is no answer")?
             })
         };
@@ -102,8 +102,8 @@ impl<'a> Good<'a> {
     }
 
     async fn answer(&self) -> anyhow::Result<()> {
-        match &self.question {
-            Question::Http(path, due) => {
+        match &self.request {
+            ClientRequest::Http(path, due) => {
                 let mut stream = TcpStream::connect(self.addr).await?;
                 let request = format!(
                     "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n",
@@ -115,7 +115,7 @@ impl<'a> Good<'a> {
                 let status = answer.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
                 ensure!(status == Some(*due), "expected {due}: {answer:?}");
             }
-            Question::Http2 => {
+            ClientRequest::Http2 => {
                 let mut stream = TcpStream::connect(self.addr).await?;
                 stream
                     .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
@@ -124,13 +124,13 @@ impl<'a> Good<'a> {
                 stream.read_exact(&mut head).await?;
                 ensure!(head[3] == 4, "{head:?} are no settings");
             }
-            Question::Certify(anchors) => {
+            ClientRequest::Certify(anchors) => {
                 let channel = self.connect("linkerd-identity", anchors, None).await?;
                 let refused = IdentityClient::new(channel).certify(CertifyRequest::default()).await;
-                let status = refused.err().context("nobody may be certified without a name")?;
+                let status = refused.err().context("a request without a name was certified")?;
                 ensure!(status.message().contains("the request has no identity"), "{status:?}");
             }
-            Question::Destination(anchors, leaf) => {
+            ClientRequest::Destination(anchors, leaf) => {
                 let channel = self
                     .connect("linkerd-destination", anchors, Some((*leaf).clone()))
                     .await?;
@@ -141,7 +141,7 @@ impl<'a> Good<'a> {
                 let mut updates = DestinationClient::new(channel).get(request).await?.into_inner();
                 updates.message().await?.context("the stream has ended")?;
             }
-            Question::Policy(anchors, leaf) => {
+            ClientRequest::Policy(anchors, leaf) => {
                 let channel = self
                     .connect("linkerd-destination", anchors, Some((*leaf).clone()))
                     .await?;
@@ -155,12 +155,17 @@ impl<'a> Good<'a> {
                     .into_inner();
                 updates.message().await?.context("the stream has ended")?;
             }
-            Question::Review(review) => review.ask(self.addr).await?,
+            ClientRequest::Review(review) => review.ask(self.addr).await?,
         }
         Ok(())
     }
 
-    async fn connect(&self, account: &str, anchors: &TrustAnchors, leaf: Option<Leaf>) -> anyhow::Result<Channel> {
+    async fn connect(
+        &self,
+        account: &str,
+        anchors: &TrustAnchors,
+        leaf: Option<LeafWithKey>,
+    ) -> anyhow::Result<Channel> {
         let peer = Peer {
             addr: &Addr::Socket(self.addr),
             name: &tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local"),
@@ -171,19 +176,19 @@ impl<'a> Good<'a> {
     }
 }
 
-impl fmt::Display for Good<'_> {
+impl fmt::Display for NormalClient<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let question = match &self.question {
-            Question::Http(path, _) => return write!(f, "GET {}{path}", self.addr),
-            Question::Http2 => "HTTP/2",
-            Question::Certify(_) => "Certify",
-            Question::Destination(..) => "Get",
-            Question::Policy(..) => "WatchPort",
-            Question::Review(_) => "a review",
+        let request = match &self.request {
+            ClientRequest::Http(path, _) => return write!(f, "GET {}{path}", self.addr),
+            ClientRequest::Http2 => "HTTP/2",
+            ClientRequest::Certify(_) => "Certify",
+            ClientRequest::Destination(..) => "Get",
+            ClientRequest::Policy(..) => "WatchPort",
+            ClientRequest::Review(_) => "a review",
         };
-        write!(f, "{question} at {}", self.addr)
+        write!(f, "{request} at {}", self.addr)
     }
 }
 
-/// A client that has no answer by then is not answered.
-const LIMIT: Duration = Duration::from_secs(5);
+/// A client without a response after this time has failed.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);

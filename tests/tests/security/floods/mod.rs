@@ -1,14 +1,14 @@
-//! Floods of every listening port: while others hold all the connections that they can, well-behaved clients get every answer;
-//! with `TULLE_TEST_FULL=1` within a second, as long as nothing else runs on the machine.
+//! Floods of every listening port: while attackers hold as many connections as they can, well-behaved clients get every
+//! response. With `TULLE_TEST_FULL=1` each response takes less than a second, if nothing else runs on the machine.
 //!
-//! A row is a port, and what well-behaved clients ask meanwhile. Each row is flooded in every way, from one address and from two
-//! hundred; where clients prove an identity, also by peers with one. One flood after the other: a client that has
-//! several connections loses one first, and those who ask here have one address.
+//! A row is a port, with the requests of well-behaved clients. Each row is flooded in every way, from one address and
+//! from two hundred. Ports with client identities are also flooded by peers with one. Floods run one after another:
+//! eviction starts with clients that have several connections, and the well-behaved clients share one address.
 
-mod anybody;
+mod attackers;
 mod clients;
+mod insecure_tls;
 mod scene;
-mod strangers;
 mod webhooks;
 
 use std::time::Duration;
@@ -16,20 +16,20 @@ use std::time::Duration;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::time::Instant;
 
-use clients::Good;
-use scene::{CONTROL, SERVER, Scene, v6};
-use strangers::{Behaviour, Flood, Peers, Sources};
+use attackers::{Behaviour, Flood, Peers, Sources};
+use clients::NormalClient;
+use scene::{CONTROL, SERVER, Testbed, v6};
 
-/// One port: where the flood dials, and what others ask meanwhile.
+/// One port: the target of the flood, and the well-behaved clients.
 pub(crate) struct Row<'a> {
     pub(crate) name: &'static str,
     pub(crate) port: std::net::SocketAddr,
-    pub(crate) good: Vec<Good<'a>>,
-    /// Peers with an identity, where they are believed.
+    pub(crate) good: Vec<NormalClient<'a>>,
+    /// Peers with an identity, for ports that accept one.
     pub(crate) peers: Option<Peers>,
 }
 
-/// A flood of a row.
+/// One flood of a row.
 pub(crate) struct Cell<'r, 'a> {
     row: &'r Row<'a>,
     behaviour: Behaviour,
@@ -38,17 +38,17 @@ pub(crate) struct Cell<'r, 'a> {
 }
 
 #[test]
-fn every_port_answers_others_while_strangers_flood_it() {
+fn every_port_answers_other_clients_during_floods() {
     if !scene::can_run() {
         return;
     }
     raise_limit_of_files();
-    let scene = Scene::build();
+    let scene = Testbed::build();
     let leaf = &scene.leaf;
     let of_server = |port| (SERVER, port).into();
     let of_server6 = |port| (v6(SERVER), port).into();
     let of_control = |port| (CONTROL, port).into();
-    let get = |addr, path| Good::http(&scene.good, addr, path, 200);
+    let get = |addr, path| NormalClient::http(&scene.good, addr, path, 200);
     let probes = |addr| vec![get(addr, "/live"), get(addr, "/ready")];
     let row = |name, port, good| Row {
         name,
@@ -66,7 +66,10 @@ fn every_port_answers_others_while_strangers_flood_it() {
         row(
             "4190, tap",
             of_server(4190),
-            and(Good::http2(&scene.good, of_server(4190)), probes(of_server(4191))),
+            prepend(
+                NormalClient::http2(&scene.good, of_server(4190)),
+                probes(of_server(4191)),
+            ),
         ),
         row(
             "4143, redirected to it",
@@ -82,25 +85,35 @@ fn every_port_answers_others_while_strangers_flood_it() {
         row(
             "4140, itself",
             of_server(4140),
-            vec![Good::http(&scene.server, (scene::GOOD, scene::HTTP).into(), "/", 200)],
+            vec![NormalClient::http(
+                &scene.server,
+                (scene::GOOD, scene::HTTP).into(),
+                "/",
+                200,
+            )],
         ),
         row(
             "8080, identity",
             of_control(8080),
-            vec![Good::certify(&scene.good, of_control(8080), &scene.anchors)],
+            vec![NormalClient::certify(&scene.good, of_control(8080), &scene.anchors)],
         ),
         of_peers(
             "8086, destination",
             of_control(8086),
-            and(
-                Good::destination(&scene.good, of_control(8086), &scene.anchors, leaf),
+            prepend(
+                NormalClient::destination(&scene.good, of_control(8086), &scene.anchors, leaf),
                 probes(of_control(9996)),
             ),
         ),
         of_peers(
             "8090, policy",
             of_control(8090),
-            vec![Good::policy(&scene.good, of_control(8090), &scene.anchors, leaf)],
+            vec![NormalClient::policy(
+                &scene.good,
+                of_control(8090),
+                &scene.anchors,
+                leaf,
+            )],
         ),
         row(
             "9990, admin of identity and policy",
@@ -111,7 +124,12 @@ fn every_port_answers_others_while_strangers_flood_it() {
         row(
             "8089, telemetry",
             of_control(8089),
-            vec![Good::http(&scene.control, ([127, 0, 0, 1], 8089).into(), "/", 404)],
+            vec![NormalClient::http(
+                &scene.control,
+                ([127, 0, 0, 1], 8089).into(),
+                "/",
+                404,
+            )],
         ),
     ];
     let many = ["4191, admin", "4190, tap", "8086, destination"];
@@ -119,7 +137,7 @@ fn every_port_answers_others_while_strangers_flood_it() {
     run(floods.collect(), |flood| scene.strangers.run(flood).unwrap());
 }
 
-fn and<'a>(first: Good<'a>, others: Vec<Good<'a>>) -> Vec<Good<'a>> {
+fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
     [first].into_iter().chain(others).collect()
 }
 
@@ -142,14 +160,14 @@ pub(crate) fn cells<'r, 'a>(row: &'r Row<'a>, many: bool) -> Vec<Cell<'r, 'a>> {
             add(Behaviour::Verified, 400);
         }
         if many {
-            add(Behaviour::Silent, MANY);
+            add(Behaviour::Silent, N_IDLE_CONNECTIONS);
         }
     }
     cells
 }
 
-/// Runs floods and asserts that well-behaved clients are answered meanwhile. `start` starts a flood where the
-/// strangers are.
+/// Runs floods and asserts that well-behaved clients get responses meanwhile. `start` starts a flood in the namespace
+/// of the attackers.
 pub(crate) fn run(cells: Vec<Cell<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + Send)) + Sync) {
     let began_at = Instant::now();
     let failures: Vec<_> = cells.iter().flat_map(|cell| cell.run(&start)).collect();
@@ -158,12 +176,12 @@ pub(crate) fn run(cells: Vec<Cell<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + S
         failures.is_empty(),
         "{} of them:\n{}",
         failures.len(),
-        failures[..failures.len().min(SHOWN)].join("\n")
+        failures[..failures.len().min(MAX_LISTED_FAILURES)].join("\n")
     );
 }
 
 impl Cell<'_, '_> {
-    /// Floods and asks; returns what was wrong.
+    /// Runs the flood and the clients; returns the failures.
     fn run(&self, start: impl Fn(&mut (dyn FnMut() + Send))) -> Vec<String> {
         let Self {
             row,
@@ -177,7 +195,7 @@ impl Cell<'_, '_> {
         let flood = flood.expect("it has run");
         assert!(flood.n() > 0, "{}: no connection at all", row.name);
         let mut slowest = vec![Duration::ZERO; row.good.len()];
-        let bound = bound();
+        let bound = max_response_time();
         for round in 0..ROUNDS {
             flood.wait_for_byte();
             for (good, slowest) in row.good.iter().zip(&mut slowest) {
@@ -194,7 +212,7 @@ impl Cell<'_, '_> {
                 }
             }
         }
-        if *n == MANY {
+        if *n == N_IDLE_CONNECTIONS {
             for (good, slowest) in row.good.iter().zip(slowest) {
                 eprintln!("{}, {n} {behaviour:?} from {from:?}: {good} took {slowest:?}", row.name);
             }
@@ -208,16 +226,15 @@ pub(crate) fn raise_limit_of_files() {
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
 }
 
-/// What a well-behaved client waits for an answer at most.
-fn bound() -> Duration {
+/// The maximum time for a response to a well-behaved client.
+fn max_response_time() -> Duration {
     match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => Duration::from_secs(1),
-        None => Duration::MAX, // it gives up by itself
+        None => Duration::MAX, // the client has its own timeout
     }
 }
 
-/// How often each good client asks during a flood; where it says a byte each second, after each of them.
+/// Requests of each well-behaved client during a flood; for slow floods, one after each further byte.
 const ROUNDS: usize = 2;
-const MANY: usize = 4000;
-/// Failures that are written out.
-const SHOWN: usize = 50;
+const N_IDLE_CONNECTIONS: usize = 4000;
+const MAX_LISTED_FAILURES: usize = 50;

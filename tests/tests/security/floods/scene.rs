@@ -1,5 +1,5 @@
-//! Hosts on one bridge: the control plane, a server with a sidecar, a well-behaved client, and strangers with two hundred
-//! addresses.
+//! Hosts on one bridge: the control plane, a server with a sidecar, a well-behaved client, and attackers with two
+//! hundred addresses.
 
 use std::fs::{self, Permissions};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,34 +14,34 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tempfile::TempDir;
 use tulle_bench::run::process::Process;
 use tulle_control::tls::anchors::TrustAnchors;
-use tulle_control::tls::creds::Leaf;
+use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_core::names::port;
-use tulle_core::netns::{self, Lab, Namespace};
+use tulle_core::netns::{self, Namespace, VirtualNetwork};
 use tulle_tests::credentials::{Credentials, Validity};
-use tulle_tests::hosts::{admin, command};
-use tulle_tests::programs::{self, built};
+use tulle_tests::hosts::{admin_get, command};
+use tulle_tests::programs::{self, built_binary};
 
-use super::anybody;
-use super::strangers::Peers;
+use super::attackers::Peers;
+use super::insecure_tls;
 
-/// The mesh and its hosts; all of it vanishes with the value.
-pub(crate) struct Scene {
-    // Dropped in this order: processes before the namespaces they live in, and those before the files.
+/// The mesh and its hosts. Dropping it removes everything.
+pub(crate) struct Testbed {
+    // Fields drop in this order: processes, then their namespaces, then the files.
     _processes: Vec<Process>,
     pub(crate) control: Arc<Namespace>,
     pub(crate) server: Arc<Namespace>,
     pub(crate) good: Arc<Namespace>,
     pub(crate) strangers: Arc<Namespace>,
     pub(crate) anchors: TrustAnchors,
-    /// What the server's sidecar would show.
-    pub(crate) leaf: Leaf,
-    /// Who floods the destination and policy services with an identity of the mesh.
+    /// A certificate with the identity of the server.
+    pub(crate) leaf: LeafWithKey,
+    /// The identity of attackers in the mesh, for floods of the destination and policy services.
     pub(crate) peers: Peers,
-    _lab: Lab,
+    _network: VirtualNetwork,
     _dir: TempDir,
 }
 
-/// Whether there are the rights to make a scene; a loud word where not. In CI nothing may be missing.
+/// Whether the test has the rights it needs; prints a message if not. In CI missing rights are an error.
 pub(crate) fn can_run() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -51,16 +51,16 @@ pub(crate) fn can_run() -> bool {
     false
 }
 
-impl Scene {
+impl Testbed {
     pub(crate) fn build() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        // The sidecar runs as a user of its own and has to read what is in it.
+        // The sidecar runs as another user and has to read the directory.
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         let credentials = Credentials::create(dir.path());
         fs::create_dir(dir.path().join("manifests")).unwrap();
         fs::write(dir.path().join("manifests/mesh.yaml"), MESH).unwrap();
-        netns::sweep(PREFIX).unwrap();
-        let mut lab = Lab::new(PREFIX).unwrap();
+        netns::remove_stale(PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
         let hosts = [
             ("control", CONTROL),
             ("server", SERVER),
@@ -68,7 +68,8 @@ impl Scene {
             ("strange", stranger(0)),
         ];
         let [control, server, good, strangers] = hosts.map(|(name, ip)| {
-            lab.host(name, &format!("{ip}/16"), Some(&format!("{}/64", v6(ip))))
+            virtual_network
+                .host(name, &format!("{ip}/16"), Some(&format!("{}/64", v6(ip))))
                 .unwrap()
         });
         let others: String = (1..200)
@@ -82,7 +83,7 @@ impl Scene {
         redirect(&server);
         processes.push(sidecar(&server, &credentials, dir.path()));
         let peers = Peers {
-            tls: Arc::new(anybody::config(Some(&leaf_of("attacker", &credentials)))),
+            tls: Arc::new(insecure_tls::config(Some(&leaf_of("attacker", &credentials)))),
             server: ServerName::try_from(of_control("linkerd-destination")).unwrap(),
         };
         Self {
@@ -94,17 +95,17 @@ impl Scene {
             anchors: TrustAnchors::read(&credentials.anchors()).unwrap(),
             leaf: leaf_of("server", &credentials),
             peers,
-            _lab: lab,
+            _network: virtual_network,
             _dir: dir,
         }
     }
 }
 
 /// A certificate of the mesh.
-fn leaf_of(service_account: &str, credentials: &Credentials) -> Leaf {
+fn leaf_of(service_account: &str, credentials: &Credentials) -> LeafWithKey {
     let leaf = credentials.leaf(&identity(service_account), Validity::Current);
     let certificates = [&leaf.certificate, &leaf.chain];
-    Leaf {
+    LeafWithKey {
         chain: certificates
             .iter()
             .map(|path| CertificateDer::from_pem_file(path).unwrap())
@@ -116,7 +117,7 @@ fn leaf_of(service_account: &str, credentials: &Credentials) -> Leaf {
 fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
     let mut command = command(host, &[], &PathBuf::from("prlimit"));
     command.arg(format!("--nofile={FILES}"));
-    command.arg(built("tulle-control").unwrap()).arg("all-in-one");
+    command.arg(built_binary("tulle-control").unwrap()).arg("all-in-one");
     for (flag, path) in [
         ("--manifests", dir.join("manifests")),
         ("--trust-anchors", credentials.anchors()),
@@ -127,21 +128,21 @@ fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -
     }
     command.args(["-enable-ipv6=false", "--telemetry-addr=:8089"]);
     let mut control = Process::start("tulle-control", command, dir).unwrap();
-    control.listening(&[8080, 8086, 8090, 8089, 9990, 9996]).unwrap();
+    control.wait_for_ports(&[8080, 8086, 8090, 8089, 9990, 9996]).unwrap();
     control
 }
 
 fn application(host: &Arc<Namespace>, dir: &Path) -> Process {
-    let mut command = command(host, &[], &built("tulle-bench").unwrap());
+    let mut command = command(host, &[], &built_binary("tulle-bench").unwrap());
     let addr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, HTTP)).to_string();
     command.args(["serve", "--http", &addr]);
     let mut application = Process::start(&format!("application-{}", host.name()), command, dir).unwrap();
-    application.listening(&[HTTP]).unwrap();
+    application.wait_for_ports(&[HTTP]).unwrap();
     application
 }
 
 fn redirect(host: &Namespace) {
-    let mut command = host.command(built("tulle-init").unwrap());
+    let mut command = host.command(built_binary("tulle-init").unwrap());
     let skipped = format!("{},{}", port::TAP, port::ADMIN);
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
     command.args([
@@ -155,7 +156,7 @@ fn redirect(host: &Namespace) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A sidecar that may open so few files that a flood takes all of its places.
+/// A sidecar with so few file descriptors that a flood takes all of its places.
 fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
     let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
     let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], &PathBuf::from("prlimit"));
@@ -197,7 +198,7 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
 
 fn start_ready(host: &Arc<Namespace>, command: Command, dir: &Path) -> Process {
     let mut sidecar = Process::start("sidecar", command, dir).unwrap();
-    let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+    let ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
     sidecar.wait_for("certificate, by its /ready", ready).unwrap();
     sidecar
 }
@@ -210,12 +211,12 @@ fn of_control(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, "linkerd", "linkerd", "cluster.local")
 }
 
-/// The other address of a host: fd00::a4e:14 for 10.78.0.20.
+/// The IPv6 address of a host: fd00::a4e:14 for 10.78.0.20.
 pub(crate) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from_bits((0xfd00 << 112) | u128::from(ip.to_bits()))
 }
 
-/// The addresses of the strangers, from 0 to 199.
+/// The addresses of the attackers, from 0 to 199.
 pub(crate) fn stranger(n: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 78, 1, n + 1)
 }
@@ -242,10 +243,10 @@ spec:
 pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 30);
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 20);
 pub(crate) const GOOD: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 40);
-/// Where applications listen.
 pub(crate) const HTTP: u16 = 8080;
-/// The user whose traffic is not redirected.
+/// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "fl-";
-/// Of a sidecar a quarter of them is for connections of one direction, of the control plane a fifth for those of a port.
+/// Maximum open files. The sidecar uses a quarter of them for connections of one direction, the control plane a fifth
+/// for connections of one port.
 const FILES: usize = 1500;

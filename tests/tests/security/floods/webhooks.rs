@@ -1,4 +1,4 @@
-//! Floods of the webhooks, beside a real API server. Strangers have addresses of the loopback network there.
+//! Floods of the webhooks, with a real API server. Attackers use loopback addresses.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -15,24 +15,24 @@ use tulle_bench::run::process::Process;
 use tulle_control::trust;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
-use tulle_tests::programs::built;
+use tulle_tests::programs::built_binary;
 
-use super::clients::Good;
-use super::{Row, and, anybody, cells, raise_limit_of_files, run, scene};
+use super::clients::NormalClient;
+use super::{Row, cells, insecure_tls, prepend, raise_limit_of_files, run, scene};
 
-/// What an API server asks a webhook.
+/// A request of an API server to a webhook.
 #[derive(Clone, Copy)]
 pub(crate) enum Review {
-    /// A pod that is to get a sidecar.
+    /// A pod that needs a sidecar.
     Injection,
-    /// A ServiceProfile that is good.
+    /// A valid ServiceProfile.
     Profile,
-    /// A Server that is good.
+    /// A valid Server.
     Policy,
 }
 
 #[test]
-fn webhooks_answer_while_strangers_flood_them() {
+fn webhooks_answer_during_floods() {
     if !scene::can_run() {
         return;
     }
@@ -45,7 +45,7 @@ fn webhooks_answer_while_strangers_flood_them() {
         }
         let annotate = ["annotate", "ns", "shop", "linkerd.io/inject=enabled"];
         server.kubectl(&annotate).await.unwrap();
-        // Without a configuration nobody calls a webhook, and it makes no certificate.
+        // Without a configuration the API server does not call a webhook, and the webhook creates no certificate.
         let configurations = server.dir().join("configurations.yaml");
         std::fs::write(&configurations, configured()).unwrap();
         let apply = ["apply", "-f", configurations.to_str().unwrap()];
@@ -63,7 +63,7 @@ fn webhooks_answer_while_strangers_flood_them() {
         runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
     }
     let probes = |webhook: &Webhook| {
-        let get = |path| Good::http_here(at(webhook.admin), path, 200);
+        let get = |path| NormalClient::http_here(at(webhook.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
     let row = |name, port, good| Row {
@@ -76,20 +76,20 @@ fn webhooks_answer_while_strangers_flood_them() {
         row(
             "8443, injector",
             injector,
-            and(
-                Good::review(injector, Review::Injection),
+            prepend(
+                NormalClient::review(injector, Review::Injection),
                 probes(&INJECTOR)[..2].to_vec(),
             ),
         ),
         row(
             "8443, sp-validator",
             validator,
-            vec![Good::review(validator, Review::Profile)],
+            vec![NormalClient::review(validator, Review::Profile)],
         ),
         row(
             "9443, policy validator",
             policies,
-            vec![Good::review(policies, Review::Policy)],
+            vec![NormalClient::review(policies, Review::Policy)],
         ),
         row("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
         row("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
@@ -99,7 +99,7 @@ fn webhooks_answer_while_strangers_flood_them() {
     drop(processes);
 }
 
-/// A webhook, where it listens in this test, and who calls it.
+/// A webhook, its address in this test, and its callers.
 struct Webhook {
     service: &'static str,
     addr_flag: &'static str,
@@ -109,7 +109,7 @@ struct Webhook {
     configuration: (&'static str, &'static str),
 }
 
-/// Configurations as a chart writes them: without a bundle. The API server asks nobody for objects of such a group.
+/// Configurations as a chart writes them, without a CA bundle. The API server calls no webhook for objects of this group.
 fn configured() -> String {
     let configurations = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
         let (kind, name) = webhook.configuration;
@@ -130,7 +130,7 @@ fn configured() -> String {
     configurations.join("\n---\n")
 }
 
-/// The webhooks as the chart starts them, with ports of this test.
+/// The webhooks as the chart starts them, with the ports of this test.
 fn control(server: &ApiServer) -> [Process; 3] {
     let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
     let at = |name: &str| server.dir().join(name);
@@ -140,7 +140,7 @@ fn control(server: &ApiServer) -> [Process; 3] {
         let mut command = Command::new("prlimit");
         command
             .arg(format!("--nofile={FILES}"))
-            .arg(built("tulle-control").unwrap());
+            .arg(built_binary("tulle-control").unwrap());
         command.arg(webhook.service);
         for (flag, port) in [(webhook.addr_flag, webhook.port), (webhook.admin_flag, webhook.admin)] {
             command.arg(flag).arg(format!("127.0.0.1:{port}"));
@@ -157,18 +157,18 @@ fn control(server: &ApiServer) -> [Process; 3] {
             command.args(["-grpc-addr", "127.0.0.1:0"]);
         }
         let mut process = Process::start(webhook.service, command, server.dir()).unwrap();
-        process.listening(&[webhook.port, webhook.admin]).unwrap();
+        process.wait_for_ports(&[webhook.port, webhook.admin]).unwrap();
         process
     })
 }
 
 impl Review {
-    /// Sends the review as the API server would, and looks at the answer.
+    /// Sends the review as the API server would, and checks the response.
     pub(crate) async fn ask(self, addr: SocketAddr) -> anyhow::Result<()> {
         let body = self.body().to_string();
         let tcp = TcpStream::connect(addr).await?;
         let name = ServerName::try_from("webhook.linkerd.svc").context("a name")?;
-        let mut tls = TlsConnector::from(Arc::new(anybody::config(None)))
+        let mut tls = TlsConnector::from(Arc::new(insecure_tls::config(None)))
             .connect(name, tcp)
             .await?;
         let head = format!(
@@ -178,7 +178,7 @@ impl Review {
         tls.write_all(head.as_bytes()).await?;
         tls.write_all(body.as_bytes()).await?;
         let mut answer = String::new();
-        // What ends without a farewell of TLS has ended, too.
+        // A connection that ends without a TLS close_notify has also ended.
         if let Err(error) = tls.read_to_string(&mut answer).await {
             ensure!(error.kind() == std::io::ErrorKind::UnexpectedEof, "{error}");
         }
@@ -256,6 +256,7 @@ const POLICIES: Webhook = Webhook {
         "linkerd-policy-validator-webhook-config",
     ),
 };
-/// So few files that a flood from one address takes all places, of which a webhook has a twentieth of them; more places than addresses.
+/// Maximum open files. A webhook uses a twentieth of them for connections, which is few enough for a flood from one
+/// address and more than there are addresses.
 const FILES: usize = 10_000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";

@@ -1,4 +1,4 @@
-//! The application behind the sidecar: answers whatever it gets, and remembers which connections' bytes reached it.
+//! The application behind the sidecar: answers any input, and records the tokens of the connections that reach it.
 
 use std::collections::BTreeSet;
 use std::net::{Ipv6Addr, SocketAddr, TcpListener};
@@ -12,25 +12,25 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tulle_core::netns::Namespace;
 
-/// What an answer of the application begins with that is no HTTP.
+/// The start of an answer that is not HTTP.
 pub(super) const BYTES: &str = "application: bytes";
-/// The greeting of a client that says nothing.
+/// The greeting for a silent client.
 pub(super) const GREETING: &str = "application: greeting";
-/// The header of its answers in HTTP.
+/// The header of its HTTP responses.
 pub(super) const HEADER: &str = "x-application";
-/// The header of requests that says which connection this is.
+/// The request header with the token of the connection.
 pub(super) const TOKEN: &str = "x-token";
 
-/// What has reached the application.
+/// The tokens that reached the application.
 #[derive(Clone, Default)]
-pub(super) struct Reached(Arc<Mutex<BTreeSet<String>>>);
+pub(super) struct ReceivedTokens(Arc<Mutex<BTreeSet<String>>>);
 
-impl Reached {
+impl ReceivedTokens {
     pub(super) fn contains(&self, token: &str) -> bool {
         self.0.lock().contains(token)
     }
 
-    /// Remembers each token in some bytes.
+    /// Records each token in some bytes.
     fn note(&self, bytes: &[u8]) {
         let text = String::from_utf8_lossy(bytes);
         let found = text.match_indices("token-").filter_map(|(at, _)| {
@@ -41,7 +41,7 @@ impl Reached {
     }
 }
 
-/// Opens a listener for both families on each of these ports.
+/// Opens a listener for both families on each port.
 pub(super) fn listen(host: &Namespace, ports: &[u16]) -> Vec<TcpListener> {
     let bind = |port: &u16| {
         let listener = TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, *port))).unwrap();
@@ -52,15 +52,15 @@ pub(super) fn listen(host: &Namespace, ports: &[u16]) -> Vec<TcpListener> {
 }
 
 /// Serves all connections until the runtime ends.
-pub(super) fn serve(listeners: Vec<TcpListener>) -> Reached {
-    let reached = Reached::default();
+pub(super) fn serve(listeners: Vec<TcpListener>) -> ReceivedTokens {
+    let reached = ReceivedTokens::default();
     for listener in listeners {
         let (listener, reached) = (tokio::net::TcpListener::from_std(listener).unwrap(), reached.clone());
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
                 let reached = reached.clone();
-                // Whatever ends a connection early shows at the client.
+                // An error ends the connection early, which the client reports.
                 tokio::spawn(async move { connection(stream, &reached).await.ok() });
             }
         });
@@ -68,9 +68,9 @@ pub(super) fn serve(listeners: Vec<TcpListener>) -> Reached {
     reached
 }
 
-async fn connection(mut stream: TcpStream, reached: &Reached) -> anyhow::Result<()> {
+async fn connection(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
     let mut first = [0; 3];
-    if timeout(SILENCE, stream.peek(&mut first)).await.is_err() {
+    if timeout(IDLE_TIMEOUT, stream.peek(&mut first)).await.is_err() {
         stream.write_all(GREETING.as_bytes()).await?;
     }
     let n = stream.peek(&mut first).await?;
@@ -80,42 +80,42 @@ async fn connection(mut stream: TcpStream, reached: &Reached) -> anyhow::Result<
     }
 }
 
-/// Answers HTTP/1 as such, and all else once nothing more comes.
-async fn bytes(mut stream: TcpStream, reached: &Reached) -> anyhow::Result<()> {
-    let mut said = Vec::new();
+/// Answers HTTP/1 with HTTP, and other bytes after the client stops sending.
+async fn bytes(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+    let mut received = Vec::new();
     loop {
-        let is_late = !said.is_empty();
-        let reading = stream.read_buf(&mut said);
+        let is_late = !received.is_empty();
+        let reading = stream.read_buf(&mut received);
         let read = if is_late {
-            timeout(SILENCE, reading).await
+            timeout(IDLE_TIMEOUT, reading).await
         } else {
             Ok(reading.await)
         };
-        reached.note(&said);
+        reached.note(&received);
         let answer = match read {
             Ok(Ok(0)) => return Ok(()),
             Ok(Err(error)) => return Err(error.into()),
-            Ok(Ok(_)) if said.ends_with(b"\r\n\r\n") && is_request(&said) => {
+            Ok(Ok(_)) if received.ends_with(b"\r\n\r\n") && is_request(&received) => {
                 format!("HTTP/1.1 200 OK\r\n{HEADER}: yes\r\ncontent-length: 0\r\n\r\n")
             }
             Ok(Ok(_)) => continue,
             Err(_) => BYTES.to_owned(),
         };
         stream.write_all(answer.as_bytes()).await?;
-        said.clear();
+        received.clear();
     }
 }
 
-fn is_request(said: &[u8]) -> bool {
-    let line = said.split(|byte| *byte == b'\r').next().unwrap_or_default();
+fn is_request(received: &[u8]) -> bool {
+    let line = received.split(|byte| *byte == b'\r').next().unwrap_or_default();
     line.ends_with(b" HTTP/1.1")
 }
 
-async fn http2(stream: TcpStream, reached: &Reached) -> anyhow::Result<()> {
+async fn http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
     let mut connection = h2::server::handshake(stream).await?;
     while let Some(accepted) = connection.accept().await {
         let (request, mut respond) = accepted?;
-        reached.note(told(request.headers()));
+        reached.note(token_of(request.headers()));
         let is_grpc = request.headers().get("content-type").is_some_and(|kind| kind == GRPC);
         let answer = Response::builder().header(HEADER, "yes");
         let answer = match is_grpc {
@@ -127,10 +127,10 @@ async fn http2(stream: TcpStream, reached: &Reached) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn told(headers: &HeaderMap) -> &[u8] {
+fn token_of(headers: &HeaderMap) -> &[u8] {
     headers.get(TOKEN).map_or(b"", |token| token.as_bytes())
 }
 
 pub(super) const GRPC: &str = "application/grpc";
-/// After this a client is taken for silent; the sidecar's own limits are longer.
-const SILENCE: Duration = Duration::from_secs(1);
+/// After this time a client counts as silent; the limits of the sidecar are longer.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! The client: one connection with the wanted TLS, one function for each thing it may send, and what it saw.
+//! The client: one connection with the TLS of the cell, one function for each kind of input, and the observed result.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,14 +25,14 @@ use tulle_tests::credentials::{Credentials, Leaf, Validity};
 
 use super::application::{self, GRPC, HEADER, TOKEN};
 use super::scene::identity;
-use super::table::{Header, Identity, Sent, What};
+use super::table::{ClientInput, Header, Identity, What};
 
-/// What came of a connection, as its client sees it.
+/// The result of a connection, as the client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Saw {
-    /// The application's answer.
+pub(super) enum Observed {
+    /// A response of the application.
     Application,
-    /// An answer of the proxy.
+    /// A response of the proxy.
     Status {
         status: u16,
         /// `grpc-status`.
@@ -40,15 +40,15 @@ pub(super) enum Saw {
         /// The code in `l5d-proxy-cause`.
         cause: Option<String>,
     },
-    /// The connection ended without an answer.
+    /// The connection ended without a response.
     Closed,
-    /// Nothing came for a long time.
-    Silence,
-    /// The connection did not come to be.
+    /// No response within the time limit.
+    Timeout,
+    /// The connection was not established.
     Unreachable,
 }
 
-/// Connects with any identity.
+/// A client for connections with any identity.
 pub(super) struct Client {
     configs: BTreeMap<Identity, Arc<ClientConfig>>,
 }
@@ -60,10 +60,10 @@ impl Client {
     pub(super) fn new(credentials: &Credentials) -> Self {
         let client = identity("client");
         let leaf = |identity: Identity| match identity {
-            Identity::Nobody | Identity::Anonymous => None,
+            Identity::Absent | Identity::Anonymous => None,
             Identity::Right => Some(credentials.leaf(&client, Validity::Current)),
             Identity::Wrong => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
-            Identity::Expired => Some(credentials.leaf(&client, Validity::Over)),
+            Identity::Expired => Some(credentials.leaf(&client, Validity::Expired)),
             Identity::OtherTrustDomain => Some(credentials.foreign_leaf(&client)),
         };
         let mut roots = RootCertStore::empty();
@@ -88,21 +88,21 @@ impl Client {
         }
     }
 
-    /// Sends something to the application's address, as somebody, and waits for what comes back.
-    pub(super) async fn send(&self, sent: Sent, identity: Identity, to: SocketAddr, token: &str) -> Saw {
+    /// Connects to an address with an identity, sends the input, and waits for the result.
+    pub(super) async fn send(&self, sent: ClientInput, identity: Identity, to: SocketAddr, token: &str) -> Observed {
         let proxy = SocketAddr::new(to.ip(), port::INBOUND);
         let dialled = if sent.header == Header::Absent { to } else { proxy };
         let tcp = match timeout(CONNECT_LIMIT, TcpStream::connect(dialled)).await {
             Ok(Ok(tcp)) => tcp,
-            // Refused as soon as it came to be.
-            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionReset => return Saw::Closed,
-            Ok(Err(_)) | Err(_) => return Saw::Unreachable,
+            // The connection was reset right after it was established.
+            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionReset => return Observed::Closed,
+            Ok(Err(_)) | Err(_) => return Observed::Unreachable,
         };
         let stream: Box<dyn Stream> = match identity {
-            Identity::Nobody => Box::new(tcp),
+            Identity::Absent => Box::new(tcp),
             _ => match self.encrypt(tcp, identity, sent.header).await {
                 Ok(tls) => Box::new(tls),
-                Err(_) => return Saw::Closed,
+                Err(_) => return Observed::Closed,
             },
         };
         self.speak(stream, sent, to.port(), token).await
@@ -125,9 +125,9 @@ impl Client {
             .unwrap_or_else(|late| Err(late.into()))
     }
 
-    async fn speak(&self, mut stream: Box<dyn Stream>, sent: Sent, port: u16, token: &str) -> Saw {
+    async fn speak(&self, mut stream: Box<dyn Stream>, sent: ClientInput, port: u16, token: &str) -> Observed {
         if stream.write_all(&transport_header(sent.header, port)).await.is_err() {
-            return Saw::Closed;
+            return Observed::Closed;
         }
         match sent.what {
             What::Http1 => http1(stream, token).await,
@@ -142,34 +142,33 @@ impl Client {
     }
 }
 
-/// A request of HTTP/1.1.
-async fn http1(stream: Box<dyn Stream>, token: &str) -> Saw {
+async fn http1(stream: Box<dyn Stream>, token: &str) -> Observed {
     let head = format!("POST {PATH} HTTP/1.1\r\nhost: server\r\ncontent-length: 0\r\n{TOKEN}: {token}.\r\n\r\n");
     exchange(stream, head.as_bytes()).await
 }
 
-/// A request of HTTP/2, by prior knowledge.
-async fn http2(stream: Box<dyn Stream>, token: &str) -> Saw {
+/// Sends an HTTP/2 request with prior knowledge.
+async fn http2(stream: Box<dyn Stream>, token: &str) -> Observed {
     let req = Request::post(format!("http://server{PATH}"));
     request2(stream, req.header(TOKEN, format!("{token}.")), None).await
 }
 
-/// A unary call of gRPC.
-async fn grpc(stream: Box<dyn Stream>, token: &str) -> Saw {
+/// Sends a unary gRPC call.
+async fn grpc(stream: Box<dyn Stream>, token: &str) -> Observed {
     let req = Request::post(format!("http://server{PATH}"));
     let req = req.header("content-type", GRPC).header("te", "trailers");
     let message = Bytes::from_static(&[0; 5]);
     request2(stream, req.header(TOKEN, format!("{token}.")), Some(message)).await
 }
 
-/// A request whose method is in small letters.
-async fn odd(stream: Box<dyn Stream>, token: &str) -> Saw {
+/// Sends a request with a lower-case method.
+async fn odd(stream: Box<dyn Stream>, token: &str) -> Observed {
     let head = format!("post {PATH} HTTP/1.1\r\nhost: server\r\ncontent-length: 0\r\n{TOKEN}: {token}.\r\n\r\n");
     exchange(stream, head.as_bytes()).await
 }
 
-/// The ClientHello of an application that speaks TLS by itself.
-async fn tls(stream: Box<dyn Stream>, config: &Arc<ClientConfig>, token: &str) -> Saw {
+/// Sends the ClientHello of an application that uses TLS itself.
+async fn tls(stream: Box<dyn Stream>, config: &Arc<ClientConfig>, token: &str) -> Observed {
     let name = ServerName::try_from(format!("{token}.test")).unwrap();
     let mut connection = ClientConnection::new(config.clone(), name).unwrap();
     let mut hello = Vec::new();
@@ -177,24 +176,24 @@ async fn tls(stream: Box<dyn Stream>, config: &Arc<ClientConfig>, token: &str) -
     exchange(stream, &hello).await
 }
 
-/// Bytes that are no HTTP.
-async fn raw(stream: Box<dyn Stream>, token: &str) -> Saw {
+/// Sends bytes that are not HTTP.
+async fn raw(stream: Box<dyn Stream>, token: &str) -> Observed {
     exchange(stream, format!("\0\x01 {token}. and more\n").as_bytes()).await
 }
 
-async fn silence(stream: Box<dyn Stream>) -> Saw {
+async fn silence(stream: Box<dyn Stream>) -> Observed {
     exchange(stream, b"").await
 }
 
-/// A request line, a header, and no end.
-async fn half(stream: Box<dyn Stream>, token: &str) -> Saw {
+/// Sends a request line and a header, without the end of the headers.
+async fn half(stream: Box<dyn Stream>, token: &str) -> Observed {
     let head = format!("GET {PATH} HTTP/1.1\r\nhost: server\r\n{TOKEN}: {token}.\r\n");
     exchange(stream, head.as_bytes()).await
 }
 
-/// Sends bytes and reads until it is clear what the answer is.
-async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Saw {
-    // A refusal may come before all is sent, and is read then.
+/// Sends bytes and reads until the result is clear.
+async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Observed {
+    // The proxy may refuse before everything is sent; the refusal is read below.
     let _sent = stream.write_all(bytes).await;
     let _flushed = stream.flush().await;
     let mut answer = Vec::new();
@@ -204,18 +203,18 @@ async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Saw {
                 return saw;
             }
             if !matches!(stream.read_buf(&mut answer).await, Ok(1..)) {
-                return Saw::Closed;
+                return Observed::Closed;
             }
         }
     };
-    timeout(ANSWER_LIMIT, reading).await.unwrap_or(Saw::Silence)
+    timeout(ANSWER_LIMIT, reading).await.unwrap_or(Observed::Timeout)
 }
 
-/// What an answer in bytes is, once there is enough of it.
-fn of_bytes(answer: &[u8]) -> Option<Saw> {
+/// The result for the bytes received so far; `None` if they are not sufficient.
+fn of_bytes(answer: &[u8]) -> Option<Observed> {
     let text = String::from_utf8_lossy(answer);
     if text.starts_with(application::BYTES) || text.starts_with(application::GREETING) {
-        return Some(Saw::Application);
+        return Some(Observed::Application);
     }
     let (head, _) = text.strip_prefix("HTTP/1.1 ")?.split_once("\r\n\r\n")?;
     let mut headers = HeaderMap::new();
@@ -226,40 +225,40 @@ fn of_bytes(answer: &[u8]) -> Option<Saw> {
     Some(of_head(head.get(..3)?.parse().ok()?, &headers))
 }
 
-/// What an answer of HTTP is.
-fn of_head(status: u16, headers: &HeaderMap) -> Saw {
+/// The result for an HTTP response head.
+fn of_head(status: u16, headers: &HeaderMap) -> Observed {
     if headers.contains_key(HEADER) {
-        return Saw::Application;
+        return Observed::Application;
     }
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let code = |cause: &str| cause.split([';', ':']).next().unwrap_or_default().to_owned();
-    Saw::Status {
+    Observed::Status {
         status,
         grpc: text("grpc-status").and_then(|code| code.parse().ok()),
         cause: text("l5d-proxy-cause").map(code),
     }
 }
 
-async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Saw {
+async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Observed {
     let asking = async {
         let (mut sender, connection) = h2::client::handshake(stream).await?;
-        // Ends with the runtime, or with the connection.
+        // The task ends with the runtime or the connection.
         tokio::spawn(async move { connection.await.ok() });
         let (response, mut body) = sender.send_request(req.body(()).unwrap(), message.is_none())?;
         if let Some(message) = message {
-            // Refused early, the answer says why.
+            // If the proxy has refused already, the response gives the reason.
             let _sent = body.send_data(message, true);
         }
         response.await
     };
     match timeout(ANSWER_LIMIT, asking).await {
         Ok(Ok(response)) => of_head(response.status().as_u16(), response.headers()),
-        Ok(Err(_)) => Saw::Closed,
-        Err(_) => Saw::Silence,
+        Ok(Err(_)) => Observed::Closed,
+        Err(_) => Observed::Timeout,
     }
 }
 
-/// What is sent ahead on the proxy's own port; nothing elsewhere.
+/// The transport header for the proxy's own port; empty for other ports.
 fn transport_header(header: Header, port: u16) -> Vec<u8> {
     let kind = match header {
         Header::Absent => return Vec::new(),
@@ -288,8 +287,8 @@ fn certificate(text: &str) -> CertificateDer<'static> {
     pem::parse(text).unwrap().into_contents().into()
 }
 
-/// What routes of the table match: `own` is a service of gRPC, too, and `Call` its method.
+/// The path that routes of the table match. `own` is also a gRPC service with the method `Call`.
 const PATH: &str = "/own/Call";
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
-/// Longer than any limit of the sidecar.
+/// Longer than any time limit of the sidecar.
 const ANSWER_LIMIT: Duration = Duration::from_secs(8);

@@ -1,6 +1,6 @@
-//! Policies of the way out: EgressNetworks, through the sidecar of a client.
+//! Egress policies: EgressNetworks, through the sidecar of a client.
 //!
-//! What decides is whom the client dials, so there is an address for each policy; the application listens on all of them.
+//! The policy depends on the dialled address, so there is an address for each policy. The application listens on all of them.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -8,17 +8,17 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use futures_util::future::join_all;
 use tokio::sync::Semaphore;
 
-use super::application::{self, Reached};
-use super::client::{Client, Saw};
-use super::scene::{self, Ipv6Rules, Scene};
-use super::table::{self, Family, Header, Identity, Sent, State, What};
+use super::application::{self, ReceivedTokens};
+use super::client::{Client, Observed};
+use super::scene::{self, Ipv6Rules, Testbed};
+use super::table::{self, ClientInput, Family, Header, Identity, State, What};
 use super::words::words;
-use super::{MAX_WAITING, runtime};
+use super::{MAX_CONCURRENT_WAITING_CELLS, runtime};
 
-/// What becomes of what a client sends, by the policy of the address it dials.
+/// The expected result for each input, by the policy of the dialled address.
 ///
-/// Identities are folded: the sidecar is the one of the client, which proves nothing to it. Transport headers are
-/// folded: applications send none.
+/// Identities are not varied, because the sidecar belongs to the client and does not authenticate it. Transport headers
+/// are not varied, because applications send none.
 const SENT: &str = "
 sent     none  allow  deny    http-route  other-route  tls-route  tcp-route
 http1    ok    ok     403     ok          403          closed     ok
@@ -31,9 +31,9 @@ silence  ok    ok     closed  closed      closed       closed     ok
 half     late  late   late    late        late         closed     ok
 ";
 
-/// What each state of the control plane makes of a connection.
+/// The knowledge of the sidecar in each state of the control plane.
 ///
-/// That the control plane finds nothing is folded: it has an answer for every address outside of the cluster.
+/// The control plane has an answer for every address outside the cluster, so there is no state in which it finds nothing.
 const STATES: &[(State, Knowledge)] = &[
     (State::Up, Knowledge::Policy),
     (State::NotYet, Knowledge::Nothing),
@@ -45,19 +45,19 @@ const STATES: &[(State, Knowledge)] = &[
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Knowledge {
     Policy,
-    /// The connection is refused, because nobody can say where it may go.
+    /// The connection is refused, because its policy is not known.
     Nothing,
 }
 
 words! {
     EgressPolicy {
-        /// No EgressNetwork has the address.
+        /// No EgressNetwork contains the address.
         Absent = "none",
         Allow = "allow",
         Deny = "deny",
-        /// It denies, but for an HTTPRoute that matches.
+        /// Denies, with an HTTPRoute that matches.
         HttpRoute = "http-route",
-        /// It denies, but for an HTTPRoute that does not match.
+        /// Denies, with an HTTPRoute that does not match.
         OtherRoute = "other-route",
         TlsRoute = "tls-route",
         TcpRoute = "tcp-route",
@@ -67,58 +67,58 @@ words! {
 words! {
     Expected {
         Permitted = "ok",
-        /// HTTP is answered 403, or what gRPC has for it.
+        /// HTTP status 403, or the matching gRPC status.
         Forbidden = "403",
         Closed = "closed",
-        /// The request does not come to its end, which the client's sidecar waits for longer than the client.
+        /// The request does not complete; the client's sidecar waits longer than the client.
         Late = "late",
-        /// As 403, but nobody can say.
+        /// As 403, because the policy is not known.
         Unknown = "unknown",
     }
 }
 
 #[test]
-fn while_the_control_plane_is_up_nothing_leaves_but_what_egress_networks_permit() {
-    check(&[State::Up], scene::up, |_| {});
+fn while_the_control_plane_is_up_egress_networks_are_enforced() {
+    check(&[State::Up], scene::start_control_plane_first, |_| {});
 }
 
 #[test]
-fn before_the_control_plane_has_come_nothing_leaves() {
-    check(&[State::NotYet], scene::not_yet, |_| {});
+fn before_the_control_plane_is_up_no_egress_is_permitted() {
+    check(&[State::NotYet], scene::without_control_plane, |_| {});
 }
 
 #[test]
-fn while_the_control_plane_is_down_what_it_said_of_the_outside_holds() {
+fn while_the_control_plane_is_down_known_egress_policies_apply() {
     check(
         &[State::DownBefore, State::DownAfter],
-        scene::up,
-        Scene::kill_control_plane,
+        scene::start_control_plane_first,
+        Testbed::kill_control_plane,
     );
 }
 
 #[test]
-fn while_the_control_plane_restarts_nothing_leaves_but_what_egress_networks_permit() {
-    let restart = |scene: &mut Scene| {
+fn while_the_control_plane_restarts_egress_networks_are_enforced() {
+    let restart = |scene: &mut Testbed| {
         scene.kill_control_plane();
         scene.start_control_plane("manifests");
     };
-    check(&[State::Restarting], scene::up, restart);
+    check(&[State::Restarting], scene::start_control_plane_first, restart);
 }
 
 #[derive(Clone, Copy)]
 struct Cell {
     state: State,
     policy: EgressPolicy,
-    sent: Sent,
+    sent: ClientInput,
     family: Family,
 }
 
-/// Tries all cells of some states: the scene is brought up, what is asked for before is asked for, then `changes` happen.
-fn check(states: &[State], bring_up: fn(&mut Scene), changes: fn(&mut Scene)) {
+/// Tries all cells of some states: starts the scene, sends the first requests, then applies `changes`.
+fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)) {
     if !scene::can_run() {
         return;
     }
-    let mut scene = Scene::build("client", &manifests(), &[], Ipv6Rules::Written);
+    let mut scene = Testbed::build("client", &manifests(), &[], Ipv6Rules::Written);
     let mut addresses = Vec::new();
     for policy in EgressPolicy::ALL {
         for state in [State::Up, State::NotYet] {
@@ -134,13 +134,13 @@ fn check(states: &[State], bring_up: fn(&mut Scene), changes: fn(&mut Scene)) {
     bring_up(&mut scene);
     let cells = cells(states);
     let client = Client::new(&scene.credentials);
-    let is_asked = |cell: &&Cell| cell.state.is_asked();
-    let asked: Vec<_> = cells.iter().filter(is_asked).copied().collect();
+    let is_requested_before = |cell: &&Cell| cell.state.is_requested_before();
+    let requested_before: Vec<_> = cells.iter().filter(is_requested_before).copied().collect();
     let host = scene.client.clone();
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            let mut faults = faults_of(&asked, &client, &reached).await;
+            let mut faults = faults_of(&requested_before, &client, &reached).await;
             changes(&mut scene);
             faults.extend(faults_of(&cells, &client, &reached).await);
             faults
@@ -155,7 +155,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
     for &state in states {
         for &policy in EgressPolicy::ALL {
             for row in table::rows(SENT) {
-                let sent = Sent {
+                let sent = ClientInput {
                     header: Header::Absent,
                     what: What::of(row[0]),
                 };
@@ -172,8 +172,8 @@ fn cells(states: &[State]) -> Vec<Cell> {
     cells
 }
 
-async fn faults_of(cells: &[Cell], client: &Client, reached: &Reached) -> Vec<String> {
-    let places = Semaphore::new(MAX_WAITING);
+async fn faults_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+    let places = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
     let tries = cells.iter().enumerate().map(async |(n, cell)| {
         let _place = places.acquire().await.unwrap();
         cell.fault(n, client, reached).await
@@ -182,17 +182,17 @@ async fn faults_of(cells: &[Cell], client: &Client, reached: &Reached) -> Vec<St
 }
 
 impl Cell {
-    async fn fault(&self, n: usize, client: &Client, reached: &Reached) -> Option<String> {
+    async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
         let to = SocketAddr::new(self.policy.address(self.state, self.family), PORT);
-        let token = format!("token-{}-{n}", self.state.is_asked());
-        let saw = client.send(self.sent, Identity::Nobody, to, &token).await;
+        let token = format!("token-{}-{n}", self.state.is_requested_before());
+        let saw = client.send(self.sent, Identity::Absent, to, &token).await;
         let reached = reached.contains(&token);
         let expected = self.expected();
         let fits = match expected {
-            Expected::Permitted => saw == Saw::Application && (reached || self.sent.what == What::Silence),
+            Expected::Permitted => saw == Observed::Application && (reached || self.sent.what == What::Silence),
             _ => !reached && expected.fits(&saw),
         };
-        (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    came: {saw:?}, reached: {reached}"))
+        (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    result: {saw:?}, reached: {reached}"))
     }
 
     fn expected(&self) -> Expected {
@@ -218,32 +218,36 @@ impl fmt::Display for Cell {
 }
 
 impl Expected {
-    /// Whether a client that is refused so may see this.
-    fn fits(self, saw: &Saw) -> bool {
+    /// Whether a client with this expectation may observe `saw`.
+    fn fits(self, saw: &Observed) -> bool {
         let (expected, expected_grpc, expected_cause) = match self {
-            Self::Permitted => return *saw == Saw::Application,
-            Self::Closed => return *saw == Saw::Closed,
+            Self::Permitted => return *saw == Observed::Application,
+            Self::Closed => return *saw == Observed::Closed,
             Self::Forbidden => (403, 9, "injected"),
             Self::Late => (408, 4, "head-timeout"),
             Self::Unknown => (503, 14, "discovery-timeout"),
         };
         match saw {
-            Saw::Status { status, grpc, cause } => {
+            Observed::Status { status, grpc, cause } => {
                 let status = grpc.map_or(*status == expected, |grpc| grpc == expected_grpc);
                 status && cause.as_deref() == Some(expected_cause)
             }
-            Saw::Closed => self == Self::Unknown,
-            Saw::Application | Saw::Silence | Saw::Unreachable => false,
+            Observed::Closed => self == Self::Unknown,
+            Observed::Application | Observed::Timeout | Observed::Unreachable => false,
         }
     }
 }
 
 impl EgressPolicy {
-    /// An address that has this policy: one that is asked for before the state comes, or another.
+    /// An address with this policy: one that is dialled before the state begins, or another.
     fn address(self, state: State, family: Family) -> IpAddr {
         let index = Self::ALL.iter().position(|policy| *policy == self);
         let index = u8::try_from(index.expect("it is one of them")).unwrap();
-        let host = if state.is_asked() { 10 + index } else { 110 + index };
+        let host = if state.is_requested_before() {
+            10 + index
+        } else {
+            110 + index
+        };
         match family {
             Family::V4 => Ipv4Addr::new(198, 51, 100, host).into(),
             Family::V6 => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, host.into()).into(),
@@ -288,7 +292,7 @@ spec: {{trafficPolicy: {policy}, networks: [{networks}]}}
             }
     }
 
-    /// A route of the EgressNetwork that leads where the client dials.
+    /// A route of the EgressNetwork to the address that the client dials.
     fn route(self, kind: &str, version: &str, hostnames: &str, matches: &str) -> String {
         format!(
             "\

@@ -1,9 +1,9 @@
-//! What each policy is in manifests.
+//! The manifests of each policy.
 
 use super::scene::{OUTSIDE, identity};
 use super::table::{Policy, v6};
 
-/// The workload and what policies name; the policies of ports are beside it.
+/// The workload and the objects that policies refer to, without the policies of ports.
 pub(super) fn workload() -> String {
     let (server, client) = (identity("server"), identity("client"));
     let network = format!("[{{cidr: {OUTSIDE}/32}}, {{cidr: \"{}/128\"}}]", v6(OUTSIDE));
@@ -96,7 +96,7 @@ spec:
     )
 }
 
-/// Permits those whom an authentication knows to use the Server or route of this name.
+/// Permits the clients of an authentication to use the Server or route of this name.
 fn authorization(name: &str, target: &str, authentication: &str, of: &str) -> String {
     let group = match target {
         "GRPCRoute" => "gateway.networking.k8s.io",

@@ -1,8 +1,8 @@
-//! The policy matrix: which connections to a sidecar are permitted, and which are refused for which cause.
+//! The policy matrix: which connections to a sidecar are permitted, and which are refused with which cause.
 //!
-//! [`table`] is the data: policy × what is sent × identity × state of the control plane × family.
-//! Each test brings the control plane of one scene into one state and tries all cells of it at once, through the shipped
-//! binaries in network namespaces. [`egress`] has the policies of the way out.
+//! [`table`] has the data: policy × input × identity × state of the control plane × address family.
+//! Each test brings the control plane of one scene into one state and tries all cells of it at once, with the shipped
+//! binaries in network namespaces. [`egress`] has the egress policies.
 
 mod application;
 mod client;
@@ -23,42 +23,45 @@ use tokio::runtime::Builder;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use self::application::Reached;
-use self::client::{Client, Saw};
-use self::scene::{Ipv6Rules, Scene};
+use self::application::ReceivedTokens;
+use self::client::{Client, Observed};
+use self::scene::{Ipv6Rules, Testbed};
 use self::table::{Cause, Cell, Expected, Family, Identity, Policy, State, What};
 
 #[test]
-fn while_the_control_plane_is_up_each_port_is_held_to_its_policy() {
-    check(&[State::Up, State::First], scene::up);
+fn while_the_control_plane_is_up_each_port_enforces_its_policy() {
+    check(&[State::Up, State::First], scene::start_control_plane_first);
 }
 
 #[test]
-fn before_the_control_plane_has_come_nobody_is_permitted() {
-    check(&[State::NotYet], scene::not_yet);
+fn before_the_control_plane_is_up_no_client_is_permitted() {
+    check(&[State::NotYet], scene::without_control_plane);
 }
 
 #[test]
-fn while_the_control_plane_is_down_what_it_said_holds_and_nobody_is_permitted_elsewhere() {
-    check(&[State::DownBefore, State::DownAfter], scene::down);
+fn while_the_control_plane_is_down_known_policies_apply_and_unknown_ports_are_refused() {
+    check(&[State::DownBefore, State::DownAfter], scene::stop_control_plane);
 }
 
 #[test]
-fn a_control_plane_that_forgets_a_port_takes_its_policy_away_from_nobody() {
-    check(&[State::NotFoundBefore, State::NotFoundAfter], scene::not_found);
+fn a_port_keeps_its_policy_when_the_control_plane_forgets_it() {
+    check(
+        &[State::NotFoundBefore, State::NotFoundAfter],
+        scene::replace_with_empty_control_plane,
+    );
 }
 
 #[test]
-fn while_the_control_plane_restarts_each_port_is_held_to_its_policy() {
-    let Some(run) = Run::prepare(&[State::Restarting, State::RestartingFirst], Ipv6Rules::Written) else {
+fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
+    let Some(run) = PreparedRun::prepare(&[State::Restarting, State::RestartingFirst], Ipv6Rules::Written) else {
         return;
     };
-    let Run {
+    let PreparedRun {
         mut scene,
         cells,
         listeners,
     } = run;
-    scene::up(&mut scene);
+    scene::start_control_plane_first(&mut scene);
     let (outside, credentials) = (scene.outside.clone(), Client::new(&scene.credentials));
     let (scene, n_restarts) = (Mutex::new(scene), Mutex::new(0));
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
@@ -83,23 +86,23 @@ fn while_the_control_plane_restarts_each_port_is_held_to_its_policy() {
     report(cells.len(), &faults, &scene.lock());
 }
 
-/// Where rules for IPv6 are not written, what comes by it must not go round the proxy.
+/// Without redirect rules for IPv6, IPv6 traffic must not bypass the proxy.
 #[test]
-fn where_ipv6_is_not_redirected_nothing_of_it_reaches_the_application() {
-    let Some(run) = Run::prepare(&[State::Up], Ipv6Rules::Disabled) else {
+fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
+    let Some(run) = PreparedRun::prepare(&[State::Up], Ipv6Rules::Disabled) else {
         return;
     };
-    let Run {
+    let PreparedRun {
         mut scene,
         mut cells,
         listeners,
     } = run;
-    scene::up(&mut scene);
-    // What is dropped before the proxy has no policy, and no protocol: one of each kind is tried.
+    scene::start_control_plane_first(&mut scene);
+    // Packets are dropped before the proxy, so policy and protocol do not matter: one cell of each kind is tried.
     cells.retain(|tried| {
         let cell = &tried.cell;
         let policies = [Policy::Audit, Policy::Deny, Policy::Opaque];
-        let identities = [Identity::Nobody, Identity::Right];
+        let identities = [Identity::Absent, Identity::Right];
         policies.contains(&cell.policy)
             && identities.contains(&cell.identity)
             && [What::Http1, What::Raw].contains(&cell.sent.what)
@@ -115,12 +118,12 @@ fn where_ipv6_is_not_redirected_nothing_of_it_reaches_the_application() {
     report(cells.len(), &faults, &scene);
 }
 
-/// Tries all cells of some states, which one state of the scene has.
-fn check(states: &[State], bring_into: fn(&mut Scene)) {
-    let Some(run) = Run::prepare(states, Ipv6Rules::Written) else {
+/// Tries all cells of some states, which share one state of the scene.
+fn check(states: &[State], bring_into: fn(&mut Testbed)) {
+    let Some(run) = PreparedRun::prepare(states, Ipv6Rules::Written) else {
         return;
     };
-    let Run {
+    let PreparedRun {
         mut scene,
         cells,
         listeners,
@@ -131,22 +134,21 @@ fn check(states: &[State], bring_into: fn(&mut Scene)) {
     report(cells.len(), &faults, &scene);
 }
 
-/// A scene whose processes are not started yet, and its cells.
-struct Run {
-    scene: Scene,
-    cells: Vec<Tried>,
-    /// Of the application, on the ports of all cells.
+/// A scene whose processes are not started yet, with its cells.
+struct PreparedRun {
+    scene: Testbed,
+    cells: Vec<CellAtPort>,
+    /// Listeners of the application, on the ports of all cells.
     listeners: Vec<std::net::TcpListener>,
 }
 
-/// A cell at its port.
-struct Tried {
+struct CellAtPort {
     cell: Cell,
     expected: Expected,
     port: u16,
 }
 
-impl Run {
+impl PreparedRun {
     fn prepare(states: &[State], ipv6: Ipv6Rules) -> Option<Self> {
         if !scene::can_run() {
             return None;
@@ -155,20 +157,20 @@ impl Run {
         for cell in states.iter().flat_map(|state| table::cells(*state)) {
             let index = Policy::ALL.iter().position(|policy| *policy == cell.policy);
             let index = u16::try_from(index.expect("it is one of them")).unwrap();
-            let port = match (cell.state.is_asked(), cell.state.is_first()) {
-                (true, _) => ASKED_PORTS + index,
-                (false, false) => OTHER_PORTS + index,
+            let port = match (cell.state.is_requested_before(), cell.state.is_first()) {
+                (true, _) => DECLARED_PORTS_START + index,
+                (false, false) => UNDECLARED_PORTS_START + index,
                 (false, true) => FIRST_PORTS + u16::try_from(cells.len()).unwrap(),
             };
             let expected = cell.expected();
-            cells.push(Tried { cell, expected, port });
+            cells.push(CellAtPort { cell, expected, port });
         }
         let ports: BTreeMap<_, _> = cells.iter().map(|tried| (tried.port, tried.cell.policy)).collect();
-        let asked = cells.iter().filter(|tried| tried.cell.state.is_asked());
-        let asked: BTreeSet<_> = asked.map(|tried| tried.port).collect();
+        let watched_ports = cells.iter().filter(|tried| tried.cell.state.is_requested_before());
+        let watched_ports: BTreeSet<_> = watched_ports.map(|tried| tried.port).collect();
         let policies = ports.iter().map(|(port, policy)| manifests::policy(*policy, *port));
         let manifests = policies.collect::<String>() + &manifests::workload();
-        let scene = Scene::build("server", &manifests, &Vec::from_iter(asked), ipv6);
+        let scene = Testbed::build("server", &manifests, &Vec::from_iter(watched_ports), ipv6);
         let listeners = application::listen(&scene.server, &Vec::from_iter(ports.into_keys()));
         Some(Self {
             scene,
@@ -178,7 +180,7 @@ impl Run {
     }
 }
 
-fn run_once(scene: &Scene, cells: &[Tried], listeners: Vec<std::net::TcpListener>) -> Vec<String> {
+fn run_once(scene: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::TcpListener>) -> Vec<String> {
     let client = Client::new(&scene.credentials);
     let run = || {
         runtime().block_on(async {
@@ -189,14 +191,17 @@ fn run_once(scene: &Scene, cells: &[Tried], listeners: Vec<std::net::TcpListener
     scene.outside.run(run).unwrap()
 }
 
-/// One thread: sockets are opened in the namespace of the thread.
+/// A single-threaded runtime: sockets are opened in the namespace of the thread.
 fn runtime() -> tokio::runtime::Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Tries all cells at once, those that have to wait beside those that have not.
-async fn faults_of(cells: &[Tried], client: &Client, reached: &Reached) -> Vec<String> {
-    let (quick, waiting) = (Semaphore::new(MAX_QUICK), Semaphore::new(MAX_WAITING));
+/// Tries all cells concurrently, with a separate limit for those that have to wait.
+async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+    let (quick, waiting) = (
+        Semaphore::new(MAX_CONCURRENT_CELLS),
+        Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
+    );
     let tries = cells.iter().enumerate().map(async |(n, tried)| {
         let waits = matches!(tried.cell.sent.what, What::Silence | What::Half) || tried.expected == UNKNOWN;
         let places = if waits { &waiting } else { &quick };
@@ -206,9 +211,9 @@ async fn faults_of(cells: &[Tried], client: &Client, reached: &Reached) -> Vec<S
     join_all(tries).await.into_iter().flatten().collect()
 }
 
-impl Tried {
-    /// Tries the cell; what is wrong with what came.
-    async fn fault(&self, n: usize, client: &Client, reached: &Reached) -> Option<String> {
+impl CellAtPort {
+    /// Tries the cell and returns what was wrong.
+    async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
         let Cell {
             sent,
             identity,
@@ -217,28 +222,28 @@ impl Tried {
             ..
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
-        // A limit lets the first ones through.
+        // The rate limit lets the first requests pass.
         let n_tries = if policy == Policy::RateLimit { MAX_UNLIMITED } else { 1 };
-        let mut came = (Saw::Silence, false);
+        let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");
             let saw = client.send(sent, identity, to, &token).await;
-            came = (saw, reached.contains(&token));
-            if came.0 != Saw::Application {
+            result = (saw, reached.contains(&token));
+            if result.0 != Observed::Application {
                 break;
             }
         }
-        let (saw, reached) = came;
+        let (saw, reached) = result;
         let is_silent = sent.what == What::Silence;
         let fits = match self.expected {
-            Expected::Permitted => saw == Saw::Application && (reached || is_silent),
-            Expected::Refused(cause) => !reached && cause.fits(&saw, identity),
-            Expected::EitherOrUnknown(None) if saw == Saw::Application => reached || is_silent,
+            Expected::Permitted => saw == Observed::Application && (reached || is_silent),
+            Expected::Refused(cause) => !reached && cause.matches(&saw, identity),
+            Expected::EitherOrUnknown(None) if saw == Observed::Application => reached || is_silent,
             Expected::EitherOrUnknown(cause) => {
-                let cause = cause.is_some_and(|cause| cause.fits(&saw, identity));
-                !reached && (cause || Cause::Unknown.fits(&saw, identity))
+                let cause = cause.is_some_and(|cause| cause.matches(&saw, identity));
+                !reached && (cause || Cause::Unknown.matches(&saw, identity))
             }
-            Expected::Dropped => !reached && saw == Saw::Unreachable,
+            Expected::Dropped => !reached && saw == Observed::Unreachable,
         };
         let got = if reached {
             "the application got it"
@@ -246,22 +251,22 @@ impl Tried {
             "the application did not get it"
         };
         let Self { cell, expected, .. } = self;
-        (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    came: {saw:?}, and {got}"))
+        (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    result: {saw:?}, and {got}"))
     }
 }
 
 impl Cause {
-    /// Whether a client may see this when it is refused for this cause.
-    fn fits(self, saw: &Saw, identity: Identity) -> bool {
+    /// Whether a client that is refused for this cause may observe `saw`.
+    fn matches(self, saw: &Observed, identity: Identity) -> bool {
         match saw {
-            Saw::Application | Saw::Unreachable => false,
-            Saw::Closed => true,
-            Saw::Silence => self == Self::Silent,
-            Saw::Status { status, grpc, cause } => {
-                // Clients without an identity are told no cause.
-                let told = identity.is_proven().then_some(self.word());
+            Observed::Application | Observed::Unreachable => false,
+            Observed::Closed => true,
+            Observed::Timeout => self == Self::Silent,
+            Observed::Status { status, grpc, cause } => {
+                // Clients without an identity do not get the cause.
+                let expected_cause = identity.is_proven().then_some(self.word());
                 let status = grpc.map_or(self.status() == *status, |code| self.grpc() == code);
-                status && cause.as_deref() == told
+                status && cause.as_deref() == expected_cause
             }
         }
     }
@@ -274,7 +279,7 @@ impl Cause {
             Self::Late => 408,
             Self::NoHttp => 500,
             Self::Unknown => 503,
-            // Nothing of HTTP is said to them.
+            // The proxy sends no HTTP response for these.
             Self::NotHttp | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 400,
         }
     }
@@ -292,16 +297,16 @@ impl Cause {
     }
 }
 
-/// What the sidecar counts has to be as many as there are cells, for each cause, and for each reason of each policy; more only
-/// by cells that may count as denied.
-fn faults_of_counts(scene: &Scene, cells: &[Tried]) -> Vec<String> {
-    // How many at least, and how many more at most.
+/// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. They
+/// may be higher only by cells for which [`Cell::may_count_as_denied`] holds.
+fn faults_of_counts(scene: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
+    // The minimum count, and by how much the counter may exceed it.
     let mut expected = BTreeMap::<_, (u64, u64)>::new();
     let by_cause = |cause: Cause| {
         let labels = ["direction=\"inbound\"".to_owned(), format!("cause=\"{cause}\"")];
         ("tulle_failures_total", labels)
     };
-    let by_reason = |tried: &Tried, why: &str| {
+    let by_reason = |tried: &CellAtPort, why: &str| {
         let labels = [format!("target_port=\"{}\"", tried.port), format!("reason=\"{why}\"")];
         ("tulle_inbound_denied_total", labels)
     };
@@ -323,10 +328,10 @@ fn faults_of_counts(scene: &Scene, cells: &[Tried]) -> Vec<String> {
             _ => {}
         }
     }
-    // Clients may know of their end before it is counted.
+    // A client may see the end of its connection before it is counted.
     let deadline = Instant::now() + COUNT_LIMIT;
     loop {
-        let metrics = Scene::metrics(&scene.server);
+        let metrics = Testbed::metrics(&scene.server);
         let count = |(family, labels): &(&str, [String; 2])| {
             scene::sum(&metrics, family, &labels.each_ref().map(|label| &**label))
         };
@@ -334,29 +339,28 @@ fn faults_of_counts(scene: &Scene, cells: &[Tried]) -> Vec<String> {
         let wrong = wrong.filter(|(_, (n, more), counted)| !(*n..=n + more).contains(counted));
         let wrong: Vec<_> = wrong.collect();
         if wrong.is_empty() || Instant::now() > deadline {
-            let told = |((family, labels), (n, more), counted): &(&(&str, [String; 2]), (u64, u64), u64)| {
+            let describe = |((family, labels), (n, more), counted): &(&(&str, [String; 2]), (u64, u64), u64)| {
                 let labels = labels.join(",");
                 format!("{family}{{{labels}}} is {counted}; {n} cells expect it, and {more} may")
             };
-            return wrong.iter().map(told).collect();
+            return wrong.iter().map(describe).collect();
         }
         std::thread::sleep(COUNT_PAUSE);
     }
 }
 
-/// Fails with all faults.
-fn report(n_cells: usize, faults: &[String], scene: &Scene) {
-    eprintln!("{n_cells} cells are tried, {} faults are found", faults.len());
+fn report(n_cells: usize, faults: &[String], scene: &Testbed) {
+    eprintln!("{n_cells} cells tried, {} failures", faults.len());
     let faults: String = faults.iter().map(|fault| format!("\n\n{fault}")).collect();
     assert!(
         faults.is_empty(),
-        "{faults}\n\nlast words of the sidecar:\n{}",
-        scene.last_words()
+        "{faults}\n\nend of the log of the sidecar:\n{}",
+        scene.log_tail()
     );
 }
 
 const UNKNOWN: Expected = Expected::Refused(Cause::Unknown);
-/// Causes for which exactly one failure is counted for each connection.
+/// Causes that count exactly one failure for each connection.
 const COUNTED: &[Cause] = &[
     Cause::Denied,
     Cause::Unknown,
@@ -365,15 +369,15 @@ const COUNTED: &[Cause] = &[
     Cause::Expired,
     Cause::Untrusted,
 ];
-/// Ports that the sidecar asks for when it starts, one for each policy.
-const ASKED_PORTS: u16 = 10_000;
-/// Ports that it does not ask for before a connection comes.
-const OTHER_PORTS: u16 = 11_000;
+/// Ports whose policies the sidecar watches from its start, one for each policy.
+const DECLARED_PORTS_START: u16 = 10_000;
+/// Ports whose policies the sidecar does not request before a connection.
+const UNDECLARED_PORTS_START: u16 = 11_000;
 /// The same, one for each cell.
 const FIRST_PORTS: u16 = 12_000;
-const MAX_QUICK: usize = 16;
-const MAX_WAITING: usize = 200;
-/// Requests to a port whose limit is one a second, of which one is over it at the latest.
+const MAX_CONCURRENT_CELLS: usize = 16;
+const MAX_CONCURRENT_WAITING_CELLS: usize = 200;
+/// Maximum number of requests until the rate limit of one per second refuses one.
 const MAX_UNLIMITED: usize = 5;
 const MIN_RESTARTS: u32 = 4;
 const COUNT_LIMIT: Duration = Duration::from_secs(10);

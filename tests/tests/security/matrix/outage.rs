@@ -1,4 +1,4 @@
-//! The control plane is away while more ports are in use than a sidecar watches.
+//! The control plane is down while more ports are in use than a sidecar watches.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -7,25 +7,25 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::application;
-use super::client::{Client, Saw};
+use super::client::{Client, Observed};
 use super::manifests;
-use super::scene::{self, Ipv6Rules, Scene};
-use super::table::{Cell, Family, Identity, Policy, Sent, State};
-use super::{Tried, faults_of, report, runtime};
+use super::scene::{self, Ipv6Rules, Testbed};
+use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
+use super::{CellAtPort, faults_of, report, runtime};
 
-/// With `TULLE_TEST_FULL=1` it is away for ten minutes, which is longer than the test runner waits: run the test's own binary.
+/// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
 #[test]
-fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
+fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
     if !scene::can_run() {
         return;
     }
     let policy_of = |port: u16| POLICIES[usize::from(port) % POLICIES.len()];
-    let all = PORTS.chain(UNASKED);
+    let all = PORTS.chain(UNUSED_PORTS);
     let policies = all.clone().map(|port| manifests::policy(policy_of(port), port));
     let manifests = policies.collect::<String>() + &manifests::workload();
-    let mut scene = Scene::build("server", &manifests, &[], Ipv6Rules::Written);
+    let mut scene = Testbed::build("server", &manifests, &[], Ipv6Rules::Written);
     let listeners = application::listen(&scene.server, &Vec::from_iter(all));
-    scene::up(&mut scene);
+    scene::start_control_plane_first(&mut scene);
 
     let cells = |state, ports: Range<u16>| {
         let cells = ports.flat_map(|port| {
@@ -34,11 +34,11 @@ fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
                 let cell = Cell {
                     state,
                     policy,
-                    sent: Sent::HTTP1,
+                    sent: ClientInput::HTTP1,
                     identity,
                     family: Family::V4,
                 };
-                Tried {
+                CellAtPort {
                     expected: cell.expected(),
                     cell,
                     port,
@@ -49,7 +49,7 @@ fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
     };
     let asking = cells(State::First, PORTS);
     let mut away = cells(State::DownAfter, PORTS);
-    away.extend(cells(State::DownBefore, UNASKED));
+    away.extend(cells(State::DownBefore, UNUSED_PORTS));
 
     let (outside, client) = (scene.outside.clone(), Client::new(&scene.credentials));
     let (n_tried, faults) = outside
@@ -68,9 +68,9 @@ fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
                     }
                 }
                 scene.start_control_plane("manifests");
-                let open = { UNASKED }.find(|port| policy_of(*port) == Policy::Audit);
+                let open = { UNUSED_PORTS }.find(|port| policy_of(*port) == Policy::Audit);
                 let took = until_permitted(&client, open.expect("one of them is open")).await;
-                eprintln!("what it had not said before holds {took:?} after the control plane is back");
+                eprintln!("unknown policies apply {took:?} after the control plane is back");
                 (n_tried, faults)
             })
         })
@@ -78,13 +78,13 @@ fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
     report(n_tried, &faults, &scene);
 }
 
-/// How long it takes until a port answers.
+/// The time until a port answers.
 async fn until_permitted(client: &Client, port: u16) -> Duration {
     let to = SocketAddr::new(Family::V4.server(), port);
     let begun = Instant::now();
     loop {
-        match client.send(Sent::HTTP1, Identity::Nobody, to, "back").await {
-            Saw::Application => return begun.elapsed(),
+        match client.send(ClientInput::HTTP1, Identity::Absent, to, "back").await {
+            Observed::Application => return begun.elapsed(),
             saw => assert!(begun.elapsed() < BACK_LIMIT, "{saw:?}"),
         }
     }
@@ -97,10 +97,10 @@ fn away_for() -> Duration {
     }
 }
 
-/// More than a sidecar watches.
+/// More ports than a sidecar watches.
 const PORTS: Range<u16> = 13_000..13_300;
-/// Nobody asks for these before the control plane goes.
-const UNASKED: Range<u16> = 13_300..13_300 + POLICIES.len() as u16;
+/// Ports without a connection before the outage.
+const UNUSED_PORTS: Range<u16> = 13_300..13_300 + POLICIES.len() as u16;
 const POLICIES: [Policy; 4] = [Policy::Deny, Policy::Audit, Policy::ByIdentity, Policy::ByOtherNetwork];
-const IDENTITIES: [Identity; 3] = [Identity::Nobody, Identity::Right, Identity::Wrong];
+const IDENTITIES: [Identity; 3] = [Identity::Absent, Identity::Right, Identity::Wrong];
 const BACK_LIMIT: Duration = Duration::from_secs(20);

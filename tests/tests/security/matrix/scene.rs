@@ -1,4 +1,4 @@
-//! The hosts of one run: a server with a sidecar, the control plane, clients outside of the mesh, and one function for
+//! The hosts of one run: a server with a sidecar, the control plane, clients outside the mesh, and one function for
 //! each state of the control plane.
 
 use std::fs::{self, Permissions};
@@ -17,10 +17,10 @@ use tempfile::TempDir;
 use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
-use tulle_core::netns::{self, Lab, Namespace};
+use tulle_core::netns::{self, Namespace, VirtualNetwork};
 use tulle_tests::credentials::{Credentials, NAMESPACE};
-use tulle_tests::hosts::{self, admin, command};
-use tulle_tests::programs::{self, built};
+use tulle_tests::hosts::{self, admin_get, command};
+use tulle_tests::programs::{self, built_binary};
 
 use super::table::v6;
 
@@ -29,9 +29,9 @@ pub(super) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
 pub(super) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
 pub(super) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
 
-/// The hosts and what runs there; all of it vanishes with the value.
-pub(super) struct Scene {
-    // Dropped in this order: processes before the namespaces they live in, and those before the files.
+/// The hosts and their processes. Dropping it removes everything.
+pub(super) struct Testbed {
+    // Fields drop in this order: processes, then their namespaces, then the files.
     control_plane: Option<Process>,
     identity: Option<Process>,
     sidecar: Option<Process>,
@@ -39,17 +39,17 @@ pub(super) struct Scene {
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) outside: Arc<Namespace>,
-    _lab: Lab,
+    _network: VirtualNetwork,
     pub(super) credentials: Credentials,
     proxy: PathBuf,
     dir: TempDir,
-    /// The host whose sidecar is looked at.
+    /// The host whose sidecar is tested.
     meshed: &'static str,
-    /// `INBOUND_PORTS` of the sidecar: what it asks for when it starts.
-    asked: Vec<u16>,
+    /// `INBOUND_PORTS` of the sidecar: the ports whose policies it requests at its start.
+    watched_ports: Vec<u16>,
 }
 
-/// Whether the rules of a host are for IPv6, too.
+/// Whether a host has redirect rules for IPv6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ipv6Rules {
     Written,
@@ -57,7 +57,7 @@ pub(super) enum Ipv6Rules {
     Disabled,
 }
 
-/// Whether scenes can be made here; a loud word where not.
+/// Whether the test has the rights it needs; prints a message if not.
 pub(super) fn can_run() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -68,37 +68,36 @@ pub(super) fn can_run() -> bool {
     false
 }
 
-/// The control plane is up.
-pub(super) fn up(scene: &mut Scene) {
+/// Starts the control plane before the sidecar.
+pub(super) fn start_control_plane_first(scene: &mut Testbed) {
     scene.start_identity();
     scene.start_control_plane("manifests");
     scene.start_sidecar();
     scene.wait_for_policies();
 }
 
-/// Sidecars get certificates, but nobody has ever told them a policy.
-pub(super) fn not_yet(scene: &mut Scene) {
+/// The sidecar gets a certificate, but no policy.
+pub(super) fn without_control_plane(scene: &mut Testbed) {
     scene.start_identity();
     scene.start_sidecar();
 }
 
-/// The control plane has gone.
-pub(super) fn down(scene: &mut Scene) {
-    up(scene);
+pub(super) fn stop_control_plane(scene: &mut Testbed) {
+    start_control_plane_first(scene);
     scene.kill_control_plane();
 }
 
-/// The control plane has been replaced by one that knows nothing of the workload.
-pub(super) fn not_found(scene: &mut Scene) {
-    up(scene);
+/// Replaces the control plane by one that does not know the workload.
+pub(super) fn replace_with_empty_control_plane(scene: &mut Testbed) {
+    start_control_plane_first(scene);
     scene.kill_control_plane();
     scene.start_control_plane("empty");
-    let n_asked = scene.asked.len() as u64;
-    scene.wait_for_answers("NotFound", n_asked);
+    let n_watched = scene.watched_ports.len() as u64;
+    scene.wait_for_answers("NotFound", n_watched);
 }
 
-/// The control plane is killed and started again until it is over; counts how often.
-pub(super) fn restarting(scene: &Mutex<Scene>, n_restarts: &Mutex<u32>, is_over: impl Fn() -> bool) {
+/// Kills and restarts the control plane until `is_over`; counts the restarts.
+pub(super) fn restarting(scene: &Mutex<Testbed>, n_restarts: &Mutex<u32>, is_over: impl Fn() -> bool) {
     while !is_over() {
         scene.lock().kill_control_plane();
         thread::sleep(DOWN_TIME);
@@ -108,12 +107,12 @@ pub(super) fn restarting(scene: &Mutex<Scene>, n_restarts: &Mutex<u32>, is_over:
     }
 }
 
-impl Scene {
-    /// The hosts, with these manifests for the control plane; the sidecar of the host `meshed` is going to ask for the
-    /// policies of some ports.
-    pub(super) fn build(meshed: &'static str, manifests: &str, asked: &[u16], ipv6: Ipv6Rules) -> Self {
+impl Testbed {
+    /// Creates the hosts, with these manifests for the control plane. The sidecar of the host `meshed` requests the
+    /// policies of the ports in `watched_ports` at its start.
+    pub(super) fn build(meshed: &'static str, manifests: &str, watched_ports: &[u16], ipv6: Ipv6Rules) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        // The sidecars run as a user of their own and have to read what is in it.
+        // The sidecars run as another user and have to read the directory.
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         let credentials = Credentials::create(dir.path());
         for (name, text) in [("manifests", manifests), ("empty", "")] {
@@ -123,8 +122,8 @@ impl Scene {
         }
         let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
-        netns::sweep(PREFIX).unwrap();
-        let mut lab = Lab::new(PREFIX).unwrap();
+        netns::remove_stale(PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
         let hosts = [
             ("control", CONTROL),
             ("client", CLIENT),
@@ -132,7 +131,7 @@ impl Scene {
             ("outside", OUTSIDE),
         ];
         let [control, client, server, outside] = hosts.map(|(name, ip)| {
-            let host = lab
+            let host = virtual_network
                 .host(name, &format!("{ip}/24"), Some(&format!("{}/64", v6(ip))))
                 .unwrap();
             host.ip("route add default dev eth0\nroute add ::/0 dev eth0\n")
@@ -149,62 +148,61 @@ impl Scene {
             client,
             server,
             outside,
-            _lab: lab,
+            _network: virtual_network,
             credentials,
             proxy,
             dir,
             meshed,
-            asked: asked.to_vec(),
+            watched_ports: watched_ports.to_vec(),
         }
     }
 
-    /// The metrics page of a host's sidecar.
     pub(super) fn metrics(host: &Namespace) -> String {
-        admin(host, "/metrics").expect("the sidecar runs")
+        admin_get(host, "/metrics").expect("the sidecar runs")
     }
 
-    /// The end of what the sidecar has written.
-    pub(super) fn last_words(&self) -> String {
-        self.sidecar.as_ref().map_or_else(String::new, Process::last_words)
+    /// The end of the sidecar's log.
+    pub(super) fn log_tail(&self) -> String {
+        self.sidecar.as_ref().map_or_else(String::new, Process::log_tail)
     }
 
-    /// Starts what signs certificates, apart from the rest of the control plane.
+    /// Starts the identity service, separately from the rest of the control plane.
     pub(super) fn start_identity(&mut self) {
         let mut command = self.control_command();
         command.args(["identity", "--admin-addr", "127.0.0.1:9980"]);
         let mut identity = self.start("identity", command);
-        identity.listening(&[port::IDENTITY]).unwrap();
+        identity.wait_for_ports(&[port::IDENTITY]).unwrap();
         self.identity = Some(identity);
     }
 
-    /// Starts what tells policies and endpoints, from one of the directories of manifests.
+    /// Starts the destination and policy services with one of the directories of manifests.
     pub(super) fn start_control_plane(&mut self, manifests: &str) {
         let mut command = self.control_command();
-        // It has to certify itself.
+        // The control plane needs a certificate for itself.
         command.args(["identity", "destination", "policy", "--identity-addr", "127.0.0.1:8079"]);
         command.arg("--manifests").arg(self.dir.path().join(manifests));
         command.args(["--cluster-networks", NETWORKS, "--default-policy", "all-authenticated"]);
         let mut control = self.start("control-plane", command);
         control
-            .listening(&[port::DESTINATION, port::POLICY, CONTROL_ADMIN])
+            .wait_for_ports(&[port::DESTINATION, port::POLICY, CONTROL_ADMIN])
             .unwrap();
-        let errors = hosts::page(&self.control, CONTROL_ADMIN, "/manifest-errors").unwrap();
+        let errors = hosts::http_get(&self.control, CONTROL_ADMIN, "/manifest-errors").unwrap();
         assert!(errors.ends_with("\r\n\r\n"), "manifests are refused: {errors}");
         self.control_plane = Some(control);
     }
 
-    /// Ends the control plane without a word to anybody.
+    /// Kills the control plane without a graceful shutdown.
     pub(super) fn kill_control_plane(&mut self) {
         let control = self.control_plane.take().expect("it runs");
         kill(Pid::from_raw(control.id().cast_signed()), Signal::SIGKILL).unwrap();
     }
 
-    /// Waits until the control plane has ended so many calls with this status.
+    /// Waits until the control plane has completed `n` calls with this status.
     fn wait_for_answers(&self, code: &str, n: u64) {
         let status = format!("grpc_code=\"{code}\"");
         let deadline = Instant::now() + LIMIT;
         loop {
-            let metrics = hosts::page(&self.control, CONTROL_ADMIN, "/metrics").unwrap();
+            let metrics = hosts::http_get(&self.control, CONTROL_ADMIN, "/metrics").unwrap();
             let found = sum(&metrics, "grpc_server_handled_total", &[&status]);
             if found >= n {
                 return;
@@ -214,19 +212,23 @@ impl Scene {
         }
     }
 
-    /// Waits until the sidecar knows the policies of all ports that it asks for.
+    /// Waits until the sidecar knows the policies of all ports that it requested.
     fn wait_for_policies(&self) {
         let deadline = Instant::now() + LIMIT;
         loop {
-            let page = admin(self.meshed_host(), "/debug/policies").expect("the sidecar runs");
+            let page = admin_get(self.meshed_host(), "/debug/policies").expect("the sidecar runs");
             let (_, text) = page.split_once("\r\n\r\n").unwrap();
             let shown: Vec<serde_json::Value> = serde_yaml_ng::from_str(text).unwrap();
             let known = shown.iter().filter(|port| port["source"] == "control plane");
             let known: Vec<_> = known.filter_map(|port| port["port"].as_u64()).collect();
-            if self.asked.iter().all(|port| known.contains(&u64::from(*port))) {
+            if self.watched_ports.iter().all(|port| known.contains(&u64::from(*port))) {
                 return;
             }
-            assert!(Instant::now() < deadline, "known are {known:?} of {:?}", self.asked);
+            assert!(
+                Instant::now() < deadline,
+                "known are {known:?} of {:?}",
+                self.watched_ports
+            );
             thread::sleep(PAUSE);
         }
     }
@@ -238,11 +240,10 @@ impl Scene {
         }
     }
 
-    /// Starts the sidecar and waits until it has its certificate.
     fn start_sidecar(&mut self) {
         let name = self.meshed;
         let host = self.meshed_host();
-        // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
+        // The redirect rules identify the proxy by its user. Entering the namespace needs root, so the user changes after it.
         let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
         let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], &self.proxy);
         command.env_clear();
@@ -251,7 +252,7 @@ impl Scene {
             tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
         };
         let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
-        let ports: Vec<_> = self.asked.iter().map(u16::to_string).collect();
+        let ports: Vec<_> = self.watched_ports.iter().map(u16::to_string).collect();
         for (variable, value) in [
             ("LOG", "warn,tulle_proxy=info".to_owned()),
             ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
@@ -267,7 +268,7 @@ impl Scene {
             ("POLICY_SVC_NAME", control("linkerd-destination")),
             ("POLICY_WORKLOAD", workload),
             ("POLICY_CLUSTER_NETWORKS", NETWORKS.into()),
-            // As the chart has it: whoever is judged by it instead of by the port's policy gets in.
+            // As in the chart. A connection judged by this default instead of the port's policy would be permitted.
             ("INBOUND_DEFAULT_POLICY", "all-unauthenticated".into()),
             ("INBOUND_PORTS", ports.join(",")),
             ("INBOUND_DETECT_TIMEOUT", "2s".into()),
@@ -287,13 +288,13 @@ impl Scene {
             command.env(format!("TULLE_PROXY_{direction}_HTTP1_HEAD_TIMEOUT"), "2s");
         }
         let mut sidecar = self.start(&format!("sidecar-{name}"), command);
-        let is_ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+        let is_ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
         sidecar.wait_for("certificate, by its /ready", is_ready).unwrap();
         self.sidecar = Some(sidecar);
     }
 
     fn control_command(&self) -> Command {
-        let mut command = command(&self.control, &[], &built("tulle-control").unwrap());
+        let mut command = command(&self.control, &[], &built_binary("tulle-control").unwrap());
         for (flag, path) in [
             ("--trust-anchors", self.credentials.anchors()),
             ("--issuer", self.credentials.issuer()),
@@ -309,7 +310,7 @@ impl Scene {
     }
 }
 
-/// The sum of a family's series that have all these labels.
+/// The sum of a metric family's series with all these labels.
 pub(super) fn sum(metrics: &str, family: &str, labels: &[&str]) -> u64 {
     let of_family = |line: &&str| line.strip_prefix(family).is_some_and(|rest| rest.starts_with('{'));
     let lines = metrics.lines().filter(of_family);
@@ -318,13 +319,12 @@ pub(super) fn sum(metrics: &str, family: &str, labels: &[&str]) -> u64 {
     lines.map(|line| value(line).expect("counters are whole numbers")).sum()
 }
 
-/// The identity of a service account.
 pub(super) fn identity(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
 fn redirect(host: &Namespace, ipv6: Ipv6Rules) {
-    let mut command = host.command(built("tulle-init").unwrap());
+    let mut command = host.command(built_binary("tulle-init").unwrap());
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
     command.args(["-u", &PROXY_UID.to_string()]);
     command.arg(match ipv6 {
@@ -339,10 +339,10 @@ const CONTROL_NAMESPACE: &str = "linkerd";
 const TRUST_DOMAIN: &str = "cluster.local";
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const CONTROL_ADMIN: u16 = 9990;
-/// The user whose traffic is not redirected.
+/// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "tm-";
 const LIMIT: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(20);
-/// How long the control plane stays down, and up, while it restarts.
+/// How long the control plane is down, and then up, during restarts.
 const DOWN_TIME: Duration = Duration::from_millis(200);

@@ -1,14 +1,14 @@
-//! The table: whom a policy permits, what becomes of the bytes they send, and which cells are folded.
+//! The table: which clients a policy permits, how their bytes are handled, and which cells are equivalent.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::words::words;
 
-/// Whom each policy permits, and why it refuses the others.
+/// The clients that each policy permits, and the cause for the others.
 ///
-/// `port` is the kind of port that the policy makes, a column of [`BYTES`]. The identities that are not here are
-/// refused by the TLS handshake, whatever the policy.
+/// `port` is the kind of port that the policy creates, a column of [`BYTES`]. Identities that are not listed are
+/// refused by the TLS handshake for every policy.
 const CLIENTS: &str = "
 policy                port        none      anonymous    right     wrong
 no-server             detect      no-tls    no-identity  ok        ok
@@ -29,10 +29,10 @@ opaque                opaque      no-tls    no-tls       ok        identity
 tls                   tls         ok        ok           ok        ok
 ";
 
-/// What becomes of what a client sends, by the kind of port; `unknown` is one whose policy the proxy does not know.
+/// The handling of each input, by the kind of port; `unknown` is a port whose policy the proxy does not know.
 ///
-/// Before the colon stands what the transport header says, where the client sends one to the proxy's own port: `1` for
-/// HTTP/1, `2` for HTTP/2, `-` for no protocol.
+/// For connections to the proxy's own port, the part before the colon is the protocol in the transport header: `1` for
+/// HTTP/1, `2` for HTTP/2, `-` for none.
 const BYTES: &str = "
 sent       detect    routes    own-routes  http1     http2     grpc      opaque    tls       unknown
 http1      request   request   request     request   not-http  not-http  bytes     in-tls    unknown
@@ -56,90 +56,90 @@ half       late      late      late        late      not-http  not-http  bytes  
 -:half     bytes     late      late        late      not-http  not-http  bytes     bytes     late
 ";
 
-/// Cells that cannot differ from others, and why.
-const FOLDS: &[Fold] = &[
-    Fold {
-        reason: "a transport header comes in TLS: without TLS there is none, and `anonymous` is tried",
-        folds: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Nobody,
+/// Cells that are left out because others give the same result, with the reason and the cells that are tried instead.
+const EQUIVALENCES: &[EquivalentCells] = &[
+    EquivalentCells {
+        reason: "a transport header needs TLS: `anonymous` is tried",
+        folds: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Absent,
     },
-    Fold {
-        reason: "a handshake that fails ends before a byte of what would follow: `http1` and `1:http1` are tried",
+    EquivalentCells {
+        reason: "a failed handshake ends before the input: `http1` and `1:http1` are tried",
         folds: |cell| cell.identity.is_invalid() && cell.sent.what != What::Http1,
     },
-    Fold {
-        reason: "the handshake on the proxy's own port does not ask what its transport header says: `1:http1` is tried",
+    EquivalentCells {
+        reason: "the handshake on the proxy's own port does not depend on the transport header: `1:http1` is tried",
         folds: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
     },
-    Fold {
-        reason: "on an opaque port TLS is bytes for the application, and identities in it are not seen: `none` is tried",
+    EquivalentCells {
+        reason: "an opaque port passes TLS to the application and does not read identities: `none` is tried",
         folds: |cell| {
-            let is_tls = cell.identity != Identity::Nobody && cell.sent.header == Header::Absent;
+            let is_tls = cell.identity != Identity::Absent && cell.sent.header == Header::Absent;
             is_tls && cell.policy.port() == PortKind::Opaque
         },
     },
-    Fold {
-        reason: "gRPC is HTTP/2 where no GRPCRoute looks at it: `own-grpc-route` and `by-identity` are tried",
+    EquivalentCells {
+        reason: "gRPC is handled as HTTP/2 unless a GRPCRoute applies: `own-grpc-route` and `by-identity` are tried",
         folds: |cell| cell.sent.what == What::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity),
     },
-    Fold {
-        reason: "policies are kept by port, whatever the control plane does meanwhile: IPv6 is tried while it is up, and \
-                 with one request elsewhere",
-        folds: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != Sent::HTTP1,
+    EquivalentCells {
+        reason: "policies do not depend on the address family: IPv6 is tried while the control plane is up, and with one \
+                 input in other states",
+        folds: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != ClientInput::HTTP1,
     },
-    Fold {
-        reason: "what a policy would say that is not known cannot matter: one that denies, one that permits all, one \
-                 with routes and an opaque one are tried",
+    EquivalentCells {
+        reason: "an unknown policy has no effect: one that denies, one that permits all, one with routes and an opaque \
+                 one are tried",
         folds: |cell| {
             let tried = [Policy::Deny, Policy::Audit, Policy::OwnHttpRoute, Policy::Opaque];
-            !cell.state.is_asked() && !tried.contains(&cell.policy)
+            !cell.state.is_requested_before() && !tried.contains(&cell.policy)
         },
     },
-    Fold {
-        reason: "a known policy does not change by what the control plane does: each way into the proxy is tried, as \
+    EquivalentCells {
+        reason: "a known policy does not depend on the state of the control plane: each way into the proxy is tried, as \
                  HTTP and as bytes",
         folds: |cell| {
-            let tried = ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(Sent::of);
+            let tried = ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(ClientInput::of);
             !matches!(cell.state, State::Up | State::NotYet) && !tried.contains(&cell.sent)
         },
     },
 ];
 
-/// One connection, and what is expected of it.
+/// One connection and its expected result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cell {
     pub(super) state: State,
     pub(super) policy: Policy,
-    pub(super) sent: Sent,
+    pub(super) sent: ClientInput,
     pub(super) identity: Identity,
     pub(super) family: Family,
 }
 
-/// What cannot differ.
-struct Fold {
+/// A set of equivalent cells.
+struct EquivalentCells {
     reason: &'static str,
     folds: fn(&Cell) -> bool,
 }
 
 words! {
-    /// What the control plane does, and whether the port was asked for before.
+    /// The state of the control plane, and whether the port's policy was requested before.
     State {
-        /// It has answered before the connection comes.
+        /// It has answered before the connection.
         Up = "up",
-        /// It is up, and the connection is the first to its port.
+        /// It is up, and the connection is the first on its port.
         First = "first connection to the port",
-        /// It has not been there since the proxy started.
+        /// It has not been up since the proxy started.
         NotYet = "not up yet",
-        /// It has gone before the port was asked for.
+        /// It went down before the port's policy was requested.
         DownBefore = "down before the port was asked for",
-        /// It has gone after it had answered.
+        /// It went down after it had answered.
         DownAfter = "down after",
-        /// It knows nothing of the port, and never has.
+        /// It has never known the port.
         NotFoundBefore = "not found before the port was asked for",
-        /// It has forgotten the port.
+        /// It no longer knows the port.
         NotFoundAfter = "not found after",
-        /// It is killed and started again and again.
+        /// It is killed and restarted repeatedly.
         Restarting = "restarting",
-        /// The same, and the connection is the first to its port.
+        /// It is killed and restarted repeatedly, and the connection is the first on its port.
         RestartingFirst = "restarting, first connection to the port",
     }
 }
@@ -148,24 +148,24 @@ words! {
     Policy {
         /// The default policy of the control plane, `all-authenticated`.
         NoServer = "no-server",
-        /// A Server, and nothing that authorizes.
+        /// A Server without an authorization.
         Server = "server",
-        /// The same, said.
+        /// A Server with `accessPolicy: deny`.
         Deny = "deny",
         Audit = "audit",
         ServerAuthorization = "server-authorization",
         /// An AuthorizationPolicy that requires an identity.
         ByIdentity = "by-identity",
-        /// One that requires the network of the client.
+        /// An AuthorizationPolicy that requires the network of the client.
         ByNetwork = "by-network",
         ByOtherNetwork = "by-other-network",
-        /// An HTTPRoute with an authorization of its own, of a Server that denies.
+        /// An HTTPRoute with its own authorization, on a Server that denies.
         OwnHttpRoute = "own-http-route",
         OwnGrpcRoute = "own-grpc-route",
-        /// An HTTPRoute for another path, of a Server that permits all.
+        /// An HTTPRoute for another path, on a Server that permits all.
         NoSuchRoute = "no-such-route",
         RateLimit = "rate-limit",
-        /// Servers of one protocol, which permit all but the opaque one.
+        /// Servers of one protocol. All of them permit, except the opaque one.
         Http1 = "http1",
         Http2 = "http2",
         Opaque = "opaque",
@@ -174,20 +174,20 @@ words! {
 }
 
 words! {
-    /// What a policy makes of its port.
+    /// The kind of port that a policy creates.
     PortKind {
-        /// Of no protocol that is known, and without rules for requests.
+        /// Protocol detection, without rules for requests.
         Detect = "detect",
-        /// The same, with routes or limits for requests.
+        /// Protocol detection, with routes or rate limits for requests.
         Routes = "routes",
-        /// The same, where only the routes authorize somebody.
+        /// Protocol detection, with routes that are the only authorizations.
         OwnRoutes = "own-routes",
         Http1 = "http1",
         Http2 = "http2",
         Grpc = "grpc",
         Opaque = "opaque",
         Tls = "tls",
-        /// Its policy is not known.
+        /// The policy of the port is not known.
         Unknown = "unknown",
     }
 }
@@ -195,15 +195,15 @@ words! {
 words! {
     Identity {
         /// No TLS.
-        Nobody = "none",
-        /// TLS without a certificate.
+        Absent = "none",
+        /// TLS without a client certificate.
         Anonymous = "anonymous",
-        /// Whom policies permit.
+        /// The identity that policies permit.
         Right = "right",
         /// Another workload of the mesh.
         Wrong = "wrong",
         Expired = "expired",
-        /// The right name, by an authority that is not ours.
+        /// The right name, signed by another CA.
         OtherTrustDomain = "other trust domain",
     }
 }
@@ -220,21 +220,21 @@ words! {
         Http1 = "http1",
         Http2 = "http2",
         Grpc = "grpc",
-        /// A request whose method is in small letters.
+        /// A request with a lower-case method.
         Odd = "odd",
-        /// A ClientHello for another name.
+        /// A ClientHello for another server name.
         Tls = "tls",
         Raw = "raw",
         Silence = "silence",
-        /// A request line and a header, and no end of them.
+        /// A request line and a header, without the end of the headers.
         Half = "half",
     }
 }
 
 words! {
-    /// What a transport header says of what follows it.
+    /// The protocol in the transport header.
     Header {
-        /// There is none, and the connection goes to the application's port.
+        /// No transport header; the connection goes to the application's port.
         Absent = "",
         NoProtocol = "-",
         Http1 = "1",
@@ -243,34 +243,34 @@ words! {
 }
 
 words! {
-    /// What becomes of what a client sent.
-    Fate {
-        /// It is a request, and judged by the rules for requests.
+    /// The handling of an input.
+    Handling {
+        /// It is a request; the rules for requests apply.
         Request = "request",
-        /// It is bytes, and judged by the authorizations of the Server.
+        /// It is opaque bytes; the authorizations of the Server apply.
         Bytes = "bytes",
-        /// Bytes where the mesh's TLS ends here, else refused.
+        /// Opaque bytes if the proxy terminated mesh TLS, otherwise refused.
         InTls = "in-tls",
-        /// A request where the mesh's TLS ends here: a peer's proxy may have upgraded it. Else it is not HTTP.
+        /// A request if the proxy terminated mesh TLS, because a peer's proxy may have upgraded it. Otherwise it is not HTTP.
         Upgraded = "upgraded",
-        /// It is refused, because it is not the HTTP of the port.
+        /// Refused, because it is not the HTTP version of the port.
         NotHttp = "not-http",
-        /// It is a request that does not come to its end.
+        /// A request that does not complete.
         Late = "late",
-        /// It is no request, and only requests are authorized.
+        /// Not a request, and only requests are authorized.
         NoRequest = "no-request",
-        /// There is nothing to judge, and nobody to tell.
+        /// No input, so there is nothing to authorize and no response.
         Nothing = "nothing",
-        /// It is refused, because a request is nothing that the port knows.
+        /// Refused, because the port does not accept requests.
         NoHttp = "no-http",
-        /// It is refused, because nobody has said who may use the port.
+        /// Refused, because the policy of the port is not known.
         Unknown = "unknown",
     }
 }
 
 words! {
-    /// What a policy says of a client.
-    Clearance {
+    /// The decision of a policy about a client.
+    Decision {
         Permitted = "ok",
         OtherNetwork = "network",
         NoTls = "no-tls",
@@ -282,7 +282,7 @@ words! {
 }
 
 words! {
-    /// Why a connection or request is refused: codes of `docs/errors.md`.
+    /// The cause of a refusal: codes of `docs/errors.md`.
     Cause {
         Denied = "policy-denied",
         Unknown = "policy_unknown",
@@ -291,7 +291,7 @@ words! {
         NotHttp = "bad-request",
         NoHttp = "invalid-policy",
         Late = "head-timeout",
-        /// Nothing was said.
+        /// The client sent nothing.
         Silent = "detect-timeout",
         Expired = "tls-expired",
         Untrusted = "tls-untrusted",
@@ -301,27 +301,27 @@ words! {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expected {
-    /// The application gets what was sent, and its answer comes back.
+    /// The application receives the input, and the client gets its response.
     Permitted,
-    /// The application gets nothing.
+    /// The application receives nothing.
     Refused(Cause),
-    /// What the policy says, or refused because it is unknown: the control plane may answer in time, or not.
+    /// The result of the policy, or refused as unknown, because the control plane may or may not answer in time.
     EitherOrUnknown(Option<Cause>),
-    /// No connection comes to be.
+    /// The connection is not established.
     Dropped,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sent {
+pub(super) struct ClientInput {
     pub(super) header: Header,
     pub(super) what: What,
 }
 
-/// All cells of a state that are not folded; says how many are.
+/// All cells of a state that are not equivalent to others; prints how many are.
 pub(super) fn cells(state: State) -> Vec<Cell> {
     let mut cells = Vec::new();
     for &policy in Policy::ALL {
-        for sent in Sent::all() {
+        for sent in ClientInput::all() {
             for &identity in Identity::ALL {
                 for &family in Family::ALL {
                     cells.push(Cell {
@@ -335,17 +335,20 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
             }
         }
     }
-    for Fold { reason, folds } in FOLDS {
+    for EquivalentCells { reason, folds } in EQUIVALENCES {
         let n_before = cells.len();
         cells.retain(|cell| !folds(cell));
-        eprintln!("{state}: {} cells are folded: {reason}", n_before - cells.len());
+        eprintln!(
+            "{state}: {} cells are equivalent to others: {reason}",
+            n_before - cells.len()
+        );
     }
     cells
 }
 
 impl Cell {
     pub(super) fn expected(&self) -> Expected {
-        let refused = |port| self.refused_by_tls().or_else(|| self.judged(port));
+        let refused = |port| self.refused_by_tls().or_else(|| self.refusal_cause(port));
         let cause = match self.state.knowledge() {
             Knowledge::Known => refused(self.policy.port()),
             Knowledge::Unknown => refused(PortKind::Unknown),
@@ -363,46 +366,46 @@ impl Cell {
         }
     }
 
-    /// Why a port of this kind refuses it, if it does.
-    fn judged(&self, port: PortKind) -> Option<Cause> {
-        let in_tls = self.identity != Identity::Nobody;
-        match self.fate(port) {
-            Fate::Request | Fate::Bytes => self.clearance().cause(),
-            Fate::InTls | Fate::Upgraded if in_tls => self.clearance().cause(),
-            Fate::InTls if self.sent.what == What::Silence => Some(Cause::Silent),
-            Fate::InTls => Some(Cause::Denied),
-            Fate::Upgraded | Fate::NotHttp => Some(Cause::NotHttp),
-            Fate::Late => Some(Cause::Late),
-            Fate::NoRequest => Some(Cause::Denied),
-            Fate::Nothing => Some(Cause::Silent),
-            Fate::NoHttp => Some(Cause::NoHttp),
-            Fate::Unknown => Some(Cause::Unknown),
+    /// The cause with which a port of this kind refuses it, if any.
+    fn refusal_cause(&self, port: PortKind) -> Option<Cause> {
+        let in_tls = self.identity != Identity::Absent;
+        match self.handling(port) {
+            Handling::Request | Handling::Bytes => self.decision().cause(),
+            Handling::InTls | Handling::Upgraded if in_tls => self.decision().cause(),
+            Handling::InTls if self.sent.what == What::Silence => Some(Cause::Silent),
+            Handling::InTls => Some(Cause::Denied),
+            Handling::Upgraded | Handling::NotHttp => Some(Cause::NotHttp),
+            Handling::Late => Some(Cause::Late),
+            Handling::NoRequest => Some(Cause::Denied),
+            Handling::Nothing => Some(Cause::Silent),
+            Handling::NoHttp => Some(Cause::NoHttp),
+            Handling::Unknown => Some(Cause::Unknown),
         }
     }
 
-    fn fate(&self, port: PortKind) -> Fate {
-        Fate::of(at(BYTES, &self.sent.to_string(), port.word()))
+    fn handling(&self, port: PortKind) -> Handling {
+        Handling::of(at(BYTES, &self.sent.to_string(), port.word()))
     }
 
-    /// What the policy finds missing, where it denies.
+    /// The reason of the policy for a denial.
     pub(super) fn missing(&self) -> &'static str {
-        let missing = match (self.fate(self.policy.port()), self.clearance()) {
-            (Fate::NoRequest, _) => Clearance::OtherNetwork,
-            (_, Clearance::Permitted) => Clearance::NoTls, // the port demands it
+        let missing = match (self.handling(self.policy.port()), self.decision()) {
+            (Handling::NoRequest, _) => Decision::OtherNetwork,
+            (_, Decision::Permitted) => Decision::NoTls, // the port requires it
             (_, clearance) => clearance,
         };
         missing.word()
     }
 
-    /// Whether it is refused for what it is by a port whose Server authorizes nobody: which of the two is counted depends on
-    /// how far the proxy looked.
+    /// Whether the refusal may be counted as denied. On a port whose Server authorizes no client, the counter depends
+    /// on how many bytes the proxy read.
     pub(super) fn may_count_as_denied(&self) -> bool {
-        let authorizes_nobody = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
-        authorizes_nobody && matches!(self.expected(), Expected::Refused(Cause::NotHttp | Cause::Silent))
+        let authorizes_no_client = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
+        authorizes_no_client && matches!(self.expected(), Expected::Refused(Cause::NotHttp | Cause::Silent))
     }
 
-    fn clearance(&self) -> Clearance {
-        Clearance::of(at(CLIENTS, self.policy.word(), self.identity.word()))
+    fn decision(&self) -> Decision {
+        Decision::of(at(CLIENTS, self.policy.word(), self.identity.word()))
     }
 }
 
@@ -428,7 +431,7 @@ impl Policy {
     }
 }
 
-impl Clearance {
+impl Decision {
     fn cause(self) -> Option<Cause> {
         match self {
             Self::Permitted => None,
@@ -439,7 +442,7 @@ impl Clearance {
     }
 }
 
-/// What the proxy can know of a policy.
+/// What the proxy can know about a policy.
 enum Knowledge {
     Known,
     Unknown,
@@ -447,15 +450,15 @@ enum Knowledge {
 }
 
 impl State {
-    /// Whether the port was asked for before the connection came.
-    pub(super) fn is_asked(self) -> bool {
+    /// Whether the port's policy is requested before the connection.
+    pub(super) fn is_requested_before(self) -> bool {
         matches!(
             self,
             Self::Up | Self::DownAfter | Self::NotFoundAfter | Self::Restarting
         )
     }
 
-    /// Whether each connection has to have a port of its own, to be the first there.
+    /// Whether each connection needs its own port, to be the first on it.
     pub(super) fn is_first(self) -> bool {
         matches!(self, Self::First | Self::RestartingFirst)
     }
@@ -470,7 +473,7 @@ impl State {
 }
 
 impl Identity {
-    /// Whether no policy has to refuse it, because TLS does.
+    /// Whether the TLS handshake refuses it, so that the policy does not matter.
     fn is_invalid(self) -> bool {
         matches!(self, Self::Expired | Self::OtherTrustDomain)
     }
@@ -490,7 +493,7 @@ impl Family {
     }
 }
 
-/// The other address of a host: fd79::20 for 10.79.0.20.
+/// The IPv6 address of a host: fd79::20 for 10.79.0.20.
 pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     let [_, network, _, host] = ip
         .octets()
@@ -498,7 +501,7 @@ pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::new(0xfd00 + network, 0, 0, 0, 0, 0, 0, host)
 }
 
-impl Sent {
+impl ClientInput {
     pub(super) const HTTP1: Self = Self {
         header: Header::Absent,
         what: What::Http1,
@@ -517,7 +520,7 @@ impl Sent {
     }
 }
 
-impl fmt::Display for Sent {
+impl fmt::Display for ClientInput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.header {
             Header::Absent => write!(f, "{}", self.what),
@@ -526,7 +529,7 @@ impl fmt::Display for Sent {
     }
 }
 
-/// The word of a table in a row, by its first word, and a column, by its title.
+/// The word in a table, by the first word of its row and the title of its column.
 pub(super) fn at(table: &'static str, row: &str, column: &str) -> &'static str {
     let titles = words_of(table.trim().lines().next().unwrap_or_default());
     let column = titles.iter().position(|title| *title == column).expect(column);

@@ -1,13 +1,13 @@
-//! Enums whose values have a word in the table.
+//! Enums whose variants have a word in the table.
 
-/// An enum that is written and read as words.
+/// Defines an enum that is parsed and printed as words.
 macro_rules! words {
     ($(#[$doc:meta])* $name:ident { $($(#[$what:meta])* $variant:ident = $word:literal,)+ }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub(super) enum $name { $($(#[$what])* $variant,)+ }
 
-        #[allow(dead_code)] // not each needs all of it
+        #[allow(dead_code)] // not every enum uses all of it
         impl $name {
             pub(super) const ALL: &[Self] = &[$(Self::$variant,)+];
 
@@ -15,10 +15,10 @@ macro_rules! words {
                 match self { $(Self::$variant => $word,)+ }
             }
 
-            /// What a word of the table stands for.
+            /// The variant of a word in the table.
             pub(super) fn of(word: &str) -> Self {
                 let found = Self::ALL.iter().find(|value| value.word() == word);
-                *found.unwrap_or_else(|| panic!("the table says {word:?}, which is no {}", stringify!($name)))
+                *found.unwrap_or_else(|| panic!("unknown word {word:?} in the table, expected a {}", stringify!($name)))
             }
         }
 

@@ -13,18 +13,19 @@ use tulle_proto::outbound as proto;
 
 use crate::policy::client::{
     AccrualKind, Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual,
-    HintedBackoff, HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryConditions,
-    RouteBackend, Timeouts, TlsRoute,
+    HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryAfterBackoff,
+    RetryConditions, RouteBackend, Timeouts, TlsRoute,
 };
 use crate::policy::decode::endpoint::endpoint;
-use crate::policy::decode::{DecodeError, client_meta, duration, optional_duration, routes};
+use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
+use crate::policy::decode::routes;
 use crate::policy::filter::Filter;
 use crate::policy::route::{Route, Rule};
 
-/// Reads the policy of a destination.
+/// Decodes the policy of a destination.
 ///
 /// # Errors
-/// Anything is missing or cannot be meant; then nothing of the message counts.
+/// A field is missing or invalid; then the whole message is refused.
 pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
@@ -104,10 +105,10 @@ fn route(
             rules: rules()?,
         })
     };
-    decode().map_err(|error: DecodeError| error.within(&meta))
+    decode().map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
-/// Reads the distribution of one kind of route. The kinds differ in nothing but the module that their types live in.
+/// Decodes the distribution of one kind of route. The kinds differ only in the module of their types.
 macro_rules! distribution {
     ($module:ident, $filter:path, $message:expr) => {{
         use proto::$module::distribution::Kind;
@@ -169,14 +170,16 @@ fn opaque_route(messages: Vec<proto::OpaqueRoute>) -> Result<Option<OpaqueRoute>
         (Some(message), None) => {
             let meta = client_meta(message.metadata)?;
             let decode = || {
-                let rule = only_rule(message.rules)?;
+                let rule = single_rule(message.rules)?;
                 Ok(OpaqueRoute {
                     meta: meta.clone(),
                     filters: rule.filters.into_iter().map(opaque_filter).collect::<Result<_, _>>()?,
                     backends: distribution!(opaque_route, opaque_filter, rule.backends)?,
                 })
             };
-            decode().map(Some).map_err(|error: DecodeError| error.within(&meta))
+            decode()
+                .map(Some)
+                .map_err(|error: DecodeError| error.in_resource(&meta))
         }
         (Some(_), Some(_)) => Err(DecodeError::invalid("number of opaque routes", count, "one at most")),
     }
@@ -185,7 +188,7 @@ fn opaque_route(messages: Vec<proto::OpaqueRoute>) -> Result<Option<OpaqueRoute>
 fn tls_route(message: proto::TlsRoute) -> Result<TlsRoute, DecodeError> {
     let meta = client_meta(message.metadata)?;
     let decode = || {
-        let rule = only_rule(message.rules)?;
+        let rule = single_rule(message.rules)?;
         let route = OpaqueRoute {
             meta: meta.clone(),
             filters: rule.filters.into_iter().map(tls_filter).collect::<Result<_, _>>()?,
@@ -196,10 +199,10 @@ fn tls_route(message: proto::TlsRoute) -> Result<TlsRoute, DecodeError> {
             route,
         })
     };
-    decode().map_err(|error: DecodeError| error.within(&meta))
+    decode().map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
-fn only_rule<R>(rules: Vec<R>) -> Result<R, DecodeError> {
+fn single_rule<R>(rules: Vec<R>) -> Result<R, DecodeError> {
     let [rule] = <[R; 1]>::try_from(rules)
         .map_err(|rules| DecodeError::invalid("number of rules", rules.len(), "exactly one"))?;
     Ok(rule)
@@ -253,11 +256,11 @@ fn random_available<F>(
     let mut backends = backends?;
     match backends.len() {
         0 => Err(DecodeError::Missing("backends")),
-        // Its weight says nothing: there is no other to weigh it against.
+        // The weight of a single backend has no effect.
         1 => Ok(Distribution::FirstAvailable(
             backends.drain(..).map(|(backend, _)| backend).collect(),
         )),
-        // Nobody is to get anything. Other rules are none the worse for it.
+        // All weights are zero: this rule gets no backend. Other rules are not affected.
         _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
         _ => Ok(Distribution::RandomAvailable(backends.into())),
     }
@@ -281,7 +284,9 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<Backend>, DecodeError>
             target,
         })
     };
-    decode().map(Arc::new).map_err(|error: DecodeError| error.within(&meta))
+    decode()
+        .map(Arc::new)
+        .map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
 fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, DecodeError> {
@@ -299,7 +304,7 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
             default_rtt: duration("default RTT", default_rtt)?,
             decay: duration("decay", decay)?,
         },
-        // The penalty decays as the round-trip time does, whatever `penalty_decay` says: it is one estimate.
+        // `penalty_decay` is not used: the penalty decays like the round-trip time, because both are one estimate.
         Load::PenaltyPeakEwma(PenaltyPeakEwma {
             default_rtt,
             decay,
@@ -321,7 +326,7 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
 
 fn queue(message: proto::Queue) -> Result<Queue, DecodeError> {
     let capacity = match message.capacity {
-        // Not told: some only send the timeout.
+        // Not set: some control planes send only the timeout.
         0 => DEFAULT_QUEUE_CAPACITY,
         capacity => usize::try_from(capacity).unwrap_or(DEFAULT_QUEUE_CAPACITY),
     };
@@ -352,7 +357,7 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
                 ));
             }
             let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
-            // Without a threshold nobody looks at the window.
+            // Without a threshold the window is not used.
             if window < MIN_WINDOW && success_rate_threshold > 0.0 {
                 return Err(DecodeError::invalid(
                     "decay of a failure accrual",
@@ -374,12 +379,12 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
     };
     Ok(FailureAccrual {
         kind,
-        backoff: exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?,
+        backoff: backoff_from(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?,
         min_ready_endpoints: message.ejection.map_or(0, |ejection| ejection.min_ready_endpoints),
     })
 }
 
-fn exponential(message: proto::ExponentialBackoff) -> Result<HintedBackoff, DecodeError> {
+fn backoff_from(message: proto::ExponentialBackoff) -> Result<RetryAfterBackoff, DecodeError> {
     let min = duration("min backoff", message.min_backoff)?;
     let max = duration("max backoff", message.max_backoff)?;
     let jitter = f64::from(message.jitter_ratio);
@@ -393,9 +398,9 @@ fn exponential(message: proto::ExponentialBackoff) -> Result<HintedBackoff, Deco
     if !(0.0..=MAX_JITTER).contains(&jitter) {
         return Err(DecodeError::invalid("jitter ratio", jitter, "0 to 100"));
     }
-    Ok(HintedBackoff {
+    Ok(RetryAfterBackoff {
         steps: Backoff { min, max, jitter },
-        heeds_hints: message.respect_retry_after_hint,
+        honors_retry_after: message.respect_retry_after_hint,
     })
 }
 
@@ -421,7 +426,7 @@ fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
         http: ranges.collect::<Result<_, _>>()?,
         grpc: Vec::new(),
     };
-    retry_of(
+    retry_from(
         message.max_retries,
         message.max_request_bytes,
         conditions,
@@ -446,7 +451,7 @@ fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
         http: Vec::new(),
         grpc: codes.collect(),
     };
-    retry_of(
+    retry_from(
         message.max_retries,
         message.max_request_bytes,
         conditions,
@@ -455,7 +460,7 @@ fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
     )
 }
 
-fn retry_of(
+fn retry_from(
     max_retries: u32,
     max_request_bytes: u32,
     conditions: RetryConditions,
@@ -467,8 +472,8 @@ fn retry_of(
             .map_err(|_| DecodeError::invalid("max retries", max_retries, "65535 at most"))?,
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         conditions,
-        timeout: limit("timeout of a retry", timeout)?,
-        backoff: backoff.map(exponential).transpose()?,
+        timeout: optional_timeout("timeout of a retry", timeout)?,
+        backoff: backoff.map(backoff_from).transpose()?,
     })
 }
 
@@ -478,14 +483,17 @@ fn timeouts(
 ) -> Result<Timeouts, DecodeError> {
     let message = message.unwrap_or_default();
     Ok(Timeouts {
-        request: limit("request timeout", message.request.or(legacy_request))?,
-        response: limit("response timeout", message.response)?,
-        idle: limit("idle timeout", message.idle)?,
+        request: optional_timeout("request timeout", message.request.or(legacy_request))?,
+        response: optional_timeout("response timeout", message.response)?,
+        idle: optional_timeout("idle timeout", message.idle)?,
     })
 }
 
-/// A timeout; 0 is none, as in all that is written of them.
-fn limit(field: &'static str, message: Option<prost_types::Duration>) -> Result<Option<Duration>, DecodeError> {
+/// An optional timeout; 0 means no timeout, as for every timeout of the API.
+fn optional_timeout(
+    field: &'static str,
+    message: Option<prost_types::Duration>,
+) -> Result<Option<Duration>, DecodeError> {
     Ok(optional_duration(field, message)?.filter(|limit| !limit.is_zero()))
 }
 
@@ -497,13 +505,13 @@ fn request_headers(allow: bool) -> RequestOverrides {
     }
 }
 
-/// Of the environment's default, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+/// Same as the default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
 const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
 const MIN_WINDOW: Duration = Duration::from_millis(10);
 const MAX_MIN_REQUESTS: u32 = 1_000_000;
 const MAX_JITTER: f64 = 100.0;
 
 #[cfg(test)]
-mod rows;
+mod table_tests;
 #[cfg(test)]
 mod tests;

@@ -172,7 +172,7 @@ pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> prot
     with_rule(|rule| rule.filters = vec![proto::http_route::Filter { kind }])
 }
 
-/// The rule of a policy that has one.
+/// The rule of a policy that has exactly one.
 fn target(message: proto::OutboundPolicy) -> HttpTarget {
     let policy = client_policy(message).unwrap();
     let ClientProtocol::Http2(http) = policy.protocol else {
@@ -271,7 +271,7 @@ fn backends_are_read() {
 }
 
 #[test]
-fn weights_without_a_winner_distribute_to_nobody() {
+fn weights_that_are_all_zero_select_no_backend() {
     let distribution = |weights: &[u32]| target(with_rule(|rule| rule.backends = random(weights))).backends;
     assert_eq!(distribution(&[0, 0]), Distribution::Empty);
     assert!(matches!(distribution(&[0]), Distribution::FirstAvailable(list) if list.len() == 1));
@@ -355,7 +355,7 @@ fn failure_accrual_is_read() {
 }
 
 #[test]
-fn what_is_incomplete_is_refused_with_the_reason() {
+fn incomplete_messages_are_refused_with_the_reason() {
     let detect = |edit: fn(&mut Detect)| {
         let mut detect = Detect {
             timeout: seconds(10),

@@ -1,0 +1,149 @@
+//! Arguments of `tulle-bench load`.
+
+use std::num::NonZeroUsize;
+use std::str::FromStr;
+use std::time::Duration;
+
+use http::{HeaderName, HeaderValue};
+
+#[derive(clap::Args, Clone, Debug)]
+pub struct Args {
+    /// Target as HOST:PORT, with a path for HTTP and WebSocket, such as "10.0.0.5:8080/echo". A scheme is ignored.
+    pub target: String,
+    #[arg(long, value_enum, default_value_t = Protocol::Http1)]
+    pub protocol: Protocol,
+    /// Open loop: send this many requests per second on a fixed schedule. Without it, each connection sends as soon as it is free.
+    #[arg(long, value_parser = rate)]
+    pub rate: Option<f64>,
+    /// Number of connections; by default 1, or 64 in an open loop of a protocol without streams.
+    #[arg(long)]
+    pub connections: Option<NonZeroUsize>,
+    /// Concurrent streams per HTTP/2 connection; by default 1, or 64 in an open loop.
+    #[arg(long)]
+    pub streams: Option<NonZeroUsize>,
+    /// Duration of the run; "10s" if neither this nor --requests is given.
+    #[arg(long, value_parser = tulle_core::duration::parse)]
+    pub duration: Option<Duration>,
+    /// Stop after this many requests.
+    #[arg(long)]
+    pub requests: Option<u64>,
+    /// Request timeout. A request that exceeds it counts as a timeout.
+    #[arg(long, default_value = "10s", value_parser = tulle_core::duration::parse)]
+    pub timeout: Duration,
+    /// A request header "name: value" (repeatable; not for TCP).
+    #[arg(long = "header", value_name = "NAME: VALUE")]
+    pub headers: Vec<Header>,
+    /// The Host or :authority header of requests; by default the host and port of the target.
+    #[arg(long)]
+    pub authority: Option<String>,
+    /// Payload size of each request or message, in bytes.
+    #[arg(long, default_value_t = 0)]
+    pub body_size: usize,
+    #[arg(long, value_enum, default_value_t = Method::Unary)]
+    pub grpc_method: Method,
+    /// Messages per gRPC stream.
+    #[arg(long, default_value_t = 1)]
+    pub messages: u32,
+    /// TCP: expect a greeting line that starts with this text from the server. Its last word is taken as the server's name.
+    #[arg(long, value_name = "TEXT")]
+    pub expect_greeting: Option<String>,
+    /// Open a new connection for every request.
+    #[arg(long)]
+    pub reconnect: bool,
+    /// Number of threads. Each has its own runtime and its share of the connections.
+    #[arg(long, default_value = "1")]
+    pub threads: NonZeroUsize,
+    /// Print a report as one line of JSON at this interval, such as "1s".
+    #[arg(long, value_parser = tulle_core::duration::parse)]
+    pub report_every: Option<Duration>,
+    /// Print the final report as one line of JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Protocol {
+    Http1,
+    Http2,
+    Grpc,
+    Tcp,
+    Ws,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Method {
+    Unary,
+    ServerStream,
+    ClientStream,
+    Bidi,
+}
+
+impl Args {
+    pub(super) fn connections(&self) -> usize {
+        let default = if self.rate.is_some() && !self.protocol.has_streams() {
+            DEFAULT_OPEN_LOOP_CONCURRENCY
+        } else {
+            1
+        };
+        self.connections.map_or(default, NonZeroUsize::get)
+    }
+
+    pub(super) fn streams(&self) -> usize {
+        if !self.protocol.has_streams() {
+            return 1;
+        }
+        let default = if self.rate.is_some() {
+            DEFAULT_OPEN_LOOP_CONCURRENCY
+        } else {
+            1
+        };
+        self.streams.map_or(default, NonZeroUsize::get)
+    }
+}
+
+impl Protocol {
+    pub(super) fn has_streams(self) -> bool {
+        matches!(self, Self::Http2 | Self::Grpc)
+    }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if (0.001..=1e7).contains(&rate) => Ok(rate),
+        _ => Err(format!(
+            "{text:?} is not a rate: give requests per second from 0.001 to 10000000"
+        )),
+    }
+}
+
+/// Default maximum of requests in flight in an open loop.
+const DEFAULT_OPEN_LOOP_CONCURRENCY: usize = 64;
+
+/// A header from the command line, as "name: value".
+#[derive(Clone, Debug)]
+pub struct Header(pub(super) HeaderName, pub(super) HeaderValue);
+
+impl FromStr for Header {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refused = |why: String| format!("{text:?} is not a header: {why}; give \"name: value\"");
+        let (name, value) = text.split_once(':').ok_or_else(|| refused("it has no colon".into()))?;
+        let name = HeaderName::from_str(name.trim()).map_err(|e| refused(e.to_string()))?;
+        let value = HeaderValue::from_str(value.trim()).map_err(|e| refused(e.to_string()))?;
+        Ok(Self(name, value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invalid_rates_are_refused() {
+        assert_eq!(rate("250.5"), Ok(250.5));
+        for text in ["0", "-1", "nan", "inf", "1e9", "fast"] {
+            assert!(rate(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Metrics of a measurement.
+
+use std::collections::BTreeMap;
+
+/// The metrics of one measurement.
+pub(super) type Sample = BTreeMap<Metric, f64>;
+
+/// The metrics. Their names are used in the JSON and in `budgets.toml`.
+#[derive(serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Metric {
+    RequestsPerSecond,
+    /// Requests per second in percent of a baseline measured directly before, without the disturbance of the row.
+    SpeedPercent,
+    P50Us,
+    P99Us,
+    /// The p99 latency as a multiple of a baseline measured directly before, without the disturbance of the row.
+    P99Times,
+    /// Payload of one direction.
+    MibPerSecond,
+    /// CPU time of the client's sidecar per request, in microseconds. Rows with messages count messages instead of requests.
+    ClientCpuUs,
+    ServerCpuUs,
+    /// Share of that CPU time that was spent in the kernel, in percent.
+    ClientKernelPercent,
+    ServerKernelPercent,
+    ClientRssMib,
+    ServerRssMib,
+    ClientIdleKib,
+    ServerIdleKib,
+    /// Allocations per request.
+    ClientAllocations,
+    ServerAllocations,
+    /// Allocated bytes per request.
+    ClientAllocatedBytes,
+    ServerAllocatedBytes,
+    /// Requests without a successful response.
+    Failed,
+}

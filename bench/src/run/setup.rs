@@ -1,0 +1,97 @@
+//! The sidecars of a measurement: their kind, their place, and their configuration.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// A kind of sidecar.
+#[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Peer {
+    /// tulle as in its images: built with profile-guided optimization.
+    Tulle,
+    /// tulle, built without profile-guided optimization.
+    TulleNoProfile,
+    Haproxy,
+    Nginx,
+    Envoy,
+    /// No proxy: the maximum that the client and the application reach.
+    None,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+impl Side {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Server => "server",
+        }
+    }
+}
+
+/// The protocol that the sidecars carry. They are started for one protocol at a time.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Traffic {
+    Http1,
+    /// HTTP/2, including gRPC.
+    Http2,
+    Opaque,
+}
+
+/// The sidecars on the path of a request.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Path {
+    /// Both sidecars, with mutual TLS between them.
+    Both,
+    Outbound,
+    Inbound,
+}
+
+/// The build of tulle.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Build {
+    Shipped,
+    /// The build that counts allocations.
+    Counting,
+    /// The shipped build under callgrind.
+    Callgrind,
+}
+
+/// The routing rules of a row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Rules {
+    Default,
+    Routes,
+    Profile,
+}
+
+/// The configuration of the sidecars of a row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Setup {
+    pub(super) traffic: Traffic,
+    pub(super) path: Path,
+    pub(super) workers: u16,
+    /// CPU limit of each thread of a sidecar, in percent of a core. With it, the workers limit the throughput even if they share
+    /// the machine with the load generator.
+    pub(super) throttle: Option<u16>,
+    pub(super) build: Build,
+    /// Timeout of request headers, for peers where it can be set. `None` leaves the default.
+    pub(super) head_timeout: Option<Duration>,
+    /// Rules in addition to the policy that permits the client.
+    pub(super) rules: Rules,
+    /// Whether the sidecars are started for this row only.
+    pub(super) exclusive: bool,
+}
+
+/// The name of a value in JSON.
+pub(super) fn name(value: impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(name)) => name,
+        other => format!("{other:?}"),
+    }
+}

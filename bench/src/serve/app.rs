@@ -1,0 +1,18 @@
+use std::time::Duration;
+
+use tokio_rustls::TlsAcceptor;
+
+/// State shared by all connections.
+pub(super) struct App {
+    pub(super) name: String,
+    pub(super) delay: Duration,
+    /// Present if a listener uses TLS.
+    pub(super) tls: Option<TlsAcceptor>,
+}
+
+/// Waits for the configured delay.
+pub(super) async fn delay_response(delay: Duration) {
+    if !delay.is_zero() {
+        tokio::time::sleep(delay).await;
+    }
+}

@@ -1,0 +1,49 @@
+use tokio::time::Instant;
+
+/// A fault that is injected and from which the mesh has not recovered yet.
+pub(super) struct ActiveFault {
+    pub(super) target: Target,
+    pub(super) since: Instant,
+    /// When the fault is repaired. `None` after the repair, while the demo waits for recovery.
+    pub(super) repair_at: Option<Instant>,
+    /// Failures on permitted edges before the fault.
+    pub(super) failed_before: u64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Target {
+    ControlPlane,
+    /// The application of this workload.
+    Replica(String),
+    /// The issuer, replaced at this Unix time in seconds.
+    Certificate {
+        replaced_at: f64,
+    },
+}
+
+impl Target {
+    pub(super) fn name(&self) -> &str {
+        match self {
+            Self::ControlPlane => "the control plane",
+            Self::Replica(name) => name,
+            Self::Certificate { .. } => "the issuer",
+        }
+    }
+
+    /// The log name of the process that is stopped.
+    pub(super) fn process(&self) -> String {
+        match self {
+            Self::ControlPlane => "control".to_owned(),
+            Self::Replica(name) => format!("{name}-app"),
+            Self::Certificate { .. } => String::new(),
+        }
+    }
+
+    pub(super) fn recovery_message(&self) -> String {
+        match self {
+            Self::ControlPlane => "control plane ready again".to_owned(),
+            Self::Replica(name) => format!("{name}'s application started again"),
+            Self::Certificate { .. } => "all sidecars hold certificates of the new issuer".to_owned(),
+        }
+    }
+}

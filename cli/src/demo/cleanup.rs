@@ -1,0 +1,72 @@
+//! The cleanup process: cleans up after a demo that was killed or aborted by a panic.
+//!
+//! It waits until the demo's end of a pipe closes, which happens however the demo ends.
+//! The kernel kills the demo's other children too, so only network namespaces and files are left to remove.
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context as _;
+
+use super::mesh;
+use super::rundir::{FailedRunLogs, RunDir};
+
+/// The cleanup process of this process. Dropping this value stops it.
+pub(super) struct CleanupProcess(Child);
+
+impl CleanupProcess {
+    /// Starts this program again, as `tulle demo cleanup`.
+    pub(super) fn spawn() -> anyhow::Result<Self> {
+        let own = std::env::current_exe().context("finding this program")?;
+        let child = Command::new(own)
+            .args(["demo", "cleanup", &std::process::id().to_string()])
+            .stdin(Stdio::piped())
+            // A program that reads our standard output must not wait for the cleanup process.
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .context("starting the cleanup process")?;
+        Ok(Self(child))
+    }
+}
+
+impl Drop for CleanupProcess {
+    fn drop(&mut self) {
+        // An error here cannot be handled. The next start cleans up again.
+        if let Some(mut stdin) = self.0.stdin.take() {
+            let _ = stdin.write_all(SHUTDOWN_MESSAGE);
+        }
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs `tulle demo cleanup`.
+pub(super) fn main(demo: u32) -> anyhow::Result<()> {
+    let mut said = Vec::new();
+    std::io::stdin()
+        .read_to_end(&mut said)
+        .context("waiting for the demo's end")?;
+    if said == SHUTDOWN_MESSAGE {
+        return Ok(());
+    }
+    let proc = format!("/proc/{demo}");
+    for _ in 0..MAX_EXIT_POLLS {
+        // Until its parent waits for it, a dead process still looks like a running one.
+        mesh::remove_stale(FailedRunLogs::Leave)?;
+        if !Path::new(&proc).exists() {
+            break;
+        }
+        std::thread::sleep(EXIT_POLL_INTERVAL);
+    }
+    mesh::remove_stale(FailedRunLogs::Leave)?;
+    RunDir::remove_empty_base();
+    Ok(())
+}
+
+const SHUTDOWN_MESSAGE: &[u8] = b"done";
+const MAX_EXIT_POLLS: u32 = 100;
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(100);

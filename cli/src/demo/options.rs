@@ -1,0 +1,77 @@
+//! Options of `tulle demo`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Subcommand, ValueEnum};
+use tulle_core::duration;
+
+use super::faults::Fault;
+
+#[derive(clap::Args, Clone, Debug)]
+#[command(args_conflicts_with_subcommands = true, after_long_help = HELP)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(super) action: Option<Action>,
+    /// Run for this many seconds, stop the control plane for 10 of them (from second 20 on), check the result, and exit
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(5..=3600))]
+    pub(super) once: Option<u64>,
+    /// How the load generator's sidecar balances over web's replicas
+    #[arg(long, value_enum, default_value_t = Balancer::PeakEwma)]
+    pub(super) balancer: Balancer,
+    /// A directory of manifests to use instead of the built-in ones; read again when they change
+    #[arg(long, value_name = "DIR")]
+    pub(super) manifests: Option<PathBuf>,
+    /// Write the final table as JSON to this file
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+    /// Output format of the final table [default: both]
+    #[arg(short, long, value_enum)]
+    pub(super) output: Option<Output>,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(super) enum Action {
+    /// Inject a fault into the running demo, from another terminal
+    Break {
+        fault: Fault,
+        /// How long the fault lasts
+        #[arg(long = "for", value_name = "DURATION", default_value = "10s", value_parser = duration::parse)]
+        length: Duration,
+    },
+    /// Wait until a demo ends, and clean up after it
+    #[command(hide = true)]
+    Cleanup { demo: u32 },
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Balancer {
+    /// The cheaper of two random replicas, by latency and load
+    PeakEwma,
+    /// Each replica in turn, for comparison
+    RoundRobin,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Output {
+    Table,
+    Json,
+}
+
+const HELP: &str = "\
+Builds a mesh in network namespaces: a control plane fed from manifests; a load generator, a service `web` with three
+replicas of which one is slow, a WebSocket service `ws` and a TCP service `tcp`, each with redirected traffic and a
+sidecar; and a host `outside` the mesh, which is refused. Then shows one row per edge, each second:
+
+  REQ/S, SUCCESS, P50..P99  what the client sees; latency from the time a request was due
+  BYTES/S                   payload in both directions
+  CLIENT IDENTITY           identity verified by the server's sidecar; `-` if none
+  SERVER IDENTITY           identity verified by the client's sidecar
+
+Inject faults from another terminal, and watch the traffic continue:
+
+  tulle demo break control-plane --for 20s
+  tulle demo break replica
+  tulle demo break certificate
+
+Without a terminal, as in CI, `tulle demo --once 30` checks its result and exits with 1 if a check fails.";

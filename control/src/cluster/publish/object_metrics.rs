@@ -1,0 +1,216 @@
+//! Metrics of stored objects: their number, and their unsupported or unreadable parts.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use tulle_core::metrics::{Gauge, Labels};
+
+use crate::cluster::metrics::{GaugeGuard, Metrics};
+use crate::cluster::store::objects::{CountChange, LookupKey, Store};
+use crate::resources::event::Event;
+use crate::resources::meta::Name;
+use crate::resources::route::ParentKind;
+use crate::resources::unreadable::Unreadable;
+use crate::resources::unserved::{self, UnservedPart};
+use crate::resources::{Kind, Object};
+
+/// Counts stored objects by kind, policy objects also by namespace, and the addresses and routes of Services.
+#[derive(Default)]
+pub(in crate::cluster) struct ObjectMetrics {
+    by_kind: HashMap<Kind, Arc<Gauge>>,
+    by_namespace: HashMap<(Kind, Arc<str>), Arc<Gauge>>,
+    /// Keys of Service addresses.
+    addresses: HashSet<LookupKey>,
+    /// Keys of Services with routes.
+    routes: HashMap<LookupKey, GaugeGuard>,
+    /// Unsupported parts by object.
+    unserved: HashMap<(Kind, Name), Vec<(UnservedPart, GaugeGuard)>>,
+    /// By Server: parts of routes and rate limits that the Server does not support.
+    unserved_due_to_server: HashMap<Name, Vec<UnservedDueToServer>>,
+    /// Unreadable objects, with the reason.
+    unreadable: HashMap<(Kind, Name), (String, GaugeGuard)>,
+}
+
+/// A part of an object that its Server does not support.
+struct UnservedDueToServer {
+    part: (Kind, Name, UnservedPart),
+    _gauge_guard: GaugeGuard,
+}
+
+impl ObjectMetrics {
+    pub(in crate::cluster) fn apply_count_change(&mut self, metrics: &Metrics, change: &CountChange) {
+        match change {
+            CountChange::Added(kind, namespace) => self.add_to_counts(metrics, *kind, namespace, 1),
+            CountChange::Removed(kind, namespace) => self.add_to_counts(metrics, *kind, namespace, -1),
+            CountChange::None => {}
+        }
+    }
+
+    /// Updates the metric of unreadable objects. Returns whether the object became unreadable or its reason changed.
+    pub(in crate::cluster) fn update_unreadable(&mut self, metrics: &Metrics, event: &Event) -> bool {
+        match event {
+            Event::Unreadable(unreadable) => {
+                let Unreadable { kind, name, reason, .. } = &**unreadable;
+                let labels = Labels::new()
+                    .with("kind", kind.info().name)
+                    .with("namespace", &name.namespace)
+                    .with("name", &name.name);
+                let counted = (reason.clone(), GaugeGuard::new(metrics.unreadable.get(&labels)));
+                let before = self.unreadable.insert((*kind, name.clone()), counted);
+                before.is_none_or(|(before, _)| before != *reason)
+            }
+            Event::Applied(object) if !self.unreadable.is_empty() => {
+                self.unreadable.remove(&(object.kind(), object.meta().name.clone()));
+                false
+            }
+            Event::Deleted(kind, name) => {
+                self.unreadable.remove(&(*kind, name.clone()));
+                false
+            }
+            Event::Applied(_) | Event::Synced => false,
+        }
+    }
+
+    /// Updates the metric of unsupported parts of an object. Returns the parts that were not reported before.
+    pub(in crate::cluster) fn update_unserved(
+        &mut self,
+        metrics: &Metrics,
+        event: &Event,
+    ) -> Vec<(Kind, Name, UnservedPart)> {
+        let (id, found) = match event {
+            Event::Applied(object) => (
+                (object.kind(), object.meta().name.clone()),
+                unserved::unserved_parts(object),
+            ),
+            Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
+            // The last readable version stays in effect, with its unsupported parts.
+            Event::Unreadable(_) | Event::Synced => return Vec::new(),
+        };
+        let before = self.unserved.remove(&id).unwrap_or_default();
+        let is_new = |one: &&UnservedPart| !before.iter().any(|(old, _)| old == *one);
+        let new = found
+            .iter()
+            .filter(is_new)
+            .map(|one| (id.0, id.1.clone(), one.clone()))
+            .collect();
+        if !found.is_empty() {
+            let counted = found.into_iter().map(|one| {
+                let guard = metrics.unserved_guard(id.0, &id.1, one.field);
+                (one, guard)
+            });
+            let counted = counted.collect();
+            self.unserved.insert(id, counted);
+        }
+        new
+    }
+
+    /// Updates the metric of parts that routes and rate limits lose because of their Server. Returns the parts that were not
+    /// reported before.
+    pub(in crate::cluster) fn update_unserved_servers(
+        &mut self,
+        metrics: &Metrics,
+        store: &Store,
+        changed_keys: &HashSet<LookupKey>,
+    ) -> Vec<(Kind, Name, UnservedPart)> {
+        let mut servers: HashSet<Name> = HashSet::new();
+        for key in changed_keys {
+            match key {
+                LookupKey::Routes(ParentKind::Server, name) | LookupKey::Object(Kind::Server, name) => {
+                    servers.insert(name.clone());
+                }
+                LookupKey::Namespace(Kind::RateLimitPolicy, namespace) => {
+                    let all = LookupKey::Namespace(Kind::Server, namespace.clone());
+                    servers.extend(store.find(&all).map(|server| server.meta().name.clone()));
+                }
+                _ => {}
+            }
+        }
+        let mut new = Vec::new();
+        for name in servers {
+            let before = self.unserved_due_to_server.remove(&name).unwrap_or_default();
+            let Some(Object::Server(server)) = store.object(Kind::Server, &name) else {
+                continue;
+            };
+            let routes = LookupKey::Routes(ParentKind::Server, name.clone());
+            let limits = LookupKey::Namespace(Kind::RateLimitPolicy, name.namespace.clone());
+            let found = unserved::unserved_due_to_server(server, store.find(&routes).chain(store.find(&limits)));
+            let is_new = |one: &&(Kind, Name, UnservedPart)| !before.iter().any(|old| old.part == **one);
+            new.extend(found.iter().filter(is_new).cloned());
+            if !found.is_empty() {
+                let counted = found.into_iter().map(|what| UnservedDueToServer {
+                    _gauge_guard: metrics.unserved_guard(what.0, &what.1, what.2.field),
+                    part: what,
+                });
+                self.unserved_due_to_server.insert(name, counted.collect());
+            }
+        }
+        new
+    }
+
+    /// Updates the metrics of Service addresses and of Services with routes.
+    pub(in crate::cluster) fn refresh_policy_index(
+        &mut self,
+        metrics: &Metrics,
+        store: &Store,
+        changed_keys: &HashSet<LookupKey>,
+    ) {
+        for key in changed_keys {
+            match key {
+                LookupKey::Ip(_) => {
+                    if store.find(key).any(|object| matches!(object, Object::Service(_))) {
+                        self.addresses.insert(key.clone());
+                    } else {
+                        self.addresses.remove(key);
+                    }
+                }
+                LookupKey::Routes(ParentKind::Service, service) => {
+                    if store.find(key).next().is_none() {
+                        self.routes.remove(key);
+                    } else {
+                        self.routes.entry(key.clone()).or_insert_with(|| {
+                            let labels = Labels::new().with("namespace", &service.namespace);
+                            GaugeGuard::new(metrics.routed_services.get(&labels))
+                        });
+                    }
+                }
+                _ => {}
+            }
+        }
+        metrics
+            .service_addresses
+            .set(i64::try_from(self.addresses.len()).unwrap_or(i64::MAX));
+    }
+
+    fn add_to_counts(&mut self, metrics: &Metrics, kind: Kind, namespace: &Arc<str>, change: i64) {
+        let by_kind = self
+            .by_kind
+            .entry(kind)
+            .or_insert_with(|| kind.cache_size_gauge(&metrics.registry));
+        by_kind.add(change);
+        if kind == Kind::Service {
+            metrics.services.add(change);
+        }
+        let Some(index) = index_metric_name(kind) else { return };
+        let by_namespace = self.by_namespace.entry((kind, namespace.clone())).or_insert_with(|| {
+            metrics
+                .registry
+                .gauge(index, "Policy objects of this kind.")
+                .get(&Labels::new().with("namespace", namespace))
+        });
+        by_namespace.add(change);
+    }
+}
+
+fn index_metric_name(kind: Kind) -> Option<&'static str> {
+    Some(match kind {
+        Kind::MeshTlsAuthentication => "inbound_index_meshtls_authentication_index_size",
+        Kind::NetworkAuthentication => "inbound_index_network_authentication_index_size",
+        Kind::Pod => "inbound_index_pod_index_size",
+        Kind::ExternalWorkload => "inbound_index_external_workload_index_size",
+        Kind::Server => "inbound_index_server_index_size",
+        Kind::ServerAuthorization => "inbound_index_server_authorization_index_size",
+        Kind::AuthorizationPolicy => "inbound_index_authorization_policy_index_size",
+        Kind::PolicyHttpRoute => "inbound_index_http_route_index_size",
+        _ => return None,
+    })
+}

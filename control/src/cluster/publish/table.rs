@@ -1,0 +1,147 @@
+//! Current values of a view by key, each in a `watch::Sender`. A value is computed again when a dependency changes.
+
+use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use crate::cluster::config::Config;
+use crate::cluster::metrics::{EntryMetrics, Metrics};
+use crate::cluster::publish::shared_response::SharedResponse;
+use crate::cluster::store::objects::{LookupKey, Store};
+use crate::cluster::store::reader::Reader;
+use crate::cluster::views::view::View;
+
+pub(in crate::cluster) struct ViewTable<V: View> {
+    entries: HashMap<Arc<V::Key>, Entry<V::Value>>,
+    readers: HashMap<LookupKey, HashSet<Arc<V::Key>>>,
+}
+
+struct Entry<T> {
+    value: watch::Sender<Arc<SharedResponse<T>>>,
+    /// Sorted.
+    dependencies: Vec<LookupKey>,
+    metrics: EntryMetrics,
+}
+
+impl<V: View> Default for ViewTable<V> {
+    fn default() -> Self {
+        Self {
+            entries: HashMap::new(),
+            readers: HashMap::new(),
+        }
+    }
+}
+
+impl<V: View> ViewTable<V> {
+    /// Adds a subscriber. The first subscriber of a key computes the value.
+    pub(in crate::cluster) fn subscribe(
+        &mut self,
+        store: &Store,
+        config: &Config,
+        metrics: &Metrics,
+        key: &V::Key,
+    ) -> watch::Receiver<Arc<SharedResponse<V::Value>>> {
+        if let Some(entry) = self.entries.get(key) {
+            entry.metrics.add_subscriber();
+            return entry.value.subscribe();
+        }
+        let (value, dependencies) = compute::<V>(store, config, key);
+        let metrics = V::metrics(metrics, key, &value);
+        let key = Arc::new(key.clone());
+        for dependency in &dependencies {
+            self.readers.entry(dependency.clone()).or_default().insert(key.clone());
+        }
+        V::update_metrics(&metrics, &value);
+        metrics.add_subscriber();
+        let (sender, receiver) = watch::channel(Arc::new(SharedResponse::new(value)));
+        self.entries.insert(
+            key,
+            Entry {
+                value: sender,
+                dependencies,
+                metrics,
+            },
+        );
+        receiver
+    }
+
+    /// Computes the values that depend on the changed keys again. Equal values are not sent.
+    pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changed_keys: &HashSet<LookupKey>) {
+        let stale: HashSet<Arc<V::Key>> = changed_keys
+            .iter()
+            .filter_map(|dependency| self.readers.get(dependency))
+            .flatten()
+            .cloned()
+            .collect();
+        for key in stale {
+            let Some(entry) = self.entries.get_mut(&key) else {
+                continue;
+            };
+            let (mut value, dependencies) = compute::<V>(store, config, &key);
+            let old = std::mem::replace(&mut entry.dependencies, dependencies);
+            for dependency in difference(&old, &entry.dependencies) {
+                remove_reader(&mut self.readers, dependency, &key);
+            }
+            for dependency in difference(&entry.dependencies, &old) {
+                self.readers.entry(dependency.clone()).or_default().insert(key.clone());
+            }
+            let changed = {
+                let old = entry.value.borrow();
+                let changed = ***old != value;
+                if changed {
+                    V::reuse_unchanged(&old, &mut value);
+                }
+                changed
+            };
+            if changed {
+                V::update_metrics(&entry.metrics, &value);
+                entry.metrics.count_update();
+                entry.value.send_replace(Arc::new(SharedResponse::new(value)));
+            }
+        }
+    }
+
+    /// Removes a subscriber after its receiver was dropped. Removes the value with the last one.
+    pub(in crate::cluster) fn release(&mut self, key: &V::Key) {
+        let Some(entry) = self.entries.get(key) else { return };
+        entry.metrics.remove_subscriber();
+        if entry.value.receiver_count() == 0
+            && let Some(entry) = self.entries.remove(key)
+        {
+            for dependency in &entry.dependencies {
+                remove_reader(&mut self.readers, dependency, key);
+            }
+        }
+    }
+
+    #[cfg(test)]
+    pub(in crate::cluster) fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.readers.is_empty()
+    }
+}
+
+fn compute<V: View>(store: &Store, config: &Config, key: &V::Key) -> (V::Value, Vec<LookupKey>) {
+    let reader = Reader::new(store);
+    let value = V::compute(&reader, config, key);
+    let mut dependencies: Vec<_> = reader.into_dependencies().into_iter().collect();
+    dependencies.sort_unstable();
+    (value, dependencies)
+}
+
+/// Keys of the first list that are not in the second. Both lists are sorted.
+fn difference<'a>(dependencies: &'a [LookupKey], others: &'a [LookupKey]) -> impl Iterator<Item = &'a LookupKey> {
+    dependencies
+        .iter()
+        .filter(|dependency| others.binary_search(dependency).is_err())
+}
+
+fn remove_reader<K: Eq + Hash>(readers: &mut HashMap<LookupKey, HashSet<Arc<K>>>, dependency: &LookupKey, key: &K) {
+    if let Some(keys) = readers.get_mut(dependency) {
+        keys.remove(key);
+        if keys.is_empty() {
+            readers.remove(dependency);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! All objects of a cluster, with an index of the keys that views look up.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use ahash::AHashMap;
+
+use crate::resources::event::Event;
+use crate::resources::meta::Name;
+use crate::resources::route::{ParentKind, Route};
+use crate::resources::service::{EndpointSlice, Service};
+use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
+use crate::resources::{Kind, Object};
+
+/// Key of lookups and of dependencies.
+///
+/// Views can read objects only by key, so the dependencies of a view are complete.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(in crate::cluster) enum LookupKey {
+    /// One object, which may not exist.
+    Object(Kind, Name),
+    /// All objects of a kind in a namespace.
+    Namespace(Kind, Arc<str>),
+    /// Services, pods and external workloads with this address.
+    Ip(IpAddr),
+    /// Pods on the host with this address.
+    HostIp(IpAddr),
+    EndpointSlices(Name),
+    Routes(ParentKind, Name),
+}
+
+/// Change of the number of objects in a namespace.
+pub(in crate::cluster) enum CountChange {
+    Added(Kind, Arc<str>),
+    Removed(Kind, Arc<str>),
+    None,
+}
+
+#[derive(Default)]
+pub(in crate::cluster) struct Store {
+    objects: AHashMap<(Kind, Name), Object>,
+    /// Sorted by kind, namespace and name. There is about one key per pod and most keys have one object, so the lists are
+    /// allocated without spare capacity.
+    index: AHashMap<LookupKey, Vec<(Kind, Name)>>,
+}
+
+impl Store {
+    /// Applies one event and adds the changed keys to `changed_keys`. An equal object changes no key.
+    pub(in crate::cluster) fn apply(&mut self, event: Event, changed_keys: &mut HashSet<LookupKey>) -> CountChange {
+        match event {
+            Event::Applied(object) => {
+                let id = (object.kind(), object.meta().name.clone());
+                if self.objects.get(&id) == Some(&object) {
+                    return CountChange::None;
+                }
+                let existed = self.remove(&id, changed_keys);
+                for key in lookup_keys(&object) {
+                    let ids = self.index.entry(key.clone()).or_default();
+                    if let Err(at) = ids.binary_search(&id) {
+                        ids.reserve_exact(1);
+                        ids.insert(at, id.clone());
+                    }
+                    changed_keys.insert(key);
+                }
+                changed_keys.insert(LookupKey::Object(id.0, id.1.clone()));
+                let change = if existed {
+                    CountChange::None
+                } else {
+                    CountChange::Added(id.0, id.1.namespace.clone())
+                };
+                self.objects.insert(id, object);
+                change
+            }
+            Event::Deleted(kind, name) => {
+                let id = (kind, name);
+                if self.remove(&id, changed_keys) {
+                    CountChange::Removed(id.0, id.1.namespace)
+                } else {
+                    CountChange::None
+                }
+            }
+            Event::Unreadable(unreadable) => match &unreadable.placeholder {
+                Some(object) if !self.is_readable(unreadable.kind, &unreadable.name) => {
+                    self.apply(Event::Applied(object.clone()), changed_keys)
+                }
+                _ => CountChange::None,
+            },
+            Event::Synced => CountChange::None,
+        }
+    }
+
+    /// Whether the store has a readable version of the object.
+    pub(in crate::cluster) fn is_readable(&self, kind: Kind, name: &Name) -> bool {
+        self.object(kind, name).is_some_and(|object| !object.is_placeholder())
+    }
+
+    fn remove(&mut self, id: &(Kind, Name), changed_keys: &mut HashSet<LookupKey>) -> bool {
+        let Some(object) = self.objects.remove(id) else {
+            return false;
+        };
+        for key in lookup_keys(&object) {
+            if let Some(ids) = self.index.get_mut(&key) {
+                if let Ok(at) = ids.binary_search(id) {
+                    ids.remove(at);
+                }
+                if ids.is_empty() {
+                    self.index.remove(&key);
+                }
+            }
+            changed_keys.insert(key);
+        }
+        changed_keys.insert(LookupKey::Object(id.0, id.1.clone()));
+        true
+    }
+
+    pub(in crate::cluster) fn object(&self, kind: Kind, name: &Name) -> Option<&Object> {
+        // The map needs a reference to a tuple, so the key is cloned.
+        self.objects.get(&(kind, name.clone()))
+    }
+
+    /// Builds a store that contains only these objects.
+    pub(in crate::cluster) fn from_objects(objects: Vec<Object>) -> Self {
+        let mut store = Self::default();
+        let mut changed_keys = HashSet::new();
+        for object in objects {
+            store.apply(Event::Applied(object), &mut changed_keys);
+        }
+        store
+    }
+
+    pub(in crate::cluster) fn all(&self) -> impl Iterator<Item = &Object> {
+        self.objects.values()
+    }
+
+    /// Objects with this key, sorted by kind, namespace and name.
+    pub(in crate::cluster) fn find(&self, key: &LookupKey) -> impl Iterator<Item = &Object> {
+        self.index
+            .get(key)
+            .into_iter()
+            .flatten()
+            .filter_map(|id| self.objects.get(id))
+    }
+}
+
+/// The keys of an object, without its name.
+fn lookup_keys(object: &Object) -> Vec<LookupKey> {
+    match object {
+        Object::Service(service) => service_keys(service),
+        Object::EndpointSlice(slice) => slice_keys(slice),
+        Object::Pod(pod) => pod_keys(pod),
+        Object::ExternalWorkload(workload) => workload_keys(workload),
+        Object::PolicyHttpRoute(route)
+        | Object::GatewayHttpRoute(route)
+        | Object::GrpcRoute(route)
+        | Object::TlsRoute(route)
+        | Object::TcpRoute(route) => route_keys(route),
+        Object::Server(_)
+        | Object::ServerAuthorization(_)
+        | Object::AuthorizationPolicy(_)
+        | Object::RateLimitPolicy(_)
+        | Object::EgressNetwork(_) => vec![LookupKey::Namespace(object.kind(), object.meta().namespace().clone())],
+        Object::Endpoints(_)
+        | Object::Node(_)
+        | Object::Namespace(_)
+        | Object::ReplicaSet(_)
+        | Object::Job(_)
+        | Object::MeshTlsAuthentication(_)
+        | Object::NetworkAuthentication(_)
+        | Object::ServiceProfile(_) => Vec::new(),
+    }
+}
+
+fn service_keys(service: &Service) -> Vec<LookupKey> {
+    service.cluster_ips.iter().map(|ip| LookupKey::Ip(*ip)).collect()
+}
+
+fn slice_keys(slice: &EndpointSlice) -> Vec<LookupKey> {
+    slice
+        .service
+        .iter()
+        .map(|service| LookupKey::EndpointSlices(service.clone()))
+        .collect()
+}
+
+fn pod_keys(pod: &Pod) -> Vec<LookupKey> {
+    let mut keys = Vec::new();
+    // Pods in the host network share the host's address, so the address does not identify one of them.
+    if pod.network == PodNetwork::Pod {
+        keys.extend(pod.ips.iter().map(|ip| LookupKey::Ip(*ip)));
+    }
+    if pod.network == PodNetwork::Host || pod.ports.iter().any(|port| port.host_port.is_some()) {
+        keys.extend(pod.host_ips.iter().map(|ip| LookupKey::HostIp(*ip)));
+    }
+    keys
+}
+
+fn workload_keys(workload: &ExternalWorkload) -> Vec<LookupKey> {
+    workload.ips.iter().map(|ip| LookupKey::Ip(*ip)).collect()
+}
+
+fn route_keys(route: &Route) -> Vec<LookupKey> {
+    route
+        .parents
+        .iter()
+        .map(|parent| LookupKey::Routes(parent.kind, parent.name.clone()))
+        .collect()
+}

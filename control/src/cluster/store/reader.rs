@@ -1,0 +1,148 @@
+//! Read access for views. Every lookup is recorded; a view is computed again when one of its keys changes.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use crate::cluster::store::objects::{LookupKey, Store};
+use crate::resources::meta::Name;
+use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
+use crate::resources::policy::authorization::{AuthorizationPolicy, ServerAuthorization};
+use crate::resources::policy::egress_network::EgressNetwork;
+use crate::resources::policy::rate_limit::RateLimitPolicy;
+use crate::resources::policy::server::Server;
+use crate::resources::route::{ParentKind, Route};
+use crate::resources::service::{EndpointSlice, Endpoints, Service};
+use crate::resources::service_profile::ServiceProfile;
+use crate::resources::workload::{ExternalWorkload, Node, PartialObjectMetadata, Pod};
+use crate::resources::{Kind, Object};
+
+pub(in crate::cluster) struct Reader<'a> {
+    store: &'a Store,
+    dependencies: RefCell<HashSet<LookupKey>>,
+}
+
+/// Defines a lookup by name for each kind.
+macro_rules! by_name {
+    ($($method:ident: $kind:ident($object:ty);)*) => {$(
+        pub(in crate::cluster) fn $method(&self, name: &Name) -> Option<&'a Arc<$object>> {
+            match self.object(Kind::$kind, name) {
+                Some(Object::$kind(object)) => Some(object),
+                _ => None,
+            }
+        }
+    )*};
+}
+
+/// Defines a listing by namespace for each kind.
+macro_rules! by_namespace {
+    ($($method:ident: $kind:ident($object:ty);)*) => {$(
+        pub(in crate::cluster) fn $method(&self, namespace: &Arc<str>) -> Vec<&'a Arc<$object>> {
+            self.find(LookupKey::Namespace(Kind::$kind, namespace.clone()), |object| match object {
+                Object::$kind(object) => Some(object),
+                _ => None,
+            })
+        }
+    )*};
+}
+
+impl<'a> Reader<'a> {
+    pub(in crate::cluster) fn new(store: &'a Store) -> Self {
+        Self {
+            store,
+            dependencies: RefCell::default(),
+        }
+    }
+
+    /// The keys that were looked up.
+    pub(in crate::cluster) fn into_dependencies(self) -> HashSet<LookupKey> {
+        self.dependencies.into_inner()
+    }
+
+    by_name! {
+        service: Service(Service);
+        endpoints: Endpoints(Endpoints);
+        pod: Pod(Pod);
+        node: Node(Node);
+        replica_set: ReplicaSet(PartialObjectMetadata);
+        job: Job(PartialObjectMetadata);
+        external_workload: ExternalWorkload(ExternalWorkload);
+        server: Server(Server);
+        egress_network: EgressNetwork(EgressNetwork);
+        mesh_tls_authentication: MeshTlsAuthentication(MeshTlsAuthentication);
+        network_authentication: NetworkAuthentication(NetworkAuthentication);
+        service_profile: ServiceProfile(ServiceProfile);
+    }
+
+    by_namespace! {
+        servers: Server(Server);
+        server_authorizations: ServerAuthorization(ServerAuthorization);
+        authorization_policies: AuthorizationPolicy(AuthorizationPolicy);
+        rate_limits: RateLimitPolicy(RateLimitPolicy);
+        egress_networks: EgressNetwork(EgressNetwork);
+    }
+
+    pub(in crate::cluster) fn services_at(&self, ip: IpAddr) -> Vec<&'a Arc<Service>> {
+        self.find(LookupKey::Ip(ip), |object| match object {
+            Object::Service(service) => Some(service),
+            _ => None,
+        })
+    }
+
+    pub(in crate::cluster) fn pods_at(&self, ip: IpAddr) -> Vec<&'a Arc<Pod>> {
+        self.find(LookupKey::Ip(ip), as_pod)
+    }
+
+    pub(in crate::cluster) fn pods_on_host(&self, ip: IpAddr) -> Vec<&'a Arc<Pod>> {
+        self.find(LookupKey::HostIp(ip), as_pod)
+    }
+
+    pub(in crate::cluster) fn external_workloads_at(&self, ip: IpAddr) -> Vec<&'a Arc<ExternalWorkload>> {
+        self.find(LookupKey::Ip(ip), |object| match object {
+            Object::ExternalWorkload(workload) => Some(workload),
+            _ => None,
+        })
+    }
+
+    pub(in crate::cluster) fn slices_of(&self, service: &Name) -> Vec<&'a Arc<EndpointSlice>> {
+        self.find(LookupKey::EndpointSlices(service.clone()), |object| match object {
+            Object::EndpointSlice(slice) => Some(slice),
+            _ => None,
+        })
+    }
+
+    /// Routes that reference the parent, oldest first.
+    pub(in crate::cluster) fn routes_of(&self, kind: ParentKind, parent: &Name) -> Vec<&'a Arc<Route>> {
+        let mut routes = self.find(LookupKey::Routes(kind, parent.clone()), |object| match object {
+            Object::PolicyHttpRoute(route)
+            | Object::GatewayHttpRoute(route)
+            | Object::GrpcRoute(route)
+            | Object::TlsRoute(route)
+            | Object::TcpRoute(route) => Some(route),
+            _ => None,
+        });
+        routes.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
+        routes
+    }
+
+    fn object(&self, kind: Kind, name: &Name) -> Option<&'a Object> {
+        self.dependencies
+            .borrow_mut()
+            .insert(LookupKey::Object(kind, name.clone()));
+        self.store.object(kind, name)
+    }
+
+    fn find<T>(&self, key: LookupKey, select: impl Fn(&'a Object) -> Option<&'a Arc<T>>) -> Vec<&'a Arc<T>> {
+        let found = self.store.find(&key).filter_map(select).collect();
+        self.dependencies.borrow_mut().insert(key);
+        found
+    }
+}
+
+fn as_pod(object: &Object) -> Option<&Arc<Pod>> {
+    match object {
+        Object::Pod(pod) => Some(pod),
+        _ => None,
+    }
+}

@@ -1,0 +1,243 @@
+//! View: the endpoints of a service port.
+
+use std::collections::{BTreeMap, HashSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use tulle_core::names::{annotation, label};
+
+use crate::cluster::config::{Config, EndpointsSource, H2Upgrade, Ipv6};
+use crate::cluster::metrics::{EntryMetrics, Metrics};
+use crate::cluster::store::reader::Reader;
+use crate::cluster::views::view::View;
+use crate::cluster::views::workload::{external_endpoint, has_address_conflict, pod_endpoint};
+use crate::model::endpoints::{
+    Endpoint, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope, Workload,
+};
+use crate::resources::meta::{Meta, Name};
+use crate::resources::service::{
+    Address, AddressTarget, InternalTrafficPolicy, NotReadyAddresses, Readiness, Service, ServiceKind, Subset,
+};
+
+/// A service port, or one pod of a headless service.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub service: Name,
+    pub port: u16,
+    pub hostname: Option<String>,
+}
+
+pub(in crate::cluster) struct EndpointsView;
+
+impl View for EndpointsView {
+    type Key = Key;
+    type Value = Endpoints;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Endpoints {
+        let Some(service) = reader.service(&key.service) else {
+            return Endpoints::default();
+        };
+        if service.kind == ServiceKind::ExternalName {
+            return Endpoints {
+                existence: Existence::ExternalName,
+                ..Endpoints::default()
+            };
+        }
+        let (mut addresses, mut terminating) = (BTreeMap::new(), BTreeMap::new());
+        for (meta, subset) in service_subsets(reader, config, service) {
+            // Slices of a Service without ports have no ports either, and are skipped.
+            if subset.ports.is_empty() {
+                continue;
+            }
+            let Some(port) = target_port(service, key.port, subset) else {
+                continue;
+            };
+            for address in subset.addresses.iter().filter(|address| matches_key(address, key)) {
+                let mirror = MirrorSource { meta, port: key.port };
+                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &mirror) {
+                    let target_map = match (state, service.not_ready_addresses) {
+                        (EndpointState::Terminating, NotReadyAddresses::Omitted) => &mut terminating,
+                        (EndpointState::Terminating, NotReadyAddresses::Published) | (EndpointState::Active, _) => {
+                            &mut addresses
+                        }
+                    };
+                    target_map.insert(endpoint.addr, Arc::new(endpoint));
+                }
+            }
+        }
+        // Terminating endpoints are used if there are no others: the slices may not list the new pod yet.
+        if addresses.is_empty() {
+            addresses = terminating;
+        }
+        apply_ip_family(config, &mut addresses);
+        let is_hinted = |endpoint: &Arc<Endpoint>| !endpoint.hint_nodes.is_empty();
+        let scope = match service.internal_traffic_policy {
+            InternalTrafficPolicy::Local => TrafficScope::Node,
+            // Like zone hints, node hints apply only if every endpoint has them.
+            InternalTrafficPolicy::Cluster if !addresses.is_empty() && addresses.values().all(is_hinted) => {
+                TrafficScope::HintedNode
+            }
+            InternalTrafficPolicy::Cluster => TrafficScope::Cluster,
+        };
+        Endpoints {
+            existence: Existence::Present,
+            scope,
+            addresses,
+        }
+    }
+
+    fn metrics(metrics: &Metrics, key: &Key, _value: &Endpoints) -> EntryMetrics {
+        metrics.endpoints(&key.service, key.port, key.hostname.as_deref())
+    }
+
+    fn update_metrics(metrics: &EntryMetrics, value: &Endpoints) {
+        metrics.set_endpoints(value.addresses.len(), value.existence == Existence::Present);
+    }
+
+    fn reuse_unchanged(old: &Endpoints, new: &mut Endpoints) {
+        for (addr, endpoint) in &mut new.addresses {
+            if let Some(old) = old.addresses.get(addr)
+                && old == endpoint
+            {
+                *endpoint = old.clone();
+            }
+        }
+    }
+}
+
+/// The addresses of a Service from its EndpointSlices or Endpoints, each with the metadata of that object.
+pub(super) fn service_subsets<'a>(
+    reader: &Reader<'a>,
+    config: &Config,
+    service: &Service,
+) -> Vec<(&'a Meta, &'a Subset)> {
+    match config.endpoints_source {
+        EndpointsSource::EndpointSlices => reader
+            .slices_of(&service.meta.name)
+            .into_iter()
+            .map(|slice| (&slice.meta, &slice.subset))
+            .collect(),
+        EndpointsSource::Endpoints => reader
+            .endpoints(&service.meta.name)
+            .into_iter()
+            .flat_map(|endpoints| endpoints.subsets.iter().map(|subset| (&endpoints.meta, subset)))
+            .collect(),
+    }
+}
+
+/// The endpoint port with the name of the Service port. A port that the Service does not list is used unchanged.
+fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
+    match service.port(port) {
+        Some(listed) => subset
+            .ports
+            .iter()
+            .find(|port| port.name == listed.name)
+            .map(|port| port.port),
+        None => Some(port),
+    }
+}
+
+fn matches_key(address: &Address, key: &Key) -> bool {
+    let named = key.hostname.is_none() || address.hostname == key.hostname;
+    named && address.ready != Readiness::NotReady
+}
+
+/// An endpoint is terminating if its slice says so or if its pod is being deleted. The pod is checked too, because slices
+/// are updated later and the application may already have closed its port.
+#[derive(Clone, Copy)]
+enum EndpointState {
+    Active,
+    Terminating,
+}
+
+fn resolve_endpoint(
+    reader: &Reader<'_>,
+    config: &Config,
+    address: &Address,
+    port: u16,
+    mirror: &MirrorSource<'_>,
+) -> Option<(Endpoint, EndpointState)> {
+    let mut state = match address.ready {
+        Readiness::Terminating => EndpointState::Terminating,
+        Readiness::Ready | Readiness::NotReady => EndpointState::Active,
+    };
+    let mut endpoint = match &address.target {
+        AddressTarget::Pod(name) => {
+            let pod = reader.pod(name)?;
+            if pod.meta.terminating {
+                state = EndpointState::Terminating;
+            }
+            pod_endpoint(reader, config, pod, address.ip, port)?
+        }
+        AddressTarget::ExternalWorkload(name) => {
+            let workload = reader.external_workload(name)?;
+            if has_address_conflict(reader, workload, address.ip) {
+                return None;
+            }
+            external_endpoint(reader, config, workload, address.ip, port)
+        }
+        AddressTarget::Unset => mirror.endpoint(config, address.ip, port),
+        AddressTarget::UnsupportedKind => return None,
+    };
+    endpoint.node = endpoint.node.or_else(|| address.node.clone());
+    endpoint.zone = address.zone.clone();
+    endpoint.hint_zones = address.hint_zones.clone();
+    endpoint.hint_nodes = address.hint_nodes.clone();
+    Some((endpoint, state))
+}
+
+/// The object that lists an address without a workload, and the requested port. The address can be that of a gateway to
+/// another cluster.
+struct MirrorSource<'a> {
+    meta: &'a Meta,
+    port: u16,
+}
+
+impl MirrorSource<'_> {
+    fn endpoint(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
+        let mut endpoint = Endpoint::from_addr((ip, port).into());
+        let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
+        let remote = annotated(annotation::REMOTE_SERVICE_NAME);
+        endpoint.authority_override = remote.map(|name| format!("{name}:{}", self.port).into());
+        if let Some(identity) = annotated(annotation::REMOTE_GATEWAY_IDENTITY) {
+            let name: Arc<str> = identity.into();
+            endpoint.identity = Some(TlsIdentity::Dns {
+                server_name: name.clone(),
+                name,
+            });
+            endpoint.protocol = (config.h2_upgrade == H2Upgrade::Offer).then_some(ProtocolHint::H2);
+            endpoint.http2 = Http2Params::Configured;
+        }
+        if let Some(cluster) = self.meta.label(label::MIRRORED_CLUSTER) {
+            endpoint.labels.push(("target_cluster".into(), cluster.into()));
+            // The name of one pod of a headless Service has one more label in front.
+            let labels: Vec<&str> = remote.unwrap_or_default().split('.').collect();
+            let at = labels
+                .iter()
+                .position(|label| *label == "svc")
+                .and_then(|at| at.checked_sub(2));
+            if let Some([service, namespace]) = at.and_then(|at| labels.get(at..at + 2)) {
+                endpoint.labels.push(("target_service".into(), (*service).into()));
+                endpoint
+                    .labels
+                    .push(("target_service_namespace".into(), (*namespace).into()));
+            }
+        }
+        endpoint
+    }
+}
+
+/// Removes IPv6 addresses if IPv6 is off, or else the IPv4 addresses of workloads that have both families.
+fn apply_ip_family(config: &Config, addresses: &mut BTreeMap<std::net::SocketAddr, Arc<Endpoint>>) {
+    match config.ipv6 {
+        Ipv6::Drop => addresses.retain(|addr, _| addr.is_ipv4()),
+        Ipv6::Serve => {
+            let ipv6_workloads: HashSet<Workload> = addresses
+                .values()
+                .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != Workload::Unknown)
+                .map(|endpoint| endpoint.workload.clone())
+                .collect();
+            addresses.retain(|addr, endpoint| addr.is_ipv6() || !ipv6_workloads.contains(&endpoint.workload));
+        }
+    }
+}

@@ -1,0 +1,515 @@
+//! View: the server policy of a workload's port.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tulle_core::identity;
+use tulle_core::names::annotation;
+use tulle_core::networks::NetworkMatch;
+
+use crate::cluster::config::Config;
+use crate::cluster::metrics::{EntryMetrics, Metrics};
+use crate::cluster::store::reader::Reader;
+use crate::cluster::views::routes::{self, ServerRoute};
+use crate::cluster::views::view::View;
+use crate::cluster::views::workload::WorkloadRef;
+use crate::model::inbound::{
+    Authorization, AuthorizationReference, ClientAuthentication, Identities, Protocol, RateLimit, Route, Routes, Rule,
+    Server as Model, ServerReference,
+};
+use crate::model::reference::{ObjectRef, Reference};
+use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
+use crate::resources::acceptance;
+use crate::resources::meta::Name;
+use crate::resources::policy::authorization::{
+    AuthorizationPolicy, AuthorizationTarget, RequiredAuthentication, ServerAuthorization, ServerClient, ServerSelector,
+};
+use crate::resources::policy::rate_limit::RateLimitPolicy;
+use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
+use crate::resources::policy::server::{
+    DefaultPolicy, DefaultPolicyClients as DefaultClients, DefaultPolicyNetworks as DefaultNetworks, ProxyProtocol,
+    Server,
+};
+use crate::resources::route::{self as raw, RouteKind, Rules};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub workload: Workload,
+    pub port: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Workload {
+    Pod(Name),
+    External(Name),
+}
+
+pub(in crate::cluster) struct InboundView;
+
+impl View for InboundView {
+    type Key = Key;
+    type Value = Option<Model>;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
+        let (subject, probes) = match &key.workload {
+            Workload::Pod(name) => {
+                let pod = reader.pod(name)?;
+                (WorkloadRef::Pod(pod), pod.probe_paths(key.port))
+            }
+            Workload::External(name) => (WorkloadRef::External(reader.external_workload(name)?), BTreeSet::new()),
+        };
+        let view = PortContext {
+            reader,
+            config,
+            workload: subject,
+            port: key.port,
+            probes: &probes,
+        };
+        Some(match &subject.servers(reader, key.port)[..] {
+            [server, others @ ..] => Model {
+                overridden_servers: others.iter().map(|other| other.meta.name.name.clone()).collect(),
+                ..view.server_policy(server)
+            },
+            [] => view.unselected_port_policy(),
+        })
+    }
+
+    fn metrics(metrics: &Metrics, key: &Key, _value: &Option<Model>) -> EntryMetrics {
+        let (Workload::Pod(name) | Workload::External(name)) = &key.workload;
+        metrics.inbound(&name.namespace)
+    }
+
+    fn update_metrics(metrics: &EntryMetrics, value: &Option<Model>) {
+        match value {
+            Some(Model {
+                reference: ServerReference::Server(by),
+                overridden_servers: overridden,
+                ..
+            }) => metrics.set_overridden_servers(overridden, by),
+            _ => metrics.set_overridden_servers(&[], ""),
+        }
+    }
+}
+
+/// One port of a workload, with the inputs of its policy.
+struct PortContext<'a> {
+    reader: &'a Reader<'a>,
+    config: &'a Config,
+    workload: WorkloadRef<'a>,
+    port: u16,
+    probes: &'a BTreeSet<String>,
+}
+
+impl PortContext<'_> {
+    fn unselected_port_policy(&self) -> Model {
+        let policy = self.default_policy();
+        let protocol = self.protocol(None);
+        Model {
+            reference: ServerReference::Default(policy.as_str()),
+            protocol,
+            authorizations: self.default_authorizations(policy),
+            routes: match protocol {
+                Protocol::Opaque => Routes::Opaque,
+                _ => Routes::Http(self.default_routes()),
+            },
+            rate_limit: None,
+            overridden_servers: Vec::new(),
+        }
+    }
+
+    /// The default policy of the workload's annotations, or of the cluster. An invalid annotation denies all clients, because
+    /// the intended restriction is unknown.
+    fn default_policy(&self) -> DefaultPolicy {
+        let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
+            Some(text) => text.parse().unwrap_or(DefaultPolicy::Deny),
+            None => self.config.default_policy,
+        };
+        let Some(needs_identity) = self
+            .workload
+            .annotated_ports(annotation::REQUIRE_IDENTITY_INBOUND_PORTS)
+        else {
+            return policy;
+        };
+        if needs_identity.to_set().contains(self.port) {
+            match &mut policy {
+                DefaultPolicy::Allow { clients, .. } => *clients = DefaultClients::Authenticated,
+                // `audit` would allow unauthenticated clients.
+                DefaultPolicy::Audit => {
+                    policy = DefaultPolicy::Allow {
+                        clients: DefaultClients::Authenticated,
+                        from: DefaultNetworks::All,
+                    };
+                }
+                DefaultPolicy::Deny => {}
+            }
+        } else if !needs_identity.unknown.is_empty() {
+            policy = DefaultPolicy::Deny;
+        }
+        policy
+    }
+
+    fn protocol(&self, server: Option<&Server>) -> Protocol {
+        match self.workload.protocol(self.config, server, self.port) {
+            ProxyProtocol::Unknown => Protocol::Detect(DETECT_TIMEOUT),
+            ProxyProtocol::Http1 => Protocol::Http1,
+            ProxyProtocol::Http2 => Protocol::Http2,
+            ProxyProtocol::Grpc => Protocol::Grpc,
+            ProxyProtocol::Opaque => Protocol::Opaque,
+            ProxyProtocol::Tls => Protocol::Tls,
+        }
+    }
+
+    fn server_policy(&self, server: &Server) -> Model {
+        let protocol = self.protocol(Some(server));
+        if server.unreadable.is_some() {
+            return self.unreadable_server_policy(server, protocol);
+        }
+        let attached = routes::server_routes(self.reader, self.config, &server.meta.name);
+        let mut authorizations = self.server_authorizations(server);
+        let routes = match protocol {
+            Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => {
+                Routes::Http(self.http_routes(server, &attached))
+            }
+            Protocol::Grpc => Routes::Grpc(self.grpc_routes(server, &attached)),
+            Protocol::Opaque | Protocol::Tls => {
+                // Opaque connections cannot be answered with an error, so no client is authorized.
+                if routes::find_protocol_mismatch(&attached).is_some() {
+                    authorizations.clear();
+                }
+                Routes::Opaque
+            }
+        };
+        Model {
+            reference: ServerReference::Server(server.meta.name.name.clone()),
+            protocol,
+            authorizations,
+            routes,
+            rate_limit: self.rate_limit(server),
+            overridden_servers: Vec::new(),
+        }
+    }
+
+    /// Authorizes only probes. The unreadable part of the Server may restrict the clients that its authorizations permit.
+    fn unreadable_server_policy(&self, server: &Server, protocol: Protocol) -> Model {
+        Model {
+            reference: ServerReference::Server(server.meta.name.name.clone()),
+            protocol,
+            authorizations: Vec::new(),
+            routes: match protocol {
+                Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.default_routes()),
+                Protocol::Grpc => Routes::Grpc(vec![default_route(GrpcMatch::default())]),
+                Protocol::Opaque | Protocol::Tls => Routes::Opaque,
+            },
+            rate_limit: None,
+            overridden_servers: Vec::new(),
+        }
+    }
+
+    fn server_authorizations(&self, server: &Server) -> Vec<Authorization> {
+        let namespace = server.meta.namespace();
+        let mut found = Vec::new();
+        for authorization in self.reader.server_authorizations(namespace) {
+            let is_target = match &authorization.servers {
+                ServerSelector::Name(name) => *name == server.meta.name.name,
+                ServerSelector::Selector(selector) => selector.matches(&server.meta.labels),
+            };
+            if is_target {
+                found.extend(self.server_authorization(authorization));
+            }
+        }
+        for policy in self.reader.authorization_policies(namespace) {
+            let is_target = match &policy.target {
+                AuthorizationTarget::Server(name) => *name == server.meta.name.name,
+                AuthorizationTarget::Namespace => true,
+                AuthorizationTarget::Route(..) => false,
+            };
+            if is_target {
+                found.extend(self.authorization_policy(policy));
+            }
+        }
+        found.extend(self.default_authorizations(server.access_policy));
+        found
+    }
+
+    fn route_authorizations(&self, route: &raw::Route) -> Vec<Authorization> {
+        let policies = self.reader.authorization_policies(route.meta.namespace());
+        let is_target = |policy: &&&Arc<AuthorizationPolicy>| {
+            matches!(&policy.target, AuthorizationTarget::Route(kind, name)
+                if (*kind, name) == (route.kind, &route.meta.name.name))
+        };
+        policies
+            .iter()
+            .filter(is_target)
+            .filter_map(|policy| self.authorization_policy(policy))
+            .collect()
+    }
+
+    /// `None` if it authorizes no client.
+    fn server_authorization(&self, authorization: &ServerAuthorization) -> Option<Authorization> {
+        let clients = match &authorization.client {
+            ServerClient::Unauthenticated => ClientAuthentication::Unauthenticated,
+            ServerClient::UnauthenticatedTls => ClientAuthentication::UnauthenticatedTls,
+            ServerClient::Meshed(clients) => ClientAuthentication::Authenticated(self.identities(clients)),
+            ServerClient::NoClient => return None,
+        };
+        let networks = authorization.networks.clone();
+        let networks = networks.unwrap_or_else(|| full_network(&self.config.cluster_networks));
+        // Proxies reject a message with an authorization that has no networks.
+        (!networks.is_empty()).then(|| Authorization {
+            reference: object_reference("serverauthorization", &authorization.meta.name),
+            networks,
+            authentication: clients,
+        })
+    }
+
+    /// `None` if a required authentication does not exist: all of them must apply.
+    fn authorization_policy(&self, policy: &AuthorizationPolicy) -> Option<Authorization> {
+        let networks = match &policy.network {
+            Some(name) => self.reader.network_authentication(name)?.networks.clone(),
+            None => all_networks(),
+        };
+        let clients = match &policy.client {
+            Some(RequiredAuthentication::MeshTls(name)) => ClientAuthentication::Authenticated(
+                self.identities(&self.reader.mesh_tls_authentication(name)?.clients),
+            ),
+            Some(RequiredAuthentication::ServiceAccount(name)) => {
+                ClientAuthentication::Authenticated(self.identities(&[MeshClient::ServiceAccount(name.clone())]))
+            }
+            None => ClientAuthentication::Unauthenticated,
+        };
+        Some(Authorization {
+            reference: object_reference("authorizationpolicy", &policy.meta.name),
+            networks,
+            authentication: clients,
+        })
+    }
+
+    fn default_authorizations(&self, policy: DefaultPolicy) -> Vec<Authorization> {
+        let (clients, networks) = match policy {
+            DefaultPolicy::Deny => return Vec::new(),
+            DefaultPolicy::Audit => (ClientAuthentication::Unauthenticated, all_networks()),
+            DefaultPolicy::Allow { clients, from } => {
+                let clients = match clients {
+                    DefaultClients::Authenticated => ClientAuthentication::Authenticated(Identities::any()),
+                    DefaultClients::Unauthenticated => ClientAuthentication::Unauthenticated,
+                };
+                let networks = match from {
+                    DefaultNetworks::All => all_networks(),
+                    DefaultNetworks::Cluster => full_network(&self.config.cluster_networks),
+                };
+                (clients, networks)
+            }
+        };
+        if networks.is_empty() {
+            return Vec::new();
+        }
+        vec![Authorization {
+            reference: AuthorizationReference::Default(policy.as_str()),
+            networks,
+            authentication: clients,
+        }]
+    }
+
+    fn identities(&self, clients: &[MeshClient]) -> Identities {
+        let mut identities = Identities::default();
+        for client in clients {
+            match client {
+                MeshClient::Identity(name) => identities.exact.push(name.clone()),
+                MeshClient::Suffix(labels) => identities.suffixes.push(labels.clone()),
+                MeshClient::ServiceAccount(account) => identities.exact.push(self.service_account(account)),
+                MeshClient::Namespace(namespace) => {
+                    let Config {
+                        controller_namespace,
+                        trust_domain,
+                        ..
+                    } = self.config;
+                    let suffix = format!("{namespace}.serviceaccount.identity.{controller_namespace}.{trust_domain}");
+                    identities.suffixes.push(suffix.split('.').map(str::to_owned).collect());
+                }
+            }
+        }
+        identities
+    }
+
+    fn service_account(&self, account: &Name) -> String {
+        let Config {
+            controller_namespace,
+            trust_domain,
+            ..
+        } = self.config;
+        identity::service_account(&account.name, &account.namespace, controller_namespace, trust_domain)
+    }
+
+    fn http_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<HttpMatch>> {
+        let mut found = Vec::new();
+        if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::GatewayHttp) {
+            return vec![self.failing_route(route, failure, HttpMatch::match_all())];
+        }
+        for of_server in attached {
+            if let Rules::Http(rules) = &of_server.route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::http_matches(rule),
+                    filters: routes::inbound_http_filters(of_server, rule),
+                });
+                found.push(self.route(of_server.route, rules.collect()));
+            }
+        }
+        let found = if found.is_empty() { self.default_routes() } else { found };
+        self.fail_on_unserved_rate_limit(server, RouteKind::GatewayHttp, found)
+    }
+
+    /// A route that answers all requests of the Server with an error, because the requests that `route` restricts are unknown.
+    fn failing_route<M>(&self, route: &raw::Route, failure: Filter, everything: M) -> Route<M> {
+        let rule = Rule {
+            matches: vec![everything],
+            filters: vec![failure],
+        };
+        Route {
+            hosts: Vec::new(),
+            ..self.route(route, vec![rule])
+        }
+    }
+
+    fn grpc_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<GrpcMatch>> {
+        let mut found = Vec::new();
+        if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::Grpc) {
+            return vec![self.failing_route(route, failure, GrpcMatch::default())];
+        }
+        for of_server in attached {
+            if let Rules::Grpc(rules) = &of_server.route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::grpc_matches(rule),
+                    filters: routes::inbound_grpc_filters(of_server, rule),
+                });
+                found.push(self.route(of_server.route, rules.collect()));
+            }
+        }
+        if found.is_empty() {
+            found.push(default_route(GrpcMatch::default()));
+        }
+        self.fail_on_unserved_rate_limit(server, RouteKind::Grpc, found)
+    }
+
+    fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
+        Route {
+            reference: routes::reference(route),
+            hosts: routes::hosts(route),
+            authorizations: self.route_authorizations(route),
+            rules,
+        }
+    }
+
+    /// A route for all requests, and one for the pod's health probes, which may be unauthenticated. Probe paths are exact
+    /// matches, so the order of the two routes has no effect.
+    fn default_routes(&self) -> Vec<Route<HttpMatch>> {
+        let mut found = vec![default_route(HttpMatch::match_all())];
+        if !self.probes.is_empty() && !self.config.probe_networks.is_empty() {
+            let probe = |path: &String| HttpMatch {
+                path: Some(PathMatch::Exact(path.clone())),
+                method: Some("GET".to_owned()),
+                ..HttpMatch::default()
+            };
+            found.push(Route {
+                reference: Reference::Default("probe"),
+                hosts: Vec::new(),
+                authorizations: vec![Authorization {
+                    reference: AuthorizationReference::Default("probe"),
+                    networks: full_network(&self.config.probe_networks),
+                    authentication: ClientAuthentication::Unauthenticated,
+                }],
+                rules: vec![Rule {
+                    matches: self.probes.iter().map(probe).collect(),
+                    filters: Vec::new(),
+                }],
+            });
+        }
+        found
+    }
+
+    fn oldest_rate_limit(&self, server: &Server) -> Option<&Arc<RateLimitPolicy>> {
+        let limits = self.reader.rate_limits(server.meta.namespace()).into_iter();
+        let limits = limits.filter(|limit| limit.server == server.meta.name.name);
+        limits.min_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()))
+    }
+
+    /// The routes of a Server. If its rate limit is not supported, all of them answer with an error.
+    fn fail_on_unserved_rate_limit<M>(
+        &self,
+        server: &Server,
+        protocol: RouteKind,
+        mut found: Vec<Route<M>>,
+    ) -> Vec<Route<M>> {
+        let Some(limit) = self.oldest_rate_limit(server) else {
+            return found;
+        };
+        let unread = limit.unreadable.as_ref().map(ToString::to_string);
+        if let Some(reason) = unread.or_else(|| acceptance::rate_limit_unsupported_reason(server.protocol)) {
+            let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
+            for rule in found.iter_mut().flat_map(|route| &mut route.rules) {
+                rule.filters = vec![routes::failure_filter(protocol, message.clone())];
+            }
+        }
+        found
+    }
+
+    fn rate_limit(&self, server: &Server) -> Option<RateLimit> {
+        let limit = self
+            .oldest_rate_limit(server)
+            .filter(|limit| limit.unreadable.is_none())?;
+        let per_client = limit.overrides.iter().map(|per_client| {
+            let identities = per_client
+                .clients
+                .iter()
+                .map(|client| self.service_account(client))
+                .collect();
+            (per_client.limit.get(), identities)
+        });
+        Some(RateLimit {
+            reference: ObjectRef {
+                group: POLICY_GROUP,
+                kind: "HTTPLocalRateLimitPolicy",
+                namespace: limit.meta.namespace().clone(),
+                name: limit.meta.name.name.clone(),
+                port: None,
+            },
+            total: limit.total.map(std::num::NonZero::get),
+            identity: limit.identity.map(std::num::NonZero::get),
+            overrides: per_client.collect(),
+        })
+    }
+}
+
+fn default_route<M>(everything: M) -> Route<M> {
+    Route {
+        reference: Reference::Default("default"),
+        hosts: Vec::new(),
+        authorizations: Vec::new(),
+        rules: vec![Rule {
+            matches: vec![everything],
+            filters: Vec::new(),
+        }],
+    }
+}
+
+fn object_reference(kind: &'static str, name: &Name) -> AuthorizationReference {
+    AuthorizationReference::Object {
+        kind,
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+    }
+}
+
+fn full_network(networks: &[IpNet]) -> Vec<NetworkMatch> {
+    networks.iter().copied().map(NetworkMatch::from).collect()
+}
+
+fn all_networks() -> Vec<NetworkMatch> {
+    let v4 = IpNet::V4(ipnet::Ipv4Net::default());
+    let v6 = IpNet::V6(ipnet::Ipv6Net::default());
+    full_network(&[v4, v6])
+}
+
+/// Timeout of protocol detection in the proxy.
+const DETECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,0 +1,10 @@
+//! Views: functions that compute a value from the store for a key.
+
+pub mod endpoints;
+pub mod inbound;
+pub mod outbound;
+pub mod profiles;
+mod routes;
+pub(super) mod view;
+mod workload;
+pub mod workload_members;

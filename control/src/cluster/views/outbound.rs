@@ -1,0 +1,738 @@
+//! View: the client policy of a destination.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cluster::config::Config;
+use crate::cluster::metrics::{EntryMetrics, Metrics};
+use crate::cluster::store::reader::Reader;
+use crate::cluster::views::routes;
+use crate::cluster::views::view::View;
+use crate::cluster::views::workload::{is_marked_opaque, service_is_opaque};
+use crate::model::outbound::{
+    Backend, BackendTarget, Backoff, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry,
+    RetryConditions, Route, Rule, StreamAction, StreamRoute, Timeouts,
+};
+use crate::model::reference::{ObjectRef, Reference};
+use crate::model::route::{Filter, GrpcMatch, HttpMatch};
+use crate::resources::acceptance;
+use crate::resources::annotations::{self, Annotations};
+use crate::resources::meta::{Meta, Name};
+use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
+use crate::resources::policy::reference::POLICY_GROUP;
+use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
+use crate::resources::route_admission;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// Namespace of the client. Routes in this namespace apply too.
+    pub client_namespace: Arc<str>,
+    pub target: Target,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// A Service by name; it may not exist.
+    Service(Name, u16),
+    Address(SocketAddr),
+}
+
+pub(in crate::cluster) struct OutboundView;
+
+impl View for OutboundView {
+    type Key = Key;
+    type Value = Outbound;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Outbound {
+        let view = OutboundContext {
+            reader,
+            config,
+            namespace: &key.client_namespace,
+        };
+        match &key.target {
+            Target::Service(name, port) => Outbound::Policy(Box::new(view.service_policy(name, *port))),
+            Target::Address(addr) => view.address_policy(*addr),
+        }
+    }
+
+    fn metrics(metrics: &Metrics, _key: &Key, value: &Outbound) -> EntryMetrics {
+        let service_namespace = match value {
+            Outbound::Policy(policy) => match &policy.reference {
+                Reference::Object(object) if object.kind == ParentKind::Service.name() => Some(&*object.namespace),
+                _ => None,
+            },
+            Outbound::Unknown => None,
+        };
+        metrics.outbound(service_namespace)
+    }
+}
+
+/// The namespace of a client, with the inputs of its policies.
+struct OutboundContext<'a> {
+    reader: &'a Reader<'a>,
+    config: &'a Config,
+    namespace: &'a Arc<str>,
+}
+
+/// The parent of routes: a Service or an EgressNetwork, with the default backend and settings of its policy.
+struct ParentDefaults<'a> {
+    kind: ParentKind,
+    name: &'a Name,
+    port: u16,
+    reference: Reference,
+    default: Backend,
+    load: Load,
+    accrual: Option<FailureAccrual>,
+    timeouts: Timeouts,
+    http_retry: Option<Retry>,
+    grpc_retry: Option<Retry>,
+}
+
+impl OutboundContext<'_> {
+    fn address_policy(&self, addr: SocketAddr) -> Outbound {
+        if let [service, ..] = *self.reader.services_at(addr.ip()) {
+            return Outbound::Policy(Box::new(match service.port(addr.port()) {
+                Some(_) => self.service_policy(&service.meta.name, addr.port()),
+                None => undefined_port_policy(&service.meta.name, addr.port()),
+            }));
+        }
+        if let Some(network) = self.egress_network(addr) {
+            return Outbound::Policy(Box::new(self.egress_network_policy(network, addr)));
+        }
+        if self.config.cluster_networks.iter().any(|net| net.contains(&addr.ip())) {
+            return Outbound::Unknown;
+        }
+        Outbound::Policy(Box::new(egress_fallback_policy(addr)))
+    }
+
+    fn service_policy(&self, name: &Name, port: u16) -> Policy {
+        let service = self.reader.service(name);
+        let parent = self.service_parent(name, port, service.map(|service| &service.meta));
+        let listed = service.and_then(|service| service.port(port));
+        let http = self.http_routes(&parent);
+        let grpc = self.grpc_routes(&parent);
+        let tls = self.stream_routes(&parent, RouteKind::Tls);
+        let tcp = self.stream_routes(&parent, RouteKind::Tcp);
+        let opaque = parent.default_stream("opaq");
+        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
+        let http_or_default = |http: Vec<_>| {
+            if http.is_empty() {
+                vec![parent.default_http("http")]
+            } else {
+                http
+            }
+        };
+        let is_opaque = match service {
+            Some(service) => service_is_opaque(self.config, service, port),
+            None => self.config.default_opaque_ports.contains(port),
+        };
+        let protocol = match listed
+            .and_then(|port| port.app_protocol.as_deref())
+            .map(str::to_ascii_lowercase)
+        {
+            Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
+            Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
+            Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
+            Some(_) => Protocol::Opaque(opaque_or_tcp(tcp)),
+            None if is_opaque => Protocol::Opaque(opaque_or_tcp(tcp)),
+            None if !grpc.is_empty() => Protocol::Grpc(grpc),
+            None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
+            None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
+            None => Protocol::Detect {
+                timeout: DETECT_TIMEOUT,
+                http: http_or_default(http),
+                opaque: parent.detected_stream("opaq"),
+            },
+        };
+        Policy {
+            reference: parent.reference,
+            protocol,
+            accrual: parent.accrual,
+        }
+    }
+
+    fn service_parent<'b>(&self, name: &'b Name, port: u16, meta: Option<&Meta>) -> ParentDefaults<'b> {
+        let load = meta
+            .and_then(|meta| read_annotation(meta, annotations::parse_load_bias))
+            .map_or(Load::PeakEwma, |bias| Load::Penalized {
+                penalty: bias.penalty,
+                max_retry_after: bias.max_retry_after,
+            });
+        let reference = service_reference(name, port);
+        let default = Backend {
+            reference: reference.clone(),
+            target: BackendTarget::Balance {
+                path: self.service_authority(name, port),
+                load,
+            },
+            filters: Vec::new(),
+        };
+        let parent = ParentDefaults::plain(ParentKind::Service, (name, port), reference, default, load);
+        match meta {
+            Some(meta) => parent.with_annotations(meta),
+            None => parent,
+        }
+    }
+
+    fn service_authority(&self, service: &Name, port: u16) -> String {
+        format!(
+            "{}.{}.svc.{}:{port}",
+            service.name, service.namespace, self.config.cluster_domain
+        )
+    }
+
+    /// The EgressNetwork with the longest prefix that contains the address: from the client's namespace, or from the global
+    /// namespace if the client's namespace has no EgressNetwork.
+    fn egress_network(&self, addr: SocketAddr) -> Option<&Arc<EgressNetwork>> {
+        let mut networks = self.reader.egress_networks(self.namespace);
+        if networks.is_empty() {
+            networks = self
+                .reader
+                .egress_networks(&self.config.global_egress_namespace.as_str().into());
+        }
+        let matched_prefix_len = |network: &EgressNetwork| match &network.networks {
+            Some(nets) => nets
+                .iter()
+                .filter(|net| net.contains(addr.ip()))
+                .map(|net| net.net.prefix_len())
+                .max(),
+            None => (!self.config.cluster_networks.iter().any(|net| net.contains(&addr.ip()))).then_some(0),
+        };
+        let candidates = networks
+            .into_iter()
+            .filter_map(|network| Some((matched_prefix_len(network)?, network)));
+        candidates
+            .min_by(|(a_len, a), (b_len, b)| {
+                b_len
+                    .cmp(a_len)
+                    .then_with(|| a.meta.age_order().cmp(&b.meta.age_order()))
+            })
+            .map(|(_, network)| network)
+    }
+
+    fn egress_network_policy(&self, network: &EgressNetwork, addr: SocketAddr) -> Policy {
+        let reference = egress_network_reference(&network.meta.name, Some(addr.port()));
+        let default = Backend {
+            reference: reference.clone(),
+            target: BackendTarget::Forward(addr),
+            filters: Vec::new(),
+        };
+        let (kind, at) = (ParentKind::EgressNetwork, (&network.meta.name, addr.port()));
+        let parent = ParentDefaults::plain(kind, at, reference, default, Load::PeakEwma);
+        let parent = parent.with_annotations(&network.meta);
+        if let Some(reason) = &network.unreadable {
+            return parent.unreadable_network_policy(reason);
+        }
+        let allow = network.traffic == TrafficPolicy::Allow;
+        let mut http = self.http_routes(&parent);
+        let mut grpc = self.grpc_routes(&parent);
+        let mut tls = self.stream_routes(&parent, RouteKind::Tls);
+        let tcp = self.stream_routes(&parent, RouteKind::Tcp);
+        let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
+        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
+        // An EgressNetwork has no named ports.
+        let is_opaque = is_marked_opaque(self.config, &network.meta, addr.port(), |_| Vec::new());
+        let protocol = if is_opaque {
+            Protocol::Opaque(opaque_or_tcp(tcp))
+        } else if !grpc.is_empty() {
+            grpc.push(parent.egress_grpc(allow));
+            Protocol::Grpc(grpc)
+        } else if http.is_empty() && !tls.is_empty() {
+            tls.push(parent.egress_stream(allow, "tls-egress-allow", "tls-egress-deny"));
+            Protocol::Tls(tls)
+        } else if http.is_empty() && !tcp.is_empty() {
+            Protocol::Opaque(tcp)
+        } else {
+            http.push(parent.egress_http(allow));
+            Protocol::Detect {
+                timeout: DETECT_TIMEOUT,
+                http,
+                opaque,
+            }
+        };
+        Policy {
+            reference: parent.reference,
+            protocol,
+            accrual: parent.accrual,
+        }
+    }
+
+    fn http_routes(&self, parent: &ParentDefaults<'_>) -> Vec<Route<HttpMatch>> {
+        let mut found = Vec::new();
+        for route in self.visible_routes(parent) {
+            if let Rules::Http(rules) = &route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::http_matches(rule),
+                    filters: routes::http_filters(route, rule, parent.kind),
+                    ..self.rule(route, rule, parent)
+                });
+                found.push(route_with_rules(route, rules.collect()));
+            }
+        }
+        found
+    }
+
+    fn grpc_routes(&self, parent: &ParentDefaults<'_>) -> Vec<Route<GrpcMatch>> {
+        let mut found = Vec::new();
+        for route in self.visible_routes(parent) {
+            if let Rules::Grpc(rules) = &route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::grpc_matches(rule),
+                    filters: routes::grpc_filters(route, rule, parent.kind),
+                    ..self.rule(route, rule, parent)
+                });
+                found.push(route_with_rules(route, rules.collect()));
+            }
+        }
+        found
+    }
+
+    /// TLSRoutes or TCPRoutes. Of several routes that match the same connections the oldest is served, because proxies reject a
+    /// message with more than one.
+    fn stream_routes(&self, parent: &ParentDefaults<'_>, kind: RouteKind) -> Vec<StreamRoute> {
+        let mut served: Vec<&Arc<raw::Route>> = Vec::new();
+        let mut found = Vec::new();
+        for route in self.visible_routes(parent) {
+            let Rules::Stream(rules) = &route.rules else { continue };
+            let conflicts = |older: &&Arc<raw::Route>| acceptance::matches_same_connections(older, route);
+            if route.kind != kind || served.iter().any(conflicts) {
+                continue;
+            }
+            served.push(route);
+            let backends = match (&rules[..], route_admission::unserved_reason(route, parent.kind)) {
+                ([rule], None) => self.backends(route, &rule.backend_refs, parent),
+                (_, reason) => {
+                    let reason = reason.as_deref().unwrap_or("it cannot be served");
+                    let message = format!("{} {}: {reason}", kind.kind(), route.meta.name);
+                    let refusal = failing_backend(Reference::Default("invalid"), kind, &message);
+                    Distribution::FirstAvailable(Box::new(refusal))
+                }
+            };
+            found.push(StreamRoute {
+                reference: routes::reference(route),
+                snis: routes::hosts(route),
+                action: StreamAction::Forward(backends),
+            });
+        }
+        found
+    }
+
+    /// Routes in the parent's namespace apply to all clients; routes in another namespace only to clients in that namespace.
+    fn visible_routes(&self, parent: &ParentDefaults<'_>) -> Vec<&Arc<raw::Route>> {
+        let mut found = routes::attached_routes(self.reader, self.config, parent.kind, parent.name, Some(parent.port));
+        found.retain(|route| {
+            let namespace = route.meta.namespace();
+            *namespace == parent.name.namespace || namespace == self.namespace
+        });
+        found
+    }
+
+    /// A rule without matches and filters.
+    fn rule<R, M>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
+        Rule {
+            matches: Vec::new(),
+            filters: Vec::new(),
+            backends: self.backends(route, &rule.backend_refs, parent),
+            timeouts: rule_timeouts(route, rule, parent),
+            retry: rule_retry(route, parent),
+        }
+    }
+
+    fn backends(&self, route: &raw::Route, references: &[BackendRef], parent: &ParentDefaults<'_>) -> Distribution {
+        if references.is_empty() {
+            let default = match route.kind {
+                RouteKind::Tls | RouteKind::Tcp => parent.stream_backend(),
+                RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => parent.default.clone(),
+            };
+            return Distribution::FirstAvailable(Box::new(default));
+        }
+        let mut backends = Vec::new();
+        for reference in references {
+            let mut backend = self.backend(route, reference, parent);
+            // The failure filter of an invalid backend comes before the backend's filters.
+            let filters = routes::backend_filters(route, &reference.filters, parent.kind);
+            backend.filters.extend(filters);
+            backends.push((backend, reference.weight));
+        }
+        // If all weights are 0, no backend can be selected, and proxies crash.
+        let total: u64 = backends.iter().map(|(_, weight)| u64::from(*weight)).sum();
+        if total == 0 || total > u64::from(u32::MAX) {
+            let refusal = failing_backend(
+                Reference::Default("invalid"),
+                route.kind,
+                "the backend weights add up to 0 or to more than 4294967295",
+            );
+            return Distribution::FirstAvailable(Box::new(refusal));
+        }
+        Distribution::Weighted(backends)
+    }
+
+    fn backend(&self, route: &raw::Route, reference: &BackendRef, parent: &ParentDefaults<'_>) -> Backend {
+        let name = reference.resolve(route.meta.namespace());
+        match (reference.is_service(), reference.port) {
+            (true, Some(port)) if self.reader.service(&name).is_none() => failing_backend(
+                service_reference(&name, port),
+                route.kind,
+                &format!("Service not found {}", name.name),
+            ),
+            (true, Some(port)) => Backend {
+                reference: service_reference(&name, port),
+                target: BackendTarget::Balance {
+                    path: self.service_authority(&name, port),
+                    load: match route.kind {
+                        RouteKind::Tls | RouteKind::Tcp => Load::PeakEwma,
+                        RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => parent.load,
+                    },
+                },
+                filters: Vec::new(),
+            },
+            (false, port) if reference.is_egress_network() => {
+                let network = egress_network_reference(&name, port);
+                if self.reader.egress_network(&name).is_none() {
+                    failing_backend(network, route.kind, &format!("EgressNetwork not found {}", name.name))
+                } else if parent.kind == ParentKind::EgressNetwork && name == *parent.name {
+                    Backend {
+                        // A reference without a port means the requested port.
+                        reference: egress_network_reference(&name, port.or(Some(parent.port))),
+                        ..parent.default.clone()
+                    }
+                } else {
+                    let message = "an EgressNetwork can only be a backend of its own routes";
+                    failing_backend(network, route.kind, message)
+                }
+            }
+            _ => failing_backend(
+                Reference::Default("invalid"),
+                route.kind,
+                "the backend is neither a Service with a port nor an EgressNetwork",
+            ),
+        }
+    }
+}
+
+impl<'a> ParentDefaults<'a> {
+    /// Defaults without timeouts, retries and failure accrual.
+    fn plain(
+        kind: ParentKind,
+        (name, port): (&'a Name, u16),
+        reference: Reference,
+        default: Backend,
+        load: Load,
+    ) -> Self {
+        Self {
+            kind,
+            name,
+            port,
+            reference,
+            default,
+            load,
+            accrual: None,
+            timeouts: Timeouts::default(),
+            http_retry: None,
+            grpc_retry: None,
+        }
+    }
+
+    /// Sets timeouts, retries and failure accrual by the annotations of the parent.
+    fn with_annotations(mut self, meta: &Meta) -> Self {
+        self.accrual = read_annotation(meta, annotations::parse_failure_accrual).map(accrual);
+        self.timeouts = read_annotation(meta, annotations::parse_timeouts)
+            .map(timeouts)
+            .unwrap_or_default();
+        self.http_retry = read_annotation(meta, annotations::parse_http_retry).map(http_retry);
+        self.grpc_retry = read_annotation(meta, annotations::parse_grpc_retry).map(grpc_retry);
+        self
+    }
+
+    /// The default backend of connections. It has no load bias, because the success of a connection is unknown.
+    fn stream_backend(&self) -> Backend {
+        let mut backend = self.default.clone();
+        if let BackendTarget::Balance { load, .. } = &mut backend.target {
+            *load = Load::PeakEwma;
+        }
+        backend
+    }
+
+    fn default_stream(&self, name: &'static str) -> StreamRoute {
+        StreamRoute {
+            reference: Reference::Default(name),
+            snis: Vec::new(),
+            action: StreamAction::Forward(Distribution::FirstAvailable(Box::new(self.stream_backend()))),
+        }
+    }
+
+    /// The default for connections that are not HTTP. They share the balancer of HTTP requests.
+    fn detected_stream(&self, name: &'static str) -> StreamRoute {
+        StreamRoute {
+            action: StreamAction::Forward(Distribution::FirstAvailable(Box::new(self.default.clone()))),
+            ..self.default_stream(name)
+        }
+    }
+
+    fn egress_stream(&self, allow: bool, allowed: &'static str, denied: &'static str) -> StreamRoute {
+        match allow {
+            true => self.default_stream(allowed),
+            false => StreamRoute {
+                action: StreamAction::Forbidden,
+                ..self.default_stream(denied)
+            },
+        }
+    }
+
+    /// Denies all traffic: the unreadable part of the EgressNetwork may forbid what its routes permit.
+    fn unreadable_network_policy(self, reason: &str) -> Policy {
+        let refusal = Filter::FailHttp {
+            status: 500,
+            message: format!("EgressNetwork {}: {reason}", self.name),
+        };
+        let name = "http-egress-unreadable";
+        Policy {
+            protocol: Protocol::Detect {
+                timeout: DETECT_TIMEOUT,
+                http: vec![self.default_route(name, HttpMatch::match_all(), None, vec![refusal])],
+                opaque: self.egress_stream(false, "", "tcp-egress-unreadable"),
+            },
+            accrual: self.accrual,
+            reference: self.reference,
+        }
+    }
+
+    fn default_http(&self, name: &'static str) -> Route<HttpMatch> {
+        self.default_route(name, HttpMatch::match_all(), self.http_retry.clone(), Vec::new())
+    }
+
+    fn egress_http(&self, allow: bool) -> Route<HttpMatch> {
+        if allow {
+            return self.default_http("http-egress-allow");
+        }
+        let refusal = Filter::FailHttp {
+            status: 403,
+            message: NOT_ALLOWED_MESSAGE.to_owned(),
+        };
+        self.default_route("http-egress-deny", HttpMatch::match_all(), None, vec![refusal])
+    }
+
+    fn egress_grpc(&self, allow: bool) -> Route<GrpcMatch> {
+        if allow {
+            let retry = self.grpc_retry.clone();
+            return self.default_route("grpc-egress-allow", GrpcMatch::default(), retry, Vec::new());
+        }
+        let refusal = Filter::FailGrpc {
+            code: 7,
+            message: NOT_ALLOWED_MESSAGE.to_owned(),
+        };
+        self.default_route("grpc-egress-deny", GrpcMatch::default(), None, vec![refusal])
+    }
+
+    fn default_route<M>(
+        &self,
+        name: &'static str,
+        everything: M,
+        retry: Option<Retry>,
+        filters: Vec<Filter>,
+    ) -> Route<M> {
+        Route {
+            reference: Reference::Default(name),
+            hosts: Vec::new(),
+            rules: vec![Rule {
+                matches: vec![everything],
+                filters,
+                backends: Distribution::FirstAvailable(Box::new(self.default.clone())),
+                timeouts: self.timeouts,
+                retry,
+            }],
+        }
+    }
+}
+
+fn route_with_rules<M>(route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
+    Route {
+        reference: routes::reference(route),
+        hosts: routes::hosts(route),
+        rules,
+    }
+}
+
+/// Timeouts of a route replace all timeouts of its parent. Annotations of the route take precedence over its rules.
+fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Timeouts {
+    let annotated = read_annotation(&route.meta, annotations::parse_timeouts).map(timeouts);
+    if annotated.is_none() && rule.timeouts == raw::RuleTimeouts::default() {
+        return parent.timeouts;
+    }
+    let annotated = annotated.unwrap_or_default();
+    // In the Gateway API, 0 means no timeout.
+    let or_rule = |annotated: Option<Duration>, rule: Option<Duration>| {
+        annotated.or_else(|| rule.filter(|timeout| !timeout.is_zero()))
+    };
+    Timeouts {
+        request: or_rule(annotated.request, rule.timeouts.request),
+        response: or_rule(annotated.response, rule.timeouts.backend_request),
+        idle: annotated.idle,
+    }
+}
+
+fn rule_retry(route: &raw::Route, parent: &ParentDefaults<'_>) -> Option<Retry> {
+    if route.kind == RouteKind::Grpc {
+        read_annotation(&route.meta, annotations::parse_grpc_retry)
+            .map(grpc_retry)
+            .or_else(|| parent.grpc_retry.clone())
+    } else {
+        read_annotation(&route.meta, annotations::parse_http_retry)
+            .map(http_retry)
+            .or_else(|| parent.http_retry.clone())
+    }
+}
+
+/// An invalid annotation disables only its own feature.
+fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&Annotations) -> Result<Option<T>, String>) -> Option<T> {
+    read(&meta.annotations).unwrap_or_default()
+}
+
+fn timeouts(timeouts: annotations::Timeouts) -> Timeouts {
+    Timeouts {
+        request: timeouts.request,
+        response: timeouts.response,
+        idle: timeouts.idle,
+    }
+}
+
+fn http_retry(retry: annotations::Retry<annotations::HttpConditions>) -> Retry {
+    Retry {
+        limit: retry.limit,
+        timeout: retry.timeout,
+        conditions: RetryConditions::Http(retry.conditions),
+    }
+}
+
+fn grpc_retry(retry: annotations::Retry<annotations::GrpcConditions>) -> Retry {
+    let annotations::GrpcConditions {
+        cancelled,
+        deadline_exceeded,
+        internal,
+        resource_exhausted,
+        unavailable,
+    } = retry.conditions;
+    let conditions = RetryConditions::Grpc {
+        cancelled,
+        deadline_exceeded,
+        internal,
+        resource_exhausted,
+        unavailable,
+    };
+    Retry {
+        limit: retry.limit,
+        timeout: retry.timeout,
+        conditions,
+    }
+}
+
+fn accrual(accrual: annotations::FailureAccrual) -> FailureAccrual {
+    let backoff = |backoff: annotations::Backoff| {
+        let annotations::Backoff {
+            min,
+            max,
+            jitter,
+            honor_retry_after,
+        } = backoff;
+        Backoff {
+            min,
+            max,
+            jitter,
+            honor_retry_after,
+        }
+    };
+    match accrual {
+        annotations::FailureAccrual::Consecutive {
+            max_failures,
+            backoff: penalty,
+        } => FailureAccrual::Consecutive {
+            max_failures,
+            backoff: backoff(penalty),
+        },
+        annotations::FailureAccrual::Unified {
+            threshold,
+            window,
+            min_requests,
+            max_failures,
+            backoff: penalty,
+        } => FailureAccrual::Unified {
+            threshold,
+            window,
+            min_requests,
+            max_failures,
+            backoff: backoff(penalty),
+        },
+    }
+}
+
+fn service_reference(name: &Name, port: u16) -> Reference {
+    Reference::Object(ObjectRef {
+        group: "core",
+        kind: ParentKind::Service.name(),
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        port: Some(port),
+    })
+}
+
+fn egress_network_reference(name: &Name, port: Option<u16>) -> Reference {
+    Reference::Object(ObjectRef {
+        group: POLICY_GROUP,
+        kind: ParentKind::EgressNetwork.name(),
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        port,
+    })
+}
+
+/// A backend that answers with an error.
+fn failing_backend(reference: Reference, kind: RouteKind, message: &str) -> Backend {
+    Backend {
+        reference,
+        target: BackendTarget::FiltersOnly,
+        filters: vec![routes::failure_filter(kind, message.to_owned())],
+    }
+}
+
+fn undefined_port_policy(service: &Name, port: u16) -> Policy {
+    let route = StreamRoute {
+        reference: Reference::Default("undefined-port"),
+        snis: Vec::new(),
+        action: StreamAction::Forbidden,
+    };
+    Policy {
+        reference: service_reference(service, port),
+        protocol: Protocol::Opaque(vec![route]),
+        accrual: None,
+    }
+}
+
+/// Addresses outside the cluster that match no EgressNetwork are forwarded unchanged.
+fn egress_fallback_policy(addr: SocketAddr) -> Policy {
+    let reference = Reference::Default("egress-fallback");
+    let backend = Backend {
+        reference: reference.clone(),
+        target: BackendTarget::Forward(addr),
+        filters: Vec::new(),
+    };
+    let empty_name = Name::new("", "");
+    let kind = ParentKind::EgressNetwork;
+    let at = (&empty_name, addr.port());
+    let parent = ParentDefaults::plain(kind, at, reference.clone(), backend, Load::PeakEwma);
+    let protocol = Protocol::Detect {
+        timeout: DETECT_TIMEOUT,
+        http: vec![parent.default_http("egress-fallback")],
+        opaque: parent.default_stream("egress-fallback"),
+    };
+    Policy {
+        reference,
+        protocol,
+        accrual: None,
+    }
+}
+
+/// Timeout of protocol detection in the proxy.
+const DETECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+const NOT_ALLOWED_MESSAGE: &str = "traffic not allowed";

@@ -1,0 +1,315 @@
+//! View: the profile of a service name or of an address.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use crate::cluster::config::Config;
+use crate::cluster::metrics::{EntryMetrics, Metrics};
+use crate::cluster::store::reader::Reader;
+use crate::cluster::views::endpoints::service_subsets;
+use crate::cluster::views::view::View;
+use crate::cluster::views::workload::{
+    WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint, publishes_host_port,
+    service_is_opaque,
+};
+use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
+use crate::model::profile::{
+    DstOverride, Opacity, Profile, RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route,
+    ServiceProfile as ServiceModel,
+};
+use crate::resources::interning::intern;
+use crate::resources::meta::Name;
+use crate::resources::service::{AddressTarget, Service, ServiceKind};
+use crate::resources::service_profile as sp;
+use crate::resources::workload::{Pod, PodPhase};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Key {
+    /// A Service by name. The profile has the name as the client requested it.
+    Service {
+        service: Name,
+        port: u16,
+        fqn: String,
+        client_namespace: Option<Arc<str>>,
+    },
+    /// One pod of a headless service.
+    Instance { service: Name, hostname: String, port: u16 },
+    /// A service or a workload by address.
+    Address {
+        addr: SocketAddr,
+        client_namespace: Option<Arc<str>>,
+    },
+}
+
+pub(in crate::cluster) struct ProfileView;
+
+impl View for ProfileView {
+    type Key = Key;
+    type Value = Profile;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Profile {
+        match key {
+            Key::Service {
+                service,
+                port,
+                fqn,
+                client_namespace,
+            } => match reader.service(service) {
+                Some(service) => {
+                    service_profile(reader, config, (service, *port), fqn.clone(), client_namespace.as_ref())
+                }
+                None => Profile::ServiceMissing,
+            },
+            Key::Instance {
+                service,
+                hostname,
+                port,
+            } => instance_profile(reader, config, service, hostname, *port),
+            Key::Address { addr, client_namespace } => {
+                address_profile(reader, config, *addr, client_namespace.as_ref())
+            }
+        }
+    }
+
+    fn metrics(metrics: &Metrics, key: &Key, value: &Profile) -> EntryMetrics {
+        if let Profile::Service(profile) = value {
+            return metrics.profile(&profile.namespace, &profile.fqn);
+        }
+        match key {
+            Key::Service { service, fqn, .. } => metrics.profile(&service.namespace, fqn),
+            Key::Instance { service, hostname, .. } => {
+                metrics.profile(&service.namespace, &format!("{hostname}.{}", service.name))
+            }
+            Key::Address { addr, .. } => metrics.workload(*addr),
+        }
+    }
+}
+
+fn address_profile(
+    reader: &Reader<'_>,
+    config: &Config,
+    addr: SocketAddr,
+    client_namespace: Option<&Arc<str>>,
+) -> Profile {
+    match *reader.services_at(addr.ip()) {
+        [] => endpoint_profile(reader, config, addr),
+        [service] => {
+            let fqn = service_fqn(&service.meta.name, config);
+            service_profile(reader, config, (service, addr.port()), fqn, client_namespace)
+        }
+        [..] => Profile::Ambiguous(format!("several services have the address {}", addr.ip())),
+    }
+}
+
+fn service_fqn(service: &Name, config: &Config) -> String {
+    format!("{}.{}.svc.{}", service.name, service.namespace, config.cluster_domain)
+}
+
+fn service_profile(
+    reader: &Reader<'_>,
+    config: &Config,
+    (service, port): (&Service, u16),
+    fqn: String,
+    client_namespace: Option<&Arc<str>>,
+) -> Profile {
+    if service.kind == ServiceKind::ExternalName {
+        return Profile::ExternalName;
+    }
+    if service.port(port).is_none() {
+        return Profile::UndefinedPort;
+    }
+    let name = &service.meta.name;
+    let source = find_service_profile(reader, config, name, client_namespace);
+    let mut profile = ServiceModel {
+        namespace: name.namespace.clone(),
+        service: name.name.clone(),
+        port,
+        opacity: opacity(service_is_opaque(config, service, port)),
+        source: None,
+        routes: Vec::new(),
+        budget: RetryBudget::default(),
+        overrides: Vec::new(),
+        fqn,
+    };
+    if let Some(source) = source {
+        let found = &source.meta.name;
+        profile.source = Some((found.namespace.clone(), found.name.clone()));
+        profile.routes = source.routes.iter().map(route).collect();
+        if let Some(budget) = source.retry_budget {
+            let sp::RetryBudget {
+                ratio,
+                min_per_second,
+                ttl,
+            } = budget;
+            profile.budget = RetryBudget {
+                ratio,
+                min_per_second,
+                ttl,
+            };
+        }
+        let domain = &config.cluster_domain;
+        profile.overrides = source
+            .overrides
+            .iter()
+            .map(|dst| destination_override(dst, port, domain))
+            .collect();
+    }
+    Profile::Service(profile)
+}
+
+/// A profile in the client's namespace takes precedence over one in the Service's namespace.
+fn find_service_profile<'a>(
+    reader: &Reader<'a>,
+    config: &Config,
+    service: &Name,
+    client_namespace: Option<&Arc<str>>,
+) -> Option<&'a Arc<sp::ServiceProfile>> {
+    let name: Arc<str> = service_fqn(service, config).into();
+    let in_namespace = |namespace: &Arc<str>| reader.service_profile(&Name::new(namespace.clone(), name.clone()));
+    client_namespace
+        .and_then(in_namespace)
+        .or_else(|| in_namespace(&service.namespace))
+}
+
+fn opacity(opaque: bool) -> Opacity {
+    if opaque { Opacity::Opaque } else { Opacity::Detect }
+}
+
+fn instance_profile(reader: &Reader<'_>, config: &Config, service: &Name, hostname: &str, port: u16) -> Profile {
+    let Some(service) = reader.service(service) else {
+        return Profile::ServiceMissing;
+    };
+    let addresses = service_subsets(reader, config, service)
+        .into_iter()
+        .flat_map(|(_, subset)| &subset.addresses);
+    for address in addresses.filter(|address| address.hostname.as_deref() == Some(hostname)) {
+        if let AddressTarget::Pod(name) = &address.target
+            && let Some(pod) = reader.pod(name)
+        {
+            return pod_profile(reader, config, pod, SocketAddr::new(address.ip, port));
+        }
+    }
+    Profile::HostnameMissing
+}
+
+/// The profile of a pod by its address, of a pod by its host's address and port, of an external workload, or of an unmeshed
+/// address.
+fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> Profile {
+    let (ip, port) = (addr.ip(), addr.port());
+    let ambiguous = |what: &str| Profile::Ambiguous(format!("several {what} have the address {addr}"));
+    let alive = |pod: &&&Arc<Pod>| pod.phase != Some(PodPhase::Terminated) && !pod.meta.terminating;
+    let pods = reader.pods_at(ip);
+    let pods: Vec<_> = pods.iter().filter(alive).collect();
+    match *pods {
+        [] => {}
+        [pod] => return pod_profile(reader, config, pod, addr),
+        [..] => return ambiguous("pods"),
+    }
+    let host_port_pods = reader.pods_on_host(ip);
+    let host_port_pods: Vec<_> = host_port_pods
+        .iter()
+        .filter(alive)
+        .filter(|pod| publishes_host_port(pod, port))
+        .collect();
+    match *host_port_pods {
+        [] => {}
+        [pod] => return pod_profile(reader, config, pod, addr),
+        [..] => return ambiguous("pods' hosts"),
+    }
+    let mut workloads = reader.external_workloads_at(ip).into_iter();
+    let workload =
+        workloads.find(|workload| declares_port(&workload.ports, port) && !has_address_conflict(reader, workload, ip));
+    match workload {
+        None => unmeshed_profile(config, addr),
+        Some(workload) => {
+            let mut endpoint = external_endpoint(reader, config, workload, ip, port);
+            endpoint
+                .labels
+                .push(("namespace".into(), workload.meta.namespace().clone()));
+            endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(intern);
+            profile_from_endpoint(endpoint)
+        }
+    }
+}
+
+fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr) -> Profile {
+    if !pod.is_serving() {
+        return unmeshed_profile(config, addr);
+    }
+    let Some(mut endpoint) = pod_endpoint(reader, config, pod, addr.ip(), addr.port()) else {
+        return unmeshed_profile(config, addr);
+    };
+    endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
+    let node = pod.node.as_deref().and_then(|node| reader.node(&Name::new("", node)));
+    endpoint.zone = node.and_then(|node| node.zone.clone());
+    let opaque = WorkloadRef::Pod(pod).is_opaque(reader, config, addr.port());
+    Profile::Endpoint {
+        endpoint,
+        opacity: opacity(opaque),
+    }
+}
+
+fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
+    let opaque = endpoint.protocol == Some(ProtocolHint::Opaque);
+    Profile::Endpoint {
+        endpoint,
+        opacity: opacity(opaque),
+    }
+}
+
+fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
+    let mut endpoint = Endpoint::from_addr(addr);
+    endpoint.http2 = Http2Params::Unset;
+    Profile::Endpoint {
+        endpoint,
+        opacity: opacity(config.default_opaque_ports.contains(addr.port())),
+    }
+}
+
+fn route(route: &sp::ProfileRoute) -> Route {
+    Route {
+        name: route.name.clone(),
+        condition: request_match(&route.condition),
+        response_classes: route
+            .response_classes
+            .iter()
+            .map(|class| ResponseClass {
+                condition: response_match(&class.condition),
+                is_failure: class.is_failure,
+            })
+            .collect(),
+        is_retryable: route.is_retryable,
+        timeout: route.timeout,
+    }
+}
+
+fn request_match(matched: &sp::RequestMatch) -> RequestMatch {
+    match matched {
+        sp::RequestMatch::All(all) => RequestMatch::All(all.iter().map(request_match).collect()),
+        sp::RequestMatch::Any(any) => RequestMatch::Any(any.iter().map(request_match).collect()),
+        sp::RequestMatch::Not(not) => RequestMatch::Not(Box::new(request_match(not))),
+        sp::RequestMatch::PathRegex(regex) => RequestMatch::PathRegex(regex.clone()),
+        sp::RequestMatch::Method(method) => RequestMatch::Method(method.clone()),
+    }
+}
+
+fn response_match(matched: &sp::ResponseMatch) -> ResponseMatch {
+    match matched {
+        sp::ResponseMatch::All(all) => ResponseMatch::All(all.iter().map(response_match).collect()),
+        sp::ResponseMatch::Any(any) => ResponseMatch::Any(any.iter().map(response_match).collect()),
+        sp::ResponseMatch::Not(not) => ResponseMatch::Not(Box::new(response_match(not))),
+        sp::ResponseMatch::Status { min, max } => ResponseMatch::Status { min: *min, max: *max },
+    }
+}
+
+/// Service names become full names, as proxies resolve them. Other names are unchanged and have no endpoints.
+fn destination_override(dst: &sp::DstOverride, port: u16, cluster_domain: &str) -> DstOverride {
+    let authority = match dst.parse_destination(cluster_domain) {
+        Ok(destination) => destination.authority(port, cluster_domain),
+        Err(_) => dst.authority.clone(),
+    };
+    DstOverride {
+        authority,
+        weight: dst.weight,
+    }
+}

@@ -1,0 +1,356 @@
+//! Route selection and conversion to model values, shared by the inbound and outbound views.
+
+use std::sync::Arc;
+
+use crate::cluster::config::Config;
+use crate::cluster::store::reader::Reader;
+use crate::model::reference::{ObjectRef, Reference};
+use crate::model::route::{
+    Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
+};
+use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, RouteRejection};
+use crate::resources::meta::Name;
+use crate::resources::policy::egress_network::EgressNetwork;
+use crate::resources::policy::server::Server;
+use crate::resources::route as raw;
+use crate::resources::route::{Acceptance, Parent, ParentKind, Route, RouteKind};
+use crate::resources::route_admission;
+use crate::resources::service::Service;
+
+/// Routes that apply to a port of the parent, oldest first.
+pub(super) fn attached_routes<'a>(
+    reader: &Reader<'a>,
+    config: &Config,
+    kind: ParentKind,
+    parent: &Name,
+    port: Option<u16>,
+) -> Vec<&'a Arc<Route>> {
+    let routes = reader.routes_of(kind, parent);
+    let serves = |route: &Route| {
+        route.parents.iter().any(|reference| {
+            reference.kind == kind
+                && reference.name == *parent
+                && reference.section.is_none()
+                && (reference.port.is_none() || reference.port == port)
+                && is_attached(reader, config, route, reference, &routes)
+        })
+    };
+    routes.iter().filter(|route| serves(route)).copied().collect()
+}
+
+/// A route that references a Server of its namespace.
+pub(super) struct ServerRoute<'a> {
+    pub(super) route: &'a Arc<Route>,
+    /// The reason why the route is not accepted.
+    pub(super) refusal: Option<RouteRejection>,
+}
+
+impl ServerRoute<'_> {
+    /// The filter that makes all requests of a rejected route fail.
+    fn refusal_filter(&self) -> Option<Filter> {
+        match &self.refusal {
+            // Unsupported parts are handled per rule.
+            None | Some(RouteRejection::Unsupported(_)) => None,
+            Some(refusal) => Some(route_failure_filter(self.route, self.route.kind, &refusal.to_string())),
+        }
+    }
+}
+
+/// Routes of the Server's namespace that reference the Server, oldest first.
+///
+/// Acceptance is computed here, because the status may not be written yet. Leaving out such a route would let other rules
+/// serve its requests.
+pub(super) fn server_routes<'a>(reader: &Reader<'a>, config: &Config, server: &Name) -> Vec<ServerRoute<'a>> {
+    let evaluated = |route: &'a Arc<Route>| {
+        let parents = route.parents.iter();
+        let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == *server;
+        let mut evaluated: Vec<_> = parents
+            .filter(names)
+            .map(|parent| acceptance::check_route(reader, acceptance_settings(config), route, parent, []).err())
+            .collect();
+        // A route that references the Server twice is served if one reference is accepted.
+        evaluated.sort_by_key(Option::is_some);
+        evaluated
+            .into_iter()
+            .next()
+            .map(|refusal| ServerRoute { route, refusal })
+    };
+    let routes = reader.routes_of(ParentKind::Server, server);
+    let own = routes
+        .into_iter()
+        .filter(|route| *route.meta.namespace() == server.namespace);
+    own.filter_map(evaluated).collect()
+}
+
+/// The first route whose kind does not fit the Server's protocol.
+pub(super) fn find_protocol_mismatch<'r, 'a>(routes: &'r [ServerRoute<'a>]) -> Option<&'r ServerRoute<'a>> {
+    let is_of_other = |route: &&ServerRoute<'_>| matches!(route.refusal, Some(RouteRejection::ProtocolMismatch(_)));
+    routes.iter().find(is_of_other)
+}
+
+/// Whether the route is accepted by its status, or would be if the status were written.
+///
+/// Routes with unsupported parts are attached: leaving them out would let other rules serve their requests.
+fn is_attached(
+    reader: &Reader<'_>,
+    config: &Config,
+    route: &Route,
+    parent: &Parent,
+    competing_routes: &[&Arc<Route>],
+) -> bool {
+    match parent.acceptance {
+        Acceptance::Accepted | Acceptance::Unsupported => true,
+        Acceptance::Refused => false,
+        Acceptance::NoStatus => {
+            let competing_routes = competing_routes.iter().map(|competing| &***competing);
+            let evaluated =
+                acceptance::check_route(reader, acceptance_settings(config), route, parent, competing_routes);
+            matches!(evaluated, Ok(()) | Err(RouteRejection::Unsupported(_)))
+        }
+    }
+}
+
+fn acceptance_settings(config: &Config) -> AcceptanceSettings<'_> {
+    AcceptanceSettings {
+        cluster_networks: &config.cluster_networks,
+        global_egress_namespace: &config.global_egress_namespace,
+    }
+}
+
+impl ParentLookup for Reader<'_> {
+    fn server(&self, name: &Name) -> Option<&Server> {
+        self.server(name).map(|server| &**server)
+    }
+
+    fn service(&self, name: &Name) -> Option<&Service> {
+        self.service(name).map(|service| &**service)
+    }
+
+    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork> {
+        self.egress_network(name).map(|network| &**network)
+    }
+}
+
+pub(super) fn reference(route: &Route) -> Reference {
+    Reference::Object(ObjectRef {
+        group: route.kind.group(),
+        kind: route.kind.kind(),
+        namespace: route.meta.namespace().clone(),
+        name: route.meta.name.name.clone(),
+        port: None,
+    })
+}
+
+pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
+    let host = |hostname: &String| match hostname.strip_prefix("*.") {
+        Some(suffix) => HostMatch::Suffix(suffix.split('.').rev().map(str::to_owned).collect()),
+        None => HostMatch::Exact(hostname.clone()),
+    };
+    route.hostnames.iter().map(host).collect()
+}
+
+/// Matches of an HTTP rule. A rule without matches, or with an unreadable match, matches all requests.
+pub(super) fn http_matches(rule: &raw::Rule<raw::HttpMatch>) -> Vec<HttpMatch> {
+    let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
+    if matches.is_empty() || route_admission::check_http_matches(rule).is_err() {
+        vec![HttpMatch::match_all()]
+    } else {
+        matches
+    }
+}
+
+fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
+    let path = matched.path.as_ref().map(|path| match path.kind {
+        raw::PathKind::Exact => PathMatch::Exact(path.value.clone()),
+        raw::PathKind::PathPrefix => PathMatch::Prefix(path.value.clone()),
+        raw::PathKind::RegularExpression => PathMatch::Regex(path.value.clone()),
+    });
+    HttpMatch {
+        path: path.or_else(|| HttpMatch::match_all().path),
+        headers: header_matches(&matched.headers),
+        query_params: query_matches(&matched.query_params),
+        method: matched.method.clone(),
+    }
+}
+
+/// Matches of a gRPC rule. A rule without matches, or with an unreadable match, matches all requests.
+pub(super) fn grpc_matches(rule: &raw::Rule<raw::GrpcMatch>) -> Vec<GrpcMatch> {
+    let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
+    if matches.is_empty() || route_admission::check_grpc_matches(rule).is_err() {
+        vec![GrpcMatch::default()]
+    } else {
+        matches
+    }
+}
+
+fn grpc_match(matched: &raw::GrpcMatch) -> GrpcMatch {
+    let method = matched.method.as_ref();
+    GrpcMatch {
+        service: method.and_then(|method| method.service.clone()),
+        method: method.and_then(|method| method.method.clone()),
+        headers: header_matches(&matched.headers),
+    }
+}
+
+/// The first match for a name applies; header names are case-insensitive.
+fn header_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+    deduplicate_by_name(matches, str::eq_ignore_ascii_case)
+}
+
+fn query_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+    deduplicate_by_name(matches, |one, other| one == other)
+}
+
+fn deduplicate_by_name(matches: &[raw::NamedMatch], is_same: impl Fn(&str, &str) -> bool) -> Vec<NamedMatch> {
+    let mut kept: Vec<NamedMatch> = Vec::new();
+    for matched in matches {
+        if !kept.iter().any(|earlier| is_same(&earlier.name, &matched.name)) {
+            kept.push(named_match(matched));
+        }
+    }
+    kept
+}
+
+fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
+    let value = match matched.kind {
+        raw::ValueKind::Exact => ValueMatch::Exact(matched.value.clone()),
+        raw::ValueKind::RegularExpression => ValueMatch::Regex(matched.value.clone()),
+    };
+    NamedMatch {
+        name: matched.name.clone(),
+        value,
+    }
+}
+
+/// Filters of an HTTPRoute rule. A rule that is not supported gets one filter that makes its requests fail.
+pub(super) fn http_filters(route: &Route, rule: &raw::Rule<raw::HttpMatch>, parent: ParentKind) -> Vec<Filter> {
+    let served = route_admission::check_http_rule(rule, route.kind, parent);
+    filters_or_failure_filter(route, &rule.filters, served)
+}
+
+/// Filters of a GRPCRoute rule. A rule that is not supported gets one filter that makes its requests fail.
+pub(super) fn grpc_filters(route: &Route, rule: &raw::Rule<raw::GrpcMatch>, parent: ParentKind) -> Vec<Filter> {
+    let served = route_admission::check_grpc_rule(rule, route.kind, parent);
+    filters_or_failure_filter(route, &rule.filters, served)
+}
+
+/// Filters of a backend. Filters that are not supported are replaced by one that makes the requests fail.
+pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: ParentKind) -> Vec<Filter> {
+    let mut all = filters.iter();
+    let served = all.try_for_each(|one| route_admission::check_filter_support(one, route.kind, parent));
+    filters_or_failure_filter(route, filters, served)
+}
+
+fn filters_or_failure_filter(route: &Route, filters: &[raw::Filter], served: Result<(), String>) -> Vec<Filter> {
+    let served = match &route.unreadable {
+        Some(unread) => Err(unread.reason.clone()),
+        None => served,
+    };
+    match served {
+        Ok(()) => filters.iter().filter_map(filter).collect(),
+        Err(reason) => vec![route_failure_filter(route, route.kind, &reason)],
+    }
+}
+
+/// The failure has the form of `protocol`, which can differ from the route's kind.
+fn route_failure_filter(route: &Route, protocol: RouteKind, reason: &str) -> Filter {
+    failure_filter(protocol, format!("{} {}: {reason}", route.kind.kind(), route.meta.name))
+}
+
+/// Filters of an HTTPRoute rule attached to a Server.
+pub(super) fn inbound_http_filters(of_server: &ServerRoute<'_>, rule: &raw::Rule<raw::HttpMatch>) -> Vec<Filter> {
+    match of_server.refusal_filter() {
+        Some(failure) => vec![failure],
+        None => http_filters(of_server.route, rule, ParentKind::Server),
+    }
+}
+
+/// Filters of a GRPCRoute rule attached to a Server.
+pub(super) fn inbound_grpc_filters(of_server: &ServerRoute<'_>, rule: &raw::Rule<raw::GrpcMatch>) -> Vec<Filter> {
+    match of_server.refusal_filter() {
+        Some(failure) => vec![failure],
+        None => grpc_filters(of_server.route, rule, ParentKind::Server),
+    }
+}
+
+/// Returns the route that makes all requests of the Server fail, with the failure filter: the kind of the route does not fit
+/// the Server's protocol, or its matches cannot be read.
+pub(super) fn find_route_failing_all_requests<'a>(
+    routes: &[ServerRoute<'a>],
+    protocol: RouteKind,
+) -> Option<(&'a Arc<Route>, Filter)> {
+    if let Some(ServerRoute { route, refusal }) = find_protocol_mismatch(routes) {
+        let reason = refusal.as_ref().map(ToString::to_string).unwrap_or_default();
+        return Some((route, route_failure_filter(route, protocol, &reason)));
+    }
+    let route = find_unreadable_match(routes)?;
+    let reason = route_admission::unserved_reason(route, ParentKind::Server);
+    let reason = reason.as_deref().unwrap_or("it cannot be served");
+    Some((route, route_failure_filter(route, protocol, reason)))
+}
+
+/// The first route whose matches cannot be read, so that the requests it applies to are unknown.
+fn find_unreadable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
+    let is_unknown = |unread: Option<&raw::UnreadablePart>| {
+        unread.is_some_and(|unread| unread.affected_requests == raw::AffectedRequests::Unknown)
+    };
+    let has_unknown = |route: &&Arc<Route>| {
+        let rules_are_unknown = match &route.rules {
+            raw::Rules::Http(rules) => rules
+                .iter()
+                .any(|rule| is_unknown(rule.unreadable.as_ref()) || route_admission::check_http_matches(rule).is_err()),
+            raw::Rules::Grpc(rules) => rules
+                .iter()
+                .any(|rule| is_unknown(rule.unreadable.as_ref()) || route_admission::check_grpc_matches(rule).is_err()),
+            raw::Rules::Stream(_) => false,
+        };
+        rules_are_unknown || is_unknown(route.unreadable.as_ref())
+    };
+    routes.iter().map(|of_server| of_server.route).find(has_unknown)
+}
+
+/// A filter that answers with an error, in the form of the route's kind.
+pub(super) fn failure_filter(kind: RouteKind, message: String) -> Filter {
+    match kind {
+        RouteKind::Grpc => Filter::FailGrpc { code: 13, message },
+        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Filter::FailHttp { status: 500, message },
+        RouteKind::Tls | RouteKind::Tcp => Filter::FailStream { message },
+    }
+}
+
+fn filter(filter: &raw::Filter) -> Option<Filter> {
+    Some(match filter {
+        raw::Filter::RequestHeaders(modifier) => Filter::RequestHeaders(header_modifier(modifier)),
+        raw::Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(header_modifier(modifier)),
+        raw::Filter::Redirect(redirect) => Filter::Redirect(Redirect {
+            scheme: redirect.scheme.clone(),
+            host: redirect.hostname.clone(),
+            path: redirect.path.as_ref().map(|path| match path {
+                raw::PathModifier::ReplaceFullPath { path } => PathModifier::Full(path.clone()),
+                raw::PathModifier::ReplacePrefixMatch { prefix } => PathModifier::Prefix(prefix.clone()),
+            }),
+            port: redirect.port,
+            status: redirect.status_code,
+        }),
+        // `filters_or_failure_filter` has already replaced these.
+        raw::Filter::Unsupported(_) => return None,
+    })
+}
+
+fn header_modifier(modifier: &raw::HeaderModifier) -> HeaderModifier {
+    // The first header of a name applies.
+    let pairs = |headers: &[raw::Header]| {
+        let mut kept: Vec<(String, String)> = Vec::new();
+        for header in headers {
+            if !kept.iter().any(|(name, _)| name.eq_ignore_ascii_case(&header.name)) {
+                kept.push((header.name.clone(), header.value.clone()));
+            }
+        }
+        kept
+    };
+    HeaderModifier {
+        add: pairs(&modifier.add),
+        set: pairs(&modifier.set),
+        remove: modifier.remove.clone(),
+    }
+}

@@ -1,0 +1,301 @@
+//! Pods and external workloads as endpoints: identity, protocol, labels, owner.
+
+use std::borrow::Cow;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use tulle_core::identity;
+use tulle_core::names::{annotation, label, port as proxy_port};
+
+use crate::cluster::config::{Config, H2Upgrade, TransportMode};
+use crate::cluster::store::reader::Reader;
+use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint, TlsIdentity, Workload};
+use crate::resources::interning::intern;
+use crate::resources::meta::{Meta, Name, Owner};
+use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
+use crate::resources::port_list::{PortList, ResolvedPorts};
+use crate::resources::service::Service;
+use crate::resources::workload::{
+    CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer, resolve_declared,
+};
+
+/// A workload that policies apply to.
+#[derive(Clone, Copy)]
+pub(super) enum WorkloadRef<'a> {
+    Pod(&'a Pod),
+    External(&'a ExternalWorkload),
+}
+
+impl<'a> WorkloadRef<'a> {
+    pub(super) fn meta(self) -> &'a Meta {
+        match self {
+            Self::Pod(pod) => &pod.meta,
+            Self::External(workload) => &workload.meta,
+        }
+    }
+
+    fn ports(self) -> &'a [ContainerPort] {
+        match self {
+            Self::Pod(pod) => &pod.ports,
+            Self::External(workload) => &workload.ports,
+        }
+    }
+
+    /// The ports in an annotation; `None` without the annotation.
+    pub(super) fn annotated_ports(self, key: &str) -> Option<ResolvedPorts> {
+        let list = PortList::parse(self.meta().annotation(key)?);
+        Some(resolve_declared(&list, self.ports()))
+    }
+
+    fn is_selected_by(self, server: &Server, port: u16) -> bool {
+        let is_its_port = match (self, &server.port) {
+            (_, None) => true,
+            (Self::Pod(pod), Some(its)) => pod.resolve_port(its).contains(&port),
+            (Self::External(workload), Some(its)) => workload.resolve_port(its).contains(&port),
+        };
+        is_its_port
+            && match (self, &server.workloads) {
+                (_, WorkloadSelector::All) => true,
+                (Self::Pod(pod), WorkloadSelector::Pods(selector)) => selector.matches(&pod.meta.labels),
+                (Self::External(workload), WorkloadSelector::ExternalWorkloads(selector)) => {
+                    selector.matches(&workload.meta.labels)
+                }
+                (Self::Pod(_), WorkloadSelector::ExternalWorkloads(_))
+                | (Self::External(_), WorkloadSelector::Pods(_)) => false,
+            }
+    }
+
+    /// The Servers that select a port, oldest first. The oldest Server applies.
+    pub(super) fn servers<'r>(self, reader: &Reader<'r>, port: u16) -> Vec<&'r Arc<Server>> {
+        let mut servers = reader.servers(self.meta().namespace());
+        servers.retain(|server| self.is_selected_by(server, port));
+        servers.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
+        servers
+    }
+
+    pub(super) fn server<'r>(self, reader: &Reader<'r>, port: u16) -> Option<&'r Arc<Server>> {
+        self.servers(reader, port).into_iter().next()
+    }
+
+    /// Protocol of a port, for clients and for the inbound policy: that of the Server. The opaque-ports annotation applies
+    /// only to ports without a Server.
+    pub(super) fn protocol(self, config: &Config, server: Option<&Server>, port: u16) -> ProxyProtocol {
+        match server {
+            Some(server) => server.protocol,
+            None if self.is_marked_opaque(config, port) => ProxyProtocol::Opaque,
+            None => ProxyProtocol::Unknown,
+        }
+    }
+
+    pub(super) fn is_opaque(self, reader: &Reader<'_>, config: &Config, port: u16) -> bool {
+        let server = self.server(reader, port);
+        self.protocol(config, server.map(|server| &**server), port) == ProxyProtocol::Opaque
+    }
+
+    fn is_marked_opaque(self, config: &Config, port: u16) -> bool {
+        match self.annotated_ports(annotation::OPAQUE_PORTS) {
+            Some(ports) => ports.to_set().contains(port),
+            None => config.default_opaque_ports.contains(port),
+        }
+    }
+}
+
+/// Whether a port of a Service is opaque for clients: by the Service's annotation, or else by the cluster default.
+pub(super) fn service_is_opaque(config: &Config, service: &Service, port: u16) -> bool {
+    is_marked_opaque(config, &service.meta, port, |name| {
+        let named = service.ports.iter().filter(|port| port.name == name);
+        named.map(|port| port.port).collect()
+    })
+}
+
+/// Whether a port of an object is opaque. `declared` resolves port names in the object's annotation.
+pub(super) fn is_marked_opaque(config: &Config, meta: &Meta, port: u16, declared: impl Fn(&str) -> Vec<u16>) -> bool {
+    match meta.annotation(annotation::OPAQUE_PORTS) {
+        Some(text) => PortList::parse(text).resolve(declared).to_set().contains(port),
+        None => config.default_opaque_ports.contains(port),
+    }
+}
+
+/// The endpoint of a pod's port; `None` if the pod is meshed and its proxy container is missing or invalid.
+pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
+    let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
+    endpoint.workload = Workload::Pod {
+        namespace: pod.meta.namespace().clone(),
+        name: pod.meta.name.name.clone(),
+    };
+    endpoint.node = pod.node.clone();
+    endpoint.labels = pod_labels(reader, pod);
+    if pod.meta.label(label::CONTROL_PLANE_NS).is_none_or(str::is_empty) {
+        return Some(endpoint);
+    }
+    let workload = WorkloadRef::Pod(pod);
+    let skipped = workload.annotated_ports(annotation::SKIP_INBOUND_PORTS);
+    if skipped.is_some_and(|skipped| skipped.to_set().contains(port)) {
+        return Some(endpoint);
+    }
+    let (inbound, admin, control) = match pod.proxy {
+        ProxyContainer::Present {
+            inbound,
+            admin,
+            control,
+        } => (inbound, admin, control),
+        // The control plane terminates TLS itself and needs no sidecar.
+        ProxyContainer::Absent if pod.meta.label(CONTROL_PLANE_COMPONENT).is_some() => return Some(endpoint),
+        ProxyContainer::Absent | ProxyContainer::Invalid => return None,
+    };
+    let opaque = workload.is_opaque(reader, config, port);
+    endpoint.protocol = match (opaque, config.h2_upgrade) {
+        (true, _) => Some(ProtocolHint::Opaque),
+        (false, H2Upgrade::Offer) => Some(ProtocolHint::H2),
+        (false, H2Upgrade::Omit) => None,
+    };
+    let forced = config.transport == TransportMode::TransportHeader;
+    if (forced || opaque) && port != admin && port != control {
+        endpoint.opaque_transport_port = inbound;
+    }
+    endpoint.identity = pod_identity(config, pod);
+    endpoint.http2 = Http2Params::Configured;
+    Some(endpoint)
+}
+
+/// Identity of a pod's sidecar; `None` if this control plane does not issue its certificate.
+pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
+    let control_plane = pod.meta.label(label::CONTROL_PLANE_NS)?;
+    if control_plane != config.controller_namespace || config.trust_domain.is_empty() {
+        return None;
+    }
+    let namespace = pod.meta.namespace();
+    let name: Arc<str> =
+        identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
+    Some(TlsIdentity::Dns {
+        server_name: name.clone(),
+        name,
+    })
+}
+
+/// The endpoint of an external workload's port.
+pub(super) fn external_endpoint(
+    reader: &Reader<'_>,
+    config: &Config,
+    workload: &ExternalWorkload,
+    ip: IpAddr,
+    port: u16,
+) -> Endpoint {
+    let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
+    let name = &workload.meta.name;
+    endpoint.workload = Workload::External {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+    };
+    endpoint.labels = vec![("external_workload".into(), name.name.clone())];
+    let (kind, owner) = owner(reader, &workload.meta);
+    // Without an owner, the label `external_workload` is enough.
+    if kind != "pod" {
+        endpoint.labels.push((kind, owner));
+    }
+    let opaque = WorkloadRef::External(workload).is_opaque(reader, config, port);
+    endpoint.protocol = Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 });
+    if opaque || config.transport == TransportMode::TransportHeader {
+        let named = workload
+            .ports
+            .iter()
+            .find(|port| port.name.as_deref() == Some("linkerd-proxy"));
+        endpoint.opaque_transport_port = Some(named.map_or(proxy_port::INBOUND, |port| port.port));
+    }
+    endpoint.identity = Some(external_identity(workload));
+    endpoint.http2 = Http2Params::Configured;
+    endpoint
+}
+
+pub(super) fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
+    let (name, server_name): (Arc<str>, Arc<str>) =
+        (workload.identity.as_str().into(), workload.server_name.as_str().into());
+    if name.contains("://") {
+        TlsIdentity::Uri { uri: name, server_name }
+    } else {
+        TlsIdentity::Dns { name, server_name }
+    }
+}
+
+fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str>)> {
+    let own = [
+        ("control_plane_ns", label::CONTROL_PLANE_NS),
+        ("pod_template_hash", label::POD_TEMPLATE_HASH),
+    ];
+    let own = own
+        .into_iter()
+        .filter_map(|(label, key)| Some((label.into(), intern(pod.meta.label(key)?))));
+    let mut labels = vec![
+        ("pod".into(), pod.meta.name.name.clone()),
+        ("serviceaccount".into(), pod.service_account.clone()),
+        owner(reader, &pod.meta),
+    ];
+    labels.extend(own);
+    labels.shrink_to_fit();
+    labels
+}
+
+/// The label and name of a workload's owner, or `pod` and the workload's own name if the owner is unknown.
+pub(super) fn owner(reader: &Reader<'_>, meta: &Meta) -> (Cow<'static, str>, Arc<str>) {
+    let own = || ("pod".into(), meta.name.name.clone());
+    let Some(owner) = &meta.owner else { return own() };
+    let name = Name::new(meta.namespace().clone(), owner.name.clone());
+    let above = match &*owner.kind {
+        "Job" => reader.job(&name).and_then(|job| job.meta.owner.as_ref()),
+        "ReplicaSet" => reader
+            .replica_set(&name)
+            .and_then(|set| set.meta.owner.as_ref())
+            .filter(|above| ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&&*above.kind)),
+        _ => None,
+    };
+    let Owner { kind, name } = above.unwrap_or(owner);
+    owner_label(kind).map_or_else(own, |label| (label, name.clone()))
+}
+
+/// The label of an owner's kind. Custom kinds become labels too, unless the label has another meaning.
+fn owner_label(kind: &str) -> Option<Cow<'static, str>> {
+    Some(Cow::Borrowed(match kind {
+        "Deployment" => "deployment",
+        "DaemonSet" => "daemonset",
+        "StatefulSet" => "statefulset",
+        "ReplicaSet" => "replicaset",
+        "ReplicationController" => "replicationcontroller",
+        "Job" => "k8s_job",
+        "CronJob" => "cronjob",
+        "Node" => "node",
+        kind => {
+            let label = kind.to_ascii_lowercase();
+            let is_name = label.bytes().all(|byte| byte.is_ascii_alphanumeric());
+            return (is_name && !label.is_empty() && !RESERVED_LABELS.contains(&&*label)).then_some(label.into());
+        }
+    }))
+}
+
+/// Labels that have another meaning for endpoints or Services.
+const RESERVED_LABELS: &[&str] = &["namespace", "pod", "service", "serviceaccount", "zone"];
+
+pub(super) fn declares_port(ports: &[ContainerPort], port: u16) -> bool {
+    ports.iter().any(|declared| declared.port == port)
+}
+
+/// Whether another object has this address: a Service, a pod, a pod's host, or an older external workload.
+pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkload, ip: IpAddr) -> bool {
+    let all = reader.external_workloads_at(ip);
+    is_pod_or_service_ip(reader, ip)
+        || workload
+            .conflicting_older_workload(all.into_iter().map(|one| &**one))
+            .is_some()
+}
+
+/// Whether the address is that of a Service, a pod that has not ended, or the host of such a pod. External workloads
+/// cannot use such an address.
+fn is_pod_or_service_ip(reader: &Reader<'_>, ip: IpAddr) -> bool {
+    let claims = |pod: &Arc<Pod>| pod.claimed_ips().any(|claimed| claimed == ip);
+    !reader.services_at(ip).is_empty()
+        || reader.pods_at(ip).into_iter().any(claims)
+        || reader.pods_on_host(ip).into_iter().any(claims)
+}
+
+pub(super) fn publishes_host_port(pod: &Pod, port: u16) -> bool {
+    pod.ports.iter().any(|declared| declared.host_port == Some(port))
+}

@@ -1,0 +1,225 @@
+//! The flags of the command line.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{ArgAction, Args};
+use tulle_core::addr::Addr;
+use tulle_core::logging::Format;
+use tulle_core::names::port;
+
+use crate::tls::mesh_credentials::ClientCertificates;
+
+/// A listen address in Go's syntax: `:8086` means all interfaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListenAddr {
+    AllInterfaces(u16),
+    Socket(SocketAddr),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Flags {
+    /// Directory of manifests with services, workloads and policies, reloaded on change. Without it the objects of the
+    /// Kubernetes API server are watched.
+    #[arg(long, value_name = "DIR")]
+    pub(super) manifests: Option<PathBuf>,
+    /// Kubeconfig file for the API server; by default the service account of this pod.
+    #[arg(long, value_name = "FILE")]
+    pub(super) kubeconfig: Option<PathBuf>,
+    /// Average number of requests per second to the API server.
+    #[arg(long, value_name = "N", default_value_t = 100.0)]
+    pub(super) kube_apiclient_qps: f64,
+    /// Maximum burst of requests to the API server.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub(super) kube_apiclient_burst: u32,
+    /// Trust anchors, a PEM bundle; reloaded on change.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/var/run/linkerd/identity/trust-roots/ca-bundle.crt"
+    )]
+    pub(super) trust_anchors: PathBuf,
+    /// Directory of the issuer: crt.pem and key.pem, or tls.crt and tls.key; reloaded on change.
+    #[arg(long, value_name = "DIR", default_value = "/var/run/linkerd/identity/issuer")]
+    pub(super) issuer: PathBuf,
+    /// Directory of public keys for join tokens (*.pem, *.pub; ECDSA P-256); reloaded on change. Without it the
+    /// Kubernetes API server reviews the tokens.
+    #[arg(long, value_name = "DIR")]
+    pub(super) token_keys: Option<PathBuf>,
+    /// Identity service that signs the certificate of this process if identity does not run in it; by default the one
+    /// in the namespace of the control plane.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(super) identity_svc_addr: Option<Addr>,
+    /// Token file for requests to that identity service; read before each request.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/var/run/secrets/tokens/linkerd-identity-token"
+    )]
+    pub(super) identity_token: PathBuf,
+    /// Whether clients of destination and policy need a client certificate of the mesh. Plaintext is served on loopback
+    /// only. Use optional for proxies that connect before they have a certificate.
+    #[arg(long, value_name = "RULE", value_enum, default_value_t = ClientCertificates::Required)]
+    pub(super) client_certificates: ClientCertificates,
+
+    /// Namespace of the control plane.
+    #[arg(long, visible_aliases = ["control-plane-namespace", "linkerd-namespace"], default_value = "linkerd")]
+    pub(crate) controller_namespace: String,
+    /// DNS domain of the cluster.
+    #[arg(long, default_value = "")]
+    pub(super) cluster_domain: String,
+    /// Trust domain of identities; by default the cluster domain.
+    #[arg(long, visible_alias = "identity-domain", default_value = "")]
+    pub(super) identity_trust_domain: String,
+    /// Networks of the cluster.
+    #[arg(long, default_value = "10.0.0.0/8,100.64.0.0/10,172.16.0.0/12,192.168.0.0/16")]
+    pub(super) cluster_networks: String,
+    /// Source networks of health probes.
+    #[arg(long, default_value = "")]
+    pub(super) probe_networks: String,
+    /// Default opaque ports, if no annotation sets them, such as 25,3306,8000-8100.
+    #[arg(long, default_value = "")]
+    pub(super) default_opaque_ports: String,
+    /// Default policy of ports that no Server selects: all-unauthenticated, all-authenticated, cluster-unauthenticated,
+    /// cluster-authenticated, deny or audit.
+    #[arg(long, value_name = "POLICY", default_value = "all-unauthenticated")]
+    pub(super) default_policy: String,
+    /// Namespace of the EgressNetworks that apply to namespaces without their own.
+    #[arg(long, default_value = "linkerd-egress")]
+    pub(super) global_egress_network_namespace: String,
+
+    /// Whether clients upgrade connections to meshed endpoints to HTTP/2.
+    #[arg(long, default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) enable_h2_upgrade: bool,
+    /// Whether endpoints are read from EndpointSlices instead of Endpoints.
+    #[arg(long, default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) enable_endpoint_slices: bool,
+    /// Whether IPv6 endpoints are served.
+    #[arg(long, default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) enable_ipv6: bool,
+    /// Whether endpoints in the client's own zone have a higher weight.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) ext_endpoint_zone_weights: bool,
+    /// When clients use a transport header: transparent or transport-header.
+    #[arg(long, value_name = "MODE", default_value = "transparent")]
+    pub(super) outbound_transport_mode: String,
+    /// HTTP/2 settings for clients of meshed endpoints, as JSON.
+    #[arg(long, value_name = "JSON", default_value = "")]
+    pub(super) meshed_http2_client_params: String,
+    /// Whether proxies honor the headers l5d-timeout and l5d-retry-* of requests.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) allow_l5d_request_headers: bool,
+
+    /// Lifetime of certificates.
+    #[arg(long, value_name = "DURATION", default_value = "24h0m0s")]
+    pub(super) identity_issuance_lifetime: String,
+    /// Maximum clock skew between proxies and the control plane.
+    #[arg(long, value_name = "DURATION", default_value = "20s")]
+    pub(super) identity_clock_skew_allowance: String,
+
+    /// Private key of the webhooks, PEM, if it is mounted; reloaded on change.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/tls/tls.key")]
+    pub(super) server_tls_key: PathBuf,
+    /// Certificates of the webhooks, PEM, if they are mounted; reloaded on change. Otherwise each webhook creates its
+    /// own certificate, keeps it in a Secret, and updates the CA bundle of its configuration.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/tls/tls.crt")]
+    pub(super) server_tls_certs: PathBuf,
+    /// Disable the validation of policies on admission.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) admission_controller_disabled: bool,
+    /// The Deployment that owns the lease for writing statuses of policies.
+    #[arg(long, value_name = "NAME", default_value = "linkerd-destination")]
+    pub(super) policy_deployment_name: String,
+    /// Timeout of writing one status, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 5000)]
+    pub(super) patch_timeout_ms: u64,
+
+    /// Values of the chart for injected proxies, YAML; reloaded on change.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/config/values")]
+    pub(super) values: PathBuf,
+    /// Interval of searching for pods that should have a proxy but have none.
+    #[arg(long, value_name = "DURATION", default_value = "5m")]
+    pub(super) audit_interval: String,
+
+    /// Address of the single service: destination, identity, sp-validator, proxy-injector or telemetry.
+    #[arg(long)]
+    pub(super) addr: Option<ListenAddr>,
+    /// Address of destination.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(port::DESTINATION))]
+    pub(super) destination_addr: ListenAddr,
+    /// Address of identity.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(port::IDENTITY))]
+    pub(super) identity_addr: ListenAddr,
+    /// Address of policy.
+    #[arg(long, visible_alias = "policy-addr", default_value_t = ListenAddr::AllInterfaces(port::POLICY))]
+    pub(super) grpc_addr: ListenAddr,
+    /// Address of the webhook for policies.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(9443))]
+    pub(super) server_addr: ListenAddr,
+    /// Address of the webhook for ServiceProfiles.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(8443))]
+    pub(super) sp_validator_addr: ListenAddr,
+    /// Address of the proxy injector.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(8443))]
+    pub(super) proxy_injector_addr: ListenAddr,
+    /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
+    #[arg(long)]
+    pub(super) telemetry_addr: Option<ListenAddr>,
+    /// Admin address of destination, or else of sp-validator or proxy-injector: metrics, readiness, invalid manifests;
+    /// by default :9996, :9997 and :9995.
+    #[arg(long)]
+    pub(super) metrics_addr: Option<ListenAddr>,
+    /// Admin address of sp-validator.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(9997))]
+    pub(super) sp_validator_metrics_addr: ListenAddr,
+    /// Admin address of identity and policy.
+    #[arg(long, default_value_t = ListenAddr::AllInterfaces(9990))]
+    pub(super) admin_addr: ListenAddr,
+
+    /// Log level: panic, fatal, error, warn, info, debug or trace, or a filter such as warn,tulle=debug.
+    #[arg(long, default_value = "info")]
+    pub(super) log_level: String,
+    /// Log format: plain or json.
+    #[arg(long, default_value = "plain")]
+    pub(super) log_format: Format,
+
+    /// Ignored, accepted for compatibility with charts: there are no queues, and a slow stream skips to the latest
+    /// state.
+    #[arg(long, hide = true)]
+    pub(super) stream_queue_capacity: Option<u64>,
+    /// Ignored, accepted for compatibility with charts.
+    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub(super) export_queue_metrics: Option<bool>,
+    /// Ignored, accepted for compatibility with charts: both layouts of issuer directories are supported.
+    #[arg(long, hide = true)]
+    pub(super) identity_scheme: Option<String>,
+    /// Ignored, accepted for compatibility with charts: there is no tracing.
+    #[arg(long, hide = true)]
+    pub(super) trace_collector: Option<String>,
+    /// Ignored, accepted for compatibility with charts: there is no profiler.
+    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub(super) enable_pprof: Option<bool>,
+}
+
+impl FromStr for ListenAddr {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let invalid = || format!("{text:?} is not a listen address; expected :8086, 127.0.0.1:8086 or [::]:8086");
+        match text.strip_prefix(':') {
+            Some(port) => port.parse().map(Self::AllInterfaces).map_err(|_| invalid()),
+            None => text.parse().map(Self::Socket).map_err(|_| invalid()),
+        }
+    }
+}
+
+impl fmt::Display for ListenAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AllInterfaces(port) => write!(f, ":{port}"),
+            Self::Socket(addr) => write!(f, "{addr}"),
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Containers that run as the proxy's user or group. Redirection excludes that user and group, so the connections of such
+//! containers bypass the mesh.
+
+use k8s_openapi::api::core::v1::{Container, PodSpec};
+use tulle_core::names::annotation;
+
+use crate::injection::values::Values;
+use crate::resources::workload::running_containers;
+
+/// The error if an application container runs as the proxy's user or group. `None` if it does not, or if only the image sets
+/// the user.
+pub(in crate::injection) fn application_error(values: &Values, spec: &PodSpec) -> Option<String> {
+    running_containers(spec).find_map(|container| {
+        let SharedId { what, id, field, key } = shared_id(values, spec, container)?;
+        let name = &container.name;
+        Some(format!(
+            "container {name:?} runs as {what} {id}, which is the proxy's, so that its connections would bypass the mesh and its \
+             policies: run it as another {what} (securityContext.{field}), or give the proxy another one (annotation {key})"
+        ))
+    })
+}
+
+/// Warnings about init containers that run as the proxy's user or group. Some do so on purpose, to use the network before
+/// the proxy starts.
+pub(in crate::injection) fn init_container_warnings(values: &Values, spec: &PodSpec) -> Vec<String> {
+    let is_setup = |container: &&Container| container.restart_policy.as_deref() != Some("Always");
+    let setup = spec.init_containers.iter().flatten().filter(is_setup);
+    let found = setup.filter_map(|container| {
+        let SharedId { what, id, .. } = shared_id(values, spec, container)?;
+        let name = &container.name;
+        Some(format!(
+            "init container {name:?} runs as {what} {id}, which is the proxy's: its connections bypass the mesh"
+        ))
+    });
+    found.collect()
+}
+
+/// A user or group id that a container shares with the proxy.
+struct SharedId {
+    what: &'static str,
+    id: i64,
+    /// Field of the security context.
+    field: &'static str,
+    /// The annotation that changes the proxy's id.
+    key: &'static str,
+}
+
+/// The pod's security context applies to fields that the container does not set.
+fn shared_id(values: &Values, spec: &PodSpec, container: &Container) -> Option<SharedId> {
+    let (own, of_pod) = (container.security_context.as_ref(), spec.security_context.as_ref());
+    let user = own
+        .and_then(|own| own.run_as_user)
+        .or_else(|| of_pod.and_then(|pod| pod.run_as_user));
+    let group = own
+        .and_then(|own| own.run_as_group)
+        .or_else(|| of_pod.and_then(|pod| pod.run_as_group));
+    let (uid, gid) = (values.proxy.uid, values.proxy.gid);
+    if user == Some(uid) {
+        return Some(SharedId {
+            what: "user",
+            id: uid,
+            field: "runAsUser",
+            key: annotation::PROXY_UID,
+        });
+    }
+    (gid >= 0 && group == Some(gid)).then_some(SharedId {
+        what: "group",
+        id: gid,
+        field: "runAsGroup",
+        key: annotation::PROXY_GID,
+    })
+}

@@ -1,0 +1,261 @@
+//! Decides whether a pod gets a sidecar, with all reasons against it.
+
+use std::fmt;
+
+use k8s_openapi::api::core::v1::{Container, PodSpec};
+use tulle_core::names::annotation;
+
+use crate::injection::pod::containers;
+use crate::injection::target::{
+    Config, INIT_CONTAINER, InjectionOrigin, InjectionTarget, PROXY_CONTAINER, ProxyMode, VALIDATOR_CONTAINER,
+};
+use crate::injection::values::Values;
+use crate::resources::annotations::Annotations;
+
+/// The decision on one pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    Inject(ProxyMode),
+    /// Never empty.
+    Skip(Vec<SkipReason>),
+}
+
+/// The object whose annotation decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnnotationLocation {
+    Namespace,
+    Workload,
+}
+
+/// Reasons against a sidecar, in the order in which they are reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SkipReason {
+    HostNetwork,
+    SidecarExists,
+    UnsupportedResource,
+    InvalidAtNamespace,
+    InvalidAtWorkload,
+    Disabled,
+    NotEnabled,
+    NoServiceAccountToken,
+    /// The pod runs on Windows nodes. There is no proxy for Windows.
+    Windows,
+    /// An annotation that restricts access to the pod is invalid.
+    InvalidRestriction,
+    /// The application runs as the proxy's user.
+    RunsAsProxyUser,
+    /// The identity service does not issue certificates for this service account name.
+    ServiceAccount,
+}
+
+pub(super) fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision {
+    let mut reasons = Vec::new();
+    if target.spec.host_network == Some(true) {
+        reasons.push(SkipReason::HostNetwork);
+    }
+    if has_sidecar(target.spec) {
+        reasons.push(SkipReason::SidecarExists);
+    }
+    let mode = mode_from_annotations(target).unwrap_or_else(|reason| {
+        reasons.push(reason);
+        ProxyMode::Standard
+    });
+    if lacks_service_account_token(&config.values, config.origin, target) {
+        reasons.push(SkipReason::NoServiceAccountToken);
+    }
+    if is_for_windows(target.spec) {
+        reasons.push(SkipReason::Windows);
+    }
+    match reasons.is_empty() {
+        true => Decision::Inject(mode),
+        false => Decision::Skip(reasons),
+    }
+}
+
+/// The object whose annotation decides on this pod, if there is one.
+pub(super) fn annotation_location(target: &InjectionTarget<'_>) -> Option<AnnotationLocation> {
+    let at = |annotations: &Annotations, at| annotations.contains_key(annotation::INJECT).then_some(at);
+    let workload = target
+        .annotations()
+        .and_then(|pod| at(pod, AnnotationLocation::Workload));
+    workload.or_else(|| at(target.namespace_annotations, AnnotationLocation::Namespace))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AnnotationSetting {
+    Enabled,
+    Ingress,
+    Disabled,
+    Unset,
+}
+
+fn mode_from_annotations(target: &InjectionTarget<'_>) -> Result<ProxyMode, SkipReason> {
+    let namespace = annotation_setting(Some(target.namespace_annotations)).ok_or(SkipReason::InvalidAtNamespace)?;
+    let pod = annotation_setting(target.annotations()).ok_or(SkipReason::InvalidAtWorkload)?;
+    match (namespace, pod) {
+        (_, AnnotationSetting::Enabled) | (AnnotationSetting::Enabled, AnnotationSetting::Unset) => {
+            Ok(ProxyMode::Standard)
+        }
+        (_, AnnotationSetting::Ingress) | (AnnotationSetting::Ingress, AnnotationSetting::Unset) => {
+            Ok(ProxyMode::Ingress)
+        }
+        (AnnotationSetting::Enabled | AnnotationSetting::Ingress, AnnotationSetting::Disabled) => {
+            Err(SkipReason::Disabled)
+        }
+        (
+            AnnotationSetting::Disabled | AnnotationSetting::Unset,
+            AnnotationSetting::Disabled | AnnotationSetting::Unset,
+        ) => Err(SkipReason::NotEnabled),
+    }
+}
+
+fn annotation_setting(annotations: Option<&Annotations>) -> Option<AnnotationSetting> {
+    match annotations
+        .and_then(|all| all.get(annotation::INJECT))
+        .map(String::as_str)
+    {
+        None | Some("") => Some(AnnotationSetting::Unset),
+        Some("enabled") => Some(AnnotationSetting::Enabled),
+        Some("ingress") => Some(AnnotationSetting::Ingress),
+        Some("disabled") => Some(AnnotationSetting::Disabled),
+        Some(_) => None,
+    }
+}
+
+/// Whether the pod already has a sidecar of this or another mesh.
+pub(super) fn has_sidecar(spec: &PodSpec) -> bool {
+    let inits = || spec.init_containers.iter().flatten();
+    let is_proxy =
+        |container: &Container| has_image_or_name(container, &PROXY_IMAGE_PREFIXES, &[PROXY_CONTAINER, "istio-proxy"]);
+    let is_init = |container: &Container| {
+        has_image_or_name(
+            container,
+            &INIT_IMAGE_PREFIXES,
+            &[INIT_CONTAINER, VALIDATOR_CONTAINER, "istio-init"],
+        )
+    };
+    spec.containers.iter().any(is_proxy) || inits().any(|container| is_proxy(container) || is_init(container))
+}
+
+/// Whether only Windows nodes can run the pod: by `spec.os`, the node selector or the node affinity.
+fn is_for_windows(spec: &PodSpec) -> bool {
+    if let Some(os) = &spec.os {
+        return os.name == WINDOWS;
+    }
+    let selected = spec.node_selector.iter().flatten();
+    let mut selected = selected.filter(|(key, _)| OS_LABELS.contains(&key.as_str()));
+    if selected.any(|(_, os)| os == WINDOWS) {
+        return true;
+    }
+    let affinity = spec
+        .affinity
+        .as_ref()
+        .and_then(|affinity| affinity.node_affinity.as_ref());
+    let required = affinity.and_then(|node| node.required_during_scheduling_ignored_during_execution.as_ref());
+    let terms = required.map_or(&[][..], |required| &required.node_selector_terms);
+    // A node matches if one of the terms matches.
+    !terms.is_empty()
+        && terms.iter().all(|term| {
+            let mut expressions = term.match_expressions.iter().flatten();
+            expressions.any(|expression| {
+                let values = expression.values.as_deref().unwrap_or_default();
+                OS_LABELS.contains(&expression.key.as_str())
+                    && match expression.operator.as_str() {
+                        "In" => !values.is_empty() && values.iter().all(|os| os == WINDOWS),
+                        "NotIn" => values.iter().any(|os| os == "linux"),
+                        _ => false,
+                    }
+            })
+        })
+}
+
+fn has_image_or_name(container: &Container, images: &[&str], names: &[&str]) -> bool {
+    let image = container.image.as_deref().unwrap_or_default();
+    names.contains(&container.name.as_str()) || images.iter().any(|prefix| image.starts_with(prefix))
+}
+
+/// Without a projected token the proxy needs the token of the pod's service account.
+fn lacks_service_account_token(values: &Values, origin: InjectionOrigin, target: &InjectionTarget<'_>) -> bool {
+    if values.identity.service_account_token_projection {
+        return false;
+    }
+    // Manifests have no token mount yet: the API server adds it.
+    let is_mounted = origin == InjectionOrigin::CommandLine || containers::service_account_mount(target).is_some();
+    target.spec.automount_service_account_token == Some(false) || !is_mounted
+}
+
+impl SkipReason {
+    /// The value in metrics and events.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::HostNetwork => "host_network_enabled",
+            Self::SidecarExists => "sidecar_already_exists",
+            Self::UnsupportedResource => "unsupported_resource",
+            Self::InvalidAtNamespace => "invalid_inject_annotation_at_ns",
+            Self::InvalidAtWorkload => "invalid_inject_annotation_at_workload",
+            Self::Disabled => "injection_disable_annotation_present",
+            Self::NotEnabled => "injection_enable_annotation_absent",
+            Self::NoServiceAccountToken => "disabled_automount_service_account_token_account",
+            Self::Windows => "windows_node",
+            Self::InvalidRestriction => "invalid_restriction",
+            Self::RunsAsProxyUser => "runs_as_proxy_user",
+            Self::ServiceAccount => "invalid_service_account",
+        }
+    }
+
+    /// The reason as a sentence, with the fix if there is one.
+    pub fn description(self) -> &'static str {
+        match self {
+            Self::HostNetwork => "hostNetwork is enabled, and redirecting the node's traffic would break it",
+            Self::SidecarExists => "the pod has a sidecar already",
+            Self::UnsupportedResource => "this kind of resource has no pods",
+            Self::InvalidAtNamespace => {
+                "the namespace's annotation linkerd.io/inject is none of: enabled, ingress, disabled"
+            }
+            Self::InvalidAtWorkload => "the pod's annotation linkerd.io/inject is none of: enabled, ingress, disabled",
+            Self::Disabled => "the pod's annotation linkerd.io/inject is disabled",
+            Self::NotEnabled => "neither the namespace nor the pod has the annotation linkerd.io/inject: enabled",
+            Self::NoServiceAccountToken => {
+                "the pod mounts no token of its service account; set automountServiceAccountToken to true"
+            }
+            Self::Windows => "the pod is for Windows nodes, and the proxy runs on Linux alone",
+            Self::InvalidRestriction => "an annotation that restricts who may reach the pod is not understood",
+            Self::RunsAsProxyUser => "a container runs as the proxy's user or group, whose connections bypass the mesh",
+            Self::ServiceAccount => "the name of the pod's service account cannot be part of an identity",
+        }
+    }
+}
+
+impl fmt::Display for SkipReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl AnnotationLocation {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Namespace => "namespace",
+            Self::Workload => "workload",
+        }
+    }
+}
+
+/// Reasons separated by commas, as in metric labels.
+pub fn join_reasons(reasons: &[SkipReason]) -> String {
+    reasons
+        .iter()
+        .map(|reason| reason.as_str())
+        .collect::<Vec<_>>()
+        .join(",")
+}
+
+const PROXY_IMAGE_PREFIXES: [&str; 3] = [
+    "ghcr.io/tulle-mesh/proxy:",
+    "cr.l5d.io/linkerd/proxy:",
+    "gcr.io/istio-release/proxyv2:",
+];
+const WINDOWS: &str = "windows";
+/// Labels with the operating system of a node; the second is the deprecated one.
+const OS_LABELS: [&str; 2] = ["kubernetes.io/os", "beta.kubernetes.io/os"];
+const INIT_IMAGE_PREFIXES: [&str; 2] = ["cr.l5d.io/linkerd/proxy-init:", "gcr.io/istio-release/proxy_init:"];

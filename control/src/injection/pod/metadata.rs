@@ -1,0 +1,162 @@
+//! The labels and annotations that are added to a pod, with or without a sidecar.
+
+use std::collections::BTreeMap;
+
+use aws_lc_rs::digest;
+use tulle_core::names::{annotation, label};
+
+use crate::injection::pod::containers;
+use crate::injection::settings::ports;
+use crate::injection::target::{Config, InjectionOrigin, InjectionTarget, has_injected_containers};
+use crate::injection::values::Values;
+use crate::resources::annotations::Annotations;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in crate::injection) struct Metadata {
+    pub(in crate::injection) labels: BTreeMap<String, String>,
+    pub(in crate::injection) annotations: Annotations,
+}
+
+/// Inheritable annotations of the namespace that the pod does not have.
+pub(in crate::injection) fn inherited_annotations(target: &InjectionTarget<'_>) -> Annotations {
+    let inherited = target.namespace_annotations.iter().filter(|(key, _)| {
+        let is_absent = target.annotations().is_none_or(|pod| !pod.contains_key(*key));
+        is_absent && is_inheritable(key)
+    });
+    inherited.map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// Metadata of an injected pod. The pod's annotations are already applied to `values`.
+pub(in crate::injection) fn injected_metadata(
+    config: &Config,
+    values: &Values,
+    target: &InjectionTarget<'_>,
+) -> Metadata {
+    let mut annotations = inherited_annotations(target);
+    annotations.extend(opaque_ports(config, target));
+    annotations.extend(inherited_policy_annotations(config, target));
+    let created_by = match config.origin {
+        InjectionOrigin::Webhook => "proxy-injector",
+        InjectionOrigin::CommandLine => "cli",
+    };
+    let version = config.values.version();
+    annotations.extend([
+        (
+            annotation::CREATED_BY.to_owned(),
+            format!("linkerd/{created_by} {version}"),
+        ),
+        (annotation::PROXY_VERSION.to_owned(), proxy_version(values).to_owned()),
+        (annotation::TRUST_ROOT_SHA256.to_owned(), sha256(values.trust_anchors())),
+    ]);
+    let mut labels = BTreeMap::from([
+        (
+            label::CONTROL_PLANE_NS.to_owned(),
+            config.control_plane_namespace.clone(),
+        ),
+        (label::WORKLOAD_NS.to_owned(), target.namespace.to_owned()),
+    ]);
+    if let Some(owner) = &target.owner
+        && (OWNER_KINDS.contains(&owner.kind.as_str())
+            || (owner.kind == "cronjob" && config.origin == InjectionOrigin::CommandLine))
+    {
+        labels.insert(
+            format!("{}{}", label::PROXY_OWNER_PREFIX, owner.kind),
+            label_value(&owner.name).to_owned(),
+        );
+    }
+    Metadata { labels, annotations }
+}
+
+/// The version of the proxy's image, without a digest.
+fn proxy_version(values: &Values) -> &str {
+    let version = containers::image_version(values, &values.proxy.image);
+    version.split_once('@').map_or(version, |(version, _)| version)
+}
+
+/// Metadata of a pod that is not injected: opaque ports, which the proxies of its clients need. A pod with a sidecar from
+/// `tulle inject --manual` also gets the policy annotations of its namespace.
+pub(in crate::injection) fn skipped_metadata(config: &Config, target: &InjectionTarget<'_>) -> Metadata {
+    let mut annotations: Annotations = opaque_ports(config, target).into_iter().collect();
+    if has_injected_containers(target.spec) {
+        annotations.extend(inherited_policy_annotations(config, target));
+    }
+    Metadata {
+        labels: BTreeMap::new(),
+        annotations,
+    }
+}
+
+/// Annotations that restrict access to the pod and that it does not have: from its namespace or the chart. The control plane
+/// computes the policy of a port from the annotations of the pod.
+fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
+    let of_chart = &config.values.proxy.require_identity_on_inbound_ports;
+    let of_chart = (!of_chart.is_empty()).then_some(of_chart);
+    let keys = [
+        (annotation::DEFAULT_INBOUND_POLICY, None),
+        (annotation::REQUIRE_IDENTITY_INBOUND_PORTS, of_chart),
+    ];
+    let absent = keys
+        .into_iter()
+        .filter(|(key, _)| target.annotations().is_none_or(|pod| !pod.contains_key(*key)));
+    let values = absent.filter_map(|(key, of_chart)| {
+        let value = target.namespace_annotations.get(key).or(of_chart)?;
+        Some((key.to_owned(), value.clone()))
+    });
+    values.collect()
+}
+
+/// The opaque-ports annotation, if the pod does not have it: from its namespace, or its exposed ports that are opaque by
+/// default.
+fn opaque_ports(config: &Config, target: &InjectionTarget<'_>) -> Option<(String, String)> {
+    let key = annotation::OPAQUE_PORTS;
+    if target.annotations().is_some_and(|pod| pod.contains_key(key)) {
+        return None;
+    }
+    let namespace_value = target.namespace_annotations.get(key).cloned();
+    let of_containers = || ports::pod_opaque_ports(&config.values.proxy.opaque_ports, target.spec);
+    namespace_value
+        .or_else(of_containers)
+        .map(|ports| (key.to_owned(), ports))
+}
+
+fn is_inheritable(key: &str) -> bool {
+    let is_ours = key == annotation::INJECT
+        || key == annotation::DISABLE_TAP
+        || key.starts_with("config.linkerd.io/")
+        || key.starts_with("config.tulle.dev/")
+        || key == annotation::ALPHA_ENABLE_NATIVE_SIDECAR
+        || key == annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS;
+    is_ours && !NOT_INHERITED.contains(&key)
+}
+
+/// A valid label value: at most 63 characters. Names have up to 253.
+fn label_value(name: &str) -> &str {
+    let end = name.char_indices().nth(63).map_or(name.len(), |(at, _)| at);
+    name[..end].trim_end_matches(|ch: char| !ch.is_ascii_alphanumeric())
+}
+
+fn sha256(text: &str) -> String {
+    let digest = digest::digest(&digest::SHA256, text.as_bytes());
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Kinds of owners that get a label on the pod.
+const OWNER_KINDS: [&str; 6] = [
+    "deployment",
+    "replicationcontroller",
+    "replicaset",
+    "job",
+    "daemonset",
+    "statefulset",
+];
+
+/// Annotations that apply only to the pod or only to the namespace.
+const NOT_INHERITED: [&str; 7] = [
+    annotation::ADMISSION_WEBHOOKS,
+    annotation::DEBUG_IMAGE,
+    annotation::DEBUG_IMAGE_VERSION,
+    annotation::DEBUG_IMAGE_PULL_POLICY,
+    annotation::CLOSE_WAIT_TIMEOUT,
+    annotation::PROXY_CPU_RATIO_LIMIT,
+    annotation::ENABLE_GATEWAY,
+];

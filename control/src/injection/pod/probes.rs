@@ -1,0 +1,205 @@
+//! Rewrites probes that a sidecar would break.
+//!
+//! The proxy accepts the kubelet's connection even if the application does not listen, and a policy cannot permit `grpc` and
+//! HTTPS probes without permitting other requests. These probes are sent to the proxy's admin port, and the proxy makes the
+//! original probe; `TULLE_PROXY_PROBES` declares the original probes. Plain `httpGet` probes are unchanged: the policy of
+//! their port permits them.
+
+use std::num::{NonZeroU16, NonZeroU32};
+
+use http::uri::Authority;
+use http::{HeaderName, HeaderValue};
+use k8s_openapi::api::core::v1::{Container, ContainerPort, HTTPGetAction, PodSpec, Probe};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use serde_json::{Map, Value};
+use tulle_core::names;
+use tulle_core::probes::{DeclaredProbe, Handler, Header, Kind, Port, Scheme};
+
+use crate::injection::target::PROXY_CONTAINER;
+use crate::injection::values::Values;
+
+/// A probe that is sent to the proxy, with the original probe.
+pub(in crate::injection) struct RewrittenProbe {
+    /// The list in the spec that has the container, and the index in it.
+    pub(in crate::injection) list: &'static str,
+    pub(in crate::injection) index: usize,
+    pub(in crate::injection) declared: DeclaredProbe,
+}
+
+/// The probes of a pod that are sent to the proxy.
+pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> Vec<RewrittenProbe> {
+    if !values.proxy.rewrite_probes || uses_linkerd_image(values) {
+        return Vec::new();
+    }
+    let containers = spec.containers.iter().enumerate();
+    let init_containers = spec.init_containers.iter().flatten().enumerate();
+    let all = containers.map(|(index, container)| ("containers", index, container));
+    let all = all.chain(init_containers.map(|(index, container)| ("initContainers", index, container)));
+    let mut rewritten_probes = Vec::new();
+    for (list, index, container) in all {
+        for kind in Kind::ALL {
+            // A sidecar that is not native starts after all init containers, so it cannot answer their startup and liveness
+            // probes, and the pod would never start. Readiness probes may fail until the proxy runs: the pod is not ready
+            // before that anyway.
+            let is_early = list == "initContainers" && !values.proxy.native_sidecar;
+            if is_early && kind != Kind::Readiness {
+                continue;
+            }
+            let declared = probe(container, kind).and_then(|probe| declare_probe(container, kind, probe));
+            rewritten_probes.extend(declared.map(|declared| RewrittenProbe { list, index, declared }));
+        }
+    }
+    rewritten_probes
+}
+
+/// Value of the proxy's variable; `None` without rewritten probes.
+pub(in crate::injection) fn env_value(rewritten_probes: &[RewrittenProbe]) -> Option<String> {
+    let declared: Vec<_> = rewritten_probes.iter().map(|one| &one.declared).collect();
+    let json = serde_json::to_string(&declared).ok().filter(|_| !declared.is_empty())?;
+    // The kubelet expands `$(name)` in values of variables.
+    Some(json.replace('$', "\\u0024"))
+}
+
+/// The action of a rewritten probe.
+pub(in crate::injection) fn probe_action(values: &Values, declared: &DeclaredProbe) -> HTTPGetAction {
+    HTTPGetAction {
+        path: Some(declared.path()),
+        port: IntOrString::Int(values.proxy.ports.admin.into()),
+        ..HTTPGetAction::default()
+    }
+}
+
+/// Restores the original probes of a pod's spec from the variable of its proxy container.
+pub fn restore_probes(spec: &mut Map<String, Value>) {
+    let declared = declared_probes(spec);
+    for list in CONTAINER_LISTS {
+        let containers = spec.get_mut(list).and_then(Value::as_array_mut);
+        for container in containers.into_iter().flatten() {
+            let of_container = declared.iter().filter(|one| container["name"] == *one.container);
+            for one in of_container.collect::<Vec<_>>() {
+                let probe = container.get_mut(one.probe.field()).and_then(Value::as_object_mut);
+                let calls_proxy =
+                    |probe: &Map<String, Value>| probe.get("httpGet").is_some_and(|get| get["path"] == *one.path());
+                if let Some(probe) = probe.filter(|probe| calls_proxy(probe))
+                    && let Ok(Value::Object(handler)) = serde_json::to_value(&one.handler)
+                {
+                    probe.remove("httpGet");
+                    probe.extend(handler);
+                }
+            }
+        }
+    }
+}
+
+/// The original probes that the proxy container of a pod's spec declares.
+fn declared_probes(spec: &Map<String, Value>) -> Vec<DeclaredProbe> {
+    let containers = CONTAINER_LISTS.iter().filter_map(|list| spec.get(*list)?.as_array());
+    let mut proxies = containers
+        .flatten()
+        .filter(|container| container["name"] == PROXY_CONTAINER);
+    let variables = proxies.next().and_then(|proxy| proxy["env"].as_array());
+    let mut variables = variables.into_iter().flatten();
+    let found = variables.find(|variable| variable["name"] == names::probes::VARIABLE);
+    let declared = found.and_then(|variable| serde_json::from_str(variable["value"].as_str()?).ok());
+    declared.unwrap_or_default()
+}
+
+fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
+    let probe = match kind {
+        Kind::Startup => &container.startup_probe,
+        Kind::Readiness => &container.readiness_probe,
+        Kind::Liveness => &container.liveness_probe,
+    };
+    probe.as_ref()
+}
+
+/// The declaration of a probe. `None` for probes that stay with the kubelet: other kinds, probes of another host, and invalid
+/// probes.
+fn declare_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<DeclaredProbe> {
+    let has_other_host = |host: &Option<String>| host.as_ref().is_some_and(|host| !host.is_empty());
+    let (port, handler) = if let Some(tcp) = &probe.tcp_socket
+        && !has_other_host(&tcp.host)
+    {
+        let port = port_number(container, &tcp.port)?;
+        (
+            port,
+            Handler::TcpSocket {
+                port: as_declared(&tcp.port)?,
+            },
+        )
+    } else if let Some(grpc) = &probe.grpc {
+        let port = u16::try_from(grpc.port).ok().and_then(NonZeroU16::new)?;
+        let service = grpc.service.clone().filter(|service| !service.is_empty());
+        (port, Handler::Grpc { port, service })
+    } else if let Some(get) = &probe.http_get
+        && get.scheme.as_deref() == Some("HTTPS")
+        && !has_other_host(&get.host)
+    {
+        (port_number(container, &get.port)?, https(get)?)
+    } else {
+        return None;
+    };
+    let timeout = probe.timeout_seconds.and_then(|seconds| u32::try_from(seconds).ok());
+    Some(DeclaredProbe {
+        container: container.name.clone(),
+        probe: kind,
+        port,
+        // The API's default is 1 s.
+        timeout_seconds: timeout.and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MIN),
+        handler,
+    })
+}
+
+fn https(get: &HTTPGetAction) -> Option<Handler> {
+    let headers = get.http_headers.iter().flatten();
+    let is_sendable = |name: &str, value: &str| {
+        let is_host = name.eq_ignore_ascii_case("host");
+        name.parse::<HeaderName>().is_ok()
+            && HeaderValue::from_bytes(value.as_bytes()).is_ok()
+            && (!is_host || value.parse::<Authority>().is_ok())
+    };
+    let is_short = get.path.as_ref().is_none_or(|path| path.len() <= MAX_PATH_BYTES);
+    let is_usable = is_short && headers.clone().all(|header| is_sendable(&header.name, &header.value));
+    is_usable.then_some(())?;
+    Some(Handler::HttpGet {
+        path: get.path.clone(),
+        port: as_declared(&get.port)?,
+        scheme: Scheme::Https,
+        http_headers: headers
+            .map(|header| Header {
+                name: header.name.clone(),
+                value: header.value.clone(),
+            })
+            .collect(),
+    })
+}
+
+/// The number of a port; names refer to ports of the same container.
+fn port_number(container: &Container, port: &IntOrString) -> Option<NonZeroU16> {
+    let number = match port {
+        IntOrString::Int(number) => *number,
+        IntOrString::String(name) => {
+            let is_named = |port: &&ContainerPort| port.name.as_ref() == Some(name);
+            let named = container.ports.iter().flatten().find(is_named);
+            named.map_or_else(|| name.parse().ok(), |port| Some(port.container_port))?
+        }
+    };
+    u16::try_from(number).ok().and_then(NonZeroU16::new)
+}
+
+fn as_declared(port: &IntOrString) -> Option<Port> {
+    match port {
+        IntOrString::Int(number) => Some(Port::Number(u16::try_from(*number).ok().and_then(NonZeroU16::new)?)),
+        IntOrString::String(name) => Some(Port::Name(name.clone())),
+    }
+}
+
+/// Linkerd's proxy cannot make probes.
+fn uses_linkerd_image(values: &Values) -> bool {
+    values.proxy.image.name.ends_with("linkerd/proxy")
+}
+
+/// The fields of a pod spec that list containers.
+const CONTAINER_LISTS: [&str; 2] = ["containers", "initContainers"];
+/// Maximum path length, in bytes. Longer paths stay with the kubelet: escaped, they can be too long for a request.
+const MAX_PATH_BYTES: usize = 16 * 1024;

@@ -1,0 +1,241 @@
+//! Finds pods that should have a sidecar and have none: pods created while the webhook was unavailable, or before their
+//! namespace was annotated.
+//!
+//! Only pods without the label of the mesh are listed, in pages. Nothing is changed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::ListParams;
+use kube::{Api, Client};
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tokio::time::sleep;
+use tracing::{debug, warn};
+use tulle_core::drain::Watch;
+use tulle_core::metrics::{Family, Gauge, Labels, Registry};
+use tulle_core::names::{annotation, label};
+
+use super::metadata::{MetadataCache, MetadataError};
+use super::metrics;
+use super::settings::Settings;
+use crate::injection::values::ProxyInjector;
+use crate::injection::{self, Decision, InjectionTarget};
+
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Time between audits, 5 minutes by default.
+    pub interval: Duration,
+}
+
+/// Audits periodically.
+pub struct Audit {
+    config: Config,
+    client: Client,
+    settings: Settings,
+    metadata: MetadataCache,
+    gauge: Family<Gauge>,
+    report: AuditReport,
+}
+
+/// Result of the last audit. Clones share it.
+#[derive(Clone, Default)]
+pub struct AuditReport {
+    findings: Arc<ArcSwap<AuditFindings>>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AuditFindings {
+    /// RFC 3339; absent until the first audit has ended.
+    pub audited_at: Option<String>,
+    /// Pods that should have a sidecar, sorted by namespace and name.
+    pub missing: Vec<MissingPod>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MissingPod {
+    pub namespace: String,
+    pub name: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum AuditError {
+    #[error("listing pods")]
+    List(#[source] Box<kube::Error>),
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+}
+
+impl AuditReport {
+    pub fn findings(&self) -> Arc<AuditFindings> {
+        self.findings.load_full()
+    }
+}
+
+impl Audit {
+    pub(super) fn new(
+        config: Config,
+        client: Client,
+        settings: Settings,
+        metadata: MetadataCache,
+        registry: &Registry,
+    ) -> (Self, AuditReport) {
+        let report = AuditReport::default();
+        let audit = Self {
+            config,
+            client,
+            settings,
+            metadata,
+            gauge: metrics::missing_pods(registry),
+            report: report.clone(),
+        };
+        (audit, report)
+    }
+
+    /// Audits at once, again after 15 seconds, and then every interval until the drain.
+    pub async fn run(self, drain: Watch) {
+        tokio::select! {
+            () = drain.signaled() => {}
+            () = self.run_audits() => {}
+        }
+    }
+
+    async fn run_audits(&self) {
+        self.metadata.synced().await;
+        // API servers skip a webhook that they cannot reach yet, for a while after the injector has started.
+        let mut pause = self.config.interval.min(SECOND_AUDIT_DELAY);
+        let mut gauges: BTreeMap<String, Arc<Gauge>> = BTreeMap::new();
+        loop {
+            match self.audit().await {
+                Ok(missing) => self.publish(missing, &mut gauges),
+                Err(err) => {
+                    let error: &dyn std::error::Error = &err;
+                    warn!(error, "the audit of pods without a sidecar failed; retrying");
+                }
+            }
+            sleep(pause).await;
+            pause = self.config.interval;
+        }
+    }
+
+    async fn audit(&self) -> Result<BTreeSet<MissingPod>, AuditError> {
+        let pods = Api::<Pod>::all(self.client.clone());
+        let unmeshed = format!("!{}", label::CONTROL_PLANE_NS);
+        let mut params = ListParams::default().labels(&unmeshed).limit(PAGE_SIZE);
+        let mut missing = BTreeSet::new();
+        loop {
+            let page = pods
+                .list(&params)
+                .await
+                .map_err(|err| AuditError::List(Box::new(err)))?;
+            for pod in &page.items {
+                if self.would_be_injected(pod).await? {
+                    missing.insert(MissingPod {
+                        namespace: pod.metadata.namespace.clone().unwrap_or_default(),
+                        name: pod.metadata.name.clone().unwrap_or_default(),
+                    });
+                }
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params = params.continue_token(&token),
+                None => return Ok(missing),
+            }
+        }
+    }
+
+    /// Returns whether this pod would get a sidecar if it were created now.
+    async fn would_be_injected(&self, pod: &Pod) -> Result<bool, AuditError> {
+        let (meta, Some(spec)) = (&pod.metadata, &pod.spec) else {
+            return Ok(false);
+        };
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        let has_ended = meta.deletion_timestamp.is_some() || matches!(phase, Some("Succeeded" | "Failed"));
+        if has_ended {
+            return Ok(false);
+        }
+        let namespace = meta.namespace.as_deref().unwrap_or_default();
+        let config = self.settings.current();
+        // The chart exempts these namespaces from the webhook, whatever the selectors are.
+        if config.is_protected(namespace) {
+            return Ok(false);
+        }
+        let of_namespace = self.metadata.namespace(namespace).await?;
+        let labels = meta.labels.clone().unwrap_or_default();
+        let injector = &config.values.proxy_injector;
+        if !is_selected(injector, &of_namespace.labels, &labels) {
+            return Ok(false);
+        }
+        let target = InjectionTarget {
+            pointer: &[],
+            metadata: Some(meta),
+            spec,
+            namespace,
+            namespace_annotations: &of_namespace.annotations,
+            owner: None,
+        };
+        Ok(matches!(injection::decide(&config, &target), Decision::Inject(_)))
+    }
+
+    fn publish(&self, missing: BTreeSet<MissingPod>, gauges: &mut BTreeMap<String, Arc<Gauge>>) {
+        let mut by_namespace: BTreeMap<&str, i64> = BTreeMap::new();
+        for pod in &missing {
+            *by_namespace.entry(&pod.namespace).or_default() += 1;
+        }
+        for (namespace, n_pods) in &by_namespace {
+            let label = || Labels::new().with("namespace", namespace);
+            let gauge = gauges
+                .entry((*namespace).to_owned())
+                .or_insert_with(|| self.gauge.get(&label()));
+            // Logged again only if the number changes; the admin port serves the list.
+            if gauge.get() != *n_pods {
+                warn!(
+                    namespace,
+                    n_pods, "pods are annotated for a sidecar and have none; restart their workloads"
+                );
+            }
+        }
+        for (namespace, gauge) in gauges.iter() {
+            gauge.set(by_namespace.get(namespace.as_str()).copied().unwrap_or(0));
+        }
+        debug!(n_pods = missing.len(), "audited pods without a sidecar");
+        self.report.findings.store(Arc::new(AuditFindings {
+            // Cannot fail for a current time.
+            audited_at: OffsetDateTime::now_utc().format(&Rfc3339).ok(),
+            missing: Vec::from_iter(missing),
+        }));
+    }
+}
+
+/// Returns whether the webhook is called for a pod with these labels, by the chart's selectors or their defaults.
+#[must_use]
+pub fn is_selected(
+    injector: &ProxyInjector,
+    namespace: &BTreeMap<String, String>,
+    pod: &BTreeMap<String, String>,
+) -> bool {
+    let in_namespace = match &injector.namespace_selector {
+        Some(selector) => selector.matches_map(namespace),
+        None => {
+            let value = |key| namespace.get(key).map(String::as_str);
+            value(annotation::ADMISSION_WEBHOOKS) != Some("disabled")
+                && !DEFAULT_EXEMPT_NAMESPACES.contains(&value(label::NAMESPACE_NAME).unwrap_or_default())
+        }
+    };
+    let selects_pod = match &injector.object_selector {
+        Some(selector) => selector.matches_map(pod),
+        None => !pod.contains_key(label::CONTROL_PLANE_COMPONENT) && !pod.contains_key(label::CNI_RESOURCE),
+    };
+    in_namespace && selects_pod
+}
+
+/// Namespaces that the chart's default selector exempts.
+const DEFAULT_EXEMPT_NAMESPACES: [&str; 2] = ["kube-system", "cert-manager"];
+const PAGE_SIZE: u32 = 500;
+/// Time after the injector's start until all API servers call it.
+const SECOND_AUDIT_DELAY: Duration = Duration::from_secs(15);

@@ -1,0 +1,245 @@
+//! The proxy injector: reviews new pods and services, and audits pods without a sidecar.
+//!
+//! `injection/` decides about a pod. This module supplies its input, the namespace's annotations and the pod's workload
+//! ([`metadata`]) and the chart's values ([`settings`]), and records an Event on the workload and metrics. A pod is
+//! denied with the reason if the sidecar could not enforce a restriction that it requests, or if its service account
+//! has no identity. A pod of the control plane's namespace or of `kube-system` is never denied, because the cluster
+//! needs these pods to recover.
+//!
+//! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
+//! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps with values
+//! and trust anchors are mounted.
+
+pub mod audit;
+pub mod metadata;
+pub mod settings;
+
+mod metrics;
+
+use k8s_openapi::api::core::v1::{PodSpec, ServiceSpec};
+use kube::Client;
+use kube::core::DynamicObject;
+use serde_json::Value;
+use tracing::{debug, info};
+use tulle_core::metrics::Registry;
+use tulle_core::names::annotation;
+
+use self::audit::{Audit, AuditReport};
+use self::metadata::{MetadataCache, MetadataError, Owner, Watches};
+use self::metrics::Metrics;
+use self::settings::{ConfigReloader, Files, Settings, SettingsError};
+use crate::injection::{self, Decision, InjectionOutcome, InjectionTarget};
+use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
+use crate::webhook::review::{Answer, Request};
+use crate::webhook::{Failure, Handler};
+
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub files: Files,
+    pub audit: audit::Config,
+}
+
+/// The review handler; see [`open`].
+pub struct Injector {
+    settings: Settings,
+    metadata: MetadataCache,
+    recorder: EventRecorder,
+    metrics: Metrics,
+}
+
+/// The parts of an injector. The caller runs each of them.
+pub struct InjectorParts {
+    pub injector: Injector,
+    pub reload: ConfigReloader,
+    pub watches: Watches,
+    pub audit: Audit,
+    /// Result of the last audit.
+    pub report: AuditReport,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum ReviewError {
+    #[error("the review has no object")]
+    NoObject,
+    #[error("the object has no namespace")]
+    NoNamespace,
+    #[error("the {kind}'s spec cannot be read")]
+    Spec {
+        kind: &'static str,
+        #[source]
+        source: serde_json::Error,
+    },
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+}
+
+/// Reads the configuration and prepares the parts. No request is sent to the API server yet.
+///
+/// # Errors
+/// Fails if the configuration is missing or invalid.
+pub async fn open(
+    config: Config,
+    client: &Client,
+    recorder: EventRecorder,
+    registry: &Registry,
+) -> Result<InjectorParts, SettingsError> {
+    let (settings, reload) = settings::open(config.files).await?;
+    let watches = MetadataCache::watches(client, registry);
+    let metadata = watches.metadata();
+    let (audit, report) = Audit::new(
+        config.audit,
+        client.clone(),
+        settings.clone(),
+        metadata.clone(),
+        registry,
+    );
+    let injector = Injector {
+        settings,
+        metadata,
+        recorder,
+        metrics: Metrics::new(registry),
+    };
+    Ok(InjectorParts {
+        injector,
+        reload,
+        watches,
+        audit,
+        report,
+    })
+}
+
+impl Handler for Injector {
+    async fn review(&self, mut req: Request) -> Result<Answer, Failure> {
+        let namespace = req.namespace.take().unwrap_or_default();
+        let is_protected = self.settings.current().is_protected(&namespace);
+        match self.review_object(req, &namespace).await {
+            Ok(answer) => Ok(answer),
+            Err(err) if is_protected => Ok(Answer::allow().warn(format!("no proxy was injected: {err}"))),
+            Err(err) => Err(err.into()),
+        }
+    }
+}
+
+impl Injector {
+    async fn review_object(&self, req: Request, namespace: &str) -> Result<Answer, ReviewError> {
+        let object = req.object.ok_or(ReviewError::NoObject)?;
+        if namespace.is_empty() {
+            return Err(ReviewError::NoNamespace);
+        }
+        match (req.kind.group.as_str(), req.kind.kind.as_str()) {
+            ("", "Pod") => self.review_pod(object, namespace, req.dry_run).await,
+            ("", "Service") => self.review_service(object, namespace).await,
+            // Other kinds that a webhook configuration selects are allowed unchanged.
+            _ => Ok(Answer::allow()),
+        }
+    }
+
+    async fn review_pod(
+        &self,
+        mut object: DynamicObject,
+        namespace: &str,
+        dry_run: bool,
+    ) -> Result<Answer, ReviewError> {
+        let spec: PodSpec = spec("pod", &mut object.data)?;
+        let namespace_meta = self.metadata.namespace(namespace).await?;
+        let owner = self.metadata.owner(namespace, &object.metadata).await;
+        let config = self.settings.current();
+        let target = InjectionTarget {
+            pointer: &[],
+            metadata: Some(&object.metadata),
+            spec: &spec,
+            namespace,
+            namespace_annotations: &namespace_meta.annotations,
+            owner: Some(owner.workload.clone()),
+        };
+        let outcome = injection::inject_pod(&config, &target);
+        let is_refused = outcome.refusal.is_some() && !config.is_protected(namespace);
+        let labels = metrics::labels(
+            &owner.workload.kind,
+            namespace,
+            outcome.annotation_location,
+            &object.metadata,
+            &namespace_meta.annotations,
+        );
+        self.metrics.count_request(&labels);
+        self.metrics.count_decision(&labels, &outcome.decision);
+        log(&owner, namespace, &outcome);
+        // A dry run must have no side effects, so it records no Event.
+        if !dry_run {
+            self.record_event(owner, &outcome, is_refused);
+        }
+        let answer = match outcome.refusal {
+            Some(refusal) if is_refused => Answer::deny(refusal),
+            Some(refusal) => Answer::allow().patch(outcome.patch).warn(refusal),
+            None => Answer::allow().patch(outcome.patch),
+        };
+        Ok(outcome.warnings.into_iter().fold(answer, Answer::warn))
+    }
+
+    async fn review_service(&self, mut object: DynamicObject, namespace: &str) -> Result<Answer, ReviewError> {
+        let spec: ServiceSpec = spec("service", &mut object.data)?;
+        let namespace_meta = self.metadata.namespace(namespace).await?;
+        let config = self.settings.current();
+        let ports = spec.ports.unwrap_or_default();
+        let patch = injection::annotate_service(&config, Some(&object.metadata), &ports, &namespace_meta.annotations);
+        Ok(Answer::allow().patch(patch))
+    }
+
+    /// Records the decision as an Event on the workload.
+    fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_refused: bool) {
+        let Some(about) = owner.reference else { return };
+        let has_typo = outcome
+            .warnings
+            .iter()
+            .any(|text| text.contains(annotation::INJECTED_TYPO));
+        let severity = match has_typo || outcome.refusal.is_some() {
+            true => Severity::Warning,
+            false => Severity::Normal,
+        };
+        let (reason, mut text) = match &outcome.decision {
+            Decision::Inject(_) => ("Injected", "the sidecar proxy was injected".to_owned()),
+            Decision::Skip(reasons) => {
+                let reasons: Vec<_> = reasons.iter().map(|reason| reason.description()).collect();
+                (
+                    "InjectionSkipped",
+                    format!("no sidecar proxy was injected: {}", reasons.join("; ")),
+                )
+            }
+        };
+        let reason = if is_refused { "InjectionRefused" } else { reason };
+        for more in outcome.refusal.iter().chain(&outcome.warnings) {
+            text = format!("{text}; {more}");
+        }
+        self.recorder.record(EventNote {
+            regarding: about,
+            severity,
+            reason,
+            action: "Inject",
+            message: text,
+        });
+    }
+}
+
+fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, ReviewError> {
+    match data.get_mut("spec").map(Value::take) {
+        None => Ok(T::default()),
+        Some(spec) => serde_json::from_value(spec).map_err(|source| ReviewError::Spec { kind, source }),
+    }
+}
+
+fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome) {
+    let (kind, name) = (&owner.workload.kind, &owner.workload.name);
+    match &outcome.decision {
+        Decision::Inject(_) => info!(namespace, kind, name, "injecting a proxy"),
+        Decision::Skip(reasons) => {
+            let reasons = injection::join_reasons(reasons);
+            debug!(namespace, kind, name, reasons, "injecting no proxy");
+        }
+    }
+    if let Some(refusal) = &outcome.refusal {
+        info!(namespace, kind, name, refusal, "the pod cannot run as specified");
+    }
+    for warning in &outcome.warnings {
+        info!(namespace, kind, name, warning, "an annotation was ignored");
+    }
+}

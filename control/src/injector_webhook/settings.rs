@@ -1,0 +1,204 @@
+//! Injection settings from files: the chart's values and the trust anchors. They are reloaded when the files change.
+//!
+//! Both are mounted from ConfigMaps, which the kubelet updates by replacing the whole directory.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use tokio::fs;
+use tracing::{info, warn};
+use tulle_core::drain::Watch;
+
+use crate::injection::values::{Values, ValuesError};
+use crate::injection::{Config, InjectionOrigin};
+use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
+
+/// Paths of the configuration.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// The chart's values in YAML: the key `values` of ConfigMap `linkerd-config`.
+    pub values: PathBuf,
+    /// Trust anchors in PEM. If this file exists it overrides the value `identityTrustAnchorsPEM`.
+    pub trust_anchors: PathBuf,
+    pub control_plane_namespace: String,
+}
+
+/// The current settings. Clones share them.
+#[derive(Clone)]
+pub(super) struct Settings {
+    current: Arc<ArcSwap<Config>>,
+}
+
+/// Reloads the settings when the files change.
+pub struct ConfigReloader {
+    files: Files,
+    settings: Settings,
+    changes: FileWatcher,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingsError {
+    #[error("reading {path:?}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("reading the values in {path:?}")]
+    Values {
+        path: PathBuf,
+        #[source]
+        source: ValuesError,
+    },
+    #[error("no trust anchors: create the file {0:?} or set the value identityTrustAnchorsPEM")]
+    NoTrustAnchors(PathBuf),
+    #[error(transparent)]
+    Watch(#[from] WatchError),
+}
+
+impl Settings {
+    pub(super) fn current(&self) -> Arc<Config> {
+        self.current.load_full()
+    }
+}
+
+/// Reads the files for the first time.
+///
+/// # Errors
+/// Fails if a file is missing or invalid.
+pub(super) async fn open(files: Files) -> Result<(Settings, ConfigReloader), SettingsError> {
+    // The watch starts before the files are read, so that no change is missed.
+    let mut watched = vec![WatchPath::File(&files.values)];
+    if files.trust_anchors.parent().is_some_and(Path::is_dir) {
+        watched.push(WatchPath::File(&files.trust_anchors));
+    }
+    let changes = FileWatcher::watch(&watched)?;
+    let settings = Settings {
+        current: Arc::new(ArcSwap::from_pointee(read(&files).await?)),
+    };
+    let reload = ConfigReloader {
+        files,
+        settings: settings.clone(),
+        changes,
+    };
+    Ok((settings, reload))
+}
+
+impl ConfigReloader {
+    /// Reloads the files on every change until the drain. If they are invalid, the previous settings stay.
+    pub async fn run(mut self, drain: Watch) {
+        let mut last_error = None;
+        loop {
+            tokio::select! {
+                () = drain.signaled() => return,
+                () = self.changes.wait_for_change() => {}
+            }
+            match read(&self.files).await {
+                Ok(config) if config == *self.settings.current() => last_error = None,
+                Ok(config) => {
+                    info!(path = ?self.files.values, "the injection settings have changed");
+                    self.settings.current.store(Arc::new(config));
+                    last_error = None;
+                }
+                Err(err) => {
+                    let text = format!("{:#}", anyhow::Error::new(err));
+                    // Each error is logged once.
+                    if last_error.as_ref() != Some(&text) {
+                        warn!(
+                            error = text,
+                            "reloading the injection settings failed; the previous ones stay"
+                        );
+                        last_error = Some(text);
+                    }
+                }
+            }
+        }
+    }
+}
+
+async fn read(files: &Files) -> Result<Config, SettingsError> {
+    let read = async |path: &Path| {
+        fs::read_to_string(path).await.map_err(|source| SettingsError::Read {
+            path: path.to_owned(),
+            source,
+        })
+    };
+    let text = read(&files.values).await?;
+    let mut values = Values::from_yaml(&text).map_err(|source| SettingsError::Values {
+        path: files.values.clone(),
+        source,
+    })?;
+    match read(&files.trust_anchors).await {
+        Ok(anchors) => values.identity_trust_anchors_pem = anchors,
+        Err(SettingsError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+        Err(err) => return Err(err),
+    }
+    if values.identity_trust_anchors_pem.trim().is_empty() {
+        return Err(SettingsError::NoTrustAnchors(files.trust_anchors.clone()));
+    }
+    Ok(Config {
+        values,
+        control_plane_namespace: files.control_plane_namespace.clone(),
+        origin: InjectionOrigin::Webhook,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::{Instant, sleep};
+    use tulle_core::drain;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn values_are_reloaded_when_they_change_and_kept_when_they_are_invalid() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files {
+            values: dir.path().join("values"),
+            trust_anchors: dir.path().join("ca.crt"),
+            control_plane_namespace: "linkerd".to_owned(),
+        };
+        let write = |name: &str, text: &str| {
+            let new = dir.path().join("new");
+            std::fs::write(&new, text).unwrap();
+            std::fs::rename(&new, dir.path().join(name)).unwrap();
+        };
+        let missing = open(files.clone()).await.err().unwrap();
+        assert!(missing.to_string().contains("values"), "{missing}");
+        write("values", "clusterDomain: a.test");
+        let missing = open(files.clone()).await.err().unwrap();
+        assert!(missing.to_string().contains("no trust anchors"), "{missing}");
+
+        write("ca.crt", "first");
+        let (settings, reload) = open(files.clone()).await.unwrap();
+        let (signal, drain) = drain::channel();
+        let running = tokio::spawn(reload.run(drain));
+        let domain = || settings.current().values.cluster_domain.clone();
+        assert_eq!(domain(), "a.test");
+        write("ca.crt", "second");
+        write("values", "clusterDomain: b.test");
+        until(|| domain() == "b.test").await;
+        assert_eq!(settings.current().values.identity_trust_anchors_pem, "second");
+        // Invalid values are an error, and the previous settings stay.
+        write("values", "proxy: 5");
+        assert!(read(&files).await.is_err());
+        assert_eq!(domain(), "b.test");
+        write("values", "clusterDomain: c.test");
+        until(|| domain() == "c.test").await;
+        signal.drain().await;
+        running.await.unwrap();
+    }
+
+    async fn until(condition: impl Fn() -> bool) {
+        let started_at = Instant::now();
+        while !condition() {
+            assert!(started_at.elapsed() < Duration::from_secs(10), "nothing changed");
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Parses the workload of a request.
+
+use serde::Deserialize;
+
+use crate::resources::meta::Name;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Workload {
+    Pod(Name),
+    External(Name),
+}
+
+#[derive(Deserialize)]
+struct RawWorkload {
+    ns: String,
+    pod: Option<String>,
+    external_workload: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "invalid workload {0:?}; expected {{\"ns\":…,\"pod\":…}}, {{\"ns\":…,\"external_workload\":…}}, <namespace>:<pod>"
+)]
+pub(super) struct InvalidWorkload(String);
+
+/// Parses the JSON form, or the older form `<namespace>:<pod>`.
+pub(super) fn parse(text: &str) -> Result<Workload, InvalidWorkload> {
+    let invalid = || InvalidWorkload(text.to_owned());
+    if !text.trim_start().starts_with('{') {
+        return match text.split_once(':') {
+            Some((namespace, pod)) if !namespace.is_empty() && !pod.is_empty() => {
+                Ok(Workload::Pod(Name::new(namespace, pod)))
+            }
+            _ => Err(invalid()),
+        };
+    }
+    let raw: RawWorkload = serde_json::from_str(text).map_err(|_| invalid())?;
+    if raw.ns.is_empty() {
+        return Err(invalid());
+    }
+    match (raw.pod, raw.external_workload) {
+        (Some(pod), None) if !pod.is_empty() => Ok(Workload::Pod(Name::new(raw.ns, pod))),
+        (None, Some(workload)) if !workload.is_empty() => Ok(Workload::External(Name::new(raw.ns, workload))),
+        _ => Err(invalid()),
+    }
+}
+
+impl Workload {
+    pub(super) fn name(&self) -> &Name {
+        match self {
+            Self::Pod(name) | Self::External(name) => name,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+            let _ = parse(&text);
+        }
+    }
+
+    #[test]
+    fn workloads_are_json_or_namespace_and_pod() {
+        assert_eq!(parse(r#"{"ns":"a","pod":"b"}"#), Ok(Workload::Pod(Name::new("a", "b"))));
+        assert_eq!(
+            parse(r#"{"ns":"a","external_workload":"b"}"#),
+            Ok(Workload::External(Name::new("a", "b")))
+        );
+        assert_eq!(parse("a:b"), Ok(Workload::Pod(Name::new("a", "b"))));
+        for invalid in [
+            "",
+            "a",
+            ":",
+            "a:",
+            ":b",
+            "{",
+            "{}",
+            r#"{"ns":"a"}"#,
+            r#"{"ns":"","pod":"b"}"#,
+        ] {
+            assert!(parse(invalid).is_err(), "{invalid}");
+        }
+        assert!(parse(r#"{"ns":"a","pod":"b","external_workload":"c"}"#).is_err());
+    }
+}

@@ -1,0 +1,95 @@
+//! Applies the defaults, the admission and the status that the API server and its controllers would apply.
+
+use std::sync::Arc;
+
+use tulle_core::names::{label, port};
+
+use crate::resources::Object;
+use crate::resources::meta::is_dns_subdomain;
+use crate::resources::route::Route;
+use crate::resources::route_admission;
+use crate::resources::service::{Readiness, Service, ServiceKind};
+use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};
+
+/// Applies the defaults to an object of a manifest.
+///
+/// # Errors
+/// Fails if an API server would reject the object, or if a required value is missing that only a running cluster could
+/// add.
+pub(super) fn apply_defaults(object: &mut Object) -> Result<(), String> {
+    let name = &object.meta().name.name;
+    if !is_dns_subdomain(name) {
+        return Err(format!(
+            "metadata.name {name:?} is not a valid DNS subdomain; use lower-case letters, digits, `-` and `.`"
+        ));
+    }
+    match object {
+        Object::Service(service) => validate_service(service),
+        Object::Pod(pod) => default_pod(Arc::make_mut(pod)),
+        Object::ExternalWorkload(workload) => {
+            let workload = Arc::make_mut(workload);
+            workload.ready = workload.ready.or(Some(Readiness::Ready));
+            Ok(())
+        }
+        Object::PolicyHttpRoute(route)
+        | Object::GatewayHttpRoute(route)
+        | Object::GrpcRoute(route)
+        | Object::TlsRoute(route)
+        | Object::TcpRoute(route) => validate_route(Arc::make_mut(route)),
+        Object::ServiceProfile(profile) => profile.validate(),
+        _ => Ok(()),
+    }
+}
+
+fn validate_service(service: &Service) -> Result<(), String> {
+    if service.kind == ServiceKind::Unassigned {
+        return Err(
+            "spec.clusterIP is missing; set the address that clients connect to, or None for a headless service".into(),
+        );
+    }
+    let nameless = service.ports.iter().filter(|port| port.name.is_empty()).count();
+    if nameless > 0 && service.ports.len() > 1 {
+        return Err("spec.ports: every port needs a name if there are several ports".into());
+    }
+    Ok(())
+}
+
+fn default_pod(pod: &mut Pod) -> Result<(), String> {
+    if pod.ips.is_empty() {
+        return Err("status.podIP is missing; set the address that the workload listens on".into());
+    }
+    pod.phase = pod.phase.or(Some(PodPhase::Running));
+    pod.ready = pod.ready.or(Some(Readiness::Ready));
+    if pod.network == PodNetwork::Host {
+        if pod.host_ips.is_empty() {
+            pod.host_ips.clone_from(&pod.ips);
+        }
+        for declared in &mut pod.ports {
+            declared.host_port = Some(declared.port);
+        }
+    }
+    let meshed = pod
+        .meta
+        .label(label::CONTROL_PLANE_NS)
+        .is_some_and(|namespace| !namespace.is_empty());
+    if meshed && pod.proxy == ProxyContainer::Absent && pod.meta.label(CONTROL_PLANE_COMPONENT).is_none() {
+        pod.proxy = ProxyContainer::Present {
+            inbound: Some(port::INBOUND),
+            admin: port::ADMIN,
+            control: port::TAP,
+        };
+    }
+    Ok(())
+}
+
+/// Removes the status, which is ignored in manifests.
+pub(super) fn clear_status(object: &mut Object) {
+    if let Some(route) = object.route_mut() {
+        route.clear_status();
+    }
+}
+
+fn validate_route(route: &mut Route) -> Result<(), String> {
+    route.clear_status();
+    route_admission::validate_route(route)
+}

@@ -1,0 +1,207 @@
+//! Derives missing EndpointSlices and Endpoints: from each other, or from the workloads that the Service's selector
+//! matches, as the Kubernetes controllers do.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use ahash::AHashMap;
+use tulle_core::names::label;
+
+use crate::resources::Object;
+use crate::resources::interning::intern;
+use crate::resources::labels::Selector;
+use crate::resources::meta::{Meta, Name};
+use crate::resources::service::{
+    Address, AddressTarget, EndpointSlice, Endpoints, IpFamily, NotReadyAddresses, PortRef, Readiness, Service,
+    ServiceKind, Subset, SubsetPort,
+};
+use crate::resources::workload::{ExternalWorkload, Pod, PodPhase};
+
+/// The objects from which endpoints are derived.
+#[derive(Default)]
+struct ObjectIndex<'a> {
+    services: Vec<&'a Service>,
+    services_with_slices: BTreeSet<&'a Name>,
+    endpoints: AHashMap<&'a Name, &'a Endpoints>,
+    pods: AHashMap<&'a str, Vec<&'a Pod>>,
+    workloads: AHashMap<&'a str, Vec<&'a ExternalWorkload>>,
+    zones: AHashMap<&'a str, &'a Arc<str>>,
+}
+
+/// Returns the derived objects that `objects` does not contain.
+pub(super) fn derive_endpoints<'a>(objects: impl Iterator<Item = &'a Object>) -> Vec<Object> {
+    let mut index = ObjectIndex::default();
+    objects.for_each(|object| index.add(object));
+    let mut derived = Vec::new();
+    for service in &index.services {
+        let name = &service.meta.name;
+        let existing = index.endpoints.get(name);
+        if service.kind == ServiceKind::ExternalName || index.services_with_slices.contains(name) {
+            continue;
+        }
+        let subsets = existing.map_or_else(|| index.select_subsets(service), |endpoints| endpoints.subsets.clone());
+        if existing.is_none() {
+            derived.push(Object::Endpoints(Arc::new(build_endpoints(service, &subsets))));
+        }
+        let slices = subsets
+            .into_iter()
+            .enumerate()
+            .map(|(index, subset)| build_slice(service, index, subset));
+        derived.extend(slices.map(|slice| Object::EndpointSlice(Arc::new(slice))));
+    }
+    derived
+}
+
+/// Endpoints contain only ready addresses.
+fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
+    let ready = |subset: &Subset| Subset {
+        ports: subset.ports.clone(),
+        addresses: subset
+            .addresses
+            .iter()
+            .filter(|address| address.ready == Readiness::Ready)
+            .cloned()
+            .collect(),
+    };
+    let meta = Meta {
+        name: service.meta.name.clone(),
+        ..Meta::default()
+    };
+    Endpoints {
+        meta,
+        subsets: subsets.iter().map(ready).collect(),
+    }
+}
+
+fn build_slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {
+    let name = &service.meta.name;
+    let meta = Meta {
+        name: Name::new(name.namespace.clone(), format!("{}-derived-{index}", name.name)),
+        labels: [(label::SERVICE_NAME, &name.name)].into_iter().collect(),
+        ..Meta::default()
+    };
+    EndpointSlice {
+        meta,
+        managed_object: None,
+        service: Some(name.clone()),
+        subset,
+        has_fqdn_addresses: false,
+    }
+}
+
+impl<'a> ObjectIndex<'a> {
+    fn add(&mut self, object: &'a Object) {
+        match object {
+            Object::Service(service) => self.services.push(service),
+            Object::EndpointSlice(slice) => self.services_with_slices.extend(&slice.service),
+            Object::Endpoints(endpoints) => {
+                self.endpoints.insert(&endpoints.meta.name, endpoints);
+            }
+            Object::Pod(pod) => self.pods.entry(&**pod.meta.namespace()).or_default().push(pod),
+            Object::ExternalWorkload(workload) => {
+                self.workloads
+                    .entry(&**workload.meta.namespace())
+                    .or_default()
+                    .push(workload);
+            }
+            Object::Node(node) => {
+                if let Some(zone) = &node.zone {
+                    self.zones.insert(&node.meta.name.name, zone);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns the addresses of the selected workloads, grouped by IP family and resolved ports.
+    fn select_subsets(&self, service: &Service) -> Vec<Subset> {
+        if service.selector.is_empty() {
+            return Vec::new();
+        }
+        let selector = Selector::from_match_labels(&service.selector);
+        let namespace = &**service.meta.namespace();
+        let mut groups: BTreeMap<(IpFamily, Vec<SubsetPort>), Vec<Address>> = BTreeMap::new();
+        for pod in self.pods.get(namespace).into_iter().flatten() {
+            if pod.phase != Some(PodPhase::Terminated) && selector.matches(&pod.meta.labels) {
+                let ports = resolve_ports(service, |target| pod.target_port(target));
+                for ip in ips_in_families(service, &pod.ips) {
+                    let address = self.pod_address(service, pod, ip);
+                    groups
+                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .or_default()
+                        .push(address);
+                }
+            }
+        }
+        for workload in self.workloads.get(namespace).into_iter().flatten() {
+            if selector.matches(&workload.meta.labels) {
+                let ports = resolve_ports(service, |target| workload.target_port(target));
+                for ip in ips_in_families(service, &workload.ips) {
+                    let address = workload_address(service, workload, ip);
+                    groups
+                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .or_default()
+                        .push(address);
+                }
+            }
+        }
+        groups
+            .into_iter()
+            .map(|((_, ports), addresses)| Subset { ports, addresses })
+            .collect()
+    }
+
+    fn pod_address(&self, service: &Service, pod: &Pod, ip: IpAddr) -> Address {
+        let ready = service.not_ready_addresses == NotReadyAddresses::Published
+            || (pod.ready == Some(Readiness::Ready) && pod.is_serving());
+        let is_in_subdomain = pod.subdomain.as_deref() == Some(&*service.meta.name.name);
+        let zone = pod.node.as_deref().and_then(|node| self.zones.get(node));
+        Address {
+            ip,
+            ready: if ready { Readiness::Ready } else { Readiness::NotReady },
+            hostname: pod.hostname.clone().filter(|_| is_in_subdomain),
+            node: pod.node.clone(),
+            zone: zone.map(|zone| (*zone).clone()),
+            hint_zones: Vec::new(),
+            hint_nodes: Vec::new(),
+            target: AddressTarget::Pod(pod.meta.name.clone()),
+        }
+    }
+}
+
+fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) -> Address {
+    let headless = service.kind == ServiceKind::Headless;
+    Address {
+        ip,
+        ready: match service.not_ready_addresses {
+            NotReadyAddresses::Published => Readiness::Ready,
+            NotReadyAddresses::Omitted => workload.ready.unwrap_or(Readiness::NotReady),
+        },
+        hostname: headless.then(|| workload.meta.name.name.to_string()),
+        node: None,
+        zone: workload.meta.label(label::ZONE).map(intern),
+        hint_zones: Vec::new(),
+        hint_nodes: Vec::new(),
+        target: AddressTarget::ExternalWorkload(workload.meta.name.clone()),
+    }
+}
+
+/// Keeps the addresses whose IP family the Service has.
+fn ips_in_families(service: &Service, ips: &[IpAddr]) -> Vec<IpAddr> {
+    let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::of(ip));
+    ips.iter().filter(serves).copied().collect()
+}
+
+/// Resolves the Service's ports to port numbers of one workload. Ports that the workload does not have are omitted.
+fn resolve_ports(service: &Service, port: impl Fn(&PortRef) -> Option<u16>) -> Vec<SubsetPort> {
+    let ports = service.ports.iter();
+    ports
+        .filter_map(|listed| {
+            Some(SubsetPort {
+                name: listed.name.clone(),
+                port: port(&listed.target)?,
+            })
+        })
+        .collect()
+}

@@ -1,0 +1,340 @@
+//! Scrapes the metrics of sidecars while clients query them.
+//!
+//! The first query scrapes each sidecar twice, [`FIRST_QUERY_WINDOW`] apart. The namespace is then scraped regularly
+//! until [`NAMESPACE_INTEREST_TTL`] after its last query.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{self, StreamExt as _};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+use tokio::task::{JoinError, spawn_blocking};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+use tracing::warn;
+use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
+
+use super::counts::Counts;
+use super::history::{History, RECENT_SAMPLE_INTERVAL};
+use super::scrape::scrape;
+use crate::cluster::Cluster;
+use crate::cluster::views::workload_members::{MemberKind, Sidecar, WorkloadMember};
+use crate::tls::mesh_credentials::MeshCredentials;
+
+/// Recent metrics of sidecars.
+pub(super) struct SidecarScraper {
+    cluster: Cluster,
+    /// Credentials for sidecars that accept mutual TLS only.
+    creds: Arc<MeshCredentials>,
+    state: Mutex<State>,
+    /// Serializes lookups of members, so that concurrent queries share one result.
+    lookup_lock: Semaphore,
+}
+
+/// Admin address and name of a sidecar. Both, because a new pod can reuse the address of an old one.
+type Key = (SocketAddr, Arc<str>);
+
+#[derive(Default)]
+struct State {
+    /// Time of the last query of a namespace, or of all.
+    last_queried: HashMap<Namespace, Instant>,
+    /// Members of a namespace, and when they were looked up.
+    members: HashMap<Namespace, (Instant, Arc<[WorkloadMember]>)>,
+    histories: HashMap<Key, History>,
+}
+
+/// A namespace, or `None` for all.
+type Namespace = Option<Arc<str>>;
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("{found} sidecars exceed the limit of {MAX_SIDECARS} for one query; query one namespace")]
+    TooMany { found: usize },
+    #[error("looking up the members of the mesh")]
+    Failed(#[from] JoinError),
+}
+
+/// Members, and the rates per second of their sidecars.
+pub(super) struct ObservedMembers {
+    pub(super) members: Vec<(WorkloadMember, Option<Counts>)>,
+    /// Length of the measured interval in seconds; the longest if they differ between sidecars.
+    pub(super) seconds: f64,
+    /// Sidecars that could not be scraped, with the reason.
+    pub(super) silent: Vec<(WorkloadMember, String)>,
+}
+
+impl SidecarScraper {
+    pub(super) fn new(cluster: Cluster, creds: Arc<MeshCredentials>) -> Self {
+        Self {
+            cluster,
+            creds,
+            state: Mutex::default(),
+            lookup_lock: Semaphore::new(1),
+        }
+    }
+
+    /// Members of a namespace, or of all, at most [`MAX_SCRAPE_AGE`] old.
+    pub(super) async fn members(&self, namespace: Option<&str>) -> Result<Arc<[WorkloadMember]>, Error> {
+        // The semaphore is never closed.
+        let _turn = self.lookup_lock.acquire().await;
+        let key: Namespace = namespace.map(Arc::from);
+        if let Some((at, members)) = self.state.lock().members.get(&key)
+            && at.elapsed() < MAX_SCRAPE_AGE
+        {
+            return Ok(members.clone());
+        }
+        let (cluster, of) = (self.cluster.clone(), key.clone());
+        // Not on this thread, which also serves proxies.
+        let members: Arc<[WorkloadMember]> =
+            spawn_blocking(move || cluster.workload_members(of.as_deref()).into()).await?;
+        let mut state = self.state.lock();
+        state.members.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
+        state.members.insert(key, (Instant::now(), members.clone()));
+        Ok(members)
+    }
+
+    /// Rates of a namespace, or of all, over an interval as close to `window` as the stored pages allow.
+    pub(super) async fn observe(&self, namespace: Option<&str>, window: Duration) -> Result<ObservedMembers, Error> {
+        let members = self.members(namespace).await?;
+        let found = members.iter().filter(|member| member.sidecar.is_some()).count();
+        if found > MAX_SIDECARS {
+            return Err(Error::TooMany { found });
+        }
+        if found > 0 {
+            let now = Instant::now();
+            self.state.lock().last_queried.insert(namespace.map(Arc::from), now);
+        }
+        let mut silent = self.scrape_stale(&members).await;
+        if !self.all_have_two_pages(&members) {
+            sleep(FIRST_QUERY_WINDOW).await;
+            silent = self.scrape_stale(&members).await;
+        }
+        // Rates are computed without the lock and on a blocking thread; pages are shared by reference.
+        let histories: Vec<Option<History>> = {
+            let state = self.state.lock();
+            let of = |member| state.histories.get(&key(member)?).cloned();
+            members.iter().map(of).collect()
+        };
+        let observed = spawn_blocking(move || {
+            let mut seconds = 0.0_f64;
+            let counted = members.iter().zip(histories).map(|(member, history)| {
+                let rates = history.and_then(|history| history.rates(window));
+                let counts = rates.map(|(counts, measured)| {
+                    seconds = seconds.max(measured);
+                    counts
+                });
+                (member.clone(), counts)
+            });
+            let members = counted.collect();
+            ObservedMembers {
+                members,
+                seconds,
+                silent,
+            }
+        });
+        Ok(observed.await?)
+    }
+
+    /// Scrapes recently queried namespaces until the drain.
+    pub(super) async fn run(&self, drain: Watch) {
+        let mut ticks = interval(RECENT_SAMPLE_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            // Cancel-safe: both branches only wait.
+            tokio::select! {
+                () = drain.signaled() => return,
+                _ = ticks.tick() => {}
+            }
+            let last_queried: Vec<_> = {
+                let mut state = self.state.lock();
+                state
+                    .last_queried
+                    .retain(|_, asked_at| asked_at.elapsed() < NAMESPACE_INTEREST_TTL);
+                state.histories.retain(|_, history| {
+                    let read_at = history.latest();
+                    read_at.is_some_and(|at| at.elapsed() < NAMESPACE_INTEREST_TTL)
+                });
+                state.last_queried.keys().cloned().collect()
+            };
+            for namespace in last_queried {
+                let scraping = async {
+                    let members = self.members(namespace.as_deref()).await?;
+                    self.scrape_stale(&members).await;
+                    Ok::<_, Error>(())
+                };
+                tokio::select! {
+                    () = drain.signaled() => return,
+                    scraped = scraping => if let Err(err) = scraped {
+                        warn!(error = &err as &dyn std::error::Error, "scraping sidecars failed");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Scrapes sidecars whose latest page is older than [`MAX_SCRAPE_AGE`]. Returns those that failed, with the reason.
+    async fn scrape_stale(&self, members: &[WorkloadMember]) -> Vec<(WorkloadMember, String)> {
+        let due: Vec<_> = {
+            let state = self.state.lock();
+            let is_due = |due: &ScrapeDue| {
+                let read_at = state.histories.get(&due.key).and_then(History::latest);
+                read_at.is_none_or(|at| at.elapsed() >= MAX_SCRAPE_AGE)
+            };
+            let all = members.iter().enumerate().filter_map(|(at, member)| {
+                Some(ScrapeDue {
+                    member_index: at,
+                    key: key(member)?,
+                    kind: member.kind,
+                    sidecar: member.sidecar.clone()?,
+                })
+            });
+            all.filter(is_due).collect()
+        };
+        let mut pages = stream::iter(due)
+            .map(|due: ScrapeDue| async move {
+                let page = scrape(&due.sidecar, due.kind, &self.creds).await;
+                (due.member_index, due.key, page)
+            })
+            .buffer_unordered(MAX_CONCURRENT_SCRAPES);
+        let mut silent = Vec::new();
+        while let Some((at, key, page)) = pages.next().await {
+            match page {
+                Ok(counts) => {
+                    let mut state = self.state.lock();
+                    if state.histories.len() >= MAX_SIDECARS && !state.histories.contains_key(&key) {
+                        let reason =
+                            format!("the metrics of {MAX_SIDECARS} other sidecars are stored, which is the limit");
+                        silent.push((members[at].clone(), reason));
+                        continue;
+                    }
+                    let most = MAX_METRICS_PAGES / state.histories.len().max(1);
+                    let history = state.histories.entry(key).or_default();
+                    history.push(Instant::now(), counts, most.max(2));
+                }
+                Err(err) => silent.push((members[at].clone(), ErrorChain(&err).to_string())),
+            }
+        }
+        silent
+    }
+
+    /// Returns whether every sidecar with a page has at least two.
+    fn all_have_two_pages(&self, members: &[WorkloadMember]) -> bool {
+        let state = self.state.lock();
+        let mut known = members.iter().filter_map(|member| state.histories.get(&key(member)?));
+        known.all(History::shows_growth)
+    }
+}
+
+struct ScrapeDue {
+    /// Index in the list of members.
+    member_index: usize,
+    key: Key,
+    kind: MemberKind,
+    sidecar: Sidecar,
+}
+
+fn key(member: &WorkloadMember) -> Option<Key> {
+    let sidecar = member.sidecar.as_ref()?;
+    Some((sidecar.admin_addr, member.name.name.clone()))
+}
+
+/// Maximum concurrent scrapes of one query.
+const MAX_CONCURRENT_SCRAPES: usize = 16;
+/// Maximum sidecars of one query, and maximum sidecars whose pages are stored.
+const MAX_SIDECARS: usize = 2000;
+/// Maximum pages stored over all sidecars, but at least two for each sidecar. A page takes a few KiB.
+const MAX_METRICS_PAGES: usize = 2000;
+/// Maximum age of a page, or of a lookup of members, that is used again.
+const MAX_SCRAPE_AGE: Duration = Duration::from_secs(1);
+/// Interval between the two scrapes of the first query.
+const FIRST_QUERY_WINDOW: Duration = Duration::from_secs(2);
+/// How long a namespace is scraped after its last query.
+const NAMESPACE_INTEREST_TTL: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::net::Ipv4Addr;
+
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::cluster::Config;
+    use crate::resources::event::Event;
+    use crate::resources::{self, Kind};
+    use crate::tls::mesh_credentials::ClientCertificates;
+
+    /// A cluster of pods with sidecars: each has its own loopback address, all have this admin port.
+    pub(in crate::telemetry) fn cluster(n_pods: u32, admin: u16) -> Cluster {
+        let cluster = Cluster::new(Config::default(), &Registry::new());
+        let pods = (1..=n_pods).map(|n| {
+            let ip = Ipv4Addr::from(0x7f00_0000 + n);
+            let yaml = format!(
+                "\
+metadata: {{name: web-{n}, namespace: shop, labels: {{linkerd.io/control-plane-ns: linkerd}}}}
+spec:
+  containers:
+  - name: linkerd-proxy
+    env:
+    - {{name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: '0.0.0.0:{admin}'}}
+    - {{name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: '0.0.0.0:{admin}'}}
+status:
+  phase: Running
+  podIP: {ip}
+  conditions: [{{type: Ready, status: 'True'}}]
+"
+            );
+            let yaml = serde_yaml_ng::Deserializer::from_str(&yaml);
+            Event::Applied(resources::decode(Kind::Pod, yaml).unwrap())
+        });
+        cluster.writer().apply(pods.collect());
+        cluster
+    }
+
+    fn recorder(n_pods: u32) -> SidecarScraper {
+        SidecarScraper::new(
+            cluster(n_pods, 1),
+            Arc::new(MeshCredentials::new(
+                "telemetry".to_owned(),
+                ClientCertificates::default(),
+            )),
+        )
+    }
+
+    #[tokio::test]
+    async fn queries_of_too_many_sidecars_are_refused() {
+        let n = u32::try_from(MAX_SIDECARS).unwrap() + 1;
+        let recorder = recorder(n);
+        let refused = recorder.observe(None, Duration::from_secs(10)).await.err().unwrap();
+        assert!(
+            matches!(refused, Error::TooMany { found } if found == MAX_SIDECARS + 1),
+            "{refused}"
+        );
+        assert!(
+            recorder.state.lock().last_queried.is_empty(),
+            "they are not scraped further"
+        );
+    }
+
+    #[tokio::test]
+    async fn concurrent_queries_share_one_lookup_of_members() {
+        let recorder = recorder(3);
+        let (one, other) = tokio::join!(recorder.members(Some("shop")), recorder.members(Some("shop")));
+        let (one, other) = (one.unwrap(), other.unwrap());
+        assert!(Arc::ptr_eq(&one, &other));
+        assert_eq!(one.len(), 3);
+        assert!(recorder.members(Some("other")).await.unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_namespace_without_sidecars_is_not_scraped_further() {
+        let recorder = recorder(1);
+        recorder
+            .observe(Some("nothing"), Duration::from_secs(10))
+            .await
+            .unwrap();
+        assert!(recorder.state.lock().last_queried.is_empty());
+    }
+}

@@ -1,0 +1,668 @@
+//! Keeps a webhook's certificate in a Secret, and publishes its CA bundle in the webhook configuration. An aggregated
+//! API is handled the same way, with its APIService as the configuration.
+//!
+//! All replicas do this without leader election: a Secret is written only over the version that was read, and on a
+//! conflict the replica starts again from the current version. The Secret is owned by the webhook configuration and
+//! deleted with it. Without a configuration nothing is written, because nothing calls the webhook.
+//!
+//! A Secret with another owner, and one that cert-manager manages, is served and never written, and neither is its
+//! bundle. The process is then ready when the API server's bundle verifies the served certificate. If the bundle stops
+//! verifying it, a metric and the log report it, and the injector, which has its own pod, becomes unready.
+//!
+//! Permissions: `create`, `patch`, `list`, `watch`, `update` of Secrets in the namespace of the control plane by name
+//! (they are created by server-side apply, because RBAC cannot restrict a POST by name); `list`, `watch`, `patch` of
+//! `mutatingwebhookconfigurations`, `validatingwebhookconfigurations` or `apiservices` by name.
+
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::StreamExt;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, watch_object};
+use kube::{Api, Client, ResourceExt};
+use serde_json::{Value, json};
+use time::OffsetDateTime;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+use tulle_core::backoff::Backoff;
+use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::names::{label, telemetry::API_SERVICE};
+use tulle_core::readiness::Latch;
+use tulle_core::wall_clock::Deadline;
+
+use super::certificate::{self, CertificateKeyPair};
+use super::rotation::{RotationInput, RotationTimes, State};
+use super::server_credentials::ServerCredentials;
+use crate::tls::anchors::{self, TrustAnchors};
+
+/// The certificate, its Secret and its configuration.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub namespace: String,
+    /// Service of the webhook.
+    pub service: &'static str,
+    /// Server name that the API server uses, and subject of the certificate.
+    pub server_name: String,
+    pub secret: &'static str,
+    pub configuration: BundleTarget,
+    pub not_ready: NotReady,
+    pub times: RotationTimes,
+}
+
+/// When an untrusted certificate makes the process unready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotReady {
+    /// Until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
+    /// too.
+    UntilFirst,
+    /// At any time: only the API server uses this process.
+    AtAnyTime,
+}
+
+/// The webhook configuration or APIService that refers to this server.
+#[derive(Clone, Copy, Debug)]
+pub enum BundleTarget {
+    Mutating(&'static str),
+    Validating(&'static str),
+    ApiService(&'static str),
+}
+
+/// Maintains the certificate of one webhook.
+pub struct CertificateController {
+    config: Config,
+    creds: Arc<ServerCredentials>,
+    secrets: Api<Secret>,
+    configurations: Api<DynamicObject>,
+    kind: ApiResource,
+    /// `None` until the first watch event, `Some(None)` if it does not exist.
+    secret: Option<Option<Secret>>,
+    configuration: Option<Option<DynamicObject>>,
+    last_known: Option<State>,
+    served: Option<Arc<CertificateKeyPair>>,
+    /// The published bundle and since when.
+    published: Option<(String, Instant)>,
+    /// Field manager of server-side apply. It is random, so that two replicas cannot both create the Secret.
+    manager: String,
+    /// Last problem reported for an externally managed certificate.
+    problem: Option<String>,
+}
+
+/// The readiness condition of one certificate.
+struct CertificateReadiness {
+    latch: Latch,
+    was_open: bool,
+}
+
+/// Why the API server does not trust an externally managed certificate.
+#[derive(Debug, thiserror::Error)]
+enum BundleError {
+    #[error("{configuration} has no CA bundle, and Secret {secret} is managed externally; set caBundle")]
+    NoBundle {
+        configuration: &'static str,
+        secret: &'static str,
+    },
+    #[error("the CA bundle of {configuration} is invalid")]
+    Bundle {
+        configuration: &'static str,
+        #[source]
+        source: anchors::Error,
+    },
+    #[error("the certificate in Secret {secret} does not lead to the CA bundle of {configuration}")]
+    Chain {
+        configuration: &'static str,
+        secret: &'static str,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("Secret {secret} does not exist; create it, or remove the cert-manager annotation of {configuration}")]
+    NoSecret {
+        configuration: &'static str,
+        secret: &'static str,
+    },
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("generating the certificate")]
+    Certificate(#[source] certificate::Error),
+    #[error("the externally managed Secret is invalid; expected tls.crt and tls.key in PEM")]
+    ExternalSecret(#[source] certificate::Error),
+    #[error("installing the certificate")]
+    Install(#[source] rustls::Error),
+    #[error("writing Secret {name}")]
+    Secret {
+        name: &'static str,
+        #[source]
+        source: Box<kube::Error>,
+    },
+    #[error("writing the CA bundle of {name}")]
+    Bundle {
+        name: &'static str,
+        #[source]
+        source: Box<kube::Error>,
+    },
+}
+
+impl Config {
+    pub fn proxy_injector(namespace: String) -> Self {
+        let configuration = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
+        Self {
+            not_ready: NotReady::AtAnyTime,
+            ..Self::new(
+                namespace,
+                "linkerd-proxy-injector",
+                "linkerd-proxy-injector-k8s-tls",
+                configuration,
+            )
+        }
+    }
+
+    pub fn sp_validator(namespace: String) -> Self {
+        let configuration = BundleTarget::Validating("linkerd-sp-validator-webhook-config");
+        Self::new(
+            namespace,
+            "linkerd-sp-validator",
+            "linkerd-sp-validator-k8s-tls",
+            configuration,
+        )
+    }
+
+    pub fn policy_validator(namespace: String) -> Self {
+        let configuration = BundleTarget::Validating("linkerd-policy-validator-webhook-config");
+        Self::new(
+            namespace,
+            "linkerd-policy-validator",
+            "linkerd-policy-validator-k8s-tls",
+            configuration,
+        )
+    }
+
+    pub fn telemetry(namespace: String) -> Self {
+        let configuration = BundleTarget::ApiService(API_SERVICE);
+        Self::new(
+            namespace,
+            "linkerd-telemetry",
+            "linkerd-telemetry-k8s-tls",
+            configuration,
+        )
+    }
+
+    fn new(namespace: String, service: &'static str, secret: &'static str, configuration: BundleTarget) -> Self {
+        Self {
+            server_name: format!("{service}.{namespace}.svc"),
+            namespace,
+            service,
+            secret,
+            configuration,
+            not_ready: NotReady::UntilFirst,
+            times: RotationTimes::default(),
+        }
+    }
+}
+
+impl BundleTarget {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Mutating(name) | Self::Validating(name) | Self::ApiService(name) => name,
+        }
+    }
+
+    fn kind(self) -> ApiResource {
+        let (group, kind) = match self {
+            Self::Mutating(_) => ("admissionregistration.k8s.io", "MutatingWebhookConfiguration"),
+            Self::Validating(_) => ("admissionregistration.k8s.io", "ValidatingWebhookConfiguration"),
+            Self::ApiService(_) => ("apiregistration.k8s.io", "APIService"),
+        };
+        ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
+    }
+
+    /// CA bundles in the object, one for each webhook; empty ones if none is set.
+    fn bundles(self, object: &DynamicObject) -> Vec<Vec<u8>> {
+        let bundle = |of: Option<&Value>| {
+            let bytes = of.and_then(|bundle| serde_json::from_value::<ByteString>(bundle.clone()).ok());
+            bytes.map(|bytes| bytes.0).unwrap_or_default()
+        };
+        match self {
+            Self::ApiService(_) if object.data.pointer("/spec/insecureSkipTLSVerify") == Some(&Value::Bool(true)) => {
+                Vec::new()
+            }
+            Self::ApiService(_) => vec![bundle(object.data.pointer("/spec/caBundle"))],
+            Self::Mutating(_) | Self::Validating(_) => webhooks(object)
+                .map(|webhook| bundle(webhook.pointer("/clientConfig/caBundle")))
+                .collect(),
+        }
+    }
+
+    /// Returns whether the object has exactly this bundle everywhere.
+    fn has(self, object: &DynamicObject, bundle: &Value) -> bool {
+        match self {
+            Self::ApiService(_) => object.data.pointer("/spec/caBundle") == Some(bundle),
+            Self::Mutating(_) | Self::Validating(_) => {
+                webhooks(object).all(|webhook| webhook.pointer("/clientConfig/caBundle") == Some(bundle))
+            }
+        }
+    }
+
+    /// A patch that sets this bundle. The resourceVersion makes it fail if the object has changed.
+    fn patch(self, object: &DynamicObject, bundle: &Value) -> Patch<Value> {
+        let metadata = json!({"resourceVersion": object.resource_version()});
+        match self {
+            Self::ApiService(_) => Patch::Merge(json!({"metadata": metadata, "spec": {"caBundle": bundle}})),
+            Self::Mutating(_) | Self::Validating(_) => {
+                // Strategic merge merges this list by the name of the webhook.
+                let webhooks: Vec<Value> = webhooks(object)
+                    .map(|webhook| json!({"name": webhook.get("name"), "clientConfig": {"caBundle": bundle}}))
+                    .collect();
+                Patch::Strategic(json!({"metadata": metadata, "webhooks": webhooks}))
+            }
+        }
+    }
+}
+
+impl CertificateController {
+    pub fn new(client: Client, config: Config, creds: Arc<ServerCredentials>) -> Self {
+        let kind = config.configuration.kind();
+        Self {
+            secrets: Api::namespaced(client.clone(), &config.namespace),
+            configurations: Api::all_with(client, &kind),
+            kind,
+            config,
+            creds,
+            secret: None,
+            configuration: None,
+            last_known: None,
+            served: None,
+            published: None,
+            manager: format!("tulle-control-{:016x}", fastrand::u64(..)),
+            problem: None,
+        }
+    }
+
+    /// Runs until the drain. Releases the latch when the API server can call the webhook, or when no configuration
+    /// exists.
+    pub async fn run(mut self, latch: Latch, drain: Watch) {
+        let mut gate = CertificateReadiness { latch, was_open: false };
+        let mut retries = RECONCILE_BACKOFF.start();
+        let secrets = watch_object(self.secrets.clone(), self.config.secret);
+        let mut secrets = pin!(secrets.default_backoff());
+        let name = self.config.configuration.name();
+        let configurations = watch_object(self.configurations.clone(), name);
+        let mut configurations = pin!(configurations.default_backoff());
+        loop {
+            let wait = match self.reconcile(&mut gate).await {
+                Ok(wait) => {
+                    retries.reset();
+                    wait
+                }
+                Err(err) => {
+                    let webhook = self.config.service;
+                    // A conflict: another replica wrote first, and the watch delivers its version.
+                    match err.is_conflict() {
+                        true => debug!(webhook, "another replica wrote first"),
+                        false => warn!(
+                            webhook,
+                            error = &err as &dyn std::error::Error,
+                            "updating the certificate failed"
+                        ),
+                    }
+                    // The previously served certificate stays.
+                    gate.close(NotReady::UntilFirst, || format!("{webhook}: {}", ErrorChain(&err)));
+                    retries.next_delay()
+                }
+            };
+            let due = Deadline::after(wait, SystemTime::now);
+            // Cancel-safe: all branches only wait, and dropping the `next` of a stream loses no event.
+            tokio::select! {
+                () = drain.signaled() => return,
+                Some(seen) = secrets.next() => update(&mut self.secret, seen, self.config.secret),
+                Some(seen) = configurations.next() => update(&mut self.configuration, seen, name),
+                () = due.wait() => {}
+            }
+        }
+    }
+
+    /// Updates the Secret, the bundle and the served certificate as far as possible. Returns the delay until the next
+    /// call.
+    async fn reconcile(&mut self, gate: &mut CertificateReadiness) -> Result<Duration, Error> {
+        let (Some(secret), Some(configuration)) = (self.secret.clone(), self.configuration.clone()) else {
+            return Ok(RESYNC_INTERVAL);
+        };
+        let Some(configuration) = configuration else {
+            self.mark_ready(gate);
+            return Ok(RESYNC_INTERVAL);
+        };
+        if self.is_externally_managed(secret.as_ref(), &configuration) {
+            if let Some(secret) = &secret {
+                self.serve_external_certificate(secret)?;
+            }
+            match self.check_external_bundle(secret.as_ref(), &configuration) {
+                Ok(()) => self.mark_ready(gate),
+                Err(err) => self.report_untrusted(&err, gate),
+            }
+            return Ok(RESYNC_INTERVAL);
+        }
+        let state = self.store(secret, &configuration).await?;
+        self.publish(&state, configuration).await?;
+        let wait = self.serve_certificate(&state)?;
+        self.mark_ready(gate);
+        self.last_known = Some(state);
+        Ok(wait)
+    }
+
+    /// Returns whether another owner or cert-manager manages the certificate.
+    fn is_externally_managed(&self, secret: Option<&Secret>, configuration: &DynamicObject) -> bool {
+        let is_injected_by_cert_manager = |key: &String| key.starts_with("cert-manager.io/inject-ca-from");
+        let has_other_owner = |secret: &Secret| !secret.owner_references().iter().any(|owner| self.is_owner(owner));
+        configuration.annotations().keys().any(is_injected_by_cert_manager) || secret.is_some_and(has_other_owner)
+    }
+
+    fn is_owner(&self, owner: &OwnerReference) -> bool {
+        owner.kind == self.kind.kind && owner.name == self.config.configuration.name()
+    }
+
+    /// Serves an externally managed certificate.
+    fn serve_external_certificate(&mut self, secret: &Secret) -> Result<(), Error> {
+        let entry = |key: &str| {
+            let bytes = secret.data.as_ref().and_then(|data| data.get(key));
+            bytes.map(|bytes| bytes.0.as_slice()).unwrap_or_default()
+        };
+        let pair = CertificateKeyPair::parse(entry("tls.crt"), entry("tls.key")).map_err(Error::ExternalSecret)?;
+        if self.served.as_ref().is_some_and(|served| **served == pair) {
+            return Ok(());
+        }
+        self.creds.install(&pair).map_err(Error::Install)?;
+        info!(webhook = self.config.service, until = %pair.not_after, "serving an externally managed certificate");
+        self.served = Some(Arc::new(pair));
+        Ok(())
+    }
+
+    /// Checks that the API server's CA bundles verify the externally managed certificate.
+    fn check_external_bundle(&self, secret: Option<&Secret>, object: &DynamicObject) -> Result<(), BundleError> {
+        let (configuration, name) = (self.config.configuration.name(), self.config.secret);
+        let (Some(_), Some(served)) = (secret, &self.served) else {
+            return Err(BundleError::NoSecret {
+                configuration,
+                secret: name,
+            });
+        };
+        for bundle in self.config.configuration.bundles(object) {
+            if bundle.is_empty() {
+                return Err(BundleError::NoBundle {
+                    configuration,
+                    secret: name,
+                });
+            }
+            let bundle = TrustAnchors::parse(&bundle, Path::new("caBundle"))
+                .map_err(|source| BundleError::Bundle { configuration, source })?;
+            served
+                .verify(&bundle, &self.config.server_name)
+                .map_err(|source| BundleError::Chain {
+                    configuration,
+                    secret: name,
+                    source,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Marks the webhook ready: the API server can call it, or no configuration refers to it.
+    fn mark_ready(&mut self, gate: &mut CertificateReadiness) {
+        if self.problem.take().is_some() {
+            info!(webhook = self.config.service, "the API server can call this webhook");
+        }
+        self.creds.set_refused(false);
+        gate.open();
+    }
+
+    /// Reports why the API server cannot call the webhook: in `/ready`, in a metric, and once per occurrence in the
+    /// log.
+    fn report_untrusted(&mut self, err: &BundleError, gate: &CertificateReadiness) {
+        let webhook = self.config.service;
+        let text = ErrorChain(err).to_string();
+        self.creds.set_refused(true);
+        gate.close(self.config.not_ready, || format!("{webhook}: {text}"));
+        if self.problem.as_ref() != Some(&text) {
+            warn!(webhook, error = text, "the API server cannot call this webhook");
+            self.problem = Some(text);
+        }
+    }
+
+    /// Computes the content of the Secret, and writes it if it differs.
+    async fn store(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<State, Error> {
+        let webhook = self.config.service;
+        let name = self.config.server_name.clone();
+        let stored = secret.as_ref().and_then(|secret| {
+            let data = secret.data.clone().unwrap_or_default();
+            State::from_data(&data, &name)
+                .inspect_err(|err| {
+                    warn!(
+                        webhook,
+                        error = err as &dyn std::error::Error,
+                        "the content of the Secret is invalid"
+                    )
+                })
+                .ok()
+        });
+        let published_for = stored.as_ref().and_then(|stored| {
+            let (bundle, at) = self.published.as_ref()?;
+            (*bundle == stored.bundle_pem()).then(|| at.elapsed())
+        });
+        let input = RotationInput {
+            stored: stored.clone(),
+            last_known: self.last_known.clone(),
+            served: self.served.as_deref(),
+            published_for,
+            now: OffsetDateTime::now_utc(),
+        };
+        let state = State::decide(input, &name, &self.config.times).map_err(Error::Certificate)?;
+        let owner = self.owner(configuration);
+        // A recreated owner has another uid, and Kubernetes would delete the Secret together with the old owner.
+        let is_owned = secret
+            .as_ref()
+            .is_some_and(|secret| secret.owner_references().contains(&owner));
+        if stored.as_ref() == Some(&state) && is_owned {
+            return Ok(state);
+        }
+        info!(webhook, until = %state.current.not_after, has_next = state.next.is_some(), "writing a certificate");
+        let written = match secret {
+            Some(mut secret) => {
+                secret.data = Some(state.to_data());
+                secret.metadata.owner_references = Some(vec![owner]);
+                secret.metadata.managed_fields = None;
+                let params = PostParams::default();
+                self.secrets.replace(self.config.secret, &params, &secret).await
+            }
+            None => {
+                let secret = self.new_secret(&state, owner);
+                let params = PatchParams::apply(&self.manager);
+                self.secrets
+                    .patch(self.config.secret, &params, &Patch::Apply(&secret))
+                    .await
+            }
+        };
+        let written = written.map_err(|source| Error::Secret {
+            name: self.config.secret,
+            source: Box::new(source),
+        })?;
+        self.secret = Some(Some(written));
+        Ok(state)
+    }
+
+    fn owner(&self, configuration: &DynamicObject) -> OwnerReference {
+        OwnerReference {
+            api_version: self.kind.api_version.clone(),
+            kind: self.kind.kind.clone(),
+            name: configuration.name_any(),
+            uid: configuration.uid().unwrap_or_default(),
+            ..OwnerReference::default()
+        }
+    }
+
+    fn new_secret(&self, state: &State, owner: OwnerReference) -> Secret {
+        let namespace = &self.config.namespace;
+        Secret {
+            metadata: ObjectMeta {
+                name: Some(self.config.secret.to_owned()),
+                namespace: Some(namespace.clone()),
+                labels: Some([(label::CONTROL_PLANE_NS.to_owned(), namespace.clone())].into()),
+                owner_references: Some(vec![owner]),
+                ..ObjectMeta::default()
+            },
+            type_: Some("kubernetes.io/tls".to_owned()),
+            data: Some(state.to_data()),
+            ..Secret::default()
+        }
+    }
+
+    /// Publishes the bundle of the state and records since when.
+    async fn publish(&mut self, state: &State, configuration: DynamicObject) -> Result<(), Error> {
+        let bundle = state.bundle_pem();
+        let wanted = json!(ByteString(bundle.clone().into_bytes()));
+        let caller = self.config.configuration;
+        if caller.has(&configuration, &wanted) {
+            let since = match self.published.take() {
+                Some((published, since)) if published == bundle => since,
+                _ => Instant::now(),
+            };
+            self.published = Some((bundle, since));
+            return Ok(());
+        }
+        self.published = None;
+        let name = caller.name();
+        info!(
+            webhook = self.config.service,
+            configuration = name,
+            "writing the CA bundle"
+        );
+        let patched = self
+            .configurations
+            .patch(name, &PatchParams::default(), &caller.patch(&configuration, &wanted))
+            .await
+            .map_err(|source| Error::Bundle {
+                name,
+                source: Box::new(source),
+            })?;
+        self.configuration = Some(Some(patched));
+        self.published = Some((bundle, Instant::now()));
+        Ok(())
+    }
+
+    /// Serves the certificate of the state once the API server trusts it. Returns the delay until the next call.
+    fn serve_certificate(&mut self, state: &State) -> Result<Duration, Error> {
+        let now = OffsetDateTime::now_utc();
+        let is_served = self.served.as_ref().is_some_and(|served| **served == *state.current);
+        let is_good = self.served.as_ref().is_some_and(|served| now < served.not_after);
+        let known_for = self
+            .published
+            .as_ref()
+            .map_or(Duration::ZERO, |(_, since)| since.elapsed());
+        let unsettled = self.config.times.settle.saturating_sub(known_for);
+        let due = Duration::try_from(state.due_at() - now)
+            .unwrap_or(Duration::ZERO)
+            .min(RESYNC_INTERVAL);
+        if !is_served && (!is_good || unsettled.is_zero()) {
+            self.creds.install(&state.current).map_err(Error::Install)?;
+            self.served = Some(state.current.clone());
+            info!(webhook = self.config.service, until = %state.current.not_after, "serving a certificate");
+        } else if !is_served || (state.next.is_some() && !unsettled.is_zero()) {
+            return Ok(unsettled.min(due).max(MIN_REQUEUE_DELAY));
+        }
+        Ok(due.max(MIN_REQUEUE_DELAY))
+    }
+}
+
+impl CertificateReadiness {
+    fn open(&mut self) {
+        self.latch.release();
+        self.was_open = true;
+    }
+
+    fn close(&self, when: NotReady, why: impl FnOnce() -> String) {
+        if !self.was_open || when == NotReady::AtAnyTime {
+            self.latch.set_reason(why());
+        }
+    }
+}
+
+impl Error {
+    /// Returns true for a 409 Conflict.
+    fn is_conflict(&self) -> bool {
+        match self {
+            Self::Secret { source, .. } | Self::Bundle { source, .. } => {
+                matches!(&**source, kube::Error::Api(status) if status.code == 409)
+            }
+            Self::Certificate(_) | Self::ExternalSecret(_) | Self::Install(_) => false,
+        }
+    }
+}
+
+fn webhooks(configuration: &DynamicObject) -> impl Iterator<Item = &Value> {
+    let webhooks = configuration.data.get("webhooks").and_then(Value::as_array);
+    webhooks.into_iter().flatten()
+}
+
+/// Stores the object of a watch event. After an error the watch continues, and the known object stays.
+fn update<T>(known: &mut Option<Option<T>>, seen: Result<Option<T>, watcher::Error>, name: &str) {
+    match seen {
+        Ok(seen) => *known = Some(seen),
+        Err(err) => warn!(name, error = &err as &dyn std::error::Error, "watching failed"),
+    }
+}
+
+const RECONCILE_BACKOFF: Backoff = Backoff {
+    min: Duration::from_millis(200),
+    max: Duration::from_secs(30),
+    jitter: 0.5,
+};
+/// Maximum time between two reconciliations without a watch event.
+const RESYNC_INTERVAL: Duration = Duration::from_secs(3600);
+/// Minimum delay before the next reconciliation. It prevents a busy loop.
+const MIN_REQUEUE_DELAY: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::readiness::Readiness;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_proxies_need_stays_ready_once_it_was() {
+        for (when, expected) in [(NotReady::UntilFirst, true), (NotReady::AtAnyTime, false)] {
+            let readiness = Readiness::new();
+            let mut gate = CertificateReadiness {
+                latch: readiness.latch("webhook"),
+                was_open: false,
+            };
+            gate.close(when, || "no bundle".to_owned());
+            assert_eq!(readiness.reasons(), ["no bundle"]);
+            gate.open();
+            assert!(readiness.is_ready());
+            gate.close(when, || "another bundle".to_owned());
+            assert_eq!(readiness.is_ready(), expected, "{when:?}");
+            gate.open();
+            assert!(readiness.is_ready());
+        }
+    }
+
+    #[test]
+    fn only_the_injector_becomes_unready_after_it_was_ready() {
+        let not_ready = [
+            Config::proxy_injector,
+            Config::policy_validator,
+            Config::sp_validator,
+            Config::telemetry,
+        ]
+        .map(|config| config("linkerd".to_owned()).not_ready);
+        let [injector, others @ ..] = not_ready;
+        assert_eq!(injector, NotReady::AtAnyTime);
+        assert_eq!(others, [NotReady::UntilFirst; 3]);
+    }
+}

@@ -1,0 +1,32 @@
+//! Settings of the write-back controllers.
+
+use std::time::Duration;
+
+use ipnet::IpNet;
+
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Namespace of the leases. Default `linkerd`.
+    pub controller_namespace: String,
+    /// The holder identity in leases: the name of this pod.
+    pub lease_holder: String,
+    /// The Deployment that owns the leases, which are deleted with it. Default `linkerd-destination`.
+    pub lease_owner_deployment: String,
+    /// `None` if this process does not write EndpointSlices.
+    pub slices: Option<SlicesConfig>,
+    /// `None` if this process does not write statuses.
+    pub statuses: Option<StatusesConfig>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct SlicesConfig;
+
+#[derive(Clone, Debug)]
+pub struct StatusesConfig {
+    /// Networks that an EgressNetwork must not overlap. Default 10/8, 100.64/10, 172.16/12, 192.168/16.
+    pub cluster_networks: Vec<IpNet>,
+    /// Namespace of the EgressNetworks that apply to namespaces without their own. Default `linkerd-egress`.
+    pub global_egress_namespace: String,
+    /// Timeout of one patch. Default 5 s.
+    pub patch_timeout: Duration,
+}

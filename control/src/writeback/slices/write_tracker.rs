@@ -1,0 +1,133 @@
+//! Tracks our own writes to detect a cache that does not contain them yet.
+
+use std::sync::Arc;
+
+use ahash::AHashMap;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+
+use crate::resources::meta::Name;
+
+/// The expected states of slices, by Service and by the uid of the slice.
+#[derive(Default)]
+pub(super) struct WriteTracker(AHashMap<Name, AHashMap<String, ExpectedState>>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ExpectedState {
+    /// The slice exists in this or a later generation.
+    Generation(i64),
+    Deleted,
+}
+
+impl WriteTracker {
+    pub(super) fn record_write(&mut self, service: &Name, slice: &EndpointSlice) {
+        self.set_expected(service, slice, ExpectedState::Generation(generation(slice)));
+    }
+
+    pub(super) fn record_delete(&mut self, service: &Name, slice: &EndpointSlice) {
+        self.set_expected(service, slice, ExpectedState::Deleted);
+    }
+
+    fn set_expected(&mut self, service: &Name, slice: &EndpointSlice, expected: ExpectedState) {
+        if let Some(uid) = &slice.metadata.uid {
+            let slices = self.0.entry(service.clone()).or_default();
+            slices.insert(uid.clone(), expected);
+        }
+    }
+
+    /// Returns whether the cached slices of a Service are older than our writes.
+    pub(super) fn is_stale(&self, service: &Name, cached: &[Arc<EndpointSlice>]) -> bool {
+        let Some(expected) = self.0.get(service) else {
+            return false;
+        };
+        let find = |uid: &String| cached.iter().find(|slice| slice.metadata.uid.as_ref() == Some(uid));
+        expected.iter().any(|(uid, expected)| match (expected, find(uid)) {
+            (ExpectedState::Generation(at_least), Some(slice)) => generation(slice) < *at_least,
+            (ExpectedState::Deleted, None) => false,
+            (ExpectedState::Generation(_), None) | (ExpectedState::Deleted, Some(_)) => true,
+        })
+    }
+
+    /// Returns whether another client has changed a slice that the watch reports.
+    pub(super) fn is_external_change(&self, service: &Name, slice: &EndpointSlice) -> bool {
+        let uid = slice.metadata.uid.as_ref();
+        match uid.and_then(|uid| self.0.get(service)?.get(uid)) {
+            Some(ExpectedState::Generation(ours)) => generation(slice) > *ours,
+            // The event was sent before we deleted the slice.
+            Some(ExpectedState::Deleted) => false,
+            None => true,
+        }
+    }
+
+    /// Records that a slice is deleted. Returns whether we deleted it.
+    pub(super) fn is_own_deletion(&mut self, service: &Name, slice: &EndpointSlice) -> bool {
+        let Some(slices) = self.0.get_mut(service) else {
+            return false;
+        };
+        let expected = slice.metadata.uid.as_ref().and_then(|uid| slices.remove(uid));
+        if slices.is_empty() {
+            self.0.remove(service);
+        }
+        expected == Some(ExpectedState::Deleted)
+    }
+
+    pub(super) fn remove_service(&mut self, service: &Name) {
+        self.0.remove(service);
+    }
+}
+
+fn generation(slice: &EndpointSlice) -> i64 {
+    slice.metadata.generation.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice(uid: &str, generation: i64) -> Arc<EndpointSlice> {
+        let mut slice = EndpointSlice::default();
+        slice.metadata.uid = Some(uid.to_owned());
+        slice.metadata.generation = Some(generation);
+        Arc::new(slice)
+    }
+
+    #[test]
+    fn a_cache_is_stale_until_it_contains_our_writes() {
+        let service = Name::new("ns", "web");
+        let mut tracker = WriteTracker::default();
+        assert!(!tracker.is_stale(&service, &[slice("a", 1)]), "no writes");
+        tracker.record_write(&service, &slice("a", 2));
+        tracker.record_write(&service, &slice("b", 1));
+        assert!(
+            tracker.is_stale(&service, &[slice("a", 1), slice("b", 1)]),
+            "a is outdated"
+        );
+        assert!(tracker.is_stale(&service, &[slice("a", 2)]), "b is missing");
+        assert!(!tracker.is_stale(&service, &[slice("a", 3), slice("b", 1), slice("c", 1)]));
+        tracker.record_delete(&service, &slice("a", 2));
+        assert!(
+            tracker.is_stale(&service, &[slice("a", 2), slice("b", 1)]),
+            "a still exists"
+        );
+        assert!(tracker.is_own_deletion(&service, &slice("a", 2)));
+        assert!(!tracker.is_stale(&service, &[slice("b", 1)]));
+        tracker.remove_service(&service);
+        assert!(!tracker.is_stale(&service, &[]));
+    }
+
+    #[test]
+    fn only_changes_by_others_are_external() {
+        let service = Name::new("ns", "web");
+        let mut tracker = WriteTracker::default();
+        assert!(tracker.is_external_change(&service, &slice("a", 1)));
+        tracker.record_write(&service, &slice("a", 2));
+        assert!(!tracker.is_external_change(&service, &slice("a", 1)), "an older state");
+        assert!(!tracker.is_external_change(&service, &slice("a", 2)), "our own write");
+        assert!(tracker.is_external_change(&service, &slice("a", 3)));
+        assert!(
+            !tracker.is_own_deletion(&service, &slice("a", 2)),
+            "deleted by another client"
+        );
+        tracker.record_delete(&service, &slice("a", 3));
+        assert!(!tracker.is_external_change(&service, &slice("a", 3)));
+    }
+}

@@ -1,0 +1,592 @@
+//! The objects whose status is written, the objects on which it depends, and the required patches.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use ahash::AHashMap;
+use ipnet::IpNet;
+use serde_json::{Value, json};
+
+use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup};
+use crate::resources::meta::Name;
+use crate::resources::policy::egress_network::EgressNetwork;
+use crate::resources::policy::rate_limit::RateLimitPolicy;
+use crate::resources::policy::server::Server;
+use crate::resources::route::{Parent, ParentKind, Route};
+use crate::resources::service::Service;
+use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
+use crate::resources::unreadable::Unreadable;
+use crate::resources::workload::ExternalWorkload;
+use crate::resources::{Kind, Object};
+use crate::writeback::statuses::conditions;
+use crate::writeback::statuses::object_id::ObjectId;
+
+/// Index of the objects. They are shared with the other consumers of the events.
+pub(super) struct StatusIndex {
+    cluster_networks: Vec<IpNet>,
+    global_egress_namespace: String,
+    servers: AHashMap<Name, Arc<Server>>,
+    services: AHashMap<Name, Arc<Service>>,
+    egress_networks: AHashMap<Name, Arc<EgressNetwork>>,
+    routes: AHashMap<ObjectId, Arc<Route>>,
+    rate_limits: AHashMap<Name, Arc<RateLimitPolicy>>,
+    external_workloads: AHashMap<Name, Arc<ExternalWorkload>>,
+    /// Services, pods and external workloads by address. External workloads are included for all addresses in their
+    /// spec, even if another object has the address.
+    objects_by_ip: AHashMap<IpAddr, BTreeSet<ObjectId>>,
+    pod_ips: AHashMap<Name, Vec<IpAddr>>,
+    /// The objects whose status depends on an object.
+    dependents: AHashMap<ObjectId, BTreeSet<ObjectId>>,
+    /// Statuses that are written but not reported by the watch yet, each with the version that it replaces.
+    unconfirmed_writes: AHashMap<ObjectId, (String, Status)>,
+}
+
+/// The part of a status that this controller writes.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Status {
+    Route(Vec<ParentStatus>),
+    Policy(PolicyStatus),
+    /// Our condition of an external workload, if it exists.
+    Workload(Option<Condition>),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct StatusPatch {
+    pub(super) body: Value,
+    /// The version that it replaces.
+    pub(super) version: String,
+    pub(super) status: Status,
+}
+
+impl StatusIndex {
+    pub(super) fn new(cluster_networks: Vec<IpNet>, global_egress_namespace: String) -> Self {
+        Self {
+            cluster_networks,
+            global_egress_namespace,
+            servers: AHashMap::new(),
+            services: AHashMap::new(),
+            egress_networks: AHashMap::new(),
+            routes: AHashMap::new(),
+            rate_limits: AHashMap::new(),
+            external_workloads: AHashMap::new(),
+            objects_by_ip: AHashMap::new(),
+            pod_ips: AHashMap::new(),
+            dependents: AHashMap::new(),
+            unconfirmed_writes: AHashMap::new(),
+        }
+    }
+
+    /// Adds or replaces an object. Returns the objects whose status can change.
+    pub(super) fn apply(&mut self, object: &Object) -> BTreeSet<ObjectId> {
+        let id = ObjectId::new(object.kind(), object.meta().name.clone());
+        let is_old = |(replaced, _): &(String, Status)| *replaced != object.meta().version;
+        if self.unconfirmed_writes.get(&id).is_some_and(is_old) {
+            self.unconfirmed_writes.remove(&id);
+        }
+        if let Some(route) = object.route() {
+            return self.apply_route(id, route);
+        }
+        match object {
+            Object::RateLimitPolicy(limit) => self.apply_rate_limit(id, limit),
+            Object::EgressNetwork(network) => {
+                self.egress_networks.insert(id.name.clone(), network.clone());
+                let mut affected = self.dependents_of(&id);
+                affected.insert(id);
+                affected
+            }
+            Object::Server(server) => {
+                let before = self.servers.insert(id.name.clone(), server.clone());
+                match before.is_some_and(|before| before.protocol == server.protocol) {
+                    true => BTreeSet::new(),
+                    false => self.dependents_of(&id),
+                }
+            }
+            Object::Service(service) => {
+                let before = self.services.insert(id.name.clone(), service.clone());
+                let old = before
+                    .as_ref()
+                    .map(|before| before.cluster_ips.clone())
+                    .unwrap_or_default();
+                let mut affected = self.update_addresses(&id, &old, &service.cluster_ips);
+                if before.is_none_or(|before| before.kind != service.kind) {
+                    affected.extend(self.dependents_of(&id));
+                }
+                affected
+            }
+            Object::Pod(pod) => {
+                let addresses: Vec<IpAddr> = pod.claimed_ips().collect();
+                let old = self
+                    .pod_ips
+                    .insert(id.name.clone(), addresses.clone())
+                    .unwrap_or_default();
+                self.update_addresses(&id, &old, &addresses)
+            }
+            Object::ExternalWorkload(workload) => {
+                let before = self.external_workloads.insert(id.name.clone(), workload.clone());
+                let has_same_claim = before.as_ref().is_some_and(|before| {
+                    (&before.ports, before.meta.created_at) == (&workload.ports, workload.meta.created_at)
+                });
+                let old = before.as_ref().map(|before| before.ips.clone()).unwrap_or_default();
+                let mut affected = self.update_addresses(&id, &old, &workload.ips);
+                if !has_same_claim {
+                    affected.extend(self.workloads_at(&workload.ips));
+                }
+                let oldest = before.iter().chain([workload]).map(|one| one.meta.age_order()).min();
+                affected.retain(|id| self.is_younger_than(&id.name, oldest));
+                affected.insert(id);
+                affected
+            }
+            _ => BTreeSet::new(),
+        }
+    }
+
+    /// Records that the current version of an object cannot be read, which its status reports. The status of dependent
+    /// objects does not change.
+    pub(super) fn apply_unreadable(&mut self, unreadable: &Unreadable) -> BTreeSet<ObjectId> {
+        match &unreadable.placeholder {
+            Some(Object::Server(_)) if self.servers.contains_key(&unreadable.name) => BTreeSet::new(),
+            Some(object) => self.apply(object),
+            None => BTreeSet::new(),
+        }
+    }
+
+    pub(super) fn delete(&mut self, id: &ObjectId) -> BTreeSet<ObjectId> {
+        self.unconfirmed_writes.remove(id);
+        let mut affected = match id.kind {
+            Kind::Server => {
+                self.servers.remove(&id.name);
+                self.dependents_of(id)
+            }
+            Kind::Service => {
+                let old = self.services.remove(&id.name);
+                let old = old.map(|old| old.cluster_ips.clone()).unwrap_or_default();
+                let mut affected = self.update_addresses(id, &old, &[]);
+                affected.extend(self.dependents_of(id));
+                affected
+            }
+            Kind::Pod => {
+                let old = self.pod_ips.remove(&id.name).unwrap_or_default();
+                self.update_addresses(id, &old, &[])
+            }
+            Kind::ExternalWorkload => {
+                let old = self.external_workloads.remove(&id.name);
+                let ips = old.as_ref().map(|old| old.ips.clone()).unwrap_or_default();
+                let mut affected = self.update_addresses(id, &ips, &[]);
+                let age = old.as_ref().map(|old| old.meta.age_order());
+                affected.retain(|id| self.is_younger_than(&id.name, age));
+                affected
+            }
+            Kind::EgressNetwork => {
+                self.egress_networks.remove(&id.name);
+                self.dependents_of(id)
+            }
+            Kind::RateLimitPolicy => {
+                let old = self.rate_limits.remove(&id.name);
+                self.remove_dependencies(id, old.iter().map(|old| rate_limit_server(old)).collect())
+            }
+            _ => {
+                let old = self.routes.remove(id);
+                self.remove_dependencies(id, old.map(|old| depends_on(&old)).unwrap_or_default())
+            }
+        };
+        affected.remove(id);
+        affected
+    }
+
+    /// Replaces the addresses of an object. Returns the external workloads that have one of them.
+    fn update_addresses(&mut self, id: &ObjectId, old: &[IpAddr], new: &[IpAddr]) -> BTreeSet<ObjectId> {
+        if old == new {
+            return BTreeSet::new();
+        }
+        for ip in old {
+            if let Some(ids) = self.objects_by_ip.get_mut(ip) {
+                ids.remove(id);
+                if ids.is_empty() {
+                    self.objects_by_ip.remove(ip);
+                }
+            }
+        }
+        for ip in new {
+            self.objects_by_ip.entry(*ip).or_default().insert(id.clone());
+        }
+        self.workloads_at(old.iter().chain(new))
+    }
+
+    /// Returns whether an external workload is younger than this age. Only younger ones can conflict.
+    fn is_younger_than(&self, name: &Name, than: Option<(i64, &Name)>) -> bool {
+        let workload = self.external_workloads.get(name);
+        workload.is_some_and(|workload| Some(workload.meta.age_order()) > than)
+    }
+
+    fn workloads_at<'a>(&self, ips: impl IntoIterator<Item = &'a IpAddr>) -> BTreeSet<ObjectId> {
+        let at = ips.into_iter().filter_map(|ip| self.objects_by_ip.get(ip)).flatten();
+        at.filter(|id| id.kind == Kind::ExternalWorkload).cloned().collect()
+    }
+
+    fn apply_route(&mut self, id: ObjectId, route: &Arc<Route>) -> BTreeSet<ObjectId> {
+        let old = self.routes.insert(id.clone(), route.clone());
+        let before = old.as_ref().map(|old| depends_on(old)).unwrap_or_default();
+        let after = depends_on(route);
+        let mut affected = BTreeSet::from([id.clone()]);
+        let same_parents = |old: &Arc<Route>| {
+            old.parents
+                .iter()
+                .map(parent_key)
+                .eq(route.parents.iter().map(parent_key))
+                && (&old.hostnames, old.meta.created_at) == (&route.hostnames, route.meta.created_at)
+        };
+        // Routes with unchanged parents do not affect the other routes of these parents.
+        if !old.as_ref().is_some_and(same_parents) || before != after {
+            affected.extend(self.remove_dependencies(&id, before));
+            for target in after {
+                let dependents = self.dependents.entry(target).or_default();
+                affected.extend(dependents.iter().cloned());
+                dependents.insert(id.clone());
+            }
+        }
+        affected
+    }
+
+    fn apply_rate_limit(&mut self, id: ObjectId, limit: &Arc<RateLimitPolicy>) -> BTreeSet<ObjectId> {
+        let old = self.rate_limits.insert(id.name.clone(), limit.clone());
+        let mut affected = BTreeSet::from([id.clone()]);
+        let same =
+            |old: &Arc<RateLimitPolicy>| old.server == limit.server && old.meta.created_at == limit.meta.created_at;
+        if !old.as_ref().is_some_and(same) {
+            affected.extend(self.remove_dependencies(&id, old.iter().map(|old| rate_limit_server(old)).collect()));
+            let dependents = self.dependents.entry(rate_limit_server(limit)).or_default();
+            affected.extend(dependents.iter().cloned());
+            dependents.insert(id);
+        }
+        affected
+    }
+
+    /// Removes the dependencies of an object. Returns the other objects with the same dependencies.
+    fn remove_dependencies(&mut self, id: &ObjectId, targets: BTreeSet<ObjectId>) -> BTreeSet<ObjectId> {
+        let mut affected = BTreeSet::new();
+        for target in targets {
+            if let Some(dependents) = self.dependents.get_mut(&target) {
+                dependents.remove(id);
+                affected.extend(dependents.iter().cloned());
+                if dependents.is_empty() {
+                    self.dependents.remove(&target);
+                }
+            }
+        }
+        affected
+    }
+
+    fn dependents_of(&self, id: &ObjectId) -> BTreeSet<ObjectId> {
+        self.dependents.get(id).cloned().unwrap_or_default()
+    }
+
+    /// Returns all objects that have a status from this controller.
+    pub(super) fn all(&self) -> Vec<ObjectId> {
+        let routes = self.routes.keys().cloned();
+        let limits = self
+            .rate_limits
+            .keys()
+            .map(|name| ObjectId::new(Kind::RateLimitPolicy, name.clone()));
+        let networks = self
+            .egress_networks
+            .keys()
+            .map(|name| ObjectId::new(Kind::EgressNetwork, name.clone()));
+        let workloads = self
+            .external_workloads
+            .keys()
+            .map(|name| ObjectId::new(Kind::ExternalWorkload, name.clone()));
+        routes.chain(limits).chain(networks).chain(workloads).collect()
+    }
+
+    /// Builds the patch for an object. `None` if the object does not exist or its status is up to date.
+    pub(super) fn build_patch(&self, id: &ObjectId, now: &str) -> Option<StatusPatch> {
+        let (version, current, foreign) = self.current_status(id)?;
+        let wanted = self.desired_status(id)?.with_transition_times(&current, now);
+        if wanted == current {
+            return None;
+        }
+        // The API version is added when the patch is sent.
+        let mut body = json!({ "kind": id.kind.info().name, "metadata": { "name": id.name.name } });
+        body["status"] = match &wanted {
+            Status::Route(ours) => {
+                // The patch replaces the complete list. The resource version prevents overwriting concurrent changes.
+                body["metadata"]["resourceVersion"] = json!(version);
+                let parents: Vec<&ParentStatus> = foreign.iter().chain(ours).collect();
+                json!({ "parents": parents })
+            }
+            Status::Policy(status) => json!(status),
+            Status::Workload(ours) => {
+                body["metadata"]["resourceVersion"] = json!(version);
+                let conditions = self
+                    .external_workloads
+                    .get(&id.name)
+                    .map(|workload| &*workload.conditions);
+                let foreign = conditions
+                    .unwrap_or_default()
+                    .iter()
+                    .filter(|condition| !is_managed(condition));
+                let all: Vec<Value> = foreign.cloned().chain(ours.iter().map(|ours| json!(ours))).collect();
+                json!({ "conditions": all })
+            }
+        };
+        Some(StatusPatch {
+            body,
+            version,
+            status: wanted,
+        })
+    }
+
+    /// Records that a patch has succeeded.
+    pub(super) fn record_write(&mut self, id: ObjectId, patch: StatusPatch) {
+        self.unconfirmed_writes.insert(id, (patch.version, patch.status));
+    }
+
+    /// Returns the version of an object, our part of its status, and the part of other controllers.
+    fn current_status(&self, id: &ObjectId) -> Option<(String, Status, Vec<ParentStatus>)> {
+        let (meta, status, foreign) = match id.kind {
+            Kind::RateLimitPolicy => {
+                let limit = self.rate_limits.get(&id.name)?;
+                (&limit.meta, Status::Policy(limit.status.clone()), Vec::new())
+            }
+            Kind::EgressNetwork => {
+                let network = self.egress_networks.get(&id.name)?;
+                (&network.meta, Status::Policy(network.status.clone()), Vec::new())
+            }
+            Kind::ExternalWorkload => {
+                let workload = self.external_workloads.get(&id.name)?;
+                let ours = workload.conditions.iter().find(|condition| is_managed(condition));
+                // A condition that cannot be decoded is written again.
+                let ours = ours.and_then(|ours| serde_json::from_value(ours.clone()).ok());
+                (&workload.meta, Status::Workload(ours), Vec::new())
+            }
+            _ => {
+                let route = self.routes.get(id)?;
+                let statuses = route.statuses.iter().cloned();
+                let (ours, foreign) = statuses.partition(|status| status.controller_name == CONTROLLER_NAME);
+                (&route.meta, Status::Route(ours), foreign)
+            }
+        };
+        let status = match self.unconfirmed_writes.get(id) {
+            Some((replaced, written)) if *replaced == meta.version => written.clone(),
+            _ => status,
+        };
+        Some((meta.version.clone(), status, foreign))
+    }
+
+    /// Returns our part of the status without times.
+    fn desired_status(&self, id: &ObjectId) -> Option<Status> {
+        match id.kind {
+            Kind::RateLimitPolicy => self.rate_limit_status(self.rate_limits.get(&id.name)?),
+            Kind::EgressNetwork => {
+                let network = self.egress_networks.get(&id.name)?;
+                let overlaps = acceptance::overlaps_cluster_networks(network, &self.cluster_networks);
+                Some(Status::Policy(PolicyStatus {
+                    conditions: vec![conditions::egress_network_condition(
+                        network.unreadable.as_deref(),
+                        overlaps,
+                        network.generation,
+                    )],
+                    target_ref: None,
+                }))
+            }
+            Kind::ExternalWorkload => {
+                let workload = self.external_workloads.get(&id.name)?;
+                let had_condition = workload.conditions.iter().any(is_managed);
+                let conflicts: Vec<_> = workload
+                    .ips
+                    .iter()
+                    .filter_map(|ip| Some((*ip, self.address_owner(*ip, workload)?)))
+                    .collect();
+                Some(Status::Workload(conditions::external_workload_condition(
+                    &conflicts,
+                    had_condition,
+                )))
+            }
+            _ => Some(Status::Route(self.route_status(self.routes.get(id)?))),
+        }
+    }
+
+    /// Returns the object that takes precedence for an address of an external workload: a Service, a Pod, or another
+    /// external workload.
+    fn address_owner(&self, ip: IpAddr, workload: &ExternalWorkload) -> Option<ObjectId> {
+        let ids = self.objects_by_ip.get(&ip)?;
+        if let Some(owner) = ids.iter().find(|id| id.kind != Kind::ExternalWorkload) {
+            return Some(owner.clone());
+        }
+        let all = ids.iter().filter_map(|id| self.external_workloads.get(&id.name));
+        let holder = workload.conflicting_older_workload(all.map(|one| &**one))?;
+        Some(ObjectId::new(Kind::ExternalWorkload, holder.meta.name.clone()))
+    }
+
+    fn route_status(&self, route: &Route) -> Vec<ParentStatus> {
+        let mut statuses: Vec<ParentStatus> = Vec::new();
+        for parent in &route.parents {
+            let Some((_, group)) = parent_kind(parent.kind) else {
+                continue;
+            };
+            let competing = self.routes_of_parent(parent);
+            let settings = AcceptanceSettings {
+                cluster_networks: &self.cluster_networks,
+                global_egress_namespace: &self.global_egress_namespace,
+            };
+            let accepted = acceptance::check_route(self, settings, route, parent, competing);
+            let mut found = vec![conditions::route_condition(accepted, route.generation)];
+            if parent.kind != ParentKind::Server {
+                found.push(self.resolved_refs_condition(route));
+            }
+            let parent_ref = ParentRef {
+                group: Some(group.to_owned()),
+                kind: Some(parent.kind.name().to_owned()),
+                namespace: Some(parent.name.namespace.to_string()),
+                name: parent.name.name.to_string(),
+                section_name: parent.section.clone(),
+                port: parent.port,
+            };
+            // A parent that is referenced twice has one status.
+            if statuses.iter().all(|status| status.parent_ref != parent_ref) {
+                statuses.push(ParentStatus {
+                    parent_ref,
+                    controller_name: CONTROLLER_NAME.to_owned(),
+                    conditions: found,
+                });
+            }
+        }
+        statuses
+    }
+
+    fn routes_of_parent(&self, parent: &Parent) -> impl Iterator<Item = &Route> {
+        let dependents = parent_id(parent).and_then(|id| self.dependents.get(&id));
+        let routes = dependents.into_iter().flatten().filter_map(|id| self.routes.get(id));
+        routes.map(|route| &**route)
+    }
+
+    /// The condition that tells whether all backends of a route exist.
+    fn resolved_refs_condition(&self, route: &Route) -> Condition {
+        let mut missing = Vec::new();
+        for backend in route.rules.backend_refs() {
+            let name = backend.resolve(route.meta.namespace());
+            let exists = if backend.is_service() {
+                self.services.contains_key(&name)
+            } else if backend.is_egress_network() {
+                self.egress_networks.contains_key(&name)
+            } else {
+                return conditions::invalid_backend_condition(&name, route.generation);
+            };
+            if !exists {
+                missing.push(name);
+            }
+        }
+        conditions::backends_condition(&missing, route.generation)
+    }
+
+    fn rate_limit_status(&self, limit: &RateLimitPolicy) -> Option<Status> {
+        let server = rate_limit_server(limit);
+        let competing = self
+            .dependents
+            .get(&server)?
+            .iter()
+            .filter(|id| id.kind == Kind::RateLimitPolicy);
+        let oldest = competing
+            .filter_map(|id| self.rate_limits.get(&id.name))
+            .min_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
+        let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
+        let protocol = self.servers.get(&server.name).map(|server| server.protocol);
+        let rejection = match (protocol, protocol.and_then(acceptance::rate_limit_unsupported_reason)) {
+            _ if limit.unreadable.is_some() => limit
+                .unreadable
+                .as_deref()
+                .map(conditions::RateLimitRejection::Unreadable),
+            (None, _) => Some(conditions::RateLimitRejection::NoServer),
+            (Some(_), Some(reason)) => Some(conditions::RateLimitRejection::Protocol(reason)),
+            (Some(_), None) if *holder != limit.meta.name => {
+                Some(conditions::RateLimitRejection::OlderRateLimit(holder))
+            }
+            (Some(_), None) => None,
+        };
+        Some(Status::Policy(PolicyStatus {
+            conditions: vec![conditions::rate_limit_condition(rejection, limit.generation)],
+            target_ref: Some(limit.target.clone()),
+        }))
+    }
+}
+
+impl ParentLookup for StatusIndex {
+    fn server(&self, name: &Name) -> Option<&Server> {
+        self.servers.get(name).map(|server| &**server)
+    }
+
+    fn service(&self, name: &Name) -> Option<&Service> {
+        self.services.get(name).map(|service| &**service)
+    }
+
+    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork> {
+        self.egress_networks.get(name).map(|network| &**network)
+    }
+}
+
+impl Status {
+    fn with_transition_times(mut self, current: &Self, now: &str) -> Self {
+        match (&mut self, current) {
+            (Self::Route(wanted), Self::Route(current)) => {
+                for status in wanted {
+                    let before = current.iter().find(|before| before.parent_ref == status.parent_ref);
+                    let before = before.map(|before| &*before.conditions).unwrap_or_default();
+                    conditions::keep_transition_times(&mut status.conditions, before, now);
+                }
+            }
+            (Self::Policy(wanted), Self::Policy(current)) => {
+                conditions::keep_transition_times(&mut wanted.conditions, &current.conditions, now);
+            }
+            (Self::Workload(Some(wanted)), Self::Workload(current)) => {
+                conditions::keep_transition_times(std::slice::from_mut(wanted), current.as_slice(), now);
+            }
+            _ => {}
+        }
+        self
+    }
+}
+
+/// Returns whether this controller writes a condition of an external workload.
+fn is_managed(condition: &Value) -> bool {
+    condition["type"] == ACCEPTED
+}
+
+/// Returns the objects on which the status of a route depends.
+fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
+    let mut targets: BTreeSet<ObjectId> = route.parents.iter().filter_map(parent_id).collect();
+    for backend in route.rules.backend_refs() {
+        let name = backend.resolve(route.meta.namespace());
+        if backend.is_service() {
+            targets.insert(ObjectId::new(Kind::Service, name));
+        } else if backend.is_egress_network() {
+            targets.insert(ObjectId::new(Kind::EgressNetwork, name));
+        }
+    }
+    targets
+}
+
+fn parent_key(parent: &Parent) -> (ParentKind, &Name, Option<u16>) {
+    (parent.kind, &parent.name, parent.port)
+}
+
+fn parent_id(parent: &Parent) -> Option<ObjectId> {
+    Some(ObjectId::new(parent_kind(parent.kind)?.0, parent.name.clone()))
+}
+
+/// Returns the kind of a parent, and its group in statuses.
+fn parent_kind(kind: ParentKind) -> Option<(Kind, &'static str)> {
+    let kind = match kind {
+        ParentKind::Server => Kind::Server,
+        ParentKind::Service => Kind::Service,
+        ParentKind::EgressNetwork => Kind::EgressNetwork,
+        ParentKind::Foreign => return None,
+    };
+    let group = kind.info().group;
+    Some((kind, if group.is_empty() { "core" } else { group }))
+}
+
+fn rate_limit_server(limit: &RateLimitPolicy) -> ObjectId {
+    let name = Name::new(limit.meta.namespace().clone(), limit.server.clone());
+    ObjectId::new(Kind::Server, name)
+}

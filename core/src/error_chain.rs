@@ -1,0 +1,37 @@
+//! Errors with their causes, for logs and responses.
+
+use std::error::Error;
+use std::fmt;
+
+/// Shows an error and its sources on one line: `loading the issuer: reading crt.pem: no such file`.
+pub struct ErrorChain<'a>(pub &'a (dyn Error + 'a));
+
+impl fmt::Display for ErrorChain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut source = self.0.source();
+        while let Some(cause) = source {
+            write!(f, ": {cause}")?;
+            source = cause.source();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("reading the bundle")]
+    struct ReadError(#[source] io::Error);
+
+    #[test]
+    fn all_causes_are_shown_in_order() {
+        let error = ReadError(io::Error::other("the disk is full"));
+        assert_eq!(ErrorChain(&error).to_string(), "reading the bundle: the disk is full");
+        assert_eq!(ErrorChain(&io::Error::other("alone")).to_string(), "alone");
+    }
+}

@@ -1,0 +1,221 @@
+//! Rules outside our table: those of tulle and Linkerd made by iptables-nft, and redirects of other programs.
+
+use crate::netlink::attr::{self, Attrs, parse};
+use crate::netlink::socket::{Answer, Message, NFTABLES, NetlinkError, Socket};
+use crate::netlink::table::{self, verdict};
+use crate::nft_script::TABLE;
+use crate::rules::Family;
+
+/// The chains and jumps of tulle or Linkerd in one table of iptables-nft.
+#[derive(Clone, Debug)]
+pub(crate) struct IptablesNftTable {
+    family: u8,
+    table: String,
+    chains: Vec<String>,
+    /// Chain and handle of the rules in other chains that jump to ours.
+    jumps: Vec<(String, u64)>,
+}
+
+/// The iptables-nft tables that contain chains of tulle or Linkerd.
+pub(crate) fn xtables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, NetlinkError> {
+    let mut found: Vec<IptablesNftTable> = Vec::new();
+    for answer in socket.dump(&table::list(table::GET_CHAIN, table::ANY_FAMILY, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::CHAIN_TABLE, table::CHAIN_NAME) else {
+            continue;
+        };
+        if !IPTABLES_CHAINS.contains(&chain) || !IPTABLES_TABLES.contains(&table) {
+            continue;
+        }
+        match found
+            .iter_mut()
+            .find(|known| known.family == answer.family && known.table == table)
+        {
+            Some(known) => known.chains.push(chain.to_owned()),
+            None => found.push(IptablesNftTable {
+                family: answer.family,
+                table: table.to_owned(),
+                chains: vec![chain.to_owned()],
+                jumps: Vec::new(),
+            }),
+        }
+    }
+    for known in &mut found {
+        for answer in socket.dump(&table::list(table::GET_RULE, known.family, Some(&known.table)))? {
+            let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+                continue;
+            };
+            let target = expressions(&answer).find_map(|(_, data)| jump_target(data));
+            let handle = attr::find(&answer.attrs, table::RULE_HANDLE).and_then(|handle| handle.try_into().ok());
+            let Some(handle) = handle.map(u64::from_be_bytes) else {
+                continue;
+            };
+            let ours = |chain: &str| known.chains.iter().any(|known| known == chain);
+            if table == known.table && !ours(chain) && target.is_some_and(ours) {
+                known.jumps.push((chain.to_owned(), handle));
+            }
+        }
+    }
+    Ok(found)
+}
+
+impl IptablesNftTable {
+    pub(crate) fn name(&self) -> String {
+        let family = if self.family == 10 { "ipv6" } else { "ipv4" };
+        format!("iptables-nft {family} {}", self.table)
+    }
+
+    /// Messages that delete our jumps and chains, and nothing else.
+    pub(crate) fn removal(&self) -> Vec<Message> {
+        let jumps = self.jumps.iter().map(|(chain, handle)| {
+            let attrs = Attrs::new()
+                .text(table::RULE_TABLE, &self.table)
+                .text(table::RULE_CHAIN, chain);
+            self.delete(table::DEL_RULE, attrs.be64(table::RULE_HANDLE, *handle), chain)
+        });
+        // All chains are emptied before the first is deleted, because they may jump to one another.
+        let emptied = self.chains.iter().map(|chain| self.empty(chain));
+        let chains = self.chains.iter().map(|chain| {
+            let attrs = Attrs::new()
+                .text(table::CHAIN_TABLE, &self.table)
+                .text(table::CHAIN_NAME, chain);
+            self.delete(table::DEL_CHAIN, attrs, chain)
+        });
+        jumps.chain(emptied).chain(chains).collect()
+    }
+
+    /// Messages that make the chains accept everything, with a rule that keeps connection tracking active.
+    pub(crate) fn accept_all(&self) -> Vec<Message> {
+        let passing = || self.chains.iter().filter(|chain| *chain != IPTABLES_ANSWERS);
+        let filled = passing().map(|chain| {
+            let mut pass = table::conntrack_state(table::CT_NEW);
+            pass.push(verdict(table::RETURN, None));
+            table::rule_message(self.family, &self.table, chain, &pass, "draining")
+        });
+        passing().map(|chain| self.empty(chain)).chain(filled).collect()
+    }
+
+    fn empty(&self, chain: &str) -> Message {
+        let attrs = Attrs::new()
+            .text(table::RULE_TABLE, &self.table)
+            .text(table::RULE_CHAIN, chain);
+        self.delete(table::DEL_RULE, attrs, chain)
+    }
+
+    fn delete(&self, kind: u16, attrs: Attrs, chain: &str) -> Message {
+        let what = format!("a removal in chain {chain} of table {} ({})", self.table, self.name());
+        Message {
+            kind: NFTABLES << 8 | kind,
+            flags: 0,
+            family: self.family,
+            attrs,
+            what,
+        }
+    }
+}
+
+/// Tables and chains of other programs that translate destinations, for a warning.
+///
+/// # Errors
+/// If the kernel does not answer.
+pub fn redirectors(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
+    let mut found = Vec::new();
+    for answer in socket.dump(&table::list(table::GET_RULE, table::ANY_FAMILY, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+            continue;
+        };
+        let ours = table == TABLE || IPTABLES_CHAINS.contains(&chain);
+        if !ours && expressions(&answer).any(|(name, data)| translates(name, data)) {
+            let location = format!("chain {chain} of nftables table {table}");
+            if !found.contains(&location) {
+                found.push(location);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The ports to which our rules redirect.
+pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkError> {
+    let mut ports = Vec::new();
+    for answer in socket.dump(&table::list(table::GET_RULE, table::ANY_FAMILY, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+            continue;
+        };
+        let mut loaded = None;
+        for (name, data) in expressions(&answer).filter(|_| table == TABLE || IPTABLES_CHAINS.contains(&chain)) {
+            match name {
+                "immediate" => {
+                    let value = attr::find(data, table::IMMEDIATE_DATA);
+                    loaded = value
+                        .and_then(|value| attr::find_be16(value, table::DATA_VALUE))
+                        .or(loaded);
+                }
+                "redir" => ports.extend(loaded),
+                "target" => ports.extend(target_port(data, answer.family)),
+                _ => {}
+            }
+        }
+    }
+    Ok(ports)
+}
+
+/// The port of iptables' REDIRECT target, whose data nftables treats as opaque.
+fn target_port(data: &[u8], family: u8) -> Option<u16> {
+    let info = attr::find(data, TARGET_INFO).filter(|_| attr::find_text(data, TARGET_NAME) == Some("REDIRECT"))?;
+    // The port follows a count, flags and two addresses (IPv4), or flags and two addresses (IPv6).
+    let offset = if family == table::nfproto(Family::V6) {
+        4 + 2 * 16
+    } else {
+        4 + 4 + 2 * 4
+    };
+    Some(u16::from_be_bytes(info.get(offset..offset + 2)?.try_into().ok()?))
+}
+
+fn names(answer: &Answer, table: u16, chain: u16) -> (Option<&str>, Option<&str>) {
+    (
+        attr::find_text(&answer.attrs, table),
+        attr::find_text(&answer.attrs, chain),
+    )
+}
+
+/// Names and data of a rule's expressions.
+fn expressions(answer: &Answer) -> impl Iterator<Item = (&str, &[u8])> {
+    let list = attr::find(&answer.attrs, table::RULE_EXPRESSIONS).unwrap_or_default();
+    parse(list).filter_map(|(_, expression)| {
+        let name = attr::find_text(expression, table::EXPRESSION_NAME)?;
+        Some((name, attr::find(expression, table::EXPRESSION_DATA).unwrap_or_default()))
+    })
+}
+
+fn jump_target(immediate: &[u8]) -> Option<&str> {
+    let verdict = attr::find(attr::find(immediate, table::IMMEDIATE_DATA)?, table::DATA_VERDICT)?;
+    attr::find_text(verdict, table::VERDICT_CHAIN)
+}
+
+/// A native nftables expression, or an iptables target without an nftables equivalent.
+fn translates(name: &str, data: &[u8]) -> bool {
+    match name {
+        "redir" | "tproxy" => true,
+        "nat" => attr::find_be32(data, NAT_TYPE) == Some(NAT_DESTINATION),
+        "target" => attr::find_text(data, TARGET_NAME).is_some_and(|target| TARGETS.contains(&target)),
+        _ => false,
+    }
+}
+
+/// The chains that tulle and Linkerd create with iptables, in any table.
+pub(crate) const IPTABLES_CHAINS: [&str; 6] = [
+    "PROXY_INIT_REDIRECT",
+    "PROXY_INIT_OUTPUT",
+    "PROXY_INIT_TPROXY_INBOUND",
+    "PROXY_INIT_TPROXY",
+    IPTABLES_ANSWERS,
+    "PROXY_INIT_INVALID",
+];
+/// Open connections need this chain until they end.
+pub(crate) const IPTABLES_ANSWERS: &str = "PROXY_INIT_ANSWERS";
+const IPTABLES_TABLES: [&str; 2] = ["nat", "mangle"];
+const NAT_TYPE: u16 = 1;
+const NAT_DESTINATION: u32 = 1;
+const TARGET_NAME: u16 = 1;
+const TARGET_INFO: u16 = 3;
+const TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];

@@ -1,0 +1,299 @@
+//! The nftables backend: applies, compares and removes our rules, each in one transaction.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::netlink::attr;
+use crate::netlink::iptables_nft::{self, IptablesNftTable};
+use crate::netlink::socket::{Message, NetlinkError, Socket};
+use crate::netlink::table::{self, Layout, Table};
+use crate::nft_script::TABLE;
+use crate::rules::{Chain, Rules};
+
+/// The result of comparing the live rules with the wanted ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Live {
+    Equal,
+    Different,
+    Absent,
+}
+
+/// The result of applying rules.
+#[derive(Debug)]
+pub struct Applied {
+    pub change: Change,
+    /// Features that were omitted because this kernel lacks them.
+    pub warnings: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    Applied,
+    Unchanged,
+}
+
+/// Applies the rules, unless they are live already.
+///
+/// If the kernel lacks a feature, a simpler form is tried: without the match on local destinations, then with one table per
+/// family.
+///
+/// # Errors
+/// If the kernel refuses all forms; the error is that of the full form, and the previous rules stay. Also if other
+/// processes keep changing rules until the wait is over.
+pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Applied, NetlinkError> {
+    let simpler = rules.without_local_test();
+    let forms = [Layout::Inet, Layout::Split]
+        .into_iter()
+        .flat_map(|layout| [(layout, Some(rules)), (layout, simpler.as_ref())])
+        .filter_map(|(layout, rules)| Some((layout, rules?)));
+    let mut first = None;
+    for (layout, form) in forms {
+        match apply_form(socket, form, layout, wait) {
+            Ok(change) => {
+                let no_fib = (form != rules).then_some(
+                    "this kernel cannot match local destinations (no fib expression): forwarded traffic is redirected too",
+                );
+                let no_inet = (layout == Layout::Split)
+                    .then_some("this kernel does not support NAT in inet tables: one table per family is used");
+                let warnings = no_fib.into_iter().chain(no_inet).map(str::to_owned).collect();
+                return Ok(Applied { change, warnings });
+            }
+            Err(error) if error.is_unsupported() => first = first.or(Some(error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(first.unwrap_or(NetlinkError::ConcurrentChange))
+}
+
+fn apply_form(socket: &mut Socket, rules: &Rules, layout: Layout, wait: Duration) -> Result<Change, NetlinkError> {
+    let wanted = table::tables(rules, layout);
+    commit_with_retry(socket, wait, |socket| {
+        let present = present(socket)?;
+        if compare(socket, &wanted, &present)? == Live::Equal {
+            return Ok(None);
+        }
+        Ok(Some(table::replace(&wanted, &present)))
+    })
+}
+
+/// Compares the live rules with these.
+///
+/// # Errors
+/// If the kernel does not answer.
+pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Live, NetlinkError> {
+    let present = present(socket)?;
+    compare(socket, &table::tables(rules, Layout::Inet), &present)
+}
+
+/// Removes our table, and our rules made by iptables-nft; returns where there were any.
+///
+/// # Errors
+/// If the kernel refuses; then nothing is removed.
+pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<Vec<String>, NetlinkError> {
+    let mut removed = Vec::new();
+    commit_with_retry(socket, wait, |socket| {
+        let (present, xtables) = found(socket, owner)?;
+        removed = names(&present, &xtables);
+        let tables = present.iter().map(|family| table::delete_table(*family));
+        let messages: Vec<Message> = tables
+            .chain(xtables.iter().flat_map(IptablesNftTable::removal))
+            .collect();
+        Ok((!messages.is_empty()).then_some(messages))
+    })?;
+    Ok(removed)
+}
+
+/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which they are
+/// redirected.
+///
+/// Connection tracking stops translating when the last rule that uses it is removed, so one such rule stays.
+///
+/// # Errors
+/// If the kernel refuses; then nothing changes.
+pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
+    let mut ports = Vec::new();
+    commit_with_retry(socket, wait, |socket| {
+        let (present, xtables) = found(socket, RuleOwner::All)?;
+        if ports.is_empty() {
+            ports = iptables_nft::redirect_ports(socket)?;
+        }
+        let mut messages = Vec::new();
+        for family in &present {
+            messages.extend([table::delete_table(*family), table::new_table(*family)]);
+            for chain in [Chain::Prerouting, Chain::Output] {
+                let hook = chain.hook(crate::options::DEFAULT_PRIORITY);
+                messages.push(table::chain(*family, chain.name(), hook.as_ref()));
+                let mut pass = table::conntrack_state(table::CT_NEW);
+                pass.push(table::verdict(table::ACCEPTED, None));
+                messages.push(table::rule_message(*family, TABLE, chain.name(), &pass, "draining"));
+            }
+            // In tproxy mode nothing is translated, but replies must still be routed to the proxy.
+            let chains = of_ours(socket, table::GET_CHAIN, *family)?;
+            let answers =
+                |chain: &Vec<u8>| attr::find_text(chain, table::CHAIN_NAME) == Some(Chain::TproxyReplies.name());
+            if chains.iter().any(answers) {
+                messages.extend(table::answers(*family));
+            }
+        }
+        messages.extend(xtables.iter().flat_map(IptablesNftTable::accept_all));
+        Ok((!messages.is_empty()).then_some(messages))
+    })?;
+    Ok(ports)
+}
+
+/// The rules to look for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RuleOwner {
+    /// Only our own nftables table.
+    Native,
+    /// Only rules made by iptables-nft.
+    Xtables,
+    All,
+}
+
+fn found(socket: &mut Socket, owner: RuleOwner) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
+    let present = if owner == RuleOwner::Xtables {
+        Vec::new()
+    } else {
+        present(socket)?
+    };
+    let xtables = if owner == RuleOwner::Native {
+        Vec::new()
+    } else {
+        iptables_nft::xtables(socket)?
+    };
+    Ok((present, xtables))
+}
+
+fn names(present: &[u8], xtables: &[IptablesNftTable]) -> Vec<String> {
+    let native = (!present.is_empty()).then(|| "native".to_owned());
+    native
+        .into_iter()
+        .chain(xtables.iter().map(IptablesNftTable::name))
+        .collect()
+}
+
+/// Plans from the live rules and commits; repeats both if another process has changed rules in between.
+fn commit_with_retry(
+    socket: &mut Socket,
+    wait: Duration,
+    mut plan: impl FnMut(&mut Socket) -> Result<Option<Vec<Message>>, NetlinkError>,
+) -> Result<Change, NetlinkError> {
+    let deadline = Instant::now() + wait;
+    loop {
+        let generation = socket.generation()?;
+        let Some(messages) = plan(socket)? else {
+            return Ok(Change::Unchanged);
+        };
+        match socket.commit(&messages, generation) {
+            Err(NetlinkError::ConcurrentChange) if Instant::now() < deadline => {}
+            done => return done.map(|()| Change::Applied),
+        }
+    }
+}
+
+/// The families in which our table exists.
+fn present(socket: &mut Socket) -> Result<Vec<u8>, NetlinkError> {
+    let tables = socket.dump(&table::list(table::GET_TABLE, table::ANY_FAMILY, None))?;
+    let ours = tables
+        .iter()
+        .filter(|table| attr::find_text(&table.attrs, table::TABLE_NAME) == Some(TABLE));
+    Ok(ours.map(|table| table.family).collect())
+}
+
+fn compare(socket: &mut Socket, wanted: &[Table], present: &[u8]) -> Result<Live, NetlinkError> {
+    if present.is_empty() {
+        return Ok(Live::Absent);
+    }
+    let same_tables = wanted.len() == present.len() && wanted.iter().all(|table| present.contains(&table.family));
+    for table in wanted.iter().filter(|_| same_tables) {
+        let sets = table.sets.iter().map(|set| set.message.clone()).collect();
+        let kinds = [
+            (table::GET_CHAIN, table::CHAIN_NAME, table.chains.clone()),
+            (table::GET_SET, table::SET_NAME, sets),
+            (table::GET_RULE, table::RULE_CHAIN, table.rules.clone()),
+        ];
+        for (kind, name, wanted) in kinds {
+            if !has_same_objects(of_ours(socket, kind, table.family)?, wanted, name) {
+                return Ok(Live::Different);
+            }
+        }
+        for set in &table.sets {
+            let shown = socket.dump(&table::list_elements(table.family, set.name))?;
+            let mut shown: Vec<_> = shown.iter().flat_map(|part| table::shown_bounds(&part.attrs)).collect();
+            let mut wanted: Vec<_> = table::bounds(&set.ranges).collect();
+            shown.sort();
+            wanted.sort();
+            if shown != wanted {
+                return Ok(Live::Different);
+            }
+        }
+    }
+    Ok(if same_tables { Live::Equal } else { Live::Different })
+}
+
+/// The objects of one kind in our table.
+fn of_ours(socket: &mut Socket, kind: u16, family: u8) -> Result<Vec<Vec<u8>>, NetlinkError> {
+    let all = socket.dump(&table::list(kind, family, Some(TABLE)))?;
+    // The kernel lists chains of all tables; the first attribute of every object is its table.
+    let ours = all
+        .into_iter()
+        .filter(|answer| attr::find_text(&answer.attrs, table::TABLE_NAME) == Some(TABLE));
+    Ok(ours.map(|answer| answer.attrs).collect())
+}
+
+/// Whether exactly the wanted objects exist. Objects with the same name (or in the same chain) must have the same order.
+///
+/// The kernel lists chains and sets in an order of its own.
+fn has_same_objects(mut shown: Vec<Vec<u8>>, mut wanted: Vec<Message>, name: u16) -> bool {
+    let by_name = |attrs: &[u8]| attr::find(attrs, name).map(<[u8]>::to_vec);
+    shown.sort_by_key(|attrs| by_name(attrs));
+    wanted.sort_by_key(|message| by_name(message.attrs.as_bytes()));
+    shown.len() == wanted.len()
+        && shown
+            .iter()
+            .zip(&wanted)
+            .all(|(shown, wanted)| attr::covers(shown, wanted.attrs.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::netns::Namespace;
+
+    use super::*;
+    use crate::options::{Invalid, Options};
+    use crate::rules::build_rules;
+    use crate::rules::tests::example;
+
+    /// Tests the forms for kernels without features that the test kernel has.
+    #[test]
+    fn the_simpler_forms_are_applied_recognised_and_replaced() {
+        if !nix::unistd::Uid::effective().is_root() {
+            assert!(std::env::var_os("CI").is_none(), "network namespaces need root");
+            eprintln!("SKIPPED: network namespaces need root");
+            return;
+        }
+        let namespace = Namespace::create(&format!("ti-forms-{}", std::process::id())).unwrap();
+        let rules = build_rules(&Options {
+            invalid: Invalid::Drop,
+            ..example()
+        });
+        let simpler = rules.without_local_test().unwrap();
+        let wait = Duration::from_secs(1);
+        namespace
+            .run(|| {
+                let mut socket = Socket::open().unwrap();
+                let mut apply = |rules: &Rules, layout| apply_form(&mut socket, rules, layout, wait).unwrap();
+                assert_eq!(apply(&rules, Layout::Split), Change::Applied);
+                assert_eq!(apply(&rules, Layout::Split), Change::Unchanged);
+                assert_eq!(apply(&simpler, Layout::Split), Change::Applied);
+                assert_eq!(apply(&simpler, Layout::Inet), Change::Applied);
+                assert_eq!(check(&mut socket, &simpler).unwrap(), Live::Equal);
+                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Different);
+                assert_eq!(remove(&mut socket, wait, RuleOwner::All).unwrap(), ["native"]);
+                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Absent);
+            })
+            .unwrap();
+    }
+}

@@ -1,0 +1,426 @@
+//! Netlink sockets: requests, dumps, and atomic netfilter batches.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
+    sockopt,
+};
+
+use crate::netlink::attr::{self, Attrs};
+
+/// A request to nftables, connection tracking or routing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Message {
+    /// Subsystem (zero for routing) and operation.
+    pub(crate) kind: u16,
+    pub(crate) flags: u16,
+    /// `NFPROTO_*`.
+    pub(crate) family: u8,
+    pub(crate) attrs: Attrs,
+    /// The subject of the request, for error texts.
+    pub(crate) what: String,
+}
+
+/// One answer of the kernel: the attributes of an object, and its family.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    pub(crate) family: u8,
+    pub(crate) attrs: Vec<u8>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NetlinkError {
+    #[error("{doing} {subsystem} over netlink; {}", hint(*.source))]
+    Socket {
+        doing: &'static str,
+        subsystem: &'static str,
+        #[source]
+        source: Errno,
+    },
+    #[error("the kernel refused {what}; {}", hint(*.source))]
+    Refused {
+        what: String,
+        #[source]
+        source: Errno,
+    },
+    #[error("another process changed rules at the same time; try again")]
+    ConcurrentChange,
+    #[error("parsing the kernel's answer about {what} failed")]
+    Malformed { what: String },
+}
+
+/// Advice for an error number.
+fn hint(errno: Errno) -> &'static str {
+    match errno {
+        Errno::EPERM | Errno::EACCES => "the capability NET_ADMIN is missing",
+        Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EPROTONOSUPPORT | Errno::EAFNOSUPPORT => {
+            "the kernel lacks a feature"
+        }
+        Errno::EMSGSIZE | Errno::ENOBUFS => "the rules exceed the maximum size of the socket buffer",
+        _ => "see the cause",
+    }
+}
+
+impl NetlinkError {
+    /// The error number, if the kernel sent one.
+    pub(crate) fn errno(&self) -> Option<Errno> {
+        match self {
+            Self::Socket { source, .. } | Self::Refused { source, .. } => Some(*source),
+            Self::ConcurrentChange | Self::Malformed { .. } => None,
+        }
+    }
+
+    /// Whether another backend may work: the kernel lacks a feature, and it is not a matter of permission.
+    pub(crate) fn is_unsupported(&self) -> bool {
+        let lacking = [
+            Errno::ENOENT,
+            Errno::EOPNOTSUPP,
+            Errno::EPROTONOSUPPORT,
+            Errno::EAFNOSUPPORT,
+        ];
+        self.errno().is_some_and(|errno| lacking.contains(&errno))
+    }
+}
+
+/// A netlink socket of the current network namespace.
+#[derive(Debug)]
+pub struct Socket {
+    /// The kernel subsystem, for error texts.
+    subsystem: &'static str,
+    fd: OwnedFd,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Socket {
+    /// # Errors
+    /// If the kernel has no netfilter over netlink.
+    pub fn open() -> Result<Self, NetlinkError> {
+        Self::with(SockProtocol::NetlinkNetFilter, "netfilter")
+    }
+
+    /// A socket for routes and routing rules.
+    ///
+    /// # Errors
+    /// If the kernel has no netlink.
+    pub(crate) fn open_routing() -> Result<Self, NetlinkError> {
+        Self::with(SockProtocol::NetlinkRoute, "routing")
+    }
+
+    fn with(protocol: SockProtocol, subsystem: &'static str) -> Result<Self, NetlinkError> {
+        let failed = |source| NetlinkError::Socket {
+            doing: "opening",
+            subsystem,
+            source,
+        };
+        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol).map_err(failed)?;
+        bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0)).map_err(failed)?;
+        // A batch is one message. Only root of the initial user namespace may exceed the system's limit for socket buffers.
+        let enlarged = setsockopt(&fd, sockopt::SndBufForce, &BATCH_LIMIT);
+        if enlarged.is_err() {
+            setsockopt(&fd, sockopt::SndBuf, &BATCH_LIMIT).map_err(failed)?;
+        }
+        Ok(Self {
+            subsystem,
+            fd,
+            sequence: 0,
+            buffer: vec![0; RECEIVE_LIMIT],
+        })
+    }
+
+    /// All objects that match a request.
+    ///
+    /// A subsystem that the kernel lacks has no objects.
+    pub(crate) fn dump(&mut self, request: &Message) -> Result<Vec<Answer>, NetlinkError> {
+        loop {
+            match self.dump_once(request) {
+                Err(NetlinkError::ConcurrentChange) => continue, // ends when no process writes during a dump
+                Err(NetlinkError::Refused {
+                    source: Errno::ENOENT, ..
+                }) => return Ok(Vec::new()),
+                done => return done,
+            }
+        }
+    }
+
+    fn dump_once(&mut self, request: &Message) -> Result<Vec<Answer>, NetlinkError> {
+        let dump = Message {
+            flags: request.flags | DUMP,
+            ..request.clone()
+        };
+        self.send(&self.encode(&[&dump], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        let mut answers = Vec::new();
+        let mut raced = false;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence != expected {
+                    continue;
+                }
+                raced |= header.flags & DUMP_INTERRUPTED != 0;
+                match header.kind {
+                    DONE if raced => return Err(NetlinkError::ConcurrentChange),
+                    DONE => return Ok(answers),
+                    ERROR => return Err(refusal(&dump.what, body)),
+                    _ => {
+                        let malformed = || NetlinkError::Malformed {
+                            what: dump.what.clone(),
+                        };
+                        let (generic, attrs) = body.split_at_checked(GENERIC).ok_or_else(malformed)?;
+                        answers.push(Answer {
+                            family: generic[0],
+                            attrs: attrs.to_vec(),
+                        });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends one change and waits for its acknowledgement.
+    ///
+    /// # Errors
+    /// If the kernel refuses it.
+    pub(crate) fn change(&mut self, message: &Message) -> Result<(), NetlinkError> {
+        let acknowledged = Message {
+            flags: message.flags | ACK,
+            ..message.clone()
+        };
+        self.send(&self.encode(&[&acknowledged], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence == expected && header.kind == ERROR {
+                    return acknowledgement(&message.what, body);
+                }
+            }
+        }
+    }
+
+    /// The generation number of the rules in this namespace; it changes with every commit of any process.
+    pub(crate) fn generation(&mut self) -> Result<u32, NetlinkError> {
+        let request = Message {
+            kind: GET_GENERATION,
+            flags: 0,
+            family: 0,
+            attrs: Attrs::new(),
+            what: "the generation of the rules".to_owned(),
+        };
+        self.send(&self.encode(&[&request], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence != expected {
+                    continue;
+                }
+                if header.kind == ERROR {
+                    return Err(refusal(&request.what, body));
+                }
+                let generation = body.get(GENERIC..).and_then(|attrs| attr::find_be32(attrs, 1));
+                return generation.ok_or_else(|| NetlinkError::Malformed {
+                    what: request.what.clone(),
+                });
+            }
+        }
+    }
+
+    /// Applies messages in one transaction, if the generation is unchanged.
+    ///
+    /// # Errors
+    /// If the kernel refuses a message; the error is that of the first one, and nothing has changed.
+    pub(crate) fn commit(&mut self, messages: &[Message], generation: u32) -> Result<(), NetlinkError> {
+        let frame = |kind, attrs| Message {
+            kind,
+            flags: 0,
+            family: 0,
+            attrs,
+            what: "the transaction".to_owned(),
+        };
+        let begin = frame(BATCH_BEGIN, Attrs::new().be32(BATCH_GENERATION, generation));
+        let end = frame(BATCH_END, Attrs::new());
+        let Some((last, others)) = messages.split_last() else {
+            return Ok(());
+        };
+        let last = Message {
+            flags: last.flags | ACK,
+            ..last.clone()
+        };
+        let all: Vec<&Message> = [&begin].into_iter().chain(others).chain([&last, &end]).collect();
+        let first = self.sequence;
+        let batch = self.encode(&all, first);
+        self.sequence += u32::try_from(all.len()).unwrap_or(u32::MAX);
+        self.send(&batch)?;
+        // The kernel answers before `send` returns, so an answer that is missing now will not arrive later.
+        let mut answer = Err(NetlinkError::Malformed {
+            what: "a transaction".to_owned(),
+        });
+        let mut failed = false;
+        loop {
+            let len = match self.receive(MsgFlags::MSG_DONTWAIT) {
+                Err(NetlinkError::Socket {
+                    source: Errno::EAGAIN, ..
+                }) => return answer,
+                received => received?,
+            };
+            for (header, body) in frames(&self.buffer[..len]) {
+                let index = usize::try_from(header.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
+                // Later refusals are consequences of the first.
+                let Some(message) = all.get(index).filter(|_| header.kind == ERROR && !failed) else {
+                    continue;
+                };
+                answer = match acknowledgement(&message.what, body) {
+                    Err(NetlinkError::Refused {
+                        source: Errno::ERESTART,
+                        ..
+                    }) => Err(NetlinkError::ConcurrentChange),
+                    answer => answer,
+                };
+                failed = answer.is_err();
+            }
+        }
+    }
+
+    fn encode(&self, messages: &[&Message], first: u32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (message, sequence) in messages.iter().zip(first..) {
+            let attrs = message.attrs.as_bytes();
+            let len = u32::try_from(HEADER + GENERIC + attrs.len()).unwrap_or(u32::MAX);
+            bytes.extend_from_slice(&len.to_ne_bytes());
+            bytes.extend_from_slice(&message.kind.to_ne_bytes());
+            bytes.extend_from_slice(&(message.flags | REQUEST).to_ne_bytes());
+            bytes.extend_from_slice(&sequence.to_ne_bytes());
+            bytes.extend_from_slice(&0_u32.to_ne_bytes());
+            // Batch headers contain the subsystem; in other messages this field is zero.
+            let resource = if matches!(message.kind, BATCH_BEGIN | BATCH_END) {
+                NFTABLES
+            } else {
+                0
+            };
+            bytes.extend_from_slice(&[message.family, 0]);
+            bytes.extend_from_slice(&resource.to_be_bytes());
+            bytes.extend_from_slice(attrs);
+        }
+        bytes
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<(), NetlinkError> {
+        let sent = send(self.fd.as_raw_fd(), bytes, MsgFlags::empty());
+        sent.map(|_| ()).map_err(|source| NetlinkError::Socket {
+            doing: "asking",
+            subsystem: self.subsystem,
+            source,
+        })
+    }
+
+    fn receive(&mut self, flags: MsgFlags) -> Result<usize, NetlinkError> {
+        loop {
+            match recv(self.fd.as_raw_fd(), &mut self.buffer, flags) {
+                Err(Errno::EINTR) => {}
+                received => {
+                    return received.map_err(|source| NetlinkError::Socket {
+                        doing: "hearing from",
+                        subsystem: self.subsystem,
+                        source,
+                    });
+                }
+            }
+        }
+    }
+}
+
+struct Header {
+    kind: u16,
+    flags: u16,
+    sequence: u32,
+}
+
+/// Splits received bytes into messages; stops at the first truncated one.
+fn frames(mut bytes: &[u8]) -> impl Iterator<Item = (Header, &[u8])> {
+    std::iter::from_fn(move || {
+        let head: &[u8; HEADER] = bytes.first_chunk()?;
+        let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let half = |at: usize| u16::from_ne_bytes([head[at], head[at + 1]]);
+        let len = usize::try_from(word(0)).ok()?;
+        let body = bytes.get(HEADER..len)?;
+        bytes = bytes.get(len.next_multiple_of(4)..).unwrap_or_default();
+        Some((
+            Header {
+                kind: half(4),
+                flags: half(6),
+                sequence: word(8),
+            },
+            body,
+        ))
+    })
+}
+
+/// Parses an error message: success, or the reason for the refusal.
+fn acknowledgement(what: &str, body: &[u8]) -> Result<(), NetlinkError> {
+    match body.starts_with(&0_i32.to_ne_bytes()) {
+        true => Ok(()),
+        false => Err(refusal(what, body)),
+    }
+}
+
+/// Parses the refusal in an error message.
+fn refusal(what: &str, body: &[u8]) -> NetlinkError {
+    match body.first_chunk::<4>().map(|code| i32::from_ne_bytes(*code)) {
+        Some(code) => NetlinkError::Refused {
+            what: what.to_owned(),
+            source: Errno::from_raw(code.wrapping_neg()),
+        },
+        None => NetlinkError::Malformed { what: what.to_owned() },
+    }
+}
+
+/// Subsystem numbers, in the upper byte of message types.
+pub(crate) const NFTABLES: u16 = 10;
+pub(crate) const CONNTRACK: u16 = 1;
+
+pub(crate) const CREATE: u16 = 0x400;
+pub(crate) const APPEND: u16 = 0x800;
+const REQUEST: u16 = 1;
+const ACK: u16 = 4;
+const DUMP_INTERRUPTED: u16 = 0x10;
+const DUMP: u16 = 0x300;
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
+const BATCH_GENERATION: u16 = 1;
+const GET_GENERATION: u16 = NFTABLES << 8 | 16;
+const HEADER: usize = 16;
+/// Length of family, version and resource id after each header.
+const GENERIC: usize = 4;
+/// Enough for about ten thousand networks.
+const BATCH_LIMIT: usize = 4 << 20;
+/// The kernel sends at most 32 KiB in one part of a dump.
+const RECEIVE_LIMIT: usize = 128 << 10;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_split_without_a_panic(bytes: Vec<u8>) {
+            for (header, body) in frames(&bytes) {
+                prop_assert!(body.len() < bytes.len());
+                if header.kind == ERROR {
+                    let _ = refusal("x", body).to_string();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! The rules as a script for the `nft` program, equivalent to the messages of [`crate::netlink`].
+
+use std::fmt::Write;
+
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
+
+/// A script that replaces our table, whether or not it exists.
+#[must_use]
+pub fn script(rules: &Rules) -> String {
+    let body = body(rules);
+    let state = format!(
+        "\tchain {STATE_CHAIN} {{\n\t\treturn comment \"{}\"\n\t}}\n",
+        hash_of(&body)
+    );
+    // The table is declared first, because deleting a table that does not exist fails.
+    format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{state}}}\n")
+}
+
+/// Identifies the rules: a hash that changes with every detail of them.
+#[must_use]
+pub fn hash(rules: &Rules) -> String {
+    hash_of(&body(rules))
+}
+
+fn body(rules: &Rules) -> String {
+    let mut text = String::new();
+    for test in rules.list.iter().flat_map(|rule| &rule.tests) {
+        if let Some((name, kind, elements)) = set(test) {
+            // Writing to a String cannot fail; the same holds below.
+            let _ = writeln!(
+                text,
+                "\tset {name} {{ type {kind}; flags interval; auto-merge; elements = {{ {elements} }} }}"
+            );
+        }
+    }
+    for chain in Chain::ALL {
+        let list: Vec<&Rule> = rules.list.iter().filter(|rule| rule.chain == chain).collect();
+        if list.is_empty() {
+            continue;
+        }
+        let _ = writeln!(text, "\tchain {} {{", chain.name());
+        if let Some(hook) = chain.hook(rules.priority) {
+            let (kind, point, priority) = (hook.kind, hook.point_name, hook.priority);
+            let _ = writeln!(text, "\t\ttype {kind} hook {point} priority {priority}; policy accept;");
+        }
+        for rule in list {
+            let _ = writeln!(text, "\t\t{}", line(rule));
+        }
+        text.push_str("\t}\n");
+    }
+    text
+}
+
+fn line(rule: &Rule) -> String {
+    let mut words: Vec<String> = Vec::new();
+    // Address matches contain the family.
+    let by_address = rule.tests.iter().any(|test| matches!(test, Match::Nets { .. }));
+    if let Some(family) = rule.family.filter(|_| !by_address) {
+        words.push(format!("meta nfproto {}", family.name()));
+    }
+    words.extend(rule.tests.iter().map(|test| condition(test, rule.family)));
+    words.push("counter".to_owned());
+    words.push(match rule.action {
+        Action::Return => "return".to_owned(),
+        Action::Drop => "drop".to_owned(),
+        Action::Redirect(port) => format!("redirect to :{port}"),
+        Action::Tproxy(port) => format!("tproxy to :{port} accept"),
+        Action::MarkConnection(mark) => format!("ct mark set {mark:#x}"),
+        Action::MarkPacket(mark) => format!("meta mark set {mark:#x}"),
+        Action::Jump(chain) => format!("jump {}", chain.name()),
+    });
+    words.push(format!("comment \"{COMMENT_PREFIX}{}\"", rule.comment));
+    words.join(" ")
+}
+
+fn condition(test: &Match, family: Option<Family>) -> String {
+    match test {
+        Match::Tcp => "meta l4proto tcp".to_owned(),
+        Match::NewConnection => "tcp flags & (fin|syn|rst|ack) == syn".to_owned(),
+        Match::ToLocal => "fib daddr type local".to_owned(),
+        Match::OverLoopback => "oifname \"lo\"".to_owned(),
+        Match::FromLoopback => "iifname \"lo\"".to_owned(),
+        Match::FromNonLocal => "fib saddr type != local".to_owned(),
+        Match::Marked(mark, way) => {
+            let way = if *way == Direction::Original {
+                "original"
+            } else {
+                "reply"
+            };
+            format!("ct mark {mark:#x} ct direction {way}")
+        }
+        Match::Ports { set, .. } => format!("tcp dport @{set}"),
+        Match::Nets { set, side, .. } => {
+            let ip = if family == Some(Family::V6) { "ip6" } else { "ip" };
+            let addr = if *side == Side::Source { "saddr" } else { "daddr" };
+            format!("{ip} {addr} @{set}")
+        }
+        Match::User(uid) => format!("meta skuid {uid}"),
+        Match::Group(gid) => format!("meta skgid {gid}"),
+        Match::Invalid => "ct state invalid".to_owned(),
+    }
+}
+
+fn set(test: &Match) -> Option<(&'static str, &'static str, String)> {
+    match test {
+        Match::Ports { set, ports } => Some((set, "inet_service", ports.to_string().replace(',', ", "))),
+        Match::Nets { set, nets, .. } => {
+            let kind = match nets.first().map(Family::of) {
+                Some(Family::V6) => "ipv6_addr",
+                _ => "ipv4_addr",
+            };
+            let elements: Vec<String> = nets.iter().map(ToString::to_string).collect();
+            Some((set, kind, elements.join(", ")))
+        }
+        _ => None,
+    }
+}
+
+/// FNV-1a, 64 bits: the same in every build. A cryptographic hash is not needed, because forging it gains nothing.
+fn hash_of(text: &str) -> String {
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{hash:016x}")
+}
+
+/// The netfilter hook of a base chain.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hook {
+    pub(crate) kind: &'static str,
+    pub(crate) point_name: &'static str,
+    /// `enum nf_inet_hooks`.
+    pub(crate) point: u32,
+    pub(crate) priority: i32,
+}
+
+impl Chain {
+    /// Chains before the chains that jump to them.
+    pub(crate) const ALL: [Self; 10] = [
+        Self::Inbound,
+        Self::Outbound,
+        Self::TproxyInbound,
+        Self::UnredirectedInbound,
+        Self::Prerouting,
+        Self::Output,
+        Self::Tproxy,
+        Self::TproxyReplies,
+        Self::Unredirected,
+        Self::Invalid,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Inbound => "inbound",
+            Self::Outbound => "outbound",
+            Self::Prerouting => "prerouting",
+            Self::Output => "output",
+            Self::TproxyInbound => "take_inbound",
+            Self::Tproxy => "take",
+            Self::TproxyReplies => "answers",
+            Self::UnredirectedInbound => "unredirected_inbound",
+            Self::Unredirected => "unredirected",
+            Self::Invalid => "invalid",
+        }
+    }
+
+    pub(crate) fn hook(self, priority: i32) -> Option<Hook> {
+        let at = |kind, (point_name, point), priority| {
+            Some(Hook {
+                kind,
+                point_name,
+                point,
+                priority,
+            })
+        };
+        let (prerouting, output) = (("prerouting", 0), ("output", 3));
+        match self {
+            Self::Inbound | Self::Outbound | Self::TproxyInbound | Self::UnredirectedInbound => None,
+            Self::Prerouting => at("nat", prerouting, priority),
+            Self::Output => at("nat", output, priority),
+            Self::Tproxy | Self::Unredirected | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
+            Self::TproxyReplies => at("route", output, MANGLE_PRIORITY),
+        }
+    }
+}
+
+/// The name of our table.
+pub const TABLE: &str = "l5d_init";
+/// A chain without a hook; the comment of its only rule holds the hash.
+pub(crate) const STATE_CHAIN: &str = "state";
+/// After connection tracking (-200), before NAT (-100).
+const MANGLE_PRIORITY: i32 = -150;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{Families, InboundMode, Invalid, Options};
+    use crate::rules::{build_rules, tests::example};
+
+    #[test]
+    fn the_script_is_the_specified_ruleset() {
+        let rules = build_rules(&example());
+        let expected = format!(
+            r#"table inet l5d_init
+delete table inet l5d_init
+table inet l5d_init {{
+	set in_skip_ports {{ type inet_service; flags interval; auto-merge; elements = {{ 4190-4191, 4567-4568 }} }}
+	set in_skip_src4 {{ type ipv4_addr; flags interval; auto-merge; elements = {{ 10.0.0.0/8 }} }}
+	set in_skip_src6 {{ type ipv6_addr; flags interval; auto-merge; elements = {{ fd00::/8 }} }}
+	set out_skip_ports {{ type inet_service; flags interval; auto-merge; elements = {{ 4567-4568 }} }}
+	set out_skip_dst4 {{ type ipv4_addr; flags interval; auto-merge; elements = {{ 192.168.0.0/16 }} }}
+	set out_skip_dst6 {{ type ipv6_addr; flags interval; auto-merge; elements = {{ fe00::/8 }} }}
+	chain inbound {{
+		tcp dport @in_skip_ports counter return comment "proxy-init/ignore-port"
+		ip saddr @in_skip_src4 counter return comment "proxy-init/ignore-subnet"
+		ip6 saddr @in_skip_src6 counter return comment "proxy-init/ignore-subnet"
+		meta l4proto tcp counter redirect to :4143 comment "proxy-init/redirect-all-incoming-to-proxy-port"
+	}}
+	chain outbound {{
+		meta skuid 2102 counter return comment "proxy-init/ignore-proxy-user-id"
+		oifname "lo" counter return comment "proxy-init/ignore-loopback"
+		tcp dport @out_skip_ports counter return comment "proxy-init/ignore-port"
+		ip daddr @out_skip_dst4 counter return comment "proxy-init/ignore-subnet"
+		ip6 daddr @out_skip_dst6 counter return comment "proxy-init/ignore-subnet"
+		meta l4proto tcp counter redirect to :4140 comment "proxy-init/redirect-all-outgoing-to-proxy-port"
+	}}
+	chain prerouting {{
+		type nat hook prerouting priority -100; policy accept;
+		tcp flags & (fin|syn|rst|ack) == syn fib daddr type local counter jump inbound comment "proxy-init/install-proxy-init-prerouting"
+	}}
+	chain output {{
+		type nat hook output priority -100; policy accept;
+		tcp flags & (fin|syn|rst|ack) == syn counter jump outbound comment "proxy-init/install-proxy-init-output"
+	}}
+	chain state {{
+		return comment "{}"
+	}}
+}}
+"#,
+            hash(&rules)
+        );
+        assert_eq!(script(&rules), expected);
+    }
+
+    #[test]
+    fn the_hash_changes_with_every_option() {
+        let hashes: std::collections::HashSet<String> = [
+            example(),
+            Options {
+                proxy_uid: Some(7),
+                ..example()
+            },
+            Options {
+                families: Families::V4,
+                ..example()
+            },
+            Options {
+                families: Families::V4DropV6,
+                ..example()
+            },
+            Options {
+                invalid: Invalid::Drop,
+                ..example()
+            },
+            Options {
+                priority: -101,
+                ..example()
+            },
+            Options {
+                outbound_skip_nets: Vec::new(),
+                ..example()
+            },
+            Options {
+                inbound_mode: InboundMode::Tproxy,
+                ..example()
+            },
+        ]
+        .map(|options| hash(&build_rules(&options)))
+        .into();
+        assert_eq!(hashes.len(), 8);
+    }
+}

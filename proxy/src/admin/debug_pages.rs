@@ -1,0 +1,98 @@
+//! `/debug`: the current state of this process, as YAML text and as JSON.
+//!
+//! A page is a value that is computed for each request. Access needs the same permission as changing the log level: pages name
+//! peers and policies, but never show keys.
+
+use http::{HeaderValue, Method, StatusCode, header::CONTENT_TYPE};
+use serde::Serialize;
+use tulle_core::admin::{Admin, AdminRequest, text};
+
+use crate::admin::response::{AdminResponse, forbidden, method_not_allowed, wants_json};
+
+pub(crate) struct DebugPage {
+    path: &'static str,
+    description: &'static str,
+    render: Box<dyn Fn(PageFormat) -> Result<String, String> + Send + Sync>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PageFormat {
+    Text,
+    Json,
+}
+
+impl DebugPage {
+    /// A page that shows the result of `value`.
+    pub(crate) fn new<V: Serialize>(
+        path: &'static str,
+        description: &'static str,
+        value: impl Fn() -> V + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            path,
+            description,
+            render: Box::new(move |form| form.write(&value())),
+        }
+    }
+}
+
+/// Adds the pages, and an index of them.
+pub(super) fn routes(admin: Admin, pages: Vec<DebugPage>) -> Admin {
+    let index: Vec<_> = pages
+        .iter()
+        .map(|page| IndexEntry {
+            path: page.path,
+            about: page.description,
+        })
+        .collect();
+    let index = DebugPage::new("/debug", "this list of pages", move || index.clone());
+    pages.into_iter().chain([index]).fold(admin, |admin, page| {
+        admin.route(page.path, move |req| std::future::ready(answer(&req, &page)))
+    })
+}
+
+#[derive(Clone, Serialize)]
+struct IndexEntry {
+    path: &'static str,
+    about: &'static str,
+}
+
+impl PageFormat {
+    fn write(self, value: &impl Serialize) -> Result<String, String> {
+        match self {
+            Self::Text => serde_yaml_ng::to_string(value).map_err(|error| error.to_string()),
+            Self::Json => serde_json::to_string_pretty(value)
+                .map(|json| json + "\n")
+                .map_err(|error| error.to_string()),
+        }
+    }
+}
+
+fn answer(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
+    if req.method != Method::GET {
+        return method_not_allowed("GET");
+    }
+    if !req.is_loopback() {
+        return forbidden();
+    }
+    let form = match req.query.as_deref() {
+        None | Some("") if wants_json(req) => PageFormat::Json,
+        None | Some("" | "format=text") => PageFormat::Text,
+        Some("format=json") => PageFormat::Json,
+        Some(query) => {
+            let expected = format!("{query:?} is not supported, expected ?format=json or ?format=text\n");
+            return text(StatusCode::BAD_REQUEST, expected);
+        }
+    };
+    match (page.render)(form) {
+        Ok(body) => {
+            let mut rsp = text(StatusCode::OK, body);
+            if form == PageFormat::Json {
+                rsp.headers_mut()
+                    .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            }
+            rsp
+        }
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+    }
+}

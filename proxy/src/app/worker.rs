@@ -1,0 +1,216 @@
+//! Workers: threads that accept connections and serve them.
+
+use std::{
+    net::{SocketAddr, TcpListener},
+    sync::Arc,
+};
+
+use anyhow::Context;
+use futures_util::FutureExt as _;
+use tokio::{sync::watch, task::JoinSet};
+use tulle_core::{addr::ClientAddr, capabilities, connections::ConnectionPermit, drain};
+
+use crate::{
+    app::{build::accept_options, worker_balancer::WorkerBalancer},
+    config::{Config, Direction, InboundMode},
+    http::stack::admission::Admission,
+    inbound::Inbound,
+    net::{
+        copy::CopyFuture,
+        io::Tcp,
+        listen::{self, PortSharing},
+        short_timer::ShortTimer,
+        transparent,
+    },
+    outbound::Outbound,
+    tls::credentials::Credentials,
+};
+
+/// Start-up error of a proxy that keeps client addresses.
+const NET_RAW_ERROR: &str = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container \
+     (securityContext.capabilities.add), or to its service (AmbientCapabilities=CAP_NET_RAW), or unset the variable";
+
+/// One worker: a thread with its own runtime, listeners and connections.
+pub(super) struct Worker {
+    pub(super) index: usize,
+    pub(super) outbound: Arc<Outbound>,
+    pub(super) inbound: Arc<Inbound>,
+    pub(super) creds: Credentials,
+    pub(super) balancers: WorkerBalancers,
+    pub(super) drain: drain::Watch,
+    pub(super) shutdown_done: watch::Receiver<bool>,
+}
+
+pub(super) struct WorkerListeners {
+    pub(super) outbound: Vec<TcpListener>,
+    pub(super) explicit: Option<TcpListener>,
+    pub(super) inbound: TcpListener,
+}
+
+/// The balancers of connections between workers, by direction.
+#[derive(Clone)]
+pub(super) struct WorkerBalancers {
+    pub(super) outbound: Arc<WorkerBalancer>,
+    pub(super) inbound: Arc<WorkerBalancer>,
+}
+
+/// What the connections of one listener share.
+struct AcceptContext {
+    balancer: Arc<WorkerBalancer>,
+    admission: Arc<Admission>,
+}
+
+impl Worker {
+    pub(super) async fn run(mut self, sockets: WorkerListeners) {
+        let certified = async {
+            tokio::select! {
+                () = self.creds.wait_certified() => true,
+                () = self.drain.signaled() => false,
+            }
+        };
+        if certified.await
+            && let Err(error) = self.accept(sockets).await
+        {
+            tracing::error!(%error, "a worker cannot accept connections");
+        }
+        // Connections continue until all have ended or the grace period is over.
+        let _ = self.shutdown_done.wait_for(|ended| *ended).await;
+    }
+
+    async fn accept(&self, sockets: WorkerListeners) -> std::io::Result<()> {
+        let mut loops = JoinSet::new();
+        for listener in sockets.outbound {
+            let outbound = self.outbound.clone();
+            let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
+            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve)?);
+        }
+        if let Some(listener) = sockets.explicit {
+            let outbound = self.outbound.clone();
+            let serve =
+                move |worker, stream, client, drain| outbound.clone().serve_explicit(worker, stream, client, drain);
+            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve)?);
+        }
+        let inbound = self.inbound.clone();
+        let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
+        let context = AcceptContext {
+            balancer: self.balancers.inbound.clone(),
+            admission: self.inbound.service_stack.admission.clone(),
+        };
+        loops.spawn(self.accept_loop(sockets.inbound, context, serve)?);
+        while loops.join_next().await.is_some() {}
+        Ok(())
+    }
+
+    fn outbound_context(&self) -> AcceptContext {
+        AcceptContext {
+            balancer: self.balancers.outbound.clone(),
+            admission: self.outbound.wrappers.admission.clone(),
+        }
+    }
+
+    /// Accepts on one listener. Each connection delays the end of the drain and counts in the admission until it ends.
+    fn accept_loop<F>(
+        &self,
+        listener: TcpListener,
+        context: AcceptContext,
+        serve: impl Fn(usize, Tcp, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
+    ) -> std::io::Result<impl Future<Output = ()> + Send + 'static>
+    where
+        F: Future<Output = Option<CopyFuture>> + Send + 'static,
+    {
+        let pause = ShortTimer::new(listen::BURST_MAX_WAIT)?;
+        let (index, drain) = (self.index, self.drain.clone());
+        let AcceptContext { balancer, admission } = context;
+        let (stop, until_all_are_served) = (drain.clone(), drain.guard());
+        Ok(async move {
+            let spawn = |client, addr| {
+                let permit = admission.admit_connection(addr);
+                let (assignment, stream) = match balancer.assign(index, client) {
+                    Ok(assigned) => assigned,
+                    Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
+                };
+                let runtime = assignment.runtime().clone();
+                let activity = permit.as_ref().map(ConnectionPermit::activity);
+                let serving = serve(assignment.worker, stream.with_permit(permit), addr, drain.clone());
+                let held = (drain.guard(), assignment);
+                let copy_activity = activity.clone();
+                // An async block would hold the future twice. A connection that only copies bytes continues in a smaller
+                // future.
+                let served = runtime.spawn(serving.map(move |copy_future| {
+                    let Some(copy_future) = copy_future else {
+                        return drop(held);
+                    };
+                    let copying = tokio::spawn(copy_future.map(move |()| drop(held)));
+                    if let Some(activity) = copy_activity {
+                        activity.replace_task(copying.abort_handle());
+                    }
+                }));
+                if let Some(activity) = activity {
+                    activity.set_task(served.abort_handle());
+                }
+            };
+            listen::accept_loop(listener, pause, stop.signaled(), spawn).await;
+            drop(until_all_are_served);
+        })
+    }
+}
+
+/// Binds the listeners of all workers. For port 0, the bound port is written back to the configuration.
+pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Result<Vec<WorkerListeners>> {
+    let sharing = if workers > 1 {
+        PortSharing::Workers
+    } else {
+        PortSharing::Exclusive
+    };
+    if config.inbound.mode == InboundMode::Tproxy {
+        capabilities::enable_net_raw(); // workers are started by this thread and inherit it
+    }
+    let bind = |addr: SocketAddr, direction: &Direction, what: &str| {
+        listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
+            .with_context(|| format!("listening on {addr} ({what})"))
+    };
+    skip_absent_families(&mut config.outbound.listen);
+    let mut all = Vec::new();
+    for _ in 0..workers {
+        let mut outbound = Vec::new();
+        for addr in &mut config.outbound.listen {
+            let listener = bind(*addr, &config.outbound.direction, "outbound")?;
+            *addr = listener.local_addr()?;
+            listen::disable_quickack(&listener);
+            outbound.push(listener);
+        }
+        let mut explicit = None;
+        if let Some(addr) = &mut config.outbound.explicit_listen {
+            let listener = bind(*addr, &config.outbound.direction, "TULLE_PROXY_EXPLICIT_LISTEN_ADDR")?;
+            *addr = listener.local_addr()?;
+            explicit = Some(listener);
+        }
+        let inbound = bind(config.inbound.listen, &config.inbound.direction, "inbound")?;
+        if config.inbound.mode == InboundMode::Tproxy {
+            transparent::set_transparent(&inbound).context(NET_RAW_ERROR)?;
+        }
+        config.inbound.listen = inbound.local_addr()?;
+        all.push(WorkerListeners {
+            outbound,
+            explicit,
+            inbound,
+        });
+    }
+    Ok(all)
+}
+
+/// Removes addresses of a family that this machine does not have.
+fn skip_absent_families(listen: &mut Vec<SocketAddr>) {
+    // Charts configure the loopback addresses of both families, even on hosts with only one.
+    if listen.len() < 2 {
+        return;
+    }
+    let is_available = |addr: &&SocketAddr| addr.is_ipv4() || listen::is_local_addr(addr.ip());
+    let (available, others): (Vec<_>, Vec<SocketAddr>) = listen.iter().partition(is_available);
+    if !available.is_empty() {
+        for addr in others {
+            tracing::warn!(%addr, "not listening: this machine has no IPv6");
+        }
+        *listen = available;
+    }
+}

@@ -1,0 +1,222 @@
+//! Applies discovery updates. Unchanged endpoints keep their connections, load and breaker state.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use crate::policy::endpoint::{EndpointSpec, EndpointUpdate};
+
+/// Discovery state of a service.
+#[derive(Debug)]
+pub(crate) enum DiscoveryState<E> {
+    /// Discovery has not answered yet: requests wait.
+    Unknown,
+    /// The discovered endpoints. The list is empty if the last one has just been removed: requests wait.
+    Endpoints(Box<[Arc<E>]>),
+    /// The service has no endpoints and none are expected: requests fail at once.
+    NoEndpoints,
+}
+
+impl<E> DiscoveryState<E> {
+    pub(super) fn endpoints(&self) -> &[Arc<E>] {
+        match self {
+            Self::Endpoints(endpoints) => endpoints,
+            Self::Unknown | Self::NoEndpoints => &[],
+        }
+    }
+}
+
+/// The endpoints of one service after all updates so far.
+#[derive(Debug)]
+pub(crate) struct EndpointSet<E> {
+    entries: BTreeMap<SocketAddr, EndpointEntry<E>>,
+    state: SyncState,
+}
+
+#[derive(Debug)]
+struct EndpointEntry<E> {
+    spec: Arc<EndpointSpec>,
+    endpoint: Arc<E>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SyncState {
+    /// The next addition is the full set, because a new stream starts with it.
+    Resync,
+    Synced,
+    NoEndpoints,
+}
+
+impl<E> Default for EndpointSet<E> {
+    fn default() -> Self {
+        Self {
+            entries: BTreeMap::new(),
+            state: SyncState::Resync,
+        }
+    }
+}
+
+impl<E> EndpointSet<E> {
+    /// Marks the start of a new stream. Its first addition removes the endpoints that it does not list.
+    ///
+    /// Until then, the last known endpoints stay.
+    pub(crate) fn resync(&mut self) {
+        self.state = SyncState::Resync;
+    }
+
+    /// Applies an update; `build` creates an endpoint that is new or whose specification has changed.
+    ///
+    /// Returns the state to publish, or `None` if nothing has changed.
+    pub(crate) fn apply(
+        &mut self,
+        update: EndpointUpdate,
+        mut build: impl FnMut(&Arc<EndpointSpec>) -> Arc<E>,
+    ) -> Option<DiscoveryState<E>> {
+        let before = std::mem::replace(&mut self.state, SyncState::Synced);
+        let changed = match update {
+            EndpointUpdate::Add(specs) => {
+                let mut is_changed = before == SyncState::Resync && self.retain_listed(&specs);
+                for spec in specs {
+                    is_changed |= self.add(spec, &mut build);
+                }
+                // The first list is published even if it is empty: it ends the unknown state.
+                is_changed || before != SyncState::Synced
+            }
+            EndpointUpdate::Remove(addrs) => {
+                self.state = before;
+                let before = self.entries.len();
+                for addr in &addrs {
+                    self.entries.remove(addr);
+                }
+                self.entries.len() < before
+            }
+            EndpointUpdate::NoEndpoints => {
+                self.state = SyncState::NoEndpoints;
+                self.entries.clear();
+                if before == SyncState::NoEndpoints {
+                    return None;
+                }
+                return Some(DiscoveryState::NoEndpoints);
+            }
+        };
+        changed.then(|| DiscoveryState::Endpoints(self.entries.values().map(|known| known.endpoint.clone()).collect()))
+    }
+
+    /// Removes endpoints that are not in the list. Returns whether any was removed.
+    fn retain_listed(&mut self, specs: &[EndpointSpec]) -> bool {
+        let before = self.entries.len();
+        let mut addrs: Vec<_> = specs.iter().map(|spec| spec.addr).collect();
+        addrs.sort_unstable();
+        self.entries.retain(|addr, _| addrs.binary_search(addr).is_ok());
+        self.entries.len() < before
+    }
+
+    fn add(&mut self, spec: EndpointSpec, build: &mut impl FnMut(&Arc<EndpointSpec>) -> Arc<E>) -> bool {
+        if self.entries.get(&spec.addr).is_some_and(|known| *known.spec == spec) {
+            return false;
+        }
+        let spec = Arc::new(spec);
+        let endpoint = build(&spec);
+        self.entries.insert(spec.addr, EndpointEntry { spec, endpoint });
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(port: u16, weight: u32) -> EndpointSpec {
+        EndpointSpec {
+            weight,
+            ..EndpointSpec::plain(([10, 0, 0, 1], port).into())
+        }
+    }
+
+    fn addr(port: u16) -> SocketAddr {
+        ([10, 0, 0, 1], port).into()
+    }
+
+    /// Applies updates. Endpoints are numbered in the order in which they are built.
+    struct TestSet {
+        endpoints: EndpointSet<u32>,
+        built: u32,
+    }
+
+    impl TestSet {
+        fn new() -> Self {
+            Self {
+                endpoints: EndpointSet::default(),
+                built: 0,
+            }
+        }
+
+        fn apply(&mut self, update: EndpointUpdate) -> Option<DiscoveryState<u32>> {
+            let built = &mut self.built;
+            self.endpoints.apply(update, |_| {
+                *built += 1;
+                Arc::new(*built)
+            })
+        }
+
+        fn list(&mut self, update: EndpointUpdate) -> Option<Vec<u32>> {
+            match self.apply(update)? {
+                DiscoveryState::Endpoints(list) => Some(list.iter().map(|endpoint| **endpoint).collect()),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn unchanged_endpoints_are_kept_and_changed_ones_replaced() {
+        let mut set = TestSet::new();
+        assert_eq!(
+            set.list(EndpointUpdate::Add(vec![spec(1, 1), spec(2, 1)])),
+            Some(vec![1, 2])
+        );
+        assert_eq!(set.list(EndpointUpdate::Add(vec![spec(1, 1)])), None);
+        assert_eq!(
+            set.list(EndpointUpdate::Add(vec![spec(1, 5), spec(3, 1)])),
+            Some(vec![3, 2, 4])
+        );
+        assert_eq!(
+            set.list(EndpointUpdate::Remove(vec![addr(2), addr(9)])),
+            Some(vec![3, 4])
+        );
+        assert_eq!(set.list(EndpointUpdate::Remove(vec![addr(9)])), None);
+    }
+
+    #[test]
+    fn no_endpoints_is_published_once() {
+        let mut set = TestSet::new();
+        assert!(matches!(
+            set.apply(EndpointUpdate::NoEndpoints),
+            Some(DiscoveryState::NoEndpoints)
+        ));
+        assert!(set.apply(EndpointUpdate::NoEndpoints).is_none());
+        assert_eq!(set.list(EndpointUpdate::Add(vec![spec(1, 1)])), Some(vec![1]));
+        assert!(matches!(
+            set.apply(EndpointUpdate::NoEndpoints),
+            Some(DiscoveryState::NoEndpoints)
+        ));
+    }
+
+    #[test]
+    fn an_empty_first_list_is_an_answer() {
+        let mut set = TestSet::new();
+        assert_eq!(set.list(EndpointUpdate::Add(vec![])), Some(vec![]));
+        assert_eq!(set.list(EndpointUpdate::Add(vec![])), None);
+    }
+
+    #[test]
+    fn a_new_stream_starts_with_the_full_set() {
+        let mut set = TestSet::new();
+        set.list(EndpointUpdate::Add(vec![spec(1, 1), spec(2, 1)]));
+        set.endpoints.resync();
+        assert_eq!(
+            set.list(EndpointUpdate::Add(vec![spec(2, 1), spec(3, 1)])),
+            Some(vec![2, 3])
+        );
+        assert_eq!(set.list(EndpointUpdate::Add(vec![spec(4, 1)])), Some(vec![2, 3, 4]));
+    }
+}

@@ -1,0 +1,221 @@
+use tulle_core::causes;
+
+use super::*;
+use crate::metrics::routes::grpc_code_name;
+
+#[test]
+fn the_errors_page_lists_every_status() {
+    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+    let refused = || ConnectError::Io {
+        addr,
+        source: std::io::ErrorKind::ConnectionRefused.into(),
+    };
+    let tls = |cause| Error::Tls {
+        addr,
+        cause,
+        source: "handshake".into(),
+    };
+    let dial_failed = |cause| Error::DialFailed { addr, cause };
+    for error in [
+        Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
+        Error::Connect(refused()),
+        Error::Connect(ConnectError::OwnListener { addr }),
+        dial_failed("connect-refused"),
+        dial_failed("connect-timeout"),
+        dial_failed("tls-identity-mismatch"),
+        tls("tls-identity-mismatch"),
+        tls("tls-untrusted"),
+        tls("tls-expired"),
+        tls("tls-refused"),
+        tls("tls-handshake"),
+        Error::ConnectionClosed {
+            addr,
+            reused: false,
+            sent: true,
+        },
+        Error::ReconnectFailed {
+            addr,
+            cause: "connect-refused",
+        },
+        Error::ConnectionLost { addr },
+        Error::StreamLimit {
+            addr,
+            limit,
+            sent: false,
+        },
+        Error::H2(Reason::INTERNAL_ERROR.into()),
+        Error::ReadResponse(std::io::ErrorKind::UnexpectedEof.into()),
+        Error::InvalidResponse("its length"),
+        Error::ContentLengthMismatch,
+        Error::from_client("gone"),
+        Error::InvalidRequest("its target"),
+        Error::AmbiguousPath,
+        Error::HeaderTooLarge { limit: 1 },
+        Error::HeaderReadTimeout(limit),
+        Error::ExtendedConnectUnsupported { addr },
+        Error::BodyIdleTimeout(limit),
+        Error::ClientClosed,
+        Error::NoEndpoints,
+        Error::FailFast(limit, UnavailableReason::Unreachable { after: None }),
+        Error::FailFast(limit, UnavailableReason::BreakerOpen),
+        Error::EndpointsUnavailable(UnavailableReason::Unreachable { after: None }),
+        Error::EndpointsUnavailable(UnavailableReason::BreakerOpen),
+        Error::NoBackends,
+        Error::InvalidBackend("it has no dispatcher"),
+        Error::QueueFull,
+        Error::MaxInFlight,
+        Error::HeaderListsTooLarge { limit: 1 },
+        Error::MemoryPressure,
+        Error::RouteNotFound,
+        Error::GatewayDomain("other.test".into()),
+        Error::GatewayLoop,
+        Error::PolicyUnknown,
+        Error::InvalidPolicy("of nobody".into()),
+        Error::Unauthorized {
+            rule: String::new(),
+            why: "no-tls",
+        },
+        Error::RateLimited { limit: String::new() },
+        Error::IdentityMismatch {
+            required: String::new(),
+            actual: None,
+        },
+        Error::Timeout(TimeoutKind::Request(limit)),
+        Error::Timeout(TimeoutKind::ResponseHeaders(limit)),
+        Error::Timeout(TimeoutKind::Response(limit)),
+        Error::Timeout(TimeoutKind::Idle(limit)),
+        Error::Timeout(TimeoutKind::Profile(limit)),
+        Error::DiscoveryTimeout(Addr::Socket(addr)),
+        Error::TargetForbidden(Addr::Socket(addr)),
+        Error::TooManyConnections { limit: 1 },
+        Error::TooManyNames { limit: 1 },
+        Error::NameUnresolved {
+            name: "files.example".into(),
+            source: "nobody answers".into(),
+        },
+    ] {
+        let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
+        let answer = error.status();
+        let code = grpc_code_name(u16::try_from(answer.grpc_code).ok());
+        for told in [answer.status.as_str(), code] {
+            assert!(
+                cause.statuses.contains(told),
+                "{error:?}: {told} is not in {:?}",
+                cause.statuses
+            );
+        }
+    }
+    let injected = Error::InjectedGrpc {
+        code: 1,
+        message: String::new(),
+    };
+    for error in [injected, Error::TooLargeToRetry(Box::new(Error::Connect(refused())))] {
+        assert!(causes::find(error.cause()).is_some(), "{error:?}");
+    }
+}
+
+/// What clients of Linkerd's proxy are told: status, code of gRPC, and whether their connection is closed.
+#[test]
+fn statuses_match_linkerd() {
+    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+    let refused = || ConnectError::Io {
+        addr,
+        source: std::io::ErrorKind::ConnectionRefused.into(),
+    };
+    let status = |status| StatusCode::from_u16(status).unwrap();
+    let redirect = Error::Redirect {
+        status: status(302),
+        location: HeaderValue::from_static("http://x/"),
+    };
+    let injected = Error::Injected {
+        status: status(418),
+        message: String::new(),
+    };
+    let injected_grpc = Error::InjectedGrpc {
+        code: 8,
+        message: String::new(),
+    };
+    let unauthorized = Error::Unauthorized {
+        rule: String::new(),
+        why: "no-tls",
+    };
+    let not_required = Error::IdentityMismatch {
+        required: String::new(),
+        actual: None,
+    };
+    let closed = Error::ConnectionClosed {
+        addr,
+        reused: false,
+        sent: true,
+    };
+    for (error, expected) in [
+        (Error::InvalidPolicy(String::new()), (500, 13, true)),
+        (Error::RouteNotFound, (404, 5, false)),
+        (Error::GatewayDomain("other.test".into()), (404, 5, false)),
+        (Error::GatewayLoop, (508, 10, true)),
+        (unauthorized, (403, 7, false)),
+        (Error::RateLimited { limit: String::new() }, (429, 8, false)),
+        (redirect, (302, 5, false)),
+        (injected, (418, 9, false)),
+        (injected_grpc, (200, 8, false)),
+        (Error::Connect(refused()), (502, 14, true)),
+        (closed, (502, 14, true)),
+        (
+            Error::ReadResponse(std::io::ErrorKind::UnexpectedEof.into()),
+            (502, 14, true),
+        ),
+        (Error::H2(Reason::INTERNAL_ERROR.into()), (502, 14, true)),
+        (
+            Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
+            (504, 4, true),
+        ),
+        (Error::FailFast(limit, UnavailableReason::BreakerOpen), (504, 4, true)),
+        (Error::MaxInFlight, (503, 14, true)),
+        (Error::QueueFull, (503, 14, true)),
+        (
+            Error::EndpointsUnavailable(UnavailableReason::BreakerOpen),
+            (503, 14, true),
+        ),
+        (Error::Timeout(TimeoutKind::Request(limit)), (504, 4, false)),
+        (Error::Timeout(TimeoutKind::Response(limit)), (504, 4, false)),
+        (Error::Timeout(TimeoutKind::ResponseHeaders(limit)), (504, 4, false)),
+        (Error::Timeout(TimeoutKind::Idle(limit)), (504, 4, false)),
+        (Error::Timeout(TimeoutKind::Profile(limit)), (504, 4, true)),
+        (not_required, (502, 14, true)),
+        (Error::InvalidBackend("it has no dispatcher"), (502, 14, true)),
+        (Error::NoBackends, (503, 14, true)),
+    ] {
+        let ErrorStatus {
+            status,
+            grpc_code: grpc,
+            closes_connection: close,
+        } = error.status();
+        assert_eq!((status.as_u16(), grpc, close), expected, "{error:?}");
+    }
+}
+
+/// What dashboards of Linkerd know of `*_http_errors_total`.
+#[test]
+fn error_labels_match_linkerd() {
+    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+    let dial_failed = Error::DialFailed {
+        addr,
+        cause: "connect-refused",
+    };
+    let not_required = Error::IdentityMismatch {
+        required: String::new(),
+        actual: None,
+    };
+    for (error, expected) in [
+        (Error::MaxInFlight, "loadshed"),
+        (Error::FailFast(limit, UnavailableReason::BreakerOpen), "failfast"),
+        (Error::GatewayDomain("other.test".into()), "gateway domain invalid"),
+        (Error::GatewayLoop, "gateway loop"),
+        (dial_failed, "i/o"),
+        (not_required, "identity required"),
+        (Error::Timeout(TimeoutKind::Profile(limit)), "response timeout"),
+        (Error::InvalidPolicy(String::new()), "unexpected"),
+    ] {
+        assert_eq!(error.label(), expected, "{error:?}");
+    }
+}

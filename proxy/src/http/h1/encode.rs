@@ -1,0 +1,702 @@
+//! Writes messages: the head, and bodies with a length, chunked, or until the connection closes.
+
+use std::{
+    cell::RefCell,
+    collections::VecDeque,
+    io::{self, Write as _},
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Version, header};
+use tokio::{
+    io::AsyncWrite,
+    time::{Sleep, sleep},
+};
+
+use crate::http::{
+    body::Body,
+    error::Error,
+    h1::{
+        head::{self, is_framing},
+        read_buffer,
+    },
+    header_map_pool, headers,
+};
+
+/// Maximum body bytes that are copied behind the head; larger data is written without a copy.
+const MAX_INLINE_BODY_BYTES: usize = 4 * 1024;
+
+/// Maximum body bytes that one write collects, if they are available. Each write costs one pass through the network
+/// stack, which takes at most 64 KiB at once.
+const MAX_WRITE_BYTES: usize = read_buffer::READ_BUFFER_BYTES;
+
+/// Maximum size of a request that is kept for a resend, in bytes. A server normally reads this much at once, so a
+/// request of this size that was written at once was read completely or not at all.
+const MAX_RESENDABLE_BYTES: usize = 4 * 1024;
+
+/// Maximum time that a head waits for a short body, so that one write sends both. The body is normally available at
+/// once, or slightly later on a busy machine.
+const BODY_WAIT_TIMEOUT: Duration = Duration::from_millis(100);
+
+pub(crate) trait SendableBody: http_body::Body<Data = Bytes, Error = Error> + Unpin {}
+
+impl<B: http_body::Body<Data = Bytes, Error = Error> + Unpin> SendableBody for B {}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BodyFraming {
+    /// Body bytes that are still missing.
+    Length(u64),
+    Chunked,
+    UntilClose,
+}
+
+/// A message that is being written: encoded bytes, then the rest of the body.
+pub(crate) struct OutgoingMessage<B> {
+    head_buffer: PooledBuffer,
+    /// Body bytes that are written without a copy, after `head_buffer`.
+    data: ChunkQueue,
+    /// Bytes after `data`.
+    tail: &'static [u8],
+    body: B,
+    framing: BodyFraming,
+    /// Whether the end of the body is encoded.
+    is_encoded: bool,
+    /// End of the body after the unwritten data: trailers or an error.
+    ending: Option<Result<HeaderMap, Error>>,
+    /// Whether any byte was written.
+    has_begun: bool,
+    /// Copy of the message, if one short write sent all of it.
+    resend_copy: PooledBuffer,
+    body_wait: BodyWait,
+}
+
+enum BodyWait {
+    Never,
+    Possible,
+    Until(Pin<Box<Sleep>>),
+}
+
+/// The parts of a request that its response depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestLine<'a> {
+    pub(crate) version: Version,
+    pub(crate) method: &'a Method,
+}
+
+/// Whether the connection is reused after a response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ConnectionReuse {
+    KeepAlive,
+    Close,
+}
+
+/// Encodes the head of `req`; its URI must be in the form for the wire.
+pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessage<B> {
+    let (parts, body) = req.into_parts();
+    let mut out = PooledBuffer::take();
+    let target = parts.uri;
+    out.put_slice(parts.method.as_str().as_bytes());
+    out.put_u8(b' ');
+    // Writing to memory cannot fail.
+    let _ = match (target.scheme(), target.authority(), target.path_and_query()) {
+        (None, Some(authority), _) => write!((&mut *out).writer(), "{authority}"),
+        (Some(_), ..) => write!((&mut *out).writer(), "{target}"),
+        (None, None, Some(path)) if path.as_str().starts_with('?') => write!((&mut *out).writer(), "{path}"),
+        (None, None, Some(path)) => {
+            out.put_slice(path.as_str().as_bytes());
+            Ok(())
+        }
+        (None, None, None) => {
+            out.put_u8(b'/');
+            Ok(())
+        }
+    };
+    out.put_slice(if parts.version == Version::HTTP_10 {
+        b" HTTP/1.0\r\n"
+    } else {
+        b" HTTP/1.1\r\n"
+    });
+    let ended = body.is_end_stream();
+    let size = body.size_hint();
+    let length = match headers::content_length(&parts.headers) {
+        Some(_) if ended => Some(0),
+        declared => declared.or_else(|| size.exact().filter(|_| !ended)),
+    };
+    let framing = match length {
+        Some(length) => BodyFraming::Length(length),
+        None if ended || parts.version == Version::HTTP_10 => BodyFraming::Length(0),
+        None => BodyFraming::Chunked,
+    };
+    // With `expect: 100-continue`, the body arrives only after the head was sent.
+    let fits = size.upper().is_some_and(|length| length <= MAX_RESENDABLE_BYTES as u64);
+    let body_wait = if !ended && fits && !parts.headers.contains_key(header::EXPECT) {
+        BodyWait::Possible
+    } else {
+        BodyWait::Never
+    };
+    put_headers(&mut out, &parts.headers);
+    if length.is_some() || !ended {
+        put_framing(&mut out, framing);
+    }
+    out.put_slice(b"\r\n");
+    header_map_pool::put(parts.headers);
+    OutgoingMessage {
+        framing,
+        is_encoded: ended,
+        ending: None,
+        body_wait,
+        ..new_message(out, body)
+    }
+}
+
+/// Encodes the head of a response. Returns `Close` if the body ends when the connection closes.
+pub(crate) fn encode_response<B: SendableBody>(
+    rsp: Response<B>,
+    to: RequestLine<'_>,
+    mut reuse: ConnectionReuse,
+) -> (OutgoingMessage<B>, ConnectionReuse) {
+    let (parts, body) = rsp.into_parts();
+    let mut out = PooledBuffer::take();
+    let is_10 = to.version == Version::HTTP_10;
+    out.put_slice(if is_10 { b"HTTP/1.0 " } else { b"HTTP/1.1 " });
+    put_status(&mut out, parts.status);
+    put_headers(&mut out, &parts.headers);
+    let no_body = head::has_no_body(parts.status, to.method);
+    let ended = no_body || body.is_end_stream();
+    let declared = headers::content_length(&parts.headers);
+    let framing = match declared.or_else(|| body.size_hint().exact()) {
+        _ if ended => BodyFraming::Length(0),
+        Some(length) => BodyFraming::Length(length),
+        None if is_10 => BodyFraming::UntilClose,
+        None => BodyFraming::Chunked,
+    };
+    match declared {
+        // A response without a body may declare a length, unless the status or method forbids it.
+        Some(length) if no_body && may_have_content_length(parts.status, to.method) => {
+            put_framing(&mut out, BodyFraming::Length(length));
+        }
+        _ if no_body => {}
+        _ => put_framing(&mut out, framing),
+    }
+    if framing == BodyFraming::UntilClose {
+        reuse = ConnectionReuse::Close;
+    }
+    if parts.status != StatusCode::SWITCHING_PROTOCOLS && !parts.headers.contains_key(header::CONNECTION) {
+        match (reuse, is_10) {
+            (ConnectionReuse::Close, false) => out.put_slice(b"connection: close\r\n"),
+            (ConnectionReuse::KeepAlive, true) => out.put_slice(b"connection: keep-alive\r\n"),
+            _ => {}
+        }
+    }
+    out.put_slice(b"\r\n");
+    header_map_pool::put(parts.headers);
+    let message = OutgoingMessage {
+        framing,
+        is_encoded: ended,
+        ending: None,
+        ..new_message(out, body)
+    };
+    (message, reuse)
+}
+
+pub(crate) fn encode_interim(rsp: &Response<()>, out: &mut BytesMut) {
+    out.put_slice(b"HTTP/1.1 ");
+    put_status(out, rsp.status());
+    put_headers(out, rsp.headers());
+    out.put_slice(b"\r\n");
+}
+
+fn new_message<B>(out: PooledBuffer, body: B) -> OutgoingMessage<B> {
+    OutgoingMessage {
+        head_buffer: out,
+        data: ChunkQueue::default(),
+        tail: b"",
+        body,
+        framing: BodyFraming::Length(0),
+        is_encoded: true,
+        ending: None,
+        has_begun: false,
+        resend_copy: PooledBuffer::default(),
+        body_wait: BodyWait::Never,
+    }
+}
+
+fn may_have_content_length(status: StatusCode, method: &Method) -> bool {
+    *method != Method::CONNECT && status != StatusCode::NO_CONTENT && !status.is_informational()
+}
+
+fn put_status(out: &mut BytesMut, status: StatusCode) {
+    out.put_slice(status.as_str().as_bytes());
+    out.put_u8(b' ');
+    out.put_slice(status.canonical_reason().unwrap_or_default().as_bytes());
+    out.put_slice(b"\r\n");
+}
+
+/// Writes all headers except framing headers, which the writer chooses.
+fn put_headers(out: &mut BytesMut, headers: &HeaderMap) {
+    for (name, value) in headers {
+        if is_framing(name) {
+            continue;
+        }
+        out.reserve(name.as_str().len() + value.len() + 4);
+        out.put_slice(name.as_str().as_bytes());
+        out.put_slice(b": ");
+        out.put_slice(value.as_bytes());
+        out.put_slice(b"\r\n");
+    }
+}
+
+fn put_framing(out: &mut BytesMut, framing: BodyFraming) {
+    let _ = match framing {
+        BodyFraming::Length(length) => write!(out.writer(), "content-length: {length}\r\n"),
+        BodyFraming::Chunked => out.writer().write_all(b"transfer-encoding: chunked\r\n"),
+        BodyFraming::UntilClose => Ok(()),
+    };
+}
+
+impl BodyWait {
+    fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if matches!(self, Self::Possible) {
+            *self = Self::Until(Box::pin(sleep(BODY_WAIT_TIMEOUT)));
+        }
+        if let Self::Until(end) = self {
+            ready!(end.as_mut().poll(cx));
+            *self = Self::Never;
+        }
+        Poll::Ready(())
+    }
+}
+
+impl OutgoingMessage<Body> {
+    /// Ready with the timeout error when a deadline of the body has passed. Poll it while nothing can be written.
+    pub(crate) fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+        let unsent = self.n_unsent();
+        self.body.poll_deadline(unsent, cx)
+    }
+}
+
+impl<B: SendableBody> OutgoingMessage<B> {
+    /// Writes the available data; ready when the whole message is written.
+    ///
+    /// # Errors
+    /// Writing fails, the body fails, or its length differs from `content-length`. The message is truncated then.
+    pub(crate) fn poll_write<W: AsyncWrite + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        io: &mut W,
+    ) -> Poll<Result<(), Error>> {
+        loop {
+            match self.poll_encode(cx)? {
+                Poll::Ready(()) => {}
+                Poll::Pending if self.head_buffer.is_empty() => {
+                    ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(Error::ReadResponse)?;
+                    return Poll::Pending;
+                }
+                Poll::Pending => ready!(self.body_wait.poll_timeout(cx)),
+            }
+            if self.is_written() {
+                if let Some(ending) = self.ending.take() {
+                    self.encode_end(Some(&ending?))?;
+                    continue;
+                }
+                if self.is_encoded {
+                    return Pin::new(&mut *io).poll_flush(cx).map_err(Error::ReadResponse);
+                }
+                continue;
+            }
+            let n = if self.data.is_empty() {
+                ready!(Pin::new(&mut *io).poll_write(cx, &self.head_buffer))
+            } else {
+                let mut parts = [io::IoSlice::new(&[]); MAX_CHUNKS_PER_WRITE + 2];
+                parts[0] = io::IoSlice::new(&self.head_buffer);
+                let n = 1 + self.data.fill_slices(&mut parts[1..=MAX_CHUNKS_PER_WRITE]);
+                parts[n] = io::IoSlice::new(self.tail);
+                ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts[..=n]))
+            };
+            let n = n.map_err(Error::ReadResponse)?;
+            if n == 0 {
+                return Poll::Ready(Err(Error::ReadResponse(io::ErrorKind::WriteZero.into())));
+            }
+            if self.is_resendable() && n == self.head_buffer.len() {
+                self.resend_copy = std::mem::take(&mut self.head_buffer);
+                self.has_begun = true;
+                continue;
+            }
+            self.has_begun = true;
+            self.advance(n);
+        }
+    }
+
+    /// Encodes available body data, so that a small body is written with its head. Ready when there is enough to write.
+    ///
+    /// # Errors
+    /// As for [`Self::poll_write`].
+    pub(crate) fn poll_encode(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        while !self.is_encoded
+            && self.ending.is_none()
+            && self.data.is_empty()
+            && self.head_buffer.len() < MAX_INLINE_BODY_BYTES
+        {
+            let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+            self.encode(cx, frame.transpose()?)?;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn advance(&mut self, n: usize) {
+        let of_out = n.min(self.head_buffer.len());
+        self.head_buffer.advance(of_out);
+        let of_tail = self.data.advance(n - of_out);
+        self.tail = &self.tail[of_tail..];
+        if self.data.is_empty() {
+            // Copy the rest of the tail, because a tail is written only after data.
+            self.head_buffer.put_slice(std::mem::take(&mut self.tail));
+        }
+    }
+
+    /// Encoded bytes that are not written yet.
+    pub(crate) fn n_unsent(&self) -> usize {
+        self.head_buffer.len() + self.data.len() + self.tail.len()
+    }
+
+    fn is_written(&self) -> bool {
+        self.head_buffer.is_empty() && self.data.is_empty()
+    }
+
+    fn encode(&mut self, cx: &mut Context<'_>, frame: Option<http_body::Frame<Bytes>>) -> Result<(), Error> {
+        let mut next = frame.map(http_body::Frame::into_data);
+        loop {
+            match next {
+                Some(Ok(data)) => self.data.push(data),
+                Some(Err(trailers)) => {
+                    let trailers = trailers.into_trailers().ok();
+                    if self.data.is_empty() {
+                        return self.encode_end(trailers.as_ref());
+                    }
+                    self.ending = trailers.map(Ok);
+                    return self.encode_data();
+                }
+                None => {
+                    self.encode_data()?;
+                    return self.encode_end(None);
+                }
+            }
+            if self.body.is_end_stream() {
+                next = None;
+                continue;
+            }
+            // Large data is written together with the frames after it that are available.
+            if self.data.len() <= MAX_INLINE_BODY_BYTES || !self.data.has_room() {
+                return self.encode_data();
+            }
+            next = match Pin::new(&mut self.body).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => Some(frame.into_data()),
+                Poll::Ready(None) => None,
+                Poll::Ready(Some(Err(error))) => {
+                    self.ending = Some(Err(error));
+                    return self.encode_data();
+                }
+                Poll::Pending => return self.encode_data(),
+            };
+        }
+    }
+
+    /// Frames `data`, and moves it to `head_buffer` if it is short.
+    fn encode_data(&mut self) -> Result<(), Error> {
+        let len = self.data.len();
+        if len == 0 {
+            return Ok(());
+        }
+        match &mut self.framing {
+            BodyFraming::Length(left) => *left = left.checked_sub(len as u64).ok_or(Error::ContentLengthMismatch)?,
+            BodyFraming::Chunked => {
+                let _ = write!((&mut *self.head_buffer).writer(), "{len:x}\r\n");
+                self.tail = b"\r\n";
+            }
+            BodyFraming::UntilClose => {}
+        }
+        if len <= MAX_INLINE_BODY_BYTES {
+            let data = std::mem::take(&mut self.data);
+            self.head_buffer.put_slice(&data.first);
+            self.head_buffer.put_slice(std::mem::take(&mut self.tail));
+        }
+        Ok(())
+    }
+
+    fn encode_end(&mut self, trailers: Option<&HeaderMap>) -> Result<(), Error> {
+        self.is_encoded = true;
+        match self.framing {
+            BodyFraming::Length(0) | BodyFraming::UntilClose => {}
+            BodyFraming::Length(_) => return Err(Error::ContentLengthMismatch),
+            BodyFraming::Chunked if trailers.is_none() && !self.data.is_empty() => self.tail = b"\r\n0\r\n\r\n",
+            BodyFraming::Chunked => {
+                let out = &mut self.head_buffer;
+                out.put_slice(b"0\r\n");
+                if let Some(trailers) = trailers {
+                    put_headers(out, trailers);
+                }
+                out.put_slice(b"\r\n");
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the message is completely encoded, short, and not written yet.
+    fn is_resendable(&self) -> bool {
+        !self.has_begun && self.is_encoded && self.data.is_empty() && self.head_buffer.len() <= MAX_RESENDABLE_BYTES
+    }
+
+    /// Whether the end of the body is encoded.
+    pub(crate) fn is_encoded(&self) -> bool {
+        self.is_encoded
+    }
+
+    pub(crate) fn has_begun(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Whether only the end of the connection ends the body, so that the receiver cannot detect a truncated one.
+    pub(crate) fn ends_with_connection(&self) -> bool {
+        self.framing == BodyFraming::UntilClose
+    }
+
+    /// Returns the message for a resend: unchanged if nothing was written, or the saved copy with `empty` as its body.
+    /// Returns `None` if more was written than one short piece.
+    pub(crate) fn into_resendable(mut self, empty: B) -> Option<Self> {
+        if !self.has_begun {
+            return Some(self);
+        }
+        let piece = std::mem::take(&mut self.resend_copy);
+        (!piece.is_empty()).then(|| new_message(piece, empty))
+    }
+
+    /// Whether the whole message is written.
+    pub(crate) fn is_done(&self) -> bool {
+        self.is_encoded && self.is_written()
+    }
+}
+
+/// Body chunks in the order of writing.
+#[derive(Default)]
+struct ChunkQueue {
+    first: Bytes,
+    rest: VecDeque<Bytes>,
+}
+
+const MAX_CHUNKS_PER_WRITE: usize = 8;
+
+impl ChunkQueue {
+    fn push(&mut self, piece: Bytes) {
+        if self.first.is_empty() {
+            self.first = piece;
+        } else if !piece.is_empty() {
+            self.rest.push_back(piece);
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_empty()
+    }
+
+    fn len(&self) -> usize {
+        self.first.len() + self.rest.iter().map(Bytes::len).sum::<usize>()
+    }
+
+    /// Whether another chunk of the size of the first one fits.
+    fn has_room(&self) -> bool {
+        self.rest.len() + 1 < MAX_CHUNKS_PER_WRITE && self.len() + self.first.len() <= MAX_WRITE_BYTES
+    }
+
+    /// Fills the start of `slices` and returns the number of slices filled.
+    fn fill_slices<'a>(&'a self, slices: &mut [io::IoSlice<'a>]) -> usize {
+        let pieces = std::iter::once(&self.first).chain(&self.rest);
+        let filled = slices.iter_mut().zip(pieces);
+        filled.map(|(slice, piece)| *slice = io::IoSlice::new(piece)).count()
+    }
+
+    /// Removes the first `n` bytes. Returns how many of them are not in this queue.
+    fn advance(&mut self, mut n: usize) -> usize {
+        while n > 0 && !self.first.is_empty() {
+            let of_first = n.min(self.first.len());
+            self.first.advance(of_first);
+            n -= of_first;
+            if self.first.is_empty() {
+                self.first = self.rest.pop_front().unwrap_or_default();
+            }
+        }
+        n
+    }
+}
+
+/// Output buffer; later messages of the thread reuse its memory.
+#[derive(Default)]
+struct PooledBuffer(BytesMut);
+
+thread_local! {
+    static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
+}
+
+const MAX_SPARE_BUFFERS: usize = 64;
+const MAX_SPARE_BUFFER_BYTES: usize = 2 * MAX_INLINE_BODY_BYTES;
+
+impl PooledBuffer {
+    fn take() -> Self {
+        let mut bytes = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        bytes.reserve(1024);
+        Self(bytes)
+    }
+}
+
+impl Drop for PooledBuffer {
+    fn drop(&mut self) {
+        let mut bytes = std::mem::take(&mut self.0);
+        bytes.clear();
+        // `capacity` excludes bytes already written, but their memory is still allocated.
+        let is_large = bytes.try_reclaim(MAX_SPARE_BUFFER_BYTES + 1);
+        if bytes.capacity() > 0 && !is_large {
+            // Fails only while the thread exits.
+            let _ = SPARE.try_with(|spare| {
+                let mut spare = spare.borrow_mut();
+                if spare.len() < MAX_SPARE_BUFFERS {
+                    spare.push(bytes);
+                }
+            });
+        }
+    }
+}
+
+impl std::ops::Deref for PooledBuffer {
+    type Target = BytesMut;
+
+    fn deref(&self) -> &BytesMut {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for PooledBuffer {
+    fn deref_mut(&mut self) -> &mut BytesMut {
+        &mut self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::stream;
+    use http::HeaderMap;
+    use http_body::Frame;
+    use http_body_util::{BodyExt, Empty, Full, StreamBody};
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+
+    async fn written<B>(req: Request<B>) -> String
+    where
+        B: http_body::Body<Data = Bytes, Error = std::convert::Infallible> + Unpin,
+    {
+        let (mut ours, mut theirs) = tokio::io::duplex(100_000);
+        let mut upload = encode_request(req.map(|body| body.map_err(|never| match never {})));
+        poll_fn(|cx| upload.poll_write(cx, &mut ours)).await.unwrap();
+        assert!(upload.is_done());
+        drop(ours);
+        let mut text = String::new();
+        theirs.read_to_string(&mut text).await.unwrap();
+        text
+    }
+
+    /// A body of unknown length, with a trailer.
+    fn streamed(data: &'static [u8]) -> impl http_body::Body<Data = Bytes, Error = std::convert::Infallible> + Unpin {
+        let mut trailers = HeaderMap::new();
+        trailers.insert("t", "1".parse().unwrap());
+        let frames = [Frame::data(Bytes::from_static(data)), Frame::trailers(trailers)];
+        StreamBody::new(stream::iter(frames.map(Ok)))
+    }
+
+    #[tokio::test]
+    async fn request_framing_depends_on_the_known_body_length() {
+        let req = Request::get("/a?b").header("host", "x").body(Empty::new()).unwrap();
+        assert_eq!(written(req).await, "GET /a?b HTTP/1.1\r\nhost: x\r\n\r\n");
+        let hey = || Full::new(Bytes::from_static(b"hey"));
+        let expected = "POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nhey";
+        assert_eq!(written(Request::post("/").body(hey()).unwrap()).await, expected);
+        assert_eq!(
+            written(Request::post("/").header("content-length", "3").body(hey()).unwrap()).await,
+            expected
+        );
+        assert_eq!(
+            written(Request::post("/").body(streamed(b"hey")).unwrap()).await,
+            "POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhey\r\n0\r\nt: 1\r\n\r\n"
+        );
+    }
+
+    /// A body of three bytes that arrives later.
+    struct Late(Option<tokio::sync::oneshot::Receiver<Bytes>>);
+
+    impl http_body::Body for Late {
+        type Data = Bytes;
+        type Error = Error;
+
+        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+            let Some(late) = &mut self.0 else {
+                return Poll::Ready(None);
+            };
+            let data = ready!(Pin::new(late).poll(cx)).unwrap();
+            self.0 = None;
+            Poll::Ready(Some(Ok(Frame::data(data))))
+        }
+
+        fn is_end_stream(&self) -> bool {
+            self.0.is_none()
+        }
+
+        fn size_hint(&self) -> http_body::SizeHint {
+            http_body::SizeHint::with_exact(3)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_head_waits_for_a_short_body_for_a_limited_time() {
+        let (mut ours, mut theirs) = tokio::io::duplex(100_000);
+        let (send, body) = tokio::sync::oneshot::channel();
+        let post = Request::post("/").header("content-length", "3");
+        let mut upload = encode_request(post.body(Late(Some(body))).unwrap());
+        let mut read = async || {
+            let mut buf = [0; 100];
+            let n = theirs.read(&mut buf).await.unwrap();
+            String::from_utf8_lossy(&buf[..n]).into_owned()
+        };
+        let begun = tokio::time::Instant::now();
+        let writing = poll_fn(|cx| upload.poll_write(cx, &mut ours));
+        let reading = async {
+            assert_eq!(read().await, "POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\n");
+            assert!(begun.elapsed() >= BODY_WAIT_TIMEOUT);
+            send.send(Bytes::from_static(b"hey")).unwrap();
+            assert_eq!(read().await, "hey");
+        };
+        let (written, ()) = tokio::join!(writing, reading);
+        written.unwrap();
+        assert!(upload.into_resendable(Late(None)).is_none());
+    }
+
+    #[tokio::test]
+    async fn a_short_message_written_at_once_can_be_resent() {
+        let (mut ours, _theirs) = tokio::io::duplex(100_000);
+        let body = |text| Full::new(Bytes::from_static(text)).map_err(|never| match never {});
+        let mut upload = encode_request(Request::post("/").body(body(b"hey")).unwrap());
+        poll_fn(|cx| upload.poll_write(cx, &mut ours)).await.unwrap();
+        let again = upload.into_resendable(body(b"")).unwrap();
+        assert_eq!(&**again.head_buffer, b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nhey");
+    }
+
+    #[tokio::test]
+    async fn a_large_chunk_is_followed_by_its_line_end() {
+        static LARGE: [u8; 50_000] = [b'x'; 50_000];
+        let text = written(Request::post("/").body(streamed(&LARGE)).unwrap()).await;
+        assert!(text.contains("\r\nc350\r\nxxx"));
+        assert!(text.ends_with("xxx\r\n0\r\nt: 1\r\n\r\n"));
+    }
+}

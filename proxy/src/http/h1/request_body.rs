@@ -1,0 +1,164 @@
+//! The body of a request, read from its connection as it is polled.
+
+use std::{
+    io,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use tokio::time::Instant;
+
+use crate::http::{
+    body::ReceivedBody,
+    error::Error,
+    h1::{
+        framing::{DecodeStep, Framing},
+        read_buffer,
+        server_connection::{RequestBodyState, ServerConnection, SharedConnection},
+    },
+};
+
+/// The body of a request, read from its connection as it is polled.
+pub(crate) struct RequestBody {
+    pub(super) connection: SharedConnection,
+    pub(super) framing: Framing,
+    pub(super) idle_timeout: Duration,
+    /// Deadline for the next bytes; `None` unless the body waits for data.
+    pub(super) idle_deadline: Option<Instant>,
+    pub(super) is_ended: bool,
+}
+
+impl RequestBody {
+    pub(super) fn new(connection: &SharedConnection, framing: Framing, expects: bool, idle_timeout: Duration) -> Self {
+        let mut shared = connection.lock();
+        shared.wrote_at = None;
+        shared.request_state = if expects {
+            RequestBodyState::AwaitingContinue
+        } else {
+            RequestBodyState::Body
+        };
+        Self {
+            connection: connection.clone(),
+            framing,
+            idle_timeout,
+            idle_deadline: None,
+            is_ended: false,
+        }
+    }
+
+    /// Ready when, for `limit`, no byte of the request was received and no byte of the response was written.
+    fn poll_idle_timeout(
+        until: &mut Option<Instant>,
+        limit: Duration,
+        cx: &mut Context<'_>,
+        connection: &mut ServerConnection,
+    ) -> Poll<()> {
+        loop {
+            let mut at = until.unwrap_or_else(|| Instant::now() + limit);
+            if let Some(wrote_at) = connection.wrote_at.take() {
+                at = at.max(wrote_at + limit);
+            }
+            *until = Some(at);
+            connection.timer.set(at);
+            ready!(connection.timer.poll(cx));
+            if connection.wrote_at.is_none() {
+                return Poll::Ready(());
+            }
+        }
+    }
+}
+
+impl ReceivedBody for RequestBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        if self.is_ended {
+            return Poll::Ready(None);
+        }
+        let connection = &mut *self.connection.lock();
+        if matches!(
+            connection.request_state,
+            RequestBodyState::Abandoned | RequestBodyState::Incomplete
+        ) {
+            return Poll::Ready(Some(Err(Error::from_client(
+                "the response was sent before the request body was read",
+            ))));
+        }
+        let (failed, next_state) = loop {
+            let decoded = self.framing.decode(&mut connection.read_buffer);
+            let is_end = self.framing.is_end();
+            let frame = match decoded {
+                Ok(DecodeStep::Data(data)) => Some(Ok(Frame::data(data))),
+                Ok(DecodeStep::Trailers(trailers)) => Some(Ok(Frame::trailers(trailers))),
+                Ok(DecodeStep::End) => None,
+                Ok(DecodeStep::NeedsData) => {
+                    match read_buffer::poll_read_into(cx, &mut connection.io, &mut connection.read_buffer) {
+                        Poll::Ready(Ok(0)) => {
+                            let end = io::Error::from(io::ErrorKind::UnexpectedEof);
+                            break (Error::from_client(end), RequestBodyState::Incomplete);
+                        }
+                        Poll::Ready(Ok(_)) => {
+                            self.idle_deadline = None;
+                            continue;
+                        }
+                        Poll::Ready(Err(error)) => break (Error::from_client(error), RequestBodyState::Incomplete),
+                        Poll::Pending => {
+                            ready!(Self::poll_idle_timeout(
+                                &mut self.idle_deadline,
+                                self.idle_timeout,
+                                cx,
+                                connection
+                            ));
+                            break (Error::BodyIdleTimeout(self.idle_timeout), RequestBodyState::Abandoned);
+                        }
+                    }
+                }
+                Err(wrong) => break (Error::from_client(wrong), RequestBodyState::Abandoned),
+            };
+            if is_end {
+                self.is_ended = true;
+                connection.set_request_state(RequestBodyState::Complete);
+            } else {
+                connection.request_state = RequestBodyState::Body;
+            }
+            return Poll::Ready(frame);
+        };
+        connection.set_request_state(next_state);
+        Poll::Ready(Some(Err(failed)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.framing.is_end()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.framing.size_hint()
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        if self.is_ended {
+            return;
+        }
+        let mut connection = self.connection.lock();
+        if connection.request_state == RequestBodyState::Incomplete {
+            return;
+        }
+        // Skip bytes that are already buffered, which is often the whole of a short body.
+        let is_complete = loop {
+            match self.framing.decode(&mut connection.read_buffer) {
+                Ok(DecodeStep::Data(_)) => {}
+                Ok(DecodeStep::Trailers(_) | DecodeStep::End) => {
+                    break connection.request_state == RequestBodyState::Body;
+                }
+                Ok(DecodeStep::NeedsData) | Err(_) => break false,
+            }
+        };
+        connection.set_request_state(if is_complete {
+            RequestBodyState::Complete
+        } else {
+            RequestBodyState::Abandoned
+        });
+    }
+}

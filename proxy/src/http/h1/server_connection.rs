@@ -1,0 +1,201 @@
+//! A connection from a client, shared by the server and the body of the current request.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use http::{Response, Version};
+use parking_lot::Mutex;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::Instant,
+};
+
+use crate::{
+    http::{
+        error::Error,
+        h1::{encode, read_buffer},
+        timer::ResettableTimer,
+        upgrade::interim,
+    },
+    net::io::Io,
+};
+
+/// A connection, shared by the server and the body of the current request.
+pub(super) struct ServerConnection {
+    pub(super) io: Io,
+    /// Bytes read but not parsed yet.
+    pub(super) read_buffer: Bytes,
+    pub(super) unsent_interims: BytesMut,
+    pub(super) request_state: RequestBodyState,
+    /// Last write of response bytes while the request is incomplete; the request body takes it for its idle timeout.
+    pub(super) wrote_at: Option<Instant>,
+    /// Time of the next check whether a client that sent FIN has closed the connection, and the delay to the check
+    /// after it.
+    pub(super) close_poll: Option<(Instant, Duration)>,
+    /// Wakes the server when the request body has ended or was dropped.
+    pub(super) server_waker: Option<Waker>,
+    /// Used by the server while it waits for the client, or by the request body while it waits for data.
+    pub(super) timer: ResettableTimer,
+}
+
+pub(super) type SharedConnection = Arc<Mutex<ServerConnection>>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RequestBodyState {
+    /// The whole request was received.
+    Complete,
+    Body,
+    /// The client waits for `100 Continue` before it sends the body.
+    AwaitingContinue,
+    /// The rest of the body is not read, so the connection cannot carry another request.
+    Abandoned,
+    /// The connection ended or failed within the body.
+    Incomplete,
+}
+
+impl ServerConnection {
+    /// Ready when the client no longer waits: the connection failed, or the kernel reports it as closed. A client that
+    /// only sent FIN still gets its response.
+    pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
+        // Write pending interim responses. An error occurs again when the response is written.
+        let _ = self.poll_interims(cx);
+        match self.request_state {
+            RequestBodyState::Incomplete => return Poll::Ready(Error::ClientClosed),
+            RequestBodyState::Complete if check_close && self.read_buffer.is_empty() => {}
+            RequestBodyState::Complete => return Poll::Pending,
+            // The request body changes the state when it ends or is dropped.
+            RequestBodyState::Body | RequestBodyState::AwaitingContinue | RequestBodyState::Abandoned => {
+                self.server_waker = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+        }
+        loop {
+            if let Some((at, _)) = self.close_poll {
+                self.timer.set(at);
+                ready!(self.timer.poll(cx));
+            }
+            match ready!(read_buffer::poll_read_into(cx, &mut self.io, &mut self.read_buffer)) {
+                Ok(0) if self.io.is_closed_by_peer() == Some(true) => return Poll::Ready(Error::ClientClosed),
+                Ok(0) => {
+                    let pause = self.close_poll.map_or(FIRST_CLOSE_POLL, |(_, pause)| pause);
+                    self.close_poll = Some((Instant::now() + pause, MAX_CLOSE_POLL_INTERVAL.min(pause * 4)));
+                }
+                Ok(_) => return Poll::Pending, // bytes of the next request
+                Err(error) => return Poll::Ready(Error::ClientIo(error)),
+            }
+        }
+    }
+
+    /// Ready when the request body is complete, failed or dropped.
+    pub(super) fn poll_body_done(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.request_state == RequestBodyState::Body {
+            self.server_waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        Poll::Ready(())
+    }
+
+    pub(super) fn set_request_state(&mut self, next_state: RequestBodyState) {
+        self.request_state = next_state;
+        if let Some(server) = self.server_waker.take() {
+            server.wake();
+        }
+    }
+
+    /// Delays the last response, so that it leaves in one packet with the FIN.
+    pub(super) fn cork(&mut self) {
+        if self.request_state == RequestBodyState::Complete && self.read_buffer.is_empty() {
+            self.io.cork();
+        }
+    }
+
+    /// Records a write of response bytes, for the idle timeout of the request body.
+    pub(super) fn record_write(&mut self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if self.request_state != RequestBodyState::Complete && matches!(written, Poll::Ready(Ok(1..))) {
+            self.wrote_at = Some(Instant::now());
+        }
+        written
+    }
+
+    /// Writes an interim response; HTTP/1.0 clients get none.
+    pub(super) fn write_interim(&mut self, cx: &mut Context<'_>, rsp: &Response<()>, version: Version) {
+        if interim::is_continue(rsp) {
+            if self.request_state != RequestBodyState::AwaitingContinue {
+                return;
+            }
+            self.request_state = RequestBodyState::Body;
+        }
+        if version == Version::HTTP_11 {
+            encode::encode_interim(rsp, &mut self.unsent_interims);
+        }
+        // Unwritten bytes are written before the response. An error occurs again then.
+        let _ = self.poll_interims(cx);
+    }
+
+    pub(super) fn poll_interims(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.unsent_interims.is_empty() {
+            let n = ready!(Pin::new(&mut self.io).poll_write(cx, &self.unsent_interims))?;
+            if n == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.unsent_interims.advance(n);
+            if self.unsent_interims.is_empty() {
+                self.unsent_interims = BytesMut::new();
+                return Pin::new(&mut self.io).poll_flush(cx);
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// I/O on the connection; locks it for each call.
+pub(super) struct ConnectionIo<'a>(pub(super) &'a SharedConnection);
+
+impl AsyncRead for ConnectionIo<'_> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for ConnectionIo<'_> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let mut connection = self.0.lock();
+        ready!(connection.poll_interims(cx))?;
+        let written = Pin::new(&mut connection.io).poll_write(cx, buf);
+        connection.record_write(written)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let mut connection = self.0.lock();
+        ready!(connection.poll_interims(cx))?;
+        let written = Pin::new(&mut connection.io).poll_write_vectored(cx, bufs);
+        connection.record_write(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_shutdown(cx)
+    }
+}
+
+/// Delay before the first check whether a client that sent FIN has closed the connection. A close also starts with FIN.
+const FIRST_CLOSE_POLL: Duration = Duration::from_millis(10);
+/// Maximum delay between these checks while the response is outstanding.
+const MAX_CLOSE_POLL_INTERVAL: Duration = Duration::from_secs(1);

@@ -1,0 +1,155 @@
+//! Request and response bodies that are received on HTTP/2 streams.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use h2::RecvStream;
+use http_body::{Frame, SizeHint};
+use tokio::time::Instant;
+
+use crate::http::{error::Error, h2::flow_control::StreamToken, headers, timer::ResettableTimer};
+
+/// A body that is received on an HTTP/2 stream.
+pub(crate) struct StreamBody {
+    stream: RecvStream,
+    origin: BodyOrigin,
+    /// Bytes that are still missing according to `content-length`; `None` without one.
+    n_remaining: Option<u64>,
+    /// Idle timeout of a client's body; created by the first wait for data.
+    idle: Option<Box<IdleTimeout>>,
+    /// Held while the stream can use the connection's window.
+    _token: StreamToken,
+}
+
+/// The sender of a body.
+#[derive(Clone)]
+pub(super) enum BodyOrigin {
+    Client(Arc<ResponseProgress>),
+    Server,
+}
+
+/// Shared by a response and its request body: sent response bytes restart the body's idle timeout.
+pub(super) struct ResponseProgress {
+    pub(super) sent_since_check: AtomicBool,
+    /// Maximum time without bytes in either direction.
+    pub(super) idle_timeout: Duration,
+}
+
+impl ResponseProgress {
+    pub(super) fn record_sent(&self) {
+        self.sent_since_check.store(true, Ordering::Relaxed);
+    }
+
+    fn take_sent(&self) -> bool {
+        self.sent_since_check.swap(false, Ordering::Relaxed)
+    }
+}
+
+/// Idle timeout of a request body.
+#[derive(Default)]
+struct IdleTimeout {
+    timer: ResettableTimer,
+    deadline: Option<Instant>,
+}
+
+impl IdleTimeout {
+    /// Ready when no bytes have passed in either direction for the idle timeout.
+    fn poll(&mut self, cx: &mut Context<'_>, progress: &ResponseProgress) -> Poll<Error> {
+        let limit = progress.idle_timeout;
+        loop {
+            if progress.take_sent() {
+                self.deadline = None;
+            }
+            let at = *self.deadline.get_or_insert_with(|| Instant::now() + limit);
+            self.timer.set(at);
+            ready!(self.timer.poll(cx));
+            if !progress.take_sent() {
+                return Poll::Ready(Error::BodyIdleTimeout(limit));
+            }
+            self.deadline = None;
+        }
+    }
+}
+
+impl StreamBody {
+    pub(super) fn new(stream: RecvStream, origin: BodyOrigin, n_remaining: Option<u64>, token: StreamToken) -> Self {
+        Self {
+            stream,
+            origin,
+            n_remaining,
+            idle: None,
+            _token: token,
+        }
+    }
+
+    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        let polled = self.poll_stream(cx);
+        let BodyOrigin::Client(progress) = &self.origin else {
+            return polled;
+        };
+        if polled.is_pending() {
+            return self
+                .idle
+                .get_or_insert_default()
+                .poll(cx, progress)
+                .map(|late| Some(Err(late)));
+        }
+        if let Some(idle) = &mut self.idle {
+            idle.deadline = None;
+        }
+        polled
+    }
+
+    fn poll_stream(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        match ready!(self.stream.poll_data(cx)) {
+            Some(Ok(data)) => {
+                // The window opens as the receiver takes data, so nothing is buffered here.
+                let _ = self.stream.flow_control().release_capacity(data.len());
+                self.n_remaining = self.n_remaining.map(|left| left.saturating_sub(data.len() as u64));
+                Poll::Ready(Some(Ok(Frame::data(data))))
+            }
+            Some(Err(error)) => Poll::Ready(Some(Err(self.map_error(error)))),
+            None => match ready!(self.stream.poll_trailers(cx)) {
+                Ok(Some(trailers))
+                    if matches!(self.origin, BodyOrigin::Client(_))
+                        || trailers.keys().any(|name| !headers::is_forwarded_trailer(name)) =>
+                {
+                    let sent = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
+                    let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
+                    Poll::Ready(Some(Ok(Frame::trailers(sent.collect()))))
+                }
+                Ok(Some(trailers)) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
+                Ok(None) => Poll::Ready(None),
+                Err(error) => Poll::Ready(Some(Err(self.map_error(error)))),
+            },
+        }
+    }
+
+    fn map_error(&self, error: h2::Error) -> Error {
+        match self.origin {
+            BodyOrigin::Client(_) => Error::from_client(error),
+            // We reset the stream because the request body failed: its client has disconnected or stopped sending.
+            BodyOrigin::Server if error.is_reset() && !error.is_remote() && !error.is_library() => Error::ClientClosed,
+            BodyOrigin::Server => Error::H2(error),
+        }
+    }
+
+    pub(crate) fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+    }
+
+    pub(crate) fn size_hint(&self) -> SizeHint {
+        match self.n_remaining {
+            _ if self.is_end_stream() => SizeHint::with_exact(0),
+            Some(left) => SizeHint::with_exact(left),
+            None => SizeHint::default(),
+        }
+    }
+}

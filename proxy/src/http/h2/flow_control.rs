@@ -1,0 +1,261 @@
+//! Sizes of the flow-control windows of a connection.
+//!
+//! An unread body holds the window of its stream. With fixed windows, a few unread bodies would use up the connection's
+//! window and block all other streams.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{
+    sync::{Notify, futures::Notified},
+    time::Instant,
+};
+
+use crate::http::h2::config::Http2Config;
+
+/// Held for each message that can have a body to receive. The number of clones is the number of these messages.
+#[derive(Clone, Default)]
+pub(super) struct StreamToken(Arc<Option<Arc<StreamWaiters>>>);
+
+impl StreamToken {
+    /// The first token of a connection. Dropping one of its clones wakes a request that waits for a stream.
+    pub(super) fn with_waiters(waiters: Arc<StreamWaiters>) -> Self {
+        Self(Arc::new(Some(waiters)))
+    }
+
+    /// Number of tokens, including this one and others that belong to no message.
+    pub(super) fn n_tokens(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+}
+
+impl Drop for StreamToken {
+    fn drop(&mut self) {
+        if let Some(waiters) = &*self.0 {
+            waiters.wake_one();
+        }
+    }
+}
+
+/// Requests that wait for a free stream on any of several connections to one peer.
+pub(crate) struct StreamWaiters {
+    n_waiting: AtomicUsize,
+    freed: Notify,
+    /// Latest stream limit of the peer; the start value for new connections.
+    pub(super) last_max_streams: AtomicUsize,
+}
+
+impl Default for StreamWaiters {
+    fn default() -> Self {
+        Self {
+            n_waiting: AtomicUsize::new(0),
+            freed: Notify::new(),
+            last_max_streams: AtomicUsize::new(DEFAULT_MAX_STREAMS),
+        }
+    }
+}
+
+/// Stream limit before the peer's settings arrive: the minimum that RFC 9113, section 6.5.2, recommends.
+const DEFAULT_MAX_STREAMS: usize = 100;
+
+/// A waiting request.
+pub(crate) struct StreamWaiter<'a>(&'a StreamWaiters);
+
+impl StreamWaiters {
+    pub(crate) fn enter(&self) -> StreamWaiter<'_> {
+        self.n_waiting.fetch_add(1, Ordering::Relaxed);
+        StreamWaiter(self)
+    }
+
+    fn wake_one(&self) {
+        if self.n_waiting.load(Ordering::Relaxed) > 0 {
+            self.freed.notify_one();
+        }
+    }
+
+    /// Makes all waiting requests check for a free stream.
+    pub(super) fn wake_all(&self) {
+        self.freed.notify_waiters();
+    }
+}
+
+impl StreamWaiter<'_> {
+    /// Ready when a stream may have become free since the future was created and enabled.
+    pub(crate) fn freed(&self) -> Notified<'_> {
+        self.0.freed.notified()
+    }
+}
+
+impl Drop for StreamWaiter<'_> {
+    fn drop(&mut self) {
+        self.0.n_waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Adapts the windows of a connection to its number of streams: the more streams, the smaller their windows.
+pub(super) struct FlowControlWindows {
+    token: StreamToken,
+    params: Http2Config,
+    /// Number of streams that the current windows are sized for, even if all bodies stay unread.
+    sized_for: usize,
+    /// Last time when more than an eighth of these streams were open.
+    needed_at: Instant,
+}
+
+/// Bytes that one stream, and all streams together, can send before any data is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WindowSizes {
+    pub(super) stream: u32,
+    pub(super) connection: u32,
+}
+
+impl FlowControlWindows {
+    pub(super) fn new(params: &Http2Config, token: StreamToken) -> Self {
+        Self {
+            token,
+            params: *params,
+            sized_for: initial_streams(params),
+            needed_at: Instant::now(),
+        }
+    }
+
+    pub(super) fn token(&self) -> StreamToken {
+        self.token.clone()
+    }
+
+    /// Calls `set` if other windows suit the number of streams. If `set` fails, the next call tries again.
+    pub(super) fn adapt<E>(&mut self, set: impl FnOnce(WindowSizes) -> Result<(), E>) {
+        let (n, first) = (self.token.n_tokens(), initial_streams(&self.params));
+        if n <= self.sized_for && self.sized_for == first {
+            return;
+        }
+        if n > self.sized_for / 8 {
+            self.needed_at = Instant::now();
+        }
+        let n_streams = if n > self.sized_for || self.needed_at.elapsed() > WINDOW_SHRINK_DELAY {
+            n.next_power_of_two().max(first)
+        } else {
+            return;
+        };
+        if set(window_sizes(&self.params, n_streams)).is_ok() {
+            self.sized_for = n_streams;
+        }
+    }
+}
+
+/// Number of streams that the initial windows are sized for.
+fn initial_streams(params: &Http2Config) -> usize {
+    (params.connection_window / params.stream_window.max(1)).max(1) as usize
+}
+
+/// Windows for this number of streams. The connection window allows for larger windows that earlier streams were given.
+fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
+    let stream = |n_streams: usize| {
+        let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);
+        stream_share.max(MIN_STREAM_WINDOW).min(params.stream_window)
+    };
+    let (mut connection, mut n) = (params.connection_window as usize, initial_streams(params));
+    while n < n_streams {
+        let more = (n * 2).min(n_streams);
+        connection += (more - n) * stream(more) as usize;
+        n = more;
+    }
+    WindowSizes {
+        stream: stream(n_streams),
+        connection: u32::try_from(connection)
+            .unwrap_or(u32::MAX)
+            .min(MAX_CONNECTION_WINDOW.max(params.connection_window)),
+    }
+}
+
+/// Bytes shared by all stream windows, as long as each is larger than [`MIN_STREAM_WINDOW`].
+const SHARED_STREAM_WINDOW_BYTES: usize = 16 << 20;
+/// Minimum window of a stream: the protocol's default (RFC 9113, section 6.9.2).
+const MIN_STREAM_WINDOW: u32 = (1 << 16) - 1;
+/// Maximum window of a connection, unless a larger one is configured: enough for about 4000 unread bodies.
+const MAX_CONNECTION_WINDOW: u32 = 256 << 20;
+/// Time with few streams before windows grow again.
+const WINDOW_SHRINK_DELAY: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn early_streams_that_are_not_read_leave_window_for_later_ones() {
+        let params = Http2Config::default();
+        let first = initial_streams(&params);
+        let (mut unread_bytes, mut stream_window) = (0, params.stream_window);
+        for n in 1..3500_usize {
+            let n_streams = n.next_power_of_two().max(first);
+            let sizes = window_sizes(&params, n_streams);
+            assert!(sizes.stream <= stream_window, "{n} streams");
+            stream_window = sizes.stream;
+            assert!(
+                unread_bytes + u64::from(stream_window) <= u64::from(sizes.connection),
+                "{n} streams"
+            );
+            unread_bytes += u64::from(stream_window);
+        }
+        assert_eq!(window_sizes(&params, 1 << 20).connection, MAX_CONNECTION_WINDOW);
+    }
+
+    #[test]
+    fn the_configured_stream_window_is_the_maximum() {
+        let params = Http2Config {
+            stream_window: 1000,
+            connection_window: 1 << 20,
+            ..Http2Config::default()
+        };
+        let n_streams = initial_streams(&params);
+        let [then, more] = [n_streams, 2 * n_streams].map(|n_streams| window_sizes(&params, n_streams));
+        let stream = 1000;
+        assert_eq!(
+            then,
+            WindowSizes {
+                stream,
+                connection: 1 << 20
+            }
+        );
+        assert_eq!(
+            more,
+            WindowSizes {
+                stream,
+                connection: (1 << 20) + 1000 * n_streams as u32
+            }
+        );
+        assert_eq!(window_sizes(&params, 1 << 40).connection, MAX_CONNECTION_WINDOW);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn windows_follow_the_number_of_streams() {
+        let mut windows = FlowControlWindows::new(&Http2Config::default(), StreamToken::default());
+        let mut windows_set = Vec::new();
+        let mut adapt = |windows: &mut FlowControlWindows| {
+            windows.adapt(|sizes| {
+                windows_set.push(sizes.stream);
+                Ok::<_, ()>(())
+            });
+        };
+        adapt(&mut windows);
+        let tokens: Vec<_> = (0..100).map(|_| windows.token()).collect();
+        windows.adapt(|_| Err(())); // the next call tries again
+        adapt(&mut windows);
+        adapt(&mut windows);
+        let few: Vec<_> = tokens.into_iter().take(10).collect();
+        adapt(&mut windows);
+        tokio::time::advance(WINDOW_SHRINK_DELAY * 2).await;
+        adapt(&mut windows); // still sized for more than ten streams
+        adapt(&mut windows);
+        drop(few);
+        tokio::time::advance(WINDOW_SHRINK_DELAY * 2).await;
+        adapt(&mut windows);
+        adapt(&mut windows);
+        assert_eq!(windows_set, [128 << 10, 1 << 20, 1 << 20]);
+    }
+}

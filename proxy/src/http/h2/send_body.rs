@@ -1,0 +1,135 @@
+//! Sends a body on an HTTP/2 stream, within the peer's flow-control window.
+
+use std::{
+    future::poll_fn,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use h2::{Reason, SendStream};
+use http_body::Body as _;
+
+use crate::http::{body::Body, error::Error, h2::body::ResponseProgress, stack::error_response};
+
+/// A body that is being sent.
+pub(super) struct BodySender {
+    body: Body,
+    stream: SendStream<Bytes>,
+    chunk: Bytes,
+    /// Whether a failed body ends with gRPC status trailers.
+    is_grpc: bool,
+    /// Records sent bytes, for the idle timeout of the request body.
+    progress: Option<Arc<ResponseProgress>>,
+}
+
+impl BodySender {
+    pub(super) fn new(body: Body, stream: SendStream<Bytes>) -> Self {
+        Self {
+            body,
+            stream,
+            chunk: Bytes::new(),
+            is_grpc: false,
+            progress: None,
+        }
+    }
+
+    /// Sets whether a failed body ends with gRPC status trailers.
+    pub(super) fn with_grpc_status(mut self, is_grpc: bool) -> Self {
+        self.is_grpc = is_grpc;
+        self
+    }
+
+    /// Records sent bytes in `progress`, which the request body reads.
+    pub(super) fn with_progress(mut self, progress: Arc<ResponseProgress>) -> Self {
+        self.progress = Some(progress);
+        self
+    }
+
+    /// Sends the rest of the body.
+    pub(super) async fn send_rest(mut self) {
+        if let Err(error) = poll_fn(|cx| self.poll_send(cx)).await {
+            tracing::debug!(%error, "body ended early");
+        }
+    }
+
+    /// Ends the stream after its body has failed.
+    fn abort(&mut self, error: Error) -> Result<(), Error> {
+        // A reset of the stream that the body is read from is forwarded as a reset: gRPC clients know its meaning.
+        if self.is_grpc && !matches!(&error, Error::H2(error) if error.is_reset()) {
+            self.stream
+                .send_trailers(error_response::grpc_error_trailers(&error))
+                .map_err(Error::H2)?;
+        } else {
+            self.stream.send_reset(reset_reason(&error, Reason::CANCEL));
+        }
+        Err(error)
+    }
+
+    /// Ready when the body is handed to `h2`, or the peer wants no more of it.
+    ///
+    /// # Errors
+    /// The body fails, and the stream is reset or ended with a gRPC status. Or the peer resets the stream.
+    pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        loop {
+            if !self.chunk.is_empty() {
+                self.stream.reserve_capacity(self.chunk.len());
+                let capacity = match self.stream.poll_capacity(cx) {
+                    Poll::Ready(Some(capacity)) => capacity.map_err(Error::H2)?,
+                    Poll::Ready(None) => return Poll::Ready(Ok(())), // the peer closed its side of the stream
+                    Poll::Pending => {
+                        let late = ready!(self.body.poll_deadline(self.chunk.len(), cx));
+                        return Poll::Ready(self.abort(late));
+                    }
+                };
+                if capacity == 0 {
+                    continue; // spurious wake-up: poll again
+                }
+                let part = self.chunk.split_to(capacity.min(self.chunk.len()));
+                let last = self.chunk.is_empty() && self.body.is_end_stream();
+                self.stream.send_data(part, last).map_err(Error::H2)?;
+                if let Some(progress) = &self.progress {
+                    progress.record_sent();
+                }
+                if last {
+                    return Poll::Ready(Ok(()));
+                }
+                continue;
+            }
+            if let Poll::Ready(reset) = self.stream.poll_reset(cx) {
+                return Poll::Ready(reset.map(drop).map_err(Error::H2));
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                None => {
+                    self.stream.send_data(Bytes::new(), true).map_err(Error::H2)?;
+                    return Poll::Ready(Ok(()));
+                }
+                Some(Err(error)) => return Poll::Ready(self.abort(error)),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) if data.is_empty() && !self.body.is_end_stream() => {}
+                    Ok(data) if data.is_empty() => {
+                        self.stream.send_data(data, true).map_err(Error::H2)?;
+                        return Poll::Ready(Ok(()));
+                    }
+                    Ok(data) => self.chunk = data,
+                    Err(frame) => {
+                        if let Ok(trailers) = frame.into_trailers() {
+                            self.stream.send_trailers(trailers).map_err(Error::H2)?;
+                            return Poll::Ready(Ok(()));
+                        }
+                    }
+                },
+            }
+        }
+    }
+}
+
+/// Reason to reset a stream: that of the stream that failed, if there is one.
+pub(super) fn reset_reason(error: &Error, otherwise: Reason) -> Reason {
+    match error {
+        error if error.is_unprocessed() => Reason::REFUSED_STREAM,
+        Error::H2(error) => error.reason().unwrap_or(otherwise),
+        _ => otherwise,
+    }
+}

@@ -1,0 +1,40 @@
+//! Pool of header maps, one per thread: a message reuses the memory of an earlier one.
+
+use std::cell::RefCell;
+
+use http::HeaderMap;
+
+thread_local! {
+    static SPARE: RefCell<Vec<HeaderMap>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Maximum number of maps that a thread keeps.
+const MAX_SPARE_MAPS: usize = 64;
+/// A map with more headers than this is dropped.
+const MAX_SPARE_MAP_HEADERS: usize = 64;
+/// Headers that the proxy adds to a message.
+const HEADERS_ADDED_BY_PROXIES: usize = 2;
+
+/// Returns an empty map with capacity for `n_headers` and for [`HEADERS_ADDED_BY_PROXIES`].
+pub(crate) fn take(n_headers: usize) -> HeaderMap {
+    match SPARE.with_borrow_mut(Vec::pop) {
+        Some(mut map) => {
+            map.reserve(n_headers + HEADERS_ADDED_BY_PROXIES);
+            map
+        }
+        None => HeaderMap::with_capacity(n_headers + HEADERS_ADDED_BY_PROXIES),
+    }
+}
+
+/// Returns the map of a written message to the pool.
+pub(crate) fn put(mut map: HeaderMap) {
+    // `capacity` counts distinct names; repeated headers count in `len` only.
+    if (1..=MAX_SPARE_MAP_HEADERS).contains(&map.capacity()) && map.len() <= MAX_SPARE_MAP_HEADERS {
+        map.clear();
+        SPARE.with_borrow_mut(|spare| {
+            if spare.len() < MAX_SPARE_MAPS {
+                spare.push(map);
+            }
+        });
+    }
+}

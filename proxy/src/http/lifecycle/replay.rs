@@ -1,0 +1,221 @@
+//! Keeping a request, and its body until its response head comes, so that it can be sent once more.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
+use http_body::{Body as _, Frame, SizeHint};
+use parking_lot::Mutex;
+
+use crate::http::{
+    body::{Body, ReceivedBody},
+    error::Error,
+};
+
+/// Longest body that is kept where no policy says otherwise, in bytes.
+pub(crate) const DEFAULT_MAX_REPLAY_BYTES: usize = 64 * 1024;
+
+/// A request that can be sent again.
+pub(crate) struct ReplayableRequest {
+    method: Method,
+    uri: Uri,
+    version: Version,
+    /// A list takes less than a map, and is looked at only in need.
+    headers: Vec<(HeaderName, HeaderValue)>,
+    body: Option<ReplayBuffer>,
+}
+
+/// The way to get a body back, whether or not it is still being sent; none where it is too long from the start.
+pub(crate) struct ReplayBuffer(Option<Arc<Mutex<ReplayState>>>);
+
+#[derive(Default)]
+struct ReplayState {
+    /// Not read yet; gone once the body has been taken back.
+    unread: Option<Body>,
+    frames: VecDeque<Bytes>,
+    len: usize,
+    max_bytes: usize,
+    /// Too long, or its trailers have passed: the body cannot be repeated.
+    is_incomplete: bool,
+    /// Whoever waits for more to send.
+    sender_waker: Option<Waker>,
+}
+
+/// A body that is kept while it is sent.
+pub(crate) struct RecordingBody(Arc<Mutex<ReplayState>>);
+
+/// Splits a body into what is sent and the way to get it back, if it has no more than `limit` bytes.
+pub(crate) fn record_body(body: Body, limit: usize) -> (Body, ReplayBuffer) {
+    if body.size_hint().lower() > limit as u64 {
+        return (body, ReplayBuffer(None));
+    }
+    let state = Arc::new(Mutex::new(ReplayState {
+        unread: Some(body),
+        max_bytes: limit,
+        ..ReplayState::default()
+    }));
+    (
+        Body::received(Box::new(RecordingBody(state.clone()))),
+        ReplayBuffer(Some(state)),
+    )
+}
+
+impl ReplayableRequest {
+    /// Keeps what is needed to send `req` once more; its body is kept as it passes, up to so many bytes.
+    pub(crate) fn of_request(req: &mut Request<Body>, max_body: usize) -> Self {
+        let body = if req.body().is_end_stream() {
+            None
+        } else {
+            let (sent, kept) = record_body(std::mem::take(req.body_mut()), max_body);
+            *req.body_mut() = sent;
+            Some(kept)
+        };
+        Self {
+            method: req.method().clone(),
+            uri: req.uri().clone(),
+            version: req.version(),
+            headers: header_list(req.headers()),
+            body,
+        }
+    }
+
+    pub(crate) fn method(&self) -> &Method {
+        &self.method
+    }
+
+    /// Whether the body could be kept so far.
+    pub(crate) fn can_replay(&self) -> bool {
+        self.body.as_ref().is_none_or(ReplayBuffer::can_replay)
+    }
+
+    /// Whether the request has no body, so that this copy stays good however often it is sent.
+    pub(crate) fn has_no_body(&self) -> bool {
+        self.body.is_none()
+    }
+
+    /// The request again, if its body could be kept; a body once.
+    pub(crate) fn to_request(&self) -> Option<Request<Body>> {
+        let body = match &self.body {
+            None => Body::empty(),
+            Some(kept) => kept.take_body()?,
+        };
+        let mut req = Request::new(body);
+        *req.method_mut() = self.method.clone();
+        *req.uri_mut() = self.uri.clone();
+        *req.version_mut() = self.version;
+        for (name, value) in &self.headers {
+            req.headers_mut().append(name.clone(), value.clone());
+        }
+        Some(req)
+    }
+}
+
+fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
+    let mut lines = Vec::with_capacity(headers.len());
+    lines.extend(headers.iter().map(|(name, value)| (name.clone(), value.clone())));
+    lines
+}
+
+impl ReplayBuffer {
+    /// Whether the body could be kept so far.
+    pub(crate) fn can_replay(&self) -> bool {
+        self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
+    }
+
+    /// The body from its start, where that is still possible; once. Who is still sending it finds that it has broken off.
+    pub(crate) fn take_body(&self) -> Option<Body> {
+        let mut state = self.0.as_ref()?.lock();
+        if state.is_incomplete {
+            return None;
+        }
+        let rest = state.unread.take()?;
+        if let Some(sender) = state.sender_waker.take() {
+            sender.wake();
+        }
+        Some(Body::replayed(std::mem::take(&mut state.frames), rest))
+    }
+}
+
+impl RecordingBody {}
+
+impl ReceivedBody for RecordingBody {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        let mut state = self.0.lock();
+        let Some(body) = &mut state.unread else {
+            return Poll::Ready(Some(Err(Error::RequestCancelled)));
+        };
+        let Poll::Ready(frame) = Pin::new(body).poll_frame(cx) else {
+            state.sender_waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        };
+        if !state.is_incomplete {
+            match &frame {
+                Some(Ok(frame)) if let Some(data) = frame.data_ref() => {
+                    state.len += data.len();
+                    state.frames.push_back(data.clone());
+                    state.is_incomplete = state.len > state.max_bytes;
+                }
+                Some(_) => state.is_incomplete = true,
+                None => {}
+            }
+            if state.is_incomplete {
+                state.frames = VecDeque::new();
+            }
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.lock().unread.as_ref().is_some_and(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.lock().unread.as_ref().map(Body::size_hint).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_body_sent_in_part_is_whole_again() {
+        let pieces: VecDeque<_> = ["one", "two", "three"].map(|s| Bytes::from_static(s.as_bytes())).into();
+        let (mut sent, kept) = record_body(Body::replayed(pieces, Body::empty()), DEFAULT_MAX_REPLAY_BYTES);
+        assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
+        drop(sent);
+        assert_eq!(
+            kept.take_body().unwrap().collect().await.unwrap().to_bytes(),
+            "onetwothree"
+        );
+    }
+
+    #[tokio::test]
+    async fn replaying_a_body_stops_the_first_send() {
+        let pieces: VecDeque<_> = ["one", "two"].map(|s| Bytes::from_static(s.as_bytes())).into();
+        let (mut sent, kept) = record_body(Body::replayed(pieces, Body::empty()), DEFAULT_MAX_REPLAY_BYTES);
+        assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
+        let again = kept.take_body().unwrap();
+        assert!(
+            sent.frame().await.unwrap().is_err(),
+            "it has broken off, and is not at its end"
+        );
+        assert!(!sent.is_end_stream());
+        assert_eq!(again.collect().await.unwrap().to_bytes(), "onetwo");
+    }
+
+    #[tokio::test]
+    async fn a_long_body_is_not_kept() {
+        let pieces: VecDeque<_> = vec![Bytes::from(vec![0; DEFAULT_MAX_REPLAY_BYTES]), Bytes::from_static(b"x")].into();
+        let (sent, kept) = record_body(Body::replayed(pieces, Body::empty()), DEFAULT_MAX_REPLAY_BYTES);
+        sent.collect().await.unwrap();
+        assert!(kept.take_body().is_none());
+    }
+}

@@ -1,0 +1,8 @@
+use crate::http::{h1::server::Http1Config, h2::Http2Config};
+
+/// HTTP settings for the clients of one direction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ServerConfig {
+    pub(crate) http1: Http1Config,
+    pub(crate) http2: Http2Config,
+}

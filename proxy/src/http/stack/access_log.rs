@@ -1,0 +1,350 @@
+//! A line for each request, in the form of Apache's common log or as JSON.
+//!
+//! Lines leave on a thread of their own: who reads them slowly, or not at all, holds up no request.
+
+use std::{
+    io::Write,
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    },
+    thread,
+    time::Duration,
+};
+
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use serde_json::{Map, Value, json};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use tokio::time::Instant;
+use tulle_core::{metrics::Counter, names::header as names};
+
+use crate::http::{body::Body, stack::error_response::ResponderInfo, upgrade::websocket};
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Format {
+    Apache,
+    Json,
+}
+
+/// Where the lines of a process go.
+#[derive(Clone)]
+pub(crate) struct AccessLog {
+    format: Format,
+    lines: SyncSender<LogMessage>,
+    dropped: Arc<Counter>,
+}
+
+enum LogMessage {
+    Text(String),
+    /// Answered once all before it are written.
+    Flush(SyncSender<()>),
+}
+
+/// A request that has not been answered yet.
+pub(crate) struct AccessLogEntry {
+    log: AccessLog,
+    responder: Arc<ResponderInfo>,
+    timestamp: OffsetDateTime,
+    started_at: Instant,
+    /// What this proxy has worked on it.
+    processing_time: Duration,
+    method: Method,
+    uri: Uri,
+    version: Version,
+    /// In which version it came to the peer, which made HTTP/2 of it.
+    orig_proto: Option<HeaderValue>,
+    /// Whether it stands for one that asks for a WebSocket, and is noted down as such.
+    is_websocket: bool,
+    trace_id: Option<HeaderValue>,
+    content_length: Option<HeaderValue>,
+    user_agent: Option<HeaderValue>,
+    host: Option<HeaderValue>,
+}
+
+impl AccessLog {
+    /// Writes lines to `out`; those that find too many before them are dropped and counted.
+    pub(crate) fn start(
+        format: Format,
+        out: impl Write + Send + 'static,
+        dropped: Arc<Counter>,
+    ) -> std::io::Result<Self> {
+        let (lines, waiting) = sync_channel(MAX_QUEUED_LINES);
+        thread::Builder::new()
+            .name("access-log".into())
+            .spawn(move || run_writer(out, &waiting))?;
+        Ok(Self { format, lines, dropped })
+    }
+
+    /// Notes a request that has just come.
+    pub(crate) fn entry(&self, req: &Request<Body>, place: &Arc<ResponderInfo>) -> Box<AccessLogEntry> {
+        let headers = req.headers();
+        let is_websocket = websocket::is_extended_connect(req);
+        Box::new(AccessLogEntry {
+            log: self.clone(),
+            responder: place.clone(),
+            timestamp: OffsetDateTime::now_utc(),
+            started_at: Instant::now(),
+            processing_time: Duration::ZERO,
+            method: if is_websocket {
+                Method::GET
+            } else {
+                req.method().clone()
+            },
+            uri: req.uri().clone(),
+            version: req.version(),
+            orig_proto: headers.get(names::L5D_ORIG_PROTO).cloned(),
+            is_websocket,
+            trace_id: trace_id(headers).cloned(),
+            content_length: headers.get(header::CONTENT_LENGTH).cloned(),
+            user_agent: headers.get(header::USER_AGENT).cloned(),
+            host: headers.get(header::HOST).cloned(),
+        })
+    }
+
+    /// Waits until all lines so far are written, but not for ever.
+    pub(crate) fn flush(&self) {
+        let (written, done) = sync_channel(1);
+        if self.lines.try_send(LogMessage::Flush(written)).is_ok()
+            && let Err(RecvTimeoutError::Timeout) = done.recv_timeout(FLUSH_TIMEOUT)
+        {
+            tracing::warn!("nobody reads the access log; its last lines are lost");
+        }
+    }
+}
+
+impl AccessLogEntry {
+    /// Adds to what this proxy has worked on the request.
+    pub(crate) fn add_processing_time(&mut self, since: Instant) {
+        self.processing_time += since.elapsed();
+    }
+
+    /// Writes the line, now that the head of the response is known; there may be none.
+    pub(crate) fn run_writer(self, rsp: Option<&Response<Body>>) {
+        let status = rsp.map(|rsp| match self.is_websocket && websocket::is_tunnel_response(rsp) {
+            true => StatusCode::SWITCHING_PROTOCOLS,
+            false => rsp.status(),
+        });
+        let line = match self.log.format {
+            Format::Apache => self.apache(status),
+            Format::Json => {
+                let length = rsp.and_then(|rsp| rsp.headers().get(header::CONTENT_LENGTH));
+                self.json(status, length).to_string() + "\n"
+            }
+        };
+        if self.log.lines.try_send(LogMessage::Text(line)).is_err() {
+            self.log.dropped.inc();
+        }
+    }
+
+    /// `<client> <identity> - [<time>] "<method> <uri> <version>" <status>`
+    fn apache(&self, status: Option<StatusCode>) -> String {
+        let Self { method, uri, .. } = self;
+        let version = self.version();
+        let (client, id) = (self.responder.client_addr, self.client_id());
+        // What is between quotes must not end them.
+        let uri = uri.to_string().replace('\\', "\\\\").replace('"', "\\\"");
+        let status = status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
+        format!(
+            "{client} {id} - [{}] \"{method} {uri} {version}\" {status}\n",
+            self.timestamp()
+        )
+    }
+
+    fn json(&self, status: Option<StatusCode>, length: Option<&HeaderValue>) -> Value {
+        let text = |value: Option<&HeaderValue>| {
+            value.map_or_else(String::new, |value| {
+                String::from_utf8_lossy(value.as_bytes()).into_owned()
+            })
+        };
+        let mut line = Map::new();
+        let mut add_field = |name: &str, value: Value| drop(line.insert(name.to_owned(), value));
+        add_field("client.addr", json!(self.responder.client_addr.to_string()));
+        add_field("client.id", json!(self.client_id()));
+        add_field("direction", json!(self.responder.direction));
+        add_field("timestamp", json!(self.timestamp()));
+        add_field("method", json!(self.method.as_str()));
+        add_field("uri", json!(self.uri.to_string()));
+        add_field("version", json!(self.version()));
+        add_field("trace_id", json!(text(self.trace_id.as_ref())));
+        add_field("request_bytes", json!(text(self.content_length.as_ref())));
+        add_field("user_agent", json!(text(self.user_agent.as_ref())));
+        add_field("host", json!(text(self.host.as_ref())));
+        if let Some(status) = status {
+            add_field("status", json!(status.as_u16()));
+        }
+        if let Some(length) = length {
+            add_field("response_bytes", json!(text(Some(length))));
+        }
+        add_field("total_ns", json!(self.started_at.elapsed().as_nanos().to_string()));
+        add_field("processing_ns", json!(self.processing_time.as_nanos().to_string()));
+        Value::Object(line)
+    }
+
+    fn version(&self) -> String {
+        let original = self.orig_proto.as_ref().and_then(|proto| proto.to_str().ok());
+        match original.and_then(|proto| proto.split(';').next()) {
+            Some(version @ ("HTTP/1.0" | "HTTP/1.1")) => version.to_owned(),
+            _ => format!("{:?}", self.version),
+        }
+    }
+
+    fn client_id(&self) -> &str {
+        let id = self.responder.client_id.as_ref().and_then(|id| id.to_str().ok());
+        id.unwrap_or("-")
+    }
+
+    fn timestamp(&self) -> String {
+        self.timestamp.format(&Rfc3339).unwrap_or_default()
+    }
+}
+
+/// By which others know the request.
+fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
+    let names = ["x-b3-traceid", "x-request-id", "x-amzn-trace-id"];
+    names.into_iter().find_map(|name| headers.get(name))
+}
+
+fn run_writer(mut out: impl Write, lines: &Receiver<LogMessage>) {
+    while let Ok(line) = lines.recv() {
+        // Nobody is there to be told of an error: this is where one would be.
+        let _ = match line {
+            LogMessage::Text(line) => out.write_all(line.as_bytes()),
+            LogMessage::Flush(written) => {
+                let _ = written.send(());
+                out.flush()
+            }
+        };
+    }
+}
+
+const MAX_QUEUED_LINES: usize = 4096;
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+    use parking_lot::Mutex;
+    use tulle_core::addr::Addr;
+
+    use super::*;
+    use crate::http::upgrade::http1_over_http2;
+
+    const NOBODY: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// The line of one request.
+    fn line(format: Format, client_id: Option<&'static str>) -> String {
+        let req = Request::post("http://web.test/buy?what=tea")
+            .header("host", "web.test")
+            .header("x-request-id", "r1")
+            .header("content-length", "5")
+            .header("user-agent", "curl \"quoted\"")
+            .body(Body::empty())
+            .unwrap();
+        let rsp = Response::builder().status(201).header("content-length", "7");
+        written(format, client_id, &req, &rsp.body(Body::empty()).unwrap())
+    }
+
+    fn written(format: Format, client_id: Option<&'static str>, req: &Request<Body>, rsp: &Response<Body>) -> String {
+        let sink = Sink::default();
+        let log = AccessLog::start(format, sink.clone(), Arc::default()).unwrap();
+        let place = Arc::new(ResponderInfo {
+            direction: "inbound",
+            proxy_identity: "web".into(),
+            target: Addr::Socket(NOBODY),
+            client_addr: ([10, 0, 0, 1], 4321).into(),
+            client_id: client_id.map(HeaderValue::from_static),
+            error_labeler: None,
+        });
+        log.entry(req, &place).run_writer(Some(rsp));
+        log.flush();
+        let written = sink.0.lock().clone();
+        String::from_utf8(written).unwrap()
+    }
+
+    #[test]
+    fn the_apache_format_has_client_request_and_status() {
+        let line = line(Format::Apache, None);
+        let (before, after) = line.split_once(" - [").unwrap();
+        assert_eq!(before, "10.0.0.1:4321 -");
+        let (time, after) = after.split_once("] ").unwrap();
+        assert!(OffsetDateTime::parse(time, &Rfc3339).is_ok(), "{time}");
+        assert_eq!(after, "\"POST http://web.test/buy?what=tea HTTP/1.1\" 201\n");
+    }
+
+    #[test]
+    fn the_json_format_has_every_field() {
+        let line = line(Format::Json, Some("client.shop"));
+        let line: Value = serde_json::from_str(&line).unwrap();
+        for (name, value) in [
+            ("client.addr", json!("10.0.0.1:4321")),
+            ("client.id", json!("client.shop")),
+            ("direction", json!("inbound")),
+            ("method", json!("POST")),
+            ("uri", json!("http://web.test/buy?what=tea")),
+            ("version", json!("HTTP/1.1")),
+            ("trace_id", json!("r1")),
+            ("request_bytes", json!("5")),
+            ("status", json!(201)),
+            ("response_bytes", json!("7")),
+            ("user_agent", json!("curl \"quoted\"")),
+            ("host", json!("web.test")),
+        ] {
+            assert_eq!(line[name], value, "{name}");
+        }
+        for name in ["timestamp", "total_ns", "processing_ns"] {
+            assert!(line[name].is_string(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_websocket_that_came_on_a_stream_is_noted_down_as_what_it_was() {
+        let asked = Request::get("/chat").header("host", "web.test");
+        let carried = http1_over_http2::to_extended_connect(&asked.body(Body::empty()).unwrap()).unwrap();
+        let line = written(Format::Apache, None, &carried, &Response::new(Body::empty()));
+        assert!(line.ends_with("\"GET http://web.test/chat HTTP/1.1\" 101\n"), "{line}");
+    }
+
+    #[test]
+    fn a_blocked_reader_does_not_block_requests() {
+        struct Stuck;
+        impl Write for Stuck {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                loop {
+                    thread::park();
+                }
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let dropped = Arc::<Counter>::default();
+        let log = AccessLog::start(Format::Apache, Stuck, dropped.clone()).unwrap();
+        let place = Arc::new(ResponderInfo {
+            direction: "inbound",
+            proxy_identity: "web".into(),
+            target: Addr::Socket(NOBODY),
+            client_addr: NOBODY,
+            client_id: None,
+            error_labeler: None,
+        });
+        for _ in 0..2 * MAX_QUEUED_LINES {
+            log.entry(&Request::new(Body::empty()), &place).run_writer(None);
+        }
+        assert!(dropped.get() >= MAX_QUEUED_LINES as u64 - 1, "{}", dropped.get());
+    }
+}

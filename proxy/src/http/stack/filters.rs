@@ -1,0 +1,40 @@
+//! Route filters of either direction, applied to a request.
+
+use http::Request;
+
+use crate::{
+    http::{body::Body, error::Error},
+    policy::filter::{self, Failure, Filter, FilterResponse, RequestHead},
+};
+
+/// Applies the request filters of a rule or a backend.
+///
+/// # Errors
+/// A filter answers the request itself: a redirect, an injected failure, or one that we do not know.
+pub(crate) fn apply_request_filters(
+    filters: &[Filter],
+    req: &mut Request<Body>,
+    matched_prefix_len: Option<usize>,
+) -> Result<(), Error> {
+    if filters.is_empty() {
+        return Ok(());
+    }
+    let uri = req.uri().clone();
+    let mut head = RequestHead {
+        uri: &uri,
+        headers: req.headers_mut(),
+        prefix: matched_prefix_len,
+    };
+    filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(|answer| match answer {
+        FilterResponse::Redirect { status, location } => Error::Redirect { status, location },
+        FilterResponse::Failure(Failure::Http { status, message }) => Error::Injected {
+            status,
+            message: message.to_string(),
+        },
+        FilterResponse::Failure(Failure::Grpc { code, message }) => Error::InjectedGrpc {
+            code: i32::from(code),
+            message: message.to_string(),
+        },
+        FilterResponse::Invalid(what) => Error::InvalidPolicy(what.into()),
+    })
+}

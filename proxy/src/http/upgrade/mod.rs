@@ -1,0 +1,6 @@
+//! Connections and streams that change their protocol: upgrades, WebSocket, tunnels, interim responses.
+
+pub(crate) mod http1_over_http2;
+pub(crate) mod interim;
+pub(crate) mod tunnel;
+pub(crate) mod websocket;

@@ -1,0 +1,56 @@
+//! The source of the initial trust anchors.
+
+use std::path::PathBuf;
+
+use tulle_core::metrics::Registry;
+
+use crate::metrics::invalid_updates::{self, InvalidUpdateReporter, UpdateKind};
+use crate::tls::credentials::{CredentialsError, TrustAnchors};
+
+/// The source of the initial trust anchors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TrustAnchorSource {
+    Fixed(TrustAnchors),
+    /// A PEM file; it is watched while the proxy runs.
+    File(PathBuf),
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AnchorsError {
+    #[error("reading trust anchors from {}", .path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("using trust anchors from {}", .path.display())]
+    Parse {
+        path: PathBuf,
+        #[source]
+        source: CredentialsError,
+    },
+}
+
+impl TrustAnchorSource {
+    /// Reports bundles that cannot be read.
+    pub(super) fn reporter(&self, registry: &Registry) -> InvalidUpdateReporter {
+        let source = match self {
+            Self::Fixed(_) => String::new(),
+            Self::File(path) => path.display().to_string(),
+        };
+        invalid_updates::Families::new(registry).reporter(UpdateKind::TrustAnchors, source)
+    }
+
+    /// The current bundle.
+    pub fn read(&self) -> Result<TrustAnchors, AnchorsError> {
+        let path = match self {
+            Self::Fixed(anchors) => return Ok(anchors.clone()),
+            Self::File(path) => path.clone(),
+        };
+        match std::fs::read_to_string(&path) {
+            Ok(text) => TrustAnchors::from_pem(&text).map_err(|source| AnchorsError::Parse { path, source }),
+            Err(source) => Err(AnchorsError::Read { path, source }),
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Connections to the application: one HTTP client for each worker and target.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    sync::Arc,
+};
+
+use parking_lot::Mutex;
+
+use crate::{
+    http::{
+        client::{EndpointClient, PoolConfig, Protocol},
+        error::Error,
+        h2,
+    },
+    inbound::{connection_addrs::ConnectionAddrs, metrics::target_labels},
+    net::{
+        connect,
+        io::{Io, Tcp},
+        tcp_metrics::{self, ConnectionMetrics},
+    },
+};
+
+/// Dials the application, and holds its HTTP clients.
+pub(crate) struct AppClients {
+    pub(crate) connect: connect::Config,
+    pub(crate) source_address: SourceAddress,
+    pub(crate) http2: h2::Http2Config,
+    pub(crate) pool: PoolConfig,
+    pub(crate) connections: tcp_metrics::Families,
+    /// HTTP clients, by worker and target.
+    pub(crate) by_worker: Vec<Mutex<HashMap<AppTarget, Arc<EndpointClient>>>>,
+}
+
+/// The source address of connections to the application.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SourceAddress {
+    Proxy,
+    /// The address of the client that connected to the proxy.
+    Client,
+}
+
+/// The application's address, and the source IP to dial it from; `None` means the proxy's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct AppTarget {
+    pub(super) addr: SocketAddr,
+    pub(super) source_ip: Option<IpAddr>,
+}
+
+impl AppClients {
+    /// The HTTP client of a worker for the target of a connection.
+    pub(super) fn client(&self, worker: usize, addrs: &ConnectionAddrs) -> Arc<EndpointClient> {
+        let app = self.target(addrs);
+        let mut apps = self.by_worker[worker].lock();
+        if apps.len() >= MAX_IDLE_APP_CLIENTS && !apps.contains_key(&app) {
+            apps.retain(|_, client| Arc::strong_count(client) > 1);
+        }
+        apps.entry(app)
+            .or_insert_with(|| Arc::new(self.new_client(app)))
+            .clone()
+    }
+
+    pub(super) fn target(&self, addrs: &ConnectionAddrs) -> AppTarget {
+        let client = match (self.source_address, addrs.client.0.ip()) {
+            (SourceAddress::Proxy, _) => None,
+            // A link-local address cannot be used without its scope id.
+            (SourceAddress::Client, IpAddr::V6(ip)) if ip.is_unicast_link_local() => None,
+            (SourceAddress::Client, ip) => Some(ip),
+        };
+        AppTarget {
+            addr: addrs.target,
+            source_ip: client,
+        }
+    }
+
+    /// The metrics of connections to `target`.
+    pub(super) fn connection_metrics(&self, target: SocketAddr) -> Arc<ConnectionMetrics> {
+        let labels = target_labels(target).with("peer", "dst").with("tls", "no_identity");
+        self.connections.series(labels.with("no_tls_reason", "loopback"))
+    }
+
+    fn new_client(&self, app: AppTarget) -> EndpointClient {
+        let AppTarget {
+            addr: target,
+            source_ip: client,
+        } = app;
+        let (config, counts) = (self.connect, self.connection_metrics(target));
+        let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
+            let counts = counts.clone();
+            Box::pin(async move {
+                let stream = connect::dial_from(client, target, &config)
+                    .await
+                    .map_err(Error::from_connect)?;
+                Ok(Io::tcp(Tcp::new(stream)).count(counts))
+            })
+        };
+        EndpointClient::new(target, Box::new(open), self.http2, self.pool)
+    }
+}
+
+/// Maximum number of application clients, above which unused ones are removed. A client that scans ports would otherwise make
+/// the map grow without limit.
+const MAX_IDLE_APP_CLIENTS: usize = 64;

@@ -1,0 +1,125 @@
+//! One accepted connection, and the steps that redirected and direct connections share.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+use tulle_core::{drain, info_limited};
+
+use crate::{
+    inbound::{
+        connection::{opaque::OpaqueForwarder, started_connection::PortClient},
+        connection_addrs::ConnectionAddrs,
+        context::Inbound,
+        policy::{ActivePolicy, PortPolicy},
+    },
+    net::{
+        first_bytes::FirstBytes,
+        io::{Io, Tcp},
+    },
+    policy::server::ServerProtocol,
+    tls::{credentials::Alpn, server as tls_server, status::ServerTls},
+};
+
+pub(in crate::inbound) struct Connection {
+    pub(in crate::inbound) inbound: Arc<Inbound>,
+    pub(in crate::inbound) worker: usize,
+    pub(in crate::inbound) drain: drain::Watch,
+}
+
+impl Connection {
+    /// Returns the policy of the target port. Waits up to `MAX_POLICY_WAIT` for a policy that is not known yet.
+    pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
+        let ports = &self.inbound.port_policies;
+        let port = ports.get_or_watch(addrs.target.port());
+        if !port.is_known() {
+            Box::pin(ports.wait_until_known(&port)).await;
+        }
+        let active_policy = port.current();
+        if active_policy.is_unknown {
+            ports.warn_unknown_policy(addrs.target.port());
+        }
+        (port, active_policy)
+    }
+
+    pub(super) fn with_client_metrics(&self, tcp: Tcp, client: &PortClient, active_policy: &ActivePolicy) -> Io {
+        let metrics = self
+            .inbound
+            .client_connection_metrics(&client.addrs, &client.tls, active_policy);
+        Io::tcp(tcp).count(metrics)
+    }
+
+    pub(super) fn opaque_forwarder<'a>(&'a self, client: &'a PortClient) -> OpaqueForwarder<'a> {
+        OpaqueForwarder {
+            inbound: &self.inbound,
+            client,
+        }
+    }
+
+    /// Records a connection that is not HTTP on a port whose policy requires HTTP. The caller resets it.
+    pub(super) fn refuse_not_http(&self, client: &PortClient, active_policy: &ActivePolicy) {
+        if self
+            .opaque_forwarder(client)
+            .authorize_and_record(active_policy)
+            .is_some()
+        {
+            self.inbound.families.record_not_http(client.addrs.target);
+            tracing::debug!(client = %client.addrs.client.0, target = %client.addrs.target, "connection refused: it is not HTTP");
+        }
+    }
+
+    /// Terminates TLS; failures are counted by reason. Returns `None` if the client did not negotiate `alpn`, which announces
+    /// the transport header of a direct connection.
+    pub(super) async fn terminate_tls(
+        &self,
+        stream: Tcp,
+        seen: Bytes,
+        addrs: &ConnectionAddrs,
+        alpn: Alpn,
+    ) -> Option<(Io, ServerTls)> {
+        let handshake = tls_server::accept(stream.prepend(seen), &self.inbound.creds, alpn);
+        match tokio::time::timeout(self.inbound.detect_timeout, handshake).await {
+            Ok(Ok((_, peer_tls))) if peer_tls.alpn != alpn => {
+                let families = &self.inbound.families;
+                families.record_tcp_error(addrs.target, "transport header", "bad-transport-header");
+                let client = addrs.client.0;
+                info_limited!(self.inbound.log_limiter, client.ip(), "direct connection refused: no transport header follows", %client);
+                None
+            }
+            Ok(Ok((tls, peer_tls))) => Some((
+                Io::tls_server(tls),
+                ServerTls::Terminated {
+                    client_id: peer_tls.client_id,
+                },
+            )),
+            Ok(Err(error)) => {
+                self.inbound
+                    .families
+                    .record_handshake_failure(addrs.target, error.failure());
+                let (client, target) = (addrs.client.0, addrs.target);
+                info_limited!(self.inbound.log_limiter, client.ip(), "TLS handshake failed", %client, %target, %error);
+                None
+            }
+            Err(_) => {
+                let families = &self.inbound.families;
+                families.record_tcp_error(addrs.target, "tls detection timeout", "detect-timeout");
+                None
+            }
+        }
+    }
+
+    /// Counts the detected protocol, if the policy asks for detection.
+    pub(super) fn record_detection(
+        &self,
+        first: Option<&FirstBytes>,
+        addrs: &ConnectionAddrs,
+        active_policy: &ActivePolicy,
+        began_at: Instant,
+    ) {
+        if let ServerProtocol::Detect { .. } = &active_policy.server_policy.protocol {
+            let families = &self.inbound.families;
+            let series = families.detect_series(&active_policy.server_policy.meta, addrs.target.port());
+            series.record(first, began_at.elapsed());
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Direct connections to the proxy's inbound port: mTLS with a transport header that names the target.
+
+use std::{net::SocketAddr, num::NonZeroU16};
+
+use bytes::{Bytes, BytesMut};
+use tokio::time::Instant;
+use tulle_core::{
+    addr::{self, ClientAddr, NameAddr, ParseAddrError},
+    info_limited,
+    metrics::Labels,
+};
+
+use crate::{
+    http::{client::Protocol, error::Error},
+    inbound::{
+        connection::{
+            context::Connection,
+            started_connection::{PortClient, StartedConnection, StartedHttp, StartedOpaque},
+        },
+        connection_addrs::ConnectionAddrs,
+        gateway,
+        metrics::Families,
+        policy::ActivePolicy,
+    },
+    metrics::hosts::HostSource,
+    net::{
+        detect,
+        io::{Io, Tcp},
+    },
+    tls::{
+        credentials::Alpn,
+        header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader},
+        status::ServerTls,
+        verify::HandshakeFailure,
+    },
+};
+
+impl Connection {
+    /// Starts a connection to the proxy's own port. It must have mTLS and a transport header.
+    pub(super) async fn start_direct(
+        &self,
+        stream: Tcp,
+        client: ClientAddr,
+        local: SocketAddr,
+    ) -> Option<StartedConnection> {
+        let addrs = ConnectionAddrs { client, target: local };
+        let deadline = Instant::now() + self.inbound.detect_timeout;
+        let (io, tls) = self
+            .terminate_tls(stream, Bytes::new(), &addrs, Alpn::TransportHeader)
+            .await?;
+        let (io, header) = self.read_header(io, &addrs, &tls, deadline).await?;
+        let addrs = match &header.name {
+            // The policy of the proxy's own port authorizes clients of the gateway.
+            Some(_) => addrs,
+            None => ConnectionAddrs {
+                client,
+                target: target_addr(local, &header),
+            },
+        };
+        let (port_policy, active_policy) = self.wait_port_policy(&addrs).await;
+        let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
+        let client = PortClient {
+            addrs,
+            tls,
+            port_policy,
+        };
+        let protocol = match header.protocol {
+            // The client's proxy treats the connection as opaque. The policy of the port decides.
+            None if active_policy.requires_http && header.name.is_none() => {
+                return self.start_terminated(io, client, active_policy).await;
+            }
+            None if active_policy.requires_http => {
+                self.refuse_not_http(&client, &active_policy);
+                io.reset();
+                return None;
+            }
+            None => {
+                let mut app_io = None;
+                if let Some(name) = &header.name {
+                    app_io = self.connect_gateway(name, &client, &active_policy).await;
+                    if app_io.is_none() {
+                        io.reset();
+                        return None;
+                    }
+                }
+                return Some(StartedConnection::Opaque(StartedOpaque {
+                    io,
+                    app_io,
+                    client_prefix: Bytes::new(),
+                    client,
+                }));
+            }
+            Some(SessionProtocol::Http1) => Protocol::Http1,
+            Some(SessionProtocol::Http2) => Protocol::Http2,
+        };
+        Some(StartedConnection::Http(StartedHttp {
+            io,
+            protocol,
+            client,
+            gateway_name: header.name,
+        }))
+    }
+
+    /// Reads and records the transport header. Clients without a certificate are refused.
+    async fn read_header(
+        &self,
+        io: Io,
+        addrs: &ConnectionAddrs,
+        tls: &ServerTls,
+        deadline: Instant,
+    ) -> Option<(Io, DirectTarget)> {
+        let (families, log) = (&self.inbound.families, &self.inbound.log_limiter);
+        let (client, local) = (addrs.client.0, addrs.target);
+        let ServerTls::Terminated { client_id: Some(_) } = tls else {
+            let failure = HandshakeFailure::NoCertificate;
+            families.record_handshake_failure(local, failure);
+            info_limited!(log, client.ip(), "direct connection refused", %client, %failure);
+            return None;
+        };
+        let reading = read_transport_header(io, self.inbound.gateway.is_some());
+        let (io, header) = match tokio::time::timeout_at(deadline, reading).await {
+            Ok(Ok(read)) => read,
+            Ok(Err(error)) => {
+                families.record_tcp_error(local, "transport header", "bad-transport-header");
+                info_limited!(log, client.ip(), "direct connection refused", %client, %error);
+                return None;
+            }
+            Err(_) => {
+                families.record_tcp_error(local, "transport header timeout", "detect-timeout");
+                return None;
+            }
+        };
+        let names = &self.inbound.server_names;
+        let is_known_name = |name: &&NameAddr| names.get(&name.name, HostSource::Trusted, |_| ()).is_some();
+        let label = header.name.as_ref().filter(is_known_name);
+        record_transport_header(families, &header, label, tls);
+        Some((io, header))
+    }
+
+    /// Opens an opaque connection to `name` through the gateway, if the client is authorized.
+    async fn connect_gateway(&self, name: &NameAddr, client: &PortClient, active_policy: &ActivePolicy) -> Option<Io> {
+        let inbound = &self.inbound;
+        let permitted = self.opaque_forwarder(client).authorize_and_record(active_policy)?;
+        let opened = async {
+            let client_id = client.tls.client_id().map_or("", |id| id.as_str());
+            gateway::check_loop(&inbound.identity_name, client_id, None)?;
+            let gateway = inbound.gateway.as_ref().ok_or(Error::RouteNotFound)?;
+            gateway.connect(name).await
+        };
+        match opened.await {
+            Ok(io) => {
+                inbound.families.tcp_allow.get(&permitted).inc();
+                Some(io)
+            }
+            Err(error) => {
+                let (target, client) = (client.addrs.target, client.addrs.client.0);
+                info_limited!(inbound.log_limiter, client.ip(), "connection refused", %client, target = %name, %error);
+                inbound.families.record_tcp_error(target, error.label(), error.cause());
+                None
+            }
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum DirectError {
+    #[error("client closed before its transport header was complete")]
+    ClientClosed,
+    #[error("reading the transport header")]
+    Io(#[source] std::io::Error),
+    #[error(transparent)]
+    Invalid(#[from] InvalidHeader),
+    #[error("{name} can only be reached through a gateway, and this proxy is not a gateway")]
+    NotAGateway { name: NameAddr },
+    #[error(transparent)]
+    Name(#[from] ParseAddrError),
+}
+
+/// The target in a transport header.
+struct DirectTarget {
+    /// The name of a service; only a gateway accepts it.
+    name: Option<NameAddr>,
+    port: NonZeroU16,
+    protocol: Option<SessionProtocol>,
+}
+
+impl DirectTarget {
+    fn from_header(header: TransportHeader) -> Result<Self, ParseAddrError> {
+        let TransportHeader { name, port, protocol } = header;
+        let name = name.map(|name| format!("{name}:{port}").parse()).transpose()?;
+        Ok(Self { name, port, protocol })
+    }
+}
+
+/// Reads the transport header. Bytes after it are put back in front of the stream.
+///
+/// # Errors
+/// The header is missing or invalid, or it names a service and this proxy is not a gateway.
+async fn read_transport_header(mut io: Io, is_gateway: bool) -> Result<(Io, DirectTarget), DirectError> {
+    let mut bytes = BytesMut::new();
+    loop {
+        match TransportHeader::decode(&bytes) {
+            Decoded::Header(header, used) => {
+                let _ = bytes.split_to(used);
+                let target = DirectTarget::from_header(header)?;
+                match target.name {
+                    Some(name) if !is_gateway => return Err(DirectError::NotAGateway { name }),
+                    _ => return Ok((io.prepend(bytes.freeze()), target)),
+                }
+            }
+            Decoded::Invalid(reason) => return Err(reason.into()),
+            Decoded::Incomplete => {}
+        }
+        if detect::read_some(&mut io, &mut bytes).await.map_err(DirectError::Io)? == 0 {
+            return Err(DirectError::ClientClosed);
+        }
+    }
+}
+
+/// Counts a direct connection by the fields of its header.
+fn record_transport_header(families: &Families, target: &DirectTarget, name: Option<&NameAddr>, tls: &ServerTls) {
+    let protocol = match target.protocol {
+        Some(SessionProtocol::Http1) => "http/1",
+        Some(SessionProtocol::Http2) => "http/2",
+        None => "",
+    };
+    let labels = Labels::new()
+        .with("session_protocol", protocol)
+        .with("target_port", target.port)
+        .with("target_name", name.map_or("", |name| &name.name))
+        .with("client_id", tls.client_id().map_or("", |id| id.as_str()));
+    families.transport_header.get(&labels).inc();
+}
+
+/// The application's address: the local address of the connection, with the port of the header.
+fn target_addr(local: SocketAddr, target: &DirectTarget) -> SocketAddr {
+    SocketAddr::new(addr::canonical(local).ip(), target.port.get())
+}

@@ -1,0 +1,110 @@
+//! Serves HTTP connections (I7).
+
+use std::sync::Arc;
+
+use futures_util::FutureExt as _;
+use http::HeaderValue;
+use parking_lot::Mutex;
+use tulle_core::addr::Addr;
+
+use crate::{
+    http::{
+        connection_closer::{CloseSignals, ConnectionCloser},
+        server,
+        stack::error_response::{ErrorDetail, ResponderInfo},
+    },
+    inbound::{
+        connection::{
+            context::Connection,
+            started_connection::{PortClient, StartedHttp},
+        },
+        gateway::GatewayConnection,
+        request::context::{HttpConnection, Upstream},
+        run_until,
+    },
+};
+
+impl Connection {
+    pub(super) fn serve_http(&self, started: StartedHttp) -> impl Future<Output = ()> {
+        let StartedHttp {
+            io,
+            protocol,
+            client,
+            gateway_name: name,
+        } = started;
+        let PortClient {
+            addrs: peer,
+            tls,
+            port_policy: port,
+        } = client;
+        let inbound = &self.inbound;
+        let is_authorized = port
+            .current()
+            .server_policy
+            .permits_any_request(peer.client.0.ip(), tls.to_conn_tls());
+        let config = match (is_authorized, tls.client_id()) {
+            (false, _) => &inbound.server_configs.unauthorized,
+            (true, None) => &inbound.server_configs.unmeshed,
+            (true, Some(_)) => &inbound.server_configs.meshed,
+        };
+        let closer = ConnectionCloser::default();
+        let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());
+        let error_detail = if client_id.is_some() {
+            ErrorDetail::Include
+        } else {
+            ErrorDetail::Omit
+        };
+        let target = name.clone().map_or(Addr::Socket(peer.target), Addr::Name);
+        let to = match (name, &inbound.gateway) {
+            (Some(name), Some(gateway)) => {
+                let gateway_connection = GatewayConnection {
+                    name,
+                    worker: self.worker,
+                    client: peer.client.0,
+                    drain: self.drain.clone(),
+                };
+                Upstream::Gateway(gateway.clone(), Box::new(gateway_connection))
+            }
+            _ => Upstream::App(inbound.app_clients.client(self.worker, &peer)),
+        };
+        let connection = Arc::new(HttpConnection {
+            protocol,
+            upstream: to,
+            inbound: inbound.clone(),
+            addrs: peer,
+            tls,
+            port_policy: port,
+            client_id: client_id.clone(),
+            metrics_cache: Mutex::default(),
+            cached_authority: Mutex::default(),
+            unauthorized_closer: (!is_authorized).then(|| closer.clone()),
+            drain: self.drain.clone(),
+        });
+        let responder = ResponderInfo {
+            direction: "inbound",
+            proxy_identity: inbound.identity_name.clone(),
+            target,
+            client_addr: peer.client.0,
+            client_id,
+            error_labeler: Some(connection.clone()),
+        };
+        let denied = connection.clone().wait_until_denied();
+        let serve = move |mut req| {
+            let connection = connection.clone();
+            async move { connection.serve(&mut req).await }
+        };
+        let service = inbound
+            .service_stack
+            .build(serve, error_detail, responder, closer.clone());
+        let signals = CloseSignals {
+            closer,
+            drain: &self.drain,
+        };
+        let serving = server::serve(io, protocol, service, config, signals);
+        run_until::run_until(denied, serving).map(move |served| {
+            if let Some(Err(error)) = served {
+                tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
+            }
+        })
+    }
+}

@@ -1,0 +1,90 @@
+//! Accepts one connection (I1–I6): policy, TLS, protocol detection. Then HTTP is served request by request, and other bytes are
+//! forwarded.
+
+mod context;
+mod direct;
+mod http;
+mod opaque;
+mod redirected;
+mod started_connection;
+mod tls_detection;
+
+use std::sync::Arc;
+
+use tulle_core::{
+    addr::{ClientAddr, OrigDst},
+    drain, info_limited,
+};
+
+use self::{
+    context::Connection,
+    started_connection::{StartedConnection, StartedOpaque},
+};
+use crate::{
+    inbound::{connection_addrs::ConnectionAddrs, context::Inbound},
+    net::{copy::CopyFuture, io::Tcp},
+};
+
+impl Inbound {
+    /// Serves one accepted connection. Returns once an HTTP connection has ended; for an opaque connection, returns the future
+    /// that copies its bytes.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        worker: usize,
+        stream: Tcp,
+        client: ClientAddr,
+        drain: drain::Watch,
+    ) -> Option<CopyFuture> {
+        let OrigDst(target) = match (self.orig_dst_lookup)(stream.socket(), client.0) {
+            Ok(target) => target,
+            Err(error) => {
+                tracing::debug!(client = %client.0, %error, "reading the original destination failed");
+                return None;
+            }
+        };
+        if !self.local_ips.is_empty() && !self.local_ips.contains(&target.ip()) {
+            let ip = client.0.ip();
+            info_limited!(self.log_limiter, ip, "refused: not an address of this workload", client = %client.0, %target);
+            self.families.record_foreign_target();
+            stream.reset();
+            return None;
+        }
+        if let Some(refusal) = self.service_stack.admission.connection_refusal(&stream) {
+            self.families.record_tcp_error(target, refusal.label(), refusal.cause());
+            tracing::debug!(client = %client.0, %target, %refusal, "connection refused");
+            stream.reset();
+            return None;
+        }
+        let connection = Connection {
+            inbound: self,
+            worker,
+            drain,
+        };
+        let started = if target.port() == connection.inbound.own_port {
+            Box::pin(connection.start_direct(stream, client, target)).await
+        } else {
+            connection
+                .start_redirected(stream, ConnectionAddrs { client, target })
+                .await
+        };
+        // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
+        let serving = match started? {
+            StartedConnection::Http(started) => connection.serve_http(started),
+            StartedConnection::Opaque(started) => return Some(Box::pin(connection.serve_opaque(started))),
+        };
+        serving.await;
+        None
+    }
+}
+
+impl Connection {
+    async fn serve_opaque(self, started: StartedOpaque) {
+        let StartedOpaque {
+            io,
+            app_io,
+            client_prefix,
+            client,
+        } = started;
+        self.opaque_forwarder(&client).forward(io, app_io, client_prefix).await;
+    }
+}

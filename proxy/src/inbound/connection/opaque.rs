@@ -1,0 +1,141 @@
+//! Forwards opaque connections. The client is authorized before the application is dialled. A policy change that denies the
+//! client closes the connection.
+
+use bytes::Bytes;
+use tokio::io::AsyncWriteExt;
+use tulle_core::{info_limited, metrics::Labels};
+
+use crate::{
+    http::error::Error,
+    inbound::{
+        app_clients::AppTarget,
+        connection::started_connection::PortClient,
+        context::Inbound,
+        metrics::{connection_labels, with_meta},
+        policy::ActivePolicy,
+    },
+    net::{
+        connect, copy,
+        io::{Io, Tcp},
+    },
+    policy::authz::{self, Denied},
+};
+
+pub(in crate::inbound) struct OpaqueForwarder<'a> {
+    pub(in crate::inbound) inbound: &'a Inbound,
+    pub(in crate::inbound) client: &'a PortClient,
+}
+
+impl OpaqueForwarder<'_> {
+    /// Authorizes the client under `current`.
+    fn authorize(&self, current: &ActivePolicy) -> Result<Labels, (Labels, Denied)> {
+        let policy = &current.server_policy;
+        let labels = connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
+        match authz::authorize(
+            &policy.authorizations,
+            self.client.addrs.client.0.ip(),
+            self.client.tls.to_conn_tls(),
+        ) {
+            Ok(authorization) => {
+                if authorization.meta.is_audit() {
+                    tracing::info!(client = %self.client.addrs.client.0, target = %self.client.addrs.target, "connection audited");
+                }
+                Ok(with_meta(labels, "authz", &authorization.meta))
+            }
+            Err(denied) => Err((labels, denied)),
+        }
+    }
+
+    /// Dials the application if the client is authorized.
+    pub(in crate::inbound) async fn dial_if_authorized(&self, current: &ActivePolicy) -> Option<Io> {
+        let allow_labels = self.authorize(current).ok()?;
+        self.dial_app(&allow_labels).await
+    }
+
+    /// Authorizes the client under `current`; records a denial.
+    pub(in crate::inbound) fn authorize_and_record(&self, current: &ActivePolicy) -> Option<Labels> {
+        match self.authorize(current) {
+            Ok(allow_labels) => Some(allow_labels),
+            Err(_) if current.is_unknown => {
+                let error = Error::PolicyUnknown;
+                self.inbound
+                    .families
+                    .record_tcp_error(self.client.addrs.target, error.label(), error.cause());
+                None
+            }
+            Err((labels, denied)) => {
+                let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
+                info_limited!(self.inbound.log_limiter, client.ip(), "connection refused", %client, %target, %denied);
+                self.inbound.families.record_tcp_denied(&labels, denied);
+                None
+            }
+        }
+    }
+
+    async fn dial_app(&self, allow_labels: &Labels) -> Option<Io> {
+        let AppTarget {
+            addr: target,
+            source_ip: client,
+        } = self.inbound.app_clients.target(&self.client.addrs);
+        match connect::dial_from(client, target, &self.inbound.app_clients.connect).await {
+            Ok(stream) => {
+                self.inbound.families.tcp_allow.get(allow_labels).inc();
+                Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_clients.connection_metrics(target)))
+            }
+            Err(error) => {
+                tracing::debug!(%target, %error, "application cannot be reached");
+                self.inbound.families.record_tcp_error(target, "i/o", error.cause());
+                None
+            }
+        }
+    }
+
+    /// Copies between `client` and the application until both directions have ended or a changed policy denies the client.
+    ///
+    /// `app` is the connection to the application, if detection opened one. `client_prefix` are bytes already read from the
+    /// client.
+    pub(in crate::inbound) async fn forward(&self, mut client: Io, app: Option<Io>, client_prefix: Bytes) {
+        // The policy may have changed during protocol detection.
+        let mut current = self.client.port_policy.current();
+        if current.requires_http {
+            client.reset();
+            return self.inbound.families.record_not_http(self.client.addrs.target);
+        }
+        let Some(allow_labels) = self.authorize_and_record(&current) else {
+            return client.reset(); // the client sees a refused connection
+        };
+        let dialled = match app {
+            Some(app) => Some(app),
+            None => self.dial_app(&allow_labels).await,
+        };
+        let Some(mut app) = dialled else {
+            return client.reset();
+        };
+        if !client_prefix.is_empty() && app.write_all(&client_prefix).await.is_err() {
+            return client.reset();
+        }
+        let copy_future = copy::copy_bidirectional(&mut client, &mut app);
+        tokio::pin!(copy_future);
+        loop {
+            tokio::select! {
+                result = &mut copy_future => {
+                    if let Err(error) = result {
+                        tracing::debug!(target = %self.client.addrs.target, %error, "connection ended");
+                    }
+                    return;
+                }
+                changed = self.client.port_policy.wait_changed(&current) => {
+                    current = changed;
+                    if current.requires_http {
+                        tracing::info!(client = %self.client.addrs.client.0, "connection closed: the changed policy requires HTTP");
+                        return self.inbound.families.record_not_http(self.client.addrs.target);
+                    }
+                    if let Err((labels, denied)) = self.authorize(&current) {
+                        tracing::info!(client = %self.client.addrs.client.0, %denied, "connection closed by a policy change");
+                        return self.inbound.families.record_tcp_terminated(&labels, denied);
+                    }
+                }
+            }
+        }
+    }
+}

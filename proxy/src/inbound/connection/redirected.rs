@@ -1,0 +1,200 @@
+//! Connections that a redirect rule sent to the proxy (I3–I5): port policy, TLS, protocol.
+
+use std::sync::Arc;
+
+use bytes::BytesMut;
+use tokio::time::Instant;
+use tulle_core::info_limited;
+
+use crate::{
+    http::client::Protocol,
+    inbound::{
+        connection::{
+            context::Connection,
+            started_connection::{PortClient, StartedConnection, StartedHttp, StartedOpaque},
+            tls_detection::{TLS_DETECTION_TIMEOUT_ERROR, TlsDetection, is_not_client_hello},
+        },
+        connection_addrs::ConnectionAddrs,
+        metrics,
+        policy::ActivePolicy,
+    },
+    metrics::hosts::HostSource,
+    net::{
+        detect::{self, DetectedProtocol},
+        first_bytes::FirstBytes,
+        io::{Io, Tcp},
+    },
+    policy::{authz::Denied, server::ServerProtocol},
+    tls::{
+        credentials::Alpn,
+        status::{NoServerTls, ServerTls},
+    },
+};
+
+impl Connection {
+    /// Starts a redirected connection under the policy of the dialled port.
+    pub(super) async fn start_redirected(&self, stream: Tcp, addrs: ConnectionAddrs) -> Option<StartedConnection> {
+        let (port_policy, active_policy) = self.wait_port_policy(&addrs).await;
+        let client = |tls| PortClient {
+            addrs,
+            tls,
+            port_policy: port_policy.clone(),
+        };
+        if active_policy.server_policy.protocol == ServerProtocol::Opaque {
+            let client = client(ServerTls::Plain(NoServerTls::PortSkipped));
+            let io = self.with_client_metrics(stream, &client, &active_policy);
+            return Some(StartedConnection::opaque(io, client));
+        }
+        let plain = client(ServerTls::Plain(NoServerTls::NoTlsFromRemote));
+        let began_at = Instant::now();
+        let (stream, detection) = match self.detect_tls(stream, &plain, &active_policy).await {
+            Ok(detected) => detected,
+            Err(error) => {
+                self.record_detection_error(&plain, &active_policy, error);
+                return None;
+            }
+        };
+        match detection {
+            TlsDetection::Terminate(seen) => {
+                let (io, tls) = self.terminate_tls(stream, seen, &addrs, Alpn::Unset).await?;
+                let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
+                self.start_terminated(io, client(tls), active_policy).await
+            }
+            TlsDetection::PassThrough { seen, sni } => {
+                let is_known = self.inbound.server_names.get(&sni, HostSource::Untrusted, |_| ());
+                let sni = is_known.map_or_else(String::new, |()| sni);
+                let client = client(ServerTls::PassedThrough { sni });
+                if active_policy.requires_http {
+                    self.refuse_not_http(&client, &active_policy);
+                    stream.reset();
+                    return None;
+                }
+                let io = self.with_client_metrics(stream.prepend(seen), &client, &active_policy);
+                Some(StartedConnection::opaque(io, client))
+            }
+            TlsDetection::Plain(first)
+                if active_policy.server_policy.protocol == ServerProtocol::Tls && is_not_client_hello(&first) =>
+            {
+                self.refuse_not_tls(&plain, &active_policy);
+                stream.reset();
+                None
+            }
+            TlsDetection::Plain(first) => {
+                let counts = self
+                    .inbound
+                    .client_connection_metrics(&addrs, &plain.tls, &active_policy);
+                counts.read(first.n_read() as u64);
+                let io = Io::tcp(stream).count(counts);
+                self.record_detection(Some(&first), &addrs, &active_policy, began_at);
+                self.start_detected(io, first, plain, active_policy)
+            }
+        }
+    }
+
+    /// Starts a connection whose TLS was terminated. Detects the protocol unless the policy sets it.
+    pub(super) async fn start_terminated(
+        &self,
+        mut io: Io,
+        client: PortClient,
+        active_policy: Arc<ActivePolicy>,
+    ) -> Option<StartedConnection> {
+        let protocol = match &active_policy.server_policy.protocol {
+            ServerProtocol::Detect { timeout, .. } => {
+                let began_at = Instant::now();
+                let first = self.detect_protocol(&mut io, &client, &active_policy, *timeout).await;
+                self.record_detection(first.as_ref().ok(), &client.addrs, &active_policy, began_at);
+                return match first {
+                    Ok(first) => self.start_detected(io, first, client, active_policy),
+                    Err(_) => {
+                        let families = &self.inbound.families;
+                        families.record_tcp_error(client.addrs.target, "i/o", "client-left");
+                        io.reset(); // client or application
+                        None
+                    }
+                };
+            }
+            // The client's proxy may have converted HTTP/1 to HTTP/2.
+            ServerProtocol::Http1(_) => {
+                let mut seen = BytesMut::new();
+                let detection = detect::detect(&mut io, &mut seen, self.inbound.detect_timeout).await;
+                io = io.prepend(seen.freeze());
+                match detection {
+                    Ok(detect::Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+                    Ok(detect::Detection::Closed) | Err(_) => return None,
+                    Ok(_) => Protocol::Http1,
+                }
+            }
+            ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
+            ServerProtocol::Opaque | ServerProtocol::Tls => return Some(StartedConnection::opaque(io, client)),
+        };
+        Some(StartedConnection::Http(StartedHttp {
+            io,
+            protocol,
+            client,
+            gateway_name: None,
+        }))
+    }
+
+    /// Chooses HTTP or opaque by the detected protocol and the policy.
+    fn start_detected(
+        &self,
+        io: Io,
+        first: FirstBytes,
+        client: PortClient,
+        active_policy: Arc<ActivePolicy>,
+    ) -> Option<StartedConnection> {
+        let (client_prefix, detected, app_io) = match first {
+            FirstBytes::Closed => return None,
+            FirstBytes::Server { server, client } => (client, DetectedProtocol::NotHttp, Some(server)),
+            FirstBytes::Client(seen, detected, app_io) => (seen, detected, app_io),
+        };
+        let protocol = match (&active_policy.server_policy.protocol, detected) {
+            (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => Protocol::Http1,
+            (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
+            | (ServerProtocol::Detect { .. }, DetectedProtocol::Http2) => Protocol::Http2,
+            _ if active_policy.requires_http => {
+                self.refuse_not_http(&client, &active_policy);
+                io.reset();
+                return None;
+            }
+            _ => {
+                return Some(StartedConnection::Opaque(StartedOpaque {
+                    io,
+                    app_io,
+                    client_prefix,
+                    client,
+                }));
+            }
+        };
+        drop(app_io); // needed only if the server had sent first
+        Some(StartedConnection::Http(StartedHttp {
+            io: io.prepend(client_prefix),
+            protocol,
+            client,
+            gateway_name: None,
+        }))
+    }
+
+    /// Records a connection that ended during detection. If the client is not authorized, the denial is recorded instead.
+    fn record_detection_error(&self, client: &PortClient, active_policy: &ActivePolicy, error: &'static str) {
+        let addrs = &client.addrs;
+        let permitted = self.opaque_forwarder(client).authorize_and_record(active_policy);
+        if permitted.is_some() {
+            let cause = match error {
+                TLS_DETECTION_TIMEOUT_ERROR => "detect-timeout",
+                _ => "client-left",
+            };
+            self.inbound.families.record_tcp_error(addrs.target, error, cause);
+        }
+        tracing::debug!(client = %addrs.client.0, error, "connection ended before it was served");
+    }
+
+    /// Records a connection without TLS to a port that requires TLS.
+    fn refuse_not_tls(&self, client: &PortClient, active_policy: &ActivePolicy) {
+        let addrs = &client.addrs;
+        let labels = metrics::connection_labels(addrs.target, &client.tls, &active_policy.server_policy.meta);
+        self.inbound.families.record_tcp_denied(&labels, Denied::NoTls);
+        let (client, target) = (addrs.client.0, addrs.target);
+        info_limited!(self.inbound.log_limiter, client.ip(), "connection refused: this port requires TLS", %client, %target);
+    }
+}

@@ -1,0 +1,56 @@
+//! The protocol of a connection, before it is served.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tulle_core::addr::NameAddr;
+
+use crate::{
+    http::client::Protocol,
+    inbound::{connection_addrs::ConnectionAddrs, policy::PortPolicy},
+    net::io::Io,
+    tls::status::ServerTls,
+};
+
+/// A client, and the policy of the port that it dialled.
+pub(super) struct PortClient {
+    pub(super) addrs: ConnectionAddrs,
+    pub(super) tls: ServerTls,
+    pub(super) port_policy: Arc<PortPolicy>,
+}
+
+/// A connection whose protocol is known.
+pub(super) enum StartedConnection {
+    Http(StartedHttp),
+    Opaque(StartedOpaque),
+}
+
+impl StartedConnection {
+    /// An opaque connection from which no byte was read.
+    pub(super) fn opaque(io: Io, client: PortClient) -> Self {
+        Self::Opaque(StartedOpaque {
+            io,
+            app_io: None,
+            client_prefix: Bytes::new(),
+            client,
+        })
+    }
+}
+
+/// An opaque connection.
+pub(super) struct StartedOpaque {
+    pub(super) io: Io,
+    /// The connection to the application, if detection opened one.
+    pub(super) app_io: Option<Io>,
+    /// Bytes already read from the client.
+    pub(super) client_prefix: Bytes,
+    pub(super) client: PortClient,
+}
+
+pub(super) struct StartedHttp {
+    pub(super) io: Io,
+    pub(super) protocol: Protocol,
+    pub(super) client: PortClient,
+    /// The service in the transport header, if this proxy is a gateway.
+    pub(super) gateway_name: Option<NameAddr>,
+}

@@ -1,0 +1,63 @@
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
+
+use tulle_core::log_limit::LogLimiter;
+
+use crate::{
+    http::stack::layers::ServiceStack,
+    inbound::{
+        app_clients::AppClients,
+        connection_addrs::ConnectionAddrs,
+        gateway::Gateway,
+        http_server_configs::HttpServerConfigs,
+        metrics::{Families, connection_labels},
+        policy::{ActivePolicy, PortPolicies},
+        profiles::Profiles,
+    },
+    metrics::hosts::HostSeries,
+    net::{orig_dst, tcp_metrics::ConnectionMetrics},
+    tap::TapRegistry,
+    tls::{credentials::Credentials, status::ServerTls},
+    trace::Tracer,
+};
+
+/// The inbound side of the process; shared by all workers.
+pub(crate) struct Inbound {
+    /// The port of the proxy's inbound listener.
+    pub(crate) own_port: u16,
+    /// Addresses of this workload; empty if unknown.
+    pub(crate) local_ips: BTreeSet<IpAddr>,
+    pub(crate) orig_dst_lookup: orig_dst::OrigDstLookup,
+    pub(crate) creds: Credentials,
+    pub(crate) port_policies: Arc<PortPolicies>,
+    pub(crate) profiles: Arc<Profiles>,
+    pub(crate) detect_timeout: Duration,
+    pub(crate) server_configs: HttpServerConfigs,
+    pub(crate) service_stack: ServiceStack,
+    pub(crate) families: Families,
+    pub(crate) identity_name: Arc<str>,
+    pub(crate) taps: Arc<TapRegistry>,
+    /// `None` if tracing is disabled.
+    pub(crate) tracer: Option<Tracer>,
+    /// Server names (SNI and transport header) that can be metric labels.
+    pub(crate) server_names: HostSeries<()>,
+    /// Request authorities that can be metric labels; `None` if requests are not counted by authority.
+    pub(crate) authority_hosts: Option<HostSeries<Arc<str>>>,
+    /// `None` if this proxy is not a gateway.
+    pub(crate) gateway: Option<Arc<dyn Gateway>>,
+    /// Limits log lines about refused clients.
+    pub(crate) log_limiter: LogLimiter,
+    pub(crate) app_clients: AppClients,
+}
+
+impl Inbound {
+    /// Metrics of the connection from the client.
+    pub(super) fn client_connection_metrics(
+        &self,
+        addrs: &ConnectionAddrs,
+        tls: &ServerTls,
+        active_policy: &ActivePolicy,
+    ) -> Arc<ConnectionMetrics> {
+        let labels = connection_labels(addrs.target, tls, &active_policy.server_policy.meta).with("peer", "src");
+        self.families.tcp.series(labels)
+    }
+}

@@ -1,0 +1,162 @@
+//! Serves one request (I8–I11): restore, authorize, send, observe.
+
+mod authorize;
+pub(super) mod context;
+mod observe;
+mod profile;
+mod send;
+mod tap;
+
+use std::sync::Arc;
+
+use http::{Request, Response, Version};
+use tokio::time::Instant;
+use tulle_core::names::header as names;
+
+use self::{
+    context::{HttpConnection, Upstream},
+    observe::{RequestMetrics, RouteResponseObserver},
+    profile::ProfileNameSource,
+};
+use crate::{
+    http::{
+        body::Body,
+        client::EndpointClient,
+        error::Error,
+        headers,
+        lifecycle::classify,
+        upgrade::http1_over_http2::{self, RestoredRequest},
+    },
+    inbound::profiles::{ProfileEntry, ProfileRoutes},
+    policy::matches::RequestAttributes,
+    trace,
+};
+
+impl HttpConnection {
+    pub(super) async fn serve(self: &Arc<Self>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        let started_at = Instant::now();
+        headers::check_request(req)?;
+        let restored = self.restore_http1(req)?; // I8
+        let mut rsp = match &self.upstream {
+            Upstream::App(app) => self.serve_by_app(app, req, started_at).await?,
+            Upstream::Gateway(gateway, connection) => {
+                headers::strip_underscore_aliases(req.headers_mut());
+                Box::pin(self.send_to_gateway(&**gateway, connection, req, started_at)).await?
+            }
+        };
+        if let Some(restored) = &restored {
+            http1_over_http2::encode_response(&mut rsp, restored)?;
+        }
+        Ok(rsp)
+    }
+
+    /// Serves a request to the application.
+    async fn serve_by_app(
+        self: &Arc<Self>,
+        app: &EndpointClient,
+        req: &mut Request<Body>,
+        started_at: Instant,
+    ) -> Result<Response<Body>, Error> {
+        let upgrade = req.body_mut().take_client_leg();
+        self.clean_headers(req, upgrade.is_some());
+        let request_metrics = self.authorize_and_tap(req)?; // I9
+        let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);
+        let profile = wait_profile(self.find_profile(req)).await;
+        let profile_request = profile.map(|profile| {
+            let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+            Box::new(profile.record_request(&attributes))
+        });
+        let tapped = self.start_tap(req, Some(&observer.metrics.route_metrics), profile_request.as_deref());
+        let tracer = self.inbound.tracer.as_ref();
+        let inbound_span = trace::start_inbound(tracer, req);
+        let outbound_span = trace::start_outbound(tracer, req);
+        let route_metrics = &observer.metrics.route_metrics;
+        let result = self.send_to_app(app, req, upgrade, route_metrics).await; // I10
+        trace::finish(outbound_span, &result);
+        trace::finish(inbound_span, &result);
+        match result {
+            Ok(rsp) => {
+                // I11
+                let rsp = match tapped {
+                    Some(tapped) => tapped.response(rsp),
+                    None => rsp,
+                };
+                let rsp = match profile_request {
+                    Some(profile_request) => {
+                        observer.profile_class = profile_request.classify(rsp.status());
+                        profile_request.observe_response(rsp, started_at)
+                    }
+                    None => rsp,
+                };
+                Ok(classify::observe(rsp, started_at, observer))
+            }
+            Err(error) => {
+                if let Some(mut profile_request) = profile_request {
+                    profile_request.record_error(&error);
+                }
+                if let Some(tapped) = tapped {
+                    tapped.failed(&error);
+                }
+                observer.record_error(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes hop-by-hop headers and headers that clients must not set, and sets the client's identity.
+    fn clean_headers(&self, req: &mut Request<Body>, is_upgrade: bool) {
+        match (req.version() <= Version::HTTP_11, is_upgrade) {
+            (true, false) => headers::strip_from_peer_request(req.headers_mut()),
+            (is_http1, _) => {
+                headers::strip_underscore_aliases(req.headers_mut());
+                if is_http1 {
+                    headers::strip_all_but_upgrade(req.headers_mut());
+                }
+            }
+        }
+        match &self.client_id {
+            Some(id) => {
+                req.headers_mut().insert(names::L5D_CLIENT_ID, id.clone());
+            }
+            None => {
+                req.headers_mut().remove(names::L5D_CLIENT_ID);
+            }
+        }
+    }
+
+    /// Authorizes a request. Tap also shows denied requests.
+    fn authorize_and_tap(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
+        self.authorize(req).inspect_err(|error| {
+            if let Some(tapped) = self.start_tap(req, None, None) {
+                tapped.failed(error);
+            }
+        })
+    }
+
+    /// Restores an HTTP/1 request that the client's proxy converted to HTTP/2. The marker `l5d-orig-proto` is removed from
+    /// requests of unmeshed clients.
+    fn restore_http1(&self, req: &mut Request<Body>) -> Result<Option<RestoredRequest>, Error> {
+        if self.client_id.is_none() {
+            if headers::get(req.headers(), &names::L5D_ORIG_PROTO).is_some() {
+                req.headers_mut().remove(names::L5D_ORIG_PROTO);
+            }
+            return Ok(None);
+        }
+        let restored = http1_over_http2::restore(req)?;
+        if restored.is_some() {
+            headers::check_http1_target(req)?;
+        }
+        Ok(restored)
+    }
+}
+
+/// Waits for the routes of a ServiceProfile.
+async fn wait_profile(found: Option<(Arc<ProfileEntry>, ProfileNameSource)>) -> Option<Arc<ProfileRoutes>> {
+    let (entry, source) = found?;
+    let routes = entry.routes().await?;
+    match source {
+        ProfileNameSource::ClientHeader => Some(routes),
+        // Most services have no routes, and without routes the metrics would not distinguish requests.
+        ProfileNameSource::Authority => (!routes.is_empty()).then_some(routes),
+    }
+}

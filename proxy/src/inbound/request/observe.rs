@@ -1,0 +1,117 @@
+//! Records requests in the metrics of their route and authorization.
+
+use std::sync::Arc;
+
+use http::Request;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use tokio::time::Instant;
+use tulle_core::metrics::Counter;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        lifecycle::classify::{self, ResponseObserver},
+        lifecycle::request_timing::RequestTiming,
+    },
+    inbound::{metrics::RouteSeries, policy::ActivePolicy},
+    metrics::http::{ResponseOutcome, Series},
+    policy::{meta::Meta, profile::Class},
+};
+
+/// Records one request in the metrics of its route. If it is dropped without a result, it records that the client disconnected.
+pub(super) struct RouteResponseObserver {
+    pub(super) metrics: RequestMetrics,
+    pub(super) timing: RequestTiming,
+    /// The response class from the ServiceProfile; it overrides the default classification.
+    pub(super) profile_class: Option<Class>,
+    pub(super) is_recorded: bool,
+}
+
+impl RouteResponseObserver {
+    /// Counts a permitted request that arrived at `started_at`.
+    pub(super) fn record_request(
+        request_metrics: RequestMetrics,
+        req: &mut Request<Body>,
+        started_at: Instant,
+    ) -> Self {
+        let route = &request_metrics.route_metrics.route;
+        route.record_request();
+        let timing = RequestTiming::observe(req, started_at, &route.request_frame_bytes);
+        Self {
+            metrics: request_metrics,
+            timing,
+            profile_class: None,
+            is_recorded: false,
+        }
+    }
+
+    /// Records that there is no response.
+    pub(super) fn record_error(&mut self, error: &Error) {
+        let outcome = classify::failed_outcome(error);
+        self.metrics.series().response(outcome);
+        self.response_ended(outcome, Instant::now());
+    }
+}
+
+/// The client has disconnected.
+impl Drop for RouteResponseObserver {
+    fn drop(&mut self) {
+        if !self.is_recorded {
+            self.record_error(&Error::ClientClosed);
+        }
+    }
+}
+
+impl ResponseObserver for RouteResponseObserver {
+    fn series(&self) -> Option<&Series> {
+        Some(self.metrics.series())
+    }
+
+    fn data(&mut self, len: usize) {
+        self.metrics.route_metrics.route.record_frame(len);
+    }
+
+    fn counts_as_success(&self, outcome: &ResponseOutcome) -> bool {
+        classify::is_success_for_class(self.profile_class, outcome)
+    }
+
+    fn response_ended(&mut self, outcome: ResponseOutcome, now: Instant) {
+        self.is_recorded = true;
+        self.metrics
+            .route_metrics
+            .route
+            .record_response(&self.timing, &outcome, now);
+    }
+}
+
+/// The metrics by policy, route and authorization that this connection has used, so that each is looked up once. The numbers
+/// are the addresses of route and authorization.
+pub(in crate::inbound) type RouteMetricsCache =
+    SmallVec<[(Arc<ActivePolicy>, usize, usize, Arc<AuthorizedRouteMetrics>); 1]>;
+
+/// Metrics of permitted requests by route and authorization. A request or tunnel in progress holds a reference besides
+/// [`RouteMetricsCache`], so a strong count above 1 means that there is one.
+pub(in crate::inbound) struct AuthorizedRouteMetrics {
+    pub(super) route_meta: Arc<Meta>,
+    pub(super) authorization_meta: Arc<Meta>,
+    pub(super) allowed: Arc<Counter>,
+    pub(super) series: Arc<Series>,
+    pub(super) route: Arc<RouteSeries>,
+    /// The series of the last authority, if requests are counted by authority.
+    pub(super) last_host_series: Mutex<Option<(Arc<str>, Arc<Series>)>>,
+}
+
+/// The metrics of one permitted request.
+pub(super) struct RequestMetrics {
+    pub(super) route_metrics: Arc<AuthorizedRouteMetrics>,
+    /// The series of its authority, if requests are counted by authority.
+    pub(super) host_series: Option<Arc<Series>>,
+}
+
+impl RequestMetrics {
+    pub(super) fn series(&self) -> &Arc<Series> {
+        self.host_series.as_ref().unwrap_or(&self.route_metrics.series)
+    }
+}

@@ -1,0 +1,151 @@
+//! Sends requests to the application, or through the gateway (I10).
+
+use std::sync::Arc;
+
+use http::{Request, Response, Version};
+use tokio::{sync::oneshot, time::Instant};
+use tulle_core::names::header as names;
+
+use crate::{
+    http::{
+        body::Body,
+        client::{ConnectionUse, EndpointClient, Protocol},
+        error::{Error, Retry},
+        headers,
+        lifecycle::classify,
+        lifecycle::replay::{self, ReplayableRequest},
+        upgrade::tunnel::{self, TunnelEnd},
+    },
+    inbound::{
+        gateway::{self, Gateway, GatewayConnection},
+        request::{
+            context::HttpConnection,
+            observe::{AuthorizedRouteMetrics, RouteResponseObserver},
+        },
+    },
+    trace,
+};
+
+impl HttpConnection {
+    /// Sends a request through the gateway, if the client is authorized.
+    pub(super) async fn send_to_gateway(
+        &self,
+        gateway: &dyn Gateway,
+        gateway_connection: &GatewayConnection,
+        req: &mut Request<Body>,
+        started_at: Instant,
+    ) -> Result<Response<Body>, Error> {
+        let (own, client) = (
+            &*self.inbound.identity_name,
+            self.tls.client_id().map_or("", |id| id.as_str()),
+        );
+        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
+        let request_metrics = self.authorize(req)?;
+        gateway::check_loop(own, client, Some(req))?;
+        gateway::append_forwarded_header(own, client, req);
+        let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);
+        let span = trace::start_inbound(self.inbound.tracer.as_ref(), req);
+        let result = gateway.send(gateway_connection, req).await;
+        trace::finish(span, &result);
+        match result {
+            Ok(rsp) => Ok(classify::observe(rsp, started_at, observer)),
+            Err(error) => {
+                observer.record_error(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Sends the request to the application. If the connection is lost before a response, the request is resent where this is
+    /// safe.
+    pub(super) async fn send_to_app(
+        self: &Arc<Self>,
+        app: &EndpointClient,
+        req: &mut Request<Body>,
+        upgrade: Option<oneshot::Receiver<TunnelEnd>>,
+        route_metrics: &Arc<AuthorizedRouteMetrics>,
+    ) -> Result<Response<Body>, Error> {
+        let protocol = if req.version() == Version::HTTP_2 {
+            Protocol::Http2
+        } else {
+            Protocol::Http1
+        };
+        let reuse = match (protocol, &upgrade) {
+            (Protocol::Http2, Some(_)) => ConnectionUse::ExtendedConnect,
+            (Protocol::Http1, Some(_)) => ConnectionUse::NewConnection,
+            (_, None) if req.version() == Version::HTTP_10 => ConnectionUse::NewConnection,
+            (_, None) => ConnectionUse::Pooled,
+        };
+        // The HTTP/1 client resends requests by itself.
+        let copy = (protocol == Protocol::Http2 && upgrade.is_none())
+            .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
+        let ready = app
+            .connection(protocol, reuse)
+            .await
+            .map_err(timeout_as_connect_error)?;
+        let mut rsp = match app.send(ready, req).await {
+            Err(error) => match copy {
+                Some(copy) => Box::pin(resend(app, copy, error)).await?,
+                None => return Err(timeout_as_connect_error(error)),
+            },
+            Ok(rsp) => rsp,
+        };
+        match (upgrade, rsp.body_mut().take_server_leg()) {
+            (Some(client), Some(upstream)) => {
+                let (connection, route_metrics) = (self.clone(), route_metrics.clone());
+                let denied = async move {
+                    match connection.protocol {
+                        Protocol::Http1 => connection.wait_until_denied().await,
+                        // The tunnel's stream ends when the denied client's connection is closed.
+                        Protocol::Http2 => std::future::pending().await,
+                    }
+                    drop(route_metrics); // the tunnel counts as in progress until here
+                };
+                tunnel::spawn_tunnel(client, upstream, &self.drain, denied);
+                headers::strip_all_but_upgrade(rsp.headers_mut());
+                headers::strip_spoofed(rsp.headers_mut());
+            }
+            (None, Some(_)) => return Err(Error::InvalidResponse("it switched protocols unasked")),
+            (_, None) => headers::strip_from_app_response(rsp.headers_mut()),
+        }
+        Ok(rsp)
+    }
+}
+
+/// Resends an HTTP/2 request, possibly on another connection, while its error permits that.
+///
+/// # Errors
+/// The server may have processed the request, its body is too long to be buffered, or all attempts failed.
+async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Error) -> Result<Response<Body>, Error> {
+    for _ in 1..MAX_HTTP2_SEND_ATTEMPTS {
+        let may_send = match error.retry() {
+            Retry::NeverSent => true,
+            Retry::IfIdempotent => app.resend_policy().allows(copy.method()),
+            Retry::No => false,
+        };
+        if !may_send {
+            break;
+        }
+        let Some(mut req) = copy.to_request() else {
+            return Err(Error::TooLargeToRetry(Box::new(error)));
+        };
+        copy = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
+        let ready = app.connection(Protocol::Http2, ConnectionUse::Pooled).await;
+        error = match app.send(ready.map_err(timeout_as_connect_error)?, &mut req).await {
+            Ok(rsp) => return Ok(rsp),
+            Err(error) => error,
+        };
+    }
+    Err(timeout_as_connect_error(error))
+}
+
+/// Maximum number of times that an HTTP/2 request is sent to the application.
+const MAX_HTTP2_SEND_ATTEMPTS: usize = 3;
+
+/// Every failure to connect to the application becomes 502, even a timeout: the client's proxy can then try another endpoint.
+fn timeout_as_connect_error(error: Error) -> Error {
+    match error {
+        Error::ConnectTimeout(source) => Error::Connect(source),
+        other => other,
+    }
+}

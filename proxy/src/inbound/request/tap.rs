@@ -1,0 +1,60 @@
+//! Shows requests to tap observers.
+
+use std::{borrow::Cow, collections::BTreeMap};
+
+use http::Request;
+use tulle_proto::tap::tap_event::ProxyDirection;
+
+use crate::{
+    http::body::Body,
+    inbound::{
+        connection_addrs::ConnectionAddrs,
+        metrics::meta_labels,
+        profiles::ProfileRequestGuard,
+        request::{context::HttpConnection, observe::AuthorizedRouteMetrics},
+    },
+    tap::{RequestInfo, SampledObservers, TappedRequest},
+    tls::status::{ClientTls, NoClientTls},
+};
+
+impl HttpConnection {
+    /// Shows the request to the observers that sample it. `route_metrics` is `None` if the request was denied.
+    pub(super) fn start_tap(
+        &self,
+        req: &Request<Body>,
+        route_metrics: Option<&AuthorizedRouteMetrics>,
+        routed: Option<&ProfileRequestGuard>,
+    ) -> Option<Box<TappedRequest>> {
+        let sampled = self.inbound.taps.sample()?;
+        self.show_to(&sampled, req, route_metrics, routed)
+    }
+
+    #[cold]
+    fn show_to(
+        &self,
+        sampled: &SampledObservers,
+        req: &Request<Body>,
+        route_metrics: Option<&AuthorizedRouteMetrics>,
+        routed: Option<&ProfileRequestGuard>,
+    ) -> Option<Box<TappedRequest>> {
+        let ConnectionAddrs { client, target } = self.addrs;
+        let current = self.port_policy.current();
+        let owned = |(key, value): (String, &str)| (key, value.to_owned());
+        let mut labels = BTreeMap::from(meta_labels("srv", &current.server_policy.meta).map(owned));
+        let mut route_labels = routed.map(ProfileRequestGuard::route_labels).unwrap_or_default();
+        if let Some(route_metrics) = route_metrics {
+            let route = meta_labels("route", &route_metrics.route_meta).map(owned);
+            route_labels.extend(route.clone());
+            labels.extend(route);
+            labels.extend(meta_labels("authz", &route_metrics.authorization_meta).map(owned));
+        }
+        let subject = RequestInfo {
+            source_labels: self.tls.label_map(),
+            destination_labels: Cow::Owned(labels),
+            destination_tls: ClientTls::Plain(NoClientTls::Loopback).told(),
+            route_labels,
+            ..RequestInfo::of(req, ProxyDirection::Inbound, client.0, target)
+        };
+        self.inbound.taps.show(sampled, subject)
+    }
+}

@@ -1,0 +1,82 @@
+//! Updates of the control plane or the operator that cannot be decoded. They are counted, and logged at most once a minute for
+//! each source.
+
+use std::{error::Error, sync::Arc, time::Duration};
+
+use tokio::time::Instant;
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::{Counter, Family, Labels, Registry};
+
+/// The kind of an update that cannot be decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UpdateKind {
+    OutboundPolicy,
+    InboundPolicy,
+    Profile,
+    /// One endpoint of a set.
+    Endpoint,
+    /// A file, or the bundle of a certificate response.
+    TrustAnchors,
+}
+
+#[derive(Clone)]
+pub(crate) struct Families(Family<Counter>);
+
+/// Reports the invalid updates of one source.
+pub(crate) struct InvalidUpdateReporter {
+    message: UpdateKind,
+    target: String,
+    counter: Arc<Counter>,
+    logged_at: Option<Instant>,
+}
+
+impl Families {
+    pub(crate) fn new(registry: &Registry) -> Self {
+        Self(registry.counter(
+            "tulle_unreadable_updates_total",
+            "Updates of the control plane or of a file that cannot be decoded, by kind: the last valid one stays in use, but a port is closed",
+        ))
+    }
+
+    pub(crate) fn reporter(&self, message: UpdateKind, target: String) -> InvalidUpdateReporter {
+        InvalidUpdateReporter {
+            message,
+            target,
+            counter: self.0.get(&Labels::new().with("kind", message.label())),
+            logged_at: None,
+        }
+    }
+}
+
+impl UpdateKind {
+    fn label(self) -> &'static str {
+        match self {
+            Self::OutboundPolicy => "outbound_policy",
+            Self::InboundPolicy => "inbound_policy",
+            Self::Profile => "profile",
+            Self::Endpoint => "endpoint",
+            Self::TrustAnchors => "trust_anchors",
+        }
+    }
+}
+
+impl InvalidUpdateReporter {
+    /// Reports an invalid update; returns the reason as text.
+    pub(crate) fn report(&mut self, error: &dyn Error) -> String {
+        let reason = ErrorChain(error).to_string();
+        self.counter.inc();
+        let now = Instant::now();
+        if self.logged_at.is_none_or(|at| now - at >= LOG_INTERVAL) {
+            self.logged_at = Some(now);
+            tracing::warn!(
+                kind = self.message.label(),
+                target = self.target,
+                reason,
+                "update cannot be decoded"
+            );
+        }
+        reason
+    }
+}
+
+const LOG_INTERVAL: Duration = Duration::from_secs(60);

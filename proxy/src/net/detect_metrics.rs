@@ -1,0 +1,111 @@
+//! `*_tcp_detect_http_*`: the results of protocol detection and how long it took.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+
+use crate::net::{detect::DetectedProtocol, first_bytes::FirstBytes};
+
+/// Bucket upper bounds, in seconds.
+const SECONDS_BUCKETS: &[f64] = &[0.001, 0.1];
+
+#[derive(Clone)]
+pub(crate) struct Families {
+    durations: Family<Histogram>,
+    results: Family<Counter>,
+}
+
+/// The series of connections with the same labels.
+pub(crate) struct Series {
+    families: Families,
+    labels: Labels,
+    durations: Arc<Histogram>,
+    results: [OnceLock<Arc<Counter>>; RESULTS.len()],
+}
+
+impl Families {
+    pub(crate) fn new(registry: &Registry, direction: &str) -> Self {
+        let name = |name: &str| format!("{direction}_tcp_detect_http_{name}");
+        Self {
+            durations: registry.histogram(
+                &name("duration_seconds"),
+                "Seconds that protocol detection took",
+                SECONDS_BUCKETS,
+            ),
+            results: registry.counter(&name("results_total"), "Connections by detected protocol"),
+        }
+    }
+
+    pub(crate) fn series(&self, labels: Labels) -> Series {
+        Series {
+            families: self.clone(),
+            durations: self.durations.get(&labels),
+            results: Default::default(),
+            labels,
+        }
+    }
+}
+
+impl Series {
+    /// Counts a detection result; `None` means that reading failed.
+    pub(crate) fn record(&self, first: Option<&FirstBytes>, took: Duration) {
+        let result = result(first);
+        self.durations.observe(took.as_secs_f64());
+        let counter = self.results[result].get_or_init(|| {
+            let labels = Labels::new().with("result", RESULTS[result]);
+            self.families.results.get(&labels.extend(&self.labels))
+        });
+        counter.inc();
+    }
+}
+
+/// Index of the result in the list of results.
+fn result(first: Option<&FirstBytes>) -> usize {
+    match first {
+        Some(FirstBytes::Client(_, DetectedProtocol::Http1, _)) => 0,
+        Some(FirstBytes::Client(_, DetectedProtocol::Http2, _)) => 1,
+        // No byte arrived within the time limit.
+        Some(FirstBytes::Client(seen, ..)) if seen.is_empty() => 3,
+        Some(FirstBytes::Client(..) | FirstBytes::Server { .. } | FirstBytes::Closed) => 2,
+        None => 4,
+    }
+}
+
+const RESULTS: [&str; 5] = ["http/1", "http/2", "not_http", "read_timeout", "error"];
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+
+    #[test]
+    fn detection_results_are_counted() {
+        let registry = Registry::new();
+        let series = Families::new(&registry, "inbound").series(Labels::new().with("srv_name", "web"));
+        let client =
+            |seen: &'static str, verdict| Some(FirstBytes::Client(Bytes::from_static(seen.as_bytes()), verdict, None));
+        for first in [
+            client("GET /", DetectedProtocol::Http1),
+            client("PRI *", DetectedProtocol::Http2),
+            client("hello", DetectedProtocol::NotHttp),
+            Some(FirstBytes::Closed),
+            client("", DetectedProtocol::NotHttp),
+            None,
+        ] {
+            series.record(first.as_ref(), Duration::from_millis(5));
+        }
+        let page = registry.render();
+        for (result, n) in RESULTS.into_iter().zip([1, 1, 2, 1, 1]) {
+            let line = format!("inbound_tcp_detect_http_results_total{{result=\"{result}\",srv_name=\"web\"}} {n}\n");
+            assert!(page.contains(&line), "{line}{page}");
+        }
+        assert!(
+            page.contains("duration_seconds_bucket{srv_name=\"web\",le=\"0.1\"} 6\n"),
+            "{page}"
+        );
+    }
+}

@@ -1,0 +1,221 @@
+//! Which side speaks first: HTTP is detected by the client's first bytes; in other protocols the server may speak first.
+//!
+//! If a client is silent for a moment, the server is dialled too, and the side that sends first decides the protocol. The
+//! result is remembered for each target, so that later connections wait less or not at all.
+
+use std::{
+    future::Future,
+    io,
+    pin::pin,
+    sync::atomic::{AtomicU8, Ordering},
+    time::Duration,
+};
+
+use bytes::{Bytes, BytesMut};
+use tokio::{io::AsyncRead, time::Instant};
+
+use crate::net::{
+    detect::{self, DetectedProtocol, Detection},
+    io::Io,
+};
+
+/// Time to wait for the client's first bytes before the server is dialled too. Clients of client-first protocols send their
+/// first bytes within a millisecond or two.
+const CLIENT_WAIT: Duration = Duration::from_millis(15);
+
+/// The same, for a target whose clients have spoken first before.
+const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
+
+/// Minimum time to wait for a silent client if the server cannot be dialled, counted from the dial. It allows for one
+/// retransmission of a peer's first TLS bytes, and lets an HTTP client receive an error response.
+const MIN_WAIT_AFTER_DIAL_FAILURE: Duration = Duration::from_secs(1);
+
+/// Which side has spoken first on earlier connections to one target.
+#[derive(Debug, Default)]
+pub(crate) struct LearnedSpeaker(AtomicU8);
+
+const SERVER_FIRST: u8 = 1;
+const CLIENT_FIRST: u8 = 2;
+
+/// How a connection began.
+#[derive(Debug)]
+pub(crate) enum FirstBytes {
+    /// The client sent first, or is treated as silent: its bytes, their protocol, and the server connection if it was dialled.
+    Client(Bytes, DetectedProtocol, Option<Io>),
+    /// The server sent first. Its bytes are put back in front of its connection; the client's bytes, if any, are returned
+    /// separately.
+    Server { server: Io, client: Bytes },
+    /// The client closed without sending a byte.
+    Closed,
+}
+
+impl FirstBytes {
+    /// Number of bytes that were read from the client.
+    pub(crate) fn n_read(&self) -> usize {
+        match self {
+            Self::Client(client, ..) | Self::Server { client, .. } => client.len(),
+            Self::Closed => 0,
+        }
+    }
+
+    /// Whether the bytes look like one complete request, as far as that can be seen without parsing it.
+    pub(crate) fn is_request(&self) -> bool {
+        matches!(self, Self::Client(client, DetectedProtocol::Http1, _)
+            if client.ends_with(b"\r\n\r\n") && (client.starts_with(b"GET ") || client.starts_with(b"HEAD ")))
+    }
+}
+
+/// Waits up to `limit` for the first bytes of either side; after that the connection is opaque.
+///
+/// `dial` opens the server connection and must authorize the client first. It returns `None` if that is not possible; then only
+/// the client is read.
+///
+/// # Errors
+/// Reading from the client failed, or the server connection failed before it sent a byte.
+pub(crate) async fn wait_for_either<C, F>(
+    client: &mut C,
+    learned: &LearnedSpeaker,
+    limit: Duration,
+    dial: impl FnOnce() -> F,
+) -> io::Result<FirstBytes>
+where
+    C: AsyncRead + Unpin,
+    F: Future<Output = Option<Io>>,
+{
+    let mut seen = BytesMut::new();
+    let wait = learned.client_wait().min(limit);
+    if wait > Duration::ZERO {
+        match detect::detect(client, &mut seen, wait).await? {
+            Detection::TimedOut if wait < limit => {}
+            look => return Ok(learned.client_first(look, seen, None)),
+        }
+    }
+    // Boxed: rare, and much larger than what a plain request needs.
+    Box::pin(dial_and_wait(client, seen, learned, limit, dial)).await
+}
+
+/// Waits up to `limit` for the client's first bytes.
+///
+/// # Errors
+/// Reading from the client failed.
+pub(crate) async fn wait_for_client<C: AsyncRead + Unpin>(
+    client: &mut C,
+    learned: &LearnedSpeaker,
+    limit: Duration,
+) -> io::Result<FirstBytes> {
+    let mut seen = BytesMut::new();
+    let look = detect::detect(client, &mut seen, limit).await?;
+    Ok(learned.client_first(look, seen, None))
+}
+
+async fn dial_and_wait<C, F>(
+    client: &mut C,
+    mut seen: BytesMut,
+    learned: &LearnedSpeaker,
+    limit: Duration,
+    dial: impl FnOnce() -> F,
+) -> io::Result<FirstBytes>
+where
+    C: AsyncRead + Unpin,
+    F: Future<Output = Option<Io>>,
+{
+    if !seen.is_empty() {
+        // The client has sent part of a request, so the client speaks first.
+        let look = detect::detect(client, &mut seen, limit).await?;
+        return Ok(learned.client_first(look, seen, None));
+    }
+    let mut server_bytes = BytesMut::new();
+    let min_deadline = Instant::now() + limit.min(MIN_WAIT_AFTER_DIAL_FAILURE);
+    let (look, server) = {
+        let mut looking = pin!(detect::detect(client, &mut seen, limit));
+        // The client may still send while the server is dialled.
+        tokio::select! {
+            biased;
+            look = &mut looking => (look?, None),
+            // Boxed: otherwise this future would hold several copies of it for the whole wait.
+            dialled = Box::pin(dial()) => match dialled {
+                None => (wait_until(looking, min_deadline).await?, None),
+                Some(mut server) => tokio::select! {
+                    biased;
+                    look = &mut looking => (look?, Some(server)),
+                    read = detect::read_some(&mut server, &mut server_bytes) => match read {
+                        Ok(_) => (Detection::TimedOut, Some(server)),
+                        Err(broken) => match wait_until(looking, min_deadline).await? {
+                            Detection::TimedOut => return Err(broken),
+                            look => (look, None),
+                        },
+                    },
+                },
+            },
+        }
+    };
+    match server {
+        Some(server) if !server_bytes.is_empty() => {
+            learned.record(SERVER_FIRST);
+            Ok(FirstBytes::Server {
+                server: server.prepend(server_bytes.freeze()),
+                client: seen.freeze(),
+            })
+        }
+        server => Ok(learned.client_first(look, seen, server)),
+    }
+}
+
+async fn wait_until(looking: impl Future<Output = io::Result<Detection>>, until: Instant) -> io::Result<Detection> {
+    tokio::time::timeout_at(until, looking)
+        .await
+        .unwrap_or(Ok(Detection::TimedOut))
+}
+
+impl LearnedSpeaker {
+    /// How long to wait for the client alone. The wait stays short even for a client-first target: the lesson may have been an
+    /// accident, or may have been caused on purpose by an unrelated client.
+    fn client_wait(&self) -> Duration {
+        match self.0.load(Ordering::Relaxed) {
+            SERVER_FIRST => Duration::ZERO,
+            CLIENT_FIRST => KNOWN_CLIENT_FIRST_WAIT,
+            _ => CLIENT_WAIT,
+        }
+    }
+
+    fn record(&self, what: u8) {
+        self.0.store(what, Ordering::Relaxed);
+    }
+
+    fn client_first(&self, look: Detection, seen: BytesMut, server: Option<Io>) -> FirstBytes {
+        let verdict = match look {
+            Detection::Detected(verdict) => verdict,
+            Detection::Closed => return FirstBytes::Closed,
+            // A slow HTTP client: the HTTP server has its own timeout and answers with an error.
+            Detection::TimedOut if detect::has_method(&seen) => DetectedProtocol::Http1,
+            Detection::TimedOut => DetectedProtocol::NotHttp,
+        };
+        // Only HTTP proves that the client speaks first: other clients may have answered a greeting that was sent elsewhere.
+        if verdict != DetectedProtocol::NotHttp {
+            self.record(CLIENT_FIRST);
+        }
+        FirstBytes::Client(seen.freeze(), verdict, server)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_complete_head_without_a_body_counts_as_a_request() {
+        for (bytes, is_request) in [
+            (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], true),
+            (b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", true),
+            (b"GET / HTTP/1.1\r\nhost: x\r\n", false),
+            (b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n", false),
+            (b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\na", false),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false),
+            (b"hello\r\n\r\n", false),
+        ] {
+            let first = FirstBytes::Client(Bytes::from_static(bytes), detect::classify(bytes), None);
+            assert_eq!(first.is_request(), is_request, "{first:?}");
+        }
+        assert!(!FirstBytes::Closed.is_request());
+    }
+}

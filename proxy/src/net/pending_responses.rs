@@ -1,0 +1,147 @@
+//! Counts the responses that a worker waits for. The arrival of one wakes the worker, which can then also do other work.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use tokio::sync::{Notify, Semaphore};
+
+pub(crate) struct PendingResponses {
+    n: AtomicUsize,
+    arrived: Notify,
+    /// One permit for each response that may be passed on now.
+    release_permits: Semaphore,
+}
+
+/// A pending response; it stops being pending when this is dropped.
+pub(crate) struct PendingResponse(Arc<PendingResponses>);
+
+/// While this exists, responses are passed on a few at a time.
+pub(crate) struct ReleaseThrottle(Arc<PendingResponses>);
+
+thread_local! {
+    static BY_THIS_WORKER: Arc<PendingResponses> = Arc::new(PendingResponses {
+        n: AtomicUsize::new(0),
+        arrived: Notify::new(),
+        release_permits: Semaphore::new(UNLIMITED_PERMITS),
+    });
+}
+
+/// Larger than any possible number of pending responses.
+const UNLIMITED_PERMITS: usize = Semaphore::MAX_PERMITS / 2;
+
+impl PendingResponses {
+    pub(crate) fn current() -> Arc<Self> {
+        BY_THIS_WORKER.with(Arc::clone)
+    }
+
+    pub(crate) fn n_pending(&self) -> usize {
+        self.n.load(Ordering::Relaxed)
+    }
+
+    /// Waits until a response has arrived or is no longer pending.
+    pub(crate) async fn wait_arrival(&self) {
+        self.arrived.notified().await;
+    }
+
+    /// Starts passing responses on only through [`ReleaseThrottle::release`]. If there are several throttles, the latest call
+    /// decides, and dropping any of them ends throttling.
+    pub(crate) fn throttle(self: &Arc<Self>) -> ReleaseThrottle {
+        self.release_permits.forget_permits(UNLIMITED_PERMITS);
+        ReleaseThrottle(self.clone())
+    }
+
+    /// Allows exactly `n` responses to be passed on.
+    fn set_permits(&self, n: usize) {
+        self.release_permits.forget_permits(UNLIMITED_PERMITS);
+        self.release_permits.add_permits(n);
+    }
+}
+
+impl ReleaseThrottle {
+    /// Allows the next `n` responses to be passed on, the longest waiting first.
+    pub(crate) fn release(&self, n: usize) {
+        self.0.set_permits(n);
+    }
+}
+
+impl Drop for ReleaseThrottle {
+    fn drop(&mut self) {
+        self.0.set_permits(UNLIMITED_PERMITS);
+    }
+}
+
+impl PendingResponse {
+    pub(crate) fn register() -> Self {
+        let awaited = PendingResponses::current();
+        awaited.n.fetch_add(1, Ordering::Relaxed);
+        Self(awaited)
+    }
+
+    /// Waits until this response, which has arrived, may be passed on.
+    pub(crate) async fn wait_for_release(self) {
+        if let Ok(pass) = self.0.release_permits.acquire().await {
+            pass.forget();
+        }
+    }
+}
+
+impl Drop for PendingResponse {
+    fn drop(&mut self) {
+        self.0.n.fetch_sub(1, Ordering::Relaxed);
+        self.0.arrived.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn every_waiter_is_notified_when_a_response_arrives() {
+        let awaited = PendingResponses::current();
+        assert_eq!(awaited.n_pending(), 0);
+        let (first, second) = (PendingResponse::register(), PendingResponse::register());
+        assert_eq!(awaited.n_pending(), 2);
+        let mut waiting = [Box::pin(awaited.wait_arrival()), Box::pin(awaited.wait_arrival())];
+        for waits in &mut waiting {
+            assert!(waits.now_or_never().is_none());
+        }
+        drop(first);
+        assert_eq!(awaited.n_pending(), 1);
+        for waits in waiting {
+            assert!(waits.now_or_never().is_some());
+        }
+        assert!(
+            awaited.wait_arrival().now_or_never().is_none(),
+            "the second is still pending"
+        );
+        drop(second);
+    }
+
+    #[tokio::test]
+    async fn throttled_responses_are_released_in_order() {
+        let awaited = PendingResponses::current();
+        let mut passing = [(); 6].map(|()| Box::pin(PendingResponse::register().wait_for_release()));
+        let mut passed = |mine: std::ops::Range<usize>| {
+            passing[mine]
+                .iter_mut()
+                .map(|answer| answer.now_or_never().is_some())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(passed(0..1), [true]);
+        let throttle = awaited.throttle();
+        assert_eq!(passed(1..5), [false; 4]);
+        throttle.release(2);
+        assert_eq!(passed(1..5), [true, true, false, false]);
+        throttle.release(1);
+        assert_eq!(passed(5..6), [false], "others came before");
+        assert_eq!(passed(3..5), [true, false]);
+        drop(throttle);
+        assert_eq!(passed(4..6), [true; 2]);
+        assert_eq!(awaited.n_pending(), 0);
+    }
+}

@@ -1,0 +1,63 @@
+//! Requests and connections to a service by name, for the gateway.
+
+use std::sync::Arc;
+
+use http::{Request, Response};
+use tulle_core::addr::{Addr, NameAddr};
+
+use crate::{
+    http::{body::Body, error::Error},
+    net::io::Io,
+    outbound::{
+        connection::{
+            context::{AcceptedClient, Outbound},
+            http::{HttpConnection, TargetSource},
+            opaque,
+        },
+        destination::snapshot::{Destination, Plan},
+    },
+};
+
+impl Outbound {
+    /// Sends a request to the service `name`.
+    ///
+    /// # Errors
+    /// The control plane does not know the service, or the request failed.
+    pub(crate) async fn send_to_service(
+        self: &Arc<Self>,
+        name: &NameAddr,
+        client: AcceptedClient,
+        req: &mut Request<Body>,
+    ) -> Result<Response<Body>, Error> {
+        let connection = HttpConnection {
+            outbound: self.clone(),
+            client,
+            target_source: TargetSource::Fixed(self.service_destination(name).await?),
+        };
+        connection.serve(req).await
+    }
+
+    /// Opens a connection for opaque bytes to the service `name`.
+    ///
+    /// # Errors
+    /// The control plane does not know the service, the service does not accept opaque bytes, or it cannot be reached.
+    pub(crate) async fn connect_to_service(&self, name: &NameAddr) -> Result<Io, Error> {
+        let snapshot = self.service_destination(name).await?.snapshot();
+        match &snapshot.plan {
+            Plan::Opaque(plan) | Plan::Detect { opaque: plan, .. } => {
+                let opened = opaque::open(plan).await;
+                opened.map_err(|error| error.into_http_error(&snapshot))
+            }
+            Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Err(Error::RouteNotFound),
+        }
+    }
+
+    /// The destination of a service. Names of other targets are refused, without a DNS lookup.
+    async fn service_destination(&self, name: &NameAddr) -> Result<Arc<Destination>, Error> {
+        let found = self.discover.get(Addr::Name(name.clone()), self.detect_timeout).await?;
+        match found.snapshot().is_unknown_name {
+            true => Err(Error::RouteNotFound),
+            false => Ok(found),
+        }
+    }
+}

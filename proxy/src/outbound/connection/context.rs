@@ -1,0 +1,90 @@
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use tulle_core::{
+    addr::{self, Addr, ClientAddr},
+    drain,
+    log_limit::LogLimiter,
+};
+
+use crate::{
+    http::{
+        error::Error, server_config::ServerConfig, stack::error_response::ErrorDetail, stack::layers::ServiceStack,
+    },
+    net::{connect::ConnectError, orig_dst},
+    outbound::{
+        destination::discovery::{Discovery, ResolvedTarget},
+        metrics::Families,
+        mode::Mode,
+    },
+    trace::Tracer,
+};
+
+/// The outbound side of the process; shared by all workers.
+pub(crate) struct Outbound {
+    pub(crate) orig_dst: orig_dst::OrigDstLookup,
+    /// Our own listeners. A connection to one of them is refused, because it would loop.
+    pub(crate) own_listeners: Vec<SocketAddr>,
+    pub(crate) discover: Arc<Discovery>,
+    pub(crate) detect_timeout: Duration,
+    pub(crate) server: ServerConfig,
+    pub(crate) wrappers: ServiceStack,
+    pub(crate) error_detail: ErrorDetail,
+    pub(crate) families: Families,
+    /// Creates trace spans; `None` if tracing is disabled.
+    pub(crate) tracer: Option<Tracer>,
+    pub(crate) mode: Mode,
+    /// The identity of this proxy.
+    pub(crate) identity_name: Arc<str>,
+    /// Limits the log messages about refused clients.
+    pub(crate) log_limiter: LogLimiter,
+}
+
+/// A client whose connection was accepted.
+#[derive(Clone)]
+pub(crate) struct AcceptedClient {
+    /// Index of the worker that serves it.
+    pub(crate) worker: usize,
+    pub(crate) addr: ClientAddr,
+    pub(crate) drain: drain::Watch,
+}
+
+impl Outbound {
+    /// Resolves a target that a client names.
+    ///
+    /// # Errors
+    /// Discovery fails, DNS has no address, or the target is a listener of this proxy, or a local or multicast address.
+    pub(super) async fn resolve_target(&self, target: Addr) -> Result<ResolvedTarget, Error> {
+        let found = match target {
+            Addr::Name(name) => self.discover.resolve_name(name, self.detect_timeout).await?,
+            Addr::Socket(addr) => {
+                self.check_target(addr)?;
+                (self.discover.get(target, self.detect_timeout).await?, Vec::new())
+            }
+        };
+        if let Addr::Socket(addr) = found.0.target {
+            self.check_target(addr)?;
+        }
+        Ok(found)
+    }
+
+    /// # Errors
+    /// The address is a listener of this proxy, or a local or multicast address, which clients may not name.
+    fn check_target(&self, addr: SocketAddr) -> Result<(), Error> {
+        if self.is_own_listener(addr) {
+            return Err(Error::Connect(ConnectError::OwnListener { addr }));
+        }
+        match addr::is_local_or_multicast(addr.ip()) {
+            true => Err(Error::TargetForbidden(Addr::Socket(addr))),
+            false => Ok(()),
+        }
+    }
+
+    pub(super) fn is_own_listener(&self, dst: SocketAddr) -> bool {
+        self.own_listeners.iter().any(|own| is_listener(*own, dst))
+    }
+}
+
+/// Whether a connection to `dst` would loop back to the listener at `own`.
+fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {
+    own.port() == dst.port() && (own.ip() == dst.ip() || own.ip().is_unspecified())
+}

@@ -1,0 +1,282 @@
+//! Explicit proxying without a redirect rule: HTTP CONNECT, requests in absolute form, and SOCKS5, on one port.
+//!
+//! The bytes of a tunnel are handled like a redirected connection: discovery, protocol detection, load balancing, mTLS.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::BytesMut;
+use http::{Request, Response};
+use tokio::{
+    io::{AsyncWriteExt as _, copy, sink},
+    sync::oneshot,
+};
+use tulle_core::{
+    addr::{Addr, ClientAddr},
+    drain,
+};
+
+use crate::{
+    http::{body::Body, client::Protocol, error::Error, upgrade::tunnel::TunnelEnd},
+    net::{
+        copy::CopyFuture,
+        detect::{self, DetectedProtocol, Detection},
+        io::{Io, Tcp},
+        socks::{self, Reply, SocksError},
+    },
+    outbound::{
+        connection::{
+            context::{AcceptedClient, Outbound},
+            http::{HttpConnection, TargetSource},
+            opaque::{self, OpaqueError},
+            redirected::Connection,
+        },
+        destination::snapshot::{Destination, Plan, Snapshot},
+    },
+};
+
+impl Outbound {
+    /// Serves one connection of the explicit proxy port.
+    pub(crate) async fn serve_explicit(
+        self: Arc<Self>,
+        worker: usize,
+        stream: Tcp,
+        addr: ClientAddr,
+        drain: drain::Watch,
+    ) -> Option<CopyFuture> {
+        let client = AcceptedClient { worker, addr, drain };
+        let Ok(listener) = stream.socket().local_addr().map(Addr::Socket) else {
+            return None; // the client has closed the connection
+        };
+        if let Some(refusal) = self.wrappers.admission.connection_refusal(&stream) {
+            self.families
+                .record_tcp_error(&listener, refusal.label(), refusal.cause());
+            tracing::debug!(client = %addr.0, %refusal, "connection refused");
+            return None;
+        }
+        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
+        let protocol = match detect::detect(&mut io, &mut seen, CLIENT_HANDSHAKE_TIMEOUT).await {
+            Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+            Ok(Detection::Detected(_)) if seen.first() == Some(&socks::VERSION) => {
+                let (io, destination, server) = self.socks_handshake(io.prepend(seen.freeze()), addr).await?;
+                let connection = self.new_connection(client, destination);
+                return Box::pin(connection.serve(io, server)).await;
+            }
+            Ok(Detection::Detected(_)) => {
+                tracing::info!(client = %addr.0, "refused: the first bytes are neither SOCKS5 nor HTTP");
+                return None;
+            }
+            Ok(Detection::TimedOut | Detection::Closed) | Err(_) => return None,
+        };
+        let connection = HttpConnection {
+            outbound: self.clone(),
+            client: client.clone(),
+            target_source: TargetSource::RequestTarget {
+                on_connect: |http, req, client| Box::pin(serve_connect(http, req, client)),
+            },
+        };
+        let stream = (io.prepend(seen.freeze()), protocol);
+        self.serve_http(stream, connection, &listener, &client.drain).await;
+        None
+    }
+
+    /// Runs the SOCKS5 handshake: reads the target, connects to it and sends the reply.
+    ///
+    /// Returns the client's stream, the destination and, for opaque bytes, the connection to the server.
+    async fn socks_handshake(
+        self: &Arc<Self>,
+        mut io: Io,
+        client: ClientAddr,
+    ) -> Option<(Io, Arc<Destination>, Option<Io>)> {
+        let mut seen = BytesMut::new();
+        let handshake = async {
+            let n = read_parsed(&mut io, &mut seen, socks::parse_greeting).await?;
+            drop(seen.split_to(n));
+            io.write_all(&socks::METHOD_NO_AUTHENTICATION).await?;
+            io.flush().await?;
+            let (target, n) = read_parsed(&mut io, &mut seen, socks::parse_request).await?;
+            drop(seen.split_to(n));
+            Ok::<_, SocksFailure>(target)
+        };
+        let refusal = match tokio::time::timeout(CLIENT_HANDSHAKE_TIMEOUT, handshake).await {
+            Ok(Ok(target)) => match self.connect_target(target.clone()).await {
+                Ok((destination, server)) => {
+                    write_and_flush(&mut io, &Reply::Succeeded.bytes()).await?;
+                    return Some((io.prepend(seen.freeze()), destination, server));
+                }
+                Err(error) => {
+                    self.families.record_tcp_error(&target, error.label(), error.cause());
+                    tracing::info!(client = %client.0, %target, cause = error.cause(), %error, "SOCKS request refused");
+                    socks_reply(&error).bytes().to_vec()
+                }
+            },
+            Ok(Err(SocksFailure::Protocol(error))) => {
+                tracing::info!(client = %client.0, %error, "SOCKS request refused");
+                error.reply()
+            }
+            Ok(Err(SocksFailure::ClientClosed)) | Err(_) => return None,
+        };
+        write_and_flush(&mut io, &refusal).await?;
+        // Closing a socket with unread bytes sends a reset, and the client could lose the reply. So read its bytes first.
+        let _ = io.shutdown().await;
+        let _ = tokio::time::timeout(REFUSED_LINGER_TIMEOUT, copy(&mut io, &mut sink())).await;
+        None
+    }
+
+    /// Resolves a target that the client names, and connects to it if opaque bytes may follow.
+    ///
+    /// If an address of the name cannot be reached, the next one is tried.
+    ///
+    /// # Errors
+    /// The target cannot be resolved or reached, or the policy refuses it.
+    async fn connect_target(self: &Arc<Self>, target: Addr) -> Result<(Arc<Destination>, Option<Io>), Error> {
+        let (mut destination, others) = self.resolve_target(target).await?;
+        for addr in others {
+            match open_if_opaque(&destination.snapshot()).await {
+                Err(error) if error.is_dial_error() => {}
+                opened => return Ok((destination, opened?)),
+            }
+            (destination, _) = self.resolve_target(Addr::Socket(addr)).await?;
+        }
+        let server = open_if_opaque(&destination.snapshot()).await?;
+        Ok((destination, server))
+    }
+}
+
+/// Connects to an endpoint if opaque bytes may follow; `None` if only HTTP or TLS may.
+///
+/// # Errors
+/// No endpoint can be reached, or the policy refuses the connection.
+async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
+    let opened = match &snapshot.plan {
+        Plan::Opaque(plan) => opaque::open(plan).await.map(Some),
+        // The client's protocol is not known yet: the policy may refuse opaque bytes and permit HTTP.
+        Plan::Detect { opaque: plan, .. } => match opaque::open(plan).await {
+            Err(OpaqueError::Policy(_)) => Ok(None),
+            opened => opened.map(Some),
+        },
+        Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Ok(None),
+    };
+    opened.map_err(|error| error.into_http_error(snapshot))
+}
+
+/// Connects the application to the target of a CONNECT request.
+///
+/// # Errors
+/// The request is not HTTP/1.1, its target is not `<host>:<port>`, or the target cannot be resolved or reached.
+async fn serve_connect(
+    http: &HttpConnection,
+    req: &mut Request<Body>,
+    client: Option<oneshot::Receiver<TunnelEnd>>,
+) -> Result<Response<Body>, Error> {
+    let client = client.ok_or(Error::InvalidRequest("this port supports CONNECT in HTTP/1.1 only"))?;
+    let target = req.uri().authority().map(|authority| authority.as_str().parse());
+    let target: Addr = match target {
+        Some(Ok(target)) => target,
+        _ => return Err(Error::InvalidRequest("the target of CONNECT is not <host>:<port>")),
+    };
+    let (destination, server) = http.outbound.connect_target(target).await?;
+    let connection = http.outbound.clone().new_connection(http.client.clone(), destination);
+    spawn_tunnel(connection, client, server);
+    Ok(Response::new(Body::empty()))
+}
+
+/// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
+fn spawn_tunnel(connection: Connection, client: oneshot::Receiver<TunnelEnd>, server: Option<Io>) {
+    let guard = connection.client.drain.guard();
+    tokio::spawn(async move {
+        let _guard = guard;
+        if let Ok(TunnelEnd::Connection(io)) = client.await
+            && let Some(copy_future) = connection.serve(io, server).await
+        {
+            copy_future.await;
+        }
+    });
+}
+
+enum SocksFailure {
+    Protocol(SocksError),
+    ClientClosed,
+}
+
+impl From<std::io::Error> for SocksFailure {
+    fn from(_: std::io::Error) -> Self {
+        Self::ClientClosed
+    }
+}
+
+/// Reads into `seen` until `parse` returns a message. `seen` may hold more bytes after the message.
+async fn read_parsed<T>(
+    io: &mut Io,
+    seen: &mut BytesMut,
+    parse: impl Fn(&[u8]) -> Result<Option<T>, SocksError>,
+) -> Result<T, SocksFailure> {
+    loop {
+        if let Some(found) = parse(seen).map_err(SocksFailure::Protocol)? {
+            return Ok(found);
+        }
+        if detect::read_some(io, seen).await? == 0 {
+            return Err(SocksFailure::ClientClosed);
+        }
+    }
+}
+
+async fn write_and_flush(io: &mut Io, bytes: &[u8]) -> Option<()> {
+    io.write_all(bytes).await.ok()?;
+    io.flush().await.ok()
+}
+
+/// The reply code for SOCKS clients.
+fn socks_reply(error: &Error) -> Reply {
+    match error {
+        error if error.is_connection_refused() => Reply::ConnectionRefused,
+        Error::Unauthorized { .. } | Error::TargetForbidden(_) => Reply::NotAllowed,
+        Error::NameUnresolved { .. }
+        | Error::DiscoveryTimeout(_)
+        | Error::ConnectTimeout(_)
+        | Error::Connect(_)
+        | Error::NoEndpoints
+        | Error::NoBackends
+        | Error::FailFast(..)
+        | Error::EndpointsUnavailable(_) => Reply::HostUnreachable,
+        _ => Reply::GeneralFailure,
+    }
+}
+
+/// Maximum time for the client's first bytes, and for its SOCKS handshake.
+const CLIENT_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time to wait until a refused SOCKS client closes its connection.
+const REFUSED_LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::*;
+    use crate::net::connect::ConnectError;
+
+    #[test]
+    fn errors_map_to_socks_replies() {
+        let addr = SocketAddr::from(([10, 0, 0, 1], 80));
+        let io = |kind: std::io::ErrorKind| {
+            Error::Connect(ConnectError::Io {
+                addr,
+                source: kind.into(),
+            })
+        };
+        let forbidden = Error::Unauthorized {
+            rule: String::new(),
+            why: "forbidden",
+        };
+        for (error, expected) in [
+            (io(std::io::ErrorKind::ConnectionRefused), Reply::ConnectionRefused),
+            (io(std::io::ErrorKind::HostUnreachable), Reply::HostUnreachable),
+            (Error::NoEndpoints, Reply::HostUnreachable),
+            (forbidden, Reply::NotAllowed),
+            (Error::TargetForbidden(Addr::Socket(addr)), Reply::NotAllowed),
+            (Error::MaxInFlight, Reply::GeneralFailure),
+        ] {
+            assert_eq!(socks_reply(&error), expected, "{error:?}");
+        }
+    }
+}

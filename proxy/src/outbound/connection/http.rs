@@ -1,0 +1,247 @@
+//! HTTP connections: finds the destination of each request (O4).
+
+use std::{net::SocketAddr, pin::Pin, sync::Arc};
+
+use futures_util::FutureExt as _;
+use http::{HeaderValue, Method, Request, Response, Version, header, uri::Scheme};
+use tokio::sync::oneshot;
+use tulle_core::{
+    addr::{Addr, NameAddr},
+    drain,
+    names::header as names,
+};
+
+use crate::{
+    http::{
+        body::Body,
+        client::Protocol,
+        connection_closer::{CloseSignals, ConnectionCloser},
+        error::Error,
+        headers, server,
+        stack::error_response::{ErrorDetail, ResponderInfo},
+        upgrade::http1_over_http2,
+        upgrade::tunnel::TunnelEnd,
+    },
+    net::io::Io,
+    outbound::{
+        connection::context::{AcceptedClient, Outbound},
+        destination::{discovery::ResolvedTarget, snapshot::Destination},
+        request::context::{OutgoingRequest, RequestContext},
+    },
+    trace,
+};
+
+pub(super) struct HttpConnection {
+    pub(super) outbound: Arc<Outbound>,
+    pub(super) client: AcceptedClient,
+    pub(super) target_source: TargetSource,
+}
+
+/// Where the destination of a request is taken from.
+pub(super) enum TargetSource {
+    /// All requests of the connection go to the dialled destination.
+    Fixed(Arc<Destination>),
+    /// The service in `l5d-dst-override`; without this header, the dialled destination.
+    Override(Arc<Destination>),
+    /// The request target, as in requests to an explicit proxy; CONNECT requests are served by `on_connect`.
+    RequestTarget { on_connect: ConnectHandler },
+    /// The dialled address; its discovery failed, so requests are refused.
+    Undiscovered(Addr),
+}
+
+/// Serves a CONNECT request, whose tunnel the future takes from its last argument.
+type ConnectHandler = for<'a> fn(
+    &'a HttpConnection,
+    &'a mut Request<Body>,
+    Option<oneshot::Receiver<TunnelEnd>>,
+) -> Pin<Box<dyn Future<Output = Result<Response<Body>, Error>> + Send + 'a>>;
+
+impl HttpConnection {
+    /// Carries one request from the application to a backend.
+    pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        headers::check_request(req)?;
+        let upgrade = req.body_mut().take_client_leg();
+        if req.version() <= Version::HTTP_11 {
+            match upgrade {
+                None => headers::strip_hop_by_hop(req.headers_mut()),
+                Some(_) => headers::strip_all_but_upgrade(req.headers_mut()),
+            }
+        }
+        let (destination, fallback_addrs) = match &self.target_source {
+            TargetSource::Fixed(destination) => {
+                return self
+                    .context()
+                    .send(destination, &mut OutgoingRequest { req, upgrade })
+                    .await;
+            }
+            TargetSource::Override(dialled) => Box::pin(self.resolve_override(dialled, req)).await?,
+            // An extended CONNECT (RFC 8441) has a scheme and a path. It is routed like any other request.
+            TargetSource::RequestTarget { on_connect }
+                if *req.method() == Method::CONNECT && req.uri().scheme().is_none() =>
+            {
+                return on_connect(self, req, upgrade).await;
+            }
+            TargetSource::RequestTarget { .. } => Box::pin(self.resolve_request_target(req)).await?,
+            TargetSource::Undiscovered(target) => return Err(Error::DiscoveryTimeout(target.clone())),
+        };
+        let mut outgoing = OutgoingRequest { req, upgrade };
+        match fallback_addrs.is_empty() {
+            true => self.context().send(&destination, &mut outgoing).await,
+            // Boxed because it is rare and its future is large.
+            false => Box::pin(self.send_with_fallback(destination, fallback_addrs, &mut outgoing)).await,
+        }
+    }
+
+    /// Sends a request to the first of several destinations that can be reached.
+    async fn send_with_fallback(
+        &self,
+        mut destination: Arc<Destination>,
+        others: Vec<SocketAddr>,
+        outgoing: &mut OutgoingRequest<'_>,
+    ) -> Result<Response<Body>, Error> {
+        for addr in others {
+            let headers = outgoing.req.headers().clone();
+            match self.context().send(&destination, outgoing).await {
+                Err(error) if error.is_dial_error() => {}
+                sent => return sent,
+            }
+            *outgoing.req.headers_mut() = headers; // filters may have changed them; the rest of the request is unchanged
+            (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;
+        }
+        self.context().send(&destination, outgoing).await
+    }
+
+    fn context(&self) -> RequestContext<'_> {
+        RequestContext {
+            worker: self.client.worker,
+            client: self.client.addr.0,
+            families: &self.outbound.families,
+            drain: &self.client.drain,
+        }
+    }
+
+    /// Resolves the target of a request in absolute form. An HTTP/1 request is rewritten to origin form.
+    ///
+    /// # Errors
+    /// The target has no host or a scheme other than `http`, or it cannot be resolved.
+    async fn resolve_request_target(&self, req: &mut Request<Body>) -> Result<ResolvedTarget, Error> {
+        let Some(authority) = req.uri().authority() else {
+            return Err(Error::InvalidRequest(
+                "this port is a proxy; expected a target such as http://web.shop.svc.cluster.local/, or CONNECT",
+            ));
+        };
+        if req.uri().scheme().is_some_and(|scheme| *scheme != Scheme::HTTP) {
+            return Err(Error::InvalidRequest(
+                "its target has a scheme other than http; use CONNECT for it",
+            ));
+        }
+        let port = authority.port_u16().unwrap_or(80);
+        let target = format!("{}:{port}", authority.host()).parse();
+        let target: Addr = target.map_err(|_| Error::InvalidRequest("its target is not <host> or <host>:<port>"))?;
+        req.headers_mut().remove(header::PROXY_AUTHORIZATION);
+        if req.version() < Version::HTTP_2 {
+            http1_over_http2::set_origin_form(req);
+        }
+        self.outbound.resolve_target(target).await
+    }
+
+    /// Resolves the service in `l5d-dst-override`; without this header, returns the dialled destination.
+    async fn resolve_override(
+        &self,
+        dialled: &Arc<Destination>,
+        req: &mut Request<Body>,
+    ) -> Result<ResolvedTarget, Error> {
+        let Some(name) = req.headers_mut().remove(names::L5D_DST_OVERRIDE) else {
+            return Ok((dialled.clone(), Vec::new()));
+        };
+        let name = parse_override(&name).ok_or(Error::InvalidRequest(
+            "l5d-dst-override is not a DNS name with an optional port, such as web.shop.svc.cluster.local:8080",
+        ))?;
+        let name = Addr::Name(name);
+        // Clients of an ingress are not trusted: the name must have a suffix that is configured for profiles.
+        match self.outbound.discover.destinations.may_have_profile(&name) {
+            true => self.outbound.resolve_target(name).await,
+            false => Err(Error::TargetForbidden(name)),
+        }
+    }
+}
+
+impl Outbound {
+    /// Serves the requests of an HTTP connection. `target` is the destination named in error responses.
+    pub(super) fn serve_http<'a>(
+        &'a self,
+        (io, protocol): (Io, Protocol),
+        connection: HttpConnection,
+        target: &'a Addr,
+        drain: &'a drain::Watch,
+    ) -> impl Future<Output = ()> {
+        let closer = ConnectionCloser::default();
+        let responder = ResponderInfo {
+            direction: "outbound",
+            proxy_identity: self.identity_name.clone(),
+            target: target.clone(),
+            client_addr: connection.client.addr.0,
+            client_id: None,
+            error_labeler: None,
+        };
+        let connection = Arc::new(connection);
+        let serve = move |mut req| {
+            let connection = connection.clone();
+            async move {
+                let span = trace::start_inbound(connection.outbound.tracer.as_ref(), &mut req);
+                let mut result = connection.serve(&mut req).await;
+                trace::finish(span, &result);
+                if let (Ok(rsp), ErrorDetail::Omit) = (&mut result, connection.outbound.error_detail) {
+                    headers::strip_spoofed(rsp.headers_mut()); // headers that the peer's proxy sends to this proxy
+                }
+                result
+            }
+        };
+        let service = self.wrappers.build(serve, self.error_detail, responder, closer.clone());
+        let signals = CloseSignals { closer, drain };
+        server::serve(io, protocol, service, &self.server, signals).map(move |served| {
+            if let Err(error) = served {
+                tracing::debug!(dst = %target, %error, "HTTP connection ended");
+            }
+        })
+    }
+}
+
+/// Parses the value of `l5d-dst-override`; the default port is 80.
+fn parse_override(value: &HeaderValue) -> Option<NameAddr> {
+    let text = value.to_str().ok()?;
+    match text.contains(':') {
+        true => text.parse().ok(),
+        false => format!("{text}:80").parse().ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_override_names_a_target_at_port_80_or_its_own() {
+        let target = |value: &'static str| {
+            let target = parse_override(&HeaderValue::from_static(value));
+            target.map(|target| target.to_string())
+        };
+        assert_eq!(
+            target("Web.shop.svc.cluster.local").as_deref(),
+            Some("web.shop.svc.cluster.local:80")
+        );
+        assert_eq!(target("web.shop:8080").as_deref(), Some("web.shop:8080"));
+        for bad in [
+            "",
+            "web:",
+            "web:0",
+            "10.0.0.1",
+            "10.0.0.1:80",
+            "[::1]:80",
+            "we b",
+            "a,b",
+        ] {
+            assert_eq!(target(bad), None, "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Opaque connections: picks an endpoint for each connection, and copies bytes until both sides have ended.
+
+use std::{io, sync::Arc};
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+use tokio::{io::AsyncWriteExt, time::Instant};
+
+use crate::{
+    balance::candidate::{Candidate, InFlightGuard},
+    http::error::{Error, Retry},
+    net::{copy, io::Io},
+    outbound::{
+        destination::snapshot::{self, OpaquePlan, PolicyRefusal, Snapshot},
+        endpoint::Endpoint,
+    },
+};
+
+const MAX_ENDPOINTS_PER_CONNECTION: usize = 3;
+
+/// Why a connection reached no endpoint.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::outbound) enum OpaqueError {
+    #[error("refused by policy: {}", .0.label())]
+    Policy(PolicyRefusal),
+    #[error(transparent)]
+    Connect(#[from] Error),
+}
+
+impl OpaqueError {
+    /// Value of the `error` label in the metrics of a route.
+    pub(in crate::outbound) fn route_label(&self) -> &'static str {
+        match self {
+            Self::Policy(refusal) => refusal.label(),
+            Self::Connect(Error::NoBackends | Error::InvalidBackend(_)) => "invalid_backend",
+            Self::Connect(_) => "unexpected",
+        }
+    }
+
+    /// The error for HTTP clients. `snapshot` is that of the destination.
+    pub(in crate::outbound) fn into_http_error(self, snapshot: &Snapshot) -> Error {
+        match self {
+            Self::Connect(error) => error,
+            Self::Policy(refusal) => Error::Unauthorized {
+                rule: snapshot.policy.meta.to_string(),
+                why: refusal.label(),
+            },
+        }
+    }
+}
+
+/// Opens a connection to an endpoint of the plan.
+///
+/// If an endpoint cannot be reached, another one is dialled, but none twice. The client then sees the failure, as without a
+/// proxy, and decides itself whether to try again.
+///
+/// # Errors
+/// The policy refuses the connection, or no endpoint can be reached.
+pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
+    if let Some(refusal) = plan.refusal {
+        return Err(OpaqueError::Policy(refusal));
+    }
+    let choice = plan.backends.choose()?;
+    if let Some(refusal) = snapshot::policy_refusal(&choice.filters) {
+        return Err(OpaqueError::Policy(refusal));
+    }
+    let mut tried: SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_CONNECTION]> = SmallVec::new();
+    let mut endpoint = choice.backend.pick(&tried).await?;
+    loop {
+        let mut pending = InFlightGuard::new(endpoint.clone(), Instant::now());
+        let error = match endpoint.connector.open(None).await {
+            Ok(io) => {
+                endpoint.breaker().record_connected();
+                pending.record_response(Instant::now());
+                return Ok(io);
+            }
+            Err(error) => error,
+        };
+        endpoint.breaker().record_dial_failure(error.cause(), Instant::now());
+        tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
+        tried.push(endpoint);
+        let is_untried = |other: &Arc<Endpoint>| !tried.iter().any(|tried| Arc::ptr_eq(tried, other));
+        let another = match error.retry() == Retry::NeverSent && tried.len() < MAX_ENDPOINTS_PER_CONNECTION {
+            true => choice.backend.pick_where(is_untried),
+            false => None,
+        };
+        endpoint = another.ok_or(error)?;
+    }
+}
+
+/// Copies bytes between client and server until both have ended. `client_prefix` was read from the client before.
+///
+/// # Errors
+/// One side failed; the other side is then reset.
+pub(in crate::outbound) async fn copy_streams(mut client: Io, mut server: Io, client_prefix: Bytes) -> io::Result<()> {
+    let result = async {
+        if !client_prefix.is_empty() {
+            let written = async {
+                server.write_all(&client_prefix).await?;
+                server.flush().await
+            };
+            written.await.inspect_err(|_| client.reset())?;
+        }
+        copy::copy_bidirectional(&mut client, &mut server).await
+    };
+    result
+        .await
+        .inspect_err(|error| tracing::debug!(%error, "connection ended"))
+}

@@ -1,0 +1,360 @@
+//! Redirected connections (O1–O4): the dialled destination, protocol detection, HTTP or opaque bytes.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::{Bytes, BytesMut};
+use tokio::time::Instant;
+use tulle_core::{
+    addr::{Addr, ClientAddr},
+    drain, info_limited,
+};
+
+use crate::{
+    http::{client::Protocol, error::Error},
+    net::{
+        copy::CopyFuture,
+        detect::{self, DetectedProtocol, Detection},
+        first_bytes::{self, FirstBytes},
+        io::{Io, Tcp},
+    },
+    outbound::{
+        connection::{
+            context::{AcceptedClient, Outbound},
+            http::{HttpConnection, TargetSource},
+            opaque::{self, OpaqueError},
+        },
+        destination::snapshot::{Destination, OpaquePlan, Plan},
+        metrics::labels,
+        mode::Mode,
+    },
+    policy::client::{self, TlsRoute},
+    tls::server::{self as tls_server, ParsedHello},
+};
+
+impl Outbound {
+    /// Serves one accepted connection. HTTP is served to its end. For opaque bytes, the returned future copies them.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        worker: usize,
+        stream: Tcp,
+        client: ClientAddr,
+        drain: drain::Watch,
+    ) -> Option<CopyFuture> {
+        let dst = match (self.orig_dst)(stream.socket(), client.0) {
+            Ok(dst) => dst,
+            Err(error) => {
+                tracing::debug!(client = %client.0, %error, "cannot read the original destination");
+                return None;
+            }
+        };
+        if self.is_own_listener(dst.0) {
+            let ip = client.0.ip();
+            info_limited!(self.log_limiter, ip, "refused: the client dialled this proxy", client = %client.0, dst = %dst.0);
+            stream.reset();
+            return None;
+        }
+        let dst = Addr::Socket(dst.0);
+        if let Some(refusal) = self.wrappers.admission.connection_refusal(&stream) {
+            self.families.record_tcp_error(&dst, refusal.label(), refusal.cause());
+            tracing::debug!(%dst, %refusal, "connection refused");
+            stream.reset();
+            return None;
+        }
+        let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {
+            Ok(destination) => destination,
+            Err(error) => {
+                tracing::info!(%dst, %error, "connection refused");
+                // Boxed because it is rare and would make the future of all connections larger.
+                let client = AcceptedClient {
+                    worker,
+                    addr: client,
+                    drain,
+                };
+                Box::pin(self.refuse_undiscovered(stream, client, dst, &error)).await;
+                return None;
+            }
+        };
+        let io = Io::tcp(stream);
+        let client = AcceptedClient {
+            worker,
+            addr: client,
+            drain,
+        };
+        self.new_connection(client, destination).serve(io, None).await
+    }
+
+    /// Refuses a connection whose destination discovery has not returned. HTTP clients get an error response, all others a reset.
+    async fn refuse_undiscovered(self: Arc<Self>, stream: Tcp, client: AcceptedClient, dst: Addr, error: &Error) {
+        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
+        let protocol = match detect::detect(&mut io, &mut seen, REFUSAL_DETECT_TIMEOUT).await {
+            Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+            _ => {
+                self.families.record_tcp_error(&dst, "discovery timeout", error.cause());
+                return io.reset();
+            }
+        };
+        let connection = HttpConnection {
+            outbound: self.clone(),
+            client: client.clone(),
+            target_source: TargetSource::Undiscovered(dst.clone()),
+        };
+        let stream = (io.prepend(seen.freeze()), protocol);
+        self.serve_http(stream, connection, &dst, &client.drain).await;
+    }
+
+    pub(super) fn new_connection(self: Arc<Self>, client: AcceptedClient, destination: Arc<Destination>) -> Connection {
+        Connection {
+            outbound: self,
+            client,
+            destination,
+        }
+    }
+}
+
+pub(super) struct Connection {
+    outbound: Arc<Outbound>,
+    pub(super) client: AcceptedClient,
+    destination: Arc<Destination>,
+}
+
+/// The connection to the server, or the error of its dial; `None` if it was not dialled.
+type DialResult = Option<Result<Io, Box<OpaqueError>>>;
+
+/// The dial of the server during protocol detection.
+struct Dial {
+    server: Option<Io>,
+    error: Option<Box<OpaqueError>>,
+}
+
+/// A connection whose protocol is known.
+enum StartedConnection {
+    Http(Io, Protocol),
+    Opaque(CopyFuture),
+}
+
+impl Connection {
+    /// The dialled address, or the requested name.
+    fn dst(&self) -> &Addr {
+        &self.destination.target
+    }
+
+    /// Serves the client's connection `io`. `server` is the connection to the server, if it was dialled before.
+    pub(super) async fn serve(self, io: Io, server: Option<Io>) -> Option<CopyFuture> {
+        let counts = self.destination.connection_metrics.get_or_init(|| {
+            let labels = labels::target_labels(self.dst()).with("peer", "src");
+            let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
+            self.outbound.families.tcp.series(labels)
+        });
+        let io = io.count(counts.clone());
+        // Idle connections wait in the last await. The future holds no state of the detection by then.
+        let serving = match self.detect_and_connect(io, server).await? {
+            StartedConnection::Http(io, protocol) => self.serve_http(io, protocol),
+            StartedConnection::Opaque(copy_future) => return Some(copy_future),
+        };
+        serving.await;
+        None
+    }
+
+    async fn detect_and_connect(&self, mut io: Io, server: Option<Io>) -> Option<StartedConnection> {
+        let snapshot = self.destination.snapshot();
+        snapshot.connection_counter.inc();
+        if !matches!(snapshot.plan, Plan::Detect { .. }) {
+            io.enable_quickack();
+        }
+        match &snapshot.plan {
+            // The protocol of the endpoint that the ingress dials may differ from that of the service in `l5d-dst-override`.
+            Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => {
+                self.detect_ingress_http(io).await
+            }
+            Plan::Http1(_) => Some(StartedConnection::Http(io, Protocol::Http1)),
+            Plan::Http2(_) => Some(StartedConnection::Http(io, Protocol::Http2)),
+            Plan::Opaque(opaque) => {
+                self.connect_opaque((io, Bytes::new()), opaque, None, server.map(Ok))
+                    .await
+            }
+            Plan::Tls { routes, plans } => self.connect_tls(io, routes, plans).await,
+            Plan::Detect {
+                timeout,
+                opaque,
+                detected,
+                ..
+            } => {
+                // The local setting caps the policy's timeout: only the operator of this workload may know that it needs a
+                // shorter one.
+                let limit = self.outbound.detect_timeout.min(*timeout);
+                let began_at = Instant::now();
+                let mut dial = Dial { server, error: None };
+                let first = self.wait_first_bytes(&mut io, &mut dial, opaque, limit).await;
+                detected.record(first.as_ref().ok(), began_at.elapsed());
+                self.start_detected(io, opaque, first, dial).await
+            }
+        }
+    }
+
+    /// Connects TLS that is not terminated here, by its server name (SNI).
+    async fn connect_tls(
+        &self,
+        mut io: Io,
+        routes: &[TlsRoute],
+        plans: &[Arc<OpaquePlan>],
+    ) -> Option<StartedConnection> {
+        let families = &self.outbound.families;
+        let sni = tokio::time::timeout(self.outbound.detect_timeout, read_server_name(&mut io)).await;
+        let Ok(Some((sni, seen))) = sni else {
+            families.record_tcp_error(self.dst(), "no server name", "no-server-name");
+            io.reset();
+            return None;
+        };
+        match client::find_tls(routes, &sni) {
+            Some(index) => self.connect_opaque((io, seen), &plans[index], Some(&sni), None).await,
+            None => {
+                families.record_tcp_error(self.dst(), "no route", "no-route");
+                io.reset();
+                None
+            }
+        }
+    }
+
+    /// Waits for the first bytes of the client or, once it is dialled, of the server.
+    async fn wait_first_bytes(
+        &self,
+        io: &mut Io,
+        dial: &mut Dial,
+        plan: &Arc<OpaquePlan>,
+        limit: Duration,
+    ) -> std::io::Result<FirstBytes> {
+        let connect = move || async move {
+            match dial.server.take() {
+                None => match opaque::open(plan).await {
+                    Ok(server) => Some(server),
+                    Err(error) => {
+                        dial.error = Some(Box::new(error));
+                        None
+                    }
+                },
+                dialled => dialled,
+            }
+        };
+        first_bytes::wait_for_either(io, &self.destination.learned_speaker, limit, connect).await
+    }
+
+    /// Starts a connection whose first bytes are known.
+    async fn start_detected(
+        &self,
+        io: Io,
+        plan: &Arc<OpaquePlan>,
+        first: std::io::Result<FirstBytes>,
+        dial: Dial,
+    ) -> Option<StartedConnection> {
+        let first = match first {
+            Ok(first) => first,
+            Err(error) => {
+                tracing::debug!(dst = %self.dst(), %error, "connection failed during protocol detection");
+                io.reset(); // whichever side failed
+                return None;
+            }
+        };
+        if !first.is_request() {
+            io.enable_quickack();
+        }
+        match first {
+            FirstBytes::Closed => None,
+            FirstBytes::Client(seen, DetectedProtocol::Http1, _) => {
+                Some(StartedConnection::Http(io.prepend(seen), Protocol::Http1))
+            }
+            FirstBytes::Client(seen, DetectedProtocol::Http2, _) => {
+                Some(StartedConnection::Http(io.prepend(seen), Protocol::Http2))
+            }
+            FirstBytes::Client(seen, _, dialled) => {
+                let dialled = dialled.or(dial.server).map(Ok);
+                let dialled = dialled.or_else(|| dial.error.map(Err));
+                self.connect_opaque((io, seen), plan, None, dialled).await
+            }
+            FirstBytes::Server { server, client } => {
+                self.connect_opaque((io, client), plan, None, Some(Ok(server))).await
+            }
+        }
+    }
+
+    /// Detects HTTP/1 or HTTP/2 from the first bytes. Other bytes are handled as HTTP/1, which answers with an error.
+    async fn detect_ingress_http(&self, mut io: Io) -> Option<StartedConnection> {
+        let mut seen = BytesMut::new();
+        match detect::detect(&mut io, &mut seen, self.outbound.detect_timeout).await {
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => {
+                Some(StartedConnection::Http(io.prepend(seen.freeze()), Protocol::Http2))
+            }
+            Ok(Detection::Detected(_) | Detection::TimedOut) => {
+                Some(StartedConnection::Http(io.prepend(seen.freeze()), Protocol::Http1))
+            }
+            Ok(Detection::Closed) | Err(_) => None,
+        }
+    }
+
+    /// Connects opaque bytes to an endpoint. `name` is the server name (SNI) of TLS; `server` is the result of an earlier dial.
+    /// If the dial fails, the client's connection is reset.
+    async fn connect_opaque(
+        &self,
+        (io, client_prefix): (Io, Bytes),
+        plan: &Arc<OpaquePlan>,
+        name: Option<&str>,
+        server: DialResult,
+    ) -> Option<StartedConnection> {
+        let route_counters = plan.series.record_open(name);
+        let dialled = match server {
+            Some(dialled) => dialled,
+            None => opaque::open(plan).await.map_err(Box::new),
+        };
+        let server = match dialled {
+            Ok(server) => server,
+            Err(error) => {
+                let (label, cause) = match &*error {
+                    OpaqueError::Policy(refusal) => (refusal.label(), refusal.cause()),
+                    OpaqueError::Connect(error) => (error.label(), error.cause()),
+                };
+                route_counters.record_close(error.route_label());
+                self.outbound.families.record_tcp_error(self.dst(), label, cause);
+                tracing::info!(dst = %self.dst(), %error, "connection refused");
+                io.reset();
+                return None;
+            }
+        };
+        let destination = self.destination.clone();
+        Some(StartedConnection::Opaque(Box::pin(async move {
+            let joined = opaque::copy_streams(io, server, client_prefix).await;
+            route_counters.record_close(if joined.is_ok() { "" } else { "unexpected" });
+            drop(destination); // in use until here, so not evicted
+        })))
+    }
+
+    fn serve_http(&self, io: Io, protocol: Protocol) -> impl Future<Output = ()> {
+        let outbound = &self.outbound;
+        let connection = HttpConnection {
+            outbound: outbound.clone(),
+            client: self.client.clone(),
+            target_source: match outbound.mode {
+                Mode::Sidecar => TargetSource::Fixed(self.destination.clone()),
+                Mode::Ingress => TargetSource::Override(self.destination.clone()),
+            },
+        };
+        outbound.serve_http((io, protocol), connection, self.dst(), &self.client.drain)
+    }
+}
+
+/// Maximum time for the client's first bytes after discovery has failed.
+const REFUSAL_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Reads a ClientHello and returns its server name (SNI) and the bytes that were read; `None` if there is no server name.
+async fn read_server_name(io: &mut Io) -> Option<(String, Bytes)> {
+    let mut seen = BytesMut::new();
+    loop {
+        match tls_server::parse_client_hello(&seen) {
+            ParsedHello::ClientHello { sni } => return Some((sni?, seen.freeze())),
+            ParsedHello::NotTls => return None,
+            ParsedHello::Incomplete => {}
+        }
+        if detect::read_some(io, &mut seen).await.ok()? == 0 {
+            return None;
+        }
+    }
+}

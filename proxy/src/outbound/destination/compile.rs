@@ -1,0 +1,243 @@
+//! Compiles the policy and the profile of a destination into a snapshot.
+
+use std::sync::Arc;
+
+use tulle_core::addr::Addr;
+
+use crate::{
+    balance::weighted::Weights,
+    metrics::routes::StatusKind,
+    outbound::{
+        backend::{Backend, BackendChoice, BackendFactory, Backends},
+        destination::{
+            profile::ProfilePlan,
+            retry_policy::RetryPolicy,
+            snapshot::{HttpPlan, OpaquePlan, Plan, PolicyRefusal, Router, Snapshot, policy_refusal},
+        },
+        metrics::{MetricScope, connections::DestinationProtocol},
+    },
+    policy::{
+        client::{
+            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, HttpTarget, OpaqueFilter, OpaqueRoute, Queue,
+        },
+        matches::RequestMatch,
+        meta::Meta,
+        profile::{Profile, RetryBudgetState},
+        route::Route,
+    },
+};
+
+/// Compiles the policy and the profile of a destination.
+pub(super) struct Compiler<'a> {
+    pub(super) factory: &'a BackendFactory,
+    pub(super) policy: ClientPolicy,
+    pub(super) profile: Option<&'a Profile>,
+    pub(super) queue: Queue,
+    /// Address that applications dial, or name that they request.
+    pub(super) dst: &'a Addr,
+    /// The snapshot that is replaced.
+    pub(super) previous: Option<&'a Snapshot>,
+}
+
+impl Compiler<'_> {
+    /// Compiles the snapshot. Backends that stay the same keep their endpoints and connections, and rules that stay the same keep
+    /// the state of their retry budgets.
+    pub(super) fn compile(self) -> Snapshot {
+        let plan = self.plan();
+        let families = &self.factory.endpoint_context.families.connections;
+        Snapshot {
+            connection_counter: families.protocol_counter(plan.protocol(), &self.policy.meta),
+            plan,
+            profile: self.profile.cloned(),
+            is_unknown_name: false,
+            policy: self.policy,
+        }
+    }
+
+    fn plan(&self) -> Plan {
+        let protocol = &self.policy.protocol;
+        if let Some(profile) = self.profile.filter(|profile| profile.is_opaque) {
+            return Plan::Opaque(match protocol {
+                ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
+                    self.route_opaque_plan(route.as_ref(), DestinationProtocol::Opaque)
+                }
+                // The policy names a protocol, but the profile declares the port as opaque.
+                _ if profile.overrides_opaque_policy() => self.route_opaque_plan(None, DestinationProtocol::Opaque),
+                _ => {
+                    let target = self.profile_backend(profile, None, DestinationProtocol::Opaque);
+                    self.opaque_plan(None, None, Backends::single(target), DestinationProtocol::Opaque)
+                }
+            });
+        }
+        let http = |routes| Arc::new(self.router(StatusKind::Http, routes));
+        match protocol {
+            ClientProtocol::Detect {
+                timeout,
+                http1,
+                http2,
+                opaque,
+            } => {
+                let first = http(http1);
+                Plan::Detect {
+                    timeout: *timeout,
+                    detected: self
+                        .factory
+                        .endpoint_context
+                        .families
+                        .connections
+                        .detect_series(&self.policy.meta),
+                    http2: if http1 == http2 { first.clone() } else { http(http2) },
+                    http1: first,
+                    opaque: self.route_opaque_plan(opaque.as_ref(), DestinationProtocol::Opaque),
+                }
+            }
+            ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
+            ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
+            ClientProtocol::Grpc(routes) => Plan::Http2(Arc::new(self.router(StatusKind::Grpc, routes))),
+            ClientProtocol::Opaque(route) => {
+                Plan::Opaque(self.route_opaque_plan(route.as_ref(), DestinationProtocol::Opaque))
+            }
+            ClientProtocol::Tls(routes) => Plan::Tls {
+                routes: routes.clone(),
+                plans: routes
+                    .iter()
+                    .map(|route| self.route_opaque_plan(Some(&route.route), DestinationProtocol::Tls))
+                    .collect(),
+            },
+        }
+    }
+
+    fn router(&self, kind: StatusKind, http: &ClientHttp) -> Router {
+        if let Some(profile) = self.profile.filter(|profile| profile.overrides_http_policy()) {
+            return self.profile_router(profile, http.failure_accrual);
+        }
+        let parent = &self.policy.meta;
+        let scope = self.metric_scope(parent, DestinationProtocol::Http1);
+        let compiled = |route: &Route<HttpTarget>| {
+            let series = self.factory.endpoint_context.families.route(kind, parent, &route.meta);
+            route.map(|rule| HttpPlan {
+                backends: self
+                    .factory
+                    .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
+                        Some(series.backend(meta))
+                    }),
+                retry_policy: RetryPolicy::from_target(&rule.payload, || {
+                    self.previous_budget(&route.meta, &rule.matches)
+                }),
+                series: series.clone(),
+            })
+        };
+        Router::Routes(http.routes.iter().map(compiled).collect())
+    }
+
+    /// Routes of a ServiceProfile. They replace the routes of the policy, whose filters and backends could contradict
+    /// them.
+    fn profile_router(&self, profile: &Profile, accrual: Option<FailureAccrual>) -> Router {
+        let dst = format!("{}:{}", profile.name.as_deref().unwrap_or_default(), self.dst.port());
+        let backends = match profile.overrides.is_empty() {
+            true => Backends::single(self.profile_backend(profile, accrual, DestinationProtocol::Http1)),
+            false => self.profile_backends(profile, accrual, DestinationProtocol::Http1),
+        };
+        let families = &self.factory.endpoint_context.families.profiles;
+        let before = self.previous_routers().find_map(|router| match router {
+            Router::Profile(before) => Some(&**before),
+            Router::Routes(_) => None,
+        });
+        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends, before)))
+    }
+
+    fn previous_routers(&self) -> impl Iterator<Item = &Router> {
+        self.previous.into_iter().flat_map(|before| before.plan.routers())
+    }
+
+    /// Retry budget of the same rule in the previous snapshot.
+    fn previous_budget(&self, route: &Arc<Meta>, matches: &[RequestMatch]) -> Option<Arc<RetryBudgetState>> {
+        let routes = self.previous_routers().filter_map(|router| match router {
+            Router::Routes(routes) => Some(routes),
+            Router::Profile(_) => None,
+        });
+        let same = routes.flatten().filter(|before| before.meta == *route);
+        let mut rules = same.flat_map(|before| &before.rules);
+        let same = rules.find(|rule| rule.matches == matches)?;
+        Some(same.payload.retry_policy.as_ref()?.budget().clone())
+    }
+
+    /// Plan of an opaque or TLS route. The profile may override its backends.
+    fn route_opaque_plan(&self, route: Option<&OpaqueRoute>, protocol: DestinationProtocol) -> Arc<OpaquePlan> {
+        let refused = route.and_then(|route| policy_refusal(&route.filters));
+        let (refusal, backends) = match (self.profile.filter(|profile| profile.overrides_opaque_policy()), route) {
+            (Some(profile), _) => (refused, self.profile_backends(profile, None, protocol)),
+            (None, Some(route)) => {
+                let scope = self.metric_scope(&self.policy.meta, protocol);
+                (refused, self.factory.backends(&route.backends, None, &scope, |_| None))
+            }
+            (None, None) => (Some(PolicyRefusal::Invalid), Backends::None),
+        };
+        self.opaque_plan(route, refusal, backends, protocol)
+    }
+
+    fn opaque_plan(
+        &self,
+        route: Option<&OpaqueRoute>,
+        refusal: Option<PolicyRefusal>,
+        backends: Backends<OpaqueFilter>,
+        protocol: DestinationProtocol,
+    ) -> Arc<OpaquePlan> {
+        let families = &self.factory.endpoint_context.families.connections;
+        let parent = &self.policy.meta;
+        let meta = route.map_or(parent, |route| &route.meta);
+        Arc::new(OpaquePlan {
+            refusal,
+            backends,
+            series: match protocol {
+                DestinationProtocol::Tls => families.tls_route(parent, meta),
+                _ => families.tcp_route(parent, meta, self.dst),
+            },
+        })
+    }
+
+    /// Backend of a profile without a traffic split: its service, or its single endpoint.
+    fn profile_backend(
+        &self,
+        profile: &Profile,
+        accrual: Option<FailureAccrual>,
+        protocol: DestinationProtocol,
+    ) -> Backend {
+        match (&profile.name, &profile.endpoint) {
+            (Some(name), _) => self.service_backend(&format!("{name}:{}", self.dst.port()), accrual, protocol),
+            (None, Some(endpoint)) => Backend::Forward(self.factory.forward(endpoint)),
+            (None, None) => Backend::Fail,
+        }
+    }
+
+    /// A profile's traffic split.
+    fn profile_backends<F>(
+        &self,
+        profile: &Profile,
+        accrual: Option<FailureAccrual>,
+        protocol: DestinationProtocol,
+    ) -> Backends<F> {
+        let choices = profile.overrides.iter().map(|destination| BackendChoice {
+            filters: Vec::new(),
+            series: None,
+            backend: self.service_backend(&destination.destination.to_string(), accrual, protocol),
+        });
+        match Weights::new(profile.overrides.iter().map(|destination| destination.weight)) {
+            Some(weights) => Backends::ByWeight(weights, choices.collect()),
+            None => Backends::None,
+        }
+    }
+
+    fn service_backend(&self, path: &str, accrual: Option<FailureAccrual>, protocol: DestinationProtocol) -> Backend {
+        let scope = self.metric_scope(&self.policy.meta, protocol);
+        self.factory.service(&path.into(), self.queue, accrual, &scope)
+    }
+
+    fn metric_scope<'a>(&'a self, parent: &'a Meta, protocol: DestinationProtocol) -> MetricScope<'a> {
+        MetricScope {
+            protocol,
+            parent,
+            dst: self.dst,
+        }
+    }
+}

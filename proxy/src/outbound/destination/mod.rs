@@ -1,0 +1,9 @@
+//! Destinations (O2): discovery, the cache, and compiled snapshots of policy and profile.
+
+pub(super) mod cache;
+mod compile;
+pub(crate) mod discovery;
+mod dns_addresses;
+pub(super) mod profile;
+pub(super) mod retry_policy;
+pub(super) mod snapshot;

@@ -1,0 +1,55 @@
+//! A compiled ServiceProfile.
+
+use std::sync::Arc;
+
+use http::HeaderValue;
+use tokio::time::Instant;
+
+use crate::{
+    outbound::{
+        backend::Backends,
+        metrics::profiles::{Families, ProfileRouteMetrics},
+    },
+    policy::{
+        filter::Filter,
+        profile::{Profile, ProfileRoute, RetryBudgetState},
+    },
+};
+
+/// A compiled ServiceProfile.
+pub(crate) struct ProfilePlan {
+    pub(in crate::outbound) profile: Profile,
+    /// The traffic split, or the service itself.
+    pub(in crate::outbound) backends: Backends<Filter>,
+    /// One for each route, in the profile's order. The last one is for requests that match no route.
+    pub(in crate::outbound) routes: Vec<ProfileRouteMetrics>,
+    pub(in crate::outbound) budget: Option<Arc<RetryBudgetState>>,
+    pub(in crate::outbound) canonical: Option<HeaderValue>,
+}
+
+impl ProfilePlan {
+    /// `dst` is the logical name with the dialled port. `before` is the plan that this one replaces.
+    pub(in crate::outbound) fn new(
+        families: &Families,
+        profile: &Profile,
+        dst: &str,
+        backends: Backends<Filter>,
+        before: Option<&Self>,
+    ) -> Self {
+        // A budget with the same parameters keeps its state.
+        let same = before.filter(|previous| previous.profile.retry_budget == profile.retry_budget);
+        let budget = |terms| Arc::new(RetryBudgetState::new(terms, Instant::now()));
+        let routes = profile.routes.iter().map(Some).chain([None]);
+        Self {
+            routes: routes.map(|route| families.route(dst, route)).collect(),
+            budget: same.map_or_else(|| profile.retry_budget.map(budget), |same| same.budget.clone()),
+            canonical: HeaderValue::from_str(dst).ok(),
+            profile: profile.clone(),
+            backends,
+        }
+    }
+
+    pub(in crate::outbound) fn routes(&self) -> &[ProfileRoute] {
+        &self.profile.routes
+    }
+}

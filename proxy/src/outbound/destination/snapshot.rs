@@ -1,0 +1,201 @@
+//! A destination, and the snapshot of its policy and profile that requests read.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
+use tulle_core::{addr::Addr, metrics::Counter};
+
+use crate::{
+    net::{detect_metrics, first_bytes::LearnedSpeaker, tcp_metrics::ConnectionMetrics},
+    outbound::{
+        backend::Backends,
+        destination::{dns_addresses::DnsAddresses, profile::ProfilePlan, retry_policy::RetryPolicy},
+        metrics::{
+            RouteSeries,
+            connections::{self, DestinationProtocol},
+        },
+    },
+    policy::{
+        client::{ClientPolicy, OpaqueFilter, TlsRoute},
+        filter::Filter,
+        profile::Profile,
+        route::Route,
+    },
+};
+
+/// One destination: an address that applications dial, or a name that they request.
+pub(crate) struct Destination {
+    pub(in crate::outbound) target: Addr,
+    /// The current snapshot, once there is one. It stays while the control plane is unreachable.
+    snapshot: OnceLock<ArcSwap<Snapshot>>,
+    pub(in crate::outbound) has_snapshot: watch::Sender<bool>,
+    pub(in crate::outbound) learned_speaker: LearnedSpeaker,
+    pub(in crate::outbound) decode_errors: Arc<DecodeErrors>,
+    /// DNS addresses, for a name that is not a service.
+    pub(in crate::outbound) dns_addresses: DnsAddresses,
+    /// Metrics of client connections, created with the first connection.
+    pub(in crate::outbound) connection_metrics: OnceLock<Arc<ConnectionMetrics>>,
+    /// When the destination was last requested, or last found in use.
+    pub(in crate::outbound) used_at: Mutex<Instant>,
+    /// Notified when the cache evicts this destination for another one.
+    pub(in crate::outbound) evicted: Notify,
+}
+
+/// Decode errors of the last policy and the last profile; `None` if they were decoded.
+#[derive(Debug, Default)]
+pub(in crate::outbound) struct DecodeErrors {
+    pub(in crate::outbound) policy: Mutex<Option<String>>,
+    pub(in crate::outbound) profile: Mutex<Option<String>>,
+}
+
+/// State of a destination at one time. A request uses one snapshot until its end.
+pub(crate) struct Snapshot {
+    pub(in crate::outbound) plan: Plan,
+    /// Counts connections with the plan's protocol.
+    pub(in crate::outbound) connection_counter: Arc<Counter>,
+    /// Whether this is a name that the control plane does not know.
+    pub(in crate::outbound) is_unknown_name: bool,
+    /// The plan was compiled from `policy` and `profile`.
+    pub(in crate::outbound) policy: ClientPolicy,
+    pub(in crate::outbound) profile: Option<Profile>,
+}
+
+/// How connections to a destination are handled.
+pub(crate) enum Plan {
+    Detect {
+        /// Maximum time for the first bytes.
+        timeout: Duration,
+        detected: detect_metrics::Series,
+        http1: Arc<Router>,
+        http2: Arc<Router>,
+        opaque: Arc<OpaquePlan>,
+    },
+    Http1(Arc<Router>),
+    Http2(Arc<Router>),
+    Opaque(Arc<OpaquePlan>),
+    /// TLS that is not terminated, routed by server name (SNI).
+    Tls {
+        routes: Arc<[TlsRoute]>,
+        /// One for each route.
+        plans: Vec<Arc<OpaquePlan>>,
+    },
+}
+
+/// The routes of HTTP requests, from the policy or from a ServiceProfile.
+pub(crate) enum Router {
+    Routes(Vec<Route<HttpPlan>>),
+    Profile(Box<ProfilePlan>),
+}
+
+/// What happens to requests that match a route rule.
+pub(crate) struct HttpPlan {
+    pub(in crate::outbound) backends: Backends<Filter>,
+    /// Timeouts and retries, if the policy sets any.
+    pub(in crate::outbound) retry_policy: Option<RetryPolicy>,
+    pub(in crate::outbound) series: Arc<RouteSeries>,
+}
+
+/// Backends of an opaque or TLS route.
+pub(crate) struct OpaquePlan {
+    pub(in crate::outbound) refusal: Option<PolicyRefusal>,
+    pub(in crate::outbound) backends: Backends<OpaqueFilter>,
+    pub(in crate::outbound) series: connections::OpaqueRouteSeries,
+}
+
+impl Destination {
+    pub(in crate::outbound) fn new(target: Addr) -> Self {
+        Self {
+            target,
+            snapshot: OnceLock::new(),
+            has_snapshot: watch::Sender::new(false),
+            learned_speaker: LearnedSpeaker::default(),
+            decode_errors: Arc::default(),
+            dns_addresses: DnsAddresses::default(),
+            connection_metrics: OnceLock::new(),
+            used_at: Mutex::new(Instant::now()),
+            evicted: Notify::new(),
+        }
+    }
+
+    pub(in crate::outbound) fn try_snapshot(&self) -> Option<Arc<Snapshot>> {
+        Some(self.snapshot.get()?.load_full())
+    }
+
+    pub(in crate::outbound) fn snapshot(&self) -> Arc<Snapshot> {
+        self.try_snapshot()
+            .expect("discovery returns a destination only once it has a snapshot")
+    }
+
+    pub(in crate::outbound) fn publish(&self, snapshot: Snapshot) {
+        let snapshot = Arc::new(snapshot);
+        let mut first = Some(snapshot.clone());
+        let current = self
+            .snapshot
+            .get_or_init(|| ArcSwap::new(first.take().expect("called once")));
+        if first.is_some() {
+            current.store(snapshot);
+        }
+        self.has_snapshot.send_replace(true);
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PolicyRefusal {
+    Forbidden,
+    Invalid,
+}
+
+impl PolicyRefusal {
+    /// The cause in `tulle_failures_total`.
+    pub(in crate::outbound) fn cause(self) -> &'static str {
+        match self {
+            Self::Forbidden => "forbidden",
+            Self::Invalid => "invalid-policy",
+        }
+    }
+
+    pub(in crate::outbound) fn label(self) -> &'static str {
+        match self {
+            Self::Forbidden => "forbidden",
+            Self::Invalid => "invalid_policy",
+        }
+    }
+}
+
+impl Plan {
+    /// Routers of HTTP/1 and HTTP/2 requests.
+    pub(super) fn routers(&self) -> impl Iterator<Item = &Router> {
+        let [first, second] = match self {
+            Self::Detect { http1, http2, .. } => [Some(http1), Some(http2)],
+            Self::Http1(router) | Self::Http2(router) => [Some(router), None],
+            Self::Opaque(_) | Self::Tls { .. } => [None, None],
+        };
+        first.into_iter().chain(second).map(|router| &**router)
+    }
+
+    pub(in crate::outbound) fn protocol(&self) -> DestinationProtocol {
+        match self {
+            Self::Detect { .. } => DestinationProtocol::Detect,
+            Self::Http1(_) => DestinationProtocol::Http1,
+            Self::Http2(_) => DestinationProtocol::Http2,
+            Self::Opaque(_) => DestinationProtocol::Opaque,
+            Self::Tls { .. } => DestinationProtocol::Tls,
+        }
+    }
+}
+
+/// Refusal of the first filter, if there is one. All filters of opaque routes refuse.
+pub(in crate::outbound) fn policy_refusal(filters: &[OpaqueFilter]) -> Option<PolicyRefusal> {
+    filters.first().map(|filter| match filter {
+        OpaqueFilter::Forbidden => PolicyRefusal::Forbidden,
+        OpaqueFilter::Invalid(_) | OpaqueFilter::Unknown => PolicyRefusal::Invalid,
+    })
+}

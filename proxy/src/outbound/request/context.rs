@@ -1,0 +1,26 @@
+use std::net::SocketAddr;
+
+use http::Request;
+use tokio::sync::oneshot;
+use tulle_core::drain;
+
+use crate::{
+    http::{body::Body, upgrade::tunnel::TunnelEnd},
+    outbound::metrics::Families,
+};
+
+/// The properties of the client's connection that its requests need.
+#[derive(Clone, Copy)]
+pub(in crate::outbound) struct RequestContext<'a> {
+    pub(in crate::outbound) worker: usize,
+    pub(in crate::outbound) client: SocketAddr,
+    pub(in crate::outbound) families: &'a Families,
+    pub(in crate::outbound) drain: &'a drain::Watch,
+}
+
+/// A request on its way to a backend.
+pub(in crate::outbound) struct OutgoingRequest<'a> {
+    pub(in crate::outbound) req: &'a mut Request<Body>,
+    /// The client's side of the upgrade that it requests. It is taken when the upgrade succeeds.
+    pub(in crate::outbound) upgrade: Option<oneshot::Receiver<TunnelEnd>>,
+}

@@ -1,0 +1,164 @@
+//! Requests to a service with a ServiceProfile: its routes, their metrics and timeouts, and retries within a budget.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use http::Response;
+use tokio::time::Instant;
+use tulle_core::names::header as names;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        lifecycle::classify::{self, ProfileResponseObserver},
+        lifecycle::deadlines::RequestTimeouts,
+        lifecycle::replay,
+    },
+    metrics::http::{ResponseEnd, ResponseOutcome},
+    outbound::{
+        destination::profile::ProfilePlan,
+        metrics::{attempts::AttemptMetrics, profiles::ProfileRouteMetrics},
+        request::{
+            attempt::AttemptSender,
+            context::OutgoingRequest,
+            retry::{self, RetryOn, RetryParams, SendPlan},
+        },
+    },
+    policy::{
+        matches::RequestAttributes,
+        profile::{self, Class, ProfileRoute},
+    },
+};
+
+impl ProfilePlan {
+    /// Sends a request by its route. Failures are retried if the route is retryable; upgrade requests are sent once.
+    ///
+    /// # Errors
+    /// The last attempt failed, or the route's timeout expired.
+    pub(super) async fn send(
+        &self,
+        attempt: &AttemptSender<'_>,
+        outgoing: &mut OutgoingRequest<'_>,
+    ) -> Result<Response<Body>, Error> {
+        let started = Instant::now();
+        let head = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+        let index = profile::find(&self.profile.routes, &head);
+        let route = index.and_then(|index| self.profile.routes.get(index));
+        let metrics = &self.routes[index.unwrap_or(self.profile.routes.len())];
+        if let Some(canonical) = &self.canonical {
+            outgoing
+                .req
+                .headers_mut()
+                .insert(names::L5D_DST_CANONICAL, canonical.clone());
+        }
+        let mut request_metrics = ProfileRequestMetrics::begin(route, metrics);
+        if let Some(budget) = &self.budget {
+            budget.deposit(started);
+        }
+        let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_deref());
+        let retries = retryable.map(|(route, budget)| RetryParams {
+            retry_on: RetryOn::RouteFailures(route),
+            max_retries: u16::MAX,
+            max_body_bytes: replay::DEFAULT_MAX_REPLAY_BYTES,
+            attempt_timeout: None,
+            backoff: None,
+            budget,
+        });
+        let timeout = route.and_then(|route| route.timeout);
+        let terms = RequestTimeouts {
+            response_deadline: timeout.map(|limit| (started + limit, limit)),
+            ..RequestTimeouts::default()
+        };
+        let sent = if outgoing.upgrade.is_some() {
+            retry::send_upgrade(attempt, started, outgoing, terms, &request_metrics).await
+        } else {
+            let plan = SendPlan {
+                started,
+                timeouts: terms,
+                retries: retries.as_ref(),
+            };
+            retry::send_with_retries(attempt, outgoing, plan, &request_metrics).await
+        };
+        request_metrics.is_recorded = true;
+        match sent {
+            Ok(rsp) => {
+                let class = route.and_then(|route| route.classify(rsp.status()));
+                let series = metrics.logical.clone();
+                Ok(classify::observe(
+                    rsp,
+                    started,
+                    ProfileResponseObserver { series, class },
+                ))
+            }
+            Err(error) => {
+                metrics.logical.response(classify::failed_outcome(&error));
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Records one request and its attempts in the metrics of its route.
+struct ProfileRequestMetrics<'a> {
+    route: Option<&'a ProfileRoute>,
+    metrics: &'a ProfileRouteMetrics,
+    attempt_in_progress: AtomicBool,
+    /// Whether the result is recorded. Dropped before that, the request counts as cancelled by the client.
+    is_recorded: bool,
+}
+
+impl<'a> ProfileRequestMetrics<'a> {
+    fn begin(route: Option<&'a ProfileRoute>, metrics: &'a ProfileRouteMetrics) -> Self {
+        metrics.logical.request();
+        Self {
+            route,
+            metrics,
+            attempt_in_progress: AtomicBool::new(false),
+            is_recorded: false,
+        }
+    }
+}
+
+/// Dropped before the end of the request: the client has cancelled it.
+impl Drop for ProfileRequestMetrics<'_> {
+    fn drop(&mut self) {
+        if self.is_recorded {
+            return;
+        }
+        let left = classify::failed_outcome(&Error::ClientClosed);
+        if *self.attempt_in_progress.get_mut() {
+            self.metrics.attempts.response(left);
+        }
+        self.metrics.logical.response(left);
+    }
+}
+
+impl AttemptMetrics for ProfileRequestMetrics<'_> {
+    fn attempt_started(&self) {
+        self.attempt_in_progress.store(true, Ordering::Relaxed);
+        self.metrics.attempts.request();
+    }
+
+    fn attempt_ended(&self, result: &Result<Response<Body>, Error>, grpc: Option<i32>) {
+        self.attempt_in_progress.store(false, Ordering::Relaxed);
+        self.metrics.attempts.response(match result {
+            Ok(rsp) => {
+                let class = self.route.and_then(|route| route.classify(rsp.status()));
+                ResponseOutcome {
+                    status: rsp.status(),
+                    grpc,
+                    success: class.map_or_else(
+                        || classify::is_success(rsp.status(), grpc),
+                        |class| class == Class::Success,
+                    ),
+                    end: ResponseEnd::Complete,
+                }
+            }
+            Err(error) => classify::failed_outcome(error),
+        });
+    }
+
+    fn budget_exhausted(&self) {
+        self.metrics.no_budget.inc();
+    }
+}

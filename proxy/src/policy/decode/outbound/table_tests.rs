@@ -1,0 +1,281 @@
+//! Required fields of a policy, as a table: a message, and the reason if it is refused.
+
+use proto::http_route::retry::{Conditions, conditions::StatusRange};
+use proto::proxy_protocol::{Grpc, Http1, Kind, Opaque, Tls};
+use tulle_proto::http_route::RequestRedirect;
+use tulle_proto::meta::{Resource, metadata};
+
+use super::tests::{
+    backend_of, balance, metadata, peak_ewma, policy_of, random, retry_of, unified, with_accrual, with_filter,
+    with_rule,
+};
+use super::*;
+
+/// The reason why a policy is refused; empty if it is accepted.
+fn reason(message: proto::OutboundPolicy) -> String {
+    client_policy(message)
+        .err()
+        .map_or_else(String::new, |error| format!("{:#}", anyhow::Error::new(error)))
+}
+
+/// A resource needs four fields for its name.
+#[test]
+fn resources_are_named_in_full() {
+    type Change = fn(&mut Resource);
+    let cases: [(Change, &str); 6] = [
+        (|resource| resource.group.clear(), "metadata.group is missing"),
+        (|resource| resource.kind.clear(), "metadata.kind is missing"),
+        (|resource| resource.name.clear(), "metadata.name is missing"),
+        (|resource| resource.namespace.clear(), "metadata.namespace is missing"),
+        (|resource| resource.port = 65_536, "metadata.port is \"65536\""),
+        (|resource| (resource.port, resource.section) = (80, "http".into()), ""),
+    ];
+    for (edit, expected) in cases {
+        let mut policy = policy_of(Some(Kind::Tls(Tls::default())));
+        if let Some(Metadata {
+            kind: Some(metadata::Kind::Resource(resource)),
+        }) = &mut policy.metadata
+        {
+            edit(resource);
+        }
+        let reason = reason(policy);
+        assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
+        assert!(reason.contains(expected), "{reason} does not say {expected:?}");
+    }
+    let mut default = policy_of(Some(Kind::Tls(Tls::default())));
+    default.metadata = Some(Metadata {
+        kind: Some(metadata::Kind::Default("fallback".into())),
+    });
+    assert_eq!(reason(default), "");
+}
+
+/// For each kind of route: a policy with one route, with the given metadata, distribution and filter.
+macro_rules! kinds_of_routes {
+    ($($name:literal: $module:ident, $wrap:expr;)*) => {
+        [$((
+            $name,
+            Box::new(|metadata, kind: u8, filter: bool| {
+                use proto::$module::distribution::{FirstAvailable, Kind as Distributed, RandomAvailable};
+                let to = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
+                let backend = || Some(backend_of(balance("web.shop:80", Some(peak_ewma()))));
+                let kind = match kind {
+                    0 => None,
+                    1 => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![] })),
+                    2 => Some(Distributed::RandomAvailable(RandomAvailable { backends: vec![] })),
+                    3 => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![to(None)] })),
+                    4 => Some(Distributed::RandomAvailable(RandomAvailable {
+                        backends: vec![proto::$module::WeightedRouteBackend { backend: None, weight: 1 }],
+                    })),
+                    _ => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![to(backend())] })),
+                };
+                let rule = proto::$module::Rule {
+                    backends: Some(proto::$module::Distribution { kind }),
+                    filters: filter.then(Default::default).into_iter().collect(),
+                    ..Default::default()
+                };
+                $wrap(metadata, rule)
+            }) as Box<dyn Fn(Option<Metadata>, u8, bool) -> proto::OutboundPolicy>,
+        )),*]
+    };
+}
+
+#[allow(clippy::needless_update)] // some kinds have fields that others lack
+#[test]
+fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
+    let kinds = kinds_of_routes! {
+        "HTTP": http_route, |metadata, rule| policy_of(Some(Kind::Http1(Http1 {
+            routes: vec![proto::HttpRoute { metadata, rules: vec![rule], ..Default::default() }],
+            failure_accrual: None,
+        })));
+        "gRPC": grpc_route, |metadata, rule| policy_of(Some(Kind::Grpc(Grpc {
+            routes: vec![proto::GrpcRoute { metadata, rules: vec![rule], ..Default::default() }],
+            failure_accrual: None,
+        })));
+        "bytes": opaque_route, |metadata, rule| policy_of(Some(Kind::Opaque(Opaque {
+            routes: vec![proto::OpaqueRoute { metadata, rules: vec![rule] }],
+        })));
+        "TLS": tls_route, |metadata, rule| policy_of(Some(Kind::Tls(Tls {
+            routes: vec![proto::TlsRoute { metadata, rules: vec![rule], ..Default::default() }],
+        })));
+    };
+    const GOOD: u8 = 5;
+    for (name, policy) in &kinds {
+        for (message, expected) in [
+            (policy(metadata("r"), GOOD, false), ""),
+            (policy(None, GOOD, false), "metadata is missing"),
+            (policy(metadata("r"), 0, false), "backends is missing"),
+            (policy(metadata("r"), 1, false), "backends is missing"),
+            (policy(metadata("r"), 2, false), "backends is missing"),
+            (policy(metadata("r"), 3, false), "backend is missing"),
+            (policy(metadata("r"), 4, false), "backend is missing"),
+            (policy(metadata("r"), GOOD, true), "filter is missing"),
+        ] {
+            let reason = reason(message);
+            assert_eq!(reason.is_empty(), expected.is_empty(), "{name}: {reason}");
+            assert!(reason.contains(expected), "{name}: {reason} does not say {expected:?}");
+        }
+    }
+    let tls = |rules| {
+        let route = proto::TlsRoute {
+            metadata: metadata("r"),
+            rules: vec![proto::tls_route::Rule::default(); rules],
+            ..Default::default()
+        };
+        reason(policy_of(Some(Kind::Tls(Tls { routes: vec![route] }))))
+    };
+    assert!(tls(0).contains("number of rules is \"0\"") && tls(2).contains("number of rules is \"2\""));
+}
+
+#[test]
+fn values_out_of_range_are_refused() {
+    let range = |start, end| {
+        with_rule(|rule| {
+            rule.retry = retry_of(|retry| {
+                retry.conditions = Some(Conditions {
+                    status_ranges: vec![StatusRange { start, end }],
+                });
+            });
+        })
+    };
+    let retries = |n| with_rule(|rule| rule.retry = retry_of(|retry| retry.max_retries = n));
+    let threshold = |rate| with_accrual(unified(|unified| unified.success_rate_threshold = rate));
+    let window = |nanos| {
+        let window = prost_types::Duration { seconds: 0, nanos };
+        with_accrual(unified(|unified| unified.decay = Some(window)))
+    };
+    let requests = |n| with_accrual(unified(|unified| unified.min_requests = n));
+    for (message, is_read) in [
+        (range(1, 599), true),
+        (range(503, 503), true),
+        (range(504, 503), false),
+        (range(1, 600), false),
+        (retries(65_535), true),
+        (retries(65_536), false),
+        (threshold(0.0), true),
+        (threshold(1.0), true),
+        (threshold(-0.1), false),
+        (threshold(f64::NAN), false),
+        (window(10_000_000), true),
+        (window(9_999_999), false),
+        (requests(1_000_000), true),
+        (requests(1_000_001), false),
+        (with_rule(|rule| rule.backends = random(&[u32::MAX, 0])), true),
+        (with_rule(|rule| rule.backends = random(&[u32::MAX, 1])), true),
+    ] {
+        assert_eq!(reason(message.clone()).is_empty(), is_read, "{message:?}");
+    }
+}
+
+#[test]
+fn filters_and_matches_are_read_or_refused_with_the_reason() {
+    use http_route::{
+        HeaderMatch, HttpRouteMatch, PathMatch, QueryParamMatch, RequestHeaderModifier, ResponseHeaderModifier,
+        header_match, path_match, query_param_match,
+    };
+    use proto::http_route::filter::Kind as FilterKind;
+    use tulle_proto::http_types::{Headers, HttpMethod, Scheme, headers::Header, http_method, scheme};
+
+    let matching = |edit: &dyn Fn(&mut HttpRouteMatch)| {
+        let mut found = HttpRouteMatch::default();
+        edit(&mut found);
+        with_rule(|rule| rule.matches = vec![found])
+    };
+    let path = |kind: Option<path_match::Kind>| matching(&|found| found.path = Some(PathMatch { kind: kind.clone() }));
+    let header = |name: &str, value: Option<header_match::Value>| {
+        matching(&|found| {
+            found.headers = vec![HeaderMatch {
+                name: name.into(),
+                value: value.clone(),
+            }];
+        })
+    };
+    let query = |value: Option<query_param_match::Value>| {
+        matching(&|found| {
+            found.query_params = vec![QueryParamMatch {
+                name: "q".into(),
+                value: value.clone(),
+            }];
+        })
+    };
+    let method =
+        |kind: Option<http_method::Type>| matching(&|found| found.method = Some(HttpMethod { r#type: kind.clone() }));
+    let headers = |name: &str, value: &[u8]| Headers {
+        headers: vec![Header {
+            name: name.into(),
+            value: value.into(),
+        }],
+    };
+    let adding = |name: &str, value: &[u8]| {
+        with_filter(Some(FilterKind::RequestHeaderModifier(RequestHeaderModifier {
+            add: Some(headers(name, value)),
+            ..Default::default()
+        })))
+    };
+    let setting = |name: &str| {
+        with_filter(Some(FilterKind::ResponseHeaderModifier(ResponseHeaderModifier {
+            set: Some(headers(name, b"v")),
+            remove: vec!["x-gone".into()],
+            ..Default::default()
+        })))
+    };
+    let redirect = |edit: &dyn Fn(&mut RequestRedirect)| {
+        let mut redirect = RequestRedirect::default();
+        edit(&mut redirect);
+        with_filter(Some(FilterKind::Redirect(redirect)))
+    };
+    let to_scheme = |kind: Option<scheme::Type>| redirect(&|to| to.scheme = Some(Scheme { r#type: kind.clone() }));
+    for (message, expected) in [
+        (matching(&|_| ()), ""),
+        (path(None), "path match is missing"),
+        (path(Some(path_match::Kind::Exact("/a".into()))), ""),
+        (path(Some(path_match::Kind::Prefix("/a".into()))), ""),
+        (path(Some(path_match::Kind::Regex("/a+".into()))), ""),
+        (path(Some(path_match::Kind::Regex("(".into()))), "path match is \"(\""),
+        (header("x-a", None), "value of a header match is missing"),
+        (
+            header("x a", Some(header_match::Value::Exact(b"v".to_vec()))),
+            "header name is \"x a\"",
+        ),
+        (header("x-a", Some(header_match::Value::Exact(b"v".to_vec()))), ""),
+        (
+            header("x-a", Some(header_match::Value::Regex("[".into()))),
+            "header match is \"[\"",
+        ),
+        (query(None), "value of a query match is missing"),
+        (query(Some(query_param_match::Value::Exact("v".into()))), ""),
+        (
+            query(Some(query_param_match::Value::Regex("[".into()))),
+            "query match is \"[\"",
+        ),
+        (method(None), "method is missing"),
+        (method(Some(http_method::Type::Registered(8))), ""),
+        (method(Some(http_method::Type::Registered(9))), "method is \"9\""),
+        (method(Some(http_method::Type::Unregistered("PROPFIND".into()))), ""),
+        (
+            method(Some(http_method::Type::Unregistered("A B".into()))),
+            "method is \"A B\"",
+        ),
+        (adding("x-a", b"v"), ""),
+        (adding("x a", b"v"), "header name is \"x a\""),
+        (adding("x-a", b"\n"), "header value is"),
+        (setting("x-a"), ""),
+        (setting(""), "header name is \"\""),
+        (redirect(&|_| ()), ""),
+        (redirect(&|to| to.status = 308), ""),
+        (redirect(&|to| to.status = 100), "redirect status is \"100\""),
+        (redirect(&|to| to.port = 65_536), "redirect port is \"65536\""),
+        (redirect(&|to| to.host = "a b".into()), "redirect host is \"a b\""),
+        (to_scheme(None), "scheme is missing"),
+        (to_scheme(Some(scheme::Type::Registered(1))), ""),
+        (to_scheme(Some(scheme::Type::Registered(2))), "scheme is \"2\""),
+        (to_scheme(Some(scheme::Type::Unregistered("gopher".into()))), ""),
+        (
+            to_scheme(Some(scheme::Type::Unregistered(":".into()))),
+            "scheme is \":\"",
+        ),
+    ] {
+        let reason = reason(message);
+        assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
+        assert!(reason.contains(expected), "{reason} does not say {expected:?}");
+    }
+}

@@ -1,0 +1,485 @@
+//! Leaf, key and trust anchors, swapped as one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::client::Resumption;
+use rustls::crypto::{CryptoProvider, aws_lc_rs, ring};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::NoServerSessionStorage;
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
+use tokio::sync::watch;
+use tulle_core::identity::Identity;
+use tulle_core::names::TRANSPORT_ALPN;
+use zeroize::Zeroizing;
+
+use crate::tls::chain::{self, ClientChainVerifier, ServerChainVerifier};
+use crate::tls::verify::{self, Validity};
+
+/// The roots that a peer's certificate must chain to.
+#[derive(Clone)]
+pub struct TrustAnchors {
+    roots: Arc<RootCertStore>,
+    certificates: Arc<[CertificateDer<'static>]>,
+}
+
+/// The credentials that a workload presents: its certificate, the intermediates between it and a root, and its key. The key is
+/// overwritten when it is dropped; rustls has its own copy.
+pub(crate) struct Leaf {
+    /// Leaf first, then its issuer, towards the root; DER.
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: Zeroizing<PrivatePkcs8KeyDer<'static>>,
+}
+
+/// The proxy's identity and its current credentials.
+///
+/// Clones share one state. Initially it has only trust anchors, which are enough to verify a server; mutual TLS works in both
+/// roles after the first [`Credentials::install`].
+#[derive(Clone)]
+pub(crate) struct Credentials {
+    shared: Arc<Shared>,
+}
+
+/// The application protocol that a handshake asks for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub(crate) enum Alpn {
+    /// None is offered; the peer detects the protocol.
+    Unset,
+    /// `transport.l5d.io/v1`: a transport header precedes the data.
+    TransportHeader,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CredentialsError {
+    #[error("reading PEM trust anchors")]
+    Pem(#[source] pem::PemError),
+    #[error("trust anchors hold {found} where a CERTIFICATE block is accepted")]
+    NotACertificate { found: String },
+    #[error("trust anchors are empty, at least one PEM CERTIFICATE block is needed")]
+    NoAnchors,
+    #[error("using certificate {number} of the trust anchors")]
+    Anchor {
+        number: usize,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("a certificate chain without a leaf")]
+    EmptyChain,
+    #[error("verifying the certificate of this proxy")]
+    Leaf(#[source] rustls::Error),
+    #[error("certificate names [{}] where {expected} is needed", .presented.join(", "))]
+    LeafName { expected: Identity, presented: Vec<String> },
+    #[error("certificate and private key do not form a pair that rustls can use")]
+    Key(#[source] rustls::Error),
+    #[error("building a TLS configuration")]
+    Config(#[source] rustls::Error),
+    #[error("building the client verifier")]
+    ClientVerifier(#[source] rustls::server::VerifierBuilderError),
+}
+
+struct Shared {
+    id: Identity,
+    server_name: String,
+    provider: Arc<CryptoProvider>,
+    state: ArcSwap<State>,
+    generation: watch::Sender<u64>,
+}
+
+/// One consistent set of credentials; a handshake keeps the one that it started with.
+struct State {
+    anchors: TrustAnchors,
+    leaf: Option<Leaf>,
+    validity: Option<Validity>,
+    clients: ByAlpn<ClientConfig>,
+    servers: Option<ByAlpn<ServerConfig>>,
+}
+
+struct ByAlpn<C> {
+    unset: Arc<C>,
+    transport_header: Arc<C>,
+}
+
+impl TrustAnchors {
+    /// No trust anchors: no peer is accepted.
+    pub fn none() -> Self {
+        Self {
+            roots: Arc::new(RootCertStore::empty()),
+            certificates: Arc::default(),
+        }
+    }
+
+    /// The union of both sets, without duplicates.
+    pub(crate) fn union(&self, others: &Self) -> Result<Self, CredentialsError> {
+        let mut certificates = self.certificates.to_vec();
+        let new = others
+            .certificates
+            .iter()
+            .filter(|other| !self.certificates.contains(other));
+        certificates.extend(new.cloned());
+        Self::from_der(certificates)
+    }
+
+    pub fn from_pem(text: &str) -> Result<Self, CredentialsError> {
+        let blocks = pem::parse_many(text).map_err(CredentialsError::Pem)?;
+        let certificates = blocks.into_iter().map(|block| match block.tag() {
+            "CERTIFICATE" => Ok(CertificateDer::from(block.into_contents())),
+            found => Err(CredentialsError::NotACertificate {
+                found: found.to_owned(),
+            }),
+        });
+        Self::from_der(certificates.collect::<Result<_, _>>()?)
+    }
+
+    pub fn from_der(certificates: Vec<CertificateDer<'static>>) -> Result<Self, CredentialsError> {
+        if certificates.is_empty() {
+            return Err(CredentialsError::NoAnchors);
+        }
+        let mut roots = RootCertStore::empty();
+        for (number, certificate) in (1..).zip(&certificates) {
+            roots
+                .add(certificate.clone())
+                .map_err(|source| CredentialsError::Anchor { number, source })?;
+        }
+        Ok(Self {
+            roots: Arc::new(roots),
+            certificates: certificates.into(),
+        })
+    }
+}
+
+#[cfg(test)]
+impl TrustAnchors {
+    pub(crate) fn roots(&self) -> Arc<RootCertStore> {
+        self.roots.clone()
+    }
+}
+
+impl PartialEq for TrustAnchors {
+    fn eq(&self, other: &Self) -> bool {
+        self.certificates == other.certificates
+    }
+}
+
+impl Eq for TrustAnchors {}
+
+impl fmt::Debug for TrustAnchors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrustAnchors")
+            .field("certificates", &self.certificates.len())
+            .finish()
+    }
+}
+
+impl fmt::Debug for Leaf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leaf")
+            .field("certificates", &self.chain.len())
+            .field("key", &"…")
+            .finish()
+    }
+}
+
+impl Clone for Leaf {
+    fn clone(&self) -> Self {
+        Self {
+            chain: self.chain.clone(),
+            key: Zeroizing::new(self.key.clone_key()),
+        }
+    }
+}
+
+impl Credentials {
+    /// Credentials of `id`. Until a certificate is installed, they can only verify servers.
+    ///
+    /// `server_name` is the SNI that peers use for this proxy.
+    pub(crate) fn new(id: Identity, server_name: &str, anchors: TrustAnchors) -> Result<Self, CredentialsError> {
+        let provider = Arc::new(provider());
+        let state = State::build(&provider, anchors, None, None)?;
+        let shared = Shared {
+            id,
+            server_name: server_name.trim_end_matches('.').to_ascii_lowercase(),
+            provider,
+            state: ArcSwap::from_pointee(state),
+            generation: watch::Sender::new(0),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    pub(crate) fn id(&self) -> &Identity {
+        &self.shared.id
+    }
+
+    /// True if a ClientHello with this SNI is for this proxy; TLS with any other SNI is passed through.
+    pub(crate) fn is_own_server_name(&self, sni: &str) -> bool {
+        sni.trim_end_matches('.').eq_ignore_ascii_case(&self.shared.server_name)
+    }
+
+    /// The SNI that peers use for this proxy.
+    pub(super) fn server_name(&self) -> &str {
+        &self.shared.server_name
+    }
+
+    pub(super) fn certificates(&self) -> (Vec<CertificateDer<'static>>, Arc<[CertificateDer<'static>]>) {
+        let state = self.shared.state.load();
+        let chain = state.leaf.as_ref().map(|leaf| leaf.chain.clone());
+        (chain.unwrap_or_default(), state.anchors.certificates.clone())
+    }
+
+    /// Number of certificates installed so far.
+    pub(crate) fn generation(&self) -> u64 {
+        *self.shared.generation.borrow()
+    }
+
+    /// Waits for the first certificate.
+    pub(crate) async fn wait_certified(&self) {
+        let mut generation = self.shared.generation.subscribe();
+        // The sender lives in `self`, so the channel cannot be closed.
+        let _ = generation.wait_for(|generation| *generation > 0).await;
+    }
+
+    pub(crate) fn anchors(&self) -> TrustAnchors {
+        self.shared.state.load().anchors.clone()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn validity(&self) -> Option<Validity> {
+        self.shared.state.load().validity
+    }
+
+    /// Installs a certificate; see [`Credentials::replace`].
+    #[cfg(test)]
+    pub(crate) fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
+        self.replace(leaf, self.anchors())
+    }
+
+    /// Installs a certificate and trust anchors, after checking that the certificate chains to them, has the proxy's identity,
+    /// and matches its key.
+    ///
+    /// On error nothing changes.
+    pub(crate) fn replace(&self, leaf: Leaf, anchors: TrustAnchors) -> Result<Validity, CredentialsError> {
+        let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
+        chain::verify_own(end_entity, intermediates, &anchors.roots, &self.shared.provider)
+            .map_err(CredentialsError::Leaf)?;
+        let info = verify::parse_certificate(end_entity).map_err(CredentialsError::Leaf)?;
+        if !info.names.contains(&self.shared.id) {
+            let presented = info.names.iter().map(ToString::to_string).collect();
+            return Err(CredentialsError::LeafName {
+                expected: self.shared.id.clone(),
+                presented,
+            });
+        }
+        let state = State::build(&self.shared.provider, anchors, Some(leaf), Some(info.validity))?;
+        self.shared.state.store(Arc::new(state));
+        self.shared.generation.send_modify(|generation| *generation += 1);
+        Ok(info.validity)
+    }
+
+    /// Replaces the trust anchors and keeps the certificate.
+    ///
+    /// Removing the issuer of the proxy's own certificate from the bundle is allowed: peers are verified by the new bundle at
+    /// once, and the caller must renew the certificate.
+    pub(crate) fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
+        let current = self.shared.state.load_full();
+        let state = State::build(&self.shared.provider, anchors, current.leaf.clone(), current.validity)?;
+        self.shared.state.store(Arc::new(state));
+        Ok(())
+    }
+
+    /// The configuration of an outgoing handshake; it presents the proxy's certificate if there is one.
+    pub(super) fn client_config(&self, alpn: Alpn) -> Arc<ClientConfig> {
+        self.shared.state.load().clients.of(alpn)
+    }
+
+    /// The configuration of an incoming handshake; `None` before the first certificate.
+    pub(super) fn server_config(&self, alpn: Alpn) -> Option<Arc<ServerConfig>> {
+        self.shared
+            .state
+            .load()
+            .servers
+            .as_ref()
+            .map(|servers| servers.of(alpn))
+    }
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials")
+            .field("id", &self.shared.id)
+            .field("generation", &self.generation())
+            .finish()
+    }
+}
+
+impl State {
+    fn build(
+        provider: &Arc<CryptoProvider>,
+        anchors: TrustAnchors,
+        leaf: Option<Leaf>,
+        validity: Option<Validity>,
+    ) -> Result<Self, CredentialsError> {
+        let server_chain = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
+        let clients = ByAlpn::build(|alpn| client_config(provider, &server_chain, leaf.as_ref(), alpn))?;
+        let servers = match &leaf {
+            Some(leaf) => {
+                let client_chain = ClientChainVerifier::new(anchors.roots.clone(), provider);
+                let client_chain = Arc::new(client_chain.map_err(CredentialsError::ClientVerifier)?);
+                Some(ByAlpn::build(|alpn| {
+                    server_config(provider, &client_chain, leaf, alpn)
+                })?)
+            }
+            None => None,
+        };
+        Ok(Self {
+            anchors,
+            leaf,
+            validity,
+            clients,
+            servers,
+        })
+    }
+}
+
+impl<C> ByAlpn<C> {
+    fn build(config: impl Fn(Alpn) -> Result<C, CredentialsError>) -> Result<Self, CredentialsError> {
+        let unset = Arc::new(config(Alpn::Unset)?);
+        Ok(Self {
+            unset,
+            transport_header: Arc::new(config(Alpn::TransportHeader)?),
+        })
+    }
+
+    fn of(&self, alpn: Alpn) -> Arc<C> {
+        match alpn {
+            Alpn::Unset => self.unset.clone(),
+            Alpn::TransportHeader => self.transport_header.clone(),
+        }
+    }
+}
+
+impl Alpn {
+    fn protocols(self) -> Vec<Vec<u8>> {
+        match self {
+            Self::Unset => Vec::new(),
+            Self::TransportHeader => vec![TRANSPORT_ALPN.to_vec()],
+        }
+    }
+
+    pub(super) fn negotiated(protocol: Option<&[u8]>) -> Self {
+        if protocol == Some(TRANSPORT_ALPN) {
+            Self::TransportHeader
+        } else {
+            Self::Unset
+        }
+    }
+}
+
+fn client_config(
+    provider: &Arc<CryptoProvider>,
+    server_chain: &Arc<ServerChainVerifier>,
+    leaf: Option<&Leaf>,
+    alpn: Alpn,
+) -> Result<ClientConfig, CredentialsError> {
+    let builder = ClientConfig::builder_with_provider(provider.clone())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(CredentialsError::Config)?
+        .dangerous()
+        .with_custom_certificate_verifier(server_chain.clone());
+    let mut config = match leaf {
+        Some(leaf) => {
+            let key = PrivateKeyDer::Pkcs8(leaf.key.clone_key());
+            builder
+                .with_client_auth_cert(leaf.chain.clone(), key)
+                .map_err(CredentialsError::Key)?
+        }
+        None => builder.with_no_client_auth(),
+    };
+    config.resumption = Resumption::disabled();
+    config.alpn_protocols = alpn.protocols();
+    Ok(config)
+}
+
+fn server_config(
+    provider: &Arc<CryptoProvider>,
+    client_chain: &Arc<ClientChainVerifier>,
+    leaf: &Leaf,
+    alpn: Alpn,
+) -> Result<ServerConfig, CredentialsError> {
+    let mut config = ServerConfig::builder_with_provider(provider.clone())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(CredentialsError::Config)?
+        .with_client_cert_verifier(client_chain.clone())
+        .with_single_cert(leaf.chain.clone(), PrivateKeyDer::Pkcs8(leaf.key.clone_key()))
+        .map_err(CredentialsError::Key)?;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.alpn_protocols = alpn.protocols();
+    Ok(config)
+}
+
+/// The names of the cipher suites and key exchanges, in order of preference.
+pub(crate) fn algorithms() -> (String, String) {
+    let CryptoProvider {
+        cipher_suites,
+        kx_groups,
+        ..
+    } = provider();
+    let suites: Vec<_> = cipher_suites
+        .iter()
+        .map(|suite| format!("{:?}", suite.suite()))
+        .collect();
+    let groups: Vec<_> = kx_groups.iter().map(|group| format!("{:?}", group.name())).collect();
+    (suites.join(","), groups.join(","))
+}
+
+/// Cipher suites and key exchanges in order of preference. The hybrid with ML-KEM comes first, so that traffic recorded today
+/// stays confidential against quantum computers.
+fn provider() -> CryptoProvider {
+    use aws_lc_rs::{cipher_suite, kx_group};
+    let [aes_128, aes_256] = aes_gcm();
+    CryptoProvider {
+        cipher_suites: vec![aes_128, aes_256, cipher_suite::TLS13_CHACHA20_POLY1305_SHA256],
+        kx_groups: vec![
+            kx_group::X25519MLKEM768,
+            kx_group::X25519,
+            kx_group::SECP256R1,
+            kx_group::SECP384R1,
+        ],
+        ..aws_lc_rs::default_provider()
+    }
+}
+
+/// AES-GCM from the library that is faster on this processor.
+///
+/// One AES instruction processes four blocks with AVX-512, which aws-lc uses, two with VAES, which only ring uses without
+/// AVX-512, and otherwise one. Zen 3 and Intel's Alder Lake have VAES without AVX-512. On a Zen 3, aws-lc seals 16 KiB in 4.0
+/// µs and ring in 2.4 µs; 150 bytes take 0.26 µs and 0.17 µs.
+fn aes_gcm() -> [SupportedCipherSuite; 2] {
+    if has_vaes_without_avx512() {
+        use ring::cipher_suite;
+        [
+            cipher_suite::TLS13_AES_128_GCM_SHA256,
+            cipher_suite::TLS13_AES_256_GCM_SHA384,
+        ]
+    } else {
+        use aws_lc_rs::cipher_suite;
+        [
+            cipher_suite::TLS13_AES_128_GCM_SHA256,
+            cipher_suite::TLS13_AES_256_GCM_SHA384,
+        ]
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_vaes_without_avx512() -> bool {
+    use std::arch::is_x86_feature_detected as has;
+    has!("vaes") && has!("vpclmulqdq") && has!("avx2") && !has!("avx512bw")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_vaes_without_avx512() -> bool {
+    false
+}

@@ -1,0 +1,66 @@
+//! The proxy's certificates and trust anchors for `/debug/certificates`; never a key.
+
+use std::time::SystemTime;
+
+use rustls::pki_types::CertificateDer;
+use serde::Serialize;
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use crate::tls::{credentials::Credentials, verify};
+
+/// The proxy's identity, certificates and trust anchors.
+#[derive(Serialize)]
+pub(crate) struct CertificateStatus {
+    identity: String,
+    server_name: String,
+    /// The proxy's certificate, then its issuers; empty before the first.
+    chain: Vec<Certificate>,
+    trust_anchors: Vec<Certificate>,
+}
+
+#[derive(Serialize)]
+struct Certificate {
+    subject: String,
+    issuer: String,
+    serial: String,
+    names: Vec<String>,
+    not_before: String,
+    not_after: String,
+    expires_in_seconds: i64,
+}
+
+impl Credentials {
+    pub(crate) fn snapshot(&self) -> CertificateStatus {
+        let now = OffsetDateTime::from(SystemTime::now());
+        let all = |certificates: &[CertificateDer<'_>]| {
+            let certificates = certificates.iter();
+            certificates.filter_map(|der| Certificate::of(der, now)).collect()
+        };
+        let (chain, anchors) = self.certificates();
+        CertificateStatus {
+            identity: self.id().to_string(),
+            server_name: self.server_name().to_owned(),
+            chain: all(&chain),
+            trust_anchors: all(&anchors),
+        }
+    }
+}
+
+impl Certificate {
+    fn of(der: &CertificateDer<'_>, now: OffsetDateTime) -> Option<Self> {
+        let (_, parsed) = X509Certificate::from_der(der).ok()?;
+        let info = verify::parse_certificate(der).ok()?;
+        let (from, to) = (info.validity.not_before.into(), info.validity.not_after.into());
+        let shown = |at: OffsetDateTime| at.format(&Rfc3339).unwrap_or_default();
+        Some(Self {
+            subject: parsed.subject().to_string(),
+            issuer: parsed.issuer().to_string(),
+            serial: parsed.raw_serial_as_string(),
+            names: info.names.iter().map(ToString::to_string).collect(),
+            not_before: shown(from),
+            not_after: shown(to),
+            expires_in_seconds: (to - now).whole_seconds(),
+        })
+    }
+}

@@ -1,0 +1,234 @@
+//! The attackers: clients with or without an identity that hold connections open at low cost.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, StreamOwned};
+use socket2::{Domain, Socket, Type};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Behaviour {
+    Silent,
+    /// A request, one byte per second.
+    Slow,
+    /// A TLS handshake, one byte per second.
+    SlowTls,
+    Garbage,
+    /// The first bytes of a TLS handshake.
+    BeginTls,
+    /// HTTP/2 with ten streams that do not end.
+    OpenStreams,
+    /// A request that gets its response, and nothing more.
+    Idle,
+    /// TLS with a verified identity, and HTTP/2 without a request.
+    Verified,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sources {
+    OneAddress,
+    TwoHundred,
+}
+
+pub(crate) struct Flood {
+    connections: Arc<Vec<OpenConnection>>,
+    slow: Option<ByteSender>,
+}
+
+/// The identity of peers, and the server that they connect to.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    pub(crate) tls: Arc<ClientConfig>,
+    pub(crate) server: ServerName<'static>,
+}
+
+enum OpenConnection {
+    Tcp(TcpStream),
+    Tls {
+        _stream: Box<StreamOwned<ClientConnection, TcpStream>>,
+    },
+}
+
+/// Sends one byte per second on every connection until it is dropped.
+struct ByteSender {
+    stop: Option<mpsc::Sender<()>>,
+    sent_bytes: mpsc::Receiver<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Behaviour {
+    pub(crate) const OF_STRANGERS: [Self; 7] = [
+        Self::Silent,
+        Self::Slow,
+        Self::SlowTls,
+        Self::Garbage,
+        Self::BeginTls,
+        Self::OpenStreams,
+        Self::Idle,
+    ];
+
+    pub(crate) fn sends_byte_per_second(self) -> bool {
+        matches!(self, Self::Slow | Self::SlowTls)
+    }
+
+    /// The bytes to send at once; slow behaviours send them one at a time.
+    fn bytes(self) -> Vec<u8> {
+        match self {
+            Self::Silent | Self::Verified => Vec::new(),
+            Self::Slow => b"GET /live HTTP/1.1\r\n".to_vec(),
+            Self::Garbage => (0..=255).rev().collect(),
+            // A record of 512 bytes that begins a ClientHello and is never completed.
+            Self::BeginTls | Self::SlowTls => vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3],
+            Self::OpenStreams => streams(),
+            Self::Idle => b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
+        }
+    }
+}
+
+/// The HTTP/2 preface and a SETTINGS frame.
+fn preface() -> Vec<u8> {
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(frame(SETTINGS, 0, 0, &[]));
+    bytes
+}
+
+/// The HTTP/2 preface and ten HEADERS frames.
+fn streams() -> Vec<u8> {
+    // POST http://x/, from the static table of HPACK.
+    let head = [0x83, 0x86, 0x84, 0x41, 1, b'x'];
+    let mut bytes = preface();
+    for n in 0..10 {
+        bytes.extend(frame(HEADERS, END_HEADERS, 2 * n + 1, &head));
+    }
+    bytes
+}
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+impl Flood {
+    /// Opens `n` connections. Connections that the server does not accept, or closes, are ignored.
+    pub(crate) fn start(
+        port: SocketAddr,
+        behaviour: Behaviour,
+        from: Sources,
+        n: usize,
+        peers: Option<&Peers>,
+    ) -> Self {
+        let bytes = behaviour.bytes();
+        let first = match behaviour.sends_byte_per_second() {
+            true => &bytes[..1],
+            false => &bytes[..],
+        };
+        let connect = |n: usize| {
+            let address = match from {
+                Sources::OneAddress => 0,
+                Sources::TwoHundred => n % 200,
+            };
+            let source = source(port, u8::try_from(address).unwrap());
+            match (behaviour, peers) {
+                (Behaviour::Verified, Some(peers)) => peers.connect(source, port),
+                _ => {
+                    let mut stream = connect(source, port)?;
+                    stream.set_nonblocking(true).ok()?;
+                    stream.write_all(first).ok()?;
+                    Some(OpenConnection::Tcp(stream))
+                }
+            }
+        };
+        let connections: Arc<Vec<OpenConnection>> = Arc::new((0..n).filter_map(connect).collect());
+        let slow = behaviour
+            .sends_byte_per_second()
+            .then(|| ByteSender::start(connections.clone(), bytes[1..].to_vec()));
+        Self { connections, slow }
+    }
+
+    /// For slow behaviours, waits until the next byte was sent on every connection.
+    pub(crate) fn wait_for_byte(&self) {
+        if let Some(slow) = &self.slow {
+            slow.sent_bytes.recv().expect("there are more bytes than rounds");
+        }
+    }
+
+    /// The number of connections that were established.
+    pub(crate) fn n(&self) -> usize {
+        self.connections.len()
+    }
+}
+
+impl ByteSender {
+    fn start(connections: Arc<Vec<OpenConnection>>, bytes: Vec<u8>) -> Self {
+        let (stop, stopped) = mpsc::channel();
+        let (byte_sent, sent_bytes) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            for byte in bytes {
+                if stopped.recv_timeout(BYTE_INTERVAL) != Err(mpsc::RecvTimeoutError::Timeout) {
+                    return;
+                }
+                for connection in &*connections {
+                    if let OpenConnection::Tcp(stream) = connection {
+                        let _ = (&*stream).write(&[byte]);
+                    }
+                }
+                let _ = byte_sent.send(());
+            }
+        });
+        Self {
+            stop: Some(stop),
+            sent_bytes,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        let Some(slow) = &mut self.slow else { return };
+        drop(slow.stop.take());
+        if let Some(thread) = slow.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Peers {
+    fn connect(&self, source: IpAddr, port: SocketAddr) -> Option<OpenConnection> {
+        let stream = connect(source, port)?;
+        stream.set_read_timeout(Some(CONNECT_TIMEOUT)).ok()?;
+        let tls = ClientConnection::new(self.tls.clone(), self.server.clone()).ok()?;
+        let mut stream = StreamOwned::new(tls, stream);
+        stream.write_all(&preface()).ok()?;
+        stream.flush().ok()?;
+        Some(OpenConnection::Tls {
+            _stream: Box::new(stream),
+        })
+    }
+}
+
+/// An address of an attacker, in the address family of the port.
+fn source(port: SocketAddr, n: u8) -> IpAddr {
+    match port.ip() {
+        ip if ip.is_loopback() => Ipv4Addr::new(127, 78, 1, n + 1).into(),
+        IpAddr::V4(_) => super::scene::stranger(n).into(),
+        IpAddr::V6(_) => super::scene::v6(super::scene::stranger(n)).into(),
+    }
+}
+
+fn connect(source: IpAddr, port: SocketAddr) -> Option<TcpStream> {
+    let socket = Socket::new(Domain::for_address(port), Type::STREAM, None).ok()?;
+    socket.bind(&SocketAddr::from((source, 0)).into()).ok()?;
+    socket.connect_timeout(&port.into(), CONNECT_TIMEOUT).ok()?;
+    Some(socket.into())
+}
+
+const SETTINGS: u8 = 4;
+const HEADERS: u8 = 1;
+const END_HEADERS: u8 = 4;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const BYTE_INTERVAL: Duration = Duration::from_secs(1);
