@@ -9,7 +9,7 @@ pub mod run;
 pub mod serve;
 
 /// The echo service of `proto/echo.proto`.
-#[allow(clippy::all, unreachable_pub, unused_qualifications)]
+#[allow(clippy::all, clippy::too_many_lines, unreachable_pub, unused_qualifications)]
 mod echo {
     tonic::include_proto!("tulle.bench");
 }

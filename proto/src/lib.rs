@@ -15,6 +15,7 @@ macro_rules! generated {
     ($(#[$doc:meta])* $module:ident, $package:literal) => {
         $(#[$doc])*
         #[allow(clippy::all, clippy::or_fun_call, clippy::use_self, clippy::redundant_clone)]
+        #[allow(clippy::too_many_lines)]
         #[allow(missing_docs, unreachable_pub, unused_qualifications, elided_lifetimes_in_paths)]
         pub mod $module {
             include!(concat!(env!("OUT_DIR"), "/", $package, ".rs"));

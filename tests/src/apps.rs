@@ -51,6 +51,7 @@ pub async fn echo(mesh: &Mesh, workload: &str) {
         https: Vec::new(),
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
+        fixed_date: false,
         name: workload.into(),
         ready_file: None,
     })
@@ -75,6 +76,7 @@ pub async fn echo_at(name: &str, addr: SocketAddr) {
         https: Vec::new(),
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
+        fixed_date: false,
         name: name.into(),
         ready_file: None,
     })
@@ -89,6 +91,7 @@ pub async fn server_speaks_first(workload: &str, addr: SocketAddr) {
         https: Vec::new(),
         tcp_speaks_first: vec![addr],
         delay: Duration::ZERO,
+        fixed_date: false,
         name: workload.into(),
         ready_file: None,
     })

@@ -129,7 +129,6 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 /// Measures the overhead of a sampled tap for requests that are not tapped. Prints it, and fails if it exceeds the limit.
 fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
     let requests = REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
-    // Measured before and after the tap, because the HPACK table of the two sidecars grows with each second of traffic.
     let [before, with, after] = measure(args, requests, [None, Some(one_in), None])?;
     let (mut text, mut exceeded) = (String::new(), Vec::new());
     for (side, before, with, after) in [
@@ -206,7 +205,7 @@ fn list_increases(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<Str
 /// Measures the cost of requests for each entry of `tapped`, without a tap or with a sampled one, in the same sidecars.
 fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N]) -> anyhow::Result<[Costs; N]> {
     peer::check_requirements(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
-    let scene = Testbed::build()?;
+    let scene = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
         build: Build::Callgrind,
         ..args.row.setup()

@@ -102,7 +102,7 @@ pub struct Args {
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::check_requirements(&args.peers, &["wrk", "ghz", "h2load"])?;
-    let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build()?)));
+    let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build(&[])?)));
     let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
     let mut results = Results::new(peer::versions(&args.peers)?);
     let mut left_out = 0;

@@ -32,8 +32,8 @@ pub(super) struct Testbed {
 }
 
 impl Testbed {
-    /// Builds the testbed with its application.
-    pub(super) fn build() -> anyhow::Result<Self> {
+    /// Builds the testbed with its application, which gets `app_args` too.
+    pub(super) fn build(app_args: &[&str]) -> anyhow::Result<Self> {
         let mut scene = Self::without_app()?;
         let mut command = scene
             .server
@@ -45,6 +45,7 @@ impl Testbed {
             "--tcp",
             &format!("{SERVER}:{TCP_PORT}"),
         ]);
+        command.args(app_args);
         let mut app = Process::start("app", command, scene.dir.path())?;
         app.wait_for_ports(&[HTTP_PORT, TCP_PORT])?;
         scene._app = Some(app);

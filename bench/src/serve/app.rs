@@ -6,6 +6,8 @@ use tokio_rustls::TlsAcceptor;
 pub(super) struct App {
     pub(super) name: String,
     pub(super) delay: Duration,
+    /// Whether all responses have the same `date`.
+    pub(super) fixed_date: bool,
     /// Present if a listener uses TLS.
     pub(super) tls: Option<TlsAcceptor>,
 }

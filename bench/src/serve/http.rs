@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{SinkExt as _, StreamExt as _, stream};
-use http::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, UPGRADE};
+use http::header::{
+    ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, DATE, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, UPGRADE,
+};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Body as _, Frame};
 use http_body_util::{Full, StreamBody};
@@ -76,6 +78,10 @@ impl ConnectionHandler {
         let is_head = req.method() == Method::HEAD;
         let mut rsp = self.route(req).await;
         rsp.headers_mut().insert(X_REPLICA, self.replica.clone());
+        if self.app.fixed_date {
+            let date = HeaderValue::from_static("Sun, 06 Nov 1994 08:49:37 GMT");
+            rsp.headers_mut().insert(DATE, date);
+        }
         if is_head {
             // hyper would send the body of a response to HEAD over HTTP/2.
             if let Some(length) = rsp.body().size_hint().exact() {

@@ -43,6 +43,10 @@ pub struct Args {
     /// Wait this long before every response, such as "50ms".
     #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = tulle_core::duration::parse)]
     pub delay: Duration,
+    /// Send the same `date` in all responses. Otherwise HPACK tables grow each second, and a count of instructions depends on
+    /// the time that it takes.
+    #[arg(long)]
+    pub fixed_date: bool,
     /// Server name in `x-replica`, in gRPC replies and in greetings.
     #[arg(long, default_value = "tulle-bench")]
     pub name: String,
@@ -118,6 +122,7 @@ impl Server {
             app: Arc::new(App {
                 name: args.name.clone(),
                 delay: args.delay,
+                fixed_date: args.fixed_date,
                 tls: (!args.https.is_empty()).then(acceptor).transpose()?,
             }),
             listeners,

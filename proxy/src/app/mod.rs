@@ -95,10 +95,8 @@ impl App {
             .context("using trust anchors")?;
         let control = ControlPlaneClients::new(&config, &creds, &registry, runtime.handle());
         let identity = Identity::build(&config, &control, &creds, &registry)?;
-        let (http, tcp) = (
-            http_metrics::Families::with_prefix(&registry, ""),
-            tcp_metrics::Families::new(&registry),
-        );
+        let http = http_metrics::Families::with_prefix(&registry, "");
+        let tcp = tcp_metrics::Families::new(&registry);
         let access_log = start_access_log(&config, &registry)?;
         let shortage = MemoryPressure::default();
         let memory = memory::MemoryMonitor::new(config.memory_limit_bytes, shortage.clone(), &registry);

