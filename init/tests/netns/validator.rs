@@ -192,6 +192,6 @@ fn verification_covers_each_family_that_has_a_route() {
 
     scene.proxy();
     for backend in BACKENDS {
-        skipped(&["--backend", backend], "ipv4", "held");
+        skipped(&["--backend", backend], "ipv4", "in use");
     }
 }

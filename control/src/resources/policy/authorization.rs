@@ -208,7 +208,7 @@ fn parse_mesh_tls(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient,
         (true, true) => Ok(ServerClient::UnauthenticatedTls),
         (false, false) => Ok(ServerClient::Meshed(clients)),
         (true, false) => {
-            Err("spec.client.meshTLS accepts either unauthenticatedTLS, or identities and serviceAccounts".to_owned())
+            Err("spec.client.meshTLS accepts either unauthenticatedTLS, or identities and serviceAccounts, not both".to_owned())
         }
         (false, true) => Ok(ServerClient::NoClient),
     }
