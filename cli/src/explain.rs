@@ -148,8 +148,8 @@ fn unknown(code: &str) -> anyhow::Error {
 fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String> {
     let Cause {
         code,
-        responsible: whose,
-        statuses: answers,
+        responsible,
+        statuses,
         meaning,
         advice,
     } = reported.cause;
@@ -160,33 +160,33 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
             .map(|(k, v)| ((*k).to_owned(), json!(v)))
             .collect();
         let value = json!({
-            "code": code, "whose": whose.name(), "answers": answers, "meaning": meaning, "advice": advice,
-            "by": reported.detail, "told": fields,
-            "after": reported.preceding_cause().map(|after| {
-                json!({ "code": after.code, "whose": after.responsible.name(), "meaning": after.meaning, "advice": after.advice })
+            "code": code, "responsible": responsible.name(), "statuses": statuses, "meaning": meaning, "advice": advice,
+            "detail": reported.detail, "fields": fields,
+            "preceding": reported.preceding_cause().map(|after| {
+                json!({ "code": after.code, "responsible": after.responsible.name(), "meaning": after.meaning, "advice": after.advice })
             }),
         });
         return Ok(serde_json::to_string_pretty(&value).context("writing JSON")? + "\n");
     }
-    let answers = match answers.is_empty() {
+    let statuses = match statuses.is_empty() {
         true => "the connection is closed",
-        false => answers,
+        false => statuses,
     };
     let mut text = format!("{code}: {meaning}\n\n");
     let mut line = |title: &str, value: &str| {
         let _ = writeln!(text, "{title:<14}{value}");
     };
     line("What to do", advice);
-    line("Whose it is", describe_responsible(*whose));
-    line("Answered with", answers);
+    line("Responsible", describe_responsible(*responsible));
+    line("Response", statuses);
     if let Some(by) = reported.detail {
         line("Decided by", by);
     }
     if let Some(place) = reported.origin() {
-        line("Told by", &place);
+        line("Reported by", &place);
     }
     if let Some(target) = reported.field("target") {
-        line("On the way", &format!("to {target}"));
+        line("Destination", target);
     }
     for (name, value) in &reported.fields {
         if !["direction", "hop", "target"].contains(name) {
@@ -216,7 +216,7 @@ fn all(output: Output) -> anyhow::Result<String> {
     if output == Output::Json {
         let all: Vec<_> = causes::ALL
             .iter()
-            .map(|cause| json!({ "code": cause.code, "whose": cause.responsible.name(), "meaning": cause.meaning }))
+            .map(|cause| json!({ "code": cause.code, "responsible": cause.responsible.name(), "meaning": cause.meaning }))
             .collect();
         return Ok(serde_json::to_string_pretty(&all).context("writing JSON")? + "\n");
     }
@@ -267,7 +267,7 @@ mod tests {
             "What to do    `no-tls`",
             "Decided by    Server/web",
             "the server's proxy, before its application: web.shop",
-            "to 1.2.3.4:80",
+            "Destination   1.2.3.4:80",
             "why           no-tls",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
