@@ -133,7 +133,7 @@ pub fn create_issuer(
 ///
 /// Its name constraints exclude addresses and DNS names, which identify workloads of clusters. All X.509 verifiers
 /// enforce these constraints. Verifiers of tulle also accept only certificates of the identity in the issuer's own
-/// certificate ([`authority::verify_issuers`]).
+/// certificate (`tulle_core::issuer_constraints`).
 ///
 /// # Errors
 /// Fails if the identity is not a SPIFFE URI with a path, or as [`create_issuer`].

@@ -2,7 +2,7 @@
 //!
 //! A [`tokens::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
 //! anchors. Both directories are watched: valid files take effect at once, invalid ones are logged and ignored.
-//! [`server`] handles requests; [`leaf`] renews the control plane's own certificates.
+//! [`server`] handles requests; [`own_certificate`] renews the control plane's own certificates.
 
 mod authority;
 pub(crate) mod claims;

@@ -63,7 +63,7 @@ pub struct RequestCounts {
     pub denied: f64,
     /// Cumulative latency histogram: number of responses by upper bound in microseconds.
     pub latency: BTreeMap<u64, f64>,
-    /// Number of open connections. A gauge: [`Self::since`] does not subtract it.
+    /// Number of open connections. A gauge: `since` does not subtract it.
     pub connections: f64,
     pub read_bytes: f64,
     pub written_bytes: f64,

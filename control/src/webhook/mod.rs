@@ -1,7 +1,7 @@
 //! Serves admission webhooks over HTTPS. The caller supplies the handler of AdmissionReviews.
 //!
-//! The certificate comes from files ([`mounted`]), or the process generates it and publishes it in the webhook
-//! configuration ([`keeper`]). A handler receives a [`review::Request`] and returns a [`review::Answer`]. The API
+//! The certificate comes from files ([`mounted_certificate`]), or the process generates it and publishes it in the webhook
+//! configuration ([`certificate_controller`]). A handler receives a [`review::Request`] and returns a [`review::Answer`]. The API
 //! server sends HTTP/1.1 to webhooks, without a client certificate.
 
 pub mod certificate_controller;

@@ -1,7 +1,7 @@
 //! Firewall rules and routes over netlink, without external programs; one transaction covers both families.
 //!
-//! [`attr`] encodes and decodes attributes, [`wire`] sends and receives messages, [`table`] encodes our rules, and
-//! [`native`] applies them. [`foreign`] finds rules of other programs and removes ours made by iptables-nft. [`conntrack`]
+//! [`attr`] encodes and decodes attributes, [`socket`] sends and receives messages, [`table`] encodes our rules, and
+//! [`nftables`] applies them. [`iptables_nft`] finds rules of other programs and removes ours made by iptables-nft. [`conntrack`]
 //! counts the connections that still need the rules, and [`routing`] routes marked packets to this namespace.
 
 pub mod attr;

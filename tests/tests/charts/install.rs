@@ -46,7 +46,10 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind
     let notes = run(&format!(
         "{control_plane} --set controllerReplicas=2 --set disableHeartBeat=false"
     ));
-    assert!(notes.contains("disableHeartBeat: the control plane reports nothing"), "{notes}");
+    assert!(
+        notes.contains("disableHeartBeat: the control plane reports nothing"),
+        "{notes}"
+    );
     let written = [
         "get",
         configuration,

@@ -187,7 +187,10 @@ fn a_tap_shows_requests_and_the_causes_of_failures() {
             .await
             .unwrap();
         let explained = String::from_utf8(explained.stdout).unwrap();
-        assert!(explained.starts_with("connect-refused: No process listens"), "{explained}");
+        assert!(
+            explained.starts_with("connect-refused: No process listens"),
+            "{explained}"
+        );
         assert!(explained.contains(&identity("broken")), "{explained}");
     });
 }

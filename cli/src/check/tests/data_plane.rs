@@ -141,7 +141,11 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
     snapshot.injection_audit = audit(&[]);
     assert_eq!(findings(&snapshot), []);
     snapshot.injection_audit = Some(Err("forbidden".to_owned()));
-    assert_finding(&snapshot, Outcome::Warning, &["cannot read the injector's audit: forbidden"]);
+    assert_finding(
+        &snapshot,
+        Outcome::Warning,
+        &["cannot read the injector's audit: forbidden"],
+    );
 }
 
 #[test]

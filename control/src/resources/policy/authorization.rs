@@ -207,9 +207,10 @@ fn parse_mesh_tls(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient,
     match (raw.unauthenticated_tls, clients.is_empty()) {
         (true, true) => Ok(ServerClient::UnauthenticatedTls),
         (false, false) => Ok(ServerClient::Meshed(clients)),
-        (true, false) => {
-            Err("spec.client.meshTLS accepts either unauthenticatedTLS, or identities and serviceAccounts, not both".to_owned())
-        }
+        (true, false) => Err(
+            "spec.client.meshTLS accepts either unauthenticatedTLS, or identities and serviceAccounts, not both"
+                .to_owned(),
+        ),
         (false, true) => Ok(ServerClient::NoClient),
     }
 }
