@@ -1,8 +1,9 @@
 # The images for users: docker build --target controller .   docker build --target proxy .
-# docker build --target bench . is the workload of the documentation. They are for the architecture that builds them (amd64, arm64).
-# The proxy in them is built without a profile of its load; `./run images` builds it with one, and needs no daemon.
+# docker build --target bench . builds the workload of the documentation. Images are for the building machine's architecture
+# (amd64, arm64).
+# Their proxy is built without profile-guided optimisation; `./run images` builds it with a profile, and needs no daemon.
 
-# The same bytes for everybody, whatever the tag names by then; CI builds in this image, too (.github/workflows).
+# Pinned by digest, because a tag can move. CI builds in this image, too (.github/workflows).
 FROM rust:1.95-bookworm@sha256:6258907abe69656e41cd992e0b705cdcfabcbbe3db374f92ed2d47121282d4a1 AS build
 COPY . /tulle
 WORKDIR /tulle

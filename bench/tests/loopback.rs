@@ -100,7 +100,7 @@ fn counts(name: &str, n: u64) -> Counts {
 }
 
 #[test]
-fn every_protocol_gets_its_bytes_back() {
+fn every_protocol_echoes_its_bytes() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--name", "one"]);
     let (http, tcp) = (format!("http://{}/echo", server.addrs[0]), server.addrs[1].to_string());
     let ws = format!("ws://{}/ws", server.addrs[0]);
@@ -170,7 +170,7 @@ fn every_protocol_gets_its_bytes_back() {
 }
 
 #[test]
-fn the_paths_of_the_http_server_answer_what_they_name() {
+fn the_http_server_responds_as_its_paths_define() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--name", "r1"]);
     let addr = server.addrs[0];
     for protocol in ["http1", "http2"] {

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_the_documentation_are_understood() {
+    fn documented_command_lines_are_parsed() {
         for line in [
             "tulle demo",
             "tulle demo --once 30 --json table.json",

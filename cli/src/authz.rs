@@ -127,9 +127,9 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
         match cluster.list(&api, &ListParams::default()).await {
             Err(kube::Error::Api(status)) if status.code == 404 => {}
             listed => {
-                let place = namespace.unwrap_or("all namespaces");
+                let scope = namespace.unwrap_or("all namespaces");
                 found =
-                    listed.map_err(|error| anyhow!("listing {} of {place}: {}", resource.plural, reason(&error)))?;
+                    listed.map_err(|error| anyhow!("listing {} of {scope}: {}", resource.plural, reason(&error)))?;
                 break;
             }
         }
@@ -365,7 +365,7 @@ read    web-http   readers
     }
 
     #[test]
-    fn ports_without_a_server_have_the_default_policy_and_ports_without_authorizations_nobody() {
+    fn ports_without_a_server_have_the_default_policy_and_servers_without_authorizations_permit_no_client() {
         let objects = vec![server("web-http", "web", 80)];
         let expected = "\
 ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHORIZATION
@@ -379,7 +379,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
     }
 
     #[test]
-    fn the_older_of_two_servers_of_one_port_counts_as_for_proxies() {
+    fn the_older_of_two_servers_of_one_port_applies() {
         let objects = vec![
             server("b", "web", 80),
             server("a", "web", 80),
@@ -391,7 +391,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
     }
 
     #[test]
-    fn a_port_that_needs_an_identity_is_shown_beside_those_that_are_declared() {
+    fn ports_that_require_an_identity_are_shown_in_addition_to_declared_ports() {
         let mut pod = pod("web", &[80]);
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
@@ -406,7 +406,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
     }
 
     #[test]
-    fn settings_are_those_that_the_policy_service_was_installed_with() {
+    fn settings_come_from_the_flags_of_the_policy_service() {
         let values = json!({
             "clusterNetworks": "10.0.0.0/8, fd00::/8",
             "policyController": { "probeNetworks": ["192.168.7.0/24"] },

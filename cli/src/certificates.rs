@@ -171,7 +171,7 @@ mod tests {
     const DAY: Duration = Duration::from_secs(86_400);
 
     #[test]
-    fn a_certificate_leads_to_the_anchor_that_signed_it_and_to_no_other() {
+    fn a_certificate_verifies_only_against_the_anchor_that_signed_it() {
         let anchor = trust::create_anchor("root", 100 * DAY).unwrap();
         let issuer = trust::create_issuer("issuer", 10 * DAY, &anchor).unwrap();
         let other = trust::create_anchor("root", 100 * DAY).unwrap();
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_certificate_says_is_read() {
+    fn certificate_fields_are_parsed() {
         let anchor = trust::create_anchor("root.linkerd.cluster.local", 100 * DAY).unwrap();
         let cert = Certificate::parse_bundle(anchor.certificate.as_bytes())
             .unwrap()
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_is_refused() {
+    fn invalid_certificates_are_refused() {
         for pem in [
             "",
             "hello",

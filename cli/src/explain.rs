@@ -182,8 +182,8 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
     if let Some(by) = reported.detail {
         line("Decided by", by);
     }
-    if let Some(place) = reported.origin() {
-        line("Reported by", &place);
+    if let Some(origin) = reported.origin() {
+        line("Reported by", &origin);
     }
     if let Some(target) = reported.field("target") {
         line("Destination", target);
@@ -203,8 +203,8 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
     Ok(text)
 }
 
-fn describe_responsible(whose: Responsible) -> &'static str {
-    match whose {
+fn describe_responsible(responsible: Responsible) -> &'static str {
+    match responsible {
         Responsible::Client => "client: the sender of the request can fix it",
         Responsible::Server => "server: the owner of the requested workload can fix it",
         Responsible::Policy => "policy: the author of the policies and routes can fix it",
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn causes_are_found_wherever_they_stand() {
+    fn causes_are_found_in_codes_headers_and_responses() {
         let reported = "no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80";
         let head =
             format!("HTTP/1.1 503 Service Unavailable\r\nL5d-Proxy-Cause: {reported}\r\ncontent-length: 0\r\n\r\n");
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn an_explanation_says_who_gave_up_and_what_to_do() {
+    fn an_explanation_names_the_failed_proxy_and_the_fix() {
         let reported = ReportedCause::parse(
             "policy-denied:Server/web; why=no-tls; direction=inbound; hop=web.shop; target=1.2.3.4:80",
         );
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_went_before_is_explained_too() {
+    fn the_earlier_failure_is_explained_too() {
         let reported =
             ReportedCause::parse("endpoints-unready; after=tls-identity-mismatch; direction=outbound").unwrap();
         let mismatch = causes::find("tls-identity-mismatch").unwrap();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_cause_is_answered_with_the_nearest_or_the_reason() {
+    fn an_unknown_cause_gets_a_suggestion_or_an_error() {
         let refused = |text: &str| ReportedCause::parse(text).err().unwrap().to_string();
         assert!(
             refused("no-endpoint").contains("no-endpoints"),

@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_trust_domain_is_the_clusters_unless_it_is_named() {
+    fn the_default_trust_domain_is_that_of_the_cluster() {
         let domain = |values: Value| trust_domain(&values);
         assert_eq!(
             domain(serde_json::json!({ "identityTrustDomain": "", "clusterDomain": "c.example" })),

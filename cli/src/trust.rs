@@ -120,9 +120,9 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     make_directory(&args.dir)?;
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
-    let whose = args.identity.as_deref().unwrap_or("the control plane");
+    let owner = args.identity.as_deref().unwrap_or("the control plane");
     println!(
-        "{}  issuer for {whose}, with its private key in the same directory",
+        "{}  issuer for {owner}, with its private key in the same directory",
         cert.display()
     );
     Ok(())
@@ -226,7 +226,7 @@ mod tests {
                          --public-key DIR/keys/token.pem --out DIR/web.token";
 
     #[test]
-    fn a_whole_set_of_credentials_is_made_and_secrets_are_closed() {
+    fn a_complete_set_of_credentials_is_created_with_private_keys() {
         let dir = tempfile::tempdir().unwrap();
         for line in [ANCHOR, ISSUER, TOKEN] {
             run(line, dir.path()).unwrap();
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_overwritten() {
+    fn existing_files_are_not_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         for line in [ANCHOR, ISSUER, TOKEN] {
             run(line, dir.path()).unwrap();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn an_issuer_needs_an_anchor() {
+    fn an_issuer_requires_an_anchor() {
         let dir = tempfile::tempdir().unwrap();
         let error = format!("{:#}", run(ISSUER, dir.path()).unwrap_err());
         assert!(error.contains("ca.crt"), "{error}");
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn lifetimes_are_durations_that_last() {
+    fn lifetimes_are_positive_durations() {
         assert_eq!(lifetime("2d"), Ok(Duration::from_secs(172_800)));
         assert!(lifetime("0").is_err() && lifetime("soon").is_err());
     }

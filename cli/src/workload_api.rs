@@ -101,7 +101,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
     let mut look = interval(FILE_POLL_INTERVAL);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut connections = JoinSet::new();
-    let mut told = None;
+    let mut last_error = None;
     let mut accept_at = Instant::now();
     let mut client_log = RateLimitedLog::default();
     loop {
@@ -133,16 +133,16 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
                 Ok(Some((new, answers))) => {
                     files = new;
                     due = Deadline::after(args.lifetime / 2, SystemTime::now);
-                    told = None;
+                    last_error = None;
                     sender.send_replace(Arc::new(answers));
                 }
                 // The previous responses stay valid.
                 Err(error) => {
                     let text = format!("{error:#}");
-                    if told.as_ref() != Some(&text) {
+                    if last_error.as_ref() != Some(&text) {
                         eprintln!("renewing the certificates failed: {text}");
                     }
-                    told = Some(text);
+                    last_error = Some(text);
                 }
             },
         }
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn certificates_are_renewed_by_the_time_of_day() {
+    fn certificates_are_renewed_by_the_wall_clock() {
         static NOW: AtomicU64 = AtomicU64::new(0);
         let dir = tempfile::tempdir().unwrap();
         credentials(dir.path());
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn no_user_takes_the_places_of_another() {
+    fn the_connection_limit_is_per_user() {
         let users = ConnectionLimits::new(vec![2102, 2103]);
         let permits: Vec<_> = std::iter::from_fn(|| users.admit(2102)).collect();
         assert_eq!(permits.len(), MAX_CONNECTIONS_PER_USER);
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_abandoned_socket_is_taken_over_and_one_in_use_is_not() {
+    async fn a_stale_socket_is_replaced_and_one_in_use_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/api.sock");
         let first = Socket::bind(&path).unwrap();

@@ -1,4 +1,4 @@
-//! The demo as users start it: the shipped binaries, in namespaces, from start to an empty machine.
+//! The demo as users start it: the built binaries in network namespaces, from start to cleanup.
 
 #![allow(clippy::too_many_lines)]
 
@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-/// The command, where the machine and the build allow the demo at all, as in CI they must.
+/// The command, or `None` if this machine or build cannot run the demo. In CI, that is a failure.
 fn tulle() -> Option<Command> {
     let tulle = PathBuf::from(env!("CARGO_BIN_EXE_tulle"));
     let beside = |name: &str| tulle.with_file_name(name).exists();
@@ -15,7 +15,7 @@ fn tulle() -> Option<Command> {
     let missing = if !programs.into_iter().all(beside) {
         Some("build all binaries first (cargo build --workspace --bins)")
     } else if !nix::unistd::Uid::effective().is_root() {
-        Some("it looks at the namespaces of the whole machine, which needs root")
+        Some("the test lists the namespaces of the whole machine, which requires root")
     } else {
         None
     };
@@ -29,7 +29,7 @@ fn tulle() -> Option<Command> {
     Some(command)
 }
 
-/// What a demo with this process id has left: names of namespaces, files, processes.
+/// The namespaces, files and processes that a demo with this process id has left behind.
 fn leftovers_of(demo: u32) -> Vec<String> {
     let names = |dir: &str| -> Vec<String> {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
@@ -63,13 +63,13 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     panic!("still not true after a minute: {what}");
 }
 
-/// Starts the demo and waits until its hosts are there.
+/// Starts the demo and waits until its last sidecar runs.
 fn start_demo() -> Option<Child> {
     let child = tulle()?
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .expect("it has been built");
+        .expect("the binary is built");
     let sidecar = format!("/tmp/tulle-demo-0/{}/logs/tcp-sidecar.log", child.id());
     eventually("the last sidecar is started", || Path::new(&sidecar).exists());
     Some(child)
@@ -78,10 +78,10 @@ fn start_demo() -> Option<Child> {
 fn wait_for_exit(mut child: Child) -> (u32, ExitStatus) {
     let mut status = None;
     eventually("the demo ends", || {
-        status = child.try_wait().expect("it is our child");
+        status = child.try_wait().expect("the child has not been reaped");
         status.is_some()
     });
-    (child.id(), status.expect("it has ended"))
+    (child.id(), status.expect("the child has exited"))
 }
 
 fn signal(child: &Child, signal: nix::sys::signal::Signal) {
@@ -90,7 +90,7 @@ fn signal(child: &Child, signal: nix::sys::signal::Signal) {
 }
 
 #[test]
-fn traffic_flows_and_is_refused_as_promised_and_nothing_is_left_behind() {
+fn permitted_traffic_passes_other_traffic_is_refused_and_nothing_is_left_behind() {
     let Some(mut command) = tulle() else { return };
     let child = command
         .args(["--once", "8", "--output", "json"])
@@ -105,13 +105,13 @@ fn traffic_flows_and_is_refused_as_promised_and_nothing_is_left_behind() {
         .unwrap()
         .iter()
         .map(|problem| problem.as_str().unwrap());
-    // Among busy neighbours every replica is slow; who gets how much is asserted where time is ours to tell.
+    // On a busy machine every replica can be slow. Tests with simulated time check the shares.
     let problems: Vec<_> = problems
         .filter(|problem| !problem.starts_with("slow replica"))
         .collect();
     assert_eq!(problems, Vec::<&str>::new());
     if !output.status.success() {
-        // Its logs are kept then, until another demo starts.
+        // The logs of a failed run are kept until another demo starts.
         let _ = std::fs::remove_dir_all(format!("/tmp/tulle-demo-0/{pid}"));
     }
     assert_eq!(json["edges"].as_array().unwrap().len(), 7);
@@ -119,7 +119,7 @@ fn traffic_flows_and_is_refused_as_promised_and_nothing_is_left_behind() {
 }
 
 #[test]
-fn a_demo_that_is_told_to_end_leaves_nothing_behind() {
+fn a_terminated_demo_leaves_nothing_behind() {
     let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGTERM);
     let (pid, _) = wait_for_exit(child);
@@ -127,7 +127,7 @@ fn a_demo_that_is_told_to_end_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_demo_that_is_killed_leaves_nothing_behind() {
+fn a_killed_demo_leaves_nothing_behind() {
     let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGKILL);
     let (pid, _) = wait_for_exit(child);
@@ -135,12 +135,12 @@ fn a_demo_that_is_killed_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_is_wrong_with_manifests_is_said_before_anything_is_built() {
+fn invalid_manifests_are_reported_before_the_demo_starts() {
     let Some(mut command) = tulle() else { return };
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("mesh.yaml"), "kind: Service\n").unwrap();
     let output = command.arg("--manifests").arg(dir.path()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
-    assert!(said.contains("mesh.yaml"), "{said}");
+    assert!(stderr.contains("mesh.yaml"), "{stderr}");
 }

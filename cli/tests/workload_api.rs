@@ -1,7 +1,7 @@
 //! Tests the Workload API as a process; every user of the machine may connect to its socket.
 
 #![allow(clippy::too_many_lines)]
-#![allow(clippy::unwrap_used)] // helpers of tests are tests
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,14 +13,14 @@ use std::time::Duration;
 use nix::unistd::Uid;
 use tulle_control::trust;
 
-/// A Workload API that ends with its test.
+/// A Workload API process, killed on drop.
 struct Server {
     dir: tempfile::TempDir,
     child: Child,
 }
 
 impl Server {
-    /// Serves one user, with few descriptors.
+    /// Serves one user, with a low limit of descriptors.
     fn start(uid: u32, descriptors: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
@@ -55,7 +55,7 @@ impl Server {
         stream
     }
 
-    /// What the process has said of trouble.
+    /// The error output of the process.
     fn errors(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("errors")).unwrap()
     }
@@ -74,11 +74,11 @@ impl Drop for Server {
 }
 
 #[test]
-fn connections_of_a_user_who_is_not_served_are_closed_and_end_nothing() {
+fn connections_of_an_unauthorized_user_are_closed_and_the_server_continues() {
     let mut server = Server::start(own_uid() + 1, 64);
     let mut idle: Vec<_> = (0..200).map(|_| server.connect()).collect();
     for stream in &mut idle {
-        // What HTTP/2 begins with may come first, where there was a place.
+        // If the server accepts the connection first, its HTTP/2 preface may arrive.
         stream.read_to_end(&mut Vec::new()).unwrap();
     }
     server.assert_runs();
@@ -86,10 +86,10 @@ fn connections_of_a_user_who_is_not_served_are_closed_and_end_nothing() {
 }
 
 #[test]
-fn a_process_without_descriptors_serves_again_once_it_has_some() {
+fn a_process_that_ran_out_of_descriptors_recovers() {
     let mut server = Server::start(own_uid(), 24);
     let idle: Vec<_> = (0..40).map(|_| server.connect()).collect();
-    wait_until("it has run out of descriptors", || {
+    wait_until("the process runs out of descriptors", || {
         server.errors().contains("accepting a connection failed: ")
     });
     server.assert_runs();

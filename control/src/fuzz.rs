@@ -63,8 +63,8 @@ pub fn token(bytes: &[u8]) {
 pub fn signing_request(bytes: &[u8]) {
     if let Ok(request) = SigningRequest::parse(bytes) {
         let identities = ["web.shop.serviceaccount.identity.linkerd.cluster.local", ""];
-        let asked_for = identities.map(|identity| request.check_names(identity).is_ok());
-        assert_ne!(asked_for, [true; 2], "{request:?}");
+        let accepted = identities.map(|identity| request.check_names(identity).is_ok());
+        assert_ne!(accepted, [true; 2], "{request:?}");
     }
 }
 
@@ -72,7 +72,7 @@ pub fn signing_request(bytes: &[u8]) {
 pub fn review(bytes: &[u8]) {
     if let Ok(review) = Review::parse(bytes) {
         let answer = Answer::deny("no").to_json(&review.id).expect("an answer is JSON");
-        let answer: serde_json::Value = serde_json::from_slice(&answer).expect("it is read again");
+        let answer: serde_json::Value = serde_json::from_slice(&answer).expect("the response can be parsed");
         assert_eq!(answer["response"]["uid"], review.id.uid);
         assert_eq!(answer["response"]["allowed"], false);
     }

@@ -196,8 +196,8 @@ mod tests {
     #[tokio::test]
     async fn a_response_shares_the_bytes_and_ends_with_its_status() {
         let answer = encode(&[request("answer")]);
-        let asked = Request::new(Body::new(http_body_util::Full::new(encode(&[request("question")]))));
-        let rsp = unary(asked, |request: GetDestination| {
+        let call = Request::new(Body::new(http_body_util::Full::new(encode(&[request("question")]))));
+        let rsp = unary(call, |request: GetDestination| {
             assert_eq!(request.path, "question");
             Ok(answer.clone())
         })

@@ -1,7 +1,7 @@
-//! A whole control plane without Kubernetes, as its clients see it: in process, and as the program that is shipped.
+//! A complete control plane without Kubernetes, tested through its clients: in this process, and as the built binary.
 
 #![allow(clippy::too_many_lines)]
-#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests are tests
+#![allow(clippy::unwrap_used, clippy::expect_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::ffi::OsString;
 use std::fs;
@@ -49,7 +49,7 @@ spec:
   ports: [{name: http, port: 80, targetPort: 8080}]
 ";
 
-/// Everything that a control plane is started with.
+/// The files of a control plane: credentials and manifests.
 struct Files {
     dir: tempfile::TempDir,
     keys: TokenKeys,
@@ -99,7 +99,7 @@ impl Files {
         TrustAnchors::read(&self.at("ca.crt")).unwrap()
     }
 
-    /// A command line on free ports of this machine.
+    /// A command line with free ports on loopback.
     fn line(&self, services: &str, more: &[&str]) -> Vec<OsString> {
         let mut line: Vec<OsString> = services.split(' ').map(OsString::from).collect();
         for (flag, name) in [
@@ -111,7 +111,7 @@ impl Files {
             line.extend([flag.into(), self.at(name).into()]);
         }
         for flag in ["destination", "identity", "grpc", "telemetry", "metrics", "admin"] {
-            // Without destination it would be of no service.
+            // The metrics flag belongs to the destination service.
             if flag != "metrics" || services.contains("destination") || services == "all-in-one" {
                 line.push(format!("-{flag}-addr=127.0.0.1:0").into());
             }
@@ -128,7 +128,7 @@ impl Files {
             identity: None,
             anchors: &anchors,
         };
-        // The certificate may still be on its way.
+        // The server may not have its certificate yet.
         eventually(async || client::connect(&peer, leaf.as_ref().map(copy)).await.ok()).await
     }
 }
@@ -184,7 +184,7 @@ impl Running {
     }
 }
 
-/// A certificate for `web`, as its proxy would get it.
+/// Requests a certificate for `web`, as its proxy would.
 async fn certify(files: &Files, identity: Channel) -> LeafWithKey {
     let key = KeyPair::generate().unwrap();
     let mut params = CertificateParams::new([WEB.to_owned()]).unwrap();
@@ -211,10 +211,10 @@ fn target() -> GetDestination {
     }
 }
 
-/// The stream of the target's endpoints.
-async fn follow(channel: Channel) -> Streaming<Update> {
-    let answer = DestinationClient::new(channel).get(target()).await;
-    answer.unwrap().into_inner()
+/// Opens a stream of the target's endpoints.
+async fn get_endpoints(channel: Channel) -> Streaming<Update> {
+    let response = DestinationClient::new(channel).get(target()).await;
+    response.unwrap().into_inner()
 }
 
 /// The ports of the endpoints that the next message adds.
@@ -227,7 +227,7 @@ async fn added(updates: &mut Streaming<Update>) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn a_workload_joins_and_learns_of_its_peers() {
+async fn a_workload_gets_its_certificate_endpoints_and_policy() {
     let files = Files::new();
     let running = Running::start(&files).await;
     running.ready().await;
@@ -237,7 +237,7 @@ async fn a_workload_joins_and_learns_of_its_peers() {
     let destination = files
         .connect(running.addrs.destination, DESTINATION, Some(copy(&leaf)))
         .await;
-    let mut updates = follow(destination).await;
+    let mut updates = get_endpoints(destination).await;
     assert_eq!(added(&mut updates).await, [8080]);
     files.write("manifests/web-2.yaml", &workload("web-2", "10.77.0.12"));
     assert_eq!(added(&mut updates).await, [8080]);
@@ -249,7 +249,7 @@ async fn a_workload_joins_and_learns_of_its_peers() {
     };
     let server = InboundServerPoliciesClient::new(policy.clone()).get_port(spec).await;
     assert!(!server.unwrap().into_inner().authorizations.is_empty());
-    // What others accept is none of its business.
+    // A workload cannot read the policies of another identity.
     files.write(
         "manifests/db-1.yaml",
         &workload("db-1", "10.77.0.13")
@@ -292,7 +292,7 @@ async fn a_workload_joins_and_learns_of_its_peers() {
 }
 
 #[tokio::test]
-async fn a_bad_manifest_is_reported_and_what_was_there_stays() {
+async fn an_invalid_manifest_is_reported_and_the_previous_objects_stay() {
     let files = Files::new();
     let running = Running::start(&files).await;
     running.ready().await;
@@ -309,10 +309,10 @@ async fn a_bad_manifest_is_reported_and_what_was_there_stays() {
     })
     .await;
     assert!(errors.contains("web-1.yaml:"), "{errors}");
-    // Plaintext is for this machine, as port-forwards are.
+    // Loopback clients may use plaintext, as in a port-forward.
     let addr = Addr::Socket(running.addrs.destination.unwrap());
     let plain = client::connect_plaintext(&addr).await.unwrap();
-    let mut updates = follow(plain).await;
+    let mut updates = get_endpoints(plain).await;
     assert_eq!(added(&mut updates).await, [8080]);
 
     // A drain ends streams instead of waiting for them.
@@ -328,7 +328,7 @@ async fn a_bad_manifest_is_reported_and_what_was_there_stays() {
     );
 }
 
-/// The shipped program.
+/// A process of the built binary.
 struct Process {
     child: Child,
     log: Lines<BufReader<ChildStderr>>,
@@ -347,14 +347,14 @@ impl Process {
         Self { child, log }
     }
 
-    /// The address that the log names for a service.
+    /// The address that the log shows for a service.
     async fn addr(&mut self, what: &str) -> SocketAddr {
         let line = self.line(what).await;
         let addr = line.split(" addr=").nth(1).unwrap();
         addr.split(' ').next().unwrap().trim_matches('"').parse().unwrap()
     }
 
-    /// The first line from here on that contains this.
+    /// Waits for a log line that contains `part`.
     async fn line(&mut self, part: &str) -> String {
         let find = async {
             let mut seen = Vec::new();
@@ -385,18 +385,18 @@ async fn end(mut child: Child) -> Option<i32> {
 }
 
 #[tokio::test]
-async fn who_reads_the_log_may_go_away() {
+async fn a_closed_log_reader_does_not_stop_the_process() {
     let files = Files::new();
     let mut identity = Process::start(&files.line("identity", &["-log-level=debug"]));
     let addr = identity.addr("service=identity").await;
     let Process { child, log } = identity;
     drop(log);
-    certify(&files, files.connect(Some(addr), IDENTITY, None).await).await; // which is logged
+    certify(&files, files.connect(Some(addr), IDENTITY, None).await).await; // writes a log line
     assert_eq!(end(child).await, Some(0));
 }
 
 #[tokio::test]
-async fn services_run_in_processes_of_their_own() {
+async fn each_service_runs_in_a_separate_process() {
     let files = Files::new();
     let mut identity = Process::start(&files.line("identity", &[]));
     let addr = identity.addr("service=identity").await;
@@ -410,20 +410,20 @@ async fn services_run_in_processes_of_their_own() {
         token.to_str().unwrap(),
         "-log-level=debug",
     ];
-    let mut answers = Process::start(&files.line("destination policy", &more));
-    let destination = answers.addr("service=destination").await;
+    let mut destination_process = Process::start(&files.line("destination policy", &more));
+    let destination = destination_process.addr("service=destination").await;
     let leaf = certify(&files, files.connect(Some(addr), IDENTITY, None).await).await;
     let channel = files.connect(Some(destination), DESTINATION, Some(leaf)).await;
-    let mut updates = follow(channel).await;
+    let mut updates = get_endpoints(channel).await;
     assert_eq!(added(&mut updates).await, [8080]);
-    assert_eq!(answers.end().await, Some(0), "with a stream open");
+    assert_eq!(destination_process.end().await, Some(0), "with a stream open");
     let issued = format!("level=info msg=\"certificate issued\" identity={DESTINATION}");
     identity.line(&issued).await;
     assert_eq!(identity.end().await, Some(0));
 }
 
 #[tokio::test]
-async fn destination_waits_for_identity_and_goes_on_without_it() {
+async fn destination_waits_for_identity_at_start_only() {
     let files = Files::new();
     files.write("token", &files.token("linkerd-destination", "linkerd"));
     let reserved = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -437,10 +437,12 @@ async fn destination_waits_for_identity_and_goes_on_without_it() {
         token.to_str().unwrap(),
         "--client-certificates=optional",
     ];
-    let mut answers = Process::start(&files.line("destination", &more));
-    let destination = answers.addr("service=destination").await;
-    let admin = answers.addr("serving admin").await;
-    answers.line("renewing the certificate failed; it is retried").await;
+    let mut destination_process = Process::start(&files.line("destination", &more));
+    let destination = destination_process.addr("service=destination").await;
+    let admin = destination_process.addr("serving admin").await;
+    destination_process
+        .line("renewing the certificate failed; it is retried")
+        .await;
     assert_eq!(get(Some(admin), "/ready").await.0, 500);
 
     let mut line = files.line("identity", &[]);
@@ -449,17 +451,17 @@ async fn destination_waits_for_identity_and_goes_on_without_it() {
         .find(|flag| flag.to_string_lossy().starts_with("-identity-addr="));
     *flag.unwrap() = format!("-identity-addr={addr}").into();
     let identity = Process::start(&line);
-    answers.line("the certificate is renewed").await;
+    destination_process.line("the certificate is renewed").await;
     eventually(async || (get(Some(admin), "/ready").await.0 == 200).then_some(())).await;
 
     assert_eq!(identity.end().await, Some(0));
     let channel = files.connect(Some(destination), DESTINATION, None).await;
-    let mut updates = follow(channel).await;
+    let mut updates = get_endpoints(channel).await;
     assert_eq!(added(&mut updates).await, [8080]);
 }
 
 #[tokio::test]
-async fn a_start_that_cannot_succeed_says_why() {
+async fn a_failed_start_reports_its_reason() {
     let files = Files::new();
     let check = async |line: &[OsString], expected: &str| {
         let mut process = Process::start(line);
@@ -491,7 +493,7 @@ async fn get(addr: Option<SocketAddr>, path: &str) -> (u16, String) {
     (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
 }
 
-/// Waits until there is something, at most 10 seconds.
+/// Repeats `attempt` until it returns a value, for at most 10 seconds.
 async fn eventually<T>(mut attempt: impl AsyncFnMut() -> Option<T>) -> T {
     let waiting = async {
         loop {
@@ -501,7 +503,7 @@ async fn eventually<T>(mut attempt: impl AsyncFnMut() -> Option<T>) -> T {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(LIMIT, waiting).await.expect("it did not come true")
+    timeout(LIMIT, waiting).await.expect("timeout after 10 seconds")
 }
 
 const LIMIT: Duration = Duration::from_secs(10);

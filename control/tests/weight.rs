@@ -1,4 +1,4 @@
-//! What an idle stream weighs, counted by the allocator: a control plane has tens of thousands of them.
+//! Memory of an idle stream, counted by the allocator. A control plane has tens of thousands of streams.
 
 #![allow(clippy::too_many_lines)]
 #![cfg(test)]
@@ -22,12 +22,12 @@ use tulle_core::metrics::Registry;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-/// The system's allocator; it knows how many bytes are in use.
+/// The system allocator, which also counts the bytes in use.
 struct Counting;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is passed on to the system's allocator as it came; counting neither allocates nor touches the memory.
+// SAFETY: every call is forwarded unchanged to the system allocator; counting neither allocates nor accesses the memory.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -67,15 +67,15 @@ fn request(path: &str, message: &impl Message) -> Request<Body> {
     Request::post(format!("http://control/{path}")).body(body).unwrap()
 }
 
-/// What a stream says at once, if it does.
-fn said(body: &mut Body) -> Option<Bytes> {
-    // All are polled by one task, whose budget would otherwise end before the streams do.
+/// The next message of a stream, if it is ready.
+fn ready_message(body: &mut Body) -> Option<Bytes> {
+    // One task polls all streams; its coop budget would be used up before the last one.
     let frame = tokio::task::unconstrained(body.frame()).now_or_never()?;
     Some(frame.unwrap().unwrap().into_data().unwrap())
 }
 
 #[tokio::test]
-async fn an_idle_stream_weighs_less_than_a_kilobyte() {
+async fn an_idle_stream_uses_less_than_a_kilobyte() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
     let writer = cluster.writer();
@@ -96,9 +96,9 @@ async fn an_idle_stream_weighs_less_than_a_kilobyte() {
         )),
     };
     let check = async |name: &str, open: &mut dyn FnMut() -> Opening| {
-        // The first computes the answer, which all share.
+        // The first stream computes the response, which all streams share.
         let mut first = open().await.unwrap().into_body();
-        said(&mut first).unwrap();
+        ready_message(&mut first).unwrap();
         let before = IN_USE.load(Ordering::Relaxed);
         let mut streams = Vec::with_capacity(N_STREAMS);
         for _ in 0..N_STREAMS {
@@ -106,13 +106,16 @@ async fn an_idle_stream_weighs_less_than_a_kilobyte() {
         }
         for round in 0..4 {
             for stream in &mut streams {
-                let said_first = said(stream);
-                assert!(said_first.is_some() || round > 0, "{name} has no first message");
-                assert!(said(stream).is_none(), "{name} says more than there is");
+                let message = ready_message(stream);
+                assert!(message.is_some() || round > 0, "{name} has no first message");
+                assert!(ready_message(stream).is_none(), "{name} has more than one message");
             }
             let weight = (IN_USE.load(Ordering::Relaxed) - before) / N_STREAMS;
             eprintln!("{name}, round {round}: {weight} bytes");
-            assert!(weight < LIMIT, "{name} weighs {weight} bytes in round {round}");
+            assert!(
+                weight < MAX_BYTES_PER_STREAM,
+                "{name} uses {weight} bytes in round {round}"
+            );
             writer.apply(vec![slice(&format!("10.2.1.{round}"))]);
         }
     };
@@ -127,5 +130,5 @@ async fn an_idle_stream_weighs_less_than_a_kilobyte() {
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
 const N_STREAMS: usize = 1000;
-/// Of our own; HTTP/2 and the task of a stream come on top.
-const LIMIT: usize = 1000;
+/// Maximum bytes per stream, without HTTP/2 and the task of the stream.
+const MAX_BYTES_PER_STREAM: usize = 1000;

@@ -216,7 +216,7 @@ pub const ALL: &[Cause] = &[
         "bad-response",
         Responsible::Server,
         "502, UNAVAILABLE",
-        "The response violates HTTP, has a head of more than 64 KiB in HTTP/1 (`its head is too long`), or ended before its declared length.",
+        "The response violates HTTP, has a head of more than 64 KiB in HTTP/1 (`the response head is too long`), or ended before its declared length.",
         "`l5d-proxy-error` names the violation. Request the server without a mesh (`curl --raw`) and compare.",
     ),
     cause(

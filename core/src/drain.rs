@@ -61,7 +61,7 @@ impl Signal {
 }
 
 impl Watch {
-    /// Waits for the signal; returns at once if it was sent before.
+    /// Waits for the signal; returns immediately if it was sent before.
     pub async fn signaled(&self) {
         // `wait_for` fails only if the sender is dropped, and `self` keeps the sender alive.
         let _ = self.shared.signaled.subscribe().wait_for(|signaled| *signaled).await;

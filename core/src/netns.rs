@@ -99,7 +99,7 @@ pub enum NetnsError {
         user: String,
     },
     #[error(
-        "starting {program:?} again in a user namespace of its own; the kernel may forbid them (user.max_user_namespaces)"
+        "starting {program:?} again in a new user namespace; the kernel may forbid them (user.max_user_namespaces)"
     )]
     UserNamespace {
         program: PathBuf,
@@ -416,7 +416,7 @@ fn forward_signals(mut child: process::Child, signals: &SigSet) -> io::Result<()
         let Some(info) = arrived.read_signal()? else { continue };
         let signal = Signal::try_from(info.ssi_signo.cast_signed())?;
         // The kernel sends a signal of the terminal (Ctrl-C) to the child too. The child treats a second one as a request
-        // to exit at once.
+        // to exit immediately.
         if signal != Signal::SIGCHLD && info.ssi_code != SI_KERNEL {
             kill(pid, signal)?;
         }

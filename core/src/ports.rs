@@ -116,7 +116,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_set_contains_exactly_what_was_put_in(ranges in prop::collection::vec((1u16.., 0u16..9), 0..20), probe: u16) {
+        fn a_set_contains_exactly_the_inserted_ports(ranges in prop::collection::vec((1u16.., 0u16..9), 0..20), probe: u16) {
             let mut set = PortSet::default();
             for (first, n) in &ranges {
                 set.insert_range(*first..=first.saturating_add(*n));

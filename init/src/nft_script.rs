@@ -81,13 +81,13 @@ fn condition(test: &Match, family: Option<Family>) -> String {
         Match::OverLoopback => "oifname \"lo\"".to_owned(),
         Match::FromLoopback => "iifname \"lo\"".to_owned(),
         Match::FromNonLocal => "fib saddr type != local".to_owned(),
-        Match::Marked(mark, way) => {
-            let way = if *way == Direction::Original {
+        Match::Marked(mark, direction) => {
+            let direction = if *direction == Direction::Original {
                 "original"
             } else {
                 "reply"
             };
-            format!("ct mark {mark:#x} ct direction {way}")
+            format!("ct mark {mark:#x} ct direction {direction}")
         }
         Match::Ports { set, .. } => format!("tcp dport @{set}"),
         Match::Nets { set, side, .. } => {

@@ -264,7 +264,7 @@ fn verify(options: &Options, report: &mut Report) -> Outcome {
     let mut end = Outcome::Done;
     for (family, verdict) in verify::families(options) {
         let family = family.name();
-        let said = match verdict {
+        let outcome = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
                 report.warn(format!("redirection of {family} is not proven: {reason}"));
@@ -276,7 +276,7 @@ fn verify(options: &Options, report: &mut Report) -> Outcome {
                 format!("not redirected: {how}")
             }
         };
-        report.verified.insert(family, said);
+        report.verified.insert(family, outcome);
     }
     report.record_duration("verify", started.elapsed());
     end

@@ -80,8 +80,8 @@ pub async fn run(trial: ValidateConfig) -> Result<(), ValidateError> {
     let token: String = std::iter::repeat_with(fastrand::alphanumeric).take(TOKEN_LEN).collect();
     tokio::select! {
         never = serve(&listener, &token) => match never {},
-        asked = time::timeout(trial.timeout, check_answer(trial.connect, &token)) => {
-            asked.unwrap_or(Err(ValidateError::Timeout(trial.timeout)))
+        result = time::timeout(trial.timeout, check_answer(trial.connect, &token)) => {
+            result.unwrap_or(Err(ValidateError::Timeout(trial.timeout)))
         }
         _ = interrupted.recv() => Err(ValidateError::Signal("SIGINT")),
         _ = terminated.recv() => Err(ValidateError::Signal("SIGTERM")),
@@ -152,7 +152,7 @@ mod tests {
         let token = "a".repeat(TOKEN_LEN);
         tokio::select! {
             never = serve(&listener, &token) => match never {},
-            asked = check_answer(addr, &token) => asked.unwrap(),
+            result = check_answer(addr, &token) => result.unwrap(),
         }
     }
 }

@@ -389,7 +389,7 @@ mod tests {
     }
 
     /// Replays all saved inputs of a target.
-    fn replay(target: &str, holds: fn(&[u8])) {
+    fn replay(target: &str, check: fn(&[u8])) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../fuzz/corpus")
             .join(target);
@@ -397,7 +397,7 @@ mod tests {
         for file in fs::read_dir(&dir).unwrap() {
             let path = file.unwrap().path();
             println!("{}", path.display());
-            holds(&fs::read(path).unwrap());
+            check(&fs::read(path).unwrap());
             n += 1;
         }
         assert!(n > 0, "{} is empty", dir.display());

@@ -1,7 +1,7 @@
-//! The proxy as it is started: what stops it, and how it says so.
+//! Failed starts of the proxy: exit codes and error messages.
 
 #![allow(clippy::too_many_lines)]
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::net::TcpListener;
 use std::process::{Command, Output};
@@ -16,27 +16,27 @@ fn start(variables: &[(&str, &str)]) -> Output {
 }
 
 #[test]
-fn a_wrong_configuration_is_told_as_a_whole_and_exits_with_64() {
+fn an_invalid_configuration_reports_all_errors_and_exits_with_64() {
     let output = start(&[("CORES", "none")]);
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(64), "{said}");
-    for told in [
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(64), "{stderr}");
+    for expected in [
         "LINKERD2_PROXY_CORES=\"none\": expected a number",
         "LINKERD2_PROXY_POLICY_WORKLOAD: it is required",
         "LINKERD2_PROXY_IDENTITY_LOCAL_NAME: it is required",
     ] {
-        assert!(said.contains(told), "{told} is not in {said}");
+        assert!(stderr.contains(expected), "{expected} is not in {stderr}");
     }
 }
 
 #[test]
-fn an_address_that_is_taken_exits_with_1() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let taken = taken.local_addr().unwrap().to_string();
+fn an_address_in_use_exits_with_1() {
+    let used_addr = TcpListener::bind("127.0.0.1:0").unwrap();
+    let used_addr = used_addr.local_addr().unwrap().to_string();
     let output = start(&[
         ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:0"),
         ("INBOUND_LISTEN_ADDR", "127.0.0.1:0"),
-        ("ADMIN_LISTEN_ADDR", &taken),
+        ("ADMIN_LISTEN_ADDR", &used_addr),
         ("DESTINATION_SVC_ADDR", "127.0.0.1:1"),
         ("POLICY_SVC_ADDR", "127.0.0.1:1"),
         ("IDENTITY_SVC_ADDR", "127.0.0.1:1"),
@@ -45,7 +45,10 @@ fn an_address_that_is_taken_exits_with_1() {
         ("IDENTITY_TOKEN_FILE", "/nowhere"),
         ("IDENTITY_LOCAL_NAME", "web.shop.test"),
     ]);
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains(&format!("listening on {taken} (admin)")), "{said}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(
+        stderr.contains(&format!("listening on {used_addr} (admin)")),
+        "{stderr}"
+    );
 }

@@ -1,7 +1,7 @@
-//! `linkerd-await` as hooks and jobs call it, with an admin server that plays a proxy.
+//! `linkerd-await` as hooks and jobs call it, with an admin server in place of a proxy.
 
 #![allow(clippy::too_many_lines)]
-#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
@@ -9,11 +9,11 @@ use std::process::{Command, Output};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-/// Answers requests with these statuses, the last one again and again, and tells each request line.
+/// Responds to requests with these statuses, repeating the last one, and sends each request line to the receiver.
 fn admin(statuses: &'static [u16]) -> (u16, Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let (tell, told) = channel();
+    let (sender, request_lines) = channel();
     thread::spawn(move || {
         let mut statuses = statuses.iter().copied().peekable();
         for stream in listener.incoming() {
@@ -25,12 +25,12 @@ fn admin(statuses: &'static [u16]) -> (u16, Receiver<String>) {
                 statuses.next();
             }
             let _ = write!(&stream, "HTTP/1.1 {status} -\r\ncontent-length: 0\r\n\r\n");
-            if tell.send(line.trim().to_owned()).is_err() {
+            if sender.send(line.trim().to_owned()).is_err() {
                 return;
             }
         }
     });
-    (port, told)
+    (port, request_lines)
 }
 
 fn run(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
@@ -48,8 +48,8 @@ fn run(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
 }
 
 #[test]
-fn the_program_runs_once_the_proxy_is_ready_and_its_exit_code_is_kept() {
-    let (port, asked) = admin(&[503, 503, 200]);
+fn the_program_runs_after_the_proxy_is_ready_and_its_exit_code_is_returned() {
+    let (port, request_lines) = admin(&[503, 503, 200]);
     let output = run(
         port,
         &["--timeout=2m", "--", "sh", "-c", "echo $0 ran; exit 3", "it"],
@@ -59,19 +59,19 @@ fn the_program_runs_once_the_proxy_is_ready_and_its_exit_code_is_kept() {
         (output.status.code(), output.stdout.as_slice()),
         (Some(3), b"it ran\n".as_slice())
     );
-    assert_eq!(asked.try_iter().collect::<Vec<_>>(), ["GET /ready HTTP/1.1"; 3]);
+    assert_eq!(request_lines.try_iter().collect::<Vec<_>>(), ["GET /ready HTTP/1.1"; 3]);
 }
 
 #[test]
-fn without_a_program_it_only_waits_as_a_post_start_hook_does() {
-    let (port, _asked) = admin(&[200]);
+fn without_a_program_it_only_waits() {
+    let (port, _request_lines) = admin(&[200]);
     let output = run(port, &["--timeout=2m"], None);
     assert!(output.status.success(), "{output:?}");
 }
 
 #[test]
-fn when_the_time_is_over_it_fails_or_goes_on_as_told() {
-    let (port, _asked) = admin(&[503]);
+fn a_timeout_fails_unless_timeout_fatal_is_false() {
+    let (port, _request_lines) = admin(&[503]);
     let program = ["--timeout=50ms", "--", "echo", "ran"];
     let output = run(port, &program, None);
     assert_eq!(
@@ -86,20 +86,20 @@ fn when_the_time_is_over_it_fails_or_goes_on_as_told() {
 }
 
 #[test]
-fn with_shutdown_the_proxy_is_asked_to_end_after_the_program() {
-    let (port, asked) = admin(&[200]);
+fn with_shutdown_the_proxy_is_shut_down_after_the_program() {
+    let (port, request_lines) = admin(&[200]);
     let output = run(port, &["--shutdown", "--", "sh", "-c", "exit 4"], None);
     assert_eq!(output.status.code(), Some(4));
     assert_eq!(
-        asked.try_iter().collect::<Vec<_>>(),
+        request_lines.try_iter().collect::<Vec<_>>(),
         ["GET /ready HTTP/1.1", "POST /shutdown HTTP/1.1"]
     );
 }
 
 #[test]
-fn where_it_is_disabled_nobody_is_asked() {
-    let (port, asked) = admin(&[503]);
+fn no_request_is_sent_if_it_is_disabled() {
+    let (port, request_lines) = admin(&[503]);
     let output = run(port, &["--shutdown", "--", "echo", "ran"], Some("no proxy here"));
     assert_eq!(output.stdout, b"ran\n");
-    assert!(asked.try_recv().is_err());
+    assert!(request_lines.try_recv().is_err());
 }

@@ -31,7 +31,7 @@ impl Drop for App {
 }
 
 impl App {
-    /// Stops the application at once and waits until its port is free.
+    /// Stops the application immediately and waits until its port is free.
     pub async fn kill(mut self) {
         self.0.abort();
         let ended = (&mut self.0).await;

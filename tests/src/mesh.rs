@@ -629,7 +629,7 @@ impl Mesh {
         let control = thread::scope(|scope| scope.spawn(|| ControlPlane::start(&self.files, &self.flags)).join());
         let control = control
             .expect("starting does not panic")
-            .expect("it has started with these files before");
+            .expect("the same files were valid at the first start");
         *self.control.lock() = Some(control);
     }
 }

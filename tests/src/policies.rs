@@ -47,7 +47,7 @@ impl FakePolicyService {
             streams_per_client: serving::MAX_STREAMS_PER_CLIENT,
         };
         let server = serving::Server::new(
-            Arc::new(MeshCredentials::new("nobody".into(), ClientCertificates::Required)),
+            Arc::new(MeshCredentials::new("unused".into(), ClientCertificates::Required)),
             routes.add_service(OutboundPoliciesServer::new(policy_server)),
             GrpcMetrics::new(&registry),
             limits,

@@ -53,12 +53,12 @@ impl App {
                 state.requests.clear();
             }
 
-            let mut tries = 0;
+            let mut attempts = 0;
             let answer = loop {
-                tries += 1;
+                attempts += 1;
                 match run_client(dial().await, case).await {
                     // The proxy may not be ready yet, or it may reuse an upstream connection that the previous case has closed.
-                    None if tries < MAX_ATTEMPTS => tokio::time::sleep(WRITE_INTERVAL).await,
+                    None if attempts < MAX_ATTEMPTS => tokio::time::sleep(WRITE_INTERVAL).await,
                     answer => break answer.unwrap_or_default(),
                 }
             };
@@ -92,7 +92,7 @@ struct ClientObservation {
 /// Sends the bytes of a case and returns the responses: the expected number of them, or all until the connection ends. Returns
 /// `None` if the warm-up request fails.
 async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservation> {
-    let n_wanted = match case.expected {
+    let n_expected = match case.expected {
         Expected::Requests(requests) => requests.len(),
         Expected::Response(_) | Expected::BadGateway(_) => 1,
         // These cases wait for the end of the connection.
@@ -117,7 +117,7 @@ async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservat
                 tokio::time::sleep(WRITE_INTERVAL).await;
             }
         }
-        while n_final_responses(&read_all(&bytes, case, StreamEnd::Unknown).0) < n_wanted {
+        while n_final_responses(&read_all(&bytes, case, StreamEnd::Unknown).0) < n_expected {
             if stream.read_buf(&mut bytes).await? == 0 {
                 return Ok(StreamEnd::Eof);
             }

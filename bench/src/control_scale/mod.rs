@@ -150,7 +150,7 @@ async fn run_changes(args: &Args, cluster: &Cluster, streams: &Streams) -> anyho
 fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     let write = |name: &str, text: &str| {
         let path = dir.join(name);
-        std::fs::create_dir_all(path.parent().expect("it is in a directory")).context("making a directory")?;
+        std::fs::create_dir_all(path.parent().expect("the path has a directory")).context("making a directory")?;
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
     };
     let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 /// Hands out requests to the workers of a run.
 ///
-/// Open loop: request `n` is due `n / rate` seconds after the start, independent of earlier requests. A late worker sends at once,
-/// and the latency counts from the due time, so the delay of a stalled server is part of every affected request.
+/// Open loop: request `n` is due `n / rate` seconds after the start, independent of earlier requests. A late worker sends
+/// immediately, and the latency counts from the due time, so the delay of a stalled server is part of every affected request.
 /// Closed loop: a request is due as soon as a worker is free.
 #[derive(Debug)]
 pub(super) struct Schedule {

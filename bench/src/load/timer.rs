@@ -26,7 +26,7 @@ impl Timer {
         }?))
     }
 
-    /// Waits until `at`. Returns at once if it has passed.
+    /// Waits until `at`. Returns immediately if it has passed.
     pub(super) async fn until(&self, at: Instant) -> io::Result<()> {
         let left = at.saturating_duration_since(Instant::now());
         // A value of zero would disarm the timer.

@@ -50,7 +50,7 @@ pub(super) fn dump(mut control: Command, pid: u32, out: &Path, number: u32) -> a
     let path = PathBuf::from(format!("{}.{number}", out.display()));
     let text = std::fs::read_to_string(&path).with_context(|| {
         format!(
-            "reading {}; callgrind_control said {:?}",
+            "reading {}; callgrind_control printed {:?}",
             path.display(),
             String::from_utf8_lossy(&output.stdout)
         )

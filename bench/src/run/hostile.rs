@@ -192,7 +192,7 @@ async fn hold_connection(mut stream: TcpStream, adds: bool) {
     std::future::pending().await
 }
 
-/// Opens streams and resets them at once.
+/// Opens streams and resets them immediately.
 async fn resets(addr: SocketAddr, counters: &AttackCounters) {
     let mut pace = interval(Duration::from_millis(1));
     while counters.is_running() {
@@ -246,7 +246,7 @@ async fn names(addr: SocketAddr, counters: &AttackCounters) {
     let mut answer = Vec::new();
     let mut pace = interval(Duration::from_millis(10));
     while counters.is_running() {
-        let asking = async {
+        let attack = async {
             let mut stream = TcpStream::connect(addr).await?;
             stream.set_nodelay(true)?;
             while counters.is_running() {
@@ -268,7 +268,7 @@ async fn names(addr: SocketAddr, counters: &AttackCounters) {
             }
             Ok(())
         };
-        let _ = timeout(ATTACK_DURATION, asking).await; // the loop opens a new connection
+        let _ = timeout(ATTACK_DURATION, attack).await; // the loop opens a new connection
     }
 }
 

@@ -130,11 +130,11 @@ impl ConnectionHandler {
             .headers()
             .get(SEC_WEBSOCKET_KEY)
             .map(|key| derive_accept_key(key.as_bytes()));
-        let asked = req
+        let is_upgrade = req
             .headers()
             .get(UPGRADE)
             .is_some_and(|v| v.as_bytes().eq_ignore_ascii_case(b"websocket"));
-        let (Some(accept), true, &Method::GET) = (key, asked, req.method()) else {
+        let (Some(accept), true, &Method::GET) = (key, is_upgrade, req.method()) else {
             let mut rsp = text(
                 StatusCode::UPGRADE_REQUIRED,
                 "/ws speaks WebSocket: GET with upgrade: websocket\n".into(),

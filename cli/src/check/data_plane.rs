@@ -108,12 +108,12 @@ fn full_name(pod: &Pod) -> String {
 fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed(snapshot)?;
     if pods.is_empty() {
-        let place = match &snapshot.scope.namespace {
+        let scope = match &snapshot.scope.namespace {
             Some(namespace) => format!("namespace {namespace}"),
             None => "any namespace".to_owned(),
         };
         return Err(error(
-            format!("there is no proxy in {place}"),
+            format!("there is no proxy in {scope}"),
             "kubectl annotate namespace NAMESPACE linkerd.io/inject=enabled, and then kubectl rollout restart its workloads",
         ));
     }

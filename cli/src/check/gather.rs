@@ -72,8 +72,8 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
     match (snapshot.scope.mode, snapshot.scope.namespace.clone()) {
         (Mode::Proxy, None) => snapshot.pods = list_all(cluster, "pods", Api::all(client.clone())).await,
         (mode, namespace) => {
-            let asked = namespace.filter(|_| mode == Mode::Proxy);
-            let namespaces: BTreeSet<String> = [home.clone(), cni].into_iter().chain(asked).collect();
+            let selected = namespace.filter(|_| mode == Mode::Proxy);
+            let namespaces: BTreeSet<String> = [home.clone(), cni].into_iter().chain(selected).collect();
             for namespace in namespaces {
                 let listed = list_namespaced(cluster, "pods", &namespace).await;
                 replace_pods(&mut snapshot.pods, &namespace, listed);
@@ -119,7 +119,7 @@ async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
     let request = Request::get("/version")
         .body(kube::client::Body::empty())
         .map_err(|error| error.to_string())?;
-    let asking = async {
+    let exchange = async {
         let answer = cluster.client.send(request).await.map_err(|error| reason(&error))?;
         let date = answer
             .headers()
@@ -139,7 +139,7 @@ async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
             serde_json::from_slice(&body).map_err(|error| format!("the API server's version is not JSON: {error}"))?;
         Ok((info["gitVersion"].as_str().unwrap_or_default().to_owned(), date))
     };
-    tokio::time::timeout(REQUEST_TIMEOUT, asking)
+    tokio::time::timeout(REQUEST_TIMEOUT, exchange)
         .await
         .map_err(|_elapsed| format!("the API server did not answer within {REQUEST_TIMEOUT:?}"))?
 }
@@ -220,7 +220,7 @@ async fn list_all<K: Clone + DeserializeOwned + Debug>(
 
 async fn check_access(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
     let api: Api<SelfSubjectAccessReview> = Api::all(cluster.client.clone());
-    let asking = platform::accesses().into_iter().map(|access| {
+    let reviews = platform::accesses().into_iter().map(|access| {
         let api = api.clone();
         let namespace = match access.scope {
             AccessScope::Cluster => None,
@@ -245,7 +245,7 @@ async fn check_access(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String
             (access, allowed.map_err(|error| reason(&error)))
         }
     });
-    stream::iter(asking)
+    stream::iter(reviews)
         .buffer_unordered(MAX_CONCURRENT_REQUESTS)
         .collect()
         .await
@@ -261,7 +261,7 @@ fn find_running_pod<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a P
 
 /// Reads the certificate of a running pod of each webhook. If none runs, the checks use the Secret.
 async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
-    let asking = WEBHOOKS.iter().filter_map(|webhook| {
+    let handshakes = WEBHOOKS.iter().filter_map(|webhook| {
         let pod = find_running_pod(snapshot, webhook.component)?.name_any();
         let name = format!("{}.{}.svc", webhook.service, cluster.control_plane);
         Some(async move {
@@ -272,8 +272,8 @@ async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMa
             (webhook.service.to_owned(), leaf)
         })
     });
-    let asking: Vec<_> = asking.collect();
-    stream::iter(asking)
+    let handshakes: Vec<_> = handshakes.collect();
+    stream::iter(handshakes)
         .buffer_unordered(MAX_CONCURRENT_REQUESTS)
         .collect()
         .await
@@ -290,7 +290,7 @@ async fn proxy_certificates(
         .as_ref()
         .map(identity::trust_domain)
         .unwrap_or_default();
-    let asking: Vec<_> = pods
+    let requests: Vec<_> = pods
         .into_iter()
         .filter(|pod| pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Running"))
         .map(|pod| {
@@ -302,7 +302,7 @@ async fn proxy_certificates(
             }
         })
         .collect();
-    stream::iter(asking)
+    stream::iter(requests)
         .buffer_unordered(MAX_CONCURRENT_REQUESTS)
         .collect()
         .await
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pods_of_one_namespace_replace_those_that_were_listed_before() {
+    fn a_refresh_replaces_the_pods_of_its_namespace() {
         let pod = |namespace: &str, name: &str| -> Pod {
             serde_json::from_value(serde_json::json!({ "metadata": { "namespace": namespace, "name": name } })).unwrap()
         };
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn the_date_of_an_http_answer_is_read() {
+    fn the_date_header_of_a_response_is_parsed() {
         assert_eq!(http_date("Sat, 21 Nov 2026 12:00:00 GMT"), Some(1_795_262_400));
         assert_eq!(http_date("yesterday"), None);
     }

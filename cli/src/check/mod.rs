@@ -113,14 +113,14 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let deadline = Instant::now() + args.wait;
     let mut snapshot = Box::pin(gather::snapshot(cluster, scope)).await;
     let mut reports = Vec::new();
-    let mut told = None;
+    let mut last_message = None;
     for category in categories(&snapshot) {
         let (report, weight) = loop {
             let (report, waiting, weight) = run_category(&category, &snapshot);
             let Some(what) = waiting.filter(|_| Instant::now() < deadline) else {
                 break (report, weight);
             };
-            if told.replace(what) != Some(what) {
+            if last_message.replace(what) != Some(what) {
                 eprintln!("waiting for: {what}");
             }
             sleep(REFRESH_INTERVAL).await;

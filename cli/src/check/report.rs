@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_says_what_is_wrong_and_how_to_mend_it() {
+    fn a_table_shows_each_problem_and_its_fix() {
         let text: String = report().iter().map(CategoryReport::table).collect();
         let expected = "\
 kubernetes-api
@@ -172,7 +172,7 @@ linkerd-crd
     }
 
     #[test]
-    fn a_short_report_leaves_out_what_is_well() {
+    fn a_short_report_omits_passed_checks() {
         let text: String = report().iter().map(CategoryReport::short).collect();
         assert!(text.starts_with("linkerd-crd\n") && !text.contains("√"), "{text}");
         // A report with only warnings is a success.

@@ -201,7 +201,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
     if !matches!(issuer.signature, Signature::EcdsaSha256 | Signature::RsaSha256) {
         return Err(error(
             format!(
-                "the issuer {} has to be signed by ECDSA or RSA with SHA-256, but is signed by {:?}",
+                "the issuer {} must be signed by ECDSA or RSA with SHA-256, but is signed by {:?}",
                 issuer.name, issuer.signature
             ),
             rotation(snapshot, Owner::Issuer),
@@ -458,7 +458,7 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
             why.map_or("the API server has not checked it yet", String::as_str)
         ),
         format!(
-            "kubectl rollout restart deployment linkerd-destination -n {}; or do without: {} --set telemetry.enabled=false \
+            "kubectl rollout restart deployment linkerd-destination -n {}; or disable it: {} --set telemetry.enabled=false \
              | kubectl apply -f -, and kubectl delete apiservice {API_SERVICE}",
             snapshot.scope.control_plane,
             snapshot.scope.tulle_command("upgrade"),

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn each_line_that_is_off_is_named() {
+    fn each_failed_check_is_named() {
         let spoiled = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
             let (topology, edges, mut rows) = good();
             spoil(&mut rows);

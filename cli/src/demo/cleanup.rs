@@ -46,11 +46,11 @@ impl Drop for CleanupProcess {
 
 /// Runs `tulle demo cleanup`.
 pub(super) fn main(demo: u32) -> anyhow::Result<()> {
-    let mut said = Vec::new();
+    let mut message = Vec::new();
     std::io::stdin()
-        .read_to_end(&mut said)
+        .read_to_end(&mut message)
         .context("waiting for the demo's end")?;
-    if said == SHUTDOWN_MESSAGE {
+    if message == SHUTDOWN_MESSAGE {
         return Ok(());
     }
     let proc = format!("/proc/{demo}");

@@ -39,7 +39,7 @@ impl Demo {
         {
             anyhow::bail!("{} is broken already", broken.target.name());
         }
-        let (said, repair_at) = match &what {
+        let (description, repair_at) = match &what {
             Target::ControlPlane => {
                 self.mesh.control.process.kill().await;
                 (
@@ -73,7 +73,7 @@ impl Demo {
             repair_at,
             failed_before: self.failed(),
         });
-        Ok(said)
+        Ok(description)
     }
 
     /// Selects the replica to stop: a fast one, because it serves most of the traffic.

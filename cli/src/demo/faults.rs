@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_asks_for_nonsense_is_told_and_the_next_is_heard() {
+    async fn an_invalid_command_gets_an_error_and_the_next_is_executed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let listener = Listener::bind(&path).unwrap();

@@ -121,7 +121,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn lines_that_are_no_reports_are_told() {
+    fn lines_that_are_not_reports_are_rejected() {
         let mut reports = Reports::default();
         assert!(!reports.take("listening"));
         assert!(!reports.take("{}"));

@@ -214,7 +214,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn refusals_say_who_was_refused_and_by_what() {
+    fn refusals_name_the_client_and_the_policy() {
         let edges = edges(&topology());
         let row = live(&edges[5], &reports(), &scrapes());
         let expected = "no identity (no_tls_from_remote), by Server web-http".to_owned();

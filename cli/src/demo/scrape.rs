@@ -74,7 +74,7 @@ impl Scraper {
 
     async fn connect(&self) -> anyhow::Result<SendRequest<Empty<Bytes>>> {
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, self.port));
-        // A socket belongs to the namespace in which it is created. Loopback answers at once, so blocking here is short.
+        // A socket belongs to the namespace in which it is created. Loopback answers immediately, so blocking here is short.
         let stream = self.host.run(|| TcpStream::connect_timeout(&addr, SCRAPE_TIMEOUT))??;
         stream.set_nonblocking(true)?;
         let stream = tokio::net::TcpStream::from_std(stream)?;

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_line_up_and_say_what_the_rows_hold() {
+    fn columns_are_aligned_and_show_the_rows() {
         let mut rows = rows();
         rows[1].success_rate = Some(0.0);
         rows[1].latency_ms = None;

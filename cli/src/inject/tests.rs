@@ -67,7 +67,7 @@ fn every_workload_is_annotated_where_it_describes_its_pods() {
 }
 
 #[test]
-fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
+fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
     for (api_version, kind, pointer) in KINDS {
         let before = workload(api_version, kind, pointer);
         let mut object = before.clone();
@@ -111,7 +111,7 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
 }
 
 #[test]
-fn what_gets_no_sidecar_is_not_touched_and_says_why() {
+fn objects_without_a_sidecar_are_unchanged_and_reported_with_the_reason() {
     let pod = |rest: &str| {
         object(&format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: a, annotations: {{{rest}}}}}, spec: {{containers: []}}}}"
@@ -197,7 +197,7 @@ struct Line {
 }
 
 #[test]
-fn the_inbound_mode_reaches_both_halves_of_a_manifest_and_one_that_is_none_is_refused() {
+fn the_inbound_mode_applies_to_annotations_and_containers_and_an_unknown_one_is_refused() {
     let flags = |mode: &str| Line::parse_from(["inject", "--inbound-mode", mode]).proxy.annotations();
     let mut injection = injection(true);
     injection.annotations = flags("tproxy").unwrap();
@@ -252,7 +252,7 @@ spec:
 ";
 
 #[test]
-fn new_flags_and_versions_reach_manifests_that_are_injected_already() {
+fn new_flags_and_versions_apply_to_injected_manifests() {
     let original = object(DEPLOYMENT);
     let mut old = original.clone();
     injection(true).apply(&mut old).unwrap();
@@ -285,7 +285,7 @@ fn new_flags_and_versions_reach_manifests_that_are_injected_already() {
 }
 
 #[test]
-fn what_cannot_be_injected_ends_the_command_with_the_reason() {
+fn a_failed_injection_ends_the_command_with_the_reason() {
     for (yaml, reason) in [
         (
             "{apiVersion: v1, kind: Pod, spec: {hostNetwork: true, containers: [{name: a}]}}",
@@ -315,7 +315,7 @@ fn what_cannot_be_injected_ends_the_command_with_the_reason() {
 }
 
 #[test]
-fn parts_of_manifests_get_annotations_and_no_containers() {
+fn partial_manifests_get_annotations_only() {
     for template in [
         "{metadata: {labels: {a: b}}}",
         "{spec: null}",
@@ -345,7 +345,7 @@ fn parts_of_manifests_get_annotations_and_no_containers() {
 }
 
 #[test]
-fn a_registry_is_that_of_all_images() {
+fn a_registry_applies_to_all_images() {
     let flags = |line: &[&str]| {
         let line = Line::parse_from([&["inject"], line].concat());
         let annotations = line.proxy.annotations().unwrap();
@@ -381,7 +381,7 @@ struct ClusterLine {
 }
 
 #[test]
-fn a_proxy_without_trust_anchors_is_not_made() {
+fn injection_without_trust_anchors_is_refused() {
     let manifest = tempfile::NamedTempFile::new().unwrap();
     let input = manifest.path().to_owned();
     let cluster = ClusterLine::parse_from(["inject"]).cluster;
@@ -406,7 +406,7 @@ fn a_proxy_without_trust_anchors_is_not_made() {
 }
 
 #[test]
-fn a_template_that_is_none_is_refused_with_its_place() {
+fn an_invalid_template_is_refused_with_its_location() {
     let mut pod = object("{apiVersion: v1, kind: Pod, spec: {containers: 5}}");
     assert!(injection(false).apply(&mut pod).is_err());
 }

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_are_cut_at_their_separators_only() {
+    fn documents_are_split_at_their_separators_only() {
         assert_eq!(
             texts("a: 1\n---\nb: |\n  ---\n  x\n---\n---\n# c\n"),
             ["a: 1\n", "b: |\n  ---\n  x\n", "# c\n"]
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn file_modes_are_octal_and_other_texts_stay_what_they_are() {
+    fn file_modes_are_octal_and_other_texts_are_unchanged() {
         let yaml = "volumes: [{secret: {defaultMode: 0644, items: [{mode: 0400}]}}]\nid: '0644'\nmode: '9'\n";
         let value = documents(yaml).unwrap().remove(0).value;
         assert_eq!(
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_well() {
+    fn written_yaml_is_readable() {
         let value = json!({
             "args": ["-c", "on", "x y"], "empty": {}, "none": [], "port": 80, "nested": [[1, 2], {"a": null, "b": "yes"}],
             "pem": "BEGIN\nEND\n", "linkerd.io/inject": "enabled",
@@ -263,7 +263,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(value in any_value()) {
+        fn written_yaml_is_parsed_to_the_same_value(value in any_value()) {
             let text = to_yaml(&value);
             let read: serde_yaml_ng::Value = serde_yaml_ng::from_str(&text).unwrap();
             prop_assert_eq!(serde_json::to_value(read).unwrap(), value, "{}", text);

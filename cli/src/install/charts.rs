@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_charts_are_inside() {
+    fn both_charts_are_embedded() {
         for name in [
             "tulle-crds/Chart.yaml",
             "tulle-crds/values.yaml",
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_documents_are_left_out() {
+    fn empty_documents_are_omitted() {
         let read = documents("# Source: a\n---\na: 1\n---\n# nothing\n---\nb: 2\n").unwrap();
         assert_eq!(read, [serde_json::json!({ "a": 1 }), serde_json::json!({ "b": 2 })]);
     }

@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_installed_is_read_from_manifests() {
+    fn the_existing_installation_is_read_from_manifests() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("all.yaml");
         let yaml = "\

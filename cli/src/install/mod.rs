@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_are_made_where_none_are_given_and_kept_where_they_are() {
+    fn missing_credentials_are_created_and_existing_ones_are_kept() {
         let made = with_credentials(json!({ "identityTrustDomain": "t.example" })).unwrap();
         assert!(chains_to(
             &issuer(&made).unwrap().unwrap(),
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_set_of_credentials_and_one_that_does_not_fit_are_refused() {
+    fn incomplete_and_mismatched_credentials_are_refused() {
         let (anchor, issuer) = credentials();
         let half = json!({ "identityTrustAnchorsPEM": anchor.certificate });
         assert!(

@@ -130,9 +130,9 @@ async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> 
     let home = &cluster.control_plane;
     let labelled = ListParams::default().labels(&format!("linkerd.io/control-plane-ns={home}"));
     let mut objects = Vec::new();
-    for (place, group, version, kind) in KINDS {
+    for (scope, group, version, kind) in KINDS {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
-        let api: Api<DynamicObject> = match place {
+        let api: Api<DynamicObject> = match scope {
             ObjectScope::AllNamespaces => Api::all_with(cluster.client.clone(), &resource),
             ObjectScope::ControlPlaneNamespace => Api::namespaced_with(cluster.client.clone(), home, &resource),
         };
@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn credentials_of_the_control_plane_are_no_leftovers() {
+    fn credentials_of_the_control_plane_are_not_pruned() {
         let object = |kind: &str, name: &str| json!({ "kind": kind, "metadata": { "name": name } });
         for (kind, name) in [
             ("Secret", "linkerd-proxy-injector-k8s-tls"),
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_that_the_charts_render_is_looked_for() {
+    fn removal_lists_every_kind_of_the_charts() {
         let charts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts");
         let mut rendered = BTreeSet::new();
         for chart in ["tulle-control-plane", "tulle-crds"] {

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_go_and_equal_names_stay_equal() {
+    fn names_are_replaced_consistently() {
         let page = "\
 # HELP request_total {pod=\"x\"}
 request_total{direction=\"outbound\",dst_pod=\"web-1\",authority=\"a\\\"},b\",status_code=\"200\"} 7
@@ -119,7 +119,7 @@ process_open_fds 9
     }
 
     #[test]
-    fn a_page_that_is_cut_off_does_no_harm() {
+    fn a_truncated_page_is_accepted() {
         for page in ["a{", "a{b=\"", "a{b=\"c\\", "a{b}", "a{b=\"ü"] {
             let _ = Obfuscation::new().apply(page);
         }

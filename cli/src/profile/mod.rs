@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_template_is_a_profile_and_stays_one_when_its_comments_go() {
+    fn the_template_is_a_valid_profile_with_and_without_its_comments() {
         let template = template("web.shop.svc.cluster.local", "shop");
         let object = decode(&template);
         assert_eq!(&*object.meta().name.name, "web.shop.svc.cluster.local");
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_what_the_control_plane_reads() {
+    fn the_control_plane_can_read_the_written_profile() {
         let profile = Profile {
             api_version: "linkerd.io/v1alpha2",
             kind: "ServiceProfile",

@@ -142,13 +142,13 @@ paths:
     }
 
     #[test]
-    fn version_3_has_its_base_in_servers() {
+    fn version_3_takes_the_base_path_from_servers() {
         let json = r#"{ "openapi": "3.0.0", "servers": [{ "url": "https://x.example/api/" }], "paths": { "/a": { "get": {} } } }"#;
         assert_eq!(routes(json).unwrap()[0].condition.path_regex, "/api/a");
     }
 
     #[test]
-    fn what_is_no_description_is_refused() {
+    fn invalid_descriptions_are_refused() {
         for text in [
             "",
             "paths: 3",

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_service_is_refused() {
+    fn a_file_without_a_service_is_refused() {
         for text in ["service {", "syntax = \"proto3\";", "hello"] {
             assert!(routes(text).is_err(), "{text}");
         }

@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_reads_as_people_know_it() {
+    fn a_row_has_the_format_of_linkerd() {
         let values = GoldenMetrics {
             success_rate: Some(0.98765),
             requests_per_second: 12.34,
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn namespaces_are_shown_where_there_are_several() {
+    fn namespaces_are_shown_if_there_are_several() {
         let table = |namespace: Option<&str>| {
             let lines = std::iter::once(vec!["web".to_owned()]);
             with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")

@@ -76,7 +76,7 @@ impl Workloads {
     /// Fails if the resource is not valid, or if there is no cluster to query.
     pub(crate) async fn query(&self, flags: &kubernetes::Flags) -> anyhow::Result<TelemetryQuery> {
         let (by, name) = selection(&self.resource)?;
-        let (place, default) = match &self.control {
+        let (endpoint, default) = match &self.control {
             Some(addr) => (TelemetryEndpoint::Local(addr.clone()), None),
             None => {
                 let cluster = flags.connect().await.context(
@@ -92,7 +92,7 @@ impl Workloads {
             _ => self.namespace.clone().or(default),
         };
         Ok(TelemetryQuery {
-            endpoint: place,
+            endpoint,
             namespace,
             kind: by,
             name,
@@ -150,12 +150,12 @@ impl TelemetryQuery {
         resource: &str,
         parameters: &[(&str, String)],
     ) -> anyhow::Result<T> {
-        let asking = async {
+        let response = async {
             let answer = self.open_stream(resource, parameters).await?;
             let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await;
             body.map_err(|err| anyhow!(err)).context("reading the response")
         };
-        let body = timeout(REQUEST_TIMEOUT, asking)
+        let body = timeout(REQUEST_TIMEOUT, response)
             .await
             .with_context(|| format!("no response within {REQUEST_TIMEOUT:?}"))??;
         serde_json::from_slice(&body.to_bytes()).context("the answer is not what this version of tulle expects")
@@ -198,13 +198,13 @@ impl TelemetryQuery {
         match status {
             StatusCode::FORBIDDEN => {
                 let verb = if resource == "taps" { "watch" } else { "list" };
-                let (kind, place) = match &self.namespace {
+                let (kind, scope) = match &self.namespace {
                     Some(namespace) => ("role", format!(" -n {namespace}")),
                     None => ("clusterrole", String::new()),
                 };
                 anyhow!(
                     "{message}\nRBAC grants this permission: kubectl create {kind} telemetry --verb={verb} \
-                     --resource={resource}.{GROUP}{place}, and a binding of it"
+                     --resource={resource}.{GROUP}{scope}, and a binding of it"
                 )
             }
             StatusCode::NOT_FOUND | StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY if on_cluster => anyhow!(
@@ -285,7 +285,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_question_is_a_path_of_the_api() {
+    fn a_query_becomes_an_api_path() {
         let path =
             |namespace, resource| telemetry_query(namespace, resource).path("edges", &[("window", "10".to_owned())]);
         let base = "/apis/telemetry.tulle.dev/v1alpha1";
@@ -301,7 +301,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_resource_is_refused() {
+    fn invalid_resources_are_refused() {
         for words in [&["deploy/web", "db"][..], &["cm/x"], &["deploy/"]] {
             let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
             assert!(selection(&words).is_err(), "{words:?}");
@@ -310,7 +310,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_to_do() {
+    fn a_refusal_contains_the_fix() {
         let refused = |status, body| {
             telemetry_query(Some("shop"), "deploy")
                 .response_error(status, "taps", body)

@@ -174,7 +174,7 @@ fn line(event: &TapEvent) -> String {
         _ => ("out", event.destination.metadata.get("tls")),
     };
     let tls = tls.map_or("", String::as_str);
-    let place = |kind: &str, id: Id| {
+    let prefix = |kind: &str, id: Id| {
         let (src, dst) = (addr(&event.source), addr(&event.destination));
         format!(
             "{kind} id={}:{} proxy={proxy} src={src} dst={dst} tls={tls}",
@@ -185,14 +185,14 @@ fn line(event: &TapEvent) -> String {
         let (method, authority, path) = (&init.method, &init.authority, &init.path);
         return format!(
             "{} :method={method} :authority={authority} :path={path}",
-            place("req", init.id)
+            prefix("req", init.id)
         );
     }
     if let Some(init) = &event.response_init_event {
         let latency = init.since_request_init.micros();
         let mut text = format!(
             "{} :status={} latency={latency}µs",
-            place("rsp", init.id),
+            prefix("rsp", init.id),
             init.http_status
         );
         if let Some(cause) = &init.cause {
@@ -203,7 +203,7 @@ fn line(event: &TapEvent) -> String {
     let Some(end) = &event.response_end_event else {
         return String::new();
     };
-    let mut text = place("end", end.id);
+    let mut text = prefix("end", end.id);
     if let Some(code) = end.grpc_status_code {
         let _ = write!(
             text,
@@ -337,21 +337,21 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn lines_read_as_those_of_linkerd_with_the_cause_at_the_end() {
+    fn lines_have_the_format_of_linkerd_with_the_cause_at_the_end() {
         let lines: Vec<_> = events("/", 503).iter().map(line).collect();
-        let place = "id=2:7 proxy=in  src=10.0.0.1:4321 dst=[::1]:80 tls=true";
+        let connection = "id=2:7 proxy=in  src=10.0.0.1:4321 dst=[::1]:80 tls=true";
         assert_eq!(
             lines,
             [
-                format!("req {place} :method=GET :authority=web :path=/"),
-                format!("rsp {place} :status=503 latency=1500µs cause=\"no-endpoints; direction=outbound\""),
-                format!("end {place} grpc-status=Ok duration=500µs response-length=12B"),
+                format!("req {connection} :method=GET :authority=web :path=/"),
+                format!("rsp {connection} :status=503 latency=1500µs cause=\"no-endpoints; direction=outbound\""),
+                format!("end {connection} grpc-status=Ok duration=500µs response-length=12B"),
             ]
         );
     }
 
     #[test]
-    fn headers_are_lines_below_their_event_that_no_terminal_obeys() {
+    fn headers_follow_their_event_without_terminal_escapes() {
         let [mut request, response, _] = events("/", 200);
         let header = |name: &str, value: &str| Header {
             name: name.to_owned(),

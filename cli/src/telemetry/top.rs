@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_that_are_alike_are_summed_up_the_most_frequent_first() {
+    fn similar_requests_are_aggregated_most_frequent_first() {
         let mut top = Top::default();
         for event in [events("/a", 200), events("/b", 200), events("/b", 503)]
             .iter()
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_without_a_beginning_are_left_out() {
+    fn ends_without_a_start_are_ignored() {
         let mut top = Top::default();
         let [_, response, ended] = events("/", 200);
         top.record(&response, false);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_without_an_end_make_room_for_new_ones() {
+    fn unfinished_requests_are_replaced_by_new_ones() {
         let mut open = PendingRequests::default();
         let id = |stream| ("INBOUND".to_owned(), Id { base: 0, stream });
         let key = |stream: u64| RequestKey {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_come_once_make_room_and_frequent_ones_stay() {
+    fn rare_paths_are_replaced_and_frequent_ones_are_kept() {
         let mut top = Top::default();
         for path in ["/often"; 3] {
             events(path, 200).iter().for_each(|event| top.record(event, true));

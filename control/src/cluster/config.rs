@@ -28,7 +28,7 @@ pub struct Config {
     pub endpoints_source: EndpointsSource,
     /// Whether IPv6 endpoints are served. Default no.
     pub ipv6: Ipv6,
-    /// Whether clients are told to use HTTP/2 to meshed endpoints. Default yes.
+    /// Whether clients are instructed to use HTTP/2 to meshed endpoints. Default yes.
     pub h2_upgrade: H2Upgrade,
     /// The ports for which clients send a transport header. Default opaque ports.
     pub transport: TransportMode,

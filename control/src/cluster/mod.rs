@@ -2,7 +2,7 @@
 //!
 //! One writer applies batches of events. A view that has subscribers and depends on a changed key is computed again, and its
 //! value is published if it differs. A view is a pure, synchronous function: it reads the store through a `Reader`, which
-//! records its dependencies. A subscription returns the current value at once; a slow subscriber skips to the latest one.
+//! records its dependencies. A subscription returns the current value immediately; a slow subscriber skips to the latest one.
 //! Encoded responses are cached with the value. Nothing here does I/O, reads the clock or uses protobuf.
 
 mod config;

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn exactly_the_proven_name_may_be_asked_for() {
+    fn a_request_must_contain_exactly_the_proven_name() {
         let key = KeyPair::generate().unwrap();
         let check = |common_name: Option<&str>, sans: &[SanType]| {
             let der = request(common_name, sans, &key);

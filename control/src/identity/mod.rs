@@ -1,7 +1,7 @@
 //! The identity service: authenticates workloads by their token and signs their certificates.
 //!
 //! A [`tokens::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
-//! anchors. Both directories are watched: valid files take effect at once, invalid ones are logged and ignored.
+//! anchors. Both directories are watched: valid files take effect immediately, invalid ones are logged and ignored.
 //! [`server`] handles requests; [`own_certificate`] renews the control plane's own certificates.
 
 mod authority;

@@ -43,7 +43,7 @@ pub struct RemoteIdentity {
     pub name: String,
     /// Path of the token, which is read for every request because tokens are rotated.
     pub token: PathBuf,
-    /// Path of a PEM bundle; a change renews the certificate at once.
+    /// Path of a PEM bundle; a change renews the certificate immediately.
     pub trust_anchors: PathBuf,
 }
 

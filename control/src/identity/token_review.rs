@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn garbage_costs_no_review_and_a_refused_token_costs_one() {
+    async fn garbage_needs_no_review_and_a_refused_token_needs_one() {
         let (reviews, reviewed) = start().await;
         for garbage in [&b"hello"[..], b"a.b.c", &[0xff; 9], &[b'a'; 100_000]] {
             let review = reviews.review(garbage, CLIENT).await.unwrap();

@@ -98,7 +98,7 @@ impl Audit {
         (audit, report)
     }
 
-    /// Audits at once, again after 15 seconds, and then every interval until the drain.
+    /// Audits immediately, again after 15 seconds, and then every interval until the drain.
     pub async fn run(self, drain: Watch) {
         tokio::select! {
             () = drain.signaled() => {}

@@ -268,7 +268,7 @@ impl SeriesKey {
     }
 }
 
-/// Retries transient errors. Returns all 4xx responses except 429 at once.
+/// Retries transient errors. Returns all 4xx responses except 429 immediately.
 async fn with_retries<T, F: Future<Output = Result<T, Error>>>(mut call: impl FnMut() -> F) -> Result<T, Error> {
     let mut delays = PUBLISH_BACKOFF.start();
     for _ in 1..MAX_ATTEMPTS {

@@ -103,7 +103,7 @@ where
     fn call(&mut self, mut req: Request<Body>) -> Self::Future {
         let stream = req.extensions_mut().remove::<StreamPermit>();
         let Some(method) = self.metrics.methods.get(req.uri().path()) else {
-            return Box::pin(self.inner.call(req)); // an unknown method: the inner service rejects it at once
+            return Box::pin(self.inner.call(req)); // an unknown method: the inner service rejects it immediately
         };
         method.started.inc();
         let mut call = CallRecorder {
@@ -125,7 +125,7 @@ where
         let rsp = self.inner.call(req);
         Box::pin(async move {
             let rsp = rsp.await?;
-            // A call that fails at once carries its status in the response headers.
+            // A call that fails immediately carries its status in the response headers.
             call.observe_frame(rsp.headers());
             Ok(rsp.map(|body| {
                 Body::new(CountedBody {

@@ -191,8 +191,8 @@ mod tests {
             },
             window: Duration::from_secs(10),
         };
-        let asked = parse("/namespaces/shop/routes?by=deployment&name=web&window=10");
-        assert_eq!(asked, Ok(ApiRequest::Rows(expected)));
+        let parsed = parse("/namespaces/shop/routes?by=deployment&name=web&window=10");
+        assert_eq!(parsed, Ok(ApiRequest::Rows(expected)));
         let Ok(ApiRequest::Rows(all)) = parse("/edges") else {
             panic!()
         };

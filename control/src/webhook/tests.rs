@@ -37,7 +37,7 @@ impl Handler for TestHandler {
         self.n_reviews.fetch_add(1, Ordering::SeqCst);
         let object = req.object.ok_or("there is no object")?;
         match object.metadata.name.as_deref() {
-            Some("deny") => Ok(Answer::deny("it is named so")),
+            Some("deny") => Ok(Answer::deny("the name is not allowed")),
             Some("warn") => Ok(Answer::allow().warn("odd").warn("very odd")),
             Some("patch") => {
                 let patch = json!([{"op": "add", "path": "/x", "value": 1}]);
@@ -140,7 +140,7 @@ fn named(name: &str) -> String {
 }
 
 #[tokio::test]
-async fn answers_come_in_the_version_of_the_review() {
+async fn responses_have_the_version_of_the_review() {
     let server = TestServer::start().await;
     for version in ["admission.k8s.io/v1", "admission.k8s.io/v1beta1"] {
         let check = async |name: &str, response: Value| {
@@ -148,7 +148,7 @@ async fn answers_come_in_the_version_of_the_review() {
             assert_eq!(server.review(version, &named(name)).await, expected);
         };
         check("web", json!({"uid": "u-1", "allowed": true})).await;
-        let status = json!({"status": "Failure", "message": "it is named so", "code": 400});
+        let status = json!({"status": "Failure", "message": "the name is not allowed", "code": 400});
         check("deny", json!({"uid": "u-1", "allowed": false, "status": status})).await;
         check(
             "warn",

@@ -163,11 +163,11 @@ mod tests {
             queue.record_failure(name(&n.to_string()), now);
         }
         let soon = now + Duration::from_millis(6);
-        let mut n_soon = 0;
+        let mut n_due = 0;
         while queue.pop(soon).is_some() {
-            n_soon += 1;
+            n_due += 1;
         }
-        assert!((100..=102).contains(&n_soon), "{n_soon}");
+        assert!((100..=102).contains(&n_due), "{n_due}");
         let mut at = soon;
         while let Some(next) = queue.next_retry_at() {
             at = next;

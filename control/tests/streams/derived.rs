@@ -1,10 +1,10 @@
-//! Tables of destination about what a directory alone can show: endpoints that follow from workloads, and changes of objects.
+//! Tables of the destination service for a directory of manifests: endpoints derived from workloads, and changes of objects.
 
 use crate::harness::{eventually, mesh, next, short};
 use crate::rows::{A, CONTAINER, MESHED, PORTS, V4, add, check, pod, profile, sliced};
 
 #[tokio::test]
-async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
+async fn endpoints_and_server_policies_agree_on_opaque_ports() {
     use tulle_proto::inbound::proxy_protocol::Kind;
 
     let server = |name: &str, age: u8, protocol: &str| {
@@ -22,8 +22,8 @@ async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
         let pod = pod("p", "10.1.0.1", &format!("{MESHED}{annotations}"), CONTAINER);
         let mesh = mesh(&format!("{pod}{}", servers.concat())).await;
         let words = profile(&mesh, "10.1.0.1:5000").await;
-        let told = mesh.port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
-        let is_opaque = matches!(told.protocol.unwrap().kind, Some(Kind::Opaque(_)));
+        let policy = mesh.port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
+        let is_opaque = matches!(policy.protocol.unwrap().kind, Some(Kind::Opaque(_)));
         assert_eq!(is_opaque, expected, "the policy of {list:?} {servers:?}");
         let hinted = words.iter().any(|word| word == "opaque");
         assert_eq!(hinted, expected, "the endpoint of {list:?} {servers:?}");
@@ -34,7 +34,7 @@ async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
     for list in ["", ",", "9000,", "dat", "50O0"] {
         row(Some(list), &[], false).await;
     }
-    // Of two Servers the oldest decides, and annotations are for ports without one.
+    // The oldest of two Servers decides. Annotations apply to ports without a Server.
     row(None, &[server("a", 1, opaque), server("b", 2, http)], true).await;
     row(None, &[server("a", 2, opaque), server("b", 1, http)], false).await;
     row(None, &[server("a", 1, opaque), server("b", 1, http)], true).await;
@@ -42,7 +42,7 @@ async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
 }
 
 #[tokio::test]
-async fn a_client_whose_node_moves_to_another_zone_is_told_of_its_endpoints() {
+async fn a_client_whose_node_changes_zone_gets_new_endpoints() {
     let hinted = "{addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}}, \
         {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}}";
     let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"))).await;
@@ -59,7 +59,7 @@ async fn a_client_whose_node_moves_to_another_zone_is_told_of_its_endpoints() {
 }
 
 #[tokio::test]
-async fn an_external_workload_has_no_address_of_somebody_else() {
+async fn an_external_workload_with_an_address_in_use_is_not_served() {
     let workload = |ip: &str| {
         format!(
             "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
@@ -101,7 +101,7 @@ async fn an_external_workload_has_no_address_of_somebody_else() {
 }
 
 #[tokio::test]
-async fn of_external_workloads_with_one_address_the_oldest_is_served() {
+async fn the_oldest_external_workload_of_an_address_is_served() {
     let workload = |namespace: &str, name: &str, day: u8, port: u16| {
         format!(
             "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
@@ -129,7 +129,7 @@ async fn of_external_workloads_with_one_address_the_oldest_is_served() {
         Some("vm.evil"),
     )
     .await;
-    // Another namespace has no port of the address, and one of the same namespace has those that are left.
+    // A workload of another namespace gets no port of the address; one of the same namespace gets the remaining ports.
     row(&[old.clone(), workload("evil", "vm", 2, 90)], 90, None).await;
     row(&[old.clone(), workload("shop", "web", 2, 90)], 90, Some("web.shop")).await;
     row(&[old.clone(), workload("shop", "web", 2, 80)], 80, Some("db.shop")).await;
@@ -139,7 +139,7 @@ async fn of_external_workloads_with_one_address_the_oldest_is_served() {
 }
 
 #[tokio::test]
-async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say() {
+async fn ports_and_readiness_from_a_directory_match_a_cluster() {
     let service = |more: &str| {
         format!(
             "---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop}}\n\
@@ -196,7 +196,7 @@ async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say()
 }
 
 #[tokio::test]
-async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
+async fn unserved_fields_are_counted_until_they_are_fixed() {
     let pod = |annotation: &str| {
         pod(
             "p",
@@ -221,7 +221,7 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
         )
     };
     let bad = [
-        slice("nobody", "", "IPv4"),
+        slice("no-service", "", "IPv4"),
         slice("names", "kubernetes.io/service-name: web", "FQDN"),
         pod("config.linkerd.io/default-inbound-policy: Deny, config.linkerd.io/opaque-ports: 'data,dat'"),
         service("retry.linkerd.io/http: sometimes, config.linkerd.io/opaque-ports: 'http,'"),
@@ -239,7 +239,7 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
         format!("unserved_configuration{{kind=\"{kind}\",namespace=\"shop\",name=\"{name}\",field=\"{field}\"}} 1")
     };
     let mut expected = [
-        line("EndpointSlice", "nobody", "metadata.labels"),
+        line("EndpointSlice", "no-service", "metadata.labels"),
         line("EndpointSlice", "names", "addressType"),
         line("HTTPRoute", "r", "spec.rules"),
         line("Pod", "p", "config.linkerd.io/default-inbound-policy"),
@@ -258,7 +258,7 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
 }
 
 #[tokio::test]
-async fn servers_that_select_a_port_in_vain_are_counted_with_the_one_that_decides() {
+async fn servers_without_effect_are_counted_with_the_effective_one() {
     let server = |name: &str, day: u8, port: u16| {
         format!(
             "---\napiVersion: policy.linkerd.io/v1beta3\nkind: Server\n\
@@ -285,7 +285,7 @@ async fn servers_that_select_a_port_in_vain_are_counted_with_the_one_that_decide
     mesh.write("mesh.yaml", &format!("{pod}{a}{b}{}", server("c", 3, 5001)));
     assert_eq!(next(&mut stream).await.labels["name"], "b");
     eventually(|| counted() == [line("a", "b")]).await;
-    // Of the same age the first by name decides.
+    // Of Servers with the same age, the first by name decides.
     mesh.write("mesh.yaml", &format!("{pod}{}{}", server("a", 1, 5000), b));
     assert_eq!(next(&mut stream).await.labels["name"], "a");
     eventually(|| counted() == [line("b", "a")]).await;

@@ -1,4 +1,4 @@
-//! What happens to the mesh when files change, break, move and go.
+//! Manifest files that change, become invalid, move, or are deleted.
 
 use std::os::unix::fs::symlink;
 
@@ -24,14 +24,14 @@ async fn endpoints(mesh: &Mesh) -> String {
     short(&next(&mut mesh.get(WEB).await.unwrap()).await)
 }
 
-/// The errors of the report without the directory.
+/// The reported errors, without the path of the directory.
 fn errors(mesh: &Mesh) -> Vec<String> {
     let dir = format!("{}/", mesh.path().display());
     mesh.errors().iter().map(|error| error.replace(&dir, "")).collect()
 }
 
 #[tokio::test]
-async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_mended() {
+async fn an_invalid_file_keeps_its_last_valid_objects_and_is_reported_until_fixed() {
     let mesh = mesh("").await;
     let good = format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"));
     mesh.write("web.yaml", &good);
@@ -54,7 +54,7 @@ async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_m
 }
 
 #[tokio::test]
-async fn a_file_that_is_broken_from_the_start_hides_no_other() {
+async fn a_file_that_was_never_valid_does_not_affect_other_files() {
     let mesh = mesh(&format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"))).await;
     mesh.write("broken.yml", "kind: [");
     eventually(|| mesh.errors().len() == 1).await;
@@ -74,11 +74,11 @@ async fn files_in_subdirectories_count_and_their_deletion_deletes() {
 }
 
 #[tokio::test]
-async fn an_object_that_moves_to_another_file_never_goes() {
+async fn an_object_that_moves_to_another_file_is_never_removed() {
     let mesh = mesh(&service("web", "web")).await;
     mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
     let mut stream = mesh.get(WEB).await.unwrap();
-    // The stream may have begun before the file was read.
+    // The stream may have started before the file was read.
     if short(&next(&mut stream).await) == "1" {
         assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
     }
@@ -88,7 +88,7 @@ async fn an_object_that_moves_to_another_file_never_goes() {
 }
 
 #[tokio::test]
-async fn a_swapped_link_changes_everything_behind_it_at_once() {
+async fn a_replaced_symbolic_link_changes_all_its_objects_together() {
     let mesh = mesh(&service("web", "web")).await;
     let version = |version: &str, ip: &str| {
         let dir = mesh.path().join(version);
@@ -109,7 +109,7 @@ async fn a_swapped_link_changes_everything_behind_it_at_once() {
 }
 
 #[tokio::test]
-async fn a_link_that_leads_nowhere_for_a_moment_keeps_its_objects() {
+async fn a_symbolic_link_that_briefly_dangles_keeps_its_objects() {
     let mesh = mesh(&service("web", "web")).await;
     let behind = tempfile::tempdir().unwrap();
     let target = behind.path().join("pods.yaml");
@@ -120,21 +120,21 @@ async fn a_link_that_leads_nowhere_for_a_moment_keeps_its_objects() {
         assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
     }
     std::fs::remove_file(&target).unwrap();
-    // What changes beside it is read meanwhile.
+    // Changes of other files are read meanwhile.
     mesh.write("more.yaml", &pod("web-2", "10.1.0.2"));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
     eventually(|| errors(&mesh).iter().any(|error| error.contains("pods.yaml"))).await;
     std::fs::write(&target, pod("web-1", "10.1.0.3")).unwrap();
     mesh.write("more.yaml", &pod("web-2", "10.1.0.4"));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:80,10.1.0.4:80");
-    // The link itself goes, and its objects with it.
+    // Without the link, its objects are removed.
     std::fs::remove_file(mesh.path().join("pods.yaml")).unwrap();
     eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
     assert!(mesh.errors().is_empty());
 }
 
 #[tokio::test]
-async fn of_two_objects_with_one_name_the_first_file_s_holds() {
+async fn the_first_file_wins_for_a_duplicate_object() {
     let mesh = mesh(&service("web", "web")).await;
     mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
     mesh.write("b.yaml", &pod("web-1", "10.1.0.9"));
@@ -148,7 +148,7 @@ async fn of_two_objects_with_one_name_the_first_file_s_holds() {
 }
 
 #[tokio::test]
-async fn endpoints_that_are_given_stand_for_slices() {
+async fn endpoints_objects_replace_derived_slices() {
     let endpoints = "apiVersion: v1\nkind: Endpoints\nmetadata: {name: web}\n\
         subsets: [{addresses: [{ip: 10.9.0.1}], notReadyAddresses: [{ip: 10.9.0.2}], ports: [{port: 8080}]}]\n";
     let mesh = mesh(&format!("{}---\n{endpoints}", service("web", "web"))).await;
@@ -156,7 +156,7 @@ async fn endpoints_that_are_given_stand_for_slices() {
 }
 
 #[tokio::test]
-async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
+async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
     let policy = |kind: &str, version: &str, spec: &str| {
         format!("apiVersion: {version}\nkind: {kind}\nmetadata: {{name: x}}\nspec: {{{spec}}}\n")
     };
@@ -335,6 +335,9 @@ async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
     }
     eventually(|| mesh.errors().len() == refused.len()).await;
     for (error, (text, reason)) in errors(&mesh).iter().zip(&refused) {
-        assert!(error.contains(reason), "{error} does not say {reason:?} of\n{text}");
+        assert!(
+            error.contains(reason),
+            "{error} does not contain {reason:?} for\n{text}"
+        );
     }
 }

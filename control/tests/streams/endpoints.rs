@@ -1,4 +1,4 @@
-//! Manifests to the messages of Get.
+//! Responses of the destination service's `Get` to manifests.
 
 use tonic::Code;
 use tulle_control::cluster::{Config, EndpointsSource, Ipv6, TransportMode};
@@ -85,7 +85,7 @@ async fn named_target_ports_are_found_in_the_pod() {
         short(&next(&mut mesh.get(BYTES).await.unwrap()).await),
         "+10.1.0.1:5000"
     );
-    // A port that the service does not list stands for itself.
+    // A port that the service does not list is used unchanged.
     let unlisted = mesh.get("web.shop.svc.cluster.local:9999").await;
     assert_eq!(short(&next(&mut unlisted.unwrap()).await), "+10.1.0.1:9999");
 }
@@ -106,7 +106,7 @@ async fn opaque_ports_come_with_a_transport_header() {
 }
 
 #[tokio::test]
-async fn an_opaque_server_makes_its_port_opaque_and_back() {
+async fn a_port_is_opaque_while_an_opaque_server_selects_it() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     let mut stream = mesh.get(HTTP).await.unwrap();
     let is_opaque =
@@ -133,7 +133,7 @@ async fn pods_without_a_mesh_label_and_skipped_ports_are_plain() {
 }
 
 #[tokio::test]
-async fn a_sidecar_that_hides_its_ports_takes_its_pod_out() {
+async fn a_pod_whose_sidecar_declares_no_ports_is_omitted() {
     let broken = pod("web-2", "10.1.0.2", "").replace("  - name: web\n", "  - name: linkerd-proxy\n");
     let mesh = mesh(&format!("{WEB}{}{broken}", pod("web-1", "10.1.0.1", ""))).await;
     assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
@@ -156,7 +156,7 @@ async fn forced_transport_headers_go_to_every_meshed_port() {
 }
 
 #[tokio::test]
-async fn additions_come_before_removals_and_emptiness_is_said_at_once() {
+async fn additions_come_before_removals_and_an_empty_set_is_sent_immediately() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     let mut stream = mesh.get(HTTP).await.unwrap();
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:8080");
@@ -179,7 +179,7 @@ async fn an_empty_service_is_empty_from_the_first_message() {
 }
 
 #[tokio::test]
-async fn pods_that_are_not_ready_or_over_are_left_out() {
+async fn pods_that_are_not_ready_or_terminated_are_omitted() {
     let status = |status: &str| pod("web-2", "10.1.0.2", "").replace("{podIP: 10.1.0.2}", status);
     for status in [
         status("{podIP: 10.1.0.2, phase: Succeeded}"),
@@ -191,7 +191,7 @@ async fn pods_that_are_not_ready_or_over_are_left_out() {
 }
 
 #[tokio::test]
-async fn lookups_that_cannot_be_answered_have_their_code_and_message() {
+async fn failed_lookups_have_their_status_code_and_message() {
     let alias = "---\napiVersion: v1\nkind: Service\nmetadata: {name: alias, namespace: shop}\n\
         spec: {type: ExternalName, externalName: example.org}\n";
     let mesh = mesh(&format!("{WEB}{alias}")).await;
@@ -257,7 +257,7 @@ async fn external_workloads_are_endpoints_with_their_own_identity() {
     let addrs = added(next(&mut stream).await);
     let tls = addrs[0].tls_identity.as_ref().unwrap();
     assert!(matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(name)) if name.name == "vm.shop.example"));
-    // The port that carries no declaration is not served by the workload.
+    // The workload does not serve a port that it does not declare.
     assert_eq!(short(&next(&mut mesh.get(BYTES).await.unwrap()).await), "1");
 }
 
@@ -279,7 +279,7 @@ endpoints:
 ";
 
 #[tokio::test]
-async fn slices_that_are_given_replace_the_selector_and_their_hints_choose_zones() {
+async fn slices_replace_the_selector_and_their_hints_choose_zones() {
     let mesh = mesh(&format!("{WEB}{SLICE}{}", pod("web-1", "10.1.0.1", ""))).await;
     let first = async |path: &str, token: &str| short(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
     assert_eq!(first(HTTP, "").await, "+10.3.0.1:8080,10.3.0.2:8080");
@@ -315,7 +315,7 @@ async fn local_traffic_stays_on_the_client_s_node() {
 }
 
 #[tokio::test]
-async fn pods_of_both_families_are_reached_over_one() {
+async fn a_dual_stack_pod_is_reached_by_one_family() {
     let both =
         pod("web-1", "10.1.0.1", "").replace("{podIP: 10.1.0.1}", "{podIPs: [{ip: 10.1.0.1}, {ip: \"fd00::1\"}]}");
     let v4 = mesh(&format!("{WEB}{both}")).await;
@@ -332,7 +332,7 @@ async fn pods_of_both_families_are_reached_over_one() {
 }
 
 #[tokio::test]
-async fn endpoints_can_drive_instead_of_slices() {
+async fn endpoints_objects_can_be_used_instead_of_slices() {
     let config = Config {
         endpoints_source: EndpointsSource::Endpoints,
         ..Config::default()
@@ -351,7 +351,7 @@ async fn streams_end_when_the_drain_begins() {
 }
 
 #[tokio::test]
-async fn what_nobody_asks_for_leaves_no_series_behind() {
+async fn series_without_subscribers_are_removed() {
     let mesh = mesh(WEB).await;
     let stream = mesh.get(HTTP).await.unwrap();
     let series = "endpoints_subscribers{cluster=\"local\",namespace=\"shop\",service=\"web\",port=\"80\",hostname=\"\",nodename=\"\"} 1";
@@ -367,7 +367,7 @@ async fn what_nobody_asks_for_leaves_no_series_behind() {
 }
 
 #[tokio::test]
-async fn series_of_profiles_go_with_their_last_follower() {
+async fn series_of_profiles_are_removed_with_their_last_subscriber() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     let of_service = [
         "profile_subscribers{namespace=\"shop\",profile=\"web.shop.svc.cluster.local\"}",
@@ -393,7 +393,7 @@ async fn series_of_profiles_go_with_their_last_follower() {
         mesh.registry.retire(std::time::Duration::ZERO);
         followed_by(1);
         drop(last);
-        // The first look sees that it has changed, the second that nobody holds it.
+        // The first pass sees a change, the second that there is no subscriber.
         mesh.registry.retire(std::time::Duration::ZERO);
         mesh.registry.retire(std::time::Duration::ZERO);
         let page = mesh.registry.render();

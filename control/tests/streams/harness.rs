@@ -1,4 +1,4 @@
-//! A control plane fed from its [`ManifestStore`], asked through its own clients in process.
+//! A control plane that reads from a [`ManifestStore`], with gRPC clients in the same process.
 
 use std::time::Duration;
 
@@ -18,11 +18,10 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
-use crate::place::ManifestStore;
+use crate::manifest_store::ManifestStore;
 
 pub(crate) struct Mesh {
-    /// Where the manifests are.
-    pub(crate) place: ManifestStore,
+    pub(crate) manifests: ManifestStore,
     pub(crate) cluster: Cluster,
     pub(crate) registry: Registry,
     signal: Option<drain::Signal>,
@@ -36,7 +35,7 @@ impl Drop for Mesh {
     }
 }
 
-/// A control plane that has read these manifests.
+/// Starts a control plane and waits until it has read these manifests.
 pub(crate) async fn mesh(yaml: &str) -> Mesh {
     mesh_with(yaml, Config::default()).await
 }
@@ -44,13 +43,15 @@ pub(crate) async fn mesh(yaml: &str) -> Mesh {
 pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     let registry = Registry::new();
     let (signal, drain) = drain::channel();
-    let place = ManifestStore::new(yaml, &registry).await;
+    let manifests = ManifestStore::new(yaml, &registry).await;
     let cluster = Cluster::new(config.clone(), &registry);
-    let source = place.source(&config, cluster.writer(), &registry, drain.clone()).await;
+    let source = manifests
+        .source(&config, cluster.writer(), &registry, drain.clone())
+        .await;
     let source = tokio::spawn(source);
     soon(cluster.synced()).await;
     Mesh {
-        place,
+        manifests,
         cluster,
         registry,
         signal: Some(signal),
@@ -59,14 +60,14 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     }
 }
 
-/// Waits for what must come soon.
+/// Waits for a future, for at most 20 seconds.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
-        .expect("it took longer than 20 seconds")
+        .expect("timeout after 20 seconds")
 }
 
-/// Waits until the condition holds.
+/// Waits until the condition is true.
 pub(crate) async fn eventually(condition: impl Fn() -> bool) {
     soon(async {
         while !condition() {
@@ -77,9 +78,9 @@ pub(crate) async fn eventually(condition: impl Fn() -> bool) {
 }
 
 impl Mesh {
-    /// What is wrong with the manifests.
+    /// Errors in the manifests.
     pub(crate) fn errors(&self) -> Vec<String> {
-        self.place.errors()
+        self.manifests.errors()
     }
 
     pub(crate) fn drain(&self) -> drain::Watch {
@@ -117,7 +118,7 @@ impl Mesh {
     }
 
     pub(crate) async fn profiles(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
-        // Settings of HTTP/2 are told, so that answers show whom they are meant for.
+        // With HTTP/2 settings, so that a response shows whether it is for a meshed client.
         let config = destination::config::Config {
             http2: Some(Http2ClientParams::default()),
             ..destination::config::Config::default()
@@ -190,12 +191,13 @@ fn target(path: &str, token: &str) -> GetDestination {
     }
 }
 
-/// The next message of a stream that has one.
+/// The next message of a stream. Panics if the stream has ended.
 pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
     soon(stream.message()).await.unwrap().expect("the stream has ended")
 }
 
-/// One update in short: `+` and added addresses, `-` and removed ones, `0` without a service, `1` with one.
+/// An update as text: `+` and the added addresses, `-` and the removed ones; without endpoints, `1` if the service exists, else
+/// `0`.
 pub(crate) fn short(update: &Update) -> String {
     let socket = |addr: tulle_proto::net::TcpAddress| std::net::SocketAddr::try_from(addr).unwrap().to_string();
     match update.update.as_ref().unwrap() {

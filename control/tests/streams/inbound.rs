@@ -1,4 +1,4 @@
-//! Manifests to the messages of GetPort and WatchPort.
+//! Responses of the inbound policy service's `GetPort` and `WatchPort` to manifests.
 
 use ipnet::IpNet;
 use tonic::Code;
@@ -47,7 +47,7 @@ fn route_name(route: &HttpRoute) -> String {
     }
 }
 
-/// One authorization in short: who, and from where.
+/// An authorization as text: clients, and networks.
 fn short(authz: &Authz) -> String {
     let ip_net = |net: &tulle_proto::net::IpNetwork| IpNet::try_from(*net).unwrap().to_string();
     let mut networks: Vec<_> = authz
@@ -65,7 +65,7 @@ fn short(authz: &Authz) -> String {
         networks = vec!["all".to_owned()];
     }
     let clients = match authz.authentication.as_ref().unwrap().permit.as_ref().unwrap() {
-        Permit::Unauthenticated(_) => "anybody".to_owned(),
+        Permit::Unauthenticated(_) => "any client".to_owned(),
         Permit::MeshTls(mesh) => match mesh.clients.as_ref().unwrap() {
             Clients::Unauthenticated(_) => "tls".to_owned(),
             Clients::Identities(identities) => {
@@ -86,7 +86,7 @@ fn authorizations(server: &Server) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn default_policies_authorize_as_they_are_named() {
+async fn each_default_policy_has_its_authorizations() {
     let cluster = "10.0.0.0/8,100.64.0.0/10,172.16.0.0/12,192.168.0.0/16";
     let check = async |policy: &str, expected: &[String]| {
         let mesh = mesh(&annotated(&format!(
@@ -103,13 +103,13 @@ async fn default_policies_authorize_as_they_are_named() {
     };
     check(
         "all-unauthenticated",
-        &["all-unauthenticated: anybody from all".to_owned()],
+        &["all-unauthenticated: any client from all".to_owned()],
     )
     .await;
     check("all-authenticated", &["all-authenticated: * from all".to_owned()]).await;
     check(
         "cluster-unauthenticated",
-        &[format!("cluster-unauthenticated: anybody from {cluster}")],
+        &[format!("cluster-unauthenticated: any client from {cluster}")],
     )
     .await;
     check(
@@ -117,14 +117,14 @@ async fn default_policies_authorize_as_they_are_named() {
         &[format!("cluster-authenticated: * from {cluster}")],
     )
     .await;
-    check("audit", &["audit: anybody from all".to_owned()]).await;
+    check("audit", &["audit: any client from all".to_owned()]).await;
     check("deny", &[]).await;
-    // Whom it was to restrict nobody knows.
+    // An invalid policy denies all clients.
     check("nonsense", &[]).await;
 }
 
 #[tokio::test]
-async fn the_cluster_s_default_holds_where_no_annotation_does() {
+async fn the_cluster_default_applies_without_an_annotation() {
     let config = Config {
         default_policy: "deny".parse().unwrap(),
         ..Config::default()
@@ -148,7 +148,7 @@ async fn ports_can_be_made_to_require_an_identity() {
     );
     assert_eq!(
         authorizations(&mesh.port(WEB, 8081).await.unwrap()),
-        ["all-unauthenticated: anybody from all"]
+        ["all-unauthenticated: any client from all"]
     );
 }
 
@@ -166,7 +166,7 @@ async fn opaque_ports_have_no_routes() {
 }
 
 #[tokio::test]
-async fn probes_are_allowed_from_where_they_come() {
+async fn probes_are_allowed_from_the_probe_networks() {
     let config = Config {
         probe_networks: vec!["192.168.0.0/24".parse().unwrap()],
         ..Config::default()
@@ -182,7 +182,7 @@ async fn probes_are_allowed_from_where_they_come() {
     );
     assert_eq!(
         probe.authorizations.iter().map(short).collect::<Vec<_>>(),
-        ["probe: anybody from 192.168.0.0/24"]
+        ["probe: any client from 192.168.0.0/24"]
     );
     let paths: Vec<_> = probe.rules[0]
         .matches
@@ -191,7 +191,7 @@ async fn probes_are_allowed_from_where_they_come() {
         .collect();
     let exact = |path: &str| tulle_proto::http_route::path_match::Kind::Exact(path.to_owned());
     assert_eq!(paths, [exact("/"), exact("/live")]);
-    // Only the port that is probed has the route.
+    // Only the probed port has the route.
     assert_eq!(detect(&mesh.port(WEB, 8081).await.unwrap()).http_routes.len(), 1);
 }
 
@@ -252,7 +252,7 @@ spec: {server: {name: web}, client: {networks: [{cidr: 172.16.0.0/12}]}}
 ";
 
 #[tokio::test]
-async fn a_server_is_authorized_by_all_that_names_it() {
+async fn a_server_has_all_authorizations_that_refer_to_it() {
     let mesh = mesh(&format!("{POD}{SERVER}{POLICIES}")).await;
     let server = mesh.port(WEB, 8080).await.unwrap();
     assert!(matches!(server.protocol.as_ref().unwrap().kind, Some(Kind::Http1(_))));
@@ -269,10 +269,10 @@ async fn a_server_is_authorized_by_all_that_names_it() {
         "old: tls from 172.16.0.0/12".to_owned(),
     ];
     assert_eq!(found, expected);
-    // Another port of the pod is none of the server's.
+    // The Server does not select another port of the pod.
     assert_eq!(
         authorizations(&mesh.port(WEB, 9090).await.unwrap()),
-        ["all-unauthenticated: anybody from all"]
+        ["all-unauthenticated: any client from all"]
     );
 }
 
@@ -282,11 +282,11 @@ async fn a_server_s_access_policy_is_always_among_its_authorizations() {
     let mesh = mesh(&format!("{POD}{server}{POLICIES}")).await;
     let found = authorizations(&mesh.port(WEB, 8080).await.unwrap());
     assert_eq!(found.len(), 4);
-    assert!(found.contains(&"audit: anybody from all".to_owned()));
+    assert!(found.contains(&"audit: any client from all".to_owned()));
 }
 
 #[tokio::test]
-async fn of_rival_servers_the_oldest_holds() {
+async fn the_oldest_of_overlapping_servers_applies() {
     let rival = |name: &str, created: &str| {
         SERVER.replace(
             "{name: web,",
@@ -331,7 +331,7 @@ spec:
     assert_eq!(route_name(route), "/admin");
     assert_eq!(
         route.authorizations.iter().map(short).collect::<Vec<_>>(),
-        ["admins: anybody from all"]
+        ["admins: any client from all"]
     );
     assert_eq!(route.hosts.len(), 2);
     assert_eq!((route.rules[0].matches.len(), route.rules[0].filters.len()), (1, 1));
@@ -368,7 +368,7 @@ spec:
 }
 
 #[tokio::test]
-async fn a_rate_limit_of_a_server_counts_all_and_each_client() {
+async fn a_rate_limit_has_a_total_and_a_limit_per_client() {
     let limit = "
 ---
 apiVersion: policy.linkerd.io/v1alpha1
@@ -397,7 +397,7 @@ spec:
 }
 
 #[tokio::test]
-async fn of_rival_rate_limits_the_oldest_holds() {
+async fn the_oldest_of_overlapping_rate_limits_applies() {
     let limit = |name: &str, created: &str, total: u32| {
         format!(
             "
@@ -425,7 +425,7 @@ spec:
 }
 
 #[tokio::test]
-async fn external_workloads_have_servers_of_their_own() {
+async fn external_workloads_have_their_own_servers() {
     let workload = "
 apiVersion: workload.linkerd.io/v1beta1
 kind: ExternalWorkload
@@ -456,7 +456,7 @@ async fn a_watch_follows_changes_and_ends_with_its_pod() {
 }
 
 #[tokio::test]
-async fn requests_that_cannot_be_answered_have_their_code_and_message() {
+async fn failed_requests_have_their_status_code_and_message() {
     let mesh = mesh(POD).await;
     for (workload, port, code, message) in [
         (WEB, 0, Code::InvalidArgument, "Invalid port"),
@@ -487,7 +487,7 @@ async fn a_server_whose_port_no_workload_declares_is_counted() {
     crate::harness::eventually(|| !is_counted()).await;
     mesh.write("mesh.yaml", &format!("{POD}{server}"));
     crate::harness::eventually(is_counted).await;
-    // Of no workload nothing can be told.
+    // Without a selected workload, it is unknown whether the port is declared.
     mesh.write("mesh.yaml", server.trim_start().trim_start_matches("---"));
     crate::harness::eventually(|| !is_counted()).await;
 }

@@ -1,4 +1,4 @@
-//! The rows of the inbound policy as tables: manifests, and what the proxy of a workload is told about a port.
+//! Tables of inbound policy: manifests, and the policy of a workload's port.
 
 use std::net::IpAddr;
 
@@ -71,13 +71,13 @@ fn server(fields: &str) -> String {
     )
 }
 
-async fn told(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
+async fn get_policy(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
     let mesh = mesh_with(manifests, config).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
     mesh.port(workload, port).await.unwrap()
 }
 
-/// The protocol with its routes, each as its name, the number of matches, and who may use it besides.
+/// The protocol and its routes, each as `name*matches[authorizations]`.
 fn protocol(server: &Server) -> String {
     let http = |routes: &[tulle_proto::inbound::HttpRoute]| {
         let shown = routes.iter().map(|route| {
@@ -111,12 +111,12 @@ fn protocol(server: &Server) -> String {
 fn name(about: Option<&Metadata>) -> String {
     match about.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
-        // Linkerd's control plane leaves the namespace out.
+        // Linkerd's control plane omits the namespace.
         metadata::Kind::Resource(resource) => format!("{} {}{}", resource.kind, resource.namespace, resource.name),
     }
 }
 
-/// `kind/name: who from where`.
+/// An authorization as `kind/name: clients from networks`.
 fn authorization(authz: &Authz) -> String {
     let nets = authz.networks.iter().map(|network| {
         let net = network.net.unwrap();
@@ -130,7 +130,7 @@ fn authorization(authz: &Authz) -> String {
     };
     let domain = ".serviceaccount.identity.linkerd.cluster.local";
     let who = match authz.authentication.as_ref().unwrap().permit.as_ref().unwrap() {
-        Permit::Unauthenticated(_) => "anybody".to_owned(),
+        Permit::Unauthenticated(_) => "any client".to_owned(),
         Permit::MeshTls(mesh) => match mesh.clients.as_ref().unwrap() {
             Clients::Unauthenticated(_) => "tls".to_owned(),
             Clients::Identities(all) => {
@@ -161,14 +161,18 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
                 default_opaque_ports: "25,3300-3306".parse().unwrap(),
                 ..Config::default()
             };
-            let told = told(&workloads(annotations), config, workload, port).await;
-            assert_eq!(authorizations(&told), expected, "{cluster} / {annotations} / {port}");
-            assert_eq!(protocol(&told), expected_protocol, "{cluster} / {annotations} / {port}");
+            let policy = get_policy(&workloads(annotations), config, workload, port).await;
+            assert_eq!(authorizations(&policy), expected, "{cluster} / {annotations} / {port}");
+            assert_eq!(
+                protocol(&policy),
+                expected_protocol,
+                "{cluster} / {annotations} / {port}"
+            );
         }
     };
     let detect = "detect 10s default*1[]";
-    let anybody = "default/all-unauthenticated: anybody from all";
-    row("all-unauthenticated", "", 9000, detect, &[anybody]).await;
+    let any_client = "default/all-unauthenticated: any client from all";
+    row("all-unauthenticated", "", 9000, detect, &[any_client]).await;
     row(
         "all-authenticated",
         "",
@@ -182,7 +186,7 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
         "",
         9000,
         detect,
-        &["default/cluster-unauthenticated: anybody from cluster"],
+        &["default/cluster-unauthenticated: any client from cluster"],
     )
     .await;
     row(
@@ -194,27 +198,27 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     )
     .await;
     row("deny", "", 9000, detect, &[]).await;
-    row("audit", "", 9000, detect, &["default/audit: anybody from all"]).await;
+    row("audit", "", 9000, detect, &["default/audit: any client from all"]).await;
     let policy = "config.linkerd.io/default-inbound-policy";
     row(
         "deny",
         &format!("{policy}: all-unauthenticated"),
         9000,
         detect,
-        &[anybody],
+        &[any_client],
     )
     .await;
     row("all-unauthenticated", &format!("{policy}: deny"), 9000, detect, &[]).await;
-    // As the injector reads it, with the line break of a block of YAML.
+    // With the line break of a YAML block, which the injector ignores, too.
     row(
         "deny",
         &format!("{policy}: \" all-unauthenticated\\n\""),
         9000,
         detect,
-        &[anybody],
+        &[any_client],
     )
     .await;
-    // What cannot be read was to restrict somebody.
+    // An invalid value denies all clients.
     for unreadable in ["all", "Deny", "'deny,'"] {
         row(
             "all-unauthenticated",
@@ -225,7 +229,7 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
         )
         .await;
     }
-    // Ports that require an identity turn allowances into authenticated ones, and nothing else.
+    // On ports that require an identity, the default policy permits only authenticated clients.
     let needs = "config.linkerd.io/proxy-require-identity-inbound-ports: '9000,9100-9200'";
     row(
         "all-unauthenticated",
@@ -243,17 +247,17 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
         &["default/cluster-authenticated: *. from cluster"],
     )
     .await;
-    row("all-unauthenticated", needs, 9001, detect, &[anybody]).await;
+    row("all-unauthenticated", needs, 9001, detect, &[any_client]).await;
     row("deny", needs, 9000, detect, &[]).await;
     let authenticated = "default/all-authenticated: *. from all";
     row("audit", needs, 9000, detect, &[authenticated]).await;
     let needs = |list: &str| format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{list}'");
     for list in ["9000,", ",9000", "80,, 9000 ,", "http,9000", "8000 - 9100"] {
         row("all-unauthenticated", &needs(list), 9000, detect, &[authenticated]).await;
-        row("all-unauthenticated", &needs(list), 7999, detect, &[anybody]).await;
+        row("all-unauthenticated", &needs(list), 7999, detect, &[any_client]).await;
     }
     row("all-unauthenticated", &needs("http"), 8080, detect, &[authenticated]).await;
-    // An entry that cannot be read may have meant any port; those that can be read keep their meaning.
+    // An invalid entry may have meant any port, so other ports deny all clients. Valid entries keep their meaning.
     for list in ["9000;9001", "htpp", "900O,80", "70000", "9000-", "80,9001-9000"] {
         row("all-unauthenticated", &needs(list), 9000, detect, &[]).await;
     }
@@ -266,27 +270,27 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     )
     .await;
     row("audit", &needs("90O1"), 9000, detect, &[]).await;
-    row("all-unauthenticated", &needs(" , "), 9000, detect, &[anybody]).await;
-    // Opaque ports of the annotation stand for those of the cluster.
-    row("all-unauthenticated", "", 3301, "opaque", &[anybody]).await;
+    row("all-unauthenticated", &needs(" , "), 9000, detect, &[any_client]).await;
+    // Opaque ports of the annotation replace those of the cluster.
+    row("all-unauthenticated", "", 3301, "opaque", &[any_client]).await;
     let opaque = |ports: &str| format!("config.linkerd.io/opaque-ports: '{ports}'");
     row(
         "all-unauthenticated",
         &opaque("9000,9100-9200"),
         9150,
         "opaque",
-        &[anybody],
+        &[any_client],
     )
     .await;
-    row("all-unauthenticated", &opaque("9000"), 25, detect, &[anybody]).await;
+    row("all-unauthenticated", &opaque("9000"), 25, detect, &[any_client]).await;
     for list in ["http", "http,9000", "http,", "9000, http", "900O,8080"] {
-        row("all-unauthenticated", &opaque(list), 8080, "opaque", &[anybody]).await;
+        row("all-unauthenticated", &opaque(list), 8080, "opaque", &[any_client]).await;
     }
-    row("all-unauthenticated", &opaque("http,"), 9000, detect, &[anybody]).await;
+    row("all-unauthenticated", &opaque("http,"), 9000, detect, &[any_client]).await;
 }
 
 #[tokio::test]
-async fn names_of_ports_are_those_of_containers_that_run() {
+async fn port_names_come_from_running_containers() {
     let pod = "
 apiVersion: v1
 kind: Pod
@@ -300,13 +304,13 @@ spec:
 status: {podIP: 10.1.0.1}
 ";
     for (port, expected) in [(1000, "detect 10s default*1[]"), (2000, "opaque"), (3000, "opaque")] {
-        let told = told(pod, Config::default(), WEB, port).await;
-        assert_eq!(protocol(&told), expected, "{port}");
+        let policy = get_policy(pod, Config::default(), WEB, port).await;
+        assert_eq!(protocol(&policy), expected, "{port}");
     }
 }
 
 #[tokio::test]
-async fn servers_say_what_is_spoken() {
+async fn a_server_sets_the_protocol() {
     for (spoken, expected) in [
         ("", "detect 10s default*1[]"),
         (", proxyProtocol: unknown", "detect 10s default*1[]"),
@@ -318,31 +322,31 @@ async fn servers_say_what_is_spoken() {
     ] {
         for port in ["8080", "http"] {
             let manifests = format!("{}{}", workloads(""), server(&format!("port: {port}{spoken}")));
-            let told = told(&manifests, Config::default(), WEB, 8080).await;
-            assert_eq!(protocol(&told), expected, "{port}{spoken}");
-            let label = |key: &str| told.labels[key].clone();
+            let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+            assert_eq!(protocol(&policy), expected, "{port}{spoken}");
+            let label = |key: &str| policy.labels[key].clone();
             assert_eq!(
                 [label("group"), label("kind"), label("name")],
                 ["policy.linkerd.io", "server", "web"]
             );
         }
     }
-    // Annotations that make a port opaque are for ports without a Server.
+    // Annotations for opaque ports apply only to ports without a Server.
     let manifests = format!(
         "{}{}",
         workloads("config.linkerd.io/opaque-ports: '8080'"),
         server("port: 8080")
     );
-    let told = told(&manifests, Config::default(), WEB, 8080).await;
-    assert_eq!(protocol(&told), "detect 10s default*1[]");
+    let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&policy), "detect 10s default*1[]");
 }
 
 #[tokio::test]
 async fn a_server_is_chosen_by_labels_port_and_age() {
     let row = async |fields: &str, workload: &str, port: u32, is_chosen: bool| {
         let manifests = format!("{}{}", workloads(""), object("v1beta3", "Server", "web", fields));
-        let told = told(&manifests, Config::default(), workload, port).await;
-        assert_eq!(told.labels["kind"] == "server", is_chosen, "{fields} {port}");
+        let policy = get_policy(&manifests, Config::default(), workload, port).await;
+        assert_eq!(policy.labels["kind"] == "server", is_chosen, "{fields} {port}");
     };
     row("{podSelector: {}, port: 8080}", WEB, 8080, true).await;
     row("{podSelector: {}, port: 8080}", WEB, 8081, false).await;
@@ -359,14 +363,14 @@ async fn a_server_is_chosen_by_labels_port_and_age() {
     row("{podSelector: {}, port: other}", WEB, 8080, false).await;
     row("{externalWorkloadSelector: {}, port: http}", VM, 8080, true).await;
     row("{externalWorkloadSelector: {}, port: 8080}", WEB, 8080, false).await;
-    // A Server of another namespace is none of ours.
+    // A Server of another namespace does not select this workload.
     let foreign = server("port: 8080").replace("namespace: shop", "namespace: other");
-    let told = told(&format!("{}{foreign}", workloads("")), Config::default(), WEB, 8080).await;
-    assert_eq!(told.labels["kind"], "default");
+    let policy = get_policy(&format!("{}{foreign}", workloads("")), Config::default(), WEB, 8080).await;
+    assert_eq!(policy.labels["kind"], "default");
 }
 
 #[tokio::test]
-async fn who_may_use_a_server() {
+async fn authorizations_of_a_server() {
     let target = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
     let policy = |refs: &str| {
         object(
@@ -397,25 +401,28 @@ async fn who_may_use_a_server() {
     );
     let row = async |access: &str, objects: String, expected: &[&str]| {
         let manifests = format!("{}{}{objects}", workloads(""), server(&format!("port: 8080{access}")));
-        let told = told(&manifests, Config::default(), WEB, 8080).await;
-        assert_eq!(authorizations(&told), expected, "{access} {objects}");
+        let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+        assert_eq!(authorizations(&policy), expected, "{access} {objects}");
     };
     row("", String::new(), &[]).await;
     for (access, expected) in [
-        ("all-unauthenticated", "default/all-unauthenticated: anybody from all"),
+        (
+            "all-unauthenticated",
+            "default/all-unauthenticated: any client from all",
+        ),
         ("all-authenticated", "default/all-authenticated: *. from all"),
         (
             "cluster-unauthenticated",
-            "default/cluster-unauthenticated: anybody from cluster",
+            "default/cluster-unauthenticated: any client from cluster",
         ),
         (
             "cluster-authenticated",
             "default/cluster-authenticated: *. from cluster",
         ),
-        ("audit", "default/audit: anybody from all"),
+        ("audit", "default/audit: any client from all"),
     ] {
         row(&format!(", accessPolicy: {access}"), String::new(), &[expected]).await;
-        let both = [expected, "serverauthorization/s: anybody from cluster"];
+        let both = [expected, "serverauthorization/s: any client from cluster"];
         row(
             &format!(", accessPolicy: {access}"),
             old("unauthenticated: true"),
@@ -423,11 +430,11 @@ async fn who_may_use_a_server() {
         )
         .await;
     }
-    row("", policy(""), &["authorizationpolicy/p: anybody from all"]).await;
+    row("", policy(""), &["authorizationpolicy/p: any client from all"]).await;
     row(
         "",
         policy(n) + &network,
-        &["authorizationpolicy/p: anybody from 10.7.0.0/16"],
+        &["authorizationpolicy/p: any client from 10.7.0.0/16"],
     )
     .await;
     row(
@@ -461,19 +468,19 @@ async fn who_may_use_a_server() {
         &["authorizationpolicy/p: spiffe://r/w,*.a.b from all"],
     )
     .await;
-    // Less than all that is required is nothing.
+    // All required authentications must exist.
     row("", policy(m), &[]).await;
     row("", policy(&format!("{m}, {n}")) + &mesh_tls("identities: ['*']"), &[]).await;
     row(
         "",
         old("unauthenticated: true"),
-        &["serverauthorization/s: anybody from cluster"],
+        &["serverauthorization/s: any client from cluster"],
     )
     .await;
     row(
         "",
         old("unauthenticated: true, networks: [{cidr: 10.7.0.0/16}]"),
-        &["serverauthorization/s: anybody from 10.7.0.0/16"],
+        &["serverauthorization/s: any client from 10.7.0.0/16"],
     )
     .await;
     row(
@@ -496,7 +503,7 @@ async fn who_may_use_a_server() {
     .await;
     row("", old("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
     row("", old("unauthenticated: false"), &[]).await;
-    // From nowhere comes nobody.
+    // Without networks, no client matches.
     row("", old("unauthenticated: true, networks: []"), &[]).await;
 }
 
@@ -521,11 +528,11 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
             workloads(""),
             server("port: 8080, proxyProtocol: HTTP/1")
         );
-        let told = told(&manifests, config, WEB, 8080).await;
-        assert_eq!(protocol(&told), expected, "{objects}");
+        let policy = get_policy(&manifests, config, WEB, 8080).await;
+        assert_eq!(protocol(&policy), expected, "{objects}");
     };
-    // With a route there is none for probes.
-    let probes = "http1 default*1[] probe*2[default/probe: anybody from 192.168.7.0/24]";
+    // A Server with a route has no route for probes.
+    let probes = "http1 default*1[] probe*2[default/probe: any client from 192.168.7.0/24]";
     row(String::new(), probes).await;
     row(route("r", web), "http1 HTTPRoute r*2[]").await;
     row(
@@ -543,7 +550,7 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
     );
     row(
         route("r", web) + &policy + &route("s", web),
-        "http1 HTTPRoute r*2[authorizationpolicy/p: anybody from all] HTTPRoute s*2[]",
+        "http1 HTTPRoute r*2[authorizationpolicy/p: any client from all] HTTPRoute s*2[]",
     )
     .await;
     let calls = object(
@@ -553,8 +560,8 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
         &format!("{{parentRefs: [{web}], rules: [{{}}]}}"),
     );
     let manifests = format!("{}{}{calls}", workloads(""), server("port: 8080, proxyProtocol: gRPC"));
-    let told = told(&manifests, Config::default(), WEB, 8080).await;
-    assert_eq!(protocol(&told), "grpc GRPCRoute g");
+    let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&policy), "grpc GRPCRoute g");
 }
 
 #[tokio::test]
@@ -564,10 +571,10 @@ async fn probes_of_every_container_have_a_route_on_their_port() {
             probe_networks: vec!["192.168.7.0/24".parse().unwrap()],
             ..Config::default()
         };
-        let told = told(&workloads(""), config, workload, port).await;
-        assert_eq!(protocol(&told), expected, "{workload} {port}");
+        let policy = get_policy(&workloads(""), config, workload, port).await;
+        assert_eq!(protocol(&policy), expected, "{workload} {port}");
     };
-    let probe = |n: usize| format!("detect 10s default*1[] probe*{n}[default/probe: anybody from 192.168.7.0/24]");
+    let probe = |n: usize| format!("detect 10s default*1[] probe*{n}[default/probe: any client from 192.168.7.0/24]");
     row(WEB, 8080, &probe(2)).await;
     row(WEB, 7070, &probe(1)).await;
     row(WEB, 8081, "detect 10s default*1[]").await;
@@ -591,8 +598,8 @@ async fn probes_are_permitted_at_the_path_that_the_kubelet_sends() {
             ..Config::default()
         };
         let manifests = workloads("").replace("'/live?verbose=1'", path);
-        let told = told(&manifests, config, WEB, 8080).await;
-        let Some(Kind::Detect(detect)) = told.protocol.unwrap().kind else {
+        let policy = get_policy(&manifests, config, WEB, 8080).await;
+        let Some(Kind::Detect(detect)) = policy.protocol.unwrap().kind else {
             panic!("nothing to detect")
         };
         let matches = &detect.http_routes[1].rules[0].matches;
@@ -605,7 +612,7 @@ async fn probes_are_permitted_at_the_path_that_the_kubelet_sends() {
 }
 
 #[tokio::test]
-async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
+async fn requests_of_unsupported_rules_fail() {
     let row = async |kind: &str, protocol: &str, rule: &str, cause: &str| {
         let parent = "group: policy.linkerd.io, kind: Server, name: web";
         let (code, message) = failure_of(kind, protocol, parent, rule).await;
@@ -621,12 +628,12 @@ async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
     row("GRPCRoute", "gRPC", mirror, by_mesh).await;
 }
 
-/// How the only rule of the first route of the Server fails requests.
+/// The injected failure of the only rule of the first route.
 async fn failure_of(kind: &str, protocol: &str, parent: &str, rule: &str) -> (u32, String) {
     let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
     let manifests = format!("{}{server}{}", workloads(""), gateway_route(kind, parent, rule));
-    let told = told(&manifests, Config::default(), WEB, 8080).await;
-    failure(told.protocol.unwrap().kind.unwrap())
+    let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+    failure(policy.protocol.unwrap().kind.unwrap())
 }
 
 fn gateway_route(kind: &str, parent: &str, rule: &str) -> String {
@@ -640,7 +647,7 @@ fn gateway_route(kind: &str, parent: &str, rule: &str) -> String {
     format!("---\n{{apiVersion: gateway.networking.k8s.io/{version}, kind: {kind}, {metadata}, spec: {spec}}}\n")
 }
 
-fn failure(told: Kind) -> (u32, String) {
+fn failure(kind: Kind) -> (u32, String) {
     use tulle_proto::inbound::{HttpRoute, grpc_route, http_route};
 
     let of_http = |routes: &[HttpRoute]| match &routes[0].rules[0].filters[..] {
@@ -651,7 +658,7 @@ fn failure(told: Kind) -> (u32, String) {
         ] => (fail.status, fail.message.clone()),
         other => panic!("{other:?}"),
     };
-    match told {
+    match kind {
         Kind::Detect(detect) => of_http(&detect.http_routes),
         Kind::Http1(http) => of_http(&http.routes),
         Kind::Http2(http) => of_http(&http.routes),
@@ -668,9 +675,9 @@ fn failure(told: Kind) -> (u32, String) {
 }
 
 #[tokio::test]
-async fn a_route_that_a_server_cannot_have_opens_nothing() {
+async fn a_route_that_does_not_fit_its_server_permits_nothing() {
     let web = "group: policy.linkerd.io, kind: Server, name: web";
-    // Nobody can tell which requests of another protocol the route is for.
+    // It is unknown which requests of another protocol the route selects.
     for (kind, protocol, code) in [
         ("GRPCRoute", "unknown", 500),
         ("GRPCRoute", "HTTP/1", 500),
@@ -686,10 +693,10 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
             "port: 8080, proxyProtocol: {protocol}, accessPolicy: all-unauthenticated"
         ));
         let open = format!("{}{server}", workloads(""));
-        let before = told(&open, Config::default(), WEB, 8080).await;
+        let before = get_policy(&open, Config::default(), WEB, 8080).await;
         assert_eq!(authorizations(&before).len(), 1, "{protocol}");
         let closed = format!("{open}{}", gateway_route("HTTPRoute", web, "{}"));
-        let after = told(&closed, Config::default(), WEB, 8080).await;
+        let after = get_policy(&closed, Config::default(), WEB, 8080).await;
         assert_eq!(authorizations(&after), [""; 0], "{protocol}");
     }
     for (protocol, kind, code) in [("HTTP/1", "HTTPRoute", 500), ("gRPC", "GRPCRoute", 13)] {
@@ -700,7 +707,7 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
             assert_eq!(failure, (code, format!("{kind} shop/r: {cause}")));
         }
     }
-    // Routes of other namespaces close nothing.
+    // Routes of other namespaces deny nothing.
     let foreign = gateway_route("HTTPRoute", &format!("{web}, namespace: shop"), "{}")
         .replace("r, namespace: shop", "r, namespace: other");
     let manifests = format!(
@@ -708,12 +715,12 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
         workloads(""),
         server("port: 8080, proxyProtocol: gRPC")
     );
-    let told = told(&manifests, Config::default(), WEB, 8080).await;
-    assert_eq!(protocol(&told), "grpc default");
+    let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&policy), "grpc default");
 }
 
 #[tokio::test]
-async fn routes_that_a_server_cannot_have_are_counted() {
+async fn routes_that_do_not_fit_their_server_are_counted() {
     let web = "group: policy.linkerd.io, kind: Server, name: web";
     let row = async |protocol: &str, parent: &str, expected: usize| {
         let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
@@ -730,24 +737,24 @@ async fn routes_that_a_server_cannot_have_are_counted() {
 }
 
 #[tokio::test]
-async fn a_rate_limit_of_a_protocol_that_has_none_is_not_passed_by() {
+async fn a_rate_limit_of_a_grpc_server_denies_requests() {
     let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, total: {requestsPerSecond: 5}}";
     let limit = object("v1alpha1", "HTTPLocalRateLimitPolicy", "limit", spec);
     let manifests = |protocol: &str| {
         let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
         format!("{}{server}{limit}", workloads(""))
     };
-    let told = told(&manifests("gRPC"), Config::default(), WEB, 8080).await;
+    let policy = get_policy(&manifests("gRPC"), Config::default(), WEB, 8080).await;
     let cause = "the Server's proxyProtocol is gRPC, which does not support rate limits";
     let expected = format!("HTTPLocalRateLimitPolicy shop/limit: {cause}");
-    assert_eq!(failure(told.protocol.unwrap().kind.unwrap()), (13, expected));
+    assert_eq!(failure(policy.protocol.unwrap().kind.unwrap()), (13, expected));
     for (protocol, expected) in [("HTTP/1", 0), ("gRPC", 1), ("opaque", 1), ("TLS", 1)] {
         let counted = unserved(&manifests(protocol), "spec.targetRef").await;
         assert_eq!(counted, expected, "{protocol}");
     }
 }
 
-/// The number of objects of which this field is counted as not served.
+/// The number of objects for which this field is counted as unserved.
 async fn unserved(manifests: &str, field: &str) -> usize {
     let mesh = mesh_with(manifests, Config::default()).await;
     let counted = mesh.registry.render();

@@ -1,4 +1,4 @@
-//! Manifests to the messages of outbound Get and Watch.
+//! Responses of the outbound policy service's `Get` and `Watch` to manifests.
 
 use tonic::Code;
 use tulle_control::cluster::Config;
@@ -52,7 +52,7 @@ fn http(policy: &OutboundPolicy) -> &[HttpRoute] {
     &detect(policy).http1.as_ref().unwrap().routes
 }
 
-/// The object or default behind something: `kind namespace/name:port`.
+/// The object or default in the metadata, as `kind namespace/name:port`.
 fn name(metadata: Option<&Metadata>) -> String {
     match metadata.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
@@ -70,7 +70,7 @@ fn names(routes: &[HttpRoute]) -> Vec<String> {
     routes.iter().map(|route| name(route.metadata.as_ref())).collect()
 }
 
-/// Where a backend sends: a path, an address, or nowhere.
+/// The target of a backend: a path, an address, or none.
 fn sends(backend: &Backend) -> String {
     assert!(backend.queue.unwrap().failfast_timeout.is_some());
     match &backend.kind {
@@ -86,7 +86,7 @@ fn sends(backend: &Backend) -> String {
     }
 }
 
-/// The backends of a rule as `weight*target`; one that is first available has no weight.
+/// The backends of a rule as `weight*target`; `FirstAvailable` backends have no weight.
 fn backends(rule: &http_route::Rule) -> Vec<String> {
     match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
         Distribution::FirstAvailable(first) => first
@@ -107,7 +107,7 @@ fn backends(rule: &http_route::Rule) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_service_without_routes_is_balanced_whatever_it_speaks() {
+async fn a_service_without_routes_is_balanced_for_every_protocol() {
     let mesh = mesh(WEB).await;
     for target in [
         "10.247.0.10:80",
@@ -142,7 +142,7 @@ async fn a_service_without_routes_is_balanced_whatever_it_speaks() {
 }
 
 #[tokio::test]
-async fn the_protocol_is_the_port_s_or_opaque_where_marked() {
+async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
     let check = async |yaml: String, config: Config, expected: &str| {
         let mesh = mesh_with(&yaml, config).await;
         let policy = mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap();
@@ -178,7 +178,7 @@ async fn the_protocol_is_the_port_s_or_opaque_where_marked() {
 }
 
 #[tokio::test]
-async fn names_have_a_policy_whether_or_not_their_service_exists() {
+async fn names_of_missing_services_have_a_policy_too() {
     let mesh = mesh("").await;
     let mut stream = mesh.policies(CLIENT, "web.shop.svc.cluster.local:5432").await.unwrap();
     assert_eq!(names(http(&next(&mut stream).await)), ["http"]);
@@ -197,8 +197,8 @@ async fn a_port_that_a_service_does_not_list_is_forbidden() {
 }
 
 #[tokio::test]
-async fn a_policy_route_s_filter_of_responses_stays_one_of_responses() {
-    // The definition refuses it, so that it comes from files alone.
+async fn a_response_filter_of_a_policy_route_applies_to_responses() {
+    // The custom resource definition refuses this filter, so only manifest files can have it.
     let route = "---\napiVersion: policy.linkerd.io/v1beta3\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\nspec:\n  \
                  parentRefs: [{group: core, kind: Service, name: web, port: 80}]\n  \
                  rules: [{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}]}]\n";
@@ -231,7 +231,7 @@ spec:
 ";
 
 #[tokio::test]
-async fn what_leads_to_services_is_counted() {
+async fn objects_of_outbound_policies_are_counted() {
     let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
     let watch = mesh.policies(CLIENT, "10.247.0.10:80").await.unwrap();
     let page = mesh.registry.render();
@@ -293,7 +293,7 @@ async fn routes_split_traffic_and_bad_backends_fail_their_share() {
         assert_eq!(name(backend.backend.as_ref().unwrap().metadata.as_ref()), "invalid");
         assert!(matches!(&backend.filters[0].kind, Some(Filter::FailureInjector(fail)) if fail.status == 500));
     }
-    // The other ports of the service have none of it.
+    // The route does not apply to other ports of the service.
     assert_eq!(
         names(http(&mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap())),
         ["http"]
@@ -301,7 +301,7 @@ async fn routes_split_traffic_and_bad_backends_fail_their_share() {
 }
 
 #[tokio::test]
-async fn consumers_have_their_own_routes_beside_the_producer_s() {
+async fn consumer_routes_are_added_to_producer_routes() {
     let consumer = ROUTE
         .replace("name: split, namespace: shop", "name: mine, namespace: front")
         .replace("name: web, port: 80}]", "name: web, namespace: shop, port: 80}]");
@@ -316,7 +316,7 @@ async fn consumers_have_their_own_routes_beside_the_producer_s() {
 }
 
 #[tokio::test]
-async fn routes_are_accepted_by_what_the_manifests_hold_and_not_by_their_status() {
+async fn route_acceptance_follows_the_manifests_not_the_status() {
     let status = "status: {parents: [{controllerName: linkerd.io/policy-controller, \
         parentRef: {group: core, kind: Service, name: web, port: 80}, conditions: [{type: Accepted, status: \"False\"}]}]}\n";
     let accepted = mesh(&format!("{WEB}{ROUTE}{status}")).await;
@@ -357,7 +357,7 @@ spec:
 }
 
 #[tokio::test]
-async fn annotations_of_a_service_shape_its_routes() {
+async fn annotations_of_a_service_apply_to_its_routes() {
     let annotations = "retry.linkerd.io/http: 5xx, retry.linkerd.io/timeout: 300ms, timeout.linkerd.io/request: 2s, \
         balancer.linkerd.io/failure-accrual: consecutive, balancer.alpha.linkerd.io/penalize-failures: \"true\"";
     let mesh = mesh(&format!("{}{ROUTE}", annotated(annotations))).await;
@@ -410,7 +410,7 @@ fn egress(name: &str, namespace: &str, policy: &str, networks: &str) -> String {
 }
 
 #[tokio::test]
-async fn egress_networks_of_the_client_or_the_whole_mesh_rule_the_outside() {
+async fn egress_networks_of_the_client_or_the_mesh_apply_outside_the_cluster() {
     let mesh = mesh(&format!(
         "{}{}{}",
         egress("all", "linkerd-egress", "Deny", ""),
@@ -473,7 +473,7 @@ async fn egress_networks_of_the_client_or_the_whole_mesh_rule_the_outside() {
 }
 
 #[tokio::test]
-async fn default_opaque_ports_hold_outside_of_the_cluster_too() {
+async fn default_opaque_ports_apply_outside_the_cluster_too() {
     let config = Config {
         default_opaque_ports: "3306".parse().unwrap(),
         ..Config::default()
@@ -502,7 +502,7 @@ async fn default_opaque_ports_hold_outside_of_the_cluster_too() {
 }
 
 #[tokio::test]
-async fn egress_networks_have_routes_of_their_own_unless_they_claim_the_cluster() {
+async fn routes_of_egress_networks_do_not_apply_to_cluster_addresses() {
     let route = "
 ---
 apiVersion: gateway.networking.k8s.io/v1
@@ -542,7 +542,7 @@ async fn a_stream_ends_when_its_address_is_no_longer_known() {
 }
 
 #[tokio::test]
-async fn requests_that_cannot_be_read_are_refused() {
+async fn malformed_requests_are_refused() {
     let mesh = mesh(WEB).await;
     for (client, target, code) in [
         ("", "10.247.0.10:80", Code::InvalidArgument),

@@ -1,4 +1,4 @@
-//! The rows of the outbound policy as tables: manifests, and what a proxy is told.
+//! Tables of outbound policy: manifests, and the policy that a client gets.
 
 use serde::Deserialize;
 use serde_yaml_ng::{Deserializer, Value};
@@ -10,7 +10,7 @@ use crate::show::show;
 
 pub(crate) const CLIENT: &str = r#"{"ns":"front","pod":"front-0"}"#;
 
-/// Two services; what a row adds to the first one's metadata and port is filled in.
+/// Two services. The arguments are added to the metadata and the port of the first one.
 pub(crate) fn services(annotations: &str, port: &str) -> String {
     format!(
         "
@@ -27,7 +27,7 @@ spec: {{clusterIP: 10.247.0.11, ports: [{{port: 80}}]}}
     )
 }
 
-/// A route of any kind: `Kind namespace/name`, what stands in its metadata beside the name, and its spec.
+/// A route: `id` is `Kind namespace/name`, `more` further metadata.
 pub(crate) fn route(id: &str, more: &str, spec: &str) -> String {
     let (kind, id) = id.split_once(' ').unwrap();
     let (namespace, name) = id.split_once('/').unwrap();
@@ -44,19 +44,19 @@ pub(crate) fn route(id: &str, more: &str, spec: &str) -> String {
 
 pub(crate) const TO_WEB: &str = "parentRefs: [{group: core, kind: Service, name: web, namespace: shop, port: 80}]";
 
-/// What the client in `front` is told about an address.
-pub(crate) async fn told(manifests: &str, target: &str) -> Vec<String> {
+/// The policy of an address for the client in `front`, formatted by [`show`].
+pub(crate) async fn policy_lines(manifests: &str, target: &str) -> Vec<String> {
     let mesh = mesh(manifests).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
     show(&mesh.policy(CLIENT, target).await.unwrap())
 }
 
 pub(crate) async fn check(manifests: &str, target: &str, expected: &[&str]) {
-    assert_eq!(told(manifests, target).await, expected, "{manifests}\n{target}");
+    assert_eq!(policy_lines(manifests, target).await, expected, "{manifests}\n{target}");
 }
 
 #[tokio::test]
-async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
+async fn the_most_specific_protocol_of_all_routes_on_a_port_applies() {
     let spec = |rules: &str| format!("{{{TO_WEB}, rules: [{rules}]}}");
     let v2 = "{backendRefs: [{name: web-v2, port: 80}]}";
     let http = route("HTTPRoute shop/http", "", &spec(v2));
@@ -72,33 +72,33 @@ async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
         let manifests = format!("{}{}", services("", port), routes.concat());
         check(&manifests, "10.247.0.10:80", expected).await;
     };
-    let http_told = "gateway HTTPRoute shop/http -> 1*web-v2.shop:80";
-    let policy_told = "policy HTTPRoute shop/old -> 1*web-v2.shop:80";
-    let grpc_told = "gateway GRPCRoute shop/grpc -> 1*web-v2.shop:80";
-    let tls_told = "gateway TLSRoute shop/tls a.b d.c.* -> 1*web-v2.shop:80";
-    let tcp_told = "gateway TCPRoute shop/tcp -> 1*web-v2.shop:80";
+    let http_line = "gateway HTTPRoute shop/http -> 1*web-v2.shop:80";
+    let policy_line = "policy HTTPRoute shop/old -> 1*web-v2.shop:80";
+    let grpc_line = "gateway GRPCRoute shop/grpc -> 1*web-v2.shop:80";
+    let tls_line = "gateway TLSRoute shop/tls a.b d.c.* -> 1*web-v2.shop:80";
+    let tcp_line = "gateway TCPRoute shop/tcp -> 1*web-v2.shop:80";
     let opaque = "opaq -> web.shop:80";
     let of = |protocol: &str| format!("{protocol} of Service shop/web:80");
-    row("", &[&grpc, &http, &policy, &tls, &tcp], &[&of("grpc"), grpc_told]).await;
+    row("", &[&grpc, &http, &policy, &tls, &tcp], &[&of("grpc"), grpc_line]).await;
     row(
         "",
         &[&http, &policy, &tls, &tcp],
-        &[&of("detect 10s"), http_told, policy_told, opaque],
+        &[&of("detect 10s"), http_line, policy_line, opaque],
     )
     .await;
-    row("", &[&tls, &tcp], &[&of("tls"), tls_told]).await;
-    row("", &[&tcp], &[&of("opaque"), tcp_told]).await;
+    row("", &[&tls, &tcp], &[&of("tls"), tls_line]).await;
+    row("", &[&tcp], &[&of("opaque"), tcp_line]).await;
     row("", &[], &[&of("detect 10s"), "http -> web.shop:80", opaque]).await;
-    // The protocol of the port decides before the routes do.
+    // The protocol of the port takes precedence over that of the routes.
     let h2c = ", appProtocol: kubernetes.io/h2c";
-    row(h2c, &[&grpc], &[&of("grpc"), grpc_told]).await;
-    row(h2c, &[&http], &[&of("http2"), http_told]).await;
+    row(h2c, &[&grpc], &[&of("grpc"), grpc_line]).await;
+    row(h2c, &[&http], &[&of("http2"), http_line]).await;
     row(h2c, &[], &[&of("http2"), "http -> web.shop:80"]).await;
-    row(", appProtocol: HTTP", &[&http, &tcp], &[&of("http1"), http_told]).await;
-    row(", appProtocol: linkerd.io/tcp", &[&tcp], &[&of("opaque"), tcp_told]).await;
+    row(", appProtocol: HTTP", &[&http, &tcp], &[&of("http1"), http_line]).await;
+    row(", appProtocol: linkerd.io/tcp", &[&tcp], &[&of("opaque"), tcp_line]).await;
     row(", appProtocol: linkerd.io/opaque", &[&http], &[&of("opaque"), opaque]).await;
     row(", appProtocol: redis", &[], &[&of("opaque"), opaque]).await;
-    // Routes of one port leave the others alone.
+    // Routes of one port do not affect others.
     let manifests = format!("{}{tcp}", services("", ""));
     check(
         &manifests,
@@ -111,11 +111,11 @@ async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
     )
     .await;
     let marked = services("config.linkerd.io/opaque-ports: '80'", "");
-    check(&format!("{marked}{tcp}"), "10.247.0.10:80", &[&of("opaque"), tcp_told]).await;
+    check(&format!("{marked}{tcp}"), "10.247.0.10:80", &[&of("opaque"), tcp_line]).await;
 }
 
 #[tokio::test]
-async fn bad_backends_fail_in_the_manner_of_their_protocol() {
+async fn invalid_backends_fail_with_an_error_of_their_protocol() {
     let backends = "[{name: web, port: 80, weight: 3}, {name: gone, port: 80}, {kind: Bucket, name: b}, \
         {group: policy.linkerd.io, kind: EgressNetwork, name: out}]";
     for (kind, failure) in [
@@ -126,7 +126,7 @@ async fn bad_backends_fail_in_the_manner_of_their_protocol() {
     ] {
         let spec = format!("{{{TO_WEB}, rules: [{{backendRefs: {backends}}}]}}");
         let manifests = format!("{}{}", services("", ""), route(&format!("{kind} shop/r"), "", &spec));
-        let line = told(&manifests, "10.247.0.10:80").await.swap_remove(1);
+        let line = policy_lines(&manifests, "10.247.0.10:80").await.swap_remove(1);
         let expected = format!(
             "gateway {kind} shop/r -> 3*web.shop:80 | 1*nothing (Service shop/gone:80) {failure} \"Service not found gone\" \
              | 1*nothing (invalid) {failure} \"the backend is neither a Service with a port nor an EgressNetwork\" \
@@ -137,7 +137,7 @@ async fn bad_backends_fail_in_the_manner_of_their_protocol() {
 }
 
 #[tokio::test]
-async fn producers_and_consumers_have_one_merged_list_the_oldest_first() {
+async fn producer_and_consumer_routes_are_merged_oldest_first() {
     let at = |time: &str| format!(", creationTimestamp: '2026-01-0{time}T00:00:00Z'");
     let spec = format!("{{{TO_WEB}, rules: [{{}}]}}");
     let everywhere = "{parentRefs: [{group: core, kind: Service, name: web, namespace: shop}], rules: [{}]}";
@@ -150,27 +150,27 @@ async fn producers_and_consumers_have_one_merged_list_the_oldest_first() {
         route("HTTPRoute shop/last", "", &spec),
     ]
     .concat();
-    let told_routes = async |target: &str| {
-        let lines = told(&manifests, target).await;
+    let route_names = async |target: &str| {
+        let lines = policy_lines(&manifests, target).await;
         let names = lines
             .iter()
             .filter_map(|line| line.strip_prefix("gateway HTTPRoute ")?.split(' ').next());
         names.map(str::to_owned).collect::<Vec<_>>()
     };
     assert_eq!(
-        told_routes("10.247.0.10:80").await,
+        route_names("10.247.0.10:80").await,
         ["shop/first", "front/second", "shop/third", "shop/last"]
     );
-    // Without a port a route holds for all of them.
-    assert_eq!(told_routes("10.247.0.10:90").await, ["shop/first"]);
+    // A route without a port applies to all ports.
+    assert_eq!(route_names("10.247.0.10:90").await, ["shop/first"]);
 }
 
 #[tokio::test]
-async fn filters_are_kept_or_their_requests_fail() {
+async fn requests_with_an_unsupported_filter_fail() {
     let row = async |id: &str, filter: &str, expected: &str| {
         let spec = format!("{{{TO_WEB}, rules: [{{filters: [{filter}]}}]}}");
         let manifests = format!("{}{}", services("", ""), route(id, "", &spec));
-        let lines = told(&manifests, "10.247.0.10:80").await;
+        let lines = policy_lines(&manifests, "10.247.0.10:80").await;
         let found = lines[1].split_once(" -> ").unwrap().0;
         let name = match id.strip_prefix("policy:") {
             Some(id) => format!("policy {id}"),
@@ -186,7 +186,7 @@ async fn filters_are_kept_or_their_requests_fail() {
         row(id, redirect, "redirect 301").await;
     }
     row("HTTPRoute shop/r", response, "response-headers").await;
-    // The API's default holds where no API server fills it in.
+    // The API's default applies even if no API server has inserted it.
     row(
         "HTTPRoute shop/r",
         "{type: RequestRedirect, requestRedirect: {hostname: a.b}}",
@@ -205,7 +205,7 @@ async fn filters_are_kept_or_their_requests_fail() {
 }
 
 #[tokio::test]
-async fn egress_defaults_follow_the_routes_that_are_there() {
+async fn egress_defaults_depend_on_the_existing_routes() {
     let network = |policy: &str, more: &str| {
         let meta = "apiVersion: policy.linkerd.io/v1alpha1\nkind: EgressNetwork";
         format!(
@@ -266,7 +266,7 @@ async fn egress_defaults_follow_the_routes_that_are_there() {
 }
 
 #[tokio::test]
-async fn rivals_among_egress_networks_yield_to_the_narrowest_then_the_oldest() {
+async fn the_narrowest_then_the_oldest_egress_network_applies() {
     let network = |name: &str, day: u8, cidr: &str| {
         format!(
             "---\napiVersion: policy.linkerd.io/v1alpha1\nkind: EgressNetwork\n\
@@ -275,7 +275,7 @@ async fn rivals_among_egress_networks_yield_to_the_narrowest_then_the_oldest() {
         )
     };
     let row = async |networks: &[String], winner: &str| {
-        let lines = told(&networks.concat(), "203.0.113.1:443").await;
+        let lines = policy_lines(&networks.concat(), "203.0.113.1:443").await;
         assert_eq!(
             lines[0],
             format!("detect 10s of policy EgressNetwork front/{winner}:443")
@@ -300,11 +300,11 @@ async fn rivals_among_egress_networks_yield_to_the_narrowest_then_the_oldest() {
 }
 
 #[tokio::test]
-async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
+async fn annotations_set_retries_and_timeouts_within_bounds() {
     let row = async |service: &str, on_route: &str, rule: &str, expected: &str| {
         let spec = format!("{{{TO_WEB}, rules: [{rule}]}}");
         let route = route("HTTPRoute shop/r", &format!(", annotations: {{{on_route}}}"), &spec);
-        let lines = told(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
+        let lines = policy_lines(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
         let found = lines[1]
             .strip_prefix("gateway HTTPRoute shop/r")
             .unwrap()
@@ -313,7 +313,7 @@ async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
             .0;
         assert_eq!(found, expected, "{service} / {on_route} / {rule}");
     };
-    // Retries of the service, and of the route in their place.
+    // Retries of the service; those of the route replace them.
     row("retry.linkerd.io/http: 5xx", "", "{}", " retry 1x 500-599").await;
     row(
         "retry.linkerd.io/http: 'gateway-error,429,404-405'",
@@ -351,7 +351,7 @@ async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
         " retry 1x 503-503",
     )
     .await;
-    // What cannot be read turns its own feature off.
+    // An invalid value disables its feature.
     for bad in [
         "retry.linkerd.io/http: 6xx",
         "retry.linkerd.io/http: ''",
@@ -387,7 +387,7 @@ async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
         " timeouts request 2s response 1s",
     )
     .await;
-    // Annotations of a route come before its rules, each for itself.
+    // Each annotation of a route takes precedence over the field of its rules.
     row(
         "",
         "timeout.linkerd.io/request: 3s",
@@ -414,11 +414,11 @@ async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
 }
 
 #[tokio::test]
-async fn annotations_shape_calls() {
+async fn annotations_set_retries_of_grpc_calls() {
     let spec = format!("{{{TO_WEB}, rules: [{{}}]}}");
     let row = async |service: &str, on_route: &str, expected: &str| {
         let route = route("GRPCRoute shop/r", &format!(", annotations: {{{on_route}}}"), &spec);
-        let lines = told(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
+        let lines = policy_lines(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
         let found = lines[1]
             .strip_prefix("gateway GRPCRoute shop/r")
             .unwrap()
@@ -440,9 +440,9 @@ async fn annotations_shape_calls() {
 }
 
 #[tokio::test]
-async fn annotations_shape_failure_accrual_within_their_bounds() {
+async fn annotations_set_failure_accrual_within_bounds() {
     let row = async |annotations: &str, expected: &str| {
-        let lines = told(&services(annotations, ""), "10.247.0.10:80").await;
+        let lines = policy_lines(&services(annotations, ""), "10.247.0.10:80").await;
         assert_eq!(
             lines[0],
             format!("detect 10s{expected} of Service shop/web:80"),
@@ -485,7 +485,7 @@ async fn annotations_shape_failure_accrual_within_their_bounds() {
         rate("success-rate-min-requests", "0"),
     ];
     row(&unified(&off.concat()), " accrual 7 or 0 of 0 in 1ms 1s-60s~0.5").await;
-    // Proxies take no message with so many, whatever the threshold.
+    // Proxies refuse a policy with so many requests, for any threshold.
     let too_many = [
         rate("success-rate-threshold", "0"),
         rate("success-rate-min-requests", "1000001"),
@@ -506,9 +506,9 @@ async fn annotations_shape_failure_accrual_within_their_bounds() {
     ] {
         row(&bad, "").await;
     }
-    // The penalty of failures belongs to the balancer.
+    // The failure penalty is a setting of the balancer.
     let row = async |annotations: &str, expected: &str| {
-        let lines = told(&services(annotations, ""), "10.247.0.10:80").await;
+        let lines = policy_lines(&services(annotations, ""), "10.247.0.10:80").await;
         assert_eq!(lines[1], format!("http -> web.shop:80{expected}"), "{annotations}");
     };
     let bias = |more: &str| format!("balancer.alpha.linkerd.io/penalize-failures: 'true'{more}");
@@ -524,7 +524,7 @@ async fn annotations_shape_failure_accrual_within_their_bounds() {
     row("balancer.alpha.linkerd.io/penalize-failures: 'yes'", "").await;
 }
 
-/// Stores objects as an API server gives them.
+/// Stores objects as if an API server had sent them.
 pub(crate) fn store(mesh: &Mesh, manifests: &str) {
     let events = Deserializer::from_str(manifests).map(|document| {
         let value = Value::deserialize(document).unwrap();
@@ -535,7 +535,7 @@ pub(crate) fn store(mesh: &Mesh, manifests: &str) {
 }
 
 #[tokio::test]
-async fn where_statuses_are_written_they_accept_routes() {
+async fn the_written_status_decides_on_route_acceptance() {
     let row = async |status: &str, is_served: bool| {
         let spec = format!("{{{TO_WEB}, rules: [{{}}]}}");
         let mesh = mesh("").await;

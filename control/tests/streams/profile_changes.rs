@@ -1,4 +1,4 @@
-//! Profiles as manifests change, and what an API server would not take.
+//! Profiles after changes of manifests, and with objects that an API server would refuse.
 
 use tonic::Code;
 
@@ -6,7 +6,7 @@ use crate::harness::{mesh, next};
 use crate::profiles::{MESH, PROFILE, WEB, endpoint};
 
 #[tokio::test]
-async fn a_pod_that_stops_is_a_bare_address() {
+async fn a_stopped_pod_becomes_a_plain_address() {
     let mesh = mesh(MESH).await;
     let mut stream = mesh.profiles("10.1.0.1:8080", "").await.unwrap();
     assert!(endpoint(&next(&mut stream).await).2);
@@ -23,7 +23,7 @@ async fn a_pod_that_stops_is_a_bare_address() {
 }
 
 #[tokio::test]
-async fn a_profile_that_comes_and_goes_is_told_at_once() {
+async fn an_added_or_removed_profile_is_sent_immediately() {
     let mesh = mesh(MESH).await;
     let mut stream = mesh.profiles(WEB, "").await.unwrap();
     assert!(next(&mut stream).await.routes.is_empty());

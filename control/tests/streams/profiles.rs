@@ -1,4 +1,4 @@
-//! Manifests to the messages of GetProfile.
+//! Responses of the destination service's `GetProfile` to manifests.
 
 use tonic::Code;
 use tulle_control::cluster::Config;
@@ -61,7 +61,7 @@ spec:
 pub(crate) const WEB: &str = "web.shop.svc.cluster.local:80";
 
 pub(crate) fn endpoint(profile: &DestinationProfile) -> (String, Option<Protocol>, bool) {
-    let endpoint = profile.endpoint.as_ref().expect("an endpoint profile");
+    let endpoint = profile.endpoint.as_ref().expect("no endpoint in the profile");
     let addr = std::net::SocketAddr::try_from(endpoint.addr.unwrap()).unwrap();
     let protocol = endpoint.protocol_hint.and_then(|hint| hint.protocol);
     (addr.to_string(), protocol, endpoint.tls_identity.is_some())
@@ -123,7 +123,7 @@ async fn a_port_that_a_service_does_not_define_has_an_empty_profile() {
 }
 
 #[tokio::test]
-async fn addresses_have_the_profile_of_what_runs_there() {
+async fn an_address_has_the_profile_of_its_pod_or_service() {
     let mesh = mesh(MESH).await;
     let check = async |path: &str, addr: &str, meshed: bool, opaque: bool| {
         let profile = mesh.profile(path).await;
@@ -183,7 +183,7 @@ async fn unknown_addresses_follow_the_default_opaque_ports() {
     .await;
     assert!(mesh.profile("203.0.113.1:3306").await.opaque_protocol);
     assert!(mesh.profile("10.2.0.1:80").await.endpoint.is_some());
-    // An annotation replaces the defaults, even for a pod that needs one of them.
+    // An annotation replaces all default ports.
     assert!(!mesh.profile("10.1.0.1:3306").await.opaque_protocol);
 }
 
@@ -268,7 +268,7 @@ async fn a_profile_in_the_client_s_namespace_wins() {
 }
 
 #[tokio::test]
-async fn lookups_that_cannot_be_answered_have_their_code() {
+async fn failed_lookups_have_their_status_code() {
     let alias = "---\napiVersion: v1\nkind: Service\nmetadata: {name: alias, namespace: shop}\n\
         spec: {type: ExternalName, externalName: example.org}\n";
     let mesh = mesh(&format!("{MESH}{alias}")).await;
@@ -284,7 +284,7 @@ async fn lookups_that_cannot_be_answered_have_their_code() {
 }
 
 #[tokio::test]
-async fn destinations_of_a_split_are_services_however_their_names_are_written() {
+async fn split_destinations_are_services_for_every_spelling_of_their_names() {
     for (authority, expected) in [
         ("srv2.shop.svc.cluster.local.:80", "srv2.shop.svc.cluster.local:80"),
         ("srv2.shop.svc.cluster.local.", "srv2.shop.svc.cluster.local:80"),

@@ -1,5 +1,6 @@
-//! What Linkerd's control plane answered to the manifests in `proto/recorded`, ours answers too, but for what the tables
-//! here say.
+//! Compares tulle's responses with those that Linkerd's control plane gave for the manifests in `proto/recorded`.
+//!
+//! The tables list the intended differences.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -23,27 +24,27 @@ mod read;
 const CLIENT: &str = r#"{"ns":"front","pod":"front-0"}"#;
 const TOKEN: &str = r#"{"ns":"front","nodeName":"node-a","pod":"front-0"}"#;
 
-/// What we answer otherwise than Linkerd.
+/// Intended differences from Linkerd's responses.
 struct Differences {
-    /// Linkerd's words, ours in their place, and why.
-    words: &'static [(&'static str, &'static str, &'static str)],
-    /// Questions with another answer, and why.
-    answers: &'static [(&'static str, &'static str)],
+    /// Linkerd's text, the text that replaces it here, and the reason.
+    texts: &'static [(&'static str, &'static str, &'static str)],
+    /// Requests with a different response, and the reason.
+    responses: &'static [(&'static str, &'static str)],
 }
 
 #[tokio::test]
-async fn recorded_policies_of_destinations_are_ours() {
+async fn recorded_outbound_policies_match() {
     let mesh = loaded("outbound").await;
     let mut found = Found::of(OUTBOUND);
     for one in recorded("outbound") {
         let ours = first(mesh.policies(CLIENT, &one.target).await).await;
         found.compare(&one, last::<OutboundPolicy>(&one), ours);
     }
-    found.judge();
+    found.check();
 }
 
 #[tokio::test]
-async fn recorded_policies_of_ports_are_ours() {
+async fn recorded_inbound_policies_match() {
     let mesh = loaded("inbound").await;
     let mut found = Found::of(INBOUND);
     for one in recorded("inbound") {
@@ -57,11 +58,11 @@ async fn recorded_policies_of_ports_are_ours() {
         let ours = first(mesh.ports(&workload, port.parse().unwrap()).await).await;
         found.compare(&one, last::<Server>(&one).map(ordered), ours.map(ordered));
     }
-    found.judge();
+    found.check();
 }
 
 #[tokio::test]
-async fn recorded_profiles_and_endpoints_are_ours() {
+async fn recorded_profiles_and_endpoints_match() {
     let mesh = loaded("destination").await;
     let config = destination::config::Config {
         http2: Some(Http2ClientParams {
@@ -84,10 +85,10 @@ async fn recorded_profiles_and_endpoints_are_ours() {
             found.compare(&one, last::<Update>(&one).map(sorted), ours.map(sorted));
         }
     }
-    found.judge();
+    found.check();
 }
 
-/// A control plane with the flags of the one that was recorded.
+/// A control plane with the flags that Linkerd's had during the recording.
 async fn loaded(name: &str) -> Mesh {
     let config = Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
@@ -99,72 +100,79 @@ async fn loaded(name: &str) -> Mesh {
     mesh
 }
 
-/// The first message of a stream, or the code that it ended with.
+/// The first message of a stream, or its status code.
 async fn first<T>(stream: Result<Streaming<T>, Status>) -> Result<T, Code> {
     let mut stream = stream.map_err(|status| status.code())?;
     let message = soon(stream.message()).await.map_err(|status| status.code())?;
-    Ok(message.expect("a message"))
+    Ok(message.expect("the stream has no message"))
 }
 
-/// The last message of a recording, or the code that it ended with.
+/// The last recorded message, or the recorded status code.
 fn last<T: Message + Default>(one: &Recorded) -> Result<T, String> {
     match (one.messages.last(), &one.status) {
         (Some(bytes), None) => Ok(T::decode(&**bytes).unwrap()),
-        (_, status) => Err(status.clone().expect("an answer")),
+        (_, status) => Err(status.clone().expect("the recording is empty")),
     }
 }
 
-/// What differs, by question.
+/// The differences that were found.
 struct Found {
     expected: Differences,
-    words: HashSet<&'static str>,
-    answers: Vec<(String, String)>,
+    texts: HashSet<&'static str>,
+    /// Request and difference.
+    responses: Vec<(String, String)>,
 }
 
 impl Found {
     fn of(expected: Differences) -> Self {
         Self {
             expected,
-            words: HashSet::new(),
-            answers: Vec::new(),
+            texts: HashSet::new(),
+            responses: Vec::new(),
         }
     }
 
     fn compare<T: Debug>(&mut self, one: &Recorded, theirs: Result<T, String>, ours: Result<T, Code>) {
         let ours = format!("{:?}", ours.map_err(|code| format!("{code:?}")));
         let mut theirs = format!("{theirs:?}");
-        for (words, in_place, _) in self.expected.words {
-            if theirs.contains(words) {
-                self.words.insert(words);
-                theirs = theirs.replace(words, in_place);
+        for (text, replacement, _) in self.expected.texts {
+            if theirs.contains(text) {
+                self.texts.insert(text);
+                theirs = theirs.replace(text, replacement);
             }
         }
         if theirs != ours {
-            self.answers.push((one.question(), told(&theirs, &ours)));
+            self.responses.push((one.question(), first_difference(&theirs, &ours)));
         }
     }
 
-    /// Checks that what differs is what is expected to, and no less.
-    fn judge(self) {
-        let Differences { words, answers } = self.expected;
-        let is_expected = |question: &str| answers.iter().any(|(expected, _)| *expected == question);
-        let unexpected = self.answers.iter().filter(|(question, _)| !is_expected(question));
+    /// Checks that the differences are exactly the expected ones.
+    fn check(self) {
+        let Differences { texts, responses } = self.expected;
+        let is_expected = |question: &str| responses.iter().any(|(expected, _)| *expected == question);
+        let unexpected = self.responses.iter().filter(|(question, _)| !is_expected(question));
         let unexpected: Vec<_> = unexpected
-            .map(|(question, told)| format!("{question}\n{told}"))
+            .map(|(question, difference)| format!("{question}\n{difference}"))
             .collect();
         assert!(unexpected.is_empty(), "{}", unexpected.join("\n"));
-        for (question, reason) in answers {
-            let differs = self.answers.iter().any(|(found, _)| found == question);
-            assert!(differs, "{question} is answered as by Linkerd, not otherwise: {reason}");
+        for (question, reason) in responses {
+            let differs = self.responses.iter().any(|(found, _)| found == question);
+            assert!(
+                differs,
+                "{question} has the same response as from Linkerd, but is listed as different: {reason}"
+            );
         }
-        for (words, _, reason) in words {
-            assert!(self.words.contains(words), "Linkerd does not say {words:?}: {reason}");
+        for (text, _, reason) in texts {
+            assert!(
+                self.texts.contains(text),
+                "no recorded response contains {text:?}: {reason}"
+            );
         }
     }
 }
 
-/// Where two texts begin to differ.
-fn told(theirs: &str, ours: &str) -> String {
+/// The two texts around their first difference.
+fn first_difference(theirs: &str, ours: &str) -> String {
     let same = theirs.bytes().zip(ours.bytes()).take_while(|(one, other)| one == other);
     let from = same.count().saturating_sub(150);
     let part = |text: &str| {
@@ -176,13 +184,13 @@ fn told(theirs: &str, ours: &str) -> String {
     format!("- {}\n+ {}\n", part(theirs), part(ours))
 }
 
-/// The order of authorizations and of their networks means nothing.
+/// Sorts authorizations, whose order has no meaning.
 fn ordered(mut server: Server) -> Server {
     server.authorizations.sort_by_key(|authz| format!("{authz:?}"));
     server
 }
 
-/// Nor does that of endpoints.
+/// Sorts endpoints, whose order has no meaning.
 fn sorted(mut update: Update) -> Update {
     if let Some(update::Update::Add(set)) = &mut update.update {
         set.addrs.sort_by_key(|addr| format!("{:?}", addr.addr));
@@ -195,17 +203,17 @@ fn seconds(seconds: i64) -> Option<Duration> {
 }
 
 const OUTBOUND: Differences = Differences {
-    words: &[
+    texts: &[
         (
             "timeouts: Some(Timeouts { response: None, request: None, idle: None })",
             "timeouts: None",
-            "no timeouts are left out",
+            "an empty Timeouts message is omitted",
         ),
         NO_HEADERS,
         (
             "response: None, request: Some(Duration { seconds: 10, nanos: 0 })",
             "response: Some(Duration { seconds: 2, nanos: 500000000 }), request: Some(Duration { seconds: 10, nanos: 0 })",
-            "backendRequest limits each try; Linkerd does not use it",
+            "backendRequest limits each attempt; Linkerd ignores it",
         ),
         (
             "response: None, request: Some(Duration { seconds: 1, nanos: 0 })",
@@ -215,63 +223,63 @@ const OUTBOUND: Differences = Differences {
         (
             "Rule { matches: [], ",
             "Rule { matches: [GrpcRouteMatch { rpc: Some(GrpcRpcMatch { service: \"\", method: \"\" }), headers: [] }], ",
-            "a call of any service and method is any call",
+            "a match on every service and method is explicit",
         ),
         (
             "GrpcFailureInjector { code: 500, ",
             "GrpcFailureInjector { code: 13, ",
-            "gRPC knows no status 500; an internal error is 13",
+            "gRPC has no status 500; INTERNAL is 13",
         ),
         (
             "HttpRouteMatch { path: None, headers: [], query_params: [], method: None }",
             "HttpRouteMatch { path: Some(PathMatch { kind: Some(Prefix(\"/\")) }), headers: [], query_params: [], method: None }",
-            "any path begins with a slash",
+            "a match on every path is explicit",
         ),
     ],
-    answers: &[
+    responses: &[
         ("policy 198.51.100.1:80", FORBIDDEN),
         ("policy 198.51.100.1:81", FORBIDDEN),
         ("policy 198.51.100.1:443", FORBIDDEN),
         (
             "policy plain.shop.svc.cluster.local:0",
-            "there is no port 0; Linkerd takes it for 80",
+            "port 0 is invalid; Linkerd treats it as 80",
         ),
     ],
 };
-const FORBIDDEN: &str = "bytes that are forbidden have no backend either";
+const FORBIDDEN: &str = "a forbidden opaque route has no backend";
 const INBOUND: Differences = Differences {
-    words: &[NO_HEADERS],
-    answers: &[(
+    texts: &[NO_HEADERS],
+    responses: &[(
         "port shop/web:25",
-        "ports that are opaque in the cluster are so for pods that have no annotation, which Linkerd's injector writes",
+        "the cluster's opaque ports apply to pods without an annotation; Linkerd's injector adds one",
     )],
 };
 const DESTINATION: Differences = Differences {
-    words: &[
+    texts: &[
         (
             "group: \"linkerd.io\", kind: \"\"",
             "group: \"linkerd.io\", kind: \"ServiceProfile\"",
-            "a profile that nobody has written has a kind, too",
+            "the default profile has a kind, too",
         ),
         (
             "\"serviceaccount\": \"web\", \"zone\": \"\"}",
             "\"serviceaccount\": \"web\", \"zone\": \"a\"}",
-            "an endpoint is in the zone of its node, also where its address is asked for",
+            "an endpoint profile has the zone of its node, too",
         ),
     ],
-    answers: &[
+    responses: &[
         (
             "profile alias.shop.svc.cluster.local:80",
-            "a Service that is another name is refused, as by Get; proxies go on without a profile either way",
+            "an ExternalName Service is refused, as by Get; proxies continue without a profile in both cases",
         ),
         (
             "get empty.shop.svc.cluster.local:80",
-            "callers learn at once that there is nobody, and fail fast",
+            "clients are notified immediately that there are no endpoints, and fail fast",
         ),
     ],
 };
 const NO_HEADERS: (&str, &str, &str) = (
     "add: Some(Headers { headers: [] })",
     "add: None",
-    "no headers are left out",
+    "an empty Headers message is omitted",
 );

@@ -1,11 +1,11 @@
-//! The rows of the outbound policy about routes that meet each other, and about what of a route is served.
+//! Tables of outbound policy: routes that conflict, and fields of routes that are not supported.
 
 use crate::harness::mesh;
-use crate::outbound_rows::{CLIENT, TO_WEB, check, route, services, store, told};
+use crate::outbound_rows::{CLIENT, TO_WEB, check, policy_lines, route, services, store};
 use crate::show::show;
 
 #[tokio::test]
-async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
+async fn the_oldest_of_conflicting_connection_routes_is_served() {
     let at = |day: u8| format!(", creationTimestamp: '2026-01-0{day}T00:00:00Z'");
     let to = |name: &str| format!("{{backendRefs: [{{name: {name}, port: 80}}]}}");
     let tcp = |id: &str, day: u8, parents: &str, backend: &str| {
@@ -19,7 +19,7 @@ async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
     let of = |protocol: &str| format!("{protocol} of Service shop/web:80");
     let served = |name: &str, backend: &str| format!("gateway TCPRoute {name} -> 1*{backend}.shop:80");
     let web = "10.247.0.10:80";
-    // The oldest, then the first by name.
+    // The oldest route wins, then the first by name.
     let (young, old) = (tcp("shop/a", 2, TO_WEB, "web-v2"), tcp("shop/b", 1, TO_WEB, "web"));
     row(&[young.clone(), old], web, &[&of("opaque"), &served("shop/b", "web")]).await;
     let same = tcp("shop/b", 2, TO_WEB, "web");
@@ -29,7 +29,7 @@ async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
         &[&of("opaque"), &served("shop/a", "web-v2")],
     )
     .await;
-    // A reference without a port is one to this port, too.
+    // A reference without a port includes this port.
     let everywhere = "parentRefs: [{group: core, kind: Service, name: web, namespace: shop}]";
     let all_ports = tcp("shop/all", 1, everywhere, "web");
     row(
@@ -38,10 +38,10 @@ async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
         &[&of("opaque"), &served("shop/all", "web")],
     )
     .await;
-    // Routes of namespaces that the client does not see take nothing from it.
+    // Routes of namespaces that do not apply to the client do not conflict with its routes.
     let unseen = tcp("other/a", 1, TO_WEB, "web");
     row(&[young, unseen], web, &[&of("opaque"), &served("shop/a", "web-v2")]).await;
-    // Server names tell the connections of TLSRoutes apart.
+    // TLSRoutes with different server names do not conflict.
     let tls = |name: &str, day: u8, hosts: &str| {
         let spec = format!("{{{TO_WEB}{hosts}, rules: [{}]}}", to("web-v2"));
         route(&format!("TLSRoute shop/{name}"), &at(day), &spec)
@@ -56,7 +56,7 @@ async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
     ];
     let expected = [line("b a.b c.d"), line("c e.f"), line("e")];
     row(&routes, web, &[&of("tls"), &expected[0], &expected[1], &expected[2]]).await;
-    // The same for networks outside.
+    // The same applies to EgressNetworks.
     let network = "---\napiVersion: policy.linkerd.io/v1alpha1\nkind: EgressNetwork\n\
         metadata: {name: lab, namespace: front}\nspec: {trafficPolicy: Deny, networks: [{cidr: 203.0.113.0/24}]}\n";
     let parent = "parentRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: lab, port: 443}]";
@@ -78,7 +78,7 @@ async fn of_routes_that_take_the_same_connections_the_oldest_is_served() {
 }
 
 #[tokio::test]
-async fn a_network_as_a_backend_is_named_with_the_reference_s_port() {
+async fn an_egress_network_backend_has_the_port_of_the_reference() {
     use tulle_proto::meta::metadata;
     use tulle_proto::outbound::opaque_route::distribution;
     use tulle_proto::outbound::proxy_protocol;
@@ -110,36 +110,36 @@ async fn a_network_as_a_backend_is_named_with_the_reference_s_port() {
 }
 
 #[tokio::test]
-async fn failures_count_as_slow_where_somebody_can_see_them() {
+async fn the_failure_penalty_applies_where_responses_are_parsed() {
     let bias = "balancer.alpha.linkerd.io/penalize-failures: 'true'";
     let penalty = " penalty 5s retry-after 300s";
-    let lines = told(&services(bias, ""), "10.247.0.10:80").await;
-    // What turns out not to be HTTP shares the balancer of what is.
+    let lines = policy_lines(&services(bias, ""), "10.247.0.10:80").await;
+    // Connections that are not HTTP use the same balancer as HTTP.
     let both = ["http", "opaq"].map(|name| format!("{name} -> web.shop:80{penalty}"));
     assert_eq!(lines[1..], both);
     let opaque = format!("{bias}, config.linkerd.io/opaque-ports: '80'");
-    let lines = told(&services(&opaque, ""), "10.247.0.10:80").await;
+    let lines = policy_lines(&services(&opaque, ""), "10.247.0.10:80").await;
     assert_eq!(lines[1..], ["opaq -> web.shop:80"]);
     let to_parent = ("", "web.shop:80");
     let to_other = ("backendRefs: [{name: web-v2, port: 80}]", "1*web-v2.shop:80");
     for (kind, expected, rules) in [
         ("HTTPRoute", penalty, &[to_parent, to_other][..]),
         ("GRPCRoute", penalty, &[to_parent, to_other]),
-        // These need a backend.
+        // These kinds require a backend.
         ("TLSRoute", "", &[to_other]),
         ("TCPRoute", "", &[to_other]),
     ] {
         for (backends, shown) in rules {
             let spec = format!("{{{TO_WEB}, rules: [{{{backends}}}]}}");
             let manifests = format!("{}{}", services(bias, ""), route(&format!("{kind} shop/r"), "", &spec));
-            let lines = told(&manifests, "10.247.0.10:80").await;
+            let lines = policy_lines(&manifests, "10.247.0.10:80").await;
             assert_eq!(lines[1], format!("gateway {kind} shop/r -> {shown}{expected}"));
         }
     }
 }
 
 #[tokio::test]
-async fn of_matches_with_one_name_the_first_counts() {
+async fn the_first_of_duplicate_matches_is_used() {
     use tulle_proto::http_route::header_match::Value;
     use tulle_proto::outbound::proxy_protocol;
 
@@ -177,7 +177,7 @@ async fn of_matches_with_one_name_the_first_counts() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_answered_with_an_error_and_its_cause() {
+async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
     let row = async |kind: &str, rule: &str, expected: &str| {
         let mesh = mesh("").await;
         store(&mesh, &services("", ""));
@@ -188,7 +188,7 @@ async fn what_cannot_be_served_is_answered_with_an_error_and_its_cause() {
         let manifest = route(&format!("{kind} shop/r"), "", &spec).replace("---\n", "");
         store(&mesh, &format!("{manifest}{status}"));
         let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
-        // The rules beside it are served.
+        // The other rules are served.
         assert_eq!(lines[1], format!("gateway {kind} shop/r -> web.shop:80"), "{rule}");
         let cause = format!("gateway {kind} shop/r fail {expected}");
         assert!(lines[2].starts_with(&cause), "{rule}: {lines:?}");
@@ -221,12 +221,12 @@ async fn what_cannot_be_served_is_answered_with_an_error_and_its_cause() {
         )
         .await;
     }
-    // Of a backend, it is its share of the requests.
+    // An unsupported filter of a backend fails its share of the requests.
     let spec = format!(
         "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{rewrite}]}}]}}]}}"
     );
     let manifests = format!("{}{}", services("", ""), route("HTTPRoute shop/r", "", &spec));
-    let lines = told(&manifests, "10.247.0.10:80").await;
+    let lines = policy_lines(&manifests, "10.247.0.10:80").await;
     assert_eq!(
         lines[1],
         format!(

@@ -1,4 +1,4 @@
-//! The tables of destination: what is in the cluster, what is asked, and the words that the answer must hold.
+//! Tables of the destination service: manifests, requests, and words that the response must contain.
 
 use tulle_control::cluster::{Config, EndpointsSource, H2Upgrade, Ipv6, TransportMode};
 use tulle_control::destination;
@@ -9,7 +9,7 @@ use tulle_proto::destination::{Update, WeightedAddr, update};
 
 use crate::harness::{Mesh, mesh, mesh_with, next, short};
 
-/// An endpoint in words: address, hint, transport header, identity, what differs from the usual, labels.
+/// An endpoint as words: address, protocol hint, transport header, identity, values that differ from their defaults, labels.
 fn words(addr: &WeightedAddr) -> Vec<String> {
     let mut words = vec![std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string()];
     let hint = addr.protocol_hint;
@@ -35,28 +35,28 @@ fn words(addr: &WeightedAddr) -> Vec<String> {
     words
 }
 
-/// Checks that all expected words are there; one after `!` must not be the beginning of any.
+/// Checks that all expected words are present. No word may start with an expected word that follows `!`.
 pub(crate) fn check(what: &str, words: &[String], expected: &str) {
     for word in expected.split(' ') {
         let holds = match word.strip_prefix('!') {
             Some(none) => !words.iter().any(|word| word.starts_with(none)),
             None => words.iter().any(|other| other == word),
         };
-        assert!(holds, "{what}: {word} of {expected:?} is not so in {words:?}");
+        assert!(holds, "{what}: {word} of {expected:?} fails in {words:?}");
     }
 }
 
-/// The endpoint that the profile of an address tells.
+/// The endpoint in the profile of an address.
 pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
     let profile = mesh.profile(path).await;
-    let mut words = words(&profile.endpoint.expect("an endpoint profile"));
+    let mut words = words(&profile.endpoint.expect("no endpoint in the profile"));
     if profile.opaque_protocol {
         words.push("opaque-protocol".to_owned());
     }
     words
 }
 
-/// A pod of namespace `shop` with a sidecar; `metadata` and `spec` are more of its lines.
+/// A pod of namespace `shop` with a sidecar. `metadata` and `spec` are added to its fields.
 pub(crate) fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\
@@ -81,7 +81,7 @@ async fn owners_are_labels() {
     let two =
         "ownerReferences: [{apiVersion: v1, kind: A, name: a, uid: u}, {apiVersion: v1, kind: B, name: b, uid: v}]";
     let rows = [
-        ("nobody", MESHED.to_owned(), "pod=p !deployment !replicaset"),
+        ("no owner", MESHED.to_owned(), "pod=p !deployment !replicaset"),
         ("two", format!("{MESHED}, {two}"), "pod=p !a= !b="),
         (
             "a ReplicaSet of a Deployment",
@@ -131,7 +131,7 @@ async fn owners_are_labels() {
 }
 
 #[tokio::test]
-async fn pods_say_how_they_are_reached() {
+async fn pods_determine_how_they_are_reached() {
     let name = "tls=web.shop.serviceaccount.identity.linkerd.cluster.local";
     let annotated = |text: &str| format!("{MESHED}, annotations: {{{text}}}");
     let container = format!("serviceAccountName: web, {CONTAINER}");
@@ -227,7 +227,7 @@ async fn pods_say_how_they_are_reached() {
             "opaque transport=4143 opaque-protocol".to_owned(),
         ),
         (
-            "opaque by nothing, said explicitly",
+            "explicitly not opaque",
             annotated(&format!("{opaque}: \"\"")),
             &container,
             3306,
@@ -290,7 +290,7 @@ async fn pods_say_how_they_are_reached() {
     );
 }
 
-/// A service `web` and a slice of it; nodes `node-a` and `node-b` in zones a and b.
+/// A service `web` with a slice; nodes `node-a` and `node-b` in zones a and b.
 pub(crate) fn sliced(service: &str, slice: &str) -> String {
     let node = |name: &str| {
         format!(
@@ -310,7 +310,7 @@ pub(crate) const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {
 pub(crate) const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 
 #[tokio::test]
-async fn slices_say_which_addresses_there_are() {
+async fn slices_determine_the_addresses() {
     let one = |slice: &str| sliced(PORTS, slice);
     let endpoints = |endpoints: &str| one(&format!("{V4}endpoints: [{endpoints}]"));
     let of_pod = |service: &str, others: &str| {
@@ -361,7 +361,7 @@ async fn slices_say_which_addresses_there_are() {
             "1",
         ),
         (
-            "nobody is ready, and one that is going still answers",
+            "no endpoint is ready, and a terminating one still serves",
             endpoints(
                 "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, \
                  {addresses: [10.3.0.2], conditions: {ready: false, serving: false, terminating: true}}",
@@ -408,7 +408,7 @@ async fn slices_say_which_addresses_there_are() {
             "+10.3.0.2:8080",
         ),
         (
-            "a pod that is being deleted, and nobody else",
+            "only a pod that is being deleted",
             of_pod(PORTS, "") + &deleted,
             80,
             "+10.3.0.1:8080",
@@ -423,7 +423,7 @@ async fn slices_say_which_addresses_there_are() {
             "+10.3.0.1:8080,10.3.0.2:8080",
         ),
         (
-            "a kind that nobody serves",
+            "a kind that is not served",
             endpoints("{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}"),
             80,
             "1",
@@ -580,7 +580,7 @@ pub(crate) fn add(update: Update) -> Vec<Vec<String>> {
 }
 
 #[tokio::test]
-async fn zones_are_labels_and_may_weigh() {
+async fn zones_are_labels_and_can_set_weights() {
     let endpoints = "{addresses: [10.3.0.1], zone: a}, {addresses: [10.3.0.2], zone: b}, {addresses: [10.3.0.3]}";
     let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{endpoints}]"))).await;
     let path = "web.shop.svc.cluster.local:80";
@@ -667,7 +667,7 @@ async fn endpoints_count_their_ready_addresses_only() {
 }
 
 #[tokio::test]
-async fn addresses_are_found_by_what_claims_them() {
+async fn an_address_is_resolved_to_its_pod_service_or_workload() {
     let hosted = |name: &str, ip: &str, phase: &str| {
         format!(
             "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {MESHED}}}\n\
@@ -726,7 +726,7 @@ async fn addresses_are_found_by_what_claims_them() {
             "10.2.0.1:81",
             "10.2.0.1:81 !external_workload !tls",
         ),
-        ("nobody", "203.0.113.7:80", "203.0.113.7:80 !pod !namespace"),
+        ("unknown address", "203.0.113.7:80", "203.0.113.7:80 !pod !namespace"),
     ];
     for (what, path, expected) in rows {
         check(what, &profile(&mesh, path).await, expected);
@@ -739,7 +739,7 @@ async fn addresses_are_found_by_what_claims_them() {
 }
 
 #[tokio::test]
-async fn addresses_of_a_mirror_lead_to_the_gateway_and_name_the_service_behind_it() {
+async fn mirror_addresses_lead_to_the_gateway_with_the_remote_service_name() {
     let slice = format!("{V4}endpoints: [{{addresses: [203.0.113.9]}}]");
     let yaml = sliced(PORTS, &slice).replace(
         "labels: {kubernetes.io/service-name: web}}",

@@ -1,4 +1,4 @@
-//! Whoever gets the same gets the same bytes: they are encoded once, however many follow.
+//! Streams with equal messages share their bytes: a message is encoded once for all subscribers.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use http::Request;
@@ -45,7 +45,7 @@ status: {podIP: 10.1.0.2}
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
-/// The body of a response, as a proxy's HTTP/2 connection gets it.
+/// The response body of a stream.
 async fn open<S>(service: &mut S, method: &str, message: &impl Message) -> Body
 where
     S: Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible>,
@@ -90,7 +90,7 @@ fn destination(
 }
 
 #[tokio::test]
-async fn clients_in_one_zone_share_every_message_and_others_get_their_own() {
+async fn clients_in_one_zone_share_every_message_and_others_do_not() {
     let mesh = mesh(MANIFESTS).await;
     let mut service = destination(&mesh);
     let mut streams = Vec::new();
@@ -110,7 +110,7 @@ async fn clients_in_one_zone_share_every_message_and_others_get_their_own() {
     let (first, second) = (data(one).await, data(other).await);
     assert_eq!(update(&first), "+10.1.0.2:8080");
     assert!(are_shared(&first, &second));
-    // Who comes now has not been told of the first.
+    // A new stream gets both addresses in one message.
     let late = data(&mut open(&mut service, "Get", &get(WEB, "near")).await).await;
     assert_eq!(update(&late), "+10.1.0.1:8080,10.1.0.2:8080");
 }
@@ -135,7 +135,7 @@ async fn services_with_other_settings_do_not_share() {
 async fn profiles_and_policies_are_shared_by_all() {
     let mesh = mesh(MANIFESTS).await;
     let mut service = destination(&mesh);
-    // An answer lives while somebody follows it.
+    // A response is kept while it has a subscriber.
     let mut followed = open(&mut service, "GetProfile", &get(WEB, "near")).await;
     let mut other = open(&mut service, "GetProfile", &get(WEB, "far")).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut other).await));

@@ -1,4 +1,4 @@
-//! Outbound policies as short lines, so that a table can say what a proxy is told.
+//! Formats outbound policies as short lines of text for tables.
 
 use tulle_proto::destination::WeightedAddr;
 use tulle_proto::meta::{Metadata, metadata};
@@ -10,7 +10,7 @@ use tulle_proto::outbound::{
     failure_accrual, grpc_route, http_route, opaque_route, tls_route,
 };
 
-/// The protocol and what the policy is about, then a line for each rule: its route, what it does, where it sends.
+/// The protocol and the parent of the policy, then one line per rule: route, filters and settings, backends.
 pub(crate) fn show(policy: &OutboundPolicy) -> Vec<String> {
     let about = name(policy.metadata.as_ref());
     let (protocol, routes) = match policy.protocol.as_ref().unwrap().kind.as_ref().unwrap() {
@@ -45,7 +45,7 @@ pub(crate) fn show(policy: &OutboundPolicy) -> Vec<String> {
     lines
 }
 
-/// The object or default behind something: `kind namespace/name:port`, the port of those that have one.
+/// The object or default in the metadata: `kind namespace/name`, with `:port` if it has one.
 fn name(metadata: Option<&Metadata>) -> String {
     match metadata.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
@@ -176,7 +176,7 @@ fn grpc_filter(filter: &grpc_route::Filter) -> String {
     }
 }
 
-/// Writes the lines of a route of one of the two families of messages that are alike but for their names.
+/// Formats an opaque or TLS route. The message types differ only in their names.
 macro_rules! stream_lines {
     ($route:expr, $family:ident, $about:expr) => {{
         use $family::distribution::Kind;
@@ -221,7 +221,7 @@ fn tls(route: &TlsRoute) -> Vec<String> {
     stream_lines!(route, tls_route, about)
 }
 
-/// `weight*target`, the object behind it where that is not plain, and the filters of the backend.
+/// `weight*target`, the object of the target if it differs, and the filters of the backend.
 fn backends<'a>(all: impl Iterator<Item = (Option<u32>, Option<&'a Backend>, String)>) -> String {
     let shown = all.map(|(weight, backend, filters)| {
         let backend = backend.unwrap();
@@ -306,7 +306,7 @@ fn backoff(backoff: Option<ExponentialBackoff>) -> String {
     )
 }
 
-/// Whether two tries of a request are as far apart as they should be.
+/// Whether the retry backoff has its expected values.
 fn retry_backoff(retry: Option<ExponentialBackoff>) -> bool {
     backoff(retry) == "25ms-250ms~1"
 }

@@ -1,4 +1,4 @@
-//! Objects that cannot be read: what holds in their place, and where it is told.
+//! Unreadable objects: which policy applies instead, and where the problem is reported.
 
 use tulle_proto::inbound::proxy_protocol::Kind;
 use tulle_proto::inbound::{HttpRoute, Server, grpc_route, http_route};
@@ -30,8 +30,8 @@ fn server(name: &str, spec: &str) -> String {
     policy("Server", name, spec)
 }
 
-/// Permits everybody to use the Server.
-fn everybody(server: &str) -> String {
+/// Permits all clients of the Server.
+fn permit_all(server: &str) -> String {
     let spec = format!(
         "{{targetRef: {{group: policy.linkerd.io, kind: Server, name: {server}}}, requiredAuthenticationRefs: []}}"
     );
@@ -61,10 +61,10 @@ fn line(kind: &str, name: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_server_that_cannot_be_read_permits_nobody_on_the_ports_that_it_may_select() {
+async fn an_unreadable_server_denies_all_clients_on_the_ports_it_may_select() {
     let selector = "podSelector: {matchLabels: {app: web}}";
     let other = "podSelector: {matchLabels: {app: other}}";
-    // What is denied: its port, other ports.
+    // Whether ports 8080 and 9090 are denied.
     for (spec, expected) in [
         (
             format!("{{{selector}, port: 8080, accessPolicy: Nobody}}"),
@@ -89,8 +89,8 @@ async fn a_server_that_cannot_be_read_permits_nobody_on_the_ports_that_it_may_se
         ("{serviceSelector: {}, port: 8080}".to_owned(), [true, false]),
         ("everything".to_owned(), [true, true]),
     ] {
-        let mesh = mesh(&format!("{POD}{}{}", server("s", &spec), everybody("s"))).await;
-        let denied = [port(&mesh, 8080).await, port(&mesh, 9090).await].map(|told| n_permitted(&told) == 0);
+        let mesh = mesh(&format!("{POD}{}{}", server("s", &spec), permit_all("s"))).await;
+        let denied = [port(&mesh, 8080).await, port(&mesh, 9090).await].map(|policy| n_permitted(&policy) == 0);
         assert_eq!(denied, expected, "{spec}");
         assert_eq!(counted(&mesh), [line("Server", "s")], "{spec}");
         assert_eq!(mesh.errors().len(), 1, "{spec}");
@@ -98,7 +98,7 @@ async fn a_server_that_cannot_be_read_permits_nobody_on_the_ports_that_it_may_se
 }
 
 #[tokio::test]
-async fn a_server_of_a_version_that_is_not_read_permits_nobody() {
+async fn a_server_of_an_unsupported_version_denies_all_clients() {
     let spec = "{podSelector: {}, port: 8080, accessPolicy: all-unauthenticated}";
     let newer = object("policy.linkerd.io/v9", "Server", "s", spec);
     let mesh = mesh(&format!("{POD}{newer}")).await;
@@ -112,7 +112,7 @@ async fn a_server_of_a_version_that_is_not_read_permits_nobody() {
 }
 
 #[tokio::test]
-async fn the_last_form_that_could_be_read_holds_until_the_object_is_mended_or_goes() {
+async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted() {
     let good = server("s", "{podSelector: {}, port: 8080}");
     let more = server("s", "{podSelector: {}, port: 8080, accessPolicy: audit}");
     let bad = server("s", "{podSelector: {}, port: 8080, accessPolicy: Nobody}");
@@ -124,7 +124,7 @@ async fn the_last_form_that_could_be_read_holds_until_the_object_is_mended_or_go
     mesh.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
     assert_eq!(port(&mesh, 8080).await.authorizations[0].labels["name"], "audit");
-    // The form that holds comes again.
+    // The version in force is applied again.
     mesh.write("s.yaml", &more);
     eventually(|| counted(&mesh).is_empty()).await;
     mesh.write("s.yaml", &bad);
@@ -140,19 +140,19 @@ async fn the_last_form_that_could_be_read_holds_until_the_object_is_mended_or_go
 }
 
 #[tokio::test]
-async fn other_objects_of_a_file_that_was_never_without_a_flaw_hold() {
+async fn valid_objects_of_a_file_with_invalid_ones_apply() {
     let denied = server("s", "{podSelector: {}, port: 8080}");
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports(WEB, 8080).await.unwrap();
     assert_eq!(n_permitted(&next(&mut stream).await), 1);
-    // The second document is no YAML.
+    // The second document is not YAML.
     mesh.write("s.yaml", &format!("{denied}---\nkind: ["));
     assert_eq!(n_permitted(&next(&mut stream).await), 0);
     assert_eq!(mesh.errors().len(), 1);
 }
 
 #[tokio::test]
-async fn authorizations_and_authentications_that_cannot_be_read_permit_nobody() {
+async fn unreadable_authorizations_and_authentications_permit_no_client() {
     let on_server = "targetRef: {group: policy.linkerd.io, kind: Server, name: s}";
     let network = "{group: policy.linkerd.io, kind: NetworkAuthentication, name: n}";
     let mesh_tls = "{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: m}";
@@ -199,13 +199,13 @@ async fn authorizations_and_authentications_that_cannot_be_read_permit_nobody() 
             server("s", "{podSelector: {}, port: 8080}")
         ))
         .await;
-        let told = port(&mesh, 8080).await;
-        assert_eq!((n_permitted(&told), &*told.labels["name"]), (0, "s"), "{objects}");
+        let policy = port(&mesh, 8080).await;
+        assert_eq!((n_permitted(&policy), &*policy.labels["name"]), (0, "s"), "{objects}");
         assert_eq!(counted(&mesh), [line(kind, name)]);
     }
 }
 
-/// The routes of a port, and what each rule fails with.
+/// For each rule of a port's routes, the number of its matches and the message of its injected failure.
 fn failures(server: &Server) -> Vec<(usize, Option<String>)> {
     let of_route = |route: &HttpRoute| {
         let rules = route.rules.iter().map(|rule| {
@@ -238,7 +238,7 @@ fn failures(server: &Server) -> Vec<(usize, Option<String>)> {
 }
 
 #[tokio::test]
-async fn rules_of_a_server_that_cannot_be_read_fail_alone_and_all_of_them_where_it_is_unknown_what_they_are_for() {
+async fn unreadable_rules_fail_alone_and_all_rules_fail_if_their_matches_are_unknown() {
     let parent = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: s}]";
     let open = |kind: &str| {
         let api_version = if kind == "GRPCRoute" {
@@ -319,8 +319,8 @@ async fn rules_of_a_server_that_cannot_be_read_fail_alone_and_all_of_them_where_
 }
 
 #[tokio::test]
-async fn a_route_to_a_service_that_cannot_be_read_answers_with_the_cause() {
-    let told = async |kind: &str, rules: &str| {
+async fn an_unreadable_route_to_a_service_fails_with_the_cause() {
+    let policy_lines = async |kind: &str, rules: &str| {
         let version = if kind.starts_with('T') { "v1alpha2" } else { "v1" };
         let spec = format!("{{{TO_WEB}, rules: {rules}}}");
         let route = object(&format!("gateway.networking.k8s.io/{version}"), kind, "r", &spec);
@@ -329,7 +329,7 @@ async fn a_route_to_a_service_that_cannot_be_read_answers_with_the_cause() {
         show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap())
     };
     let good = "{matches: [{path: {value: /a}}], backendRefs: [{name: web-v2, port: 80}]}";
-    let lines = told("HTTPRoute", &format!("[{good}, {{timeouts: {{request: soon}}}}]")).await;
+    let lines = policy_lines("HTTPRoute", &format!("[{good}, {{timeouts: {{request: soon}}}}]")).await;
     assert_eq!(lines[1], "gateway HTTPRoute shop/r -> 1*web-v2.shop:80");
     assert!(
         lines[2].starts_with("gateway HTTPRoute shop/r fail 500 \"HTTPRoute shop/r: spec.rules: "),
@@ -342,7 +342,7 @@ async fn a_route_to_a_service_that_cannot_be_read_answers_with_the_cause() {
         ("TCPRoute", "invalid"),
     ] {
         for rules in ["7", "[{backendRefs: [{name: web, port: 80, colour: red}]}]"] {
-            let lines = told(kind, rules).await;
+            let lines = policy_lines(kind, rules).await;
             let is_its = lines[1].starts_with(&format!("gateway {kind} shop/r"));
             let cause = format!("{status} \"{kind} shop/r: spec.rules: ");
             assert!(is_its && lines[1].contains(&cause), "{kind} {rules}: {lines:?}");
@@ -351,7 +351,7 @@ async fn a_route_to_a_service_that_cannot_be_read_answers_with_the_cause() {
 }
 
 #[tokio::test]
-async fn a_network_and_a_rate_limit_that_cannot_be_read_refuse_what_they_are_for() {
+async fn an_unreadable_egress_network_or_rate_limit_denies_its_requests() {
     let network = object(
         "policy.linkerd.io/v1alpha1",
         "EgressNetwork",
@@ -360,13 +360,13 @@ async fn a_network_and_a_rate_limit_that_cannot_be_read_refuse_what_they_are_for
     );
     let client = CLIENT.replace("front", "shop");
     let mesh = mesh(&format!("{POD}{network}")).await;
-    let told = async |addr: &str| show(&mesh.policy(&client, addr).await.unwrap()).join("\n");
-    let denied = told("203.0.113.1:443").await;
+    let shown = async |addr: &str| show(&mesh.policy(&client, addr).await.unwrap()).join("\n");
+    let denied = shown("203.0.113.1:443").await;
     assert!(
         denied.contains("fail 500 \"EgressNetwork shop/lab: ") && denied.contains("Maybe"),
         "{denied}"
     );
-    assert!(!told("198.51.100.1:443").await.contains("fail"));
+    assert!(!shown("198.51.100.1:443").await.contains("fail"));
     assert_eq!(counted(&mesh), [line("EgressNetwork", "lab")]);
 
     let limit = object(
@@ -383,14 +383,14 @@ async fn a_network_and_a_rate_limit_that_cannot_be_read_refuse_what_they_are_for
 }
 
 #[tokio::test]
-async fn a_route_for_gateways_alone_is_none_of_the_mesh() {
+async fn a_route_with_only_gateway_parents_is_ignored() {
     let spec = "{parentRefs: [{name: gateway}], rules: [{retries: 7}]}";
     let mesh = mesh(&object("gateway.networking.k8s.io/v1", "HTTPRoute", "r", spec)).await;
     assert!(counted(&mesh).is_empty());
 }
 
 #[tokio::test]
-async fn kinds_of_a_directory_that_are_not_read_are_told() {
+async fn unsupported_kinds_in_a_directory_are_reported() {
     let config = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: c}\n";
     let misspelt = object(
         "policy.linkerd.io/v1beta3",
@@ -418,7 +418,7 @@ async fn kinds_of_a_directory_that_are_not_read_are_told() {
 }
 
 #[tokio::test]
-async fn fields_that_no_proxy_implements_answer_with_the_cause_and_are_counted() {
+async fn requests_of_unimplemented_fields_fail_with_the_cause_and_are_counted() {
     for field in ["retry: {attempts: 3}", "sessionPersistence: {type: Cookie}"] {
         let name = field.split(':').next().unwrap();
         let spec = |parent: &str| format!("{{{parent}, rules: [{{{field}}}]}}");
@@ -430,7 +430,7 @@ async fn fields_that_no_proxy_implements_answer_with_the_cause_and_are_counted()
         let cause = format!("fail 500 \"HTTPRoute shop/r: rules[].{name} is not supported by the mesh\"");
         assert!(lines[1].contains(&cause), "{lines:?}");
         assert!(mesh.registry.render().contains(unserved));
-        // The inbound side sends to the application alone.
+        // Inbound rules forward to the application only.
         let on_server = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: s}]";
         let servers = server("s", "{podSelector: {}, port: 8080}");
         let mesh = crate::harness::mesh(&format!("{POD}{servers}{}", route(on_server))).await;

@@ -95,16 +95,16 @@ mod tests {
             wait.lock().recv_timeout(Duration::from_secs(5)).unwrap();
         });
         let pages = Arc::new(MetricsRenderer::new(registry));
-        let ask = |asking: &mut JoinSet<Option<Bytes>>| {
+        let request_page = |requests: &mut JoinSet<Option<Bytes>>| {
             let pages = pages.clone();
-            asking.spawn(async move { pages.get(ContentEncoding::Plain).await })
+            requests.spawn(async move { pages.get(ContentEncoding::Plain).await })
         };
-        let mut asking = JoinSet::new();
-        ask(&mut asking);
+        let mut requests = JoinSet::new();
+        request_page(&mut requests);
         beginning.recv().await.unwrap();
-        let first_to_wait = ask(&mut asking);
+        let first_to_wait = request_page(&mut requests);
         for _ in 0..100 {
-            ask(&mut asking);
+            request_page(&mut requests);
         }
         tokio::task::yield_now().await;
         first_to_wait.abort(); // this request was to render the page that the others wait for
@@ -112,7 +112,7 @@ mod tests {
             go_on.send(()).unwrap();
         }
         let mut n_answered = 0;
-        while let Some(answer) = asking.join_next().await {
+        while let Some(answer) = requests.join_next().await {
             n_answered += usize::from(answer.is_ok_and(|page| page.is_some()));
         }
         assert_eq!((n_answered, n_rendered.load(Ordering::Relaxed)), (101, 2));

@@ -198,7 +198,7 @@ impl Connections {
     }
 
     /// Removes one connection to make room for a new one; `None` if none may be removed.
-    pub(super) fn evict_for(&mut self, newcomer: IpAddr, params: EvictionParams) -> Option<Arc<Connection>> {
+    pub(super) fn evict_for(&mut self, new_client: IpAddr, params: EvictionParams) -> Option<Arc<Connection>> {
         let Self {
             next_position,
             n_unused,
@@ -218,7 +218,7 @@ impl Connections {
             return Some(connection);
         }
         if !unverified.all.is_empty() {
-            return eviction.evict_unverified(unverified, newcomer);
+            return eviction.evict_unverified(unverified, new_client);
         }
         let (count, client) = verified.clients.largest()?;
         let (has_several, client) = (count > 1, client.clone());
@@ -252,21 +252,21 @@ impl Eviction<'_> {
         is_above.then(|| self.evict(pool, Selection::Group(&group))).flatten()
     }
 
-    fn evict_unverified(&mut self, pool: &mut ConnectionIndex, newcomer: IpAddr) -> Option<Arc<Connection>> {
+    fn evict_unverified(&mut self, pool: &mut ConnectionIndex, new_client: IpAddr) -> Option<Arc<Connection>> {
         let EvictionParams {
             max, full_limit_policy, ..
         } = self.params;
-        let newcomer = Client {
-            ip: newcomer,
+        let new_client = Client {
+            ip: new_client,
             identity: None,
         };
-        let of_newcomer = pool.clients.by_key.get(&newcomer).map_or(0, BTreeMap::len);
-        let n_clients = pool.clients.by_key.len() + usize::from(of_newcomer == 0);
+        let n_of_new_client = pool.clients.by_key.get(&new_client).map_or(0, BTreeMap::len);
+        let n_clients = pool.clients.by_key.len() + usize::from(n_of_new_client == 0);
         let share = max.div_ceil(n_clients).max(MIN_CONNECTIONS_PER_CLIENT);
         let (count, most) = pool.clients.largest()?;
         // If no other address has more connections than the new connection's address, that address makes room itself.
-        if full_limit_policy == FullLimitPolicy::CloseUnusedOnly && count >= share && of_newcomer == count {
-            return self.evict_unused(pool, &newcomer);
+        if full_limit_policy == FullLimitPolicy::CloseUnusedOnly && count >= share && n_of_new_client == count {
+            return self.evict_unused(pool, &new_client);
         }
         if count > share {
             let most = most.clone();
@@ -278,18 +278,18 @@ impl Eviction<'_> {
             let network = network.clone();
             return self.evict(pool, Selection::Group(&network));
         }
-        let chosen = (count > 1).then(|| self.evict_among_largest(pool, &newcomer));
+        let chosen = (count > 1).then(|| self.evict_among_largest(pool, &new_client));
         chosen.flatten().or_else(|| self.evict(pool, Selection::All))
     }
 
     /// Evicts an idle or unused connection of the clients that have the most connections, if there is one.
-    fn evict_among_largest(&mut self, pool: &mut ConnectionIndex, newcomer: &Client) -> Option<Arc<Connection>> {
+    fn evict_among_largest(&mut self, pool: &mut ConnectionIndex, new_client: &Client) -> Option<Arc<Connection>> {
         let (most, _) = pool.clients.largest()?;
         let several = pool.clients.by_count.iter().rev().take(MAX_EVICTION_CANDIDATES);
         let several = several.take_while(|(count, _)| *count == most);
         let firsts = several.filter_map(|(_, client)| {
             let (rank, first) = pool.clients.by_key.get(client)?.first_key_value()?;
-            let keeps_used = self.params.full_limit_policy == FullLimitPolicy::CloseUnusedOnly && client == newcomer;
+            let keeps_used = self.params.full_limit_policy == FullLimitPolicy::CloseUnusedOnly && client == new_client;
             let is_victim = match first.take_activity() {
                 UNUSED => true,
                 IDLE => !keeps_used,

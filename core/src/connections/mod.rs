@@ -152,7 +152,7 @@ impl ConnectionPermit {
 
 impl fmt::Debug for ConnectionPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Place({})", self.connection.ip)
+        write!(f, "ConnectionPermit({})", self.connection.ip)
     }
 }
 
@@ -180,9 +180,9 @@ impl ActivityTracker {
         self.update_task(|current| current.insert(task));
     }
 
-    fn update_task(&self, name: impl FnOnce(&mut Option<AbortHandle>) -> &mut AbortHandle) {
+    fn update_task(&self, choose: impl FnOnce(&mut Option<AbortHandle>) -> &mut AbortHandle) {
         let mut current = self.0.task.lock();
-        let task = name(&mut current);
+        let task = choose(&mut current);
         if self.0.is_closed.load(Ordering::Relaxed) {
             task.abort();
         }
@@ -191,7 +191,7 @@ impl ActivityTracker {
 
 impl fmt::Debug for ActivityTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Activity({})", self.0.ip)
+        write!(f, "ActivityTracker({})", self.0.ip)
     }
 }
 

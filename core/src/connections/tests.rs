@@ -62,11 +62,11 @@ async fn unused_connections_are_evicted_before_used_ones() {
         .for_each(|permit| permit.activity().record_activity());
     advance(Duration::from_secs(2)).await;
     // The second activity check finds the used ones idle.
-    let newcomers: Vec<_> = (11..16).map(|n| limiter.admit(ip(n)).unwrap()).collect();
+    let new_clients: Vec<_> = (11..16).map(|n| limiter.admit(ip(n)).unwrap()).collect();
     assert!(is_closed(&permits[6]) && is_closed(&permits[7]));
     let closed = permits[..6].iter().filter(|permit| is_closed(permit)).count();
-    assert_eq!(closed, 1, "then, unused newcomers are evicted");
-    assert_eq!(newcomers.iter().filter(|permit| is_closed(permit)).count(), 2);
+    assert_eq!(closed, 1, "then, unused new connections are evicted");
+    assert_eq!(new_clients.iter().filter(|permit| is_closed(permit)).count(), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -74,7 +74,7 @@ async fn a_new_client_gets_time_to_send_its_first_byte() {
     let limiter = limiter(8);
     let flood: Vec<_> = (1..8).map(|n| limiter.admit(ip(n)).unwrap()).collect();
     flood.iter().for_each(|permit| permit.activity().record_activity());
-    let newcomer = limiter.admit(ip(20)).unwrap();
+    let new_client = limiter.admit(ip(20)).unwrap();
     let more: Vec<_> = (31..38)
         .map(|n| {
             let permit = limiter.admit(ip(n)).unwrap();
@@ -83,13 +83,13 @@ async fn a_new_client_gets_time_to_send_its_first_byte() {
         })
         .collect();
     assert!(
-        !is_closed(&newcomer),
+        !is_closed(&new_client),
         "the others were active and are evicted nevertheless"
     );
     assert!(flood.iter().all(is_closed));
     advance(Duration::from_secs(2)).await;
     let _last = limiter.admit(ip(40)).unwrap();
-    assert!(is_closed(&newcomer) && !more.iter().any(is_closed));
+    assert!(is_closed(&new_client) && !more.iter().any(is_closed));
 }
 
 #[test]
@@ -137,9 +137,9 @@ fn a_client_keeps_the_connections_that_it_uses_and_shares_with_others() {
     let silent = limiter.admit(ip(1)).unwrap();
     let used_too = limiter.admit(ip(1)).unwrap();
     used_too.activity().record_activity();
-    let newcomer = limiter.admit(ip(1)).unwrap();
+    let new_client = limiter.admit(ip(1)).unwrap();
     assert_eq!([used, &silent, &used_too].map(is_closed), [false, true, false]);
-    newcomer.activity().record_activity();
+    new_client.activity().record_activity();
     assert!(limiter.admit(ip(1)).is_none());
     let other = limiter.admit(ip(2)).unwrap();
     assert_eq!(limiter.n_connections(), 6, "one of them is closed for the new client");
@@ -176,10 +176,10 @@ fn if_all_peers_are_verified_an_address_with_several_connections_loses_one() {
 }
 
 #[test]
-fn neither_an_identity_nor_one_of_its_addresses_takes_what_others_need() {
+fn neither_an_identity_nor_one_of_its_addresses_starves_others() {
     for addresses in [1, 100] {
         let limiter = limiter(100);
-        let newcomer = |client: u8, identity: &str| {
+        let new_client = |client: u8, identity: &str| {
             // Other clients connect while the handshake of this one is running.
             let permit = limiter.admit(ip(client)).unwrap();
             let meanwhile: Vec<_> = (0..10)
@@ -197,7 +197,7 @@ fn neither_an_identity_nor_one_of_its_addresses_takes_what_others_need() {
                 permit
             })
             .collect();
-        let others: Vec<_> = (1..31).map(|n| newcomer(n, &format!("workload-{n}"))).collect();
+        let others: Vec<_> = (1..31).map(|n| new_client(n, &format!("workload-{n}"))).collect();
         let lost = others.iter().filter(|(permit, _)| is_closed(permit)).count();
         assert_eq!(lost, 0, "{addresses}");
         drop(attack);
@@ -249,12 +249,12 @@ async fn an_evicted_connection_ends_even_if_its_task_is_set_later() {
             let _permit = permit;
             std::future::pending::<()>().await;
         });
-        let mut newcomer = None;
+        let mut new_client = None;
         if is_named_late {
-            newcomer = limiter.admit(ip(2));
+            new_client = limiter.admit(ip(2));
         }
         activity.set_task(task.abort_handle());
-        newcomer.get_or_insert_with(|| limiter.admit(ip(2)).unwrap());
+        new_client.get_or_insert_with(|| limiter.admit(ip(2)).unwrap());
         assert!(task.await.unwrap_err().is_cancelled());
         assert_eq!(limiter.n_connections(), 1);
     }
@@ -264,7 +264,7 @@ proptest! {
     /// There are never more connections than the limit. While a client exceeds its share, no other client loses a
     /// connection.
     #[test]
-    fn places_are_bounded_and_shared_fairly(clients in proptest::collection::vec((0_u8..4, any::<bool>()), 1..200)) {
+    fn permits_are_bounded_and_shared_fairly(clients in proptest::collection::vec((0_u8..4, any::<bool>()), 1..200)) {
         const MAX: usize = 24;
         let limiter = limiter(MAX);
         let mut held: Vec<(u8, ConnectionPermit)> = Vec::new();

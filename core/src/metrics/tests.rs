@@ -43,7 +43,7 @@ fn histograms_are_cumulative_and_a_bound_belongs_to_its_bucket() {
 }
 
 #[test]
-fn what_is_measured_is_current_and_seconds_have_fractions() {
+fn measured_gauges_are_current_and_seconds_have_fractions() {
     let registry = Registry::new();
     let age = registry.seconds("age_seconds", "Age.").get(&Labels::new());
     registry.before_render(move || age.set(age.get() + 0.25));
@@ -78,7 +78,7 @@ fn one_name_is_one_type() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn series_vanish_after_their_owner() {
+async fn series_are_removed_after_their_owner() {
     let idle = Duration::from_secs(600);
     let registry = Registry::new();
     let family = registry.counter("a_total", "A.");
@@ -97,7 +97,10 @@ async fn series_vanish_after_their_owner() {
 
     drop(held);
     registry.retire(idle);
-    assert!(registry.render().contains("held"), "it was held until now");
+    assert!(
+        registry.render().contains("held"),
+        "the series must be kept until it has been idle"
+    );
     tokio::time::advance(idle).await;
     registry.retire(idle);
     assert_eq!(registry.render(), "");

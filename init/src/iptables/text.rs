@@ -168,8 +168,8 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     for line in wanted {
         let there = expected.entry(line.chain).or_default();
         // A jump is inserted before the existing rules.
-        let place = if is_own_chain(line.chain) { there.len() } else { 0 };
-        there.insert(place, format!("-A {} {}", line.chain, line.text));
+        let index = if is_own_chain(line.chain) { there.len() } else { 0 };
+        there.insert(index, format!("-A {} {}", line.chain, line.text));
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
@@ -316,13 +316,13 @@ fn conditions(tests: &[Match]) -> String {
             String::new()
         }
         Match::FromNonLocal => "-m addrtype ! --src-type LOCAL".to_owned(),
-        Match::Marked(mark, way) => {
-            let way = if *way == Direction::Original {
+        Match::Marked(mark, direction) => {
+            let direction = if *direction == Direction::Original {
                 "ORIGINAL"
             } else {
                 "REPLY"
             };
-            format!("-m connmark --mark {mark:#x} -m conntrack --ctdir {way}")
+            format!("-m connmark --mark {mark:#x} -m conntrack --ctdir {direction}")
         }
         Match::User(uid) => format!("-m owner --uid-owner {uid}"),
         Match::Group(gid) => format!("-m owner --gid-owner {gid}"),

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_attributes_are_parsed() {
         let inner = Attrs::new().be32(1, 7);
         let attrs = Attrs::new().text(1, "abc").nested(2, &inner).be64(3, 9);
         let read: Vec<(u16, &[u8])> = parse(attrs.as_bytes()).collect();

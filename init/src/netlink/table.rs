@@ -179,21 +179,21 @@ pub(crate) fn rule_message(family: u8, table: &str, chain: &str, expressions: &[
 pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
     let mut attrs = Attrs::new().text(CHAIN_TABLE, TABLE).text(CHAIN_NAME, name);
     if let Some(hook) = hook {
-        let place = Attrs::new()
+        let hook_attrs = Attrs::new()
             .be32(HOOK_POINT, hook.point)
             .be32(HOOK_PRIORITY, u32::from_ne_bytes(hook.priority.to_ne_bytes()));
         attrs = attrs
-            .nested(CHAIN_HOOK, &place)
+            .nested(CHAIN_HOOK, &hook_attrs)
             .be32(CHAIN_POLICY, ACCEPT)
             .text(CHAIN_TYPE, hook.kind);
     }
-    let place = hook.map(|hook| format!(" ({} at {} {})", hook.kind, hook.point_name, hook.priority));
+    let hook_name = hook.map(|hook| format!(" ({} at {} {})", hook.kind, hook.point_name, hook.priority));
     message(
         NEW_CHAIN,
         CREATE,
         family,
         attrs,
-        format!("chain {name}{}", place.unwrap_or_default()),
+        format!("chain {name}{}", hook_name.unwrap_or_default()),
     )
 }
 
@@ -364,11 +364,11 @@ fn condition(test: &Match, family: Option<Family>) -> Vec<Attrs> {
             ),
             compare(NOT_EQUAL, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Match::Marked(mark, way) => vec![
+        Match::Marked(mark, direction) => vec![
             conntrack(CT_MARK),
             compare(EQUAL, &mark.to_ne_bytes()),
             conntrack(CT_DIRECTION),
-            compare(EQUAL, &[u8::from(*way == Direction::Reply)]),
+            compare(EQUAL, &[u8::from(*direction == Direction::Reply)]),
         ],
         Match::Ports { set, .. } => tcp()
             .into_iter()

@@ -12,7 +12,7 @@ use tulle_core::netns::Namespace;
 use crate::scene::{APP, BACKENDS, Fixture, PROXY, ROOT, User, eventually, expect, families, flags, root, success};
 
 #[test]
-fn what_the_proxy_opens_is_direct() {
+fn connections_of_the_proxy_are_direct() {
     if !root() {
         return;
     }
@@ -45,7 +45,7 @@ fn what_the_proxy_opens_is_direct() {
 }
 
 #[test]
-fn what_stays_in_the_pod_is_direct() {
+fn connections_within_the_pod_are_direct() {
     if !root() {
         return;
     }

@@ -426,11 +426,11 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
         success(&output);
         let stderr = String::from_utf8_lossy(&output.stderr);
         for chain in ["PREROUTING", "OUTPUT"] {
-            for place in [
+            for warning in [
                 format!("chain {chain} of iptables-legacy (ipv6) redirects"),
                 format!("chain {chain} of nftables table nat redirects"),
             ] {
-                assert!(stderr.contains(&place), "{backend}: {stderr}");
+                assert!(stderr.contains(&warning), "{backend}: {stderr}");
             }
         }
         expect_ours();
@@ -476,12 +476,12 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
         );
         assert_eq!(report["verified"]["ipv6"], "redirected");
         let warnings = report["warnings"].to_string();
-        let place = if first == "iptables-legacy" {
+        let chain = if first == "iptables-legacy" {
             "chain OUTPUT of iptables-legacy (ipv4)"
         } else {
             "chain OUTPUT of nftables table nat"
         };
-        assert!(warnings.contains(place), "{report}");
+        assert!(warnings.contains(chain), "{report}");
         // The native chains are new, and precede later chains of others with a lower priority number.
         let native = |more: &[&str]| scene.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
         assert_eq!(native(&[]), 0);

@@ -23,7 +23,7 @@ use crate::scene::{
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
     /// Family and direction.
-    pub(crate) way: &'static str,
+    pub(crate) path: &'static str,
     pub(crate) proxied: usize,
     pub(crate) bypassed: usize,
     /// Refused, reset, unanswered, or with a wrong original destination.
@@ -46,8 +46,8 @@ pub(crate) fn under_load(scene: &Fixture, port: u16, work: impl FnOnce()) -> Vec
     ];
     thread::scope(|scope| {
         let stop = &stop;
-        let runs = clients.map(|(way, namespace, user, to)| {
-            scope.spawn(move || namespace.run(|| dial_until(way, user, to, stop)).unwrap())
+        let runs = clients.map(|(path, namespace, user, to)| {
+            scope.spawn(move || namespace.run(|| dial_until(path, user, to, stop)).unwrap())
         });
         work();
         stop.store(true, Ordering::Relaxed);
@@ -55,9 +55,9 @@ pub(crate) fn under_load(scene: &Fixture, port: u16, work: impl FnOnce()) -> Vec
     })
 }
 
-fn dial_until(way: &'static str, user: User, to: SocketAddr, stop: &AtomicBool) -> Observed {
+fn dial_until(path: &'static str, user: User, to: SocketAddr, stop: &AtomicBool) -> Observed {
     let mut observed = Observed {
-        way,
+        path,
         ..Observed::default()
     };
     while !stop.load(Ordering::Relaxed) {
@@ -79,10 +79,10 @@ fn dial_until(way: &'static str, user: User, to: SocketAddr, stop: &AtomicBool) 
 }
 
 /// Adds up the connections of each client by result; none may have failed.
-fn count(observed: &[Observed], ways: &mut BTreeMap<&'static str, [usize; 2]>) {
+fn count(observed: &[Observed], counts: &mut BTreeMap<&'static str, [usize; 2]>) {
     for observed in observed {
-        assert_eq!(observed.failed, Vec::<String>::new(), "{}", observed.way);
-        let [proxied, bypassed] = ways.entry(observed.way).or_default();
+        assert_eq!(observed.failed, Vec::<String>::new(), "{}", observed.path);
+        let [proxied, bypassed] = counts.entry(observed.path).or_default();
         *proxied += observed.proxied;
         *bypassed += observed.bypassed;
     }
@@ -109,13 +109,14 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         let scene = Fixture::new(&[8080]);
         scene.apply(backend, &[]);
         let mut streams = connections(&scene, 8080);
-        let mut ways: BTreeMap<_, [usize; 2]> = BTreeMap::new();
+        let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();
         let mut applied = 0;
         let started = Instant::now();
         // A busy machine connects more slowly, and the number of connections is what matters.
-        let few =
-            |ways: &BTreeMap<_, [usize; 2]>| ways.len() < 4 || ways.values().any(|ways| ways[0] < CONNECTIONS / 4);
-        while few(&ways) && started.elapsed() < Duration::from_secs(60) {
+        let few = |counts: &BTreeMap<_, [usize; 2]>| {
+            counts.len() < 4 || counts.values().any(|counts| counts[0] < CONNECTIONS / 4)
+        };
+        while few(&counts) && started.elapsed() < Duration::from_secs(60) {
             let observed = under_load(&scene, 8080, || {
                 // The flags alternate, so that every run writes rules.
                 applied += repeat_for(Duration::from_secs(10), |n| {
@@ -125,14 +126,17 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
                     }
                 });
             });
-            count(&observed, &mut ways);
+            count(&observed, &mut counts);
         }
-        let total: usize = ways.values().map(|[proxied, _]| proxied).sum();
-        println!("{backend}: {total} connections over {applied} re-applications; proxied and bypassed: {ways:?}");
-        assert!(ways.values().all(|[_, bypassed]| *bypassed == 0), "{backend}: {ways:?}");
+        let total: usize = counts.values().map(|[proxied, _]| proxied).sum();
+        println!("{backend}: {total} connections over {applied} re-applications; proxied and bypassed: {counts:?}");
         assert!(
-            !few(&ways) && applied >= 10,
-            "{backend}: {ways:?}, {applied} applications"
+            counts.values().all(|[_, bypassed]| *bypassed == 0),
+            "{backend}: {counts:?}"
+        );
+        assert!(
+            !few(&counts) && applied >= 10,
+            "{backend}: {counts:?}, {applied} applications"
         );
     }
 }
@@ -182,10 +186,13 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
                 scene.apply(backend, if n % 2 == 0 { &skip } else { &[] });
             });
         });
-        let mut ways = BTreeMap::new();
-        count(&observed, &mut ways);
-        println!("{backend}: proxied and direct: {ways:?}");
-        assert!(ways.values().flatten().all(|count| *count >= 50), "{backend}: {ways:?}");
+        let mut counts = BTreeMap::new();
+        count(&observed, &mut counts);
+        println!("{backend}: proxied and direct: {counts:?}");
+        assert!(
+            counts.values().flatten().all(|count| *count >= 50),
+            "{backend}: {counts:?}"
+        );
     }
 }
 
@@ -221,10 +228,13 @@ fn draining_under_load_fails_no_connection() {
                 ask(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
             });
         });
-        let mut ways = BTreeMap::new();
-        count(&observed, &mut ways);
-        println!("drain {backend}: proxied and direct: {ways:?}");
-        assert!(ways.values().all(|[_, direct]| *direct > 500), "{backend}: {ways:?}");
+        let mut counts = BTreeMap::new();
+        count(&observed, &mut counts);
+        println!("drain {backend}: proxied and direct: {counts:?}");
+        assert!(
+            counts.values().all(|[_, direct]| *direct > 500),
+            "{backend}: {counts:?}"
+        );
         assert_eq!(scene.code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
@@ -352,13 +362,14 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
             scene.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
         });
     });
-    let mut ways: BTreeMap<_, [usize; 2]> = BTreeMap::new();
-    count(&observed, &mut ways);
-    println!("switching: proxied and bypassed: {ways:?}");
+    let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();
+    count(&observed, &mut counts);
+    println!("switching: proxied and bypassed: {counts:?}");
     assert!(
-        ways.values()
+        counts
+            .values()
             .all(|[proxied, bypassed]| *proxied > 500 && *bypassed == 0),
-        "{ways:?}"
+        "{counts:?}"
     );
 }
 

@@ -298,8 +298,8 @@ fn no_program_is_needed() {
     expect_redirects();
     success(&run(&["--clean"]));
     // If a chart asks for iptables and it is missing, a warning is logged and native rules are applied.
-    let asked = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
-    let output = run(&asked);
+    let args = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
+    let output = run(&args);
     success(&output);
     assert!(
         String::from_utf8_lossy(&output.stderr).contains("iptables-nft-save"),
@@ -307,7 +307,7 @@ fn no_program_is_needed() {
     );
     expect_redirects();
     // If iptables is available, it is used, and the native rules are removed.
-    success(&scene.init(&asked));
+    success(&scene.init(&args));
     let dump = scene.dump();
     assert!(
         dump.contains("PROXY_INIT_REDIRECT") && !dump.contains("l5d_init"),

@@ -310,7 +310,7 @@ impl ConnectTask {
                 }
             };
             connection.send_replace(Connection::Missing(reason));
-            // Backoff also applies to a server that accepts and closes at once.
+            // Backoff also applies to a server that accepts and closes immediately.
             if dialled_at.elapsed() > self.config.backoff.max.min(STABLE_CONNECTION_AGE) {
                 delays.reset();
             }

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn suffixes_hold_whole_labels() {
+    fn suffixes_match_whole_labels() {
         for (suffixes, name, expected) in [
             ("svc.cluster.local.", "web.shop.svc.cluster.local", true),
             ("svc.cluster.local", "web.shop.SVC.cluster.local.", true),

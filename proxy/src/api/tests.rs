@@ -498,7 +498,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     .await;
     let server = Server::start(addr, Some(creds), service).await;
     with_timeout(waiting).await.unwrap();
-    with_timeout(channel.connected()).await; // which returns at once
+    with_timeout(channel.connected()).await; // returns immediately
     counts(&[
         ("queue_length", "", 0),
         ("queue_requests_total", "", 1),
@@ -568,7 +568,7 @@ async fn profiles_are_watched_in_scope_only() {
         fully_qualified_name: "web.shop".to_owned(),
         ..Default::default()
     };
-    let (_said, _server, destinations) = profiles_of(profile).await;
+    let (_sender, _server, destinations) = profiles_of(profile).await;
     let outside: Addr = "192.168.0.1:80".parse().unwrap();
     assert!(destinations.profile(&outside, |_| ()).is_none());
     let inside: Addr = "10.0.0.1:80".parse().unwrap();

@@ -199,7 +199,7 @@ pub(super) fn bind_exclusive(addr: &mut SocketAddr, what: &str) -> anyhow::Resul
 
 /// Waits for a shutdown request, then while the application still listens, up to [`APPLICATION_EXIT_TIMEOUT`].
 ///
-/// A second signal, or a request to the admin server, ends the wait at once.
+/// A second signal, or a request to the admin server, ends the wait immediately.
 async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {
     let (Ok(mut term), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
         tracing::error!("installing the signal handlers failed, only the admin server can end this process");

@@ -203,7 +203,7 @@ impl ProxyBuilder<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             },
-            wrappers: self.wrappers("outbound", direction, config.log.access_directions.includes_outbound()),
+            service_stack: self.service_stack("outbound", direction, config.log.access_directions.includes_outbound()),
             error_detail: match config.outbound.informational_headers {
                 Visibility::Shown => ErrorDetail::Include,
                 Visibility::Hidden => ErrorDetail::Omit,
@@ -311,7 +311,7 @@ impl ProxyBuilder<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             }),
-            service_stack: self.wrappers("inbound", direction, config.log.access_directions.includes_inbound()),
+            service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),
             tracer: self.tracers[0].clone(),
@@ -353,8 +353,8 @@ impl ProxyBuilder<'_> {
         }
     }
 
-    fn wrappers(&self, name: &'static str, direction: &Direction, is_logged: bool) -> ServiceStack {
-        // With its other side, what one direction accepts leaves the other one half of all files.
+    fn service_stack(&self, name: &'static str, direction: &Direction, is_logged: bool) -> ServiceStack {
+        // Each accepted connection has a second one, to the application or the peer. So each direction can use half of all files.
         let connections = ConnectionLimiter::new(
             name,
             self.descriptors / 4,

@@ -104,7 +104,7 @@ impl Worker {
     fn outbound_context(&self) -> AcceptContext {
         AcceptContext {
             balancer: self.balancers.outbound.clone(),
-            admission: self.outbound.wrappers.admission.clone(),
+            admission: self.outbound.service_stack.admission.clone(),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Picks an endpoint: at once, or after a bounded wait in the queue. After a wait has timed out, requests fail fast.
+//! Picks an endpoint: immediately, or after a bounded wait in the queue. After a wait has timed out, requests fail fast.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -13,7 +13,7 @@ pub(crate) enum DiscoveryState<E> {
     Unknown,
     /// The discovered endpoints. The list is empty if the last one has just been removed: requests wait.
     Endpoints(Box<[Arc<E>]>),
-    /// The service has no endpoints and none are expected: requests fail at once.
+    /// The service has no endpoints and none are expected: requests fail immediately.
     NoEndpoints,
 }
 

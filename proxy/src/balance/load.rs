@@ -9,7 +9,7 @@ use crate::policy::client::LoadParams;
 
 /// The load of one endpoint, shared by all workers.
 ///
-/// The estimate of the round-trip time rises to a peak at once, and then decays towards the measured values.
+/// The estimate of the round-trip time rises to a peak immediately, and then decays towards the measured values.
 #[derive(Debug)]
 pub(crate) struct Load {
     params: LoadParams,

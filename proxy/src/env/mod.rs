@@ -208,7 +208,7 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
 
 /// Minimum timeout for connecting to the application, whatever the environment says. If the application's accept queue is full,
 /// the kernel drops the SYN and sends it again after one and after three seconds. An application that does not listen refuses
-/// at once.
+/// immediately.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The defaults that differ between the directions.

@@ -24,7 +24,7 @@ pub(crate) struct Body {
     /// In-flight slot, released when the body is dropped.
     slot: Option<InFlightSlot>,
     /// Receives the client's side of the tunnel after the upgrade response is sent.
-    client_leg: Option<oneshot::Receiver<TunnelEnd>>,
+    client_tunnel: Option<oneshot::Receiver<TunnelEnd>>,
 }
 
 #[derive(Default)]
@@ -58,7 +58,7 @@ pub(crate) trait ReceivedBody: Send {
     fn size_hint(&self) -> SizeHint;
 
     /// Takes the connection to a server that has switched protocols. Returns `None` on the second call.
-    fn take_server_leg(&mut self) -> Option<TunnelEnd> {
+    fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
         None
     }
 
@@ -119,14 +119,14 @@ impl Body {
     }
 
     /// Makes this the body of an upgrade request.
-    pub(crate) fn with_client_leg(mut self, upgraded: oneshot::Receiver<TunnelEnd>) -> Self {
-        self.client_leg = Some(upgraded);
+    pub(crate) fn with_client_tunnel(mut self, upgraded: oneshot::Receiver<TunnelEnd>) -> Self {
+        self.client_tunnel = Some(upgraded);
         self
     }
 
     /// Takes the receiver of the client's side of the tunnel. Returns `None` on the second call.
-    pub(crate) fn take_client_leg(&mut self) -> Option<oneshot::Receiver<TunnelEnd>> {
-        self.client_leg.take()
+    pub(crate) fn take_client_tunnel(&mut self) -> Option<oneshot::Receiver<TunnelEnd>> {
+        self.client_tunnel.take()
     }
 
     /// The body of a response that accepts an extended CONNECT.
@@ -154,9 +154,9 @@ impl Body {
     }
 
     /// Takes the server's side of the tunnel after a response that switches protocols. Returns `None` on the second call.
-    pub(crate) fn take_server_leg(&mut self) -> Option<TunnelEnd> {
+    pub(crate) fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
         match &mut self.source {
-            BodySource::Dyn(received) => received.take_server_leg(),
+            BodySource::Dyn(received) => received.take_server_tunnel(),
             BodySource::Upgraded(stream) => stream.take().map(TunnelEnd::Stream),
             _ => None,
         }
@@ -167,7 +167,7 @@ impl Body {
             source,
             observer: None,
             slot: None,
-            client_leg: None,
+            client_tunnel: None,
         }
     }
 
@@ -179,7 +179,7 @@ impl Body {
         self
     }
 
-    /// Adds an observer of the remaining frames. If the body is already at its end, `observer` gets the end at once.
+    /// Adds an observer of the remaining frames. If the body is already at its end, `observer` gets the end immediately.
     pub(crate) fn with_observer(mut self, mut observer: Box<dyn BodyObserver>) -> Self {
         if http_body::Body::is_end_stream(&self) {
             observer.end(Ok(()));

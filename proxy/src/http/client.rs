@@ -475,7 +475,7 @@ mod tests {
                 }
             };
             tokio::select! {
-                biased; // an application that closes at once does so before the request is sent
+                biased; // an application that closes immediately does so before the request is sent
                 () = close_and_answer => unreachable!(),
                 sent = client.send(ready, &mut req) => sent,
             }

@@ -339,7 +339,7 @@ impl Error {
     ///
     /// Source: the responses of Linkerd's proxy.
     pub(crate) fn status(&self) -> ErrorStatus {
-        let answer = |status, grpc, close| ErrorStatus {
+        let error_status = |status, grpc, close| ErrorStatus {
             status,
             grpc_code: grpc,
             closes_connection: close,
@@ -351,8 +351,8 @@ impl Error {
                 cause: "connect-timeout",
                 ..
             }
-            | Self::FailFast(..) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
-            Self::Timeout(kind) => answer(
+            | Self::FailFast(..) => error_status(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
+            Self::Timeout(kind) => error_status(
                 StatusCode::GATEWAY_TIMEOUT,
                 grpc::DEADLINE_EXCEEDED,
                 matches!(kind, TimeoutKind::Profile(_)),
@@ -369,7 +369,7 @@ impl Error {
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
             | Self::RequestCancelled
-            | Self::InvalidBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
+            | Self::InvalidBackend(_) => error_status(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints
             | Self::NoBackends
             | Self::EndpointsUnavailable(_)
@@ -382,30 +382,32 @@ impl Error {
             | Self::TooManyNames { .. }
             | Self::NameUnresolved { .. }
             | Self::PolicyUnknown
-            | Self::DiscoveryTimeout(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
+            | Self::DiscoveryTimeout(_) => error_status(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) | Self::ClientClosed | Self::ClientIo(_) => {
-                answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
+                error_status(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
             }
-            Self::HeaderTooLarge { .. } => answer(
+            Self::HeaderTooLarge { .. } => error_status(
                 StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
                 grpc::RESOURCE_EXHAUSTED,
                 true,
             ),
             Self::HeaderReadTimeout(_) | Self::BodyIdleTimeout(_) => {
-                answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
+                error_status(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
-            Self::AmbiguousPath => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, false),
-            Self::ExtendedConnectUnsupported { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
-            Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
-            Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
+            Self::AmbiguousPath => error_status(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, false),
+            Self::ExtendedConnectUnsupported { .. } => {
+                error_status(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false)
+            }
+            Self::RouteNotFound | Self::GatewayDomain(_) => error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
+            Self::GatewayLoop => error_status(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
             Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
-                answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
+                error_status(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
             }
-            Self::RateLimited { .. } => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
-            Self::Redirect { status, .. } => answer(*status, grpc::NOT_FOUND, false),
-            Self::Injected { status, .. } => answer(*status, grpc::FAILED_PRECONDITION, false),
-            Self::InjectedGrpc { code, .. } => answer(StatusCode::OK, *code, false),
-            Self::InvalidPolicy(_) => answer(StatusCode::INTERNAL_SERVER_ERROR, grpc::INTERNAL, true),
+            Self::RateLimited { .. } => error_status(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
+            Self::Redirect { status, .. } => error_status(*status, grpc::NOT_FOUND, false),
+            Self::Injected { status, .. } => error_status(*status, grpc::FAILED_PRECONDITION, false),
+            Self::InjectedGrpc { code, .. } => error_status(StatusCode::OK, *code, false),
+            Self::InvalidPolicy(_) => error_status(StatusCode::INTERNAL_SERVER_ERROR, grpc::INTERNAL, true),
         }
     }
 

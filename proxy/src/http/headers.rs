@@ -212,7 +212,7 @@ fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
         .iter()
         .any(is_not_chunked)
     {
-        return Err(Error::InvalidRequest("its transfer-encoding is not just chunked"));
+        return Err(Error::InvalidRequest("the transfer-encoding is not exactly chunked"));
     }
     check_http1_target(req)
 }
@@ -225,10 +225,14 @@ pub(crate) fn check_http1_target<B: http_body::Body>(req: &Request<B>) -> Result
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
     match (is_connect, req.version()) {
         (true, Version::HTTP_11) if !authority_form => {
-            return Err(Error::InvalidRequest("CONNECT needs an authority as its target"));
+            return Err(Error::InvalidRequest(
+                "the target of a CONNECT request must be an authority",
+            ));
         }
         (true, Version::HTTP_10) => return Err(Error::InvalidRequest("CONNECT needs HTTP/1.1")),
-        (true, _) if !req.body().is_end_stream() => return Err(Error::InvalidRequest("CONNECT has no body")),
+        (true, _) if !req.body().is_end_stream() => {
+            return Err(Error::InvalidRequest("a CONNECT request must not have a body"));
+        }
         (false, _) if authority_form => {
             return Err(Error::InvalidRequest(
                 "only CONNECT can have an authority as its target",
@@ -253,42 +257,43 @@ fn check_http2<B: http_body::Body>(req: &mut Request<B>) -> Result<(), Error> {
     for (name, value) in req.headers() {
         if *name == header::HOST {
             if host.replace(value).is_some() {
-                return Err(Error::InvalidRequest("it names two hosts"));
+                return Err(Error::InvalidRequest("the request has two hosts"));
             }
         } else if *name == header::CONTENT_LENGTH && length.replace(value).is_some() {
-            return Err(Error::InvalidRequest("it has two content-lengths"));
+            return Err(Error::InvalidRequest("the request has two content-lengths"));
         }
     }
     if length.is_some_and(|length| parse_decimal(length.as_bytes()).is_none()) {
-        return Err(Error::InvalidRequest("its content-length is not a number"));
+        return Err(Error::InvalidRequest("the content-length is not a number"));
     }
     if length.is_some() && *req.method() == Method::CONNECT {
-        return Err(Error::InvalidRequest("CONNECT has no body"));
+        return Err(Error::InvalidRequest("a CONNECT request must not have a body"));
     }
     let authority = req.uri().authority();
     if authority.is_some_and(|authority| authority.as_str().contains('@')) {
-        return Err(Error::InvalidRequest("its authority contains userinfo"));
+        return Err(Error::InvalidRequest("the authority contains userinfo"));
     }
     match (authority, host) {
         (Some(_), None) => return Ok(()),
         (Some(authority), Some(host)) => {
             if !is_same_host(authority, host, req.uri().scheme()) {
-                return Err(Error::InvalidRequest("its host differs from its authority"));
+                return Err(Error::InvalidRequest("the host differs from the authority"));
             }
         }
         (None, Some(host)) => {
             let authority = Authority::try_from(host.as_bytes()).ok();
             let authority = authority.filter(|authority| !authority.as_str().contains('@'));
-            let authority = authority.ok_or(Error::InvalidRequest("its host is not an authority"))?;
+            let authority = authority.ok_or(Error::InvalidRequest("the host is not a valid authority"))?;
             if *req.method() == Method::CONNECT {
-                return Err(Error::InvalidRequest("CONNECT needs an authority"));
+                return Err(Error::InvalidRequest("a CONNECT request needs an authority"));
             }
             let mut parts = std::mem::take(req.uri_mut()).into_parts();
             parts.scheme = Some(Scheme::HTTP); // a URI with an authority and a path needs a scheme
             parts.authority = Some(authority);
-            *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("its target"))?;
+            *req.uri_mut() =
+                Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("the request target is invalid"))?;
         }
-        (None, None) => return Err(Error::InvalidRequest("it names no host")),
+        (None, None) => return Err(Error::InvalidRequest("the request has no host")),
     }
     req.headers_mut().remove(header::HOST);
     Ok(())

@@ -1,7 +1,7 @@
 //! Certificate, key and trust anchors from a SPIFFE Workload API, updated while the process runs.
 //!
 //! The API is a gRPC service on a Unix socket. The server identifies the caller by its process, so no token is sent. The server
-//! decides when to renew: an update takes effect at once, and the last one stays while the server is unavailable.
+//! decides when to renew: an update takes effect immediately, and the last one stays while the server is unavailable.
 
 use std::io;
 use std::path::PathBuf;

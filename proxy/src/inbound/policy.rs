@@ -59,7 +59,7 @@ pub(crate) struct PortPolicies {
 pub(crate) enum UnknownPolicy {
     /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
-    /// The configured default applies at once.
+    /// The configured default applies immediately.
     Default(DefaultPolicies),
 }
 
@@ -302,7 +302,7 @@ impl PortPolicies {
             let until = deadline.min(Instant::now() + MIN_RETRY_DELAY);
             let has_ended = matches!(timeout_at(until, policy.changed()).await, Ok(Err(_)));
             if has_ended {
-                sleep_until(until).await; // the watch has ended, so `changed` returns at once
+                sleep_until(until).await; // the watch has ended, so `changed` returns immediately
             }
         }
     }
@@ -358,7 +358,7 @@ impl PortPolicies {
         let mut reporter = self
             .invalid_updates
             .reporter(UpdateKind::InboundPolicy, port.to_string());
-        // A polled policy is remembered at once, a watched one when its watch ends.
+        // A polled policy is remembered immediately, a watched one when its watch ends.
         let state = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
         let policy = self.client.inbound(port, mode, retry.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
@@ -552,7 +552,7 @@ mod tests {
             ip_address::Ip::Ipv4(0),
             ip_address::Ip::Ipv6(IPv6 { first: 0, last: 0 }),
         ];
-        let everybody = Authz {
+        let permit_all = Authz {
             networks: any_network.map(all).to_vec(),
             authentication: Some(Authn {
                 permit: Some(authn::Permit::Unauthenticated(authn::PermitUnauthenticated {})),
@@ -566,11 +566,11 @@ mod tests {
             }),
             server_ips: Vec::new(),
             authorizations: if port.is_multiple_of(2) {
-                vec![everybody]
+                vec![permit_all]
             } else {
                 vec![]
             },
-            labels: BTreeMap::from([("name".to_owned(), "default:as-told".to_owned())]),
+            labels: BTreeMap::from([("name".to_owned(), "default:test".to_owned())]),
         }
     }
 
@@ -648,7 +648,7 @@ mod tests {
         };
         let server = start(([127, 0, 0, 1], 0).into()).await;
         let addr = server.addr;
-        // An idle timeout of zero: every port is idle at once.
+        // An idle timeout of zero: every port is idle immediately.
         let ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::ZERO);
         for port in 1000..1300 {
             assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
@@ -744,10 +744,10 @@ mod tests {
         let addr = ([127, 0, 0, 1], 0).into();
         let creds = authority.credentials(CONTROL);
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
-        let everybody = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
+        let permit_all = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
         let defaults = DefaultPolicies {
-            detect: everybody(),
-            opaque: everybody(),
+            detect: permit_all(),
+            opaque: permit_all(),
             opaque_ports: PortSet::default(),
         };
         let ports = ports_of(&server, &authority, UnknownPolicy::Default(defaults), Duration::ZERO);

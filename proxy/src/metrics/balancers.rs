@@ -59,7 +59,7 @@ pub(crate) enum UpdateOp {
     Remove,
 }
 
-/// Whether requests wait for an endpoint, or fail at once because an earlier one timed out (fail fast).
+/// Whether requests wait for an endpoint, or fail immediately because an earlier one timed out (fail fast).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gate {
     Open,
@@ -130,15 +130,15 @@ impl GateFamilies {
             opened: counter("queue_gate_open_total", "Times that the queue began to accept requests"),
             shut: counter(
                 "queue_gate_shut_total",
-                "Times that a request timed out in the queue, so that others fail at once",
+                "Times that a request timed out in the queue, so that later ones fail fast",
             ),
             opened_at: seconds(
                 "queue_gate_open_time_seconds",
-                "Time since when the queue accepts requests, 0 if it does not",
+                "Unix time since when the queue accepts requests, 0 if it does not",
             ),
             shut_at: seconds(
                 "queue_gate_shut_time_seconds",
-                "Time since when requests fail at once, 0 if they do not",
+                "Unix time since when requests fail fast, 0 if they do not",
             ),
             timeout: seconds("queue_gate_timeout_seconds", "Maximum seconds to wait for an endpoint"),
         }

@@ -183,7 +183,7 @@ impl Io {
         self.transport().reset();
     }
 
-    /// Makes the kernel acknowledge received data at once: some clients send no more until then.
+    /// Makes the kernel acknowledge received data immediately: some clients send no more until then.
     pub(crate) fn enable_quickack(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
             && let Err(error) = SockRef::from(stream).set_tcp_quickack(true)
@@ -270,7 +270,7 @@ impl Io {
         stream.local_addr().is_ok_and(|local| local.ip() == peer)
     }
 
-    /// Waits until the kernel reports an error on the connection, even after the peer's FIN; returns at once under TLS.
+    /// Waits until the kernel reports an error on the connection, even after the peer's FIN; returns immediately under TLS.
     pub(crate) async fn wait_broken(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream {
             // The caller checks the error afterwards.

@@ -430,7 +430,7 @@ mod tests {
     }
 
     impl TestAcceptor {
-        /// Connects a client that sends `data` at once.
+        /// Connects a client that sends `data` immediately.
         fn connect(&self, data: &[u8]) -> std::net::TcpStream {
             let mut client = std::net::TcpStream::connect(self.addr).unwrap();
             client.write_all(data).unwrap();

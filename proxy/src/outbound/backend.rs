@@ -336,7 +336,7 @@ impl Backend {
                     })
             }
             Self::Forward(endpoint) => Ok(endpoint.clone()),
-            Self::Fail => Err(Error::InvalidBackend("it has no dispatcher")),
+            Self::Fail => Err(Error::InvalidBackend("the policy gives it no dispatcher")),
         }
     }
 

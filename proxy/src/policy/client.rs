@@ -114,7 +114,7 @@ pub(crate) enum LoadParams {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Queue {
     pub(crate) capacity: usize,
-    /// Time that a request waits for an endpoint before it fails. Later requests then fail at once.
+    /// Time that a request waits for an endpoint before it fails. Later requests then fail immediately.
     pub(crate) failfast_timeout: Duration,
 }
 

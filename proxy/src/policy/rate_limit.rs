@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_over_its_limit_takes_no_shared_token() {
+    fn a_client_over_its_limit_uses_no_shared_token() {
         let now = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {
@@ -292,7 +292,11 @@ mod tests {
         );
         assert_eq!(limiter.check(Some(&id("a.test")), now), Ok(()));
         assert_eq!(limiter.check(Some(&id("b.test")), now), Ok(()));
-        assert_eq!(limiter.check(Some(&id("c.test")), now), Ok(()), "first of the crowd");
+        assert_eq!(
+            limiter.check(Some(&id("c.test")), now),
+            Ok(()),
+            "the shared bucket of further identities"
+        );
         assert_eq!(limiter.check(Some(&id("d.test")), now), Err(RateLimited::Identity));
         let later = now + Duration::from_secs(2);
         assert_eq!(limiter.check(Some(&id("d.test")), later), Ok(()));

@@ -100,14 +100,11 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) {
     } = server;
     let is_tls = accepted.is_tls();
     let AcceptedConnection {
-        stream,
-        client,
-        permit: place,
-        ..
+        stream, client, permit, ..
     } = accepted;
     if !is_tls {
         let is_permitted = client.ip().is_loopback();
-        return http2(place.track(stream), Service { taps, is_permitted }).await;
+        return http2(permit.track(stream), Service { taps, is_permitted }).await;
     }
     let shaking = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, shaking).await {
@@ -115,12 +112,12 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) {
             let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
             let is_permitted = permitted.is_some();
             match permitted {
-                Some(id) => place.set_identity(id.as_str()),
+                Some(id) => permit.set_identity(id.as_str()),
                 None => {
                     info_limited!(log, client.ip(), "tap refused, the client is not authorized", %client, id = ?peer.client_id)
                 }
             }
-            http2(place.track(stream), Service { taps, is_permitted }).await;
+            http2(permit.track(stream), Service { taps, is_permitted }).await;
         }
         Ok(Err(error)) => {
             info_limited!(log, client.ip(), "TLS handshake with a client of tap failed", %client, %error);

@@ -65,7 +65,7 @@ impl ServerTls {
         }
     }
 
-    /// What the client has proven by its TLS.
+    /// The TLS state as the authorization check uses it.
     pub(crate) fn to_conn_tls(&self) -> ConnTls<'_> {
         match self {
             Self::Terminated { client_id } => ConnTls::Terminated {
@@ -77,7 +77,7 @@ impl ServerTls {
 }
 
 impl ServerTls {
-    /// The same as a map, for tap and traces.
+    /// The labels for tap and traces.
     pub(crate) fn label_map(&self) -> BTreeMap<String, String> {
         match self {
             Self::Terminated { client_id } => {
@@ -91,8 +91,8 @@ impl ServerTls {
 }
 
 impl ClientTls {
-    /// The same as a map, for tap and traces.
-    pub(crate) fn told(&self) -> BTreeMap<String, String> {
+    /// The labels for tap and traces.
+    pub(crate) fn label_map(&self) -> BTreeMap<String, String> {
         match self {
             Self::Meshed(server_id) => labels([("tls", "true"), ("server_id", server_id.as_str())]),
             Self::Plain(why) => labels([("tls", why.as_str())]),

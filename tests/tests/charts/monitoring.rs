@@ -57,12 +57,12 @@ fn test_files() -> Vec<PathBuf> {
 fn promtool(dir: &TempDir, args: &[&str]) {
     let mut command = Command::new(programs::find("promtool").unwrap());
     let output = command.current_dir(dir.path()).args(args).output().unwrap();
-    let told = [output.stdout, output.stderr].concat();
+    let printed = [output.stdout, output.stderr].concat();
     assert!(
         output.status.success(),
         "promtool {}:\n{}",
         args.join(" "),
-        String::from_utf8_lossy(&told)
+        String::from_utf8_lossy(&printed)
     );
 }
 
@@ -212,14 +212,14 @@ fn alerts_use_only_metrics_that_tulle_exports() {
         read_below(&root.join(dir), &mut source);
     }
     let rule = rule(&[]);
-    let mut asked = BTreeSet::new();
+    let mut queried = BTreeSet::new();
     for alert in alerts(&rule).into_values() {
-        asked.extend(metrics(alert["expr"].as_str().unwrap()));
+        queried.extend(metrics(alert["expr"].as_str().unwrap()));
     }
-    assert!(asked.len() > 20, "{asked:?}");
-    asked.retain(|name| name != "up");
+    assert!(queried.len() > 20, "{queried:?}");
+    queried.retain(|name| name != "up");
     // Names of balancer metrics are composed in the source, so only the part after `_balancer_` is searched.
-    let missing = asked.iter().filter(|name| {
+    let missing = queried.iter().filter(|name| {
         let name = name.rsplit_once("_balancer_").map_or(name.as_str(), |(_, name)| name);
         !source.contains(&format!("\"{name}\"")) && !source.contains(&format!("# TYPE {name} "))
     });

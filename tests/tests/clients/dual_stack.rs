@@ -100,14 +100,14 @@ fn networks_of_either_family_are_permitted_and_excepted() {
         scene.outside.ip(&lines).unwrap();
     }
     let [excepted, other] = strangers;
-    let asked = |from: IpAddr| {
+    let response_to = |from: IpAddr| {
         let [v4, v6] = both(SERVER);
         let to = SocketAddr::new(if from.is_ipv4() { v4 } else { v6 }, GRPC);
         get(&scene.outside, Some(from), to)
     };
     // The proxy may receive the manifest a moment late. Until then the port is for meshed clients.
     let deadline = Instant::now() + READ_TIMEOUT;
-    while asked(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
+    while response_to(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
         assert!(Instant::now() < deadline, "no client is permitted");
     }
     for (from, permitted) in [
@@ -120,7 +120,7 @@ fn networks_of_either_family_are_permitted_and_excepted() {
     ] {
         // The proxy permits the request and forwards it, but no application listens.
         let expected = if permitted { "HTTP/1.1 502" } else { "HTTP/1.1 403" };
-        let answer = asked(from);
+        let answer = response_to(from);
         assert!(answer.starts_with(expected), "{from}: {answer}");
     }
 }
@@ -189,8 +189,8 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
         assert!(ready.starts_with("HTTP/1.1 200"), "{ip}: {ready}");
         let metrics = get_path(&scene.server, None, (ip, port::ADMIN).into(), "/metrics");
         assert!(metrics.starts_with("HTTP/1.1 200"), "{ip}: {metrics}");
-        let asked = format!("control_request_total{{addr=\"{policy}\"");
-        assert!(metrics.contains(&asked), "{asked}: {metrics}");
+        let series = format!("control_request_total{{addr=\"{policy}\"");
+        assert!(metrics.contains(&series), "{series}: {metrics}");
         let tap = openssl::Client {
             to: (ip, port::TAP).into(),
             name: &identity("server"),
@@ -230,7 +230,7 @@ fn get(host: &Namespace, from: Option<IpAddr>, to: SocketAddr) -> String {
 }
 
 fn get_path(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, path: &str) -> String {
-    let asked = || {
+    let exchange = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
         if let Some(from) = from {
             socket.bind(&SocketAddr::new(from, 0).into())?;
@@ -243,7 +243,7 @@ fn get_path(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, path: &str) 
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    let answer: std::io::Result<String> = host.run(asked).unwrap();
+    let answer: std::io::Result<String> = host.run(exchange).unwrap();
     answer.unwrap_or_else(|error| panic!("{from:?} to {to}: {error}"))
 }
 

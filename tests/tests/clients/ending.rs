@@ -89,7 +89,7 @@ fn joined(thread: JoinHandle<()>) {
 /// Sends one request on its own connection and returns the whole response.
 fn ask(path: &str) -> String {
     let to: SocketAddr = service(HTTP);
-    let asking = || -> std::io::Result<String> {
+    let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
         stream.set_read_timeout(Some(LIMIT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
@@ -97,7 +97,7 @@ fn ask(path: &str) -> String {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    asking().unwrap_or_else(|error| error.to_string())
+    exchange().unwrap_or_else(|error| error.to_string())
 }
 
 fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {

@@ -28,7 +28,7 @@ fn check(scene: &Testbed, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>)
     );
     // Without that name the same path leads to the other certificate, so the name reaches the server.
     let output = Client {
-        name: "nobody.example",
+        name: "unknown.example",
         ..client
     }
     .connect_and_send(from, b"GET / HTTP/1.0\r\n\r\n");
@@ -63,7 +63,7 @@ fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
 fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits() {
     let Some(scene) = scene(&["openssl"]) else { return };
     check(&scene, &scene.outside, (SERVER, OPEN_TLS).into(), &scene.server);
-    let names = [(NAME, 1), ("nobody.example", 1)];
+    let names = [(NAME, 1), ("unknown.example", 1)];
     scene.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 

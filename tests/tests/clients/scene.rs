@@ -201,7 +201,7 @@ impl Testbed {
 
     pub(crate) fn process(&self, name: &str) -> &Process {
         let named = self.processes.iter().find(|process| process.name() == name);
-        named.expect("it was started")
+        named.expect("the named process was started")
     }
 
     /// Waits until a metric family of the server's sidecar has this value, in series with all these labels.

@@ -132,7 +132,7 @@ fn machine(scene: &Testbed) -> ExternalMachine {
 
 /// Sends one request from a host and returns the whole response.
 fn ask(host: &Namespace, to: SocketAddr) -> String {
-    let asking = || -> std::io::Result<String> {
+    let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
         stream.set_read_timeout(Some(LIMIT))?;
         stream.write_all(b"GET /headers HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
@@ -140,7 +140,7 @@ fn ask(host: &Namespace, to: SocketAddr) -> String {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    host.run(asking).unwrap().unwrap_or_else(|err| err.to_string())
+    host.run(exchange).unwrap().unwrap_or_else(|err| err.to_string())
 }
 
 /// Whether a metric family has a series with all these labels.

@@ -130,8 +130,8 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             .await;
         let mut logs = String::new();
         for container in ["linkerd-init", "validator", "await", "proxy"] {
-            let said = cluster.kubectl(&["logs", name, "-c", container]).await;
-            logs += &format!("{container}: {}\n", said.unwrap_or_else(|error| error.to_string()));
+            let log = cluster.kubectl(&["logs", name, "-c", container]).await;
+            logs += &format!("{container}: {}\n", log.unwrap_or_else(|error| error.to_string()));
         }
         waited.unwrap_or_else(|error| panic!("{error:#}\n{logs}"));
         assert_eq!(codes, Some((vec![0, 0], vec![69, 64, 0])), "{name}:\n{logs}");

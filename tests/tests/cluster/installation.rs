@@ -286,7 +286,7 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
     let granted = permissions::granted(&objects);
     let unused = |log: &[AuditRecord]| -> Vec<&Permission> {
         let used = permissions::used(log);
-        let is_used = |grant: &&Permission| used.iter().any(|asked| grant.is_used_by(asked));
+        let is_used = |grant: &&Permission| used.iter().any(|requested| grant.is_used_by(requested));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
     let excuse = |grant: &Permission| ALLOWED_UNUSED_GRANTS.iter().find(|excuse| excuse.covers(grant));

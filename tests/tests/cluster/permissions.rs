@@ -59,14 +59,19 @@ impl fmt::Display for Permission {
 impl Permission {
     /// Whether a request needs this grant and no narrower one: a cluster-wide grant is used for the whole cluster, or
     /// for a namespace other than that of the mesh.
-    pub(crate) fn is_used_by(&self, asked: &Self) -> bool {
+    pub(crate) fn is_used_by(&self, requested: &Self) -> bool {
         let is_same = (&self.account, &self.verb, &self.group, &self.resource)
-            == (&asked.account, &asked.verb, &asked.group, &asked.resource);
+            == (
+                &requested.account,
+                &requested.verb,
+                &requested.group,
+                &requested.resource,
+            );
         let is_in_namespace = match &*self.namespace {
-            "" => asked.namespace != NAMESPACE,
-            namespace => asked.namespace == namespace,
+            "" => requested.namespace != NAMESPACE,
+            namespace => requested.namespace == namespace,
         };
-        is_same && is_in_namespace && (self.name.is_empty() || self.name == asked.name)
+        is_same && is_in_namespace && (self.name.is_empty() || self.name == requested.name)
     }
 }
 
@@ -134,7 +139,7 @@ fn strings(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
 pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| !record.is_forbidden())
-        .filter_map(asked)
+        .filter_map(requested_permission)
         .collect()
 }
 
@@ -142,11 +147,11 @@ pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
 pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| record.is_forbidden())
-        .filter_map(asked)
+        .filter_map(requested_permission)
         .collect()
 }
 
-fn asked(record: &AuditRecord) -> Option<Permission> {
+fn requested_permission(record: &AuditRecord) -> Option<Permission> {
     let account = record
         .user
         .username

@@ -27,7 +27,7 @@ fn graph(src: &Path) -> Graph {
     let sources = sources.map(|file| {
         let name = file
             .strip_prefix(src)
-            .expect("it was found below")
+            .expect("the file is below the directory")
             .display()
             .to_string();
         (name, fs::read_to_string(file).expect("sources are readable UTF-8"))

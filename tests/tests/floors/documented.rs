@@ -88,8 +88,8 @@ const SECTIONS_WITH_TESTS: [&str; 3] = ["Identity and TLS", "Policy", "Control p
 
 /// The text of a file that a document names.
 fn source_of(file: &str) -> Option<String> {
-    let places = [root().join("tests/tests").join(file), root().join(file)];
-    places.iter().find_map(|path| fs::read_to_string(path).ok())
+    let paths = [root().join("tests/tests").join(file), root().join(file)];
+    paths.iter().find_map(|path| fs::read_to_string(path).ok())
 }
 
 #[test]

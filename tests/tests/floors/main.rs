@@ -134,7 +134,7 @@ fn check_layers(crate_layers: &CrateLayers) {
     let mut wrong = Vec::new();
     for file in files_below(&src) {
         let source = fs::read_to_string(&file).expect("sources are readable UTF-8");
-        let relative = file.strip_prefix(&src).expect("it was found below");
+        let relative = file.strip_prefix(&src).expect("the file is below the directory");
         wrong.extend(wrong_imports(crate_layers, relative, &source));
     }
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));

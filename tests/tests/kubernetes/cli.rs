@@ -112,8 +112,8 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
         (&"error".into(), &"tulle install --crds | kubectl apply -f -".into())
     );
 
-    let nobody = server.kubeconfig_of("default", "nobody").await.unwrap();
-    let refused = run(&nobody, "check --pre", path()).await;
+    let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let refused = run(&unprivileged, "check --pre", path()).await;
     assert!(!refused.success);
     contains(
         &refused.out,

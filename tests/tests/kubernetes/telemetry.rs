@@ -132,9 +132,9 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
     let row = row.await;
     assert_eq!(row.split_whitespace().collect::<Vec<_>>()[..3], ["web", "0/1", "-"]);
 
-    let nobody = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
     let refused = async |line: &str, resource: &str| {
-        let (done, text) = scene.tulle(&nobody, line).await;
+        let (done, text) = scene.tulle(&unprivileged, line).await;
         assert!(
             !done && text.contains("system:serviceaccount:default:nobody"),
             "{line}: {text}"
@@ -157,7 +157,7 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
         server.kubectl(&line.split(' ').collect::<Vec<_>>()).await.unwrap();
     }
     eventually("the binding is effective", async || {
-        let (done, _) = scene.tulle(&nobody, "edges -n shop").await;
+        let (done, _) = scene.tulle(&unprivileged, "edges -n shop").await;
         done.then_some(())
     })
     .await;

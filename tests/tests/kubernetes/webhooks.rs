@@ -522,7 +522,7 @@ async fn a_deleted_broken_or_replaced_certificate_is_repaired_while_reviews_cont
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
-    // The lifetime is so short that the allowance for clock skew is most of it, so a renewal is due at once.
+    // The lifetime is so short that the allowance for clock skew is most of it, so a renewal is due immediately.
     let times = RotationTimes {
         lifetime: Duration::from_secs(60),
         settle: Duration::from_secs(1),

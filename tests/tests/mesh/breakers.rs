@@ -24,8 +24,8 @@ struct Replica {
 
 impl Replica {
     async fn start(mesh: &Mesh, workload: &str, status: u16) -> Self {
-        let (status, asked) = (Arc::new(AtomicU16::new(status)), Arc::new(AtomicUsize::new(0)));
-        let (answer, count) = (status.clone(), asked.clone());
+        let (status, received) = (Arc::new(AtomicU16::new(status)), Arc::new(AtomicUsize::new(0)));
+        let (answer, count) = (status.clone(), received.clone());
         let app = apps::http(mesh.listen(workload, HTTP).await, move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             let status = answer.load(Ordering::Relaxed);
@@ -33,7 +33,7 @@ impl Replica {
         });
         Self {
             status,
-            n_requests: asked,
+            n_requests: received,
             _app: app,
         }
     }
@@ -255,7 +255,7 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
                     let n_silent_before = n_silent.load(Ordering::Relaxed);
                     let (rsp, mut stream) = client.send_request(req, !is_upload).unwrap();
                     if path == "/silent" {
-                        eventually("it is asked", async || {
+                        eventually("the server receives the request", async || {
                             (n_silent.load(Ordering::Relaxed) > n_silent_before).then_some(())
                         })
                         .await;
@@ -290,8 +290,8 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
         balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
     mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
-        let asked = Arc::new(AtomicUsize::new(0));
-        let count = asked.clone();
+        let n_requests = Arc::new(AtomicUsize::new(0));
+        let count = n_requests.clone();
         let _silent = apps::http(mesh.listen("web-0", HTTP).await, move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             std::future::pending()
@@ -302,7 +302,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             assert_eq!(good.n_requests(), n, "each is tried again elsewhere");
         }
-        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        assert_eq!(n_requests.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
         let name = "outbound_http_route_backend_response_statuses_total";
         assert_eq!(mesh.metric("client", name, &late).await, 2.0);

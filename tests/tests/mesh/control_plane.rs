@@ -54,7 +54,7 @@ fn destinations_of_frequent_short_connections_stay_cached() {
             assert_eq!(mesh.get("client", dst, "/").await.status, 200);
             // Most of the time there is no connection, but pauses are shorter than the idle timeout, also while the control plane
             // shuts down.
-            let asked = async {
+            let known_requests = async {
                 let mut due = interval(Duration::from_millis(25));
                 for _ in 0..80 {
                     due.tick().await;
@@ -62,7 +62,7 @@ fn destinations_of_frequent_short_connections_stay_cached() {
                     assert_eq!(answer.expect("known destinations need no control plane").status, 200);
                 }
             };
-            tokio::join!(mesh.stop_control(), asked);
+            tokio::join!(mesh.stop_control(), known_requests);
         });
 }
 

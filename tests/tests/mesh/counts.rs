@@ -116,9 +116,9 @@ fn connections_and_their_bytes_are_counted_on_both_sides() {
         let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         stream.write_all(&[b'x'; 1000]).await.unwrap();
         stream.read_exact(&mut [0; 1000]).await.unwrap();
-        let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
-        stranger.write_all(&[b'x'; 1000]).await.unwrap();
-        stranger.read_exact(&mut [0; 1000]).await.unwrap();
+        let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        outsider.write_all(&[b'x'; 1000]).await.unwrap();
+        outsider.read_exact(&mut [0; 1000]).await.unwrap();
         let plain = [
             "target_port=\"9000\"",
             "peer=\"src\"",

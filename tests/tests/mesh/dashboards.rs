@@ -33,7 +33,7 @@ fn queries(value: &Value, found: &mut Vec<String>) {
 
 #[test]
 fn every_query_of_a_dashboard_is_answered() {
-    let mut asked = BTreeSet::new();
+    let mut queried = BTreeSet::new();
     let dashboards = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts/tulle-control-plane/files/dashboards");
     for file in std::fs::read_dir(dashboards).unwrap() {
         let path = file.unwrap().path();
@@ -44,9 +44,9 @@ fn every_query_of_a_dashboard_is_answered() {
         let mut exprs = Vec::new();
         queries(&serde_json::from_str(&text).unwrap(), &mut exprs);
         assert!(exprs.len() > 3);
-        asked.extend(exprs.iter().flat_map(|expr| metrics(expr)));
+        queried.extend(exprs.iter().flat_map(|expr| metrics(expr)));
     }
-    assert!(asked.len() > 15, "{asked:?}");
+    assert!(queried.len() > 15, "{queried:?}");
     let mesh = mesh()
         .flag("--default-policy=all-authenticated")
         .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
@@ -65,11 +65,11 @@ fn every_query_of_a_dashboard_is_answered() {
         let _ = bytes.write_all(b"hello").await;
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
         let pages = mesh.metrics("client").await + &mesh.metrics("web").await;
-        let is_told = |name: &&String| {
+        let is_exported = |name: &&String| {
             let mut lines = pages.lines().filter_map(|line| line.strip_prefix(name.as_str()));
             lines.any(|rest| rest.starts_with(['{', ' ']))
         };
-        let missing: Vec<_> = asked.iter().filter(|name| !is_told(name)).collect();
+        let missing: Vec<_> = queried.iter().filter(|name| !is_exported(name)).collect();
         assert!(missing.is_empty(), "{missing:?}");
     });
 }

@@ -105,7 +105,7 @@ fn invalid_transport_headers_close_their_connections() {
                 peer.shutdown().await.unwrap();
             }
             assert_eq!(rest(&mut peer).await, "", "{wrong:?}");
-            eventually("it is counted", async || {
+            eventually("the connection is counted", async || {
                 let cause = ["cause=\"bad-transport-header\""];
                 (mesh.metric("web", "tulle_failures_total", &cause).await == f64::from(n)).then_some(())
             })

@@ -49,8 +49,8 @@ fn a_draining_client_proxy_answers_and_closes() {
             .await;
             mesh.shut_down("client");
         };
-        let asked = join(http1.fetch(request("/delay/500")), http2.fetch(request2("/delay/500")));
-        let ((one, two), ()) = join(asked, end).await;
+        let responses = join(http1.fetch(request("/delay/500")), http2.fetch(request2("/delay/500")));
+        let ((one, two), ()) = join(responses, end).await;
         assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
         mesh.wait_for_exit("client").await;
         eventually("connections are closed", async || {

@@ -1,4 +1,4 @@
-//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four ways.
+//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four proxy_args.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -58,14 +58,14 @@ fn name(service: &str, port: u16) -> String {
 async fn socks(name: &str, port: u16) -> (TcpStream, u8) {
     let mut stream = TcpStream::connect(PROXY).await.unwrap();
     let n = u8::try_from(name.len()).unwrap();
-    let asked = [
+    let pipelined = [
         b"\x05\x01\x00\x05\x01\x00\x03",
         &[n][..],
         name.as_bytes(),
         &port.to_be_bytes(),
     ]
     .concat();
-    stream.write_all(&asked).await.unwrap();
+    stream.write_all(&pipelined).await.unwrap();
     let mut answer = [0; 12];
     stream.read_exact(&mut answer).await.unwrap();
     assert_eq!(answer[..3], [5, 0, 5]);
@@ -79,27 +79,33 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
         let by_name = format!("http://{}/headers", name("web", HTTP));
         let by_addr = format!("http://{}/headers", mesh.service_addr("web", HTTP));
         let (http, us) = (format!("http://{PROXY}"), identity("client"));
-        for ways in [
+        for proxy_args in [
             &["--proxy", &http][..],
             &["--proxytunnel", "--proxy", &http],
             &["--socks5-hostname", PROXY],
             &["--socks5", PROXY],
         ] {
             // curl resolves these names itself, which needs DNS, and the mesh has none.
-            let urls = match ways[0] {
+            let urls = match proxy_args[0] {
                 "--socks5" => &[&by_addr][..],
                 _ => &[&by_name, &by_addr],
             };
             for url in urls {
-                let (received, code) =
-                    curl(&[ways, &["--proxy-header", "proxy-authorization: Basic c2VjcmV0", url]].concat()).await;
-                assert_eq!(code, 0, "{ways:?} {url}: {received}");
-                assert!(received.contains("x-replica: web"), "{ways:?} {url}: {received}");
+                let (received, code) = curl(
+                    &[
+                        proxy_args,
+                        &["--proxy-header", "proxy-authorization: Basic c2VjcmV0", url],
+                    ]
+                    .concat(),
+                )
+                .await;
+                assert_eq!(code, 0, "{proxy_args:?} {url}: {received}");
+                assert!(received.contains("x-replica: web"), "{proxy_args:?} {url}: {received}");
                 assert!(
                     received.contains(&format!("\"l5d-client-id\":[\"{us}\"]")),
-                    "{ways:?} {url}: {received}"
+                    "{proxy_args:?} {url}: {received}"
                 );
-                assert!(!received.contains("c2VjcmV0"), "{ways:?} {url}: {received}");
+                assert!(!received.contains("c2VjcmV0"), "{proxy_args:?} {url}: {received}");
             }
         }
         let meshed = ["authority=\"web.shop.svc.cluster.local:8080\"", "tls=\"true\""];
@@ -113,7 +119,7 @@ fn requests_of_one_connection_may_have_different_targets() {
         echo(mesh).await;
         let ask = |service: &str| {
             let req = http::Request::get(format!("http://{}/headers", name(service, HTTP)));
-            req.header("host", "somebody.else").body::<AnyBody>(empty()).unwrap()
+            req.header("host", "other.test").body::<AnyBody>(empty()).unwrap()
         };
         let mut one = Http1::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         let mut two = Http2::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
@@ -161,23 +167,26 @@ fn unreachable_targets_are_reported_in_the_clients_protocol() {
     forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let http = format!("http://{PROXY}");
-        let nobody = format!("http://{}:1/", mesh.ip("legacy"));
-        let unknown = "http://nobody.invalid/";
+        let closed_port = format!("http://{}:1/", mesh.ip("legacy"));
+        let unknown = "http://unknown.invalid/";
         for (url, status, cause, reply) in [
-            (&*nobody, "502 Bad Gateway", "connect-refused", 5),
+            (&*closed_port, "502 Bad Gateway", "connect-refused", 5),
             (unknown, "503 Service Unavailable", "name-unresolved", 4),
         ] {
-            for ways in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
-                let (received, _) = curl(&[ways, &[url]].concat()).await;
+            for proxy_args in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
+                let (received, _) = curl(&[proxy_args, &[url]].concat()).await;
                 assert!(
                     received.starts_with(&format!("HTTP/1.1 {status}")),
-                    "{ways:?} {url}: {received}"
+                    "{proxy_args:?} {url}: {received}"
                 );
                 assert!(
                     received.contains(&format!("l5d-proxy-cause: {cause};")),
-                    "{ways:?} {url}: {received}"
+                    "{proxy_args:?} {url}: {received}"
                 );
-                assert!(received.contains("l5d-proxy-error: "), "{ways:?} {url}: {received}");
+                assert!(
+                    received.contains("l5d-proxy-error: "),
+                    "{proxy_args:?} {url}: {received}"
+                );
             }
             let (received, code) = curl(&["--socks5-hostname", PROXY, url]).await;
             assert_eq!(code, 97, "{url}: {received}");
@@ -211,12 +220,15 @@ fn loopback_and_link_local_targets_are_refused() {
             "[fe80::1]",
         ] {
             let url = format!("http://{target}:{HTTP}/");
-            for ways in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
-                let (received, _) = curl(&[ways, &[&url]].concat()).await;
-                assert!(received.starts_with("HTTP/1.1 403 "), "{ways:?} {url}: {received}");
+            for proxy_args in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
+                let (received, _) = curl(&[proxy_args, &[&url]].concat()).await;
+                assert!(
+                    received.starts_with("HTTP/1.1 403 "),
+                    "{proxy_args:?} {url}: {received}"
+                );
                 assert!(
                     received.contains("l5d-proxy-cause: target-forbidden;"),
-                    "{ways:?} {url}: {received}"
+                    "{proxy_args:?} {url}: {received}"
                 );
             }
             let (received, code) = curl(&["--socks5", PROXY, &url]).await;
@@ -269,14 +281,14 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
     let mesh = forward_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", "svc.cluster.local.,files.example.");
     mesh.run(async |mesh: &Mesh| {
-        let [nobody, somebody] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
-        apps::echo_at("files", (somebody, HTTP).into()).await;
+        let [closed, open] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
+        apps::echo_at("files", (open, HTTP).into()).await;
         let dir = tempfile::tempdir().unwrap();
-        write_hosts(dir.path(), &[nobody, somebody]);
+        write_hosts(dir.path(), &[closed, open]);
         let _server = dns(dir.path());
         let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
         let body = "x".repeat(100_000); // more than the limit of replayed request bodies
-        let ask = async |ways: &[&str]| curl(&[ways, &["--data-binary", &body, &url]].concat()).await;
+        let ask = async |proxy_args: &[&str]| curl(&[proxy_args, &["--data-binary", &body, &url]].concat()).await;
         eventually("the name is known", async || {
             let (received, _) = ask(&["--proxy", &http]).await;
             received.contains("x-replica: files").then_some(())
@@ -284,15 +296,19 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
         .await;
         // Attempts start with one address or the other.
         for _ in 0..2 {
-            for ways in [
+            for proxy_args in [
                 &["--proxy", &http][..],
                 &["--proxytunnel", "--proxy", &http],
                 &["--socks5-hostname", PROXY],
             ] {
                 for _ in 0..2 {
-                    let (received, _) = ask(ways).await;
+                    let (received, _) = ask(proxy_args).await;
                     let is_answered = received.contains("x-replica: files") && received.contains(&body);
-                    assert!(is_answered, "{ways:?}: {}", &received[..received.len().min(1_000)]);
+                    assert!(
+                        is_answered,
+                        "{proxy_args:?}: {}",
+                        &received[..received.len().min(1_000)]
+                    );
                 }
             }
         }

@@ -23,7 +23,7 @@ kind: Service
 metadata: {name: empty, namespace: shop}
 spec:
   clusterIP: 10.66.2.1
-  selector: {app: nobody}
+  selector: {app: none}
   ports: [{port: 8080}]
 ";
     mesh()
@@ -99,8 +99,8 @@ fn requests_that_wait_for_an_endpoint_get_the_connect_error_too() {
             (answer.status != 200).then_some(())
         })
         .await;
-        let asked = (0..8).map(|_| mesh.get("client", mesh.service_addr("web", HTTP), "/"));
-        let answers = join_all(asked).await;
+        let requests = (0..8).map(|_| mesh.get("client", mesh.service_addr("web", HTTP), "/"));
+        let answers = join_all(requests).await;
         let reported: Vec<_> = answers.iter().map(|answer| answer.header("l5d-proxy-cause")).collect();
         let (waited, dialled): (Vec<&str>, Vec<&str>) = reported
             .iter()
@@ -127,11 +127,11 @@ fn the_queue_limit_of_the_environment_is_used() {
         .await;
         let client = Http2::handshake(mesh.dial("client", service).await).await;
         // The limit is 100 in the policy and 10,000 in the environment.
-        let asked = (0..200).map(|_| {
+        let requests = (0..200).map(|_| {
             let mut client = client.clone();
             async move { client.fetch(request2("/")).await.unwrap() }
         });
-        let answers = join_all(asked).await;
+        let answers = join_all(requests).await;
         let waited = answers.iter().filter(|answer| answer.cause() == "endpoints-unready");
         assert!(waited.count() > 100);
         assert!(answers.iter().all(|answer| answer.cause() != "queue-full"));

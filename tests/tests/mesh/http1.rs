@@ -24,7 +24,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
 /// Fails with every row that has a wrong result.
-fn check(way: &str, outcomes: &[Outcome]) {
+fn check(path: &str, outcomes: &[Outcome]) {
     let wrong: Vec<_> = outcomes
         .iter()
         .filter(|outcome| outcome.deviation_details.is_some())
@@ -32,7 +32,7 @@ fn check(way: &str, outcomes: &[Outcome]) {
     let text: Vec<_> = wrong.iter().map(ToString::to_string).collect();
     assert!(
         wrong.is_empty(),
-        "{way}, {} of {}:\n{}",
+        "{path}, {} of {}:\n{}",
         wrong.len(),
         outcomes.len(),
         text.join("\n")
@@ -165,14 +165,14 @@ fn an_incomplete_request_line_times_out_as_http() {
     }
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        for way in ["through the client's sidecar", "from outside the mesh"] {
-            let mut client = match way {
+        for path in ["through the client's sidecar", "from outside the mesh"] {
+            let mut client = match path {
                 "from outside the mesh" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                 _ => dial(mesh).await,
             };
             client.write_all(b"GET /").await.unwrap();
             let rsp = rest(&mut client).await;
-            assert!(rsp.starts_with("HTTP/1.1 408 "), "{way}: {rsp}");
+            assert!(rsp.starts_with("HTTP/1.1 408 "), "{path}: {rsp}");
         }
     });
 }
@@ -201,9 +201,9 @@ fn slow_heads_time_out_and_do_not_delay_other_clients() {
             let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
             assert_eq!(answer.status, 200);
         }
-        let told = clients.join_all().await;
-        let n_timeouts = told.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
-        assert_eq!(n_timeouts, CLIENTS, "{told:?}");
+        let responses = clients.join_all().await;
+        let n_timeouts = responses.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
+        assert_eq!(n_timeouts, CLIENTS, "{responses:?}");
     });
 }
 
@@ -503,15 +503,15 @@ fn a_response_arrives_although_the_body_is_not_read() {
 fn a_reset_response_without_a_length_is_not_treated_as_complete() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (tell, told) = oneshot::channel::<()>();
-        let told = Mutex::new(Some(told));
+        let (reset, reset_requested) = oneshot::channel::<()>();
+        let reset_requested = Mutex::new(Some(reset_requested));
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let told = told.lock().take().unwrap();
+            let reset_requested = reset_requested.lock().take().unwrap();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
-                told.await.unwrap();
+                reset_requested.await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
@@ -520,7 +520,7 @@ fn a_reset_response_without_a_length_is_not_treated_as_complete() {
             .await
             .unwrap();
         read_until(&mut client, "ok").await;
-        tell.send(()).unwrap();
+        reset.send(()).unwrap();
         let mut text = Vec::new();
         let ended = client.read_to_end(&mut text).await;
         assert!(ended.is_err(), "{}", String::from_utf8_lossy(&text));
@@ -532,16 +532,16 @@ fn http10_clients_may_keep_their_connection_and_get_no_interim_responses() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
-            let mut asked = [0; 4096];
-            while matches!(stream.read(&mut asked).await, Ok(1..)) {
+            let mut buffer = [0; 4096];
+            while matches!(stream.read(&mut buffer).await, Ok(1..)) {
                 let answer = "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
                 stream.write_all(answer.as_bytes()).await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
         for _ in 0..3 {
-            let asked = b"GET / HTTP/1.0\r\nhost: web.test\r\nconnection: keep-alive\r\n\r\n";
-            client.write_all(asked).await.unwrap();
+            let head = b"GET / HTTP/1.0\r\nhost: web.test\r\nconnection: keep-alive\r\n\r\n";
+            client.write_all(head).await.unwrap();
             let rsp = read_until(&mut client, "\r\n\r\nok").await;
             assert!(rsp.starts_with("HTTP/1.0 200 OK\r\n"), "{rsp}");
             assert!(rsp.contains("\r\nconnection: keep-alive\r\n"), "{rsp}");
@@ -675,7 +675,7 @@ fn idle_connections_to_an_application_are_closed_in_time() {
     run_with_keep_alive(&variables, async |app: &CountingApp, [mut one, silent]| {
         drop(silent); // the proxy dialled for it to detect a server-speaks-first protocol
         one.fetch(request("/")).await.unwrap();
-        let closed = eventually("it is closed", async || (app.n_open() == 0).then_some(()));
+        let closed = eventually("the connection is closed", async || (app.n_open() == 0).then_some(()));
         // The default timeout is 3 s.
         timeout(Duration::from_secs(2), closed).await.unwrap();
         one.fetch(request("/")).await.unwrap();

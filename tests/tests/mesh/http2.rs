@@ -438,13 +438,13 @@ fn a_host_header_replaces_a_missing_authority() {
     run_with_settings(&[], async |_: &Mesh, connections| {
         for stream in connections {
             let mut client = Frames::client_handshake(stream).await;
-            let asked: [(&[_], _); 4] = [
+            let cases: [(&[_], _); 4] = [
                 (&[("host", "web.test")], OK),
                 (&[("host", "web.test"), ("host", "web.test")], BAD_REQUEST),
                 (&[("host", "me@web.test")], BAD_REQUEST),
                 (&[], BAD_REQUEST),
             ];
-            for ((headers, status), stream) in asked.into_iter().zip((1..).step_by(2)) {
+            for ((headers, status), stream) in cases.into_iter().zip((1..).step_by(2)) {
                 client.send([Frame::request_with(stream, headers)]).await;
                 let head = client.next_of(HEADERS).await;
                 assert_eq!((head.stream, head.payload[0]), (stream, status), "{headers:?}");

@@ -208,9 +208,9 @@ fn a_server_that_permits_few_streams_has_more_connections() {
         let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, move |stream| {
             serve(stream, of_legacy.clone())
         });
-        for way in ["inbound", "both", "outbound"] {
+        for path in ["inbound", "both", "outbound"] {
             // Connect just before use, because a silent client makes the proxy wait for a server-speaks-first protocol.
-            let stream = match way {
+            let stream = match path {
                 "inbound" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                 "both" => mesh.dial("client", mesh.service_addr("web", HTTP)).await,
                 _ => mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,

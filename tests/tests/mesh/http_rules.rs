@@ -365,8 +365,8 @@ fn proxy_headers_are_accepted_from_peers_only_in_every_spelling() {
             req.header("l5d-orig-proto", "HTTP/1.1").body(empty()).unwrap()
         };
         let port = tulle_tests::mesh::HTTP;
-        let mut stranger = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", port).await).await;
-        assert_eq!(stranger.fetch(forged()).await.unwrap().text(), "HTTP/2.0 ");
+        let mut outsider = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", port).await).await;
+        assert_eq!(outsider.fetch(forged()).await.unwrap().text(), "HTTP/2.0 ");
         let mut peer = Http1::handshake(mesh.dial("client", mesh.service_addr("web", port)).await).await;
         let mut req = request("/");
         for name in ["l5d-client-id", "l5d_client_id", "l5d-client_id"] {

@@ -135,7 +135,7 @@ fn a_name_outside_the_profile_suffixes_is_forbidden() {
 fn an_unknown_name_is_refused_and_ingress_clients_do_not_get_the_cause() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        let answer = ask(mesh, "web", Some("nobody.shop.svc.cluster.local")).await;
+        let answer = ask(mesh, "web", Some("missing.shop.svc.cluster.local")).await;
         assert_eq!(answer.status, 503);
         assert_eq!(answer.headers.get("l5d-proxy-error"), None);
         assert_eq!(answer.headers.get("l5d-proxy-cause"), None);

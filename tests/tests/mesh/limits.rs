@@ -35,7 +35,7 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
             assert_eq!((answer.status.as_u16(), answer.cause()), (503, "memory-short"));
             // The connection may be reset before the dial returns.
             if let Ok(mut stream) = mesh.try_dial("client", mesh.service_addr("web", TCP)).await {
-                assert!(matches!(stream.read(&mut [0]).await, Ok(0) | Err(_)), "it is closed");
+                assert!(matches!(stream.read(&mut [0]).await, Ok(0) | Err(_)), "must be closed");
             }
             drop(hog);
             eventually("memory is free again", async || {
@@ -115,8 +115,8 @@ fn unread_uploads_do_not_block_other_clients() {
 
 /// Requests a response that is larger than one packet, and expects it within 5 s.
 async fn assert_large_response(mesh: &Mesh) {
-    let asked = mesh.get("client", mesh.service_addr("web", HTTP), "/bytes/20000");
-    let answer = timeout(Duration::from_secs(5), asked)
+    let response = mesh.get("client", mesh.service_addr("web", HTTP), "/bytes/20000");
+    let answer = timeout(Duration::from_secs(5), response)
         .await
         .expect("the response is delayed by stalled clients");
     assert_eq!(answer.status, 200);

@@ -147,8 +147,8 @@ impl DecodedCounts {
 }
 
 /// The first message of a stream, or `None` for an error.
-async fn first<T>(asked: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>) -> Option<T> {
-    let mut stream = with_timeout(asked).await.ok()?.into_inner();
+async fn first<T>(response: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>) -> Option<T> {
+    let mut stream = with_timeout(response).await.ok()?.into_inner();
     with_timeout(stream.message()).await.ok()?
 }
 

@@ -49,8 +49,8 @@ fn connections_are_counted_by_how_they_are_carried() {
         let failed = [r#"parent_name="gone""#, r#"error="unexpected""#];
         counts(mesh, "outbound_tcp_route_close_total", &failed, 1.0).await;
 
-        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        stranger.fetch(request("/")).await.unwrap();
+        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        outsider.fetch(request("/")).await.unwrap();
         let labels = [r#"result="http/1""#, r#"srv_port="8080""#];
         let found = mesh.metric("web", "inbound_tcp_detect_http_results_total", &labels);
         assert_eq!(found.await, 1.0);

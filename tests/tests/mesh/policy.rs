@@ -82,10 +82,10 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
         let mut http2 = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(http2.fetch(request2("/")).await.unwrap().status, 403);
         for port in [TCP, OPAQUE] {
-            let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
+            let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
             // The write fails if the connection was refused before.
-            let _sent = stranger.write_all(b"not HTTP, and long enough to know\n").await;
-            assert!(is_closed(&mut stranger).await, "port {port}");
+            let _sent = outsider.write_all(b"not HTTP, and long enough to know\n").await;
+            assert!(is_closed(&mut outsider).await, "port {port}");
         }
         // Detection must not dial the application for an unauthorized client that sends nothing.
         let mut silent = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
@@ -144,8 +144,8 @@ fn one_identity_is_permitted_and_another_is_refused() {
             );
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
             assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
-            let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-            assert_eq!(stranger.fetch(request("/")).await.unwrap().status, 403);
+            let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            assert_eq!(outsider.fetch(request("/")).await.unwrap().status, 403);
             let labels = [
                 r#"authz_kind="authorizationpolicy""#,
                 r#"authz_name="web-http""#,

@@ -47,7 +47,7 @@ fn print_outcome(what: &str, outcome: &LoadOutcome, since: Instant) {
     );
 }
 
-/// Answers requests without a body, and closes without `connection: close`: after some responses at once, after others
+/// Answers requests without a body, and closes without `connection: close`: after some responses immediately, after others
 /// a moment later, when the next request may be on its way.
 async fn randomly_closing_server(stream: TcpStream) {
     let mut stream = BufReader::new(stream);
@@ -157,7 +157,7 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                     (mesh.metric(&workload, "request_total", &[]).await > before).then_some(())
                 })
                 .await;
-                // The worst case: the application disappears at once, and its pod is removed afterwards.
+                // The worst case: the application disappears immediately, and its pod is removed afterwards.
                 running.pop_front().unwrap().kill().await;
                 mesh.remove(&name(old));
                 wait_until_unused(mesh, &format!("web-{}", old % REPLICAS)).await;

@@ -27,12 +27,12 @@ fn request_requiring_identity(identity: &str) -> Request<AnyBody> {
 fn a_server_without_the_required_identity_gets_no_request() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
-        let asked = Arc::new(AtomicUsize::new(0));
+        let n_received = Arc::new(AtomicUsize::new(0));
         let mut servers = Vec::new();
         for workload in ["web", "legacy"] {
-            let asked = asked.clone();
+            let n_received = n_received.clone();
             servers.push(apps::http(mesh.listen(workload, HTTP).await, move |req| {
-                asked.fetch_add(1, Ordering::Relaxed);
+                n_received.fetch_add(1, Ordering::Relaxed);
                 let leaked = req.headers().contains_key("l5d-require-id");
                 async move { Response::new(full(if leaked { "leaked" } else { "ok" })) }
             }));
@@ -51,7 +51,7 @@ fn a_server_without_the_required_identity_gets_no_request() {
             let reported = (answer.status.as_u16(), answer.cause());
             assert_eq!(reported, (502, "tls-identity-mismatch"), "{app}");
         }
-        assert_eq!(asked.load(Ordering::Relaxed), 1);
+        assert_eq!(n_received.load(Ordering::Relaxed), 1);
     });
 }
 
@@ -151,7 +151,7 @@ spec:
         let n_missed = mesh.metric("web", "inbound_http_route_not_found_total", &counted).await;
         assert!(n_missed >= 1., "{n_missed}");
         let n_errors = mesh.metric("web", "inbound_http_errors_total", &[]).await;
-        assert_eq!(n_errors, 0., "it is counted once");
+        assert_eq!(n_errors, 0., "the failure must be counted once");
         let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/headers").await;
         assert_eq!(answer.status, 200);
     });
@@ -194,16 +194,16 @@ fn without_redirect_rules_only_peers_are_served() {
             "web\n"
         );
         assert!(is_closed(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
-        let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
-        stranger
+        let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        outsider
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
         let mut received = Vec::new();
         // A reset is also an end.
-        let _ = stranger.read_to_end(&mut received).await;
+        let _ = outsider.read_to_end(&mut received).await;
         assert!(!received.starts_with(b"HTTP/"), "at most a TLS alert");
-        eventually("it is counted", async || {
+        eventually("the failure is counted", async || {
             (mesh.metric("web", "tulle_inbound_tls_failures_total", &[]).await >= 1.).then_some(())
         })
         .await;
@@ -220,6 +220,10 @@ fn a_request_to_the_own_workload_uses_no_tls() {
         let requests = async |labels: &[&str]| mesh.metric("web", "request_total", labels).await;
         let in_the_clear = ["direction=\"outbound\"", "no_tls_reason=\"loopback\""];
         assert_eq!(requests(&in_the_clear).await, 1.);
-        assert_eq!(requests(&["direction=\"inbound\""]).await, 0., "it is not its own peer");
+        assert_eq!(
+            requests(&["direction=\"inbound\""]).await,
+            0.,
+            "the own workload must not count as a peer"
+        );
     });
 }

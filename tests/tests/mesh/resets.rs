@@ -77,12 +77,12 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
                 apps.push(app);
             }
         }
-        for way in CONNECTION_PATHS {
-            let mut client = way.open(mesh).await.unwrap();
+        for path in CONNECTION_PATHS {
+            let mut client = path.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             client.write_all(b"and more\n").await.unwrap();
-            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{way:?}");
+            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{path:?}");
         }
     });
 }
@@ -106,12 +106,12 @@ fn a_reset_of_the_client_is_a_reset_for_the_application() {
                 apps.push(app);
             }
         }
-        for way in CONNECTION_PATHS {
-            let mut client = way.open(mesh).await.unwrap();
+        for path in CONNECTION_PATHS {
+            let mut client = path.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             reset(client);
-            assert_eq!(ended.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{way:?}");
+            assert_eq!(ended.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{path:?}");
         }
     });
 }
@@ -120,18 +120,18 @@ fn a_reset_of_the_client_is_a_reset_for_the_application() {
 fn a_connection_without_a_listener_is_reset_even_if_its_client_is_silent() {
     workloads().run(async |mesh: &Mesh| {
         for sent in [&b"\x01no HTTP at all\n"[..], b""] {
-            for way in CONNECTION_PATHS {
+            for path in CONNECTION_PATHS {
                 let began_at = Instant::now();
                 // If the proxy dials before it reads, the reset may come right after the connection is established.
                 let refused = async {
-                    let mut client = way.open(mesh).await?;
+                    let mut client = path.open(mesh).await?;
                     client.write_all(sent).await?;
                     client.read_to_end(&mut Vec::new()).await
                 };
                 let error = refused.await.expect_err("a reset");
-                assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{way:?}");
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{path:?}");
                 let elapsed = began_at.elapsed();
-                assert!(elapsed < Duration::from_millis(1900), "{way:?}, {sent:?}: {elapsed:?}");
+                assert!(elapsed < Duration::from_millis(1900), "{path:?}, {sent:?}: {elapsed:?}");
             }
         }
         // HTTP requests still get the cause.
@@ -163,7 +163,7 @@ fn full_listener(addr: SocketAddr) -> (Socket, Vec<Socket>) {
 fn an_address_that_does_not_answer_is_dialled_once() {
     workloads().run(async |mesh: &Mesh| {
         let addr = SocketAddr::from(([10, 66, 7, 1], TCP));
-        let _nobody = full_listener(addr);
+        let _full = full_listener(addr);
         for sent in [&b"\x01no HTTP at all\n"[..], b""] {
             let began_at = Instant::now();
             let mut client = mesh.dial("client", addr).await;
@@ -183,14 +183,14 @@ fn a_full_accept_queue_is_waited_for() {
     let mesh = workloads().env("INBOUND_CONNECT_TIMEOUT", "100ms");
     mesh.run(async |mesh: &Mesh| {
         let (listener, waiting) = full_listener(mesh.app_addr("web", HTTP));
-        let mut asking = pin!(client::get(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "/"));
-        let too_early = tokio::time::timeout(Duration::from_millis(500), &mut asking).await;
+        let mut response = pin!(client::get(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "/"));
+        let too_early = tokio::time::timeout(Duration::from_millis(500), &mut response).await;
         assert!(too_early.is_err(), "{}", too_early.unwrap().status);
         drop(waiting);
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener.into()).unwrap();
         let _app = apps::http(listener, |_| std::future::ready(Response::new(full("at last"))));
-        assert_eq!(asking.await.text(), "at last");
+        assert_eq!(response.await.text(), "at last");
     });
 }
 
@@ -208,11 +208,11 @@ fn half_closes_are_still_passed_on() {
                 apps.push(app);
             }
         }
-        for way in CONNECTION_PATHS {
-            let mut client = way.open(mesh).await.unwrap();
+        for path in CONNECTION_PATHS {
+            let mut client = path.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.shutdown().await.unwrap();
-            assert_eq!(end(&mut client).await, Ok(16), "{way:?}");
+            assert_eq!(end(&mut client).await, Ok(16), "{path:?}");
         }
     });
 }

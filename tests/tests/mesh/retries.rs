@@ -247,8 +247,8 @@ fn get2(id: &str) -> Request<AnyBody> {
 
 #[test]
 fn data_resets_only_the_idle_timeout() {
-    let patient = route("HTTPRoute", "timeout.linkerd.io/idle: 300ms", "");
-    routed(&patient).run(async |mesh: &Mesh| {
+    let idle_timeout = route("HTTPRoute", "timeout.linkerd.io/idle: 300ms", "");
+    routed(&idle_timeout).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             slow_response(5, Duration::from_millis(100), true)
         })
@@ -630,12 +630,12 @@ fn a_received_body_is_not_cut_off_while_its_reader_pauses() {
 #[test]
 fn no_retry_without_an_available_endpoint() {
     routed(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
-        let (seen, asked, gone) = (
+        let (seen, arrived, gone) = (
             RecordedRequests::default(),
             Arc::new(Notify::new()),
             Arc::new(Notify::new()),
         );
-        let (tell, wait) = (asked.clone(), gone.clone());
+        let (tell, wait) = (arrived.clone(), gone.clone());
         let _app = server(mesh, "web", &seen, move |_| {
             let (tell, wait) = (tell.clone(), wait.clone());
             async move {
@@ -646,8 +646,8 @@ fn no_retry_without_an_available_endpoint() {
         })
         .await;
         let mut client = client(mesh).await;
-        let asking = tokio::spawn(async move { client.fetch(get("one")).await.unwrap() });
-        asked.notified().await;
+        let request_task = tokio::spawn(async move { client.fetch(get("one")).await.unwrap() });
+        arrived.notified().await;
         mesh.remove("pod-web");
         eventually("the endpoint is gone", async || {
             let known = mesh.metric("client", "outbound_http_balancer_p2c_endpoints", &[]);
@@ -655,7 +655,7 @@ fn no_retry_without_an_available_endpoint() {
         })
         .await;
         gone.notify_one();
-        let answer = asking.await.unwrap();
+        let answer = request_task.await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.text().as_str()), (503, "hello"));
         assert_eq!(seen.count("one"), 1);
         for (name, expected) in [("overflow", 1.0), ("requests", 0.0)] {

@@ -379,13 +379,13 @@ fn each_error_status_of_the_policy_service_is_handled() {
             let answer = mesh.get("client", addr, "/").await;
             assert_eq!((answer.status.as_u16(), answer.cause()), expected, "{code:?}");
         }
-        // The request is repeated until there is an answer, and that answer is kept.
+        // The proxy requests the policy again until it gets one, and keeps that one.
         apps::echo(mesh, "legacy").await;
         policies.set_destination_policy(Err(Code::Unavailable));
         let waiting = mesh.get("client", ORIG_DST, "/");
         let answering = async {
             let unavailable = ["grpc_status=\"14\""];
-            eventually("it was asked", async || {
+            eventually("the policy is requested", async || {
                 (mesh.metric("client", "control_response_total", &unavailable).await >= 1.).then_some(())
             })
             .await;
@@ -396,7 +396,7 @@ fn each_error_status_of_the_policy_service_is_handled() {
         assert_eq!(answer.text(), "legacy\n");
         let before = mesh.metric("client", "control_response_total", &[]).await;
         policies.set_destination_policy(Err(Code::InvalidArgument));
-        eventually("it was asked again", async || {
+        eventually("the policy is requested again", async || {
             assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
             (mesh.metric("client", "control_response_total", &[]).await > before + 1.).then_some(())
         })
@@ -770,7 +770,7 @@ fn an_unfinished_handshake_times_out() {
         let _ = stream.read_to_end(&mut answer).await; // a reset is also an end
         assert!(!answer.is_empty(), "the server's part of the handshake");
         let late = ["error=\"tls detection timeout\""];
-        eventually("it is counted", async || {
+        eventually("the timeout is counted", async || {
             (mesh.metric("web", "inbound_tcp_errors_total", &late).await == 1.).then_some(())
         })
         .await;

@@ -20,8 +20,8 @@ struct Server {
 
 impl Server {
     async fn start(mesh: &Mesh, workload: &str, status: &Arc<AtomicU16>) -> Self {
-        let (asked, connected) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let (requests, status) = (asked.clone(), status.clone());
+        let (received, connected) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (requests, status) = (received.clone(), status.clone());
         let http = apps::http(mesh.listen(workload, HTTP).await, move |_| {
             requests.fetch_add(1, Ordering::Relaxed);
             let status = status.load(Ordering::Relaxed);
@@ -33,7 +33,7 @@ impl Server {
             std::future::ready(())
         });
         Self {
-            n_requests: asked,
+            n_requests: received,
             n_connections: connected,
             _apps: [http, tcp],
         }
@@ -62,7 +62,7 @@ fn overrides(port: u16) -> String {
         "  dstOverrides:
   - {{authority: 'web.shop.svc.cluster.local:{port}', weight: 70}}
   - {{authority: 'canary.shop.svc.cluster.local:{port}', weight: 30}}
-  - {{authority: 'nobody.shop.svc.cluster.local:{port}', weight: 0}}
+  - {{authority: 'unused.shop.svc.cluster.local:{port}', weight: 0}}
 "
     )
 }
@@ -70,13 +70,13 @@ fn overrides(port: u16) -> String {
 /// Runs a test with `client` and three services; `web` has the profile.
 fn split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
-    let mesh = mesh.workload("nobody").manifest("profile", &profile(spec));
+    let mesh = mesh.workload("unused").manifest("profile", &profile(spec));
     mesh.run(async |mesh: &Mesh| {
         let status = Arc::new(AtomicU16::new(200));
         let servers = [
             Server::start(mesh, "web", &status).await,
             Server::start(mesh, "canary", &status).await,
-            Server::start(mesh, "nobody", &status).await,
+            Server::start(mesh, "unused", &status).await,
         ];
         test(mesh, servers, status).await;
     });
@@ -93,8 +93,8 @@ fn attempts_are_split_by_weight() {
         for _ in 0..1000 {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
         }
-        let [web, canary, nobody] = servers.map(|server| server.n_requests());
-        assert_eq!((web + canary, nobody), (1000, 0));
+        let [web, canary, unused] = servers.map(|server| server.n_requests());
+        assert_eq!((web + canary, unused), (1000, 0));
         // Five standard deviations.
         assert!((227..=373).contains(&canary), "{canary} of 1000");
     });
@@ -109,8 +109,8 @@ fn connections_are_split_by_weight() {
             // A reset is also an end.
             let _ = stream.read(&mut [0]).await;
         }
-        let [web, canary, nobody] = servers.map(|server| server.n_connections.load(Ordering::Relaxed));
-        assert_eq!((web + canary, nobody), (200, 0));
+        let [web, canary, unused] = servers.map(|server| server.n_connections.load(Ordering::Relaxed));
+        assert_eq!((web + canary, unused), (200, 0));
         assert!((28..=92).contains(&canary), "{canary} of 200");
     });
 }
@@ -141,7 +141,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                     "the servers say so"
                 );
             }
-            let [web, canary, nobody] = servers.map(|server| server.n_requests());
+            let [web, canary, unused] = servers.map(|server| server.n_requests());
             // A fifth of five hundred, and the minimum of one per second for a minute.
             let n_attempts = web + canary;
             let expected = 500 + 100 + 60;
@@ -150,7 +150,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 (expected - 5..=expected).contains(&n_attempts),
                 "web {web}, canary {canary}"
             );
-            assert_eq!(nobody, 0);
+            assert_eq!(unused, 0);
             // Five standard deviations around three tenths.
             assert!((139..=257).contains(&canary), "{canary} of {n_attempts}");
             let count = async |name: &str| mesh.metric("client", name, &["rt_route=\"all\""]).await;
@@ -286,10 +286,10 @@ fn the_servers_sidecar_counts_by_the_profile_of_the_clients_sidecar() {
             .await;
         }
 
-        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut req = request("/broken");
         req.headers_mut().insert("l5d-dst-canonical", name.parse().unwrap());
-        assert_eq!(stranger.fetch(req).await.unwrap().status, 500);
+        assert_eq!(outsider.fetch(req).await.unwrap().status, 500);
         let counted = mesh.metric("web", "route_request_total", &[]).await;
         assert_eq!(
             counted, 3.0,
@@ -311,7 +311,7 @@ fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
-        let mut stranger = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let name = |service: &str| format!("{service}.shop.svc.cluster.local:{HTTP}");
         for (host, path) in [
             (name("web"), "/broken"),
@@ -322,7 +322,7 @@ fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
             (name("web").to_uppercase(), "/broken"),
         ] {
             let req = Request::get(path).header("host", &host).body(empty()).unwrap();
-            assert_eq!(stranger.fetch(req).await.unwrap().status, 500, "{host}");
+            assert_eq!(outsider.fetch(req).await.unwrap().status, 500, "{host}");
         }
         let dst: &str = &format!("dst=\"{}\"", name("web"));
         let expected: [(&str, &[&str], f64); 5] = [
@@ -351,14 +351,14 @@ fn a_request_cancelled_before_its_response_is_counted_by_its_profile() {
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let mut client = client(mesh).await;
-        let asking = tokio::spawn(async move { client.fetch(request("/slow")).await });
+        let request_task = tokio::spawn(async move { client.fetch(request("/slow")).await });
         let slow = "rt_route=\"slow\"";
         let counted = async |name, labels: &[&str]| mesh.metric("client", name, labels).await;
         eventually("the request is counted", async || {
             (counted("route_actual_request_total", &[slow]).await == 1.0).then_some(())
         })
         .await;
-        asking.abort();
+        request_task.abort();
         let left = [slow, "error=\"client-left\""];
         eventually("its end is counted", async || {
             (counted("route_response_total", &left).await == 1.0).then_some(())

@@ -111,13 +111,13 @@ fn a_request_cancelled_before_its_response_is_shown_and_counted() {
         let mut outbound = observe(mesh, "client", |_| ()).await.unwrap();
         let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let asking = tokio::spawn(async move { client.fetch(request("/")).await });
+        let request_task = tokio::spawn(async move { client.fetch(request("/")).await });
         let left = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
         for events in [&mut inbound, &mut outbound] {
             let (_, event) = next(events).await;
             assert!(matches!(event, http::Event::RequestInit(_)), "{event:?}");
         }
-        asking.abort();
+        request_task.abort();
         for events in [&mut inbound, &mut outbound] {
             let (_, http::Event::ResponseEnd(end)) = next(events).await else {
                 panic!()

@@ -59,7 +59,7 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
     let mesh = mesh.workload("shy").workload_env("TAP_SVC_NAME", &identity("watcher"));
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        let asking = async {
+        let load = async {
             loop {
                 for service in ["web", "broken"] {
                     let mut client =
@@ -71,7 +71,7 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
         };
         tokio::select! {
             () = test(mesh) => {}
-            () = asking => {}
+            () = load => {}
         }
     });
 }

@@ -123,7 +123,7 @@ fn traced(sampling: &str, traceparent: Option<&str>, test: impl AsyncFnOnce(Stri
 /// The spans of a request in order from client to server; each is the parent of the next.
 async fn chain(spans: &mut Spans) -> Vec<Span> {
     let all = spans.get(4).await;
-    let way = [
+    let hops = [
         ("client", "outbound", SpanKind::Server),
         ("client", "outbound", SpanKind::Client),
         ("web", "inbound", SpanKind::Server),
@@ -132,7 +132,7 @@ async fn chain(spans: &mut Spans) -> Vec<Span> {
     let of = |(service, direction, kind): (&str, &str, SpanKind)| {
         all[&(service.to_owned(), direction.to_owned(), kind)].clone()
     };
-    let chain: Vec<_> = way.into_iter().map(of).collect();
+    let chain: Vec<_> = hops.into_iter().map(of).collect();
     for pair in chain.windows(2) {
         assert_eq!(pair[1].parent_span_id, pair[0].span_id);
         assert_eq!(pair[1].trace_id, pair[0].trace_id);
@@ -235,7 +235,7 @@ fn batches_and_the_spans_in_them_are_counted() {
         let mut spans = Spans::collect().await;
         apps::echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        // A full batch is sent at once.
+        // A full batch is sent immediately.
         let batch = loop {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             if let Ok(batch) = spans.sent.try_recv() {

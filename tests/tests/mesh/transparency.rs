@@ -344,8 +344,8 @@ fn a_server_that_speaks_first_is_heard_before_detection_ends() {
                     read_until(&mut client, "and back").await;
                 }
             }
-            let mut stranger = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
-            tokio::time::timeout(DETECTION / 4, read_until(&mut stranger, "hello from web\n"))
+            let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+            tokio::time::timeout(DETECTION / 4, read_until(&mut outsider, "hello from web\n"))
                 .await
                 .unwrap();
         });

@@ -118,7 +118,7 @@ fn a_connection_waits_for_the_first_answer_of_the_control_plane() {
             tokio::join!(statuses, mesh.start_control())
         })
         .await
-        .expect("it waits only for the answer");
+        .expect("the connection waits for the policy only");
         assert_eq!(statuses, [200, 403]);
     });
 }

@@ -122,21 +122,21 @@ fn fragments_are_put_together_and_pings_between_them_are_answered() {
 #[test]
 fn pings_and_pongs_pass_in_both_directions() {
     meshed().run(async |mesh: &Mesh| {
-        let (payload, unasked) = (Message::Ping(vec![7; 125].into()), Message::Pong("unasked".into()));
-        let (asks, tells) = (payload.clone(), unasked.clone());
+        let (payload, unsolicited) = (Message::Ping(vec![7; 125].into()), Message::Pong("unsolicited".into()));
+        let (ping, pong) = (payload.clone(), unsolicited.clone());
         let _app = server(mesh, move |mut socket| {
-            let (asks, tells) = (asks.clone(), tells.clone());
+            let (ping, pong) = (ping.clone(), pong.clone());
             async move {
-                socket.send(asks.clone()).await.unwrap();
-                assert_eq!(next(&mut socket).await, Message::Pong(asks.into_data()));
-                socket.send(tells).await.unwrap();
+                socket.send(ping.clone()).await.unwrap();
+                assert_eq!(next(&mut socket).await, Message::Pong(ping.into_data()));
+                socket.send(pong).await.unwrap();
                 echo(socket).await;
             }
         })
         .await;
         let mut socket = connect(mesh).await;
         assert_eq!(next(&mut socket).await, payload, "the answer has the same payload");
-        assert_eq!(next(&mut socket).await, unasked);
+        assert_eq!(next(&mut socket).await, unsolicited);
         socket.send(payload.clone()).await.unwrap();
         assert_eq!(next(&mut socket).await, Message::Pong(payload.into_data()));
     });
@@ -149,9 +149,9 @@ fn close_codes_and_reasons_arrive_from_either_side() {
         // The client's message is the close code for the server. If it is 0, the client sends the close frame, and the
         // server echoes it.
         let _app = server(mesh, |mut socket| async move {
-            let asked: u16 = next(&mut socket).await.into_text().unwrap().parse().unwrap();
-            if asked > 0 {
-                socket.close(Some(frame(asked))).await.unwrap();
+            let close_code: u16 = next(&mut socket).await.into_text().unwrap().parse().unwrap();
+            if close_code > 0 {
+                socket.close(Some(frame(close_code))).await.unwrap();
             }
             let last = socket.next().await;
             assert!(matches!(last, Some(Ok(Message::Close(Some(_))))), "{last:?}");

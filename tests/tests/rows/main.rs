@@ -9,9 +9,9 @@
 mod harness;
 #[path = "../../../control/tests/streams/inbound_rows.rs"]
 mod inbound_rows;
+mod manifest_store;
 #[path = "../../../control/tests/streams/outbound_rows.rs"]
 mod outbound_rows;
-mod place;
 #[path = "../../../control/tests/streams/profiles.rs"]
 mod profiles;
 #[path = "../../../control/tests/streams/recorded.rs"]

@@ -21,7 +21,7 @@ fn proxies_that_are_not_ready_are_found() {
 }
 
 #[test]
-fn a_namespace_without_proxies_is_told_how_to_get_them() {
+fn a_namespace_without_proxies_gets_a_hint_for_injection() {
     let mut snapshot = snapshot_of_shop(&[named("Namespace", "empty")]);
     snapshot.scope.namespace = Some("empty".to_owned());
     assert_finding(
@@ -73,7 +73,7 @@ fn pods_that_the_injector_missed_are_listed_exactly() {
 }
 
 #[test]
-fn each_missed_pod_is_made_anew_by_the_command_for_its_owner() {
+fn each_missed_pod_has_a_restart_command_for_its_owner() {
     let owned = |pod: &str, kind: &str, name: &str| {
         let mut pod = pod_without_proxy(pod, json!({}), json!({}));
         pod["metadata"]["labels"] = json!({ "pod-template-hash": "5d8f" });
@@ -102,7 +102,7 @@ fn each_missed_pod_is_made_anew_by_the_command_for_its_owner() {
 }
 
 #[test]
-fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
+fn audit_findings_of_the_injector_are_reported_while_they_apply() {
     let audit = |names: &[&str]| {
         let missing = names.iter().map(|name| json!({ "namespace": "shop", "name": name }));
         let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "missing": missing.collect::<Vec<_>>() });
@@ -126,11 +126,11 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
         kind: "namespaces",
         reason: "no".to_owned(),
     });
-    let told = findings(&snapshot);
-    let told: Vec<_> = told.iter().filter(|(outcome, _)| *outcome == Outcome::Error).collect();
+    let found = findings(&snapshot);
+    let errors: Vec<_> = found.iter().filter(|(outcome, _)| *outcome == Outcome::Error).collect();
     assert!(
-        matches!(&told[..], [(_, text)] if text.contains("shop/late")),
-        "{told:?}"
+        matches!(&errors[..], [(_, text)] if text.contains("shop/late")),
+        "{errors:?}"
     );
     // A problem that an earlier check reports is not repeated.
     let mut snapshot = snapshot_of_shop(&[injected_namespace(), pod_without_proxy("late", json!({}), json!({}))]);
@@ -149,7 +149,7 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
 }
 
 #[test]
-fn namespaces_that_the_webhook_stays_out_of_miss_no_proxy() {
+fn namespaces_that_the_webhook_excludes_are_not_reported() {
     let mut namespace = named("Namespace", "kube-system");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
     namespace["metadata"]["labels"] = json!({ "kubernetes.io/metadata.name": "kube-system" });
@@ -159,7 +159,7 @@ fn namespaces_that_the_webhook_stays_out_of_miss_no_proxy() {
 }
 
 #[test]
-fn proxies_of_another_version_are_warned_of() {
+fn proxies_of_another_version_cause_a_warning() {
     let mut pod = meshed_pod("db", true);
     pod["metadata"]["annotations"]["linkerd.io/proxy-version"] = json!("0.0.1");
     assert_finding(
@@ -224,7 +224,7 @@ fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
     const OPAQUE: &str = "config.linkerd.io/opaque-ports";
     let both = snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "3306")])]);
     assert_eq!(findings(&both), []);
-    let by_name = snapshot_of_shop(&[service(json!({ OPAQUE: "13306," })), pod(&[(OPAQUE, "nobody, db")])]);
+    let by_name = snapshot_of_shop(&[service(json!({ OPAQUE: "13306," })), pod(&[(OPAQUE, "unknown, db")])]);
     assert_eq!(findings(&by_name), []);
     // The port can belong to a native sidecar.
     let mut sidecar = pod(&[(OPAQUE, "3306")]);

@@ -263,7 +263,7 @@ fn assert_finding(snapshot: &Snapshot, outcome: Outcome, texts: &[&str]) {
 }
 
 #[test]
-fn a_well_cluster_has_no_findings() {
+fn a_healthy_cluster_has_no_findings() {
     let mut objects = installed(&authorities(100));
     objects.push(named("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
@@ -329,7 +329,7 @@ fn each_missing_object_is_named() {
 }
 
 #[test]
-fn what_is_not_ready_is_waited_for_and_explained() {
+fn unready_components_are_waited_for_and_explained() {
     let mut objects = installed(&authorities(100));
     let mut pod = control_plane_pod("identity", "False");
     pod["status"]["containerStatuses"] = json!([{
@@ -428,7 +428,7 @@ fn docker_needs_an_init_container_that_is_root() {
 }
 
 #[test]
-fn certificates_that_end_soon_are_warned_of_and_dead_ones_fail() {
+fn certificates_that_expire_soon_cause_a_warning_and_expired_ones_fail() {
     let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
     snapshot.now += 50 * DAY as i64;
     let ending = findings(&snapshot);
@@ -466,7 +466,7 @@ fn an_issuer_of_another_anchor_is_refused() {
 }
 
 #[test]
-fn credentials_that_are_missing_or_broken_end_the_run() {
+fn missing_or_invalid_credentials_end_the_check() {
     let good = authorities(100);
     let mut without_key = issuer(&good);
     without_key["data"].as_object_mut().unwrap().remove("key.pem");
@@ -510,7 +510,7 @@ fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
 }
 
 #[test]
-fn what_a_webhook_presents_counts_more_than_its_secret() {
+fn the_served_certificate_of_a_webhook_takes_precedence_over_its_secret() {
     let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
     let other = rcgen::generate_simple_self_signed(["elsewhere.linkerd.svc".to_owned()]).unwrap();
     let other = crate::certificates::Certificate::parse(other.cert.der()).unwrap();
@@ -528,7 +528,7 @@ fn what_a_webhook_presents_counts_more_than_its_secret() {
 }
 
 #[test]
-fn a_webhook_without_a_certificate_makes_one_when_it_starts() {
+fn a_webhook_without_a_certificate_creates_one_at_start() {
     let mut objects = installed(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "linkerd-policy-validator-k8s-tls");
     assert_finding(
@@ -542,7 +542,7 @@ fn a_webhook_without_a_certificate_makes_one_when_it_starts() {
 }
 
 #[test]
-fn telemetry_that_the_api_server_does_not_reach_is_found_where_there_is_to_be_some() {
+fn unreachable_telemetry_is_reported_if_it_is_installed() {
     let name = "v1alpha1.telemetry.tulle.dev";
     let with = |more: &[Value]| {
         let mut objects = installed(&authorities(100));
@@ -592,7 +592,7 @@ fn telemetry_that_the_api_server_does_not_reach_is_found_where_there_is_to_be_so
 }
 
 #[test]
-fn versions_that_differ_are_warned_of() {
+fn different_versions_cause_a_warning() {
     let mut objects = installed(&authorities(100));
     objects.push(values(&[("linkerdVersion", json!("0.0.1"))]));
     assert_finding(
@@ -650,7 +650,7 @@ fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
 }
 
 #[test]
-fn who_may_not_read_is_told_what_could_not_be_checked() {
+fn missing_permissions_are_reported_with_the_skipped_checks() {
     let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
     snapshot.nodes = Err(ListError {
         kind: "nodes",

@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_of_the_mesh_says_who_may_reach_it() {
+    fn a_port_shows_its_permitted_clients() {
         let any = authn::permit_mesh_tls::PermitClientIdentities {
             identities: vec![Identity {
                 name: "load.demo".to_owned(),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_with_nothing_in_it_is_shown_as_nothing() {
+    fn an_empty_response_is_shown_as_empty_json() {
         assert_eq!(server(&Server::default()), json!({}));
     }
 }

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn conditions_that_nest_without_end_are_cut() {
+    fn deeply_nested_conditions_are_truncated() {
         let mut condition = RequestMatch::default();
         for _ in 0..100 {
             condition = RequestMatch {

@@ -286,8 +286,8 @@ fn invalid_values_are_ignored_with_a_warning() {
         ("proxy-additional-env", r#"[{"value":"x"}]"#, "a JSON list"),
         (
             "opaque-ports",
-            "25,587,3306,4444,4567,4568,5432,6379,9300,11211,nobody",
-            "nobody",
+            "25,587,3306,4444,4567,4568,5432,6379,9300,11211,unknown",
+            "unknown",
         ),
     ] {
         let key = format!("config.linkerd.io/{name}");
@@ -314,8 +314,8 @@ fn invalid_values_that_restrict_access_refuse_the_pod() {
         ("default-inbound-policy", "", "expected all-unauthenticated"),
         (
             "proxy-require-identity-inbound-ports",
-            "8080,nobody",
-            "\"nobody\" is neither a port",
+            "8080,unknown",
+            "\"unknown\" is neither a port",
         ),
         (
             "proxy-require-identity-inbound-ports",
@@ -336,7 +336,7 @@ fn invalid_values_that_restrict_access_refuse_the_pod() {
             assert_eq!(case.patched(&outcome).container(PROXY_CONTAINER), &Value::Null);
         }
         assert!(
-            check_annotation(&key, value).is_err() || value.contains("nobody"),
+            check_annotation(&key, value).is_err() || value.contains("unknown"),
             "{name}: {value}"
         );
     }

@@ -231,7 +231,7 @@ fn the_outcome_has_the_location_of_the_annotation() {
 fn the_misspelt_annotation_injects_nothing_and_names_the_right_one() {
     let typo = [("linkerd.io/injected", "enabled")];
     let bare = "metadata: {annotations: null}";
-    for (case, whose) in [
+    for (case, object) in [
         (Case::pod(bare).annotate(&typo), "pod"),
         (Case::pod(bare).namespace(&typo), "namespace"),
     ] {
@@ -241,7 +241,7 @@ fn the_misspelt_annotation_injects_nothing_and_names_the_right_one() {
             panic!("{outcome:?}");
         };
         assert!(
-            warning.contains(whose) && warning.ends_with("the key is linkerd.io/inject"),
+            warning.contains(object) && warning.ends_with("the key is linkerd.io/inject"),
             "{warning}"
         );
     }
@@ -283,12 +283,15 @@ fn a_pod_that_has_a_sidecar_already_is_restricted_as_its_namespace_says() {
         assert_eq!(pod.annotation(annotation::PROXY_CPU_REQUEST), None);
         [POLICY, PORTS].map(|key| pod.annotation(key).map(str::to_owned))
     };
-    let said = |policy: &str, ports: &str| [policy, ports].map(|value| Some(value.to_owned()));
-    assert_eq!(restricted(Case::pod(manual).namespace(&namespace)), said("deny", "80"));
+    let annotations = |policy: &str, ports: &str| [policy, ports].map(|value| Some(value.to_owned()));
+    assert_eq!(
+        restricted(Case::pod(manual).namespace(&namespace)),
+        annotations("deny", "80")
+    );
     // The pod's own annotations take precedence, as in injected pods.
     let own = [(POLICY, "all-authenticated"), (PORTS, "")];
     let case = Case::pod(manual).namespace(&namespace).annotate(&own);
-    assert_eq!(restricted(case), said("all-authenticated", ""));
+    assert_eq!(restricted(case), annotations("all-authenticated", ""));
     let of_chart = Case::pod(manual).values("proxy: {requireIdentityOnInboundPorts: '90'}");
     assert_eq!(restricted(of_chart), [None, Some("90".to_owned())]);
     // A sidecar of another mesh does not read these annotations.

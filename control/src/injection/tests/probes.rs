@@ -77,7 +77,7 @@ fn other_probes_stay_with_the_kubelet() {
         "{tcpSocket: {port: 8080, host: 10.0.0.1}}",
         "{httpGet: {port: 8080, scheme: HTTPS, host: other.test}}",
         // Invalid probes.
-        "{tcpSocket: {port: nobody}}",
+        "{tcpSocket: {port: unknown}}",
         "{tcpSocket: {port: 0}}",
         "{httpGet: {port: 8443, scheme: HTTPS, httpHeaders: [{name: 'a b', value: x}]}}",
         "{httpGet: {port: 8443, scheme: HTTPS, httpHeaders: [{name: a, value: \"x\\ny\"}]}}",

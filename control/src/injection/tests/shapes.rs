@@ -59,8 +59,8 @@ fn a_classic_sidecar_makes_its_application_wait_by_a_hook() {
         (&proxy["startupProbe"], &proxy["restartPolicy"]),
         (&Value::Null, &Value::Null)
     );
-    let impatient = Case::pod("").annotate(&[CLASSIC, NO_AWAIT]).injected();
-    assert_eq!(impatient.container(PROXY_CONTAINER)["lifecycle"], Value::Null);
+    let without_await = Case::pod("").annotate(&[CLASSIC, NO_AWAIT]).injected();
+    assert_eq!(without_await.container(PROXY_CONTAINER)["lifecycle"], Value::Null);
     let native = Case::pod("").injected();
     let proxy = native.container(PROXY_CONTAINER);
     assert_eq!(
@@ -408,13 +408,13 @@ fn values_of_the_chart_shape_the_sidecar() {
 fn empty_security_contexts_in_values_keep_the_defaults() {
     let empty = "{cniEnabled: true, proxy: {securityContext: {}, capabilities: {}}, networkValidator: {securityContext: {}}, \
                  debugContainer: {image: {name: debug, version: ''}}}";
-    let said = |values: &str| {
+    let containers = |values: &str| {
         let injected = Case::pod("").values(values).annotate(&[DEBUG]).injected();
         [PROXY_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER].map(|name| injected.container(name).clone())
     };
     assert_eq!(
-        said(empty),
-        said("{cniEnabled: true, debugContainer: {image: {name: debug}}}")
+        containers(empty),
+        containers("{cniEnabled: true, debugContainer: {image: {name: debug}}}")
     );
 }
 

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_sees_another_in_its_place_stops_at_once() {
+    fn a_holder_that_sees_another_holder_stops_immediately() {
         let mut election = election("a");
         let now = Instant::now();
         election.record_write(record("a", 1).unwrap(), now);

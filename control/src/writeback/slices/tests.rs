@@ -505,7 +505,7 @@ fn a_workload_change_affects_the_services_that_select_it() {
         named_service("app", json!({"app": "web"})),
         named_service("blue", json!({"app": "web", "color": "blue"})),
         named_service("green", json!({"color": "green"})),
-        named_service("nobody", json!({})),
+        named_service("no-selector", json!({})),
     ] {
         index.service_applied(&service);
     }

@@ -491,7 +491,7 @@ fn routes_of_a_network_are_accepted_with_it() {
 }
 
 #[test]
-fn the_oldest_rate_limit_of_a_server_holds() {
+fn the_oldest_rate_limit_of_a_server_is_accepted() {
     let mut index = TestIndex::new();
     let limit = |name: &str, created: &str| {
         let metadata = json!({"name": name, "namespace": "shop", "creationTimestamp": created, "generation": 4});

@@ -45,10 +45,10 @@ fn the_errors_page_lists_every_status() {
         },
         Error::H2(Reason::INTERNAL_ERROR.into()),
         Error::ReadResponse(std::io::ErrorKind::UnexpectedEof.into()),
-        Error::InvalidResponse("its length"),
+        Error::InvalidResponse("the content-length is not a number"),
         Error::ContentLengthMismatch,
         Error::from_client("gone"),
-        Error::InvalidRequest("its target"),
+        Error::InvalidRequest("the request target is invalid"),
         Error::AmbiguousPath,
         Error::HeaderTooLarge { limit: 1 },
         Error::HeaderReadTimeout(limit),
@@ -61,7 +61,7 @@ fn the_errors_page_lists_every_status() {
         Error::EndpointsUnavailable(UnavailableReason::Unreachable { after: None }),
         Error::EndpointsUnavailable(UnavailableReason::BreakerOpen),
         Error::NoBackends,
-        Error::InvalidBackend("it has no dispatcher"),
+        Error::InvalidBackend("the policy gives it no dispatcher"),
         Error::QueueFull,
         Error::MaxInFlight,
         Error::HeaderListsTooLarge { limit: 1 },
@@ -70,7 +70,7 @@ fn the_errors_page_lists_every_status() {
         Error::GatewayDomain("other.test".into()),
         Error::GatewayLoop,
         Error::PolicyUnknown,
-        Error::InvalidPolicy("of nobody".into()),
+        Error::InvalidPolicy("unknown filter".into()),
         Error::Unauthorized {
             rule: String::new(),
             why: "no-tls",
@@ -91,16 +91,16 @@ fn the_errors_page_lists_every_status() {
         Error::TooManyNames { limit: 1 },
         Error::NameUnresolved {
             name: "files.example".into(),
-            source: "nobody answers".into(),
+            source: "no name server responds".into(),
         },
     ] {
         let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
-        let answer = error.status();
-        let code = grpc_code_name(u16::try_from(answer.grpc_code).ok());
-        for told in [answer.status.as_str(), code] {
+        let status = error.status();
+        let code = grpc_code_name(u16::try_from(status.grpc_code).ok());
+        for expected in [status.status.as_str(), code] {
             assert!(
-                cause.statuses.contains(told),
-                "{error:?}: {told} is not in {:?}",
+                cause.statuses.contains(expected),
+                "{error:?}: {expected} is not in {:?}",
                 cause.statuses
             );
         }
@@ -114,7 +114,7 @@ fn the_errors_page_lists_every_status() {
     }
 }
 
-/// What clients of Linkerd's proxy are told: status, code of gRPC, and whether their connection is closed.
+/// HTTP status, gRPC code, and whether the connection is closed, as in Linkerd's proxy.
 #[test]
 fn statuses_match_linkerd() {
     let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
@@ -182,7 +182,10 @@ fn statuses_match_linkerd() {
         (Error::Timeout(TimeoutKind::Idle(limit)), (504, 4, false)),
         (Error::Timeout(TimeoutKind::Profile(limit)), (504, 4, true)),
         (not_required, (502, 14, true)),
-        (Error::InvalidBackend("it has no dispatcher"), (502, 14, true)),
+        (
+            Error::InvalidBackend("the policy gives it no dispatcher"),
+            (502, 14, true),
+        ),
         (Error::NoBackends, (503, 14, true)),
     ] {
         let ErrorStatus {
@@ -194,7 +197,7 @@ fn statuses_match_linkerd() {
     }
 }
 
-/// What dashboards of Linkerd know of `*_http_errors_total`.
+/// The `error` labels of `*_http_errors_total` that Linkerd's dashboards use.
 #[test]
 fn error_labels_match_linkerd() {
     let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));

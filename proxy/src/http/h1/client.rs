@@ -384,7 +384,7 @@ fn poll_head(
 
 fn invalid_head_error(bad: HeadError) -> Error {
     Error::InvalidResponse(match bad {
-        HeadError::TooLarge => "its head is too long",
+        HeadError::TooLarge => "the response head is too long",
         HeadError::Invalid(what) => what,
     })
 }
@@ -503,7 +503,7 @@ impl ReceivedBody for ResponseBody {
         self.framing.size_hint()
     }
 
-    fn take_server_leg(&mut self) -> Option<TunnelEnd> {
+    fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
         self.take_upgraded_io().map(TunnelEnd::Connection)
     }
 }

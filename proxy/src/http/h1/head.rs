@@ -67,7 +67,7 @@ pub(crate) fn parse_request_head(bytes: &mut Bytes) -> Result<Option<RequestHead
 }
 
 const INVALID_FIRST_LINE: &str = "malformed first line";
-const INVALID_TARGET: &str = "its target";
+const INVALID_TARGET: &str = "the request target is invalid";
 
 /// Parses a request head with its target percent-encoded; `None` if there is nothing to encode.
 #[cold]
@@ -139,7 +139,7 @@ fn parse_strict_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadEr
     *request.method_mut() = Method::from_bytes(method.as_bytes()).map_err(|_| "malformed method")?;
     // Servers disagree on fragments: some drop them, some forward them.
     if target.contains('#') {
-        return Err("its target has a fragment".into());
+        return Err("the request target has a fragment".into());
     }
     *request.uri_mut() = Uri::from_maybe_shared(slice_of(bytes, target.as_bytes())).map_err(|_| INVALID_TARGET)?;
     *request.version_mut() = version_of(version);
@@ -229,7 +229,7 @@ fn head_error(error: httparse::Error) -> HeadError {
         httparse::Error::HeaderValue => "malformed header value",
         httparse::Error::NewLine => "malformed line end",
         httparse::Error::Status => "malformed status",
-        httparse::Error::Version => "its version is not HTTP/1",
+        httparse::Error::Version => "the version is not HTTP/1",
         httparse::Error::Token => INVALID_FIRST_LINE,
     })
 }
@@ -266,11 +266,11 @@ fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let host = hosts.next();
     if hosts.next().is_some() {
-        return Err("it names two hosts".into());
+        return Err("the request has two hosts".into());
     }
     let of_authority = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:[]%".contains(byte);
     if host.is_some_and(|host| !host.as_bytes().iter().all(of_authority)) {
-        return Err("its host is not an authority".into());
+        return Err("the host is not a valid authority".into());
     }
     let of_target = match request.uri().authority() {
         Some(authority) if request.uri().scheme().is_some() => authority.as_str(),
@@ -278,7 +278,7 @@ fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     };
     let of_target = of_target.rsplit('@').next().unwrap_or(of_target);
     if host.is_none_or(|host| host != of_target) {
-        let host = HeaderValue::from_str(of_target).map_err(|_| "its target")?;
+        let host = HeaderValue::from_str(of_target).map_err(|_| "the request target is invalid")?;
         request.headers_mut().insert(header::HOST, host);
     }
     Ok(())
@@ -291,16 +291,16 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let framing = match (lengths.next(), codings.next()) {
         (None, None) => return Ok(Framing::None),
-        (Some(_), Some(_)) => return Err("it has both a content-length and a transfer-encoding".into()),
+        (Some(_), Some(_)) => return Err("the request has both a content-length and a transfer-encoding".into()),
         (Some(length), None) => {
             if lengths.next().is_some() {
-                return Err("it has two content-lengths".into());
+                return Err("the request has two content-lengths".into());
             }
-            Framing::Length(parse_decimal(length.as_bytes()).ok_or("its content-length is not a number")?)
+            Framing::Length(parse_decimal(length.as_bytes()).ok_or("the content-length is not a number")?)
         }
         (None, Some(coding)) => {
             if codings.next().is_some() || !coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
-                return Err("its transfer-encoding is not just chunked".into());
+                return Err("the transfer-encoding is not exactly chunked".into());
             }
             if request.version() == Version::HTTP_10 {
                 return Err("HTTP/1.0 has no transfer-encoding".into());
@@ -309,7 +309,7 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
         }
     };
     if *request.method() == Method::CONNECT {
-        return Err("CONNECT has no body".into());
+        return Err("a CONNECT request must not have a body".into());
     }
     Ok(framing)
 }
@@ -335,7 +335,7 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
             Ok((Framing::Chunked(ChunkState::Size), length.is_none() && is_known))
         }
         // The header is hop-by-hop: without it, the receiver could not decode another coding.
-        _ => Err("its transfer-encoding is not just chunked".into()),
+        _ => Err("the transfer-encoding is not exactly chunked".into()),
     }
 }
 
@@ -364,9 +364,9 @@ fn content_length(headers: &HeaderMap) -> Result<Option<u64>, HeadError> {
     let mut length = None;
     for value in headers.get_all(header::CONTENT_LENGTH) {
         for part in value.as_bytes().split(|b| *b == b',') {
-            let number = parse_decimal(part.trim_ascii()).ok_or("its content-length is not a number")?;
+            let number = parse_decimal(part.trim_ascii()).ok_or("the content-length is not a number")?;
             if length.is_some_and(|known| known != number) {
-                return Err("it has two different content-lengths".into());
+                return Err("the response has two different content-lengths".into());
             }
             length = Some(number);
         }

@@ -182,7 +182,7 @@ impl PendingExchange {
                 }
             };
             match upgraded {
-                Some(upgraded) => body.with_client_leg(upgraded),
+                Some(upgraded) => body.with_client_tunnel(upgraded),
                 None => body,
             }
         });

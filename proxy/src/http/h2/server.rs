@@ -147,7 +147,9 @@ async fn read_preface(mut io: Io) -> Result<Io, Error> {
         let n = io.read_buf(&mut seen).await.map_err(Error::ClientIo)?;
         if n == 0 || !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]) {
             linger::close(&mut io).await.map_err(Error::ClientIo)?;
-            return Err(Error::InvalidRequest("it does not begin with the HTTP/2 preface"));
+            return Err(Error::InvalidRequest(
+                "the connection does not begin with the HTTP/2 preface",
+            ));
         }
     }
     Ok(io.prepend(seen.freeze()))
@@ -346,7 +348,7 @@ where
                     token: token(),
                     tunnel_tx: client,
                 }));
-                Body::empty().with_client_leg(upgraded)
+                Body::empty().with_client_tunnel(upgraded)
             }
             true => Body::empty(),
             false => {

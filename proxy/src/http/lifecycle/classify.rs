@@ -1,4 +1,4 @@
-//! Success or failure of a response, gRPC's trailers included, and what its end is reported to.
+//! Classifies responses as success or failure, including gRPC trailers, and reports their end to an observer.
 
 use std::sync::Arc;
 
@@ -15,27 +15,26 @@ use crate::{
     policy::profile::Class,
 };
 
-/// Told of one response: how it went, until it has ended or its receiver went away.
+/// Observes one response until it ends or its receiver drops it.
 pub(crate) trait ResponseObserver: Send + 'static {
-    /// What the response counts in.
+    /// The metric series that count the response.
     fn series(&self) -> Option<&Series> {
         None
     }
-    /// The first byte of the body arrived, or there is none.
+    /// The first body bytes arrived, or the response ended without any.
     fn first_data(&mut self, _now: Instant) {}
-    /// A piece of the body passed.
+    /// A data frame of `len` bytes passed.
     fn data(&mut self, _len: usize) {}
-    /// Whether the response counts as a success.
     fn counts_as_success(&self, outcome: &ResponseOutcome) -> bool {
         outcome.success
     }
     fn response_ended(&mut self, _outcome: ResponseOutcome, _now: Instant) {}
 }
 
-/// A response, counted by the route of a profile.
+/// Counts a response for a route of a ServiceProfile.
 pub(crate) struct ProfileResponseObserver {
     pub(crate) series: Arc<Series>,
-    /// What the route gives it, instead of the usual one.
+    /// The class that the route assigns, instead of the default classification.
     pub(crate) class: Option<Class>,
 }
 
@@ -49,7 +48,7 @@ impl ResponseObserver for ProfileResponseObserver {
     }
 }
 
-/// Whether a response is a success where a route may have given it a class.
+/// Whether a response is a success, by the route's class if it has one.
 pub(crate) fn is_success_for_class(class: Option<Class>, outcome: &ResponseOutcome) -> bool {
     match class {
         Some(class) => class == Class::Success && outcome.end == ResponseEnd::Complete,
@@ -57,7 +56,7 @@ pub(crate) fn is_success_for_class(class: Option<Class>, outcome: &ResponseOutco
     }
 }
 
-/// Watches a response body to its end.
+/// Observes a response body until its end.
 struct ResponseClassifier<E: ResponseObserver> {
     observer: E,
     request_started_at: Instant,
@@ -67,28 +66,28 @@ struct ResponseClassifier<E: ResponseObserver> {
     is_recorded: bool,
 }
 
-/// Tells how `response` goes; `started` is when its request came.
-pub(crate) fn observe(response: Response<Body>, started: Instant, told: impl ResponseObserver) -> Response<Body> {
+/// Reports the events of `response` to `observer`. `started` is the arrival of the request.
+pub(crate) fn observe(response: Response<Body>, started: Instant, observer: impl ResponseObserver) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
-    let watch = ResponseClassifier {
-        observer: told,
+    let classifier = ResponseClassifier {
+        observer,
         request_started_at: started,
         status,
         grpc,
         awaits_first_data: true,
         is_recorded: false,
     };
-    response.map(|body| body.with_observer(Box::new(watch)))
+    response.map(|body| body.with_observer(Box::new(classifier)))
 }
 
-/// The code of `grpc-status`, in headers or trailers; one that is none of gRPC's means that nobody knows.
+/// The code of `grpc-status` in headers or trailers. A number that is not a gRPC code counts as UNKNOWN.
 pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
     let code: i32 = headers::get(headers, &GRPC_STATUS)?.to_str().ok()?.parse().ok()?;
     Some(if (0..=16).contains(&code) { code } else { grpc::UNKNOWN })
 }
 
-/// A request that brought no response.
+/// The outcome of a request that failed without a response.
 pub(crate) fn failed_outcome(error: &Error) -> ResponseOutcome {
     ResponseOutcome {
         status: error.status().status,
@@ -176,7 +175,6 @@ impl<E: ResponseObserver> Drop for ResponseClassifier<E> {
     }
 }
 
-/// Where gRPC says how a call ended.
 pub(crate) const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 
 #[cfg(test)]

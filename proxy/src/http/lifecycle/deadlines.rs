@@ -1,4 +1,4 @@
-//! How long a request and its response may take: the whole of it, the response alone, or a silence within.
+//! Timeouts of a request: for the whole request, for the response, and for idle streams.
 
 use std::{
     collections::VecDeque,
@@ -21,12 +21,12 @@ use crate::http::{
     timer::ResettableTimer,
 };
 
-/// When a request is given up.
+/// The timeouts of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RequestTimeouts {
-    /// For the end of the response, whatever is tried until then; and how long that was from the start.
+    /// Deadline for the end of the response, over all attempts, with the timeout that it was computed from.
     pub(crate) deadline: Option<(Instant, Duration)>,
-    /// For a response to be handed on, whatever is tried until then; and how long that was from the start.
+    /// Deadline for the head of the returned response, over all attempts, with the timeout that it was computed from.
     pub(crate) response_deadline: Option<(Instant, Duration)>,
     /// From the end of the request to the head of the response.
     pub(crate) response_headers_timeout: Option<Duration>,
@@ -36,56 +36,56 @@ pub(crate) struct RequestTimeouts {
     pub(crate) idle_timeout: Option<Duration>,
 }
 
-/// Watches over one try of a request.
+/// Enforces the timeouts of one attempt of a request.
 pub(crate) struct AttemptDeadlines {
     timeouts: RequestTimeouts,
     progress: Arc<Mutex<StreamProgress>>,
     timer: ResettableTimer,
 }
 
-/// How the two bodies of a stream move on.
+/// The progress of the request body and the response body.
 struct StreamProgress {
     /// When the request ended.
     sent_at: Option<Instant>,
-    /// When data last passed.
+    /// When data last passed in either direction.
     last_data_at: Instant,
-    /// Whether its time is over, so that nobody wants the rest of the request.
+    /// A deadline has passed; the rest of the request is not sent.
     is_cancelled: bool,
-    /// Who waits for the request to end.
+    /// The task that waits for the response. Woken when the request has been sent.
     response_waker: Option<Waker>,
-    /// Who sends the request.
+    /// The task that sends the request. Woken when it is cancelled.
     request_waker: Option<Waker>,
 }
 
-/// What of a stream is waited for.
+/// The part of the response that is awaited.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ResponsePhase {
     Head,
     Body,
 }
 
-/// A body that is watched over.
+/// A request or response body whose progress is recorded and limited.
 pub(crate) struct DeadlineBody(DeadlineBodyState);
 
 enum DeadlineBodyState {
     Request {
         body: Body,
-        pace: Arc<Mutex<StreamProgress>>,
+        progress: Arc<Mutex<StreamProgress>>,
     },
     Response {
         body: Body,
         limits: AttemptDeadlines,
-        /// Bytes that its receiver could not pass on so far, when it last said so.
+        /// Bytes that the receiver had not yet sent on, at its last call of `poll_deadline`.
         unsent: usize,
     },
-    /// A response of which all has come in time.
+    /// The complete response was received before its deadline.
     Complete(Body),
-    /// The end has been told.
+    /// A timeout was reported.
     Ended,
 }
 
 impl AttemptDeadlines {
-    /// Begins to watch over `req`, which is sent `now`.
+    /// Wraps the body of `req`, which is sent at `now`.
     pub(crate) fn start(timeouts: RequestTimeouts, req: &mut Request<Body>, now: Instant) -> Self {
         let is_sent = req.body().is_end_stream();
         let progress = Arc::new(Mutex::new(StreamProgress {
@@ -97,11 +97,11 @@ impl AttemptDeadlines {
         }));
         if !is_sent {
             let body = std::mem::take(req.body_mut());
-            let role = DeadlineBodyState::Request {
+            let state = DeadlineBodyState::Request {
                 body,
-                pace: progress.clone(),
+                progress: progress.clone(),
             };
-            *req.body_mut() = Body::received(Box::new(DeadlineBody(role)));
+            *req.body_mut() = Body::received(Box::new(DeadlineBody(state)));
         }
         Self {
             timeouts,
@@ -110,7 +110,7 @@ impl AttemptDeadlines {
         }
     }
 
-    /// What became of waiting for the head of a response, which ends when its time is over.
+    /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has passed.
     pub(crate) fn poll_head<T>(
         this: &mut Option<&mut Self>,
         polled: Poll<Result<T, Error>>,
@@ -119,10 +119,10 @@ impl AttemptDeadlines {
         Self::poll_within(this, ResponsePhase::Head, polled, cx)
     }
 
-    /// Waits for something of the response's body.
+    /// Awaits `read`, which reads from the response body.
     ///
     /// # Errors
-    /// Those of `read`, or it took too long.
+    /// `read` fails, or a deadline passes.
     pub(crate) async fn with_deadline<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         self.progress.lock().last_data_at = Instant::now();
         let (mut read, mut this) = (pin!(read), Some(self));
@@ -152,22 +152,23 @@ impl AttemptDeadlines {
         self.progress.lock().sent_at.is_some()
     }
 
-    /// Watches over a response to its end, now that it is handed on.
+    /// Wraps the body of a response that is returned to the client, until its end.
     pub(crate) fn limit_response(mut self, rsp: Response<Body>) -> Response<Body> {
-        let terms = self.timeouts;
-        let is_limited = terms.deadline.is_some() || terms.response_timeout.is_some() || terms.idle_timeout.is_some();
+        let timeouts = self.timeouts;
+        let is_limited =
+            timeouts.deadline.is_some() || timeouts.response_timeout.is_some() || timeouts.idle_timeout.is_some();
         if !is_limited || rsp.body().is_end_stream() {
             return rsp;
         }
         self.progress.lock().last_data_at = Instant::now();
         self.timeouts.response_deadline = None;
         rsp.map(|body| {
-            let role = DeadlineBodyState::Response {
+            let state = DeadlineBodyState::Response {
                 body,
                 limits: self,
                 unsent: 0,
             };
-            Body::received(Box::new(DeadlineBody(role)))
+            Body::received(Box::new(DeadlineBody(state)))
         })
     }
 
@@ -178,7 +179,7 @@ impl AttemptDeadlines {
             };
             self.timer.set(at);
             ready!(self.timer.poll(cx));
-            // Data that passed since has put it off.
+            // Data that has passed since then extends the deadline.
             if self.next_deadline(cx, phase).is_none_or(|(at, _)| at > Instant::now()) {
                 continue;
             }
@@ -187,20 +188,20 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Lets nobody send the rest of the request.
+    /// Stops sending the request.
     fn cancel_request(&self) {
-        let mut pace = self.progress.lock();
-        pace.is_cancelled = true;
-        if let Some(sender) = pace.request_waker.take() {
+        let mut progress = self.progress.lock();
+        progress.is_cancelled = true;
+        if let Some(sender) = progress.request_waker.take() {
             sender.wake();
         }
     }
 
-    /// Notes that a piece of the response has passed; it may have come too late.
+    /// Records that response data has passed. Returns the timeout if its deadline was earlier.
     fn record_response_data(&self) -> Option<TimeoutKind> {
         let now = Instant::now();
-        let mut pace = self.progress.lock();
-        pace.last_data_at = now;
+        let mut progress = self.progress.lock();
+        progress.last_data_at = now;
         let RequestTimeouts {
             deadline,
             response_timeout: response,
@@ -209,19 +210,19 @@ impl AttemptDeadlines {
         if let Some((_, limit)) = deadline.filter(|(at, _)| *at <= now) {
             return Some(TimeoutKind::Request(limit));
         }
-        let (sent_at, limit) = (pace.sent_at?, response?);
+        let (sent_at, limit) = (progress.sent_at?, response?);
         (sent_at + limit <= now).then_some(TimeoutKind::Response(limit))
     }
 
-    /// What is due first.
+    /// The earliest deadline.
     fn next_deadline(&self, cx: &Context<'_>, phase: ResponsePhase) -> Option<(Instant, TimeoutKind)> {
-        let mut pace = self.progress.lock();
-        if pace.sent_at.is_none() {
-            pace.response_waker = Some(cx.waker().clone());
+        let mut progress = self.progress.lock();
+        if progress.sent_at.is_none() {
+            progress.response_waker = Some(cx.waker().clone());
         }
         let RequestTimeouts {
             deadline,
-            response_deadline: answer,
+            response_deadline,
             response_headers_timeout: head,
             response_timeout: response,
             idle_timeout: idle,
@@ -230,19 +231,18 @@ impl AttemptDeadlines {
             let (at, limit) = (at?, limit?);
             Some((at + limit, expired(limit)))
         };
-        let is = |wanted| phase == wanted;
         [
             deadline.map(|(at, limit)| (at, TimeoutKind::Request(limit))),
-            answer.map(|(at, limit)| (at, TimeoutKind::Profile(limit))),
+            response_deadline.map(|(at, limit)| (at, TimeoutKind::Profile(limit))),
             since(
-                pace.sent_at,
-                head.filter(|_| is(ResponsePhase::Head)),
+                progress.sent_at,
+                head.filter(|_| phase == ResponsePhase::Head),
                 TimeoutKind::ResponseHeaders,
             ),
-            since(pace.sent_at, response, TimeoutKind::Response),
+            since(progress.sent_at, response, TimeoutKind::Response),
             since(
-                Some(pace.last_data_at),
-                idle.filter(|_| is(ResponsePhase::Body)),
+                Some(progress.last_data_at),
+                idle.filter(|_| phase == ResponsePhase::Body),
                 TimeoutKind::Idle,
             ),
         ]
@@ -266,8 +266,8 @@ impl ReceivedBody for DeadlineBody {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match &mut self.0 {
             DeadlineBodyState::Ended => Poll::Ready(None),
-            DeadlineBodyState::Request { body, pace } => {
-                if pace.lock().is_cancelled {
+            DeadlineBodyState::Request { body, progress } => {
+                if progress.lock().is_cancelled {
                     return Poll::Ready(Some(Err(Error::RequestCancelled)));
                 }
                 let polled = Pin::new(&mut *body).poll_frame(cx);
@@ -276,17 +276,17 @@ impl ReceivedBody for DeadlineBody {
                     Poll::Ready(Some(Ok(_))) => body.is_end_stream(),
                     Poll::Ready(Some(Err(_))) | Poll::Pending => false,
                 };
-                let mut pace = pace.lock();
+                let mut progress = progress.lock();
                 match polled {
-                    Poll::Pending => pace.request_waker = Some(cx.waker().clone()),
-                    Poll::Ready(_) => pace.record_data(is_end),
+                    Poll::Pending => progress.request_waker = Some(cx.waker().clone()),
+                    Poll::Ready(_) => progress.record_data(is_end),
                 }
                 polled
             }
             DeadlineBodyState::Complete(body) => Pin::new(body).poll_frame(cx),
             DeadlineBodyState::Response { body, limits, .. } => {
                 let expired = match Pin::new(&mut *body).poll_frame(cx) {
-                    // What is never waited for would never be late.
+                    // A body that is always ready never polls the timer, so each frame checks the deadlines.
                     Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.record_response_data() {
                         None => return Poll::Ready(Some(Ok(frame))),
                         Some(expired) => {
@@ -324,17 +324,17 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// Whether the time of a response is over, while so many bytes of it are still to be passed on, and nobody asks for more.
+    /// The timeout error when a deadline has passed while the receiver still sends `unsent` bytes and does not poll for frames.
     fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
-            // What has come to its end is late no more, however slowly it is taken.
+            // A complete response does not time out, however slowly the client reads it.
             DeadlineBodyState::Response {
                 body,
                 limits,
                 unsent: before,
             } if !body.is_end_stream() => {
                 if std::mem::replace(before, unsent) != unsent {
-                    limits.progress.lock().last_data_at = Instant::now(); // some have left
+                    limits.progress.lock().last_data_at = Instant::now(); // some bytes were sent
                 }
                 let expired = ready!(limits.poll_deadline(cx, ResponsePhase::Body));
                 if let Some(rest) = take_received(body, None, cx) {
@@ -350,7 +350,6 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// The body that is watched over.
     fn into_inner(self: Box<Self>) -> Option<Body> {
         match self.0 {
             DeadlineBodyState::Ended => None,
@@ -361,7 +360,7 @@ impl ReceivedBody for DeadlineBody {
     }
 }
 
-/// `first` and all that follows it in a body, if that has come and only waits for its receiver.
+/// `first` and the rest of the body, if the rest has already been received; else `None`.
 fn take_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
     let (mut kept, mut n_bytes, mut trailers) = (VecDeque::new(), 0, None);
     let mut next = first;
@@ -382,7 +381,7 @@ fn take_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<
     }
 }
 
-/// More than what has come of a body and waits: senders wait for room before.
+/// Limit for the rest of a body in [`take_received`]. Flow control stops senders before it is reached.
 const MAX_BUFFERED_BYTES: usize = 4 << 20;
 
 impl StreamProgress {
@@ -407,7 +406,7 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    /// Waits for a head that never comes.
+    /// Waits for a response head that does not arrive.
     async fn wait(limits: &mut AttemptDeadlines) -> TimeoutKind {
         let mut limits = Some(limits);
         match poll_fn(|cx| AttemptDeadlines::poll_head(&mut limits, Poll::<Result<(), Error>>::Pending, cx)).await {
@@ -419,45 +418,48 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_earliest_deadline_expires_first() {
         let start = Instant::now();
-        let terms = RequestTimeouts {
+        let timeouts = RequestTimeouts {
             deadline: Some((start + 3 * S, 3 * S)),
             response_deadline: None,
             response_headers_timeout: Some(S),
             response_timeout: Some(2 * S),
             idle_timeout: Some(S / 2),
         };
-        let ended = async |terms| {
+        let ended = async |timeouts| {
             let start = Instant::now();
             let expired = wait(&mut AttemptDeadlines::start(
-                terms,
+                timeouts,
                 &mut Request::new(Body::empty()),
                 Instant::now(),
             ))
             .await;
             (expired, start.elapsed())
         };
-        assert_eq!(ended(terms).await, (TimeoutKind::ResponseHeaders(S), S));
+        assert_eq!(ended(timeouts).await, (TimeoutKind::ResponseHeaders(S), S));
         let deadline = Some((Instant::now() + 3 * S, 3 * S));
-        let patient = RequestTimeouts {
+        let without_head_timeout = RequestTimeouts {
             response_headers_timeout: None,
             deadline,
-            ..terms
+            ..timeouts
         };
-        assert_eq!(ended(patient).await, (TimeoutKind::Response(2 * S), 2 * S));
+        assert_eq!(ended(without_head_timeout).await, (TimeoutKind::Response(2 * S), 2 * S));
         let deadline = Some((Instant::now() + S, 3 * S));
-        let expired = RequestTimeouts { deadline, ..patient };
+        let expired = RequestTimeouts {
+            deadline,
+            ..without_head_timeout
+        };
         assert_eq!(ended(expired).await, (TimeoutKind::Request(3 * S), S));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_response_has_its_time_from_the_end_of_the_request() {
+    async fn the_response_timeout_starts_at_the_end_of_the_request() {
         let start = Instant::now();
         let mut req = Request::new(Body::full("hello"));
-        let terms = RequestTimeouts {
+        let timeouts = RequestTimeouts {
             response_timeout: Some(2 * S),
             ..RequestTimeouts::default()
         };
-        let mut limits = AttemptDeadlines::start(terms, &mut req, Instant::now());
+        let mut limits = AttemptDeadlines::start(timeouts, &mut req, Instant::now());
         let (expired, ()) = tokio::join!(wait(&mut limits), async {
             advance(5 * S).await;
             req.into_body().collect().await.unwrap();
@@ -465,8 +467,8 @@ mod tests {
         assert_eq!((expired, start.elapsed()), (TimeoutKind::Response(2 * S), 7 * S));
     }
 
-    fn response(terms: RequestTimeouts, body: Body) -> Body {
-        let limits = AttemptDeadlines::start(terms, &mut Request::new(Body::empty()), Instant::now());
+    fn response(timeouts: RequestTimeouts, body: Body) -> Body {
+        let limits = AttemptDeadlines::start(timeouts, &mut Request::new(Body::empty()), Instant::now());
         limits.limit_response(Response::new(body)).into_body()
     }
 
@@ -478,28 +480,28 @@ mod tests {
         }
     }
 
-    /// A body whose end has not come.
-    fn endless() -> Body {
-        let pace = StreamProgress {
+    /// A body whose end has not been received.
+    fn unfinished() -> Body {
+        let progress = StreamProgress {
             sent_at: None,
             last_data_at: Instant::now(),
-            is_cancelled: true, // which it fails by
+            is_cancelled: true, // poll_frame fails
             response_waker: None,
             request_waker: None,
         };
         Body::received(Box::new(DeadlineBody(DeadlineBodyState::Request {
             body: Body::full("hello"),
-            pace: Arc::new(Mutex::new(pace)),
+            progress: Arc::new(Mutex::new(progress)),
         })))
     }
 
     #[tokio::test(start_paused = true)]
     async fn sent_bytes_extend_the_idle_timeout() {
-        let terms = RequestTimeouts {
+        let timeouts = RequestTimeouts {
             idle_timeout: Some(S),
             ..RequestTimeouts::default()
         };
-        let mut body = response(terms, endless());
+        let mut body = response(timeouts, unfinished());
         for unsent in [3, 2, 1] {
             advance(S * 3 / 4).await;
             assert_eq!(late(&mut body, unsent).await, None);
@@ -510,33 +512,33 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_complete_response_does_not_time_out() {
-        let terms = RequestTimeouts {
+        let timeouts = RequestTimeouts {
             response_timeout: Some(S),
             ..RequestTimeouts::default()
         };
         let whole = || Body::buffered(["one", "two"].map(Bytes::from).into(), None);
-        let mut asked = response(terms, whole());
-        let taken = response(terms, whole());
+        let mut polled_late = response(timeouts, whole());
+        let read_late = response(timeouts, whole());
         advance(2 * S).await;
-        assert_eq!(late(&mut asked, 1).await, None);
-        for body in [asked, taken] {
+        assert_eq!(late(&mut polled_late, 1).await, None);
+        for body in [polled_late, read_late] {
             assert_eq!(body.collect().await.unwrap().to_bytes(), "onetwo");
         }
-        let mut cut = response(terms, endless());
+        let mut incomplete = response(timeouts, unfinished());
         advance(2 * S).await;
-        assert_eq!(late(&mut cut, 1).await, Some(TimeoutKind::Response(S)));
+        assert_eq!(late(&mut incomplete, 1).await, Some(TimeoutKind::Response(S)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_timed_out_request_is_not_sent_further() {
         let mut req = Request::new(Body::full("hello"));
         let deadline = Some((Instant::now() + S, S));
-        let terms = RequestTimeouts {
+        let timeouts = RequestTimeouts {
             deadline,
             ..RequestTimeouts::default()
         };
         assert_eq!(
-            wait(&mut AttemptDeadlines::start(terms, &mut req, Instant::now())).await,
+            wait(&mut AttemptDeadlines::start(timeouts, &mut req, Instant::now())).await,
             TimeoutKind::Request(S)
         );
         let error = req.into_body().collect().await.unwrap_err();

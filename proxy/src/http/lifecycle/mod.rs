@@ -1,4 +1,4 @@
-//! What is kept for each request until its end: deadlines, the replay buffer, timing, and the outcome.
+//! State of a request until its end: deadlines, replay buffer, timing, and outcome.
 
 pub(crate) mod classify;
 pub(crate) mod deadlines;

@@ -1,4 +1,4 @@
-//! Keeping a request, and its body until its response head comes, so that it can be sent once more.
+//! Keeps a request, with its body until the response head arrives, so that it can be sent again.
 
 use std::{
     collections::VecDeque,
@@ -17,7 +17,7 @@ use crate::http::{
     error::Error,
 };
 
-/// Longest body that is kept where no policy says otherwise, in bytes.
+/// Default maximum size of a body that is kept, in bytes.
 pub(crate) const DEFAULT_MAX_REPLAY_BYTES: usize = 64 * 1024;
 
 /// A request that can be sent again.
@@ -25,31 +25,32 @@ pub(crate) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// A list takes less than a map, and is looked at only in need.
+    /// A list is smaller than a map, and is only read for a retry.
     headers: Vec<(HeaderName, HeaderValue)>,
     body: Option<ReplayBuffer>,
 }
 
-/// The way to get a body back, whether or not it is still being sent; none where it is too long from the start.
+/// The kept part of a body. Gives the whole body again, even while it is being sent. `None` if its declared length exceeds the
+/// limit.
 pub(crate) struct ReplayBuffer(Option<Arc<Mutex<ReplayState>>>);
 
 #[derive(Default)]
 struct ReplayState {
-    /// Not read yet; gone once the body has been taken back.
+    /// The part that is not read yet. `None` after [`ReplayBuffer::take_body`].
     unread: Option<Body>,
     frames: VecDeque<Bytes>,
     len: usize,
     max_bytes: usize,
-    /// Too long, or its trailers have passed: the body cannot be repeated.
+    /// The body exceeds `max_bytes`, or its trailers have passed, or it failed: it cannot be sent again.
     is_incomplete: bool,
-    /// Whoever waits for more to send.
+    /// The task that sends the body.
     sender_waker: Option<Waker>,
 }
 
-/// A body that is kept while it is sent.
+/// A body that is recorded while it is sent.
 pub(crate) struct RecordingBody(Arc<Mutex<ReplayState>>);
 
-/// Splits a body into what is sent and the way to get it back, if it has no more than `limit` bytes.
+/// Returns the body to send, and a buffer that keeps up to `limit` bytes of it.
 pub(crate) fn record_body(body: Body, limit: usize) -> (Body, ReplayBuffer) {
     if body.size_hint().lower() > limit as u64 {
         return (body, ReplayBuffer(None));
@@ -66,7 +67,7 @@ pub(crate) fn record_body(body: Body, limit: usize) -> (Body, ReplayBuffer) {
 }
 
 impl ReplayableRequest {
-    /// Keeps what is needed to send `req` once more; its body is kept as it passes, up to so many bytes.
+    /// Copies the head of `req`, and records up to `max_body` bytes of its body while it is sent.
     pub(crate) fn of_request(req: &mut Request<Body>, max_body: usize) -> Self {
         let body = if req.body().is_end_stream() {
             None
@@ -88,17 +89,17 @@ impl ReplayableRequest {
         &self.method
     }
 
-    /// Whether the body could be kept so far.
+    /// Whether the whole body is kept so far.
     pub(crate) fn can_replay(&self) -> bool {
         self.body.as_ref().is_none_or(ReplayBuffer::can_replay)
     }
 
-    /// Whether the request has no body, so that this copy stays good however often it is sent.
+    /// Whether the request has no body. Then [`to_request`](Self::to_request) works more than once.
     pub(crate) fn has_no_body(&self) -> bool {
         self.body.is_none()
     }
 
-    /// The request again, if its body could be kept; a body once.
+    /// A copy of the request. `None` if its body is not kept, or was taken before.
     pub(crate) fn to_request(&self) -> Option<Request<Body>> {
         let body = match &self.body {
             None => Body::empty(),
@@ -122,12 +123,13 @@ fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 }
 
 impl ReplayBuffer {
-    /// Whether the body could be kept so far.
+    /// Whether the whole body is kept so far.
     pub(crate) fn can_replay(&self) -> bool {
         self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
     }
 
-    /// The body from its start, where that is still possible; once. Who is still sending it finds that it has broken off.
+    /// The body from its start, if it is kept and was not taken before. The previous send fails with
+    /// [`Error::RequestCancelled`].
     pub(crate) fn take_body(&self) -> Option<Body> {
         let mut state = self.0.as_ref()?.lock();
         if state.is_incomplete {
@@ -140,8 +142,6 @@ impl ReplayBuffer {
         Some(Body::replayed(std::mem::take(&mut state.frames), rest))
     }
 }
-
-impl RecordingBody {}
 
 impl ReceivedBody for RecordingBody {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_body_sent_in_part_is_whole_again() {
+    async fn a_partly_sent_body_is_replayed_from_its_start() {
         let pieces: VecDeque<_> = ["one", "two", "three"].map(|s| Bytes::from_static(s.as_bytes())).into();
         let (mut sent, kept) = record_body(Body::replayed(pieces, Body::empty()), DEFAULT_MAX_REPLAY_BYTES);
         assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
@@ -205,7 +205,7 @@ mod tests {
         let again = kept.take_body().unwrap();
         assert!(
             sent.frame().await.unwrap().is_err(),
-            "it has broken off, and is not at its end"
+            "the first body must fail, not end"
         );
         assert!(!sent.is_end_stream());
         assert_eq!(again.collect().await.unwrap().to_bytes(), "onetwo");

@@ -1,4 +1,4 @@
-//! A request's body on its way: its pieces, and when it was over.
+//! The start and end time of a request, and the sizes of its data frames.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,11 +12,11 @@ use crate::http::{
     error::Error,
 };
 
-/// When a request began and was sent to its end.
+/// When a request started, and when its body ended.
 #[derive(Clone)]
 pub(crate) struct RequestTiming {
     started: Instant,
-    /// Nothing where the request ended with its head.
+    /// `None` for a request without a body.
     ended: Option<Arc<OnceLock<Instant>>>,
 }
 
@@ -26,18 +26,18 @@ struct UploadObserver {
 }
 
 impl RequestTiming {
-    /// Watches the body of a request that has just begun; `pieces` hears of their sizes.
-    pub(crate) fn observe(req: &mut Request<Body>, started: Instant, pieces: &Arc<Histogram>) -> Self {
+    /// Observes the request body. The sizes of its data frames go to `frame_sizes`, in bytes.
+    pub(crate) fn observe(req: &mut Request<Body>, started: Instant, frame_sizes: &Arc<Histogram>) -> Self {
         if req.body().is_end_stream() {
             return Self { started, ended: None };
         }
         let ended = Arc::new(OnceLock::new());
-        let watch = UploadObserver {
-            frame_sizes: pieces.clone(),
+        let observer = UploadObserver {
+            frame_sizes: frame_sizes.clone(),
             ended: ended.clone(),
         };
         let body = std::mem::take(req.body_mut());
-        *req.body_mut() = body.with_observer(Box::new(watch));
+        *req.body_mut() = body.with_observer(Box::new(observer));
         Self {
             started,
             ended: Some(ended),
@@ -48,7 +48,7 @@ impl RequestTiming {
         self.started
     }
 
-    /// When it was over; its start, as long as it is not.
+    /// When the body ended; the start if it has not ended, or if there is no body.
     pub(crate) fn ended(&self) -> Instant {
         let ended = self.ended.as_ref().and_then(|ended| ended.get().copied());
         ended.unwrap_or(self.started)
@@ -64,7 +64,7 @@ impl BodyObserver for UploadObserver {
 
     fn end(&mut self, result: Result<(), &Error>) {
         if result.is_ok() {
-            let _ = self.ended.set(Instant::now()); // once is enough
+            let _ = self.ended.set(Instant::now()); // the first end counts
         }
     }
 }

@@ -1,6 +1,6 @@
-//! A line for each request, in the form of Apache's common log or as JSON.
+//! The access log: one line per request, in Apache's common log format or as JSON.
 //!
-//! Lines leave on a thread of their own: who reads them slowly, or not at all, holds up no request.
+//! A dedicated thread writes the lines, so that a slow or stuck reader does not block requests.
 
 use std::{
     io::Write,
@@ -26,7 +26,7 @@ pub enum Format {
     Json,
 }
 
-/// Where the lines of a process go.
+/// The access log of a process.
 #[derive(Clone)]
 pub(crate) struct AccessLog {
     format: Format,
@@ -36,24 +36,24 @@ pub(crate) struct AccessLog {
 
 enum LogMessage {
     Text(String),
-    /// Answered once all before it are written.
+    /// The writer replies when all earlier messages are written.
     Flush(SyncSender<()>),
 }
 
-/// A request that has not been answered yet.
+/// The log entry of a request that waits for its response.
 pub(crate) struct AccessLogEntry {
     log: AccessLog,
     responder: Arc<ResponderInfo>,
     timestamp: OffsetDateTime,
     started_at: Instant,
-    /// What this proxy has worked on it.
+    /// Time that this proxy has spent on the request.
     processing_time: Duration,
     method: Method,
     uri: Uri,
     version: Version,
-    /// In which version it came to the peer, which made HTTP/2 of it.
+    /// The client's HTTP version, if the peer's proxy upgraded the request to HTTP/2.
     orig_proto: Option<HeaderValue>,
-    /// Whether it stands for one that asks for a WebSocket, and is noted down as such.
+    /// An extended CONNECT that carries a WebSocket handshake. It is logged as the handshake.
     is_websocket: bool,
     trace_id: Option<HeaderValue>,
     content_length: Option<HeaderValue>,
@@ -62,26 +62,26 @@ pub(crate) struct AccessLogEntry {
 }
 
 impl AccessLog {
-    /// Writes lines to `out`; those that find too many before them are dropped and counted.
+    /// Starts the writer thread. Lines that exceed the queue are dropped and counted in `dropped`.
     pub(crate) fn start(
         format: Format,
         out: impl Write + Send + 'static,
         dropped: Arc<Counter>,
     ) -> std::io::Result<Self> {
-        let (lines, waiting) = sync_channel(MAX_QUEUED_LINES);
+        let (lines, queued) = sync_channel(MAX_QUEUED_LINES);
         thread::Builder::new()
             .name("access-log".into())
-            .spawn(move || run_writer(out, &waiting))?;
+            .spawn(move || run_writer(out, &queued))?;
         Ok(Self { format, lines, dropped })
     }
 
-    /// Notes a request that has just come.
-    pub(crate) fn entry(&self, req: &Request<Body>, place: &Arc<ResponderInfo>) -> Box<AccessLogEntry> {
+    /// Starts the entry of a new request.
+    pub(crate) fn entry(&self, req: &Request<Body>, responder: &Arc<ResponderInfo>) -> Box<AccessLogEntry> {
         let headers = req.headers();
         let is_websocket = websocket::is_extended_connect(req);
         Box::new(AccessLogEntry {
             log: self.clone(),
-            responder: place.clone(),
+            responder: responder.clone(),
             timestamp: OffsetDateTime::now_utc(),
             started_at: Instant::now(),
             processing_time: Duration::ZERO,
@@ -101,25 +101,24 @@ impl AccessLog {
         })
     }
 
-    /// Waits until all lines so far are written, but not for ever.
+    /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
         let (written, done) = sync_channel(1);
         if self.lines.try_send(LogMessage::Flush(written)).is_ok()
             && let Err(RecvTimeoutError::Timeout) = done.recv_timeout(FLUSH_TIMEOUT)
         {
-            tracing::warn!("nobody reads the access log; its last lines are lost");
+            tracing::warn!("the access log was not written within 1 s; its last lines are lost");
         }
     }
 }
 
 impl AccessLogEntry {
-    /// Adds to what this proxy has worked on the request.
     pub(crate) fn add_processing_time(&mut self, since: Instant) {
         self.processing_time += since.elapsed();
     }
 
-    /// Writes the line, now that the head of the response is known; there may be none.
-    pub(crate) fn run_writer(self, rsp: Option<&Response<Body>>) {
+    /// Queues the line; `rsp` is `None` if the request got no response.
+    pub(crate) fn finish(self, rsp: Option<&Response<Body>>) {
         let status = rsp.map(|rsp| match self.is_websocket && websocket::is_tunnel_response(rsp) {
             true => StatusCode::SWITCHING_PROTOCOLS,
             false => rsp.status(),
@@ -141,7 +140,7 @@ impl AccessLogEntry {
         let Self { method, uri, .. } = self;
         let version = self.version();
         let (client, id) = (self.responder.client_addr, self.client_id());
-        // What is between quotes must not end them.
+        // The URI is quoted in the line.
         let uri = uri.to_string().replace('\\', "\\\\").replace('"', "\\\"");
         let status = status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
         format!(
@@ -198,7 +197,6 @@ impl AccessLogEntry {
     }
 }
 
-/// By which others know the request.
 fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
     let names = ["x-b3-traceid", "x-request-id", "x-amzn-trace-id"];
     names.into_iter().find_map(|name| headers.get(name))
@@ -206,7 +204,7 @@ fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
 
 fn run_writer(mut out: impl Write, lines: &Receiver<LogMessage>) {
     while let Ok(line) = lines.recv() {
-        // Nobody is there to be told of an error: this is where one would be.
+        // A write error cannot be reported: the log itself has failed.
         let _ = match line {
             LogMessage::Text(line) => out.write_all(line.as_bytes()),
             LogMessage::Flush(written) => {
@@ -230,7 +228,7 @@ mod tests {
     use super::*;
     use crate::http::upgrade::http1_over_http2;
 
-    const NOBODY: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+    const UNUSED_ADDR: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
     #[derive(Clone, Default)]
     struct Sink(Arc<Mutex<Vec<u8>>>);
@@ -245,7 +243,7 @@ mod tests {
         }
     }
 
-    /// The line of one request.
+    /// The log line of a sample request.
     fn line(format: Format, client_id: Option<&'static str>) -> String {
         let req = Request::post("http://web.test/buy?what=tea")
             .header("host", "web.test")
@@ -261,15 +259,15 @@ mod tests {
     fn written(format: Format, client_id: Option<&'static str>, req: &Request<Body>, rsp: &Response<Body>) -> String {
         let sink = Sink::default();
         let log = AccessLog::start(format, sink.clone(), Arc::default()).unwrap();
-        let place = Arc::new(ResponderInfo {
+        let responder = Arc::new(ResponderInfo {
             direction: "inbound",
             proxy_identity: "web".into(),
-            target: Addr::Socket(NOBODY),
+            target: Addr::Socket(UNUSED_ADDR),
             client_addr: ([10, 0, 0, 1], 4321).into(),
             client_id: client_id.map(HeaderValue::from_static),
             error_labeler: None,
         });
-        log.entry(req, &place).run_writer(Some(rsp));
+        log.entry(req, &responder).finish(Some(rsp));
         log.flush();
         let written = sink.0.lock().clone();
         String::from_utf8(written).unwrap()
@@ -311,10 +309,10 @@ mod tests {
     }
 
     #[test]
-    fn a_websocket_that_came_on_a_stream_is_noted_down_as_what_it_was() {
-        let asked = Request::get("/chat").header("host", "web.test");
-        let carried = http1_over_http2::to_extended_connect(&asked.body(Body::empty()).unwrap()).unwrap();
-        let line = written(Format::Apache, None, &carried, &Response::new(Body::empty()));
+    fn a_websocket_over_http2_is_logged_as_its_http1_handshake() {
+        let handshake = Request::get("/chat").header("host", "web.test");
+        let connect = http1_over_http2::to_extended_connect(&handshake.body(Body::empty()).unwrap()).unwrap();
+        let line = written(Format::Apache, None, &connect, &Response::new(Body::empty()));
         assert!(line.ends_with("\"GET http://web.test/chat HTTP/1.1\" 101\n"), "{line}");
     }
 
@@ -334,16 +332,16 @@ mod tests {
         }
         let dropped = Arc::<Counter>::default();
         let log = AccessLog::start(Format::Apache, Stuck, dropped.clone()).unwrap();
-        let place = Arc::new(ResponderInfo {
+        let responder = Arc::new(ResponderInfo {
             direction: "inbound",
             proxy_identity: "web".into(),
-            target: Addr::Socket(NOBODY),
-            client_addr: NOBODY,
+            target: Addr::Socket(UNUSED_ADDR),
+            client_addr: UNUSED_ADDR,
             client_id: None,
             error_labeler: None,
         });
         for _ in 0..2 * MAX_QUEUED_LINES {
-            log.entry(&Request::new(Body::empty()), &place).run_writer(None);
+            log.entry(&Request::new(Body::empty()), &responder).finish(None);
         }
         assert!(dropped.get() >= MAX_QUEUED_LINES as u64 - 1, "{}", dropped.get());
     }

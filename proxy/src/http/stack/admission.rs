@@ -1,4 +1,4 @@
-//! Admission of connections and requests: the limits of one direction, and the requests in flight.
+//! Admission of connections and requests of one direction: limits, memory pressure, and requests in flight.
 
 use std::sync::{
     Arc,
@@ -16,7 +16,7 @@ use crate::{
     net::{io::Tcp, memory::MemoryPressure},
 };
 
-/// Requests in flight in one direction, to the end of their responses, and connections that clients have open.
+/// The limits of one direction. A request is in flight until its response body ends.
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
     max_in_flight: usize,
@@ -25,10 +25,10 @@ pub(crate) struct Admission {
     failures: Failures,
 }
 
-/// A place among the requests in flight.
+/// One request in flight.
 pub(crate) struct InFlightSlot {
     admission: Arc<Admission>,
-    /// Whether it is known what has become of the request; otherwise its client has left.
+    /// Whether the outcome is counted. If not, drop counts [`Error::ClientClosed`].
     pub(in crate::http) is_recorded: bool,
 }
 
@@ -36,24 +36,24 @@ impl Admission {
     pub(crate) fn new(
         max_in_flight: usize,
         connections: Arc<ConnectionLimiter>,
-        shortage: MemoryPressure,
+        memory_pressure: MemoryPressure,
         failures: Failures,
     ) -> Arc<Self> {
         Arc::new(Self {
             in_flight: AtomicUsize::new(0),
             max_in_flight,
             connections,
-            memory_pressure: shortage,
+            memory_pressure,
             failures,
         })
     }
 
-    /// A place for a connection, for which another one may be closed; where there is none, [`Self::refusal`] says so.
+    /// Admits a connection; an evictable connection may be closed for it. For `None`, see [`Self::connection_refusal`].
     pub(crate) fn admit_connection(&self, client: ClientAddr) -> Option<connections::ConnectionPermit> {
         self.connections.admit(client.0.ip())
     }
 
-    /// Why a connection that has just been accepted is turned away, if it is.
+    /// Why an accepted connection must be refused, if it must.
     pub(crate) fn connection_refusal(&self, accepted: &Tcp) -> Option<Error> {
         if self.memory_pressure.is_active() {
             return Some(Error::MemoryPressure);
@@ -80,7 +80,7 @@ impl Admission {
 }
 
 impl InFlightSlot {
-    /// The response is complete, or failed after its head, which nobody else counts.
+    /// Records the end of the response body. A failure after the response head is counted only here.
     pub(crate) fn record_end(&mut self, result: Result<(), &Error>) {
         if let (Err(error), false) = (result, std::mem::replace(&mut self.is_recorded, true)) {
             self.admission.failures.count(error.cause());
@@ -88,7 +88,7 @@ impl InFlightSlot {
     }
 }
 
-/// Of what there is no more.
+/// Why a request is shed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::http) enum ShedReason {
     MaxInFlight,

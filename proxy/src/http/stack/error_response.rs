@@ -1,4 +1,4 @@
-//! Errors as responses: HTTP, or gRPC where the client speaks it.
+//! Responses to errors: HTTP, or gRPC if the client speaks it.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -12,14 +12,14 @@ use crate::http::{body::Body, error::Error, headers, lifecycle::classify::GRPC_S
 
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
-/// What must be known of a request to answer it with an error.
+/// The properties of a request that decide the form of an error response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ErrorFormat {
     version: Version,
     grpc: bool,
 }
 
-/// Whether responses of ours say why: towards our own application, or to a peer with an identity.
+/// Whether an error response contains the reason. Only the local application and peers with an identity get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrorDetail {
     Include,
@@ -27,7 +27,7 @@ pub(crate) enum ErrorDetail {
 }
 
 impl ErrorFormat {
-    /// Whoever sent an HTTP/1 head that could not be read.
+    /// For an HTTP/1 head that could not be parsed.
     pub(crate) fn http1() -> Self {
         Self {
             version: Version::HTTP_11,
@@ -43,41 +43,39 @@ impl ErrorFormat {
     }
 }
 
-/// Where a proxy stands that answers, and between whom.
+/// The proxy and the connection that an error response comes from.
 #[derive(Clone)]
 pub(crate) struct ResponderInfo {
     pub(crate) direction: &'static str,
-    /// Our identity.
     pub(crate) proxy_identity: Arc<str>,
-    /// What the client wants to reach.
+    /// The address that the client wants to reach.
     pub(crate) target: Addr,
     pub(crate) client_addr: SocketAddr,
-    /// Whom the client has proven to be.
+    /// The client's verified identity.
     pub(crate) client_id: Option<HeaderValue>,
-    /// What errors are counted by here, where it is more than their kind.
+    /// Further labels of the error counter, if it has any.
     pub(crate) error_labeler: Option<Arc<dyn ErrorLabeler>>,
 }
 
-/// Knows what the errors of its requests are counted by.
+/// Labels of the error counter.
 pub(crate) trait ErrorLabeler: Send + Sync {
-    /// All labels but that of the kind; `None` for an error that has a family of its own.
+    /// All labels except `error`; `None` for an error that another metric family counts.
     fn labels(&self, error: &Error) -> Option<Labels>;
 }
 
-/// The response that an error becomes.
 pub(crate) fn error_response(
     error: &Error,
-    asker: ErrorFormat,
-    reasons: ErrorDetail,
-    place: &ResponderInfo,
+    format: ErrorFormat,
+    detail: ErrorDetail,
+    responder: &ResponderInfo,
 ) -> Response<Body> {
-    let answer = error.status();
+    let status = error.status();
     let mut rsp = Response::new(Body::empty());
-    let headers = put_error_headers(&mut rsp, error, reasons, place);
-    if asker.grpc {
+    let headers = put_error_headers(&mut rsp, error, detail, responder);
+    if format.grpc {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        headers.insert(GRPC_STATUS, HeaderValue::from(answer.grpc_code));
-        if reasons == ErrorDetail::Include || matches!(error, Error::InjectedGrpc { .. }) {
+        headers.insert(GRPC_STATUS, HeaderValue::from(status.grpc_code));
+        if detail == ErrorDetail::Include || matches!(error, Error::InjectedGrpc { .. }) {
             headers.insert(GRPC_MESSAGE, header_text(&error.to_string()));
         }
         *rsp.status_mut() = StatusCode::OK;
@@ -85,14 +83,14 @@ pub(crate) fn error_response(
         if let Error::Redirect { location, .. } = error {
             headers.insert(header::LOCATION, location.clone());
         }
-        *rsp.status_mut() = answer.status;
+        *rsp.status_mut() = status.status;
     }
-    if answer.closes_connection {
-        if asker.version <= Version::HTTP_11 {
+    if status.closes_connection {
+        if format.version <= Version::HTTP_11 {
             rsp.headers_mut()
                 .insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
-        if reasons == ErrorDetail::Include {
+        if detail == ErrorDetail::Include {
             rsp.headers_mut()
                 .insert(names::L5D_PROXY_CONNECTION, HeaderValue::from_static("close"));
         }
@@ -100,7 +98,7 @@ pub(crate) fn error_response(
     rsp
 }
 
-/// The end of a gRPC response that has begun.
+/// Trailers for a gRPC response that fails after its head.
 pub(crate) fn grpc_error_trailers(error: &Error) -> HeaderMap {
     let mut trailers = HeaderMap::with_capacity(2);
     trailers.insert(GRPC_STATUS, HeaderValue::from(error.status().grpc_code));
@@ -111,19 +109,21 @@ pub(crate) fn grpc_error_trailers(error: &Error) -> HeaderMap {
 fn put_error_headers<'a>(
     rsp: &'a mut Response<Body>,
     error: &Error,
-    reasons: ErrorDetail,
-    place: &ResponderInfo,
+    detail: ErrorDetail,
+    responder: &ResponderInfo,
 ) -> &'a mut HeaderMap {
     let headers = rsp.headers_mut();
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));
-    if reasons == ErrorDetail::Include {
+    if detail == ErrorDetail::Include {
         headers.insert(names::L5D_PROXY_ERROR, header_text(&error.to_string()));
-        let target = error.failed_addr().map_or_else(|| place.target.clone(), Addr::Socket);
+        let target = error
+            .failed_addr()
+            .map_or_else(|| responder.target.clone(), Addr::Socket);
         let ResponderInfo {
             direction,
             proxy_identity: hop,
             ..
-        } = place;
+        } = responder;
         let cause = format!(
             "{}; direction={direction}; hop={hop}; target={target}",
             error.cause_header()
@@ -133,7 +133,7 @@ fn put_error_headers<'a>(
     headers
 }
 
-/// A message as a header value; what headers cannot carry is left out.
+/// A message as a header value, without characters that are not printable ASCII.
 fn header_text(message: &str) -> HeaderValue {
     let printable: String = message.chars().filter(|c| (' '..='~').contains(c)).collect();
     HeaderValue::from_str(&printable).unwrap_or(HeaderValue::from_static("error"))
@@ -143,7 +143,7 @@ fn header_text(message: &str) -> HeaderValue {
 mod tests {
     use super::*;
 
-    fn place() -> ResponderInfo {
+    fn responder() -> ResponderInfo {
         ResponderInfo {
             direction: "outbound",
             proxy_identity: "web.shop".into(),
@@ -165,7 +165,7 @@ mod tests {
             &Error::MaxInFlight,
             ErrorFormat::of_request(&req),
             ErrorDetail::Include,
-            &place(),
+            &responder(),
         );
         assert_eq!(
             (rsp.status(), &rsp.headers()["grpc-status"]),
@@ -182,12 +182,17 @@ mod tests {
             rule: "Server/x".into(),
             why: "no-tls",
         };
-        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Omit, &place());
+        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Omit, &responder());
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
         assert!(!rsp.headers().contains_key("connection"));
-        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Include, &place());
+        let rsp = error_response(
+            &denied,
+            ErrorFormat::of_request(&req),
+            ErrorDetail::Include,
+            &responder(),
+        );
         let headers = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
         assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);
     }

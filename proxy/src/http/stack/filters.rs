@@ -1,4 +1,4 @@
-//! Route filters of either direction, applied to a request.
+//! Applies the filters of a route to a request.
 
 use http::Request;
 
@@ -7,10 +7,10 @@ use crate::{
     policy::filter::{self, Failure, Filter, FilterResponse, RequestHead},
 };
 
-/// Applies the request filters of a rule or a backend.
+/// Applies the request filters of a route rule or a backend.
 ///
 /// # Errors
-/// A filter answers the request itself: a redirect, an injected failure, or one that we do not know.
+/// A filter responds itself (redirect or injected failure), or the policy contains an unknown filter.
 pub(crate) fn apply_request_filters(
     filters: &[Filter],
     req: &mut Request<Body>,
@@ -25,7 +25,7 @@ pub(crate) fn apply_request_filters(
         headers: req.headers_mut(),
         prefix: matched_prefix_len,
     };
-    filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(|answer| match answer {
+    filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(|response| match response {
         FilterResponse::Redirect { status, location } => Error::Redirect { status, location },
         FilterResponse::Failure(Failure::Http { status, message }) => Error::Injected {
             status,

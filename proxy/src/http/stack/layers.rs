@@ -1,7 +1,7 @@
-//! The wrappers around the service of either direction: admit, observe, rescue.
+//! Tower layers around the request services of both directions. They do not depend on routing or policy.
 //!
-//! They know nothing of routing or policy. From the outside in: [`Rescue`] turns errors into responses, [`Observe`]
-//! counts them, [`Admit`] enters the in-flight limit or sheds.
+//! From the outside in: [`ErrorToResponse`] turns errors into responses, [`CountService`] counts requests and responses,
+//! [`AdmissionService`] enters the in-flight limit or sheds.
 
 use std::{
     future::Future,
@@ -29,22 +29,21 @@ use crate::{
     metrics::failures::Failures,
 };
 
-/// What all connections of one direction are wrapped in.
+/// The layers of one direction, shared by its connections.
 pub(crate) struct ServiceStack {
     pub(crate) admission: Arc<Admission>,
     pub(crate) count_layer: CountLayer,
     pub(crate) error_metrics: ErrorMetrics,
-    /// Where a line is written for each request, if anywhere.
     pub(crate) access_log: Option<AccessLog>,
 }
 
 impl ServiceStack {
-    /// The service of one connection around `serve`, which answers requests or says why not.
+    /// Wraps `serve` in the layers, for one connection.
     pub(crate) fn build<H, F>(
         &self,
         serve: H,
-        reasons: ErrorDetail,
-        place: ResponderInfo,
+        detail: ErrorDetail,
+        responder: ResponderInfo,
         closer: ConnectionCloser,
     ) -> ErrorToResponse<CountService<AdmissionService<ServiceFn<H>>>>
     where
@@ -52,14 +51,14 @@ impl ServiceStack {
         F: Future<Output = Result<Response<Body>, Error>>,
     {
         ServiceBuilder::new()
-            .layer(ErrorToResponseLayer::new(reasons, place, closer, self))
+            .layer(ErrorToResponseLayer::new(detail, responder, closer, self))
             .layer(self.count_layer.clone())
             .layer(AdmissionLayer(self.admission.clone()))
             .service_fn(serve)
     }
 }
 
-/// Enters the in-flight limit or sheds; the place is held to the end of the response.
+/// Enters the in-flight limit or sheds. The slot is held until the response body ends.
 #[derive(Clone)]
 struct AdmissionLayer(Arc<Admission>);
 
@@ -81,7 +80,7 @@ impl<S> Layer<S> for AdmissionLayer {
 }
 
 pin_project! {
-    pub(crate) struct AdmitFuture<F> {
+    pub(crate) struct AdmissionFuture<F> {
         #[pin]
         inner: Option<F>,
         slot: Result<InFlightSlot, ShedReason>,
@@ -94,7 +93,7 @@ where
 {
     type Response = Response<Body>;
     type Error = Error;
-    type Future = AdmitFuture<S::Future>;
+    type Future = AdmissionFuture<S::Future>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
@@ -102,14 +101,14 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let slot = self.admission.admit_request();
-        AdmitFuture {
+        AdmissionFuture {
             inner: slot.is_ok().then(|| self.inner.call(req)),
             slot,
         }
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmissionFuture<F> {
     type Output = Result<Response<Body>, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -126,7 +125,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F
             Ok(rsp) => Poll::Ready(Ok(rsp.map(|body| body.with_slot(slot)))),
             Err(error) => {
                 if let Some(slot) = &mut slot {
-                    slot.is_recorded = true; // who answers it counts it
+                    slot.is_recorded = true; // ErrorToResponse counts the error
                 }
                 Poll::Ready(Err(error))
             }
@@ -134,7 +133,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F
     }
 }
 
-/// Counts requests and responses of one direction; these totals outlive every series with finer labels.
+/// Counts the requests and responses of one direction. These totals are kept, while series with more labels are dropped when idle.
 #[derive(Clone)]
 pub(crate) struct CountLayer(Arc<RequestTotals>);
 
@@ -188,7 +187,7 @@ impl<S> Layer<S> for CountLayer {
 }
 
 pin_project! {
-    pub(crate) struct ObserveFuture<F> {
+    pub(crate) struct CountFuture<F> {
         #[pin]
         inner: F,
         totals: Arc<RequestTotals>,
@@ -201,7 +200,7 @@ where
 {
     type Response = Response<Body>;
     type Error = Error;
-    type Future = ObserveFuture<S::Future>;
+    type Future = CountFuture<S::Future>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
@@ -209,14 +208,14 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         self.totals.requests.inc();
-        ObserveFuture {
+        CountFuture {
             inner: self.inner.call(req),
             totals: self.totals.clone(),
         }
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ObserveFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for CountFuture<F> {
     type Output = Result<Response<Body>, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -229,7 +228,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ObserveFuture
     }
 }
 
-/// Counts the errors of one direction, by their label and by their cause.
+/// Counts the errors of one direction, by error label and by cause.
 #[derive(Clone)]
 pub(crate) struct ErrorMetrics {
     errors: Family<Counter>,
@@ -246,9 +245,9 @@ impl ErrorMetrics {
         }
     }
 
-    fn record(&self, error: &Error, place: &ResponderInfo) {
-        let labels = match &place.error_labeler {
-            Some(labelled) => labelled.labels(error),
+    fn record(&self, error: &Error, responder: &ResponderInfo) {
+        let labels = match &responder.error_labeler {
+            Some(labeler) => labeler.labels(error),
             None => Some(Labels::clone(&self.labels)),
         };
         if let Some(labels) = labels {
@@ -258,7 +257,7 @@ impl ErrorMetrics {
     }
 }
 
-/// Turns errors into responses, so that a client always hears why.
+/// Turns errors into responses.
 #[derive(Clone)]
 struct ErrorToResponseLayer(Arc<ErrorResponder>);
 
@@ -272,15 +271,15 @@ struct ErrorResponder {
 }
 
 impl ErrorToResponseLayer {
-    /// `closer` ends the connection where an error asks for that.
-    fn new(reasons: ErrorDetail, place: ResponderInfo, closer: ConnectionCloser, wrappers: &ServiceStack) -> Self {
+    /// `closer` closes the connection if an error requires it.
+    fn new(detail: ErrorDetail, responder: ResponderInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
         Self(Arc::new(ErrorResponder {
-            error_detail: reasons,
-            responder: Arc::new(place),
+            error_detail: detail,
+            responder: Arc::new(responder),
             closer,
-            errors: wrappers.error_metrics.clone(),
-            totals: wrappers.count_layer.0.clone(),
-            access_log: wrappers.access_log.clone(),
+            errors: stack.error_metrics.clone(),
+            totals: stack.count_layer.0.clone(),
+            access_log: stack.access_log.clone(),
         }))
     }
 }
@@ -303,13 +302,13 @@ impl<S> Layer<S> for ErrorToResponseLayer {
 }
 
 pin_project! {
-    pub(crate) struct RescueFuture<F> {
+    pub(crate) struct ErrorToResponseFuture<F> {
         #[pin]
         inner: F,
-        asker: ErrorFormat,
+        format: ErrorFormat,
         version: Version,
-        rescuer: Arc<ErrorResponder>,
-        // Of the access log, where there is one.
+        responder: Arc<ErrorResponder>,
+        // None without an access log.
         entry: Option<Box<AccessLogEntry>>,
     }
 }
@@ -320,27 +319,27 @@ where
 {
     type Response = Response<Body>;
     type Error = Error;
-    type Future = RescueFuture<S::Future>;
+    type Future = ErrorToResponseFuture<S::Future>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
-        let (asker, version) = (ErrorFormat::of_request(&req), req.version());
+        let (format, version) = (ErrorFormat::of_request(&req), req.version());
         let log = self.responder.access_log.as_ref();
         let entry = log.map(|log| log.entry(&req, &self.responder.responder));
-        RescueFuture {
+        ErrorToResponseFuture {
             inner: self.inner.call(req),
-            asker,
+            format,
             version,
-            rescuer: self.responder.clone(),
+            responder: self.responder.clone(),
             entry,
         }
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ErrorToResponseFuture<F> {
     type Output = Result<Response<Body>, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -348,38 +347,38 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             return self.poll_response(cx);
         }
         let since = Instant::now();
-        let rescued = self.as_mut().poll_response(cx);
+        let polled = self.as_mut().poll_response(cx);
         let entry = self.project().entry;
         if let Some(entry) = entry {
             entry.add_processing_time(since);
         }
-        if let (Poll::Ready(rsp), Some(entry)) = (&rescued, entry.take_if(|_| rescued.is_ready())) {
-            entry.run_writer(rsp.as_ref().ok());
+        if let (Poll::Ready(rsp), Some(entry)) = (&polled, entry.take_if(|_| polled.is_ready())) {
+            entry.finish(rsp.as_ref().ok());
         }
-        rescued
+        polled
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> RescueFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> ErrorToResponseFuture<F> {
     fn poll_response(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, Error>> {
         let this = self.project();
         let error = match ready!(this.inner.poll(cx)) {
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
             Err(error) => error,
         };
-        this.rescuer.record(&error);
+        this.responder.record(&error);
         if *this.version == Version::HTTP_2 && is_stream_error(&error) {
-            return Poll::Ready(Err(error)); // the client sees the stream's reset as it was, or has reset it
+            return Poll::Ready(Err(error)); // the server resets the stream, unless the client has reset it
         }
         if error.status().closes_connection {
-            this.rescuer.closer.notify_one();
+            this.responder.closer.notify_one();
         }
-        Poll::Ready(Ok(this.rescuer.respond(&error, *this.asker)))
+        Poll::Ready(Ok(this.responder.respond(&error, *this.format)))
     }
 }
 
 impl<S> ErrorToResponse<S> {
-    /// Counts a request whose target had to be percent-encoded.
+    /// Counts a request whose target contained characters that this proxy percent-encoded.
     pub(crate) fn record_encoded_target(&self) {
         self.responder.totals.encoded_targets.inc();
     }
@@ -389,17 +388,17 @@ impl<S> ErrorToResponse<S> {
         self.responder.record(error);
     }
 
-    /// The response to a request that could not be read, or is not to be.
-    pub(crate) fn error_response(&self, error: &Error, asker: ErrorFormat) -> Response<Body> {
+    /// Counts a request that could not be read and returns the response to it.
+    pub(crate) fn error_response(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
         self.responder.record(error);
         self.responder.totals.requests.inc();
-        self.responder.respond(error, asker)
+        self.responder.respond(error, format)
     }
 }
 
 impl ErrorResponder {
-    fn respond(&self, error: &Error, asker: ErrorFormat) -> Response<Body> {
-        let rsp = error_response::error_response(error, asker, self.error_detail, &self.responder);
+    fn respond(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
+        let rsp = error_response::error_response(error, format, self.error_detail, &self.responder);
         self.totals.record_response(rsp.status());
         rsp
     }
@@ -410,10 +409,10 @@ impl ErrorResponder {
     }
 }
 
-/// Whether it concerns one stream of HTTP/2 and nothing else.
+/// Whether the error concerns a single HTTP/2 stream.
 fn is_stream_error(error: &Error) -> bool {
     match error {
-        // Its client may send it once more.
+        // The client can send the request again.
         error if error.is_unprocessed() => true,
         Error::H2(error) => error.is_reset(),
         Error::ReadRequestBody(source) => source.downcast_ref().is_some_and(h2::Error::is_reset),

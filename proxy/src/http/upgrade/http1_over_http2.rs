@@ -1,4 +1,4 @@
-//! HTTP/1 carried over HTTP/2 between proxies: the outbound side upgrades, the inbound side restores.
+//! HTTP/1 requests over HTTP/2 between proxies: the outbound proxy upgrades them, the inbound proxy restores them.
 
 use std::cell::RefCell;
 
@@ -16,17 +16,17 @@ const HTTP_11: &str = "HTTP/1.1";
 const HTTP_10: &str = "HTTP/1.0";
 const ABSOLUTE_FORM: &str = "; absolute-form";
 
-/// The HTTP/1 request that an HTTP/2 request stands for.
+/// The properties of a restored HTTP/1 request that its response needs.
 pub(crate) struct RestoredRequest {
     version: Version,
-    /// What the answer has to prove, if it asks for a WebSocket.
+    /// The expected `sec-websocket-accept`, for a WebSocket handshake.
     websocket_accept: Option<HeaderValue>,
 }
 
-/// Turns an HTTP/1 request into the HTTP/2 request that stands for it.
+/// Turns an HTTP/1 request into an HTTP/2 request.
 ///
 /// # Errors
-/// It addresses nobody, so HTTP/2 cannot express it.
+/// The request has no valid host, which HTTP/2 requires.
 pub(crate) fn upgrade(req: &mut Request<Body>) -> Result<(), Error> {
     let orig_proto = match (req.version() == Version::HTTP_10, req.uri().scheme().is_some()) {
         (false, false) => HTTP_11,
@@ -43,32 +43,32 @@ pub(crate) fn upgrade(req: &mut Request<Body>) -> Result<(), Error> {
     Ok(())
 }
 
-/// The request that stands for `req` in HTTP/2, which stays as it is.
+/// The extended CONNECT request that carries the WebSocket handshake `req` over HTTP/2 (RFC 8441).
 ///
 /// # Errors
-/// It addresses nobody.
+/// The request has no valid host.
 pub(crate) fn to_extended_connect(req: &Request<Body>) -> Result<Request<Body>, Error> {
-    let mut carried = Request::new(Body::empty());
-    *carried.uri_mut() = req.uri().clone();
-    let headers = carried.headers_mut();
+    let mut connect = Request::new(Body::empty());
+    *connect.uri_mut() = req.uri().clone();
+    let headers = connect.headers_mut();
     *headers = req.headers().clone();
     headers::strip_hop_by_hop(headers);
-    // A stream has no length.
+    // A WebSocket stream has no length.
     for name in [header::SEC_WEBSOCKET_KEY, header::CONTENT_LENGTH] {
         headers.remove(name);
     }
-    upgrade(&mut carried)?;
-    *carried.method_mut() = Method::CONNECT;
-    carried
+    upgrade(&mut connect)?;
+    *connect.method_mut() = Method::CONNECT;
+    connect
         .extensions_mut()
         .insert(Protocol::from_static(websocket::WEBSOCKET));
-    Ok(carried)
+    Ok(connect)
 }
 
-/// Puts scheme and authority, which HTTP/2 wants, into the target.
+/// Adds the scheme and the authority to the target, as HTTP/2 requires.
 ///
 /// # Errors
-/// The request addresses nobody.
+/// The request has no valid host.
 pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
     if req.uri().scheme().is_some() && req.uri().authority().is_some() {
         return Ok(());
@@ -79,8 +79,8 @@ pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
             let host = req
                 .headers()
                 .get(header::HOST)
-                .ok_or(Error::InvalidRequest("it names no host"))?;
-            authority_of(host).ok_or(Error::InvalidRequest("its host is not an authority"))?
+                .ok_or(Error::InvalidRequest("the request has no host"))?;
+            authority_of(host).ok_or(Error::InvalidRequest("the host is not a valid authority"))?
         }
     };
     let mut parts = http::uri::Parts::default();
@@ -92,20 +92,20 @@ pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
             .cloned()
             .unwrap_or_else(|| PathAndQuery::from_static("/")),
     );
-    *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("its target"))?;
+    *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("the request target is invalid"))?;
     Ok(())
 }
 
-/// Makes a request HTTP/1 again that was; `None` for real HTTP/2.
+/// Restores an HTTP/1 request that a peer's proxy upgraded. `None` for a request that was HTTP/2 from the start.
 ///
 /// # Errors
-/// The mark is none that a proxy sends, or is on what a proxy does not send.
+/// `l5d-orig-proto` has an unknown value, or the extended CONNECT protocol is not WebSocket.
 pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<RestoredRequest>, Error> {
     let Some(orig_proto) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
         return Ok(None);
     };
     if req.version() != Version::HTTP_2 {
-        return Ok(None); // only proxies upgrade, and they speak HTTP/2 then
+        return Ok(None); // proxies set the header in HTTP/2 only
     }
     let orig_proto = orig_proto.to_str().unwrap_or_default();
     let (version, absolute) = match orig_proto.strip_suffix(ABSOLUTE_FORM) {
@@ -115,7 +115,7 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<RestoredRequest>
     let version = match version {
         HTTP_11 => Version::HTTP_11,
         HTTP_10 => Version::HTTP_10,
-        _ => return Err(Error::InvalidRequest("its l5d-orig-proto is unknown")),
+        _ => return Err(Error::InvalidRequest("the value of l5d-orig-proto is unknown")),
     };
     *req.version_mut() = version;
     if absolute {
@@ -123,22 +123,22 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<RestoredRequest>
     } else {
         set_origin_form(req);
     }
-    let mut proof = None;
+    let mut websocket_accept = None;
     if *req.method() == Method::CONNECT
         && let Some(protocol) = req.extensions_mut().remove::<Protocol>()
     {
         if protocol.as_str() != websocket::WEBSOCKET {
-            return Err(Error::InvalidRequest("its :protocol is not websocket"));
+            return Err(Error::InvalidRequest("the :protocol is not websocket"));
         }
-        proof = Some(websocket::to_http1_handshake(req));
+        websocket_accept = Some(websocket::to_http1_handshake(req));
     }
     Ok(Some(RestoredRequest {
         version,
-        websocket_accept: proof,
+        websocket_accept,
     }))
 }
 
-/// Moves the authority from the target to `Host`, as HTTP/1 servers expect it.
+/// Moves the authority from the target to `Host`, as HTTP/1 servers expect.
 pub(crate) fn set_origin_form(req: &mut Request<Body>) {
     insert_host(req);
     if let Some(path) = std::mem::take(req.uri_mut()).into_parts().path_and_query {
@@ -146,7 +146,7 @@ pub(crate) fn set_origin_form(req: &mut Request<Body>) {
     }
 }
 
-/// HTTP/1.1 wants a `Host` even where the target has an authority, which counts: nobody should see another.
+/// Sets `Host` to the authority of the target, which has precedence. HTTP/1.1 requires `Host` even for an absolute target.
 fn insert_host(req: &mut Request<Body>) {
     if let Some(host) = req.uri().authority().and_then(host_of) {
         req.headers_mut().insert(header::HOST, host);
@@ -154,12 +154,12 @@ fn insert_host(req: &mut Request<Body>) {
 }
 
 thread_local! {
-    /// A `host` and the authority that it is; requests of one thread mostly have the same.
-    static LAST: RefCell<(HeaderValue, Option<Authority>)> = const { RefCell::new((HeaderValue::from_static(""), None)) };
+    /// The last `host` value and its parsed authority. Consecutive requests of a thread mostly have the same host.
+    static LAST_HOST: RefCell<(HeaderValue, Option<Authority>)> = const { RefCell::new((HeaderValue::from_static(""), None)) };
 }
 
 fn authority_of(host: &HeaderValue) -> Option<Authority> {
-    LAST.with_borrow_mut(|(known, authority)| {
+    LAST_HOST.with_borrow_mut(|(known, authority)| {
         if known != host {
             *authority = Authority::try_from(host.as_bytes()).ok();
             *known = host.clone();
@@ -169,7 +169,7 @@ fn authority_of(host: &HeaderValue) -> Option<Authority> {
 }
 
 fn host_of(authority: &Authority) -> Option<HeaderValue> {
-    LAST.with_borrow_mut(|(host, known)| {
+    LAST_HOST.with_borrow_mut(|(host, known)| {
         if host.as_bytes() != authority.as_str().as_bytes() {
             *host = HeaderValue::from_str(authority.as_str()).ok()?;
             *known = Some(authority.clone());
@@ -178,15 +178,15 @@ fn host_of(authority: &Authority) -> Option<HeaderValue> {
     })
 }
 
-/// Marks the response to a restored request and removes what HTTP/2 must not carry.
+/// Turns the response to a restored request into HTTP/2.
 ///
 /// # Errors
-/// The application has switched to another protocol than it was asked to.
+/// The application switched to a protocol other than the requested WebSocket.
 pub(crate) fn encode_response(rsp: &mut Response<Body>, restored: &RestoredRequest) -> Result<(), Error> {
     if rsp.status() == StatusCode::SWITCHING_PROTOCOLS
-        && let Some(proof) = &restored.websocket_accept
+        && let Some(expected) = &restored.websocket_accept
     {
-        return websocket::to_http2_response(rsp, proof);
+        return websocket::to_http2_response(rsp, expected);
     }
     let orig_proto = if restored.version == Version::HTTP_10 {
         HTTP_10
@@ -200,7 +200,7 @@ pub(crate) fn encode_response(rsp: &mut Response<Body>, restored: &RestoredReque
     Ok(())
 }
 
-/// Removes headers that are not allowed in HTTP/2.
+/// Removes `transfer-encoding`, which HTTP/2 does not allow.
 pub(crate) fn strip_for_http2(headers: &mut HeaderMap) {
     if headers::get(headers, &header::TRANSFER_ENCODING).is_some() {
         headers.remove(header::TRANSFER_ENCODING);
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_upgraded_is_restored() {
+    fn an_upgraded_request_is_restored_unchanged() {
         for (uri, host, version) in [
             ("/a?b=c", "web:80", Version::HTTP_11),
             ("http://web/a", "web", Version::HTTP_11),

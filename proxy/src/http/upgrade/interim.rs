@@ -1,7 +1,7 @@
-//! Interim responses (1xx) on their way from the client of a request to its server.
+//! Passes interim responses (1xx) from the HTTP client to the HTTP server of the same request.
 //!
-//! Between the two there is one future and no task, and a future yields one response. So whoever reads an interim
-//! response leaves it with its thread, and the server, which polls the future, takes it from there.
+//! The server polls the client's future directly, and a future yields one response only. So the client stores interim
+//! responses in a thread-local list while it is polled, and the server takes them after each poll.
 
 use std::{cell::RefCell, task::Poll};
 
@@ -10,34 +10,34 @@ use http::{Response, StatusCode, Version, header};
 use crate::http::headers;
 
 thread_local! {
-    static PASSED: RefCell<Vec<Response<()>>> = const { RefCell::new(Vec::new()) };
+    static RECEIVED: RefCell<Vec<Response<()>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// How many interim responses a request may have: nothing else bounds what waits for a client that does not read.
+/// Maximum number of interim responses per request. It bounds the bytes that wait for a client that does not read.
 pub(crate) const MAX_INTERIM_RESPONSES: usize = 32;
 
-/// Passes an interim response on to whoever serves the request that is being worked on.
+/// Stores an interim response for the server that polls the current request.
 pub(crate) fn forward(mut response: Response<()>) {
-    // Whoever switches protocols says so at the end, in HTTP/1.
+    // 101 is a final response: it ends HTTP on the connection.
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
         return;
     }
-    // It has no body, whatever it says, and its connection's business is nothing that HTTP/2 knows of.
+    // An interim response has no body, and HTTP/2 does not allow connection-specific headers.
     response.headers_mut().remove(header::CONTENT_LENGTH);
     response.headers_mut().remove(header::TRANSFER_ENCODING);
     headers::strip_hop_by_hop(response.headers_mut());
     headers::strip_spoofed(response.headers_mut());
     *response.version_mut() = Version::HTTP_11;
-    PASSED.with_borrow_mut(|passed| passed.push(response));
+    RECEIVED.with_borrow_mut(|received| received.push(response));
 }
 
-/// Polls the answering of a request by `poll`, and returns the interim responses that came of it.
+/// Calls `poll` and returns its result with the interim responses that it stored.
 pub(crate) fn poll_and_take<T>(poll: impl FnOnce() -> Poll<T>) -> (Poll<T>, Vec<Response<()>>) {
     let polled = poll();
-    (polled, PASSED.take())
+    (polled, RECEIVED.take())
 }
 
-/// Whether it lets the client send its body.
+/// Whether the client may now send the request body.
 pub(crate) fn is_continue(response: &Response<()>) -> bool {
     response.status() == StatusCode::CONTINUE
 }

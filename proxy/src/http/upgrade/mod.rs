@@ -1,4 +1,4 @@
-//! Connections and streams that change their protocol: upgrades, WebSocket, tunnels, interim responses.
+//! Protocol upgrades, WebSocket, CONNECT tunnels, and interim responses.
 
 pub(crate) mod http1_over_http2;
 pub(crate) mod interim;

@@ -1,4 +1,4 @@
-//! Connections that stop being HTTP: upgrades such as WebSocket, and CONNECT.
+//! Tunnels: connections that stop being HTTP after an upgrade, such as WebSocket, or after CONNECT.
 
 use std::{
     io,
@@ -19,28 +19,28 @@ use crate::{
 
 /// One side of a tunnel.
 pub(crate) enum TunnelEnd {
-    /// A connection of its own.
+    /// A whole connection.
     Connection(Io),
-    /// A stream of HTTP/2, which shares its connection.
+    /// One stream of an HTTP/2 connection.
     Stream(Box<UpgradedStream>),
 }
 
-/// Joins the client's side, once the server lets go of it, with the upstream one; bytes pass until both have ended.
+/// Copies bytes between the client and the upstream until both have closed. The copy starts when the server passes on the
+/// client's connection or stream.
 ///
-/// A tunnel does not hear of a drain, it holds it open. It is cut when `refused` is ready, or when the place of the client's
-/// connection goes to another one.
+/// A drain waits for the tunnel. The tunnel is closed when `denied` is ready, or when the client's connection is evicted.
 pub(crate) fn spawn_tunnel(
     client: oneshot::Receiver<TunnelEnd>,
     mut upstream: TunnelEnd,
     drain: &drain::Watch,
-    refused: impl Future<Output = ()> + Send + 'static,
+    denied: impl Future<Output = ()> + Send + 'static,
 ) {
     let guard = drain.guard();
-    let (named, name) = oneshot::channel();
+    let (handle_tx, handle_rx) = oneshot::channel();
     let task = tokio::spawn(async move {
         let _guard = guard;
-        let (Ok(mut client), Ok(task)) = (client.await, name.await) else {
-            return tracing::debug!("the client left before its upgrade");
+        let (Ok(mut client), Ok(task)) = (client.await, handle_rx.await) else {
+            return tracing::debug!("the client closed the connection before the upgrade");
         };
         if let Some(activity) = client.activity() {
             activity.replace_task(task);
@@ -51,15 +51,15 @@ pub(crate) fn spawn_tunnel(
                     tracing::debug!(%error, "tunnel ended");
                 }
             }
-            () = refused => {}
+            () = denied => {}
         }
     });
-    // An error is a task that has ended.
-    let _ = named.send(task.abort_handle());
+    // Sending fails only if the task has already ended.
+    let _ = handle_tx.send(task.abort_handle());
 }
 
 impl TunnelEnd {
-    /// What the place of a connection is told; a stream has none.
+    /// The activity tracker of the connection's permit. A stream has none.
     fn activity(&self) -> Option<ActivityTracker> {
         match self {
             Self::Connection(io) => io.activity(),
@@ -68,8 +68,8 @@ impl TunnelEnd {
     }
 }
 
-/// Runs a poll function on whichever leg this is.
-macro_rules! on_leg {
+/// Runs a poll function on the connection or the stream.
+macro_rules! on_transport {
     ($self:ident, $s:ident => $call:expr) => {
         match &mut *$self {
             TunnelEnd::Connection($s) => $call,
@@ -83,27 +83,27 @@ impl copy::ResetOnDrop for TunnelEnd {
         if let Self::Connection(io) = self {
             io.reset();
         }
-        // A stream that is dropped before its end is reset anyway.
+        // Dropping an unfinished stream resets it.
     }
 }
 
 impl AsyncRead for TunnelEnd {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        on_leg!(self, s => Pin::new(s).poll_read(cx, buf))
+        on_transport!(self, s => Pin::new(s).poll_read(cx, buf))
     }
 }
 
 impl AsyncWrite for TunnelEnd {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        on_leg!(self, s => Pin::new(s).poll_write(cx, buf))
+        on_transport!(self, s => Pin::new(s).poll_write(cx, buf))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        on_leg!(self, s => Pin::new(s).poll_flush(cx))
+        on_transport!(self, s => Pin::new(s).poll_flush(cx))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        on_leg!(self, s => Pin::new(s).poll_shutdown(cx))
+        on_transport!(self, s => Pin::new(s).poll_shutdown(cx))
     }
 }
 
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_tunnel_has_the_place_of_its_client_until_that_goes_to_another_one() {
+    async fn a_tunnel_keeps_its_permit_until_eviction() {
         let limiter = ConnectionLimiter::new("test", 1, FullLimitPolicy::CloseIdlest, &Registry::new());
         let ip = |last| IpAddr::from(Ipv4Addr::new(10, 0, 0, last));
         let ((mut client, accepted), (upstream, mut application)) = (pair().await, pair().await);
@@ -143,12 +143,12 @@ mod tests {
         client.write_all(b"hello").await.unwrap();
         application.read_exact(&mut [0; 5]).await.unwrap();
         assert_eq!(limiter.n_connections(), 1);
-        let newcomer = limiter.admit(ip(2)).unwrap();
+        let evicting = limiter.admit(ip(2)).unwrap();
         for side in [&mut client, &mut application] {
-            assert!(side.read(&mut [0]).await.is_err(), "a reset");
+            assert!(side.read(&mut [0]).await.is_err(), "must be reset");
         }
         assert_eq!(limiter.n_connections(), 1);
-        drop(newcomer);
+        drop(evicting);
         assert_eq!(limiter.n_connections(), 0);
     }
 }

@@ -1,6 +1,7 @@
-//! WebSocket as HTTP/1 asks for it, and as HTTP/2 carries it between proxies (RFC 8441, section 5).
+//! WebSocket handshakes in HTTP/1, and extended CONNECT in HTTP/2 between proxies (RFC 8441, section 5).
 //!
-//! The outbound side takes the handshake's key out and answers it, the inbound side makes one of its own for the application.
+//! The outbound proxy removes the client's key and computes its accept value. The inbound proxy creates a new key for the
+//! application.
 
 use aws_lc_rs::digest::{SHA1_FOR_LEGACY_USE_ONLY, digest};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
@@ -18,16 +19,16 @@ pub(crate) const WEBSOCKET: &str = "websocket";
 /// Source: RFC 6455, section 1.3.
 const GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// Whether a stream of HTTP/2 can stand for what an HTTP/1 request asks for, with nothing lost.
+/// Whether an HTTP/1 request is a WebSocket handshake that extended CONNECT can carry without loss.
 pub(crate) fn can_use_extended_connect(req: &Request<Body>) -> bool {
-    let is_asked_for =
+    let upgrades_to_websocket =
         single_header(req, &header::UPGRADE).is_some_and(|to| to.as_bytes().eq_ignore_ascii_case(WEBSOCKET.as_bytes()));
-    // Applications refuse keys of other lengths; they would not see it.
-    let has_key = || {
+    // Applications refuse an invalid key, but behind extended CONNECT they would not see it.
+    let has_valid_key = || {
         single_header(req, &header::SEC_WEBSOCKET_KEY)
             .is_some_and(|key| BASE64_STANDARD.decode(key.as_bytes()).is_ok_and(|key| key.len() == 16))
     };
-    let lists_it = || {
+    let has_connection_upgrade = || {
         let lines = req.headers().get_all(header::CONNECTION).iter();
         let mut names = lines.flat_map(|line| line.as_bytes().split(|b| *b == b','));
         names.any(|name| name.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
@@ -35,18 +36,18 @@ pub(crate) fn can_use_extended_connect(req: &Request<Body>) -> bool {
     *req.method() == Method::GET
         && req.version() == Version::HTTP_11
         && req.body().is_end_stream()
-        && is_asked_for
-        && has_key()
-        && lists_it()
+        && upgrades_to_websocket
+        && has_valid_key()
+        && has_connection_upgrade()
 }
 
-/// The value of a header that is there once.
+/// The value of a header that occurs exactly once.
 fn single_header<'a>(req: &'a Request<Body>, name: &HeaderName) -> Option<&'a HeaderValue> {
     let mut all = req.headers().get_all(name).iter();
     all.next().filter(|_| all.next().is_none())
 }
 
-/// Answers the client that asked by `req` as HTTP/1 does, now that it has its stream.
+/// Turns `rsp` into the HTTP/1 response (101) to the handshake `req`.
 pub(crate) fn set_handshake_response(req: &Request<Body>, rsp: &mut Response<Body>) {
     set_upgrade_headers(rsp.headers_mut());
     if let Some(key) = req.headers().get(header::SEC_WEBSOCKET_KEY) {
@@ -57,14 +58,14 @@ pub(crate) fn set_handshake_response(req: &Request<Body>, rsp: &mut Response<Bod
     *rsp.version_mut() = Version::HTTP_11;
 }
 
-/// Whether a request of HTTP/2 stands for one that asks for a WebSocket.
+/// Whether an HTTP/2 request is an extended CONNECT from a peer's proxy.
 pub(crate) fn is_extended_connect(req: &Request<Body>) -> bool {
     *req.method() == Method::CONNECT
         && headers::get(req.headers(), &L5D_ORIG_PROTO).is_some()
         && req.extensions().get::<Protocol>().is_some()
 }
 
-/// Asks for a WebSocket as HTTP/1 does; returns what proves that the answer is one to this request.
+/// Turns an extended CONNECT into an HTTP/1 handshake with a new key. Returns the expected `sec-websocket-accept`.
 pub(crate) fn to_http1_handshake(req: &mut Request<Body>) -> HeaderValue {
     *req.method_mut() = Method::GET;
     set_upgrade_headers(req.headers_mut());
@@ -74,18 +75,18 @@ pub(crate) fn to_http1_handshake(req: &mut Request<Body>) -> HeaderValue {
     websocket_accept
 }
 
-/// Answers the peer's proxy as HTTP/2 does, now that the application has switched.
+/// Turns the application's 101 response into the HTTP/2 response (200) to the peer's proxy.
 ///
 /// # Errors
-/// The application has switched to something else, or has not seen the request.
+/// `upgrade` is not `websocket`, or `sec-websocket-accept` is not the expected value.
 pub(crate) fn to_http2_response(rsp: &mut Response<Body>, websocket_accept: &HeaderValue) -> Result<(), Error> {
     let headers = rsp.headers_mut();
-    let to = headers.get(header::UPGRADE).map_or(&b""[..], HeaderValue::as_bytes);
-    if !to.eq_ignore_ascii_case(WEBSOCKET.as_bytes())
+    let protocol = headers.get(header::UPGRADE).map_or(&b""[..], HeaderValue::as_bytes);
+    if !protocol.eq_ignore_ascii_case(WEBSOCKET.as_bytes())
         || headers.get(header::SEC_WEBSOCKET_ACCEPT) != Some(websocket_accept)
     {
         return Err(Error::InvalidResponse(
-            "it switched to something else than the WebSocket that was asked for",
+            "the server did not switch to the requested WebSocket",
         ));
     }
     headers::strip_hop_by_hop(headers);
@@ -97,10 +98,10 @@ pub(crate) fn to_http2_response(rsp: &mut Response<Body>, websocket_accept: &Hea
     Ok(())
 }
 
-/// Whether a response of HTTP/2 opens the stream that was asked for: not what an application of HTTP/1 answers instead.
+/// Whether an HTTP/2 response accepts an extended CONNECT. A plain HTTP/1 response of the application has `l5d-orig-proto`.
 pub(crate) fn is_tunnel_response<B>(rsp: &Response<B>) -> bool {
     let headers = rsp.headers();
-    // Nor what a proxy answers in its place, which has a length, as a stream has none.
+    // An error response of a proxy has a content-length; an accepted stream has none.
     rsp.status().is_success() && !headers.contains_key(L5D_ORIG_PROTO) && !headers.contains_key(header::CONTENT_LENGTH)
 }
 
@@ -109,13 +110,13 @@ fn set_upgrade_headers(headers: &mut HeaderMap) {
     headers.insert(header::UPGRADE, HeaderValue::from_static(WEBSOCKET));
 }
 
-/// What a server proves by that it has seen a key.
+/// The `sec-websocket-accept` value for a key (RFC 6455, section 4.2.2).
 fn accept_value(key: &HeaderValue) -> HeaderValue {
     base64_header(digest(&SHA1_FOR_LEGACY_USE_ONLY, &[key.as_bytes(), GUID].concat()).as_ref())
 }
 
 fn base64_header(bytes: &[u8]) -> HeaderValue {
-    HeaderValue::try_from(BASE64_STANDARD.encode(bytes)).expect("base64 has no other bytes than headers have")
+    HeaderValue::try_from(BASE64_STANDARD.encode(bytes)).expect("base64 text is a valid header value")
 }
 
 #[cfg(test)]
@@ -123,7 +124,7 @@ mod tests {
     use super::*;
     use crate::http::upgrade::http1_over_http2::{self, to_extended_connect};
 
-    fn asked(lines: &[(&str, &str)]) -> Request<Body> {
+    fn request(lines: &[(&str, &str)]) -> Request<Body> {
         let req = Request::get("/chat?a=b").header("host", "web.test");
         let req = lines.iter().fold(req, |req, (name, value)| req.header(*name, *value));
         req.body(Body::empty()).unwrap()
@@ -134,7 +135,7 @@ mod tests {
     #[test]
     fn only_valid_websocket_handshakes_use_extended_connect() {
         let (connection, upgrade) = (("connection", "keep-alive, Upgrade"), ("upgrade", "WebSocket"));
-        assert!(can_use_extended_connect(&asked(&[connection, upgrade, KEY])));
+        assert!(can_use_extended_connect(&request(&[connection, upgrade, KEY])));
         for lines in [
             vec![connection, upgrade],
             vec![connection, KEY],
@@ -144,55 +145,55 @@ mod tests {
             vec![connection, ("upgrade", "websocket, other"), KEY],
             vec![connection, upgrade, ("upgrade", "other"), KEY],
         ] {
-            assert!(!can_use_extended_connect(&asked(&lines)), "{lines:?}");
+            assert!(!can_use_extended_connect(&request(&lines)), "{lines:?}");
         }
-        let mut post = asked(&[connection, upgrade, KEY]);
+        let mut post = request(&[connection, upgrade, KEY]);
         *post.method_mut() = Method::POST;
         assert!(!can_use_extended_connect(&post));
-        let with_body = asked(&[connection, upgrade, KEY]).map(|_| Body::full("a body"));
+        let with_body = request(&[connection, upgrade, KEY]).map(|_| Body::full("a body"));
         assert!(!can_use_extended_connect(&with_body));
     }
 
     #[test]
-    fn what_is_carried_is_restored_with_another_key() {
-        let own = [
+    fn a_restored_handshake_has_another_key() {
+        let end_to_end = [
             ("sec-websocket-protocol", "chat"),
             ("sec-websocket-version", "13"),
             ("x-a", "1"),
         ];
-        let of_hop = [
+        let hop_by_hop = [
             ("connection", "upgrade, x-b"),
             ("x-b", "2"),
             ("upgrade", "websocket"),
             KEY,
             ("content-length", "0"),
         ];
-        let req = asked(&[&own[..], &of_hop].concat());
-        let mut there = to_extended_connect(&req).unwrap();
-        assert!(is_extended_connect(&there));
-        assert_eq!(there.uri(), "http://web.test/chat?a=b");
-        let mut left: Vec<_> = there.headers().keys().map(HeaderName::as_str).collect();
-        left.sort_unstable();
+        let req = request(&[&end_to_end[..], &hop_by_hop].concat());
+        let mut connect = to_extended_connect(&req).unwrap();
+        assert!(is_extended_connect(&connect));
+        assert_eq!(connect.uri(), "http://web.test/chat?a=b");
+        let mut names: Vec<_> = connect.headers().keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
         let expected = [
             "l5d-orig-proto",
             "sec-websocket-protocol",
             "sec-websocket-version",
             "x-a",
         ];
-        assert_eq!(left, expected);
-        let restored = http1_over_http2::restore(&mut there).unwrap();
-        assert!(restored.is_some() && can_use_extended_connect(&there));
+        assert_eq!(names, expected);
+        let restored = http1_over_http2::restore(&mut connect).unwrap();
+        assert!(restored.is_some() && can_use_extended_connect(&connect));
         assert_eq!(
-            (there.uri(), &there.headers()["host"]),
+            (connect.uri(), &connect.headers()["host"]),
             (req.uri(), &req.headers()["host"])
         );
-        assert_ne!(there.headers()[KEY.0], req.headers()[KEY.0]);
+        assert_ne!(connect.headers()[KEY.0], req.headers()[KEY.0]);
     }
 
     #[test]
     fn each_side_gets_the_accept_value_of_its_own_key() {
         let mut rsp = Response::new(Body::empty());
-        set_handshake_response(&asked(&[KEY]), &mut rsp);
+        set_handshake_response(&request(&[KEY]), &mut rsp);
         assert_eq!(rsp.status(), 101);
         // Source: RFC 6455, section 1.3.
         assert_eq!(rsp.headers()["sec-websocket-accept"], "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");

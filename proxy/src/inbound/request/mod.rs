@@ -57,7 +57,7 @@ impl HttpConnection {
         req: &mut Request<Body>,
         started_at: Instant,
     ) -> Result<Response<Body>, Error> {
-        let upgrade = req.body_mut().take_client_leg();
+        let upgrade = req.body_mut().take_client_tunnel();
         self.clean_headers(req, upgrade.is_some());
         let request_metrics = self.authorize_and_tap(req)?; // I9
         let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);

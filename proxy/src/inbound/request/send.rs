@@ -90,7 +90,7 @@ impl HttpConnection {
             },
             Ok(rsp) => rsp,
         };
-        match (upgrade, rsp.body_mut().take_server_leg()) {
+        match (upgrade, rsp.body_mut().take_server_tunnel()) {
             (Some(client), Some(upstream)) => {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let denied = async move {
@@ -105,7 +105,11 @@ impl HttpConnection {
                 headers::strip_all_but_upgrade(rsp.headers_mut());
                 headers::strip_spoofed(rsp.headers_mut());
             }
-            (None, Some(_)) => return Err(Error::InvalidResponse("it switched protocols unasked")),
+            (None, Some(_)) => {
+                return Err(Error::InvalidResponse(
+                    "the server switched protocols without an upgrade request",
+                ));
+            }
             (_, None) => headers::strip_from_app_response(rsp.headers_mut()),
         }
         Ok(rsp)

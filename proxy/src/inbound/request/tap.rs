@@ -51,7 +51,7 @@ impl HttpConnection {
         let subject = RequestInfo {
             source_labels: self.tls.label_map(),
             destination_labels: Cow::Owned(labels),
-            destination_tls: ClientTls::Plain(NoClientTls::Loopback).told(),
+            destination_tls: ClientTls::Plain(NoClientTls::Loopback).label_map(),
             route_labels,
             ..RequestInfo::of(req, ProxyDirection::Inbound, client.0, target)
         };

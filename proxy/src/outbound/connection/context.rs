@@ -27,7 +27,7 @@ pub(crate) struct Outbound {
     pub(crate) discover: Arc<Discovery>,
     pub(crate) detect_timeout: Duration,
     pub(crate) server: ServerConfig,
-    pub(crate) wrappers: ServiceStack,
+    pub(crate) service_stack: ServiceStack,
     pub(crate) error_detail: ErrorDetail,
     pub(crate) families: Families,
     /// Creates trace spans; `None` if tracing is disabled.

@@ -47,7 +47,7 @@ impl Outbound {
         let Ok(listener) = stream.socket().local_addr().map(Addr::Socket) else {
             return None; // the client has closed the connection
         };
-        if let Some(refusal) = self.wrappers.admission.connection_refusal(&stream) {
+        if let Some(refusal) = self.service_stack.admission.connection_refusal(&stream) {
             self.families
                 .record_tcp_error(&listener, refusal.label(), refusal.cause());
             tracing::debug!(client = %addr.0, %refusal, "connection refused");

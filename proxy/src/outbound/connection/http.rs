@@ -60,7 +60,7 @@ impl HttpConnection {
     /// Carries one request from the application to a backend.
     pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(req)?;
-        let upgrade = req.body_mut().take_client_leg();
+        let upgrade = req.body_mut().take_client_tunnel();
         if req.version() <= Version::HTTP_11 {
             match upgrade {
                 None => headers::strip_hop_by_hop(req.headers_mut()),
@@ -132,12 +132,12 @@ impl HttpConnection {
         };
         if req.uri().scheme().is_some_and(|scheme| *scheme != Scheme::HTTP) {
             return Err(Error::InvalidRequest(
-                "its target has a scheme other than http; use CONNECT for it",
+                "the target has a scheme other than http; use CONNECT for it",
             ));
         }
         let port = authority.port_u16().unwrap_or(80);
         let target = format!("{}:{port}", authority.host()).parse();
-        let target: Addr = target.map_err(|_| Error::InvalidRequest("its target is not <host> or <host>:<port>"))?;
+        let target: Addr = target.map_err(|_| Error::InvalidRequest("the target is not <host> or <host>:<port>"))?;
         req.headers_mut().remove(header::PROXY_AUTHORIZATION);
         if req.version() < Version::HTTP_2 {
             http1_over_http2::set_origin_form(req);
@@ -197,7 +197,9 @@ impl Outbound {
                 result
             }
         };
-        let service = self.wrappers.build(serve, self.error_detail, responder, closer.clone());
+        let service = self
+            .service_stack
+            .build(serve, self.error_detail, responder, closer.clone());
         let signals = CloseSignals { closer, drain };
         server::serve(io, protocol, service, &self.server, signals).map(move |served| {
             if let Err(error) = served {

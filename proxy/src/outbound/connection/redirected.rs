@@ -54,7 +54,7 @@ impl Outbound {
             return None;
         }
         let dst = Addr::Socket(dst.0);
-        if let Some(refusal) = self.wrappers.admission.connection_refusal(&stream) {
+        if let Some(refusal) = self.service_stack.admission.connection_refusal(&stream) {
             self.families.record_tcp_error(&dst, refusal.label(), refusal.cause());
             tracing::debug!(%dst, %refusal, "connection refused");
             stream.reset();

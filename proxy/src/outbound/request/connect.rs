@@ -107,7 +107,7 @@ impl RequestConnector<'_> {
     }
 
     /// Dials this endpoint and, if that is slow, others; returns the first connection. If another endpoint has an open connection
-    /// that can be shared, returns it at once.
+    /// that can be shared, returns it immediately.
     async fn dial_with_hedging(
         &self,
         endpoint: Arc<Endpoint>,

@@ -222,9 +222,9 @@ impl Dispatch<'_> {
         // With several endpoints, one of them must not close the client's connection to the service.
         let may_end = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
         finish_response(&mut rsp, exchange.protocol, exchange.version, may_end);
-        let upgraded = rsp.body_mut().take_server_leg();
+        let upgraded = rsp.body_mut().take_server_tunnel();
         if upgraded.is_some() && outgoing.upgrade.is_none() {
-            let error = Error::InvalidResponse("it switched protocols unasked");
+            let error = Error::InvalidResponse("the server switched protocols without an upgrade request");
             exchange.attempt.record_error(&error);
             return Err(error);
         }
@@ -248,7 +248,7 @@ impl Dispatch<'_> {
         let subject = RequestInfo {
             source_labels: ServerTls::Plain(NoServerTls::Loopback).label_map(),
             destination_labels: Cow::Borrowed(&endpoint.spec.labels),
-            destination_tls: endpoint.tls.told(),
+            destination_tls: endpoint.tls.label_map(),
             route_labels: self.route_source.route_labels(req),
             ..RequestInfo::of(req, ProxyDirection::Outbound, self.context.client, endpoint.spec.addr)
         };
@@ -287,7 +287,7 @@ fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Proto
         parts.path_and_query = parts
             .path_and_query
             .or_else(|| Some(http::uri::PathAndQuery::from_static("/")));
-        *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("its target"))?;
+        *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("the request target is invalid"))?;
         if protocol == Protocol::Http1 {
             http1_over_http2::set_origin_form(req);
         }

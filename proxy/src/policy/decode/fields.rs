@@ -34,9 +34,9 @@ pub(crate) enum DecodeError {
         #[source]
         source: ConvertError,
     },
-    #[error("reading {place}")]
+    #[error("reading {resource}")]
     InResource {
-        place: Arc<Meta>,
+        resource: Arc<Meta>,
         #[source]
         source: Box<Self>,
     },
@@ -52,9 +52,9 @@ impl DecodeError {
     }
 
     /// Adds the resource that contains the error.
-    pub(super) fn in_resource(self, place: &Arc<Meta>) -> Self {
+    pub(super) fn in_resource(self, resource: &Arc<Meta>) -> Self {
         Self::InResource {
-            place: place.clone(),
+            resource: resource.clone(),
             source: Box::new(self),
         }
     }

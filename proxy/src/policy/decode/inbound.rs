@@ -676,13 +676,13 @@ mod tests {
             (Kind::Grpc(proto::proxy_protocol::Grpc { routes: vec![] }), "default"),
         ] {
             let policy = server_policy(server_with_protocol(kind.clone())).unwrap();
-            let as_told = match policy.protocol {
+            let is_same_protocol = match policy.protocol {
                 ServerProtocol::Http1(_) => matches!(kind, Kind::Http1(_)),
                 ServerProtocol::Http2(_) => matches!(kind, Kind::Http2(_)),
                 ServerProtocol::Grpc(_) => matches!(kind, Kind::Grpc(_)),
                 _ => false,
             };
-            assert!(as_told, "{kind:?}");
+            assert!(is_same_protocol, "{kind:?}");
             let (ServerProtocol::Http1(http) | ServerProtocol::Http2(http) | ServerProtocol::Grpc(http)) =
                 &policy.protocol
             else {

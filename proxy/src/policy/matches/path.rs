@@ -199,7 +199,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_normal_form_is_its_own(path in "/[%/.;a-f0-9\\\\é]{0,20}") {
+        fn normalization_is_idempotent(path in "/[%/.;a-f0-9\\\\é]{0,20}") {
             if let Some(once) = normalize(&path) {
                 let twice = normalize(&once).map(Cow::into_owned);
                 prop_assert_eq!(twice.as_deref(), Some(&*once));

@@ -66,7 +66,11 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_a_stopped_one_at_
         wait_for_leader(&server, lease, "third").await;
     }
     third.end().await;
-    assert_eq!(holder(&server, ENDPOINT_LEASE).await, None, "it was given back");
+    assert_eq!(
+        holder(&server, ENDPOINT_LEASE).await,
+        None,
+        "the lease must be released"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

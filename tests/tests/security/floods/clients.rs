@@ -91,8 +91,8 @@ impl<'a> NormalClient<'a> {
         let ask = || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                let asking = tokio::time::timeout(RESPONSE_TIMEOUT, self.answer());
-                asking.await.context("there is no answer")?
+                let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.answer());
+                response.await.context("there is no answer")?
             })
         };
         match self.host {

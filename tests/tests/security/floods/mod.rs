@@ -192,7 +192,7 @@ impl Cell<'_, '_> {
         let mut failures = Vec::new();
         let mut flood = None;
         start(&mut || flood = Some(Flood::start(row.port, *behaviour, *from, *n, row.peers.as_ref())));
-        let flood = flood.expect("it has run");
+        let flood = flood.expect("the flood has run");
         assert!(flood.n() > 0, "{}: no connection at all", row.name);
         let mut slowest = vec![Duration::ZERO; row.good.len()];
         let bound = max_response_time();

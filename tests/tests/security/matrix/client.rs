@@ -240,7 +240,7 @@ fn of_head(status: u16, headers: &HeaderMap) -> Observed {
 }
 
 async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Observed {
-    let asking = async {
+    let exchange = async {
         let (mut sender, connection) = h2::client::handshake(stream).await?;
         // The task ends with the runtime or the connection.
         tokio::spawn(async move { connection.await.ok() });
@@ -251,7 +251,7 @@ async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message:
         }
         response.await
     };
-    match timeout(ANSWER_LIMIT, asking).await {
+    match timeout(ANSWER_LIMIT, exchange).await {
         Ok(Ok(response)) => of_head(response.status().as_u16(), response.headers()),
         Ok(Err(_)) => Observed::Closed,
         Err(_) => Observed::Timeout,

@@ -173,12 +173,12 @@ fn cells(states: &[State]) -> Vec<Cell> {
 }
 
 async fn faults_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
-    let places = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
-    let tries = cells.iter().enumerate().map(async |(n, cell)| {
-        let _place = places.acquire().await.unwrap();
+    let permits = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
+    let results = cells.iter().enumerate().map(async |(n, cell)| {
+        let _permit = permits.acquire().await.unwrap();
         cell.fault(n, client, reached).await
     });
-    join_all(tries).await.into_iter().flatten().collect()
+    join_all(results).await.into_iter().flatten().collect()
 }
 
 impl Cell {
@@ -197,7 +197,7 @@ impl Cell {
 
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
-        match known.expect("it has a row").1 {
+        match known.expect("the cell has a row").1 {
             Knowledge::Policy => Expected::of(table::at(SENT, self.sent.what.word(), self.policy.word())),
             Knowledge::Nothing if self.sent.what == What::Half => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
@@ -242,7 +242,7 @@ impl EgressPolicy {
     /// An address with this policy: one that is dialled before the state begins, or another.
     fn address(self, state: State, family: Family) -> IpAddr {
         let index = Self::ALL.iter().position(|policy| *policy == self);
-        let index = u8::try_from(index.expect("it is one of them")).unwrap();
+        let index = u8::try_from(index.expect("the cell is in the table")).unwrap();
         let host = if state.is_requested_before() {
             10 + index
         } else {

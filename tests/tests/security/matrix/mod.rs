@@ -156,7 +156,7 @@ impl PreparedRun {
         let mut cells = Vec::new();
         for cell in states.iter().flat_map(|state| table::cells(*state)) {
             let index = Policy::ALL.iter().position(|policy| *policy == cell.policy);
-            let index = u16::try_from(index.expect("it is one of them")).unwrap();
+            let index = u16::try_from(index.expect("the cell is in the table")).unwrap();
             let port = match (cell.state.is_requested_before(), cell.state.is_first()) {
                 (true, _) => DECLARED_PORTS_START + index,
                 (false, false) => UNDECLARED_PORTS_START + index,
@@ -202,13 +202,13 @@ async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedToke
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
     );
-    let tries = cells.iter().enumerate().map(async |(n, tried)| {
+    let results = cells.iter().enumerate().map(async |(n, tried)| {
         let waits = matches!(tried.cell.sent.what, What::Silence | What::Half) || tried.expected == UNKNOWN;
-        let places = if waits { &waiting } else { &quick };
-        let _place = places.acquire().await.unwrap();
+        let permits = if waits { &waiting } else { &quick };
+        let _permit = permits.acquire().await.unwrap();
         tried.fault(n, client, reached).await
     });
-    join_all(tries).await.into_iter().flatten().collect()
+    join_all(results).await.into_iter().flatten().collect()
 }
 
 impl CellAtPort {

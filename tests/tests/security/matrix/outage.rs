@@ -47,7 +47,7 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
         });
         Vec::from_iter(cells)
     };
-    let asking = cells(State::First, PORTS);
+    let first_cells = cells(State::First, PORTS);
     let mut away = cells(State::DownAfter, PORTS);
     away.extend(cells(State::DownBefore, UNUSED_PORTS));
 
@@ -56,8 +56,8 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
         .run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut faults = faults_of(&asking, &client, &reached).await;
-                let mut n_tried = asking.len();
+                let mut faults = faults_of(&first_cells, &client, &reached).await;
+                let mut n_tried = first_cells.len();
                 scene.kill_control_plane();
                 let until = Instant::now() + away_for();
                 while faults.is_empty() {

@@ -1,4 +1,4 @@
-//! Where manifests are: a temporary directory.
+//! Stores the manifests of a test in a temporary directory.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ impl ManifestStore {
         }
     }
 
-    /// Reads the manifests, and follows them.
+    /// A source that reads and watches the directory.
     pub(crate) async fn source(
         &self,
         _config: &Config,
@@ -44,12 +44,12 @@ impl ManifestStore {
 }
 
 impl Mesh {
-    /// Replaces a file as editors do: beside it, then renamed over it.
+    /// Replaces a file atomically, by a rename.
     pub(crate) fn write(&self, name: &str, text: &str) {
         let path = self.path().join(name);
-        let beside = self.path().join(format!(".{}.tmp", name.replace('/', "_")));
-        std::fs::write(&beside, text).unwrap();
-        std::fs::rename(beside, path).unwrap();
+        let new = self.path().join(format!(".{}.tmp", name.replace('/', "_")));
+        std::fs::write(&new, text).unwrap();
+        std::fs::rename(new, path).unwrap();
     }
 
     pub(crate) fn remove(&self, name: &str) {
@@ -57,6 +57,6 @@ impl Mesh {
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.place.dir.path()
+        self.manifests.dir.path()
     }
 }

@@ -1,4 +1,4 @@
-//! The source of manifests: an API server, on which our controller writes the statuses of routes.
+//! Stores the manifests of a test in an API server. tulle's controller writes the statuses of routes there.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -79,7 +79,7 @@ impl ManifestStore {
         async { source.await.unwrap() }
     }
 
-    /// Always empty: an object that the server refuses fails the row at once.
+    /// Always empty: an object that the server refuses fails the row.
     pub(crate) fn errors(&self) -> Vec<String> {
         Vec::new()
     }
