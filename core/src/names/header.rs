@@ -1,0 +1,144 @@
+//! HTTP headers between proxies, and between proxies and applications.
+
+use http::HeaderName;
+
+/// A header with its documentation. Texts are Markdown, for a cell of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub name: &'static str,
+    /// What sets it and what reads it. A proxy that reads a header also removes it, unless the meaning says otherwise.
+    pub direction: &'static str,
+    /// The accepted values.
+    pub values: &'static str,
+    pub meaning: &'static str,
+}
+
+/// Declares the constants and [`ALL`] from one table, so that there is no name without documentation.
+macro_rules! headers {
+    ($($constant:ident = $name:literal {
+        direction: $direction:expr,
+        values: $values:expr,
+        meaning: $meaning:literal,
+    })*) => {
+        $(
+            #[doc = $meaning]
+            pub const $constant: HeaderName = HeaderName::from_static($name);
+        )*
+
+        /// All headers, in the order of the documentation.
+        pub const ALL: &[Header] = &[$(
+            Header {
+                name: $name,
+                direction: $direction,
+                values: $values,
+                meaning: $meaning,
+            },
+        )*];
+    };
+}
+
+headers! {
+    L5D_CLIENT_ID = "l5d-client-id" {
+        direction: "from the server's proxy to its application",
+        values: "an identity such as `web.shop.serviceaccount.identity.linkerd.cluster.local`, or a SPIFFE ID",
+        meaning: "The mTLS identity of the client. The inbound proxy sets it and removes values that clients send.",
+    }
+    L5D_DST_OVERRIDE = "l5d-dst-override" {
+        direction: APPLICATION_TO_PROXY,
+        values: "a DNS name, with a port if it is not 80, such as `web.shop.svc.cluster.local:8080`",
+        meaning: "The destination of the request, in ingress mode. Without ingress mode it has no effect and is \
+                  forwarded.",
+    }
+    L5D_REQUIRE_ID = "l5d-require-id" {
+        direction: APPLICATION_TO_PROXY,
+        values: "an identity",
+        meaning: "The server identity that the application requires. Endpoints without it do not get the request.",
+    }
+
+    // Timeouts and retries
+    L5D_TIMEOUT = "l5d-timeout" {
+        direction: OVERRIDE,
+        values: TIMEOUT,
+        meaning: "The timeout of this request and its response.",
+    }
+    L5D_REQUEST_TIMEOUT = "l5d-request-timeout" {
+        direction: OVERRIDE,
+        values: TIMEOUT,
+        meaning: "The older name of `l5d-timeout`, over which it takes precedence.",
+    }
+    L5D_RESPONSE_TIMEOUT = "l5d-response-timeout" {
+        direction: OVERRIDE,
+        values: TIMEOUT,
+        meaning: "The timeout from the end of this request to the end of its response.",
+    }
+    L5D_RETRY_HTTP = "l5d-retry-http" {
+        direction: OVERRIDE,
+        values: "HTTP statuses, ranges of statuses, `5xx` and `gateway-error` (502 to 504), such as \
+                 `gateway-error,429`",
+        meaning: "The HTTP statuses on which this request is retried.",
+    }
+    L5D_RETRY_GRPC = "l5d-retry-grpc" {
+        direction: OVERRIDE,
+        values: "a list of `cancelled`, `deadline-exceeded`, `internal`, `resource-exhausted` and `unavailable`, such \
+                 as `internal,unavailable`",
+        meaning: "The gRPC statuses on which this request is retried.",
+    }
+    L5D_RETRY_LIMIT = "l5d-retry-limit" {
+        direction: OVERRIDE,
+        values: "a number",
+        meaning: "The maximum number of retries of this request.",
+    }
+    L5D_RETRY_TIMEOUT = "l5d-retry-timeout" {
+        direction: OVERRIDE,
+        values: TIMEOUT,
+        meaning: "The timeout of one attempt of this request.",
+    }
+
+    // Errors
+    L5D_PROXY_ERROR = "l5d-proxy-error" {
+        direction: ERROR_RESPONSE,
+        values: "a text",
+        meaning: "The error text of a response that a proxy generates. The client's proxy logs that of the server's \
+                  proxy.",
+    }
+    L5D_PROXY_CAUSE = "l5d-proxy-cause" {
+        direction: ERROR_RESPONSE,
+        values: "a code with parameters, such as `no-endpoints; direction=outbound; hop=IDENTITY; target=10.0.0.7:80`",
+        meaning: "The cause of a response that a proxy generates, as a stable code with parameters. The client's proxy \
+                  forwards that of the server's proxy. Not in Linkerd.",
+    }
+    L5D_PROXY_CONNECTION = "l5d-proxy-connection" {
+        direction: ERROR_RESPONSE,
+        values: "`close`",
+        meaning: "Asks the peer's proxy to close its application's connection.",
+    }
+
+    // Between proxies
+    L5D_ORIG_PROTO = "l5d-orig-proto" {
+        direction: "from the client's proxy to the server's proxy, and back in the response",
+        values: "`HTTP/1.1` or `HTTP/1.0`; in a request, `; absolute-form` can follow",
+        meaning: "The version and URI form of an HTTP/1 request that is carried over HTTP/2. From clients without an \
+                  identity it has no effect.",
+    }
+    L5D_DST_CANONICAL = "l5d-dst-canonical" {
+        direction: "from the client's proxy to the server's proxy",
+        values: "a name and a port, such as `web.shop.svc.cluster.local:80`",
+        meaning: "The logical name of the destination, for ServiceProfiles. The server's proxy forwards it, and \
+                  ignores it from clients without an identity.",
+    }
+}
+
+/// Headers that can contain credentials: taps show their names without their values.
+pub const CREDENTIALS: [HeaderName; 4] = [
+    http::header::AUTHORIZATION,
+    http::header::PROXY_AUTHORIZATION,
+    http::header::COOKIE,
+    http::header::SET_COOKIE,
+];
+
+const APPLICATION_TO_PROXY: &str = "from the application to its proxy";
+const OVERRIDE: &str =
+    "from the application to its proxy, if the policy service has the flag `--allow-l5d-request-headers`";
+const ERROR_RESPONSE: &str =
+    "from a proxy to its own application, except in ingress mode, or to the proxy of a meshed client";
+const TIMEOUT: &str = "digits and one of `ms`, `s`, `m`, `h`, `d`, such as `100ms`";
