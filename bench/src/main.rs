@@ -24,7 +24,9 @@ enum Command {
     Load(tulle_bench::load::Args),
     /// Measures tulle and other sidecars in network namespaces; needs root.
     Run(tulle_bench::run::Args),
-    /// Writes docs/benchmarks.md and its plots from the JSON of a run.
+    /// Compares builds of the proxy under many kinds of load; needs root.
+    CompareBuilds(tulle_bench::run::compare::Args),
+    /// Writes docs/reference/benchmarks.md and its plots from the JSON of a run.
     Document(tulle_bench::run::DocumentArgs),
     /// Counts the instructions and allocations per request and compares them with the baseline; needs root and valgrind.
     Costs(tulle_bench::run::costs::Args),
@@ -49,6 +51,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Serve(args) => tulle_bench::serve::main(args).context("serving"),
         Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
         Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
+        Command::CompareBuilds(args) => tulle_bench::run::compare::main(&args).context("comparing builds"),
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
         Command::Costs(args) => tulle_bench::run::costs::main(&args).context("counting costs"),
         Command::Conformance(args) => tulle_bench::run::conformance(&args).context("trying sidecars"),

@@ -12,9 +12,15 @@ pub struct Args {
     pub target: String,
     #[arg(long, value_enum, default_value_t = Protocol::Http1)]
     pub protocol: Protocol,
-    /// Open loop: send this many requests per second on a fixed schedule. Without it, each connection sends as soon as it is free.
+    /// Open loop: send this many requests per second on a schedule. Without it, each connection sends as soon as it is free.
     #[arg(long, value_parser = rate)]
     pub rate: Option<f64>,
+    /// The schedule of an open loop.
+    #[arg(long, value_enum, default_value_t = Arrivals::Fixed, requires = "rate")]
+    pub arrivals: Arrivals,
+    /// Closed loop: mean pause of a connection between a response and the next request, exponentially distributed.
+    #[arg(long, value_parser = duration_with_micros, conflicts_with = "rate")]
+    pub think_time: Option<Duration>,
     /// Number of connections; by default 1, or 64 in an open loop of a protocol without streams.
     #[arg(long)]
     pub connections: Option<NonZeroUsize>,
@@ -70,6 +76,17 @@ pub enum Protocol {
     Ws,
 }
 
+/// When the requests of an open loop are due.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Arrivals {
+    /// At equal intervals.
+    Fixed,
+    /// Independent of each other: intervals are exponentially distributed.
+    Poisson,
+    /// In bursts of 50 at once, at equal intervals.
+    Bursts,
+}
+
 #[derive(clap::ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Method {
     Unary,
@@ -104,6 +121,15 @@ impl Args {
 impl Protocol {
     pub(super) fn has_streams(self) -> bool {
         matches!(self, Self::Http2 | Self::Grpc)
+    }
+}
+
+/// A duration, also in microseconds ("250us").
+fn duration_with_micros(text: &str) -> Result<Duration, String> {
+    let micros = text.strip_suffix("us").and_then(|digits| digits.parse().ok());
+    match micros {
+        Some(micros) => Ok(Duration::from_micros(micros)),
+        None => tulle_core::duration::parse(text).map_err(|error| error.to_string()),
     }
 }
 

@@ -28,7 +28,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 
-pub use self::args::{Args, Method, Protocol};
+pub use self::args::{Args, Arrivals, Method, Protocol};
 use self::schedule::Schedule;
 use self::tally::{IntervalStats, Kind, Report};
 use self::target::Target;
@@ -77,7 +77,11 @@ pub async fn run(
     let duration = args
         .duration
         .or_else(|| args.requests.is_none().then_some(DEFAULT_DURATION));
-    let schedule = Arc::new(Schedule::new(args.rate, args.requests, duration));
+    let schedule = Arc::new(Schedule::new(
+        args.rate.map(|rate| (rate, args.arrivals)),
+        args.requests,
+        duration,
+    ));
     let (stopped, stopping) = watch::channel(None);
     let start = Instant::now();
     let mut tallies = Vec::new();
@@ -90,6 +94,7 @@ pub async fn run(
             stats: Arc::new(Mutex::new(IntervalStats::new())),
             start,
             timeout: args.timeout,
+            think_time: args.think_time,
         };
         tallies.push(run.stats.clone());
         let (done, ended) = oneshot::channel();

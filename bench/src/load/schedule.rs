@@ -3,17 +3,28 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::args::Arrivals;
+
 /// Hands out requests to the workers of a run.
 ///
-/// Open loop: request `n` is due `n / rate` seconds after the start, independent of earlier requests. A late worker sends
+/// Open loop: each request is due at its time after the start, independent of earlier requests. A late worker sends
 /// immediately, and the latency counts from the due time, so the delay of a stalled server is part of every affected request.
 /// Closed loop: a request is due as soon as a worker is free.
 #[derive(Debug)]
 pub(super) struct Schedule {
-    /// Requests per second; `None` in a closed loop.
-    rate: Option<f64>,
+    /// `None` in a closed loop.
+    due_times: Option<DueTimes>,
     requests: u64,
     next: AtomicU64,
+}
+
+/// The due times of an open loop.
+#[derive(Debug)]
+enum DueTimes {
+    /// In groups of this size, at this rate of requests per second.
+    Regular { rate: f64, group: u64 },
+    /// In nanoseconds, ascending.
+    Random(Vec<u64>),
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -25,14 +36,23 @@ pub(super) enum ScheduledRequest {
 
 impl Schedule {
     /// `rate` is in requests per second; `None` is a closed loop. The run ends after `duration` or `requests`.
-    pub(super) fn new(rate: Option<f64>, requests: Option<u64>, duration: Option<Duration>) -> Self {
-        let in_time = match (rate, duration) {
-            (Some(rate), Some(duration)) => due_within(rate, duration),
+    pub(super) fn new(rate: Option<(f64, Arrivals)>, requests: Option<u64>, duration: Option<Duration>) -> Self {
+        let limit = requests.unwrap_or(u64::MAX);
+        let due_times = rate.map(|(rate, arrivals)| match arrivals {
+            Arrivals::Fixed => DueTimes::Regular { rate, group: 1 },
+            Arrivals::Bursts => DueTimes::Regular {
+                rate,
+                group: BURST_SIZE,
+            },
+            Arrivals::Poisson => DueTimes::random(rate, limit, duration),
+        });
+        let in_time = match (&due_times, duration) {
+            (Some(due_times), Some(duration)) => due_times.n_before(duration),
             _ => u64::MAX,
         };
         Self {
-            rate,
-            requests: requests.unwrap_or(u64::MAX).min(in_time),
+            due_times,
+            requests: limit.min(in_time),
             next: AtomicU64::new(0),
         }
     }
@@ -43,26 +63,68 @@ impl Schedule {
         if n >= self.requests {
             return None;
         }
-        Some(match self.rate {
-            Some(rate) => ScheduledRequest::At(Duration::from_nanos((n as f64 * 1e9 / rate).round() as u64)),
-            None => ScheduledRequest::Now,
-        })
+        match &self.due_times {
+            Some(due_times) => Some(ScheduledRequest::At(due_times.at(n)?)),
+            None => Some(ScheduledRequest::Now),
+        }
     }
 
     /// Number of requests that were due before `elapsed` and have not been handed out.
     pub(super) fn n_unsent(&self, elapsed: Duration) -> u64 {
-        let Some(rate) = self.rate else { return 0 };
-        due_within(rate, elapsed)
+        let Some(due_times) = &self.due_times else { return 0 };
+        due_times
+            .n_before(elapsed)
             .min(self.requests)
             .saturating_sub(self.next.load(Ordering::Relaxed))
     }
 }
 
-/// Number of requests due before `elapsed`. A request that is due at `elapsed` itself, within rounding, is not counted.
-fn due_within(rate: f64, elapsed: Duration) -> u64 {
-    (rate * elapsed.as_secs_f64() - ROUNDING).ceil().max(0.0) as u64
+impl DueTimes {
+    /// Exponentially distributed intervals, the same ones in each run. A run without an end repeats none of them, so its length
+    /// is limited to [`MAX_RANDOM`] requests.
+    fn random(rate: f64, limit: u64, duration: Option<Duration>) -> Self {
+        let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
+        let mut random = fastrand::Rng::with_seed(1);
+        let mut at = 0.0;
+        let mut due = Vec::new();
+        while at < end && (due.len() as u64) < limit.min(MAX_RANDOM) {
+            due.push((at * 1e9).round() as u64);
+            at += exponential(&mut random) / rate;
+        }
+        Self::Random(due)
+    }
+
+    /// The due time of request `n`; `None` after the end of a random schedule.
+    fn at(&self, n: u64) -> Option<Duration> {
+        let nanos = match self {
+            Self::Regular { rate, group } => ((n - n % group) as f64 * 1e9 / rate).round() as u64,
+            Self::Random(due) => *due.get(usize::try_from(n).ok()?)?,
+        };
+        Some(Duration::from_nanos(nanos))
+    }
+
+    /// Number of requests due before `elapsed`. A request that is due at `elapsed` itself, within rounding, is not counted.
+    fn n_before(&self, elapsed: Duration) -> u64 {
+        match self {
+            Self::Regular { rate, group } => {
+                let groups = (rate * elapsed.as_secs_f64() / *group as f64 - ROUNDING)
+                    .ceil()
+                    .max(0.0) as u64;
+                groups * group
+            }
+            Self::Random(due) => due.partition_point(|at| u128::from(*at) < elapsed.as_nanos()) as u64,
+        }
+    }
 }
 
+/// A random number of the exponential distribution with mean 1.
+pub(super) fn exponential(random: &mut fastrand::Rng) -> f64 {
+    -(1.0 - random.f64()).ln()
+}
+
+/// Number of requests that [`Arrivals::Bursts`] sends at once.
+const BURST_SIZE: u64 = 50;
+const MAX_RANDOM: u64 = 10_000_000;
 const ROUNDING: f64 = 1e-6;
 
 #[cfg(test)]
@@ -75,7 +137,7 @@ mod tests {
 
     #[test]
     fn open_loop_requests_are_due_at_fixed_times() {
-        let schedule = Schedule::new(Some(4.0), None, Some(Duration::from_secs(1)));
+        let schedule = Schedule::new(Some((4.0, Arrivals::Fixed)), None, Some(Duration::from_secs(1)));
         let expected = [0, 250, 500, 750].map(|ms| ScheduledRequest::At(Duration::from_millis(ms)));
         assert_eq!(claims(&schedule), expected);
     }
@@ -83,23 +145,47 @@ mod tests {
     #[test]
     fn rates_that_do_not_divide_a_second_keep_the_number_of_requests() {
         for rate in [3.0, 7.0, 300.0, 999.0, 1e6 / 3.0] {
-            let schedule = Schedule::new(Some(rate), None, Some(Duration::from_secs(3)));
+            let schedule = Schedule::new(Some((rate, Arrivals::Fixed)), None, Some(Duration::from_secs(3)));
             assert_eq!(claims(&schedule).len() as u64, (rate * 3.0).round() as u64, "{rate}");
         }
+    }
+
+    #[test]
+    fn bursts_are_due_at_once_and_keep_the_rate() {
+        let schedule = Schedule::new(Some((100.0, Arrivals::Bursts)), None, Some(Duration::from_secs(2)));
+        let due = claims(&schedule);
+        assert_eq!(due.len(), 200);
+        assert_eq!(due[49], ScheduledRequest::At(Duration::ZERO));
+        assert_eq!(due[50], ScheduledRequest::At(Duration::from_millis(500)));
+        assert_eq!(due[199], ScheduledRequest::At(Duration::from_millis(1500)));
+    }
+
+    #[test]
+    fn random_arrivals_keep_the_rate_and_are_the_same_in_each_run() {
+        let schedule = || Schedule::new(Some((1000.0, Arrivals::Poisson)), None, Some(Duration::from_secs(20)));
+        let due = claims(&schedule());
+        assert!((19_000..21_000).contains(&due.len()), "{}", due.len());
+        assert_eq!(due, claims(&schedule()));
+        assert_eq!(schedule().n_unsent(Duration::from_secs(20)), due.len() as u64);
     }
 
     #[test]
     fn the_request_limit_ends_both_loops() {
         assert_eq!(claims(&Schedule::new(None, Some(3), None)), [ScheduledRequest::Now; 3]);
         assert_eq!(
-            claims(&Schedule::new(Some(1000.0), Some(2), Some(Duration::from_secs(9)))).len(),
+            claims(&Schedule::new(
+                Some((1000.0, Arrivals::Fixed)),
+                Some(2),
+                Some(Duration::from_secs(9))
+            ))
+            .len(),
             2
         );
     }
 
     #[test]
     fn requests_that_were_due_but_never_sent_are_counted() {
-        let schedule = Schedule::new(Some(100.0), None, Some(Duration::from_secs(1)));
+        let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), None, Some(Duration::from_secs(1)));
         for _ in 0..30 {
             schedule.next_request();
         }
@@ -110,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_finished_schedule_has_no_unsent_requests() {
-        let schedule = Schedule::new(Some(100.0), Some(10), None);
+        let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), Some(10), None);
         claims(&schedule);
         assert_eq!(schedule.n_unsent(Duration::from_secs(60)), 0);
         assert_eq!(Schedule::new(None, Some(10), None).n_unsent(Duration::from_secs(60)), 0);

@@ -10,8 +10,7 @@ use tokio::time::Instant;
 
 use super::args::Protocol;
 use super::outcome::{ExchangeResponse, Failure};
-use super::schedule::Schedule;
-use super::schedule::ScheduledRequest;
+use super::schedule::{Schedule, ScheduledRequest, exponential};
 use super::tally::IntervalStats;
 use super::target::Target;
 use super::timer::Timer;
@@ -71,11 +70,14 @@ pub(super) struct Run {
     pub(super) stats: Arc<Mutex<IntervalStats>>,
     pub(super) start: Instant,
     pub(super) timeout: Duration,
+    /// Mean pause between a response and the next request.
+    pub(super) think_time: Option<Duration>,
 }
 
 /// Runs until the schedule or the run ends. Fails only if a timer cannot be created or read.
 pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<()> {
     let timer = Timer::new()?;
+    let mut random = fastrand::Rng::new();
     while let Some(ticket) = run.schedule.next_request() {
         let due = match ticket {
             ScheduledRequest::Now if run.stopping.borrow().is_some() => return Ok(()),
@@ -106,6 +108,11 @@ pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<(
         if matches!((&outcome, ticket), (Err(Failure::Connect(_)), ScheduledRequest::Now)) {
             // Without a pause, a closed loop against a closed port would only measure how fast connections are refused.
             tokio::time::sleep(CONNECT_ERROR_BACKOFF).await;
+        }
+        if let Some(mean) = run.think_time {
+            timer
+                .until(Instant::now() + mean.mul_f64(exponential(&mut random)))
+                .await?;
         }
     }
     Ok(())

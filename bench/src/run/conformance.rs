@@ -132,7 +132,7 @@ const HEAD: &str = "# HTTP/1 conformance
 The results of sending raw HTTP/1 bytes of clients and applications through two sidecars with mutual TLS between them.
 The sidecars are those of tulle and of other proxies. The configurations of the others are in `bench/peers`; they are minimal and leave every other option at its default.
 Between the two sidecars, tulle, HAProxy and Envoy use HTTP/2, and nginx uses HTTP/1.
-`tulle-bench conformance --to docs/conformance.md` writes this file. It needs root and the programs that `./run bench` installs.
+`tulle-bench conformance --to docs/reference/conformance.md` writes this file. It needs root and the programs that `./run bench` installs.
 The cases, with all their bytes, are in `bench/src/conformance/cases.rs`. Tests run them with both sidecars of tulle and with each sidecar alone.
 HTTP/2 is tested with h2spec, in `tests/tests/clients/h2spec.rs`: both sidecars pass all 145 cases on a port that is declared as HTTP/2.
 On a port with protocol detection, one case fails (3.5/2): bytes that do not begin with the HTTP/2 preface are forwarded to the application as opaque bytes. HAProxy fails this case, too, when it detects the protocol.
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_committed_table_has_these_cases_and_no_deviation_of_tulle() {
-        let rows: Vec<&str> = include_str!("../../../docs/conformance.md")
+        let rows: Vec<&str> = include_str!("../../../docs/reference/conformance.md")
             .lines()
             .skip_while(|line| !line.starts_with("| Section | Case | tulle |"))
             .skip(2)

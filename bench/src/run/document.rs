@@ -1,4 +1,4 @@
-//! `docs/benchmarks.md` and its plots, from the JSON of a run.
+//! `docs/reference/benchmarks.md` and its plots, from the JSON of a run.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -227,7 +227,7 @@ Client and server each share a network namespace with their sidecar, as in a pod
 The congestion control is `reno`, or `cubic` if the machine uses it, because others pace the data they send, which delays bodies.
 Ports and connection tracking entries are reused after one second, so that rows with new connections do not run out of them.
 
-`tulle-bench document docs/benchmarks.json` makes this file from the JSON of one run. `./run bench --json docs/benchmarks.json` makes that JSON.
+`tulle-bench document docs/reference/benchmarks.json` makes this file from the JSON of one run. `./run bench --json docs/reference/benchmarks.json` makes that JSON.
 For each row, the peers are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
 The client, both sidecars and the application share the machine. Requests/s depend on the cost of all of them, CPU times on the cost of the sidecars only.
 On other machines, expect similar ratios, not similar values.
@@ -245,12 +245,12 @@ mod tests {
 
     #[test]
     fn the_committed_document_matches_the_committed_figures() {
-        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference");
         let report = Report::read(&docs.join("benchmarks.json")).unwrap();
         let text = std::fs::read_to_string(docs.join("benchmarks.md")).unwrap();
         assert!(
             text == markdown(&report),
-            "\"tulle-bench document docs/benchmarks.json\" makes docs/benchmarks.md"
+            "\"tulle-bench document docs/reference/benchmarks.json\" makes docs/reference/benchmarks.md"
         );
     }
 

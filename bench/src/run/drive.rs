@@ -94,7 +94,7 @@ fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
 }
 
 /// Generates load and measures the cost of it in the sidecars.
-fn measure_load(
+pub(super) fn measure_load(
     sidecars: Option<&Sidecars>,
     drive: impl FnOnce() -> anyhow::Result<LoadResult>,
 ) -> anyhow::Result<Sample> {

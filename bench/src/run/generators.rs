@@ -1,6 +1,6 @@
 //! The load generators and their results. Each is a separate program in the client's namespace.
 //!
-//! All run in a closed loop, so their percentiles do not include the delay that requests on a fixed schedule would have.
+//! wrk, h2load and ghz run in a closed loop, so their percentiles do not include the delay that requests on a fixed schedule would have.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -251,6 +251,31 @@ pub(super) fn load(scene: &Testbed, host: &str, what: LoadProfile, duration: Dur
         .with_context(|| format!("no message came back: {report}"))?;
     Ok(LoadResult {
         requests: report.requests * messages,
+        seconds: report.seconds,
+        p50_us: latency.p50,
+        p99_us: latency.p99,
+        failed: report.failed,
+    })
+}
+
+/// HTTP/1 load of the own generator with these arguments.
+pub(super) fn load_with(
+    scene: &Testbed,
+    host: &str,
+    arguments: &[String],
+    duration: Duration,
+) -> anyhow::Result<LoadResult> {
+    let mut command = scene
+        .client
+        .command(std::env::current_exe().context("finding this program")?);
+    command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
+    command.args(arguments).arg(format!("{host}:{HTTP_PORT}/"));
+    let report = report(command)?;
+    let latency = report
+        .latency_us
+        .with_context(|| format!("there was no response: {report}"))?;
+    Ok(LoadResult {
+        requests: report.requests,
         seconds: report.seconds,
         p50_us: latency.p50,
         p99_us: latency.p99,

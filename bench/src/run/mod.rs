@@ -7,6 +7,7 @@
 mod bounds;
 mod callgrind;
 mod certs;
+pub mod compare;
 mod conformance;
 pub mod costs;
 mod document;
@@ -48,7 +49,7 @@ pub struct DocumentArgs {
     /// JSON file that "tulle-bench run --json" wrote.
     json: PathBuf,
     /// Directory for benchmarks.md and its plots.
-    #[arg(long, value_name = "DIRECTORY", default_value = "docs")]
+    #[arg(long, value_name = "DIRECTORY", default_value = "docs/reference")]
     to: PathBuf,
 }
 
