@@ -52,6 +52,7 @@ use crate::{destination, injector_webhook, kubernetes, logs, policy, telemetry, 
 
 pub struct App {
     addrs: Addrs,
+    metrics: Registry,
     signal: Signal,
     tasks: JoinSet<(&'static str, Result<()>)>,
     _webhook_thread: Option<WebhookThread>,
@@ -161,10 +162,15 @@ impl App {
         builder.admins(report.as_ref()).await?;
         Ok(Self {
             addrs: builder.addrs,
+            metrics: builder.registry,
             signal,
             tasks: builder.tasks,
             _webhook_thread: builder.webhook_thread,
         })
+    }
+
+    pub fn metrics(&self) -> &Registry {
+        &self.metrics
     }
 
     pub fn addrs(&self) -> Addrs {

@@ -18,7 +18,7 @@ use tokio::time::sleep;
 use tracing::{debug, warn};
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
-use tulle_core::names::{annotation, label};
+use tulle_core::names::label;
 
 use super::metadata::{MetadataCache, MetadataError};
 use super::metrics;
@@ -223,7 +223,7 @@ pub fn is_selected(
         Some(selector) => selector.matches_map(namespace),
         None => {
             let value = |key| namespace.get(key).map(String::as_str);
-            value(annotation::ADMISSION_WEBHOOKS) != Some("disabled")
+            value(label::ADMISSION_WEBHOOKS) != Some("disabled")
                 && !DEFAULT_EXEMPT_NAMESPACES.contains(&value(label::NAMESPACE_NAME).unwrap_or_default())
         }
     };

@@ -100,5 +100,6 @@ impl Default for RetryBudget {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DstOverride {
     pub authority: String,
+    /// In units of 1/10000 of the weight in the manifest: `500m` is 5000.
     pub weight: u32,
 }

@@ -3,63 +3,14 @@
 //! Each parser returns `None` if its annotations are absent, and an error if they are invalid.
 
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use tulle_core::names::annotation;
 use tulle_core::{duration, retry};
 
+use crate::model::outbound::{Backoff, FailureAccrual, Retry, RetryConditions, Timeouts};
+
 pub type Annotations = BTreeMap<String, String>;
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Retry<C> {
-    pub conditions: C,
-    pub limit: u16,
-    pub timeout: Option<Duration>,
-}
-
-/// HTTP status codes that are retried.
-pub type HttpConditions = Vec<RangeInclusive<u16>>;
-
-/// gRPC status codes that are retried.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GrpcConditions {
-    pub cancelled: bool,
-    pub deadline_exceeded: bool,
-    pub internal: bool,
-    pub resource_exhausted: bool,
-    pub unavailable: bool,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Timeouts {
-    pub request: Option<Duration>,
-    pub response: Option<Duration>,
-    pub idle: Option<Duration>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum FailureAccrual {
-    Consecutive {
-        max_failures: u32,
-        backoff: Backoff,
-    },
-    Unified {
-        threshold: f64,
-        window: Duration,
-        min_requests: u32,
-        max_failures: u32,
-        backoff: Backoff,
-    },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Backoff {
-    pub min: Duration,
-    pub max: Duration,
-    pub jitter: f32,
-    pub honor_retry_after: bool,
-}
 
 /// Penalty that makes failures count as slow responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,20 +19,20 @@ pub struct LoadBias {
     pub max_retry_after: Duration,
 }
 
-pub fn parse_http_retry(annotations: &Annotations) -> Result<Option<Retry<HttpConditions>>, String> {
+pub fn parse_http_retry(annotations: &Annotations) -> Result<Option<Retry>, String> {
     let Some(text) = annotations.get(annotation::RETRY_HTTP) else {
         return Ok(None);
     };
     let conditions = retry::parse_statuses(text).map_err(|error| format!("{}: {error}", annotation::RETRY_HTTP))?;
-    parse_retry(annotations, conditions).map(Some)
+    parse_retry(annotations, RetryConditions::Http(conditions)).map(Some)
 }
 
-pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcConditions>>, String> {
+pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry>, String> {
     let Some(text) = annotations.get(annotation::RETRY_GRPC) else {
         return Ok(None);
     };
     let codes = retry::parse_grpc_codes(text).map_err(|error| format!("{}: {error}", annotation::RETRY_GRPC))?;
-    let conditions = GrpcConditions {
+    let conditions = RetryConditions::Grpc {
         cancelled: codes.contains(&retry::CANCELLED),
         deadline_exceeded: codes.contains(&retry::DEADLINE_EXCEEDED),
         internal: codes.contains(&retry::INTERNAL),
@@ -91,7 +42,7 @@ pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcCo
     parse_retry(annotations, conditions).map(Some)
 }
 
-fn parse_retry<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, String> {
+fn parse_retry(annotations: &Annotations, conditions: RetryConditions) -> Result<Retry, String> {
     let limit: u16 = parse_annotation(annotations, annotation::RETRY_LIMIT, "a number up to 65535", |text| {
         text.parse().ok()
     })?
@@ -259,6 +210,8 @@ fn parse_annotation<T>(
 
 #[cfg(test)]
 mod tests {
+    use std::ops::RangeInclusive;
+
     use super::*;
 
     fn annotations(pairs: &[(&str, &str)]) -> Annotations {
@@ -274,7 +227,7 @@ mod tests {
             let retry = parse_http_retry(&annotations(&[(annotation::RETRY_HTTP, text)]))
                 .unwrap()
                 .unwrap();
-            assert_eq!(retry.conditions, expected, "{text}");
+            assert_eq!(retry.conditions, RetryConditions::Http(expected.to_vec()), "{text}");
             assert_eq!((retry.limit, retry.timeout), (1, None));
         };
         check("5xx", &[500..=599]);

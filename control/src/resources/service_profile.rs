@@ -6,6 +6,7 @@ use http::Method;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::Deserialize;
 
+use crate::model::profile::{DstOverride, RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route};
 use crate::resources::go_duration;
 use crate::resources::meta::{Meta, is_dns_subdomain};
 use crate::resources::policy::reference::RawResource;
@@ -14,59 +15,9 @@ use crate::resources::route_admission;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceProfile {
     pub meta: Meta,
-    pub routes: Vec<ProfileRoute>,
+    pub routes: Vec<Route>,
     pub retry_budget: Option<RetryBudget>,
     pub overrides: Vec<DstOverride>,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct ProfileRoute {
-    pub name: String,
-    pub condition: RequestMatch,
-    pub response_classes: Vec<ResponseClass>,
-    pub is_retryable: bool,
-    pub timeout: Option<Duration>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequestMatch {
-    All(Vec<Self>),
-    Any(Vec<Self>),
-    Not(Box<Self>),
-    PathRegex(String),
-    Method(String),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ResponseClass {
-    pub condition: ResponseMatch,
-    pub is_failure: bool,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ResponseMatch {
-    All(Vec<Self>),
-    Any(Vec<Self>),
-    Not(Box<Self>),
-    /// An inclusive range. 0 means no bound.
-    Status {
-        min: u32,
-        max: u32,
-    },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RetryBudget {
-    pub ratio: f32,
-    pub min_per_second: u32,
-    pub ttl: Duration,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DstOverride {
-    pub authority: String,
-    /// In units of 1/10000 of the weight in the manifest: `500m` is 5000.
-    pub weight: u32,
 }
 
 /// A destination of a traffic split: a Service, or one pod of a headless Service.
@@ -286,7 +237,7 @@ impl ServiceProfile {
         let mut routes = Vec::new();
         for route in raw_routes {
             let name = route.name.clone();
-            routes.push(ProfileRoute::from_raw(route).map_err(|error| format!("route {name:?}: {error}"))?);
+            routes.push(Route::from_raw(route).map_err(|error| format!("route {name:?}: {error}"))?);
         }
         let mut overrides = Vec::new();
         for RawOverride { authority, weight } in dst_overrides {
@@ -304,7 +255,7 @@ impl ServiceProfile {
     }
 }
 
-impl ProfileRoute {
+impl Route {
     fn from_raw(raw: RawRoute) -> Result<Self, String> {
         if raw.name.is_empty() {
             return Err("name is empty".to_owned());

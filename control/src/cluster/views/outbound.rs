@@ -11,8 +11,8 @@ use crate::cluster::views::routes;
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{is_marked_opaque, service_is_opaque};
 use crate::model::outbound::{
-    Backend, BackendTarget, Backoff, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry,
-    RetryConditions, Route, Rule, StreamAction, StreamRoute, Timeouts,
+    Backend, BackendTarget, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry, Route, Rule,
+    StreamAction, StreamRoute, Timeouts,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
@@ -436,12 +436,10 @@ impl<'a> ParentDefaults<'a> {
 
     /// Sets timeouts, retries and failure accrual by the annotations of the parent.
     fn with_annotations(mut self, meta: &Meta) -> Self {
-        self.accrual = read_annotation(meta, annotations::parse_failure_accrual).map(accrual);
-        self.timeouts = read_annotation(meta, annotations::parse_timeouts)
-            .map(timeouts)
-            .unwrap_or_default();
-        self.http_retry = read_annotation(meta, annotations::parse_http_retry).map(http_retry);
-        self.grpc_retry = read_annotation(meta, annotations::parse_grpc_retry).map(grpc_retry);
+        self.accrual = read_annotation(meta, annotations::parse_failure_accrual);
+        self.timeouts = read_annotation(meta, annotations::parse_timeouts).unwrap_or_default();
+        self.http_retry = read_annotation(meta, annotations::parse_http_retry);
+        self.grpc_retry = read_annotation(meta, annotations::parse_grpc_retry);
         self
     }
 
@@ -556,7 +554,7 @@ fn route_with_rules<M>(route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
 
 /// Timeouts of a route replace all timeouts of its parent. Annotations of the route take precedence over its rules.
 fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Timeouts {
-    let annotated = read_annotation(&route.meta, annotations::parse_timeouts).map(timeouts);
+    let annotated = read_annotation(&route.meta, annotations::parse_timeouts);
     if annotated.is_none() && rule.timeouts == raw::RuleTimeouts::default() {
         return parent.timeouts;
     }
@@ -574,96 +572,15 @@ fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefa
 
 fn rule_retry(route: &raw::Route, parent: &ParentDefaults<'_>) -> Option<Retry> {
     if route.kind == RouteKind::Grpc {
-        read_annotation(&route.meta, annotations::parse_grpc_retry)
-            .map(grpc_retry)
-            .or_else(|| parent.grpc_retry.clone())
+        read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone())
     } else {
-        read_annotation(&route.meta, annotations::parse_http_retry)
-            .map(http_retry)
-            .or_else(|| parent.http_retry.clone())
+        read_annotation(&route.meta, annotations::parse_http_retry).or_else(|| parent.http_retry.clone())
     }
 }
 
 /// An invalid annotation disables only its own feature.
 fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&Annotations) -> Result<Option<T>, String>) -> Option<T> {
     read(&meta.annotations).unwrap_or_default()
-}
-
-fn timeouts(timeouts: annotations::Timeouts) -> Timeouts {
-    Timeouts {
-        request: timeouts.request,
-        response: timeouts.response,
-        idle: timeouts.idle,
-    }
-}
-
-fn http_retry(retry: annotations::Retry<annotations::HttpConditions>) -> Retry {
-    Retry {
-        limit: retry.limit,
-        timeout: retry.timeout,
-        conditions: RetryConditions::Http(retry.conditions),
-    }
-}
-
-fn grpc_retry(retry: annotations::Retry<annotations::GrpcConditions>) -> Retry {
-    let annotations::GrpcConditions {
-        cancelled,
-        deadline_exceeded,
-        internal,
-        resource_exhausted,
-        unavailable,
-    } = retry.conditions;
-    let conditions = RetryConditions::Grpc {
-        cancelled,
-        deadline_exceeded,
-        internal,
-        resource_exhausted,
-        unavailable,
-    };
-    Retry {
-        limit: retry.limit,
-        timeout: retry.timeout,
-        conditions,
-    }
-}
-
-fn accrual(accrual: annotations::FailureAccrual) -> FailureAccrual {
-    let backoff = |backoff: annotations::Backoff| {
-        let annotations::Backoff {
-            min,
-            max,
-            jitter,
-            honor_retry_after,
-        } = backoff;
-        Backoff {
-            min,
-            max,
-            jitter,
-            honor_retry_after,
-        }
-    };
-    match accrual {
-        annotations::FailureAccrual::Consecutive {
-            max_failures,
-            backoff: penalty,
-        } => FailureAccrual::Consecutive {
-            max_failures,
-            backoff: backoff(penalty),
-        },
-        annotations::FailureAccrual::Unified {
-            threshold,
-            window,
-            min_requests,
-            max_failures,
-            backoff: penalty,
-        } => FailureAccrual::Unified {
-            threshold,
-            window,
-            min_requests,
-            max_failures,
-            backoff: backoff(penalty),
-        },
-    }
 }
 
 fn service_reference(name: &Name, port: u16) -> Reference {

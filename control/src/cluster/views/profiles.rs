@@ -13,10 +13,7 @@ use crate::cluster::views::workload::{
     service_is_opaque,
 };
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
-use crate::model::profile::{
-    DstOverride, Opacity, Profile, RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route,
-    ServiceProfile as ServiceModel,
-};
+use crate::model::profile::{DstOverride, Opacity, Profile, RetryBudget, ServiceProfile as ServiceModel};
 use crate::resources::interning::intern;
 use crate::resources::meta::Name;
 use crate::resources::service::{AddressTarget, Service, ServiceKind};
@@ -134,18 +131,9 @@ fn service_profile(
     if let Some(source) = source {
         let found = &source.meta.name;
         profile.source = Some((found.namespace.clone(), found.name.clone()));
-        profile.routes = source.routes.iter().map(route).collect();
+        profile.routes = source.routes.clone();
         if let Some(budget) = source.retry_budget {
-            let sp::RetryBudget {
-                ratio,
-                min_per_second,
-                ttl,
-            } = budget;
-            profile.budget = RetryBudget {
-                ratio,
-                min_per_second,
-                ttl,
-            };
+            profile.budget = budget;
         }
         let domain = &config.cluster_domain;
         profile.overrides = source
@@ -266,44 +254,8 @@ fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
     }
 }
 
-fn route(route: &sp::ProfileRoute) -> Route {
-    Route {
-        name: route.name.clone(),
-        condition: request_match(&route.condition),
-        response_classes: route
-            .response_classes
-            .iter()
-            .map(|class| ResponseClass {
-                condition: response_match(&class.condition),
-                is_failure: class.is_failure,
-            })
-            .collect(),
-        is_retryable: route.is_retryable,
-        timeout: route.timeout,
-    }
-}
-
-fn request_match(matched: &sp::RequestMatch) -> RequestMatch {
-    match matched {
-        sp::RequestMatch::All(all) => RequestMatch::All(all.iter().map(request_match).collect()),
-        sp::RequestMatch::Any(any) => RequestMatch::Any(any.iter().map(request_match).collect()),
-        sp::RequestMatch::Not(not) => RequestMatch::Not(Box::new(request_match(not))),
-        sp::RequestMatch::PathRegex(regex) => RequestMatch::PathRegex(regex.clone()),
-        sp::RequestMatch::Method(method) => RequestMatch::Method(method.clone()),
-    }
-}
-
-fn response_match(matched: &sp::ResponseMatch) -> ResponseMatch {
-    match matched {
-        sp::ResponseMatch::All(all) => ResponseMatch::All(all.iter().map(response_match).collect()),
-        sp::ResponseMatch::Any(any) => ResponseMatch::Any(any.iter().map(response_match).collect()),
-        sp::ResponseMatch::Not(not) => ResponseMatch::Not(Box::new(response_match(not))),
-        sp::ResponseMatch::Status { min, max } => ResponseMatch::Status { min: *min, max: *max },
-    }
-}
-
 /// Service names become full names, as proxies resolve them. Other names are unchanged and have no endpoints.
-fn destination_override(dst: &sp::DstOverride, port: u16, cluster_domain: &str) -> DstOverride {
+fn destination_override(dst: &DstOverride, port: u16, cluster_domain: &str) -> DstOverride {
     let authority = match dst.parse_destination(cluster_domain) {
         Ok(destination) => destination.authority(port, cluster_domain),
         Err(_) => dst.authority.clone(),

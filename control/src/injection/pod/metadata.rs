@@ -152,7 +152,7 @@ const OWNER_KINDS: [&str; 6] = [
 
 /// Annotations that apply only to the pod or only to the namespace.
 const NOT_INHERITED: [&str; 7] = [
-    annotation::ADMISSION_WEBHOOKS,
+    label::ADMISSION_WEBHOOKS,
     annotation::DEBUG_IMAGE,
     annotation::DEBUG_IMAGE_VERSION,
     annotation::DEBUG_IMAGE_PULL_POLICY,
