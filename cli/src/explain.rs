@@ -15,7 +15,7 @@ use crate::table;
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// A code, the value of `l5d-proxy-cause`, a line of `tulle tap`, or a link to docs/errors.md; `-` reads a response
+    /// A code, the value of `l5d-proxy-cause`, a line of `tulle tap`, or a link to docs/reference/errors.md; `-` reads a response
     /// or lines from standard input. Without it all codes are listed
     #[arg(value_name = "WHAT")]
     input: Vec<String>,

@@ -425,7 +425,7 @@ Its sidecar runs as user 2102 and has
   LINKERD2_PROXY_IDENTITY_SERVER_ID=spiffe://root.linkerd.cluster.local/vm-1
   LINKERD2_PROXY_IDENTITY_SERVER_NAME=vm-1.cluster.local
 
-With SPIRE on the machine, use the socket of its agent instead. See docs/vm.md for details.";
+With SPIRE on the machine, use the socket of its agent instead. See docs/how-to/virtual-machines.md for details.";
 
 #[cfg(test)]
 mod tests {

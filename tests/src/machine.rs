@@ -1,4 +1,5 @@
-//! A machine outside the cluster, set up with the files and commands of `docs/vm.md`. Only addresses and directories are replaced.
+//! A machine outside the cluster, set up with the files and commands of `docs/how-to/virtual-machines.md`. Only addresses and
+//! directories are replaced.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -18,7 +19,7 @@ use crate::{hosts, programs};
 
 /// The identity of the machine in the guide.
 pub const IDENTITY: &str = "spiffe://root.linkerd.cluster.local/proxy-harness";
-const VM_GUIDE: &str = include_str!("../../docs/vm.md");
+const VM_GUIDE: &str = include_str!("../../docs/how-to/virtual-machines.md");
 
 /// The machine and its files, below a directory of the test.
 pub struct ExternalMachine {

@@ -16,6 +16,8 @@ use super::values::{Kind, Metric};
 /// The operations of the registry on a family of any value type.
 pub(super) trait AnyFamily: Send + Sync {
     fn render(&self, name: &str, out: &mut String);
+    /// Writes the `HELP` and `TYPE` lines.
+    fn describe(&self, name: &str, out: &mut String);
     fn retire(&self, now: Instant, idle: Duration);
     fn n_overflows(&self) -> u64;
     fn as_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
@@ -93,13 +95,17 @@ impl<M: Metric> AnyFamily for FamilyStore<M> {
         if all.is_empty() {
             return;
         }
-        text::write_header(out, name, &self.help, self.kind.as_str());
+        self.describe(name, out);
         for (labels, value) in &all {
             value.render(name, labels, out);
         }
         if self.n_overflows() > 0 {
             self.overflow.render(name, &Labels::new().with("overflow", true), out);
         }
+    }
+
+    fn describe(&self, name: &str, out: &mut String) {
+        text::write_header(out, name, &self.help, self.kind.as_str());
     }
 
     fn retire(&self, now: Instant, idle: Duration) {

@@ -22,6 +22,7 @@ use tokio::time::Instant;
 
 use self::family::{AnyFamily, FamilyStore};
 pub use self::labels::Labels;
+pub use self::text::Description;
 pub use self::values::{Counter, Gauge, Histogram, Seconds};
 use self::values::{Kind, Metric};
 
@@ -93,6 +94,18 @@ impl Registry {
     /// Adds a function that runs before every [`render`](Self::render), to set gauges only when they are read.
     pub fn before_render(&self, measure: impl Fn() + Send + Sync + 'static) {
         self.shared.render_hooks.lock().push(Box::new(measure));
+    }
+
+    /// All registered families, also those without series, and those of the collectors.
+    pub fn descriptions(&self) -> Vec<Description> {
+        let mut out = String::new();
+        for (name, family) in self.shared.families.read().iter() {
+            family.describe(name, &mut out);
+        }
+        for collect in self.shared.collectors.lock().iter() {
+            collect(&mut out);
+        }
+        text::parse_headers(&out)
     }
 
     /// All metrics in the Prometheus text format, sorted by name; families without series are omitted.

@@ -4,11 +4,41 @@ use std::fmt::{Display, Write as _};
 
 use super::labels::Labels;
 
+/// What a family of metrics is, for its documentation.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Description {
+    pub name: String,
+    /// `counter`, `gauge` or `histogram`.
+    pub kind: String,
+    pub help: String,
+}
+
 /// Writes the `HELP` and `TYPE` lines of a family.
 pub(super) fn write_header(out: &mut String, name: &str, help: &str, kind: &str) {
     let help = help.replace('\\', "\\\\").replace('\n', "\\n");
     // Writing to a string cannot fail; the same holds below.
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+/// Reads the lines that [`write_header`] wrote.
+pub(super) fn parse_headers(text: &str) -> Vec<Description> {
+    let mut lines = text.lines();
+    let mut found = Vec::new();
+    while let Some(line) = lines.next() {
+        let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) else {
+            continue;
+        };
+        let kind = lines
+            .next()
+            .and_then(|line| line.rsplit_once(' '))
+            .map_or("untyped", |(_, kind)| kind);
+        found.push(Description {
+            name: name.to_owned(),
+            kind: kind.to_owned(),
+            help: help.to_owned(),
+        });
+    }
+    found
 }
 
 /// Writes one sample line.

@@ -52,12 +52,6 @@ annotations! {
         meaning: "Adds the proxy to new pods. With `ingress`, the proxy routes requests by the header \
                   `l5d-dst-override`.",
     }
-    ADMISSION_WEBHOOKS = "config.linkerd.io/admission-webhooks" {
-        objects: "Namespace, as a label",
-        values: "`disabled`",
-        default: "none",
-        meaning: "Exempts the namespace from all admission webhooks. It is a label: as an annotation it has no effect.",
-    }
 
     // Redirection
     SKIP_INBOUND_PORTS = "config.linkerd.io/skip-inbound-ports" {

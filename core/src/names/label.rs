@@ -39,6 +39,11 @@ macro_rules! labels {
 }
 
 labels! {
+    ADMISSION_WEBHOOKS = "config.linkerd.io/admission-webhooks" {
+        objects: "Namespace",
+        set_by: "users, with the value `disabled`",
+        meaning: "Exempts the namespace from all admission webhooks. As an annotation it has no effect.",
+    }
     CONTROL_PLANE_NS = "linkerd.io/control-plane-ns" {
         objects: "Pod, objects of the control plane",
         set_by: "the injector, the charts",

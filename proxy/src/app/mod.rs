@@ -156,6 +156,10 @@ impl App {
         })
     }
 
+    pub fn metrics(&self) -> &Registry {
+        &self.registry
+    }
+
     /// The listening addresses: outbound, inbound, admin.
     pub fn addrs(&self) -> (Vec<SocketAddr>, SocketAddr, SocketAddr) {
         (

@@ -28,6 +28,7 @@ use crate::identity;
 use crate::tap;
 use crate::trace;
 
+pub mod reference;
 mod values;
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::identity::anchors::TrustAnchorSource;
 use crate::tls::tests::Authority;
 
 /// The variables without a default.
-fn required() -> HashMap<String, String> {
+pub(super) fn required() -> HashMap<String, String> {
     let id = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
     let variables = [
         (

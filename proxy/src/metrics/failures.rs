@@ -13,7 +13,7 @@ impl Failures {
         Self {
             family: registry.counter(
                 "tulle_failures_total",
-                "Failed requests and connections, by cause; docs/errors.md explains each",
+                "Failed requests and connections, by cause; docs/reference/errors.md explains each",
             ),
             direction,
         }

@@ -107,13 +107,13 @@ fn each_alert_has_a_test_that_fires_and_one_that_does_not() {
 
 #[test]
 fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
-    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/alerts.md")).unwrap();
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/alerts.md")).unwrap();
     let headings: BTreeSet<&str> = page.lines().filter_map(|line| line.strip_prefix("### ")).collect();
     let rule = rule(&[]);
     let alerts = alerts(&rule);
     for (name, alert) in &alerts {
         let url = alert["annotations"]["runbook_url"].as_str().unwrap();
-        let expected = format!("/docs/alerts.md#{}", name.to_ascii_lowercase());
+        let expected = format!("/docs/reference/alerts.md#{}", name.to_ascii_lowercase());
         assert!(url.ends_with(&expected), "{name}: {url}");
         for annotation in ["summary", "description"] {
             assert!(

@@ -1,4 +1,5 @@
-//! A machine outside the cluster, set up with the files and commands of `docs/vm.md`. Only addresses and directories are replaced.
+//! A machine outside the cluster, set up with the files and commands of `docs/how-to/virtual-machines.md`. Only addresses and
+//! directories are replaced.
 
 use std::fs;
 use std::io::{Read as _, Write as _};

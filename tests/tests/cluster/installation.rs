@@ -1,4 +1,4 @@
-//! Runs the commands of `docs/quickstart.md` unchanged on two nodes. Then checks what the control plane reports about
+//! Runs the commands of `docs/tutorials/first-cluster.md` unchanged on two nodes. Then checks what the control plane reports about
 //! itself and the application, which requests it sends to the API server, and what it leaves behind.
 
 use std::collections::BTreeSet;
@@ -374,7 +374,7 @@ async fn everything(cluster: &Cluster) -> BTreeSet<String> {
 
 /// The code blocks with commands of the tutorial.
 fn blocks() -> Vec<String> {
-    let page = Path::new(&path_of("..")).join("docs/quickstart.md");
+    let page = Path::new(&path_of("..")).join("docs/tutorials/first-cluster.md");
     let page = fs::read_to_string(page).unwrap();
     let blocks = page.split("```sh\n").skip(1);
     blocks

@@ -1,4 +1,4 @@
-//! A machine outside the cluster, set up as in `docs/vm.md`, and the leader that maintains its EndpointSlice.
+//! A machine outside the cluster, set up as in `docs/how-to/virtual-machines.md`, and the leader that maintains its EndpointSlice.
 
 use std::fs::{self, Permissions};
 use std::net::Ipv4Addr;

@@ -1,6 +1,7 @@
-//! The documents on compatibility and security name only tests that exist.
+//! The documents on compatibility and security name only tests that exist, and links of all documents are valid.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use super::root;
 
@@ -66,14 +67,14 @@ fn wrong_rows(
 
 #[test]
 fn tests_named_in_compatibility_md_exist() {
-    let page = fs::read_to_string(root().join("docs/compatibility.md")).expect("the page is there");
+    let page = fs::read_to_string(root().join("docs/reference/compatibility.md")).expect("the page is there");
     let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
 fn tests_named_in_security_md_exist() {
-    let page = fs::read_to_string(root().join("docs/security.md")).expect("the page is there");
+    let page = fs::read_to_string(root().join("docs/explanation/security.md")).expect("the page is there");
     let wrong = wrong_rows(&page, |title| SECTIONS_WITH_TESTS.contains(&title), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
     let rows = |line: &&str| line.contains(" | holds");
@@ -120,5 +121,103 @@ fn a_test_that_does_not_exist_is_found() {
             "nor: neither a test, nor that there is none",
             "hold: neither a test, nor that there is none",
         ]
+    );
+}
+
+#[test]
+fn links_of_documents_point_to_files_and_headings_that_exist() {
+    let mut pages = Vec::new();
+    find_pages(&root(), &mut pages);
+    assert!(pages.len() > 30, "{pages:#?}");
+    let wrong: Vec<String> = pages
+        .iter()
+        .flat_map(|page| {
+            let text = fs::read_to_string(page).expect("the page is UTF-8");
+            let broken = broken_links(page, &text);
+            broken
+                .into_iter()
+                .map(move |link| format!("{}: {link}", page.display()))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// The Markdown files below a directory.
+fn find_pages(dir: &Path, pages: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).expect("the directory is there") {
+        let entry = entry.expect("the directory can be listed");
+        let name = entry.file_name();
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            if name != ".git" && name != "target" {
+                find_pages(&entry.path(), pages);
+            }
+        } else if entry.path().extension().is_some_and(|extension| extension == "md") {
+            pages.push(entry.path());
+        }
+    }
+}
+
+/// Relative links of a page whose file or heading does not exist.
+fn broken_links(page: &Path, text: &str) -> Vec<String> {
+    let is_broken = |link: &&str| {
+        let (file, anchor) = link.split_once('#').unwrap_or((*link, ""));
+        let path = page.with_file_name(file);
+        let has_anchor = |text: &str| anchor.is_empty() || anchors(text).iter().any(|known| known == anchor);
+        match file {
+            "" => !has_anchor(text),
+            _ => !path.exists() || !has_anchor(&fs::read_to_string(path).unwrap_or_default()),
+        }
+    };
+    let prose = without_code_blocks(text);
+    let links = prose.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
+    links
+        .map(|(link, _)| link)
+        .filter(|link| !link.contains(':'))
+        .filter(is_broken)
+        .map(str::to_owned)
+        .collect()
+}
+
+/// The anchors of the headings of a page, as GitHub derives them.
+fn anchors(text: &str) -> Vec<String> {
+    let prose = without_code_blocks(text);
+    let headings = prose.lines().filter(|line| line.starts_with('#'));
+    let anchor = |line: &str| {
+        let title = line.trim_start_matches('#').trim().to_lowercase();
+        let kept = title.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
+fn without_code_blocks(text: &str) -> String {
+    let mut is_code = false;
+    let mut prose = Vec::new();
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+        } else if !is_code {
+            prose.push(line);
+        }
+    }
+    prose.join("\n")
+}
+
+#[test]
+fn a_broken_link_is_found() {
+    let page = root().join("docs/page.md");
+    let text = "\
+# The `first`, and 2nd_heading
+[a](../Cargo.toml) [b](gone.md) [c](#the-first-and-2nd_heading) [d](#gone) [e](https://example.com/gone.md)
+[f](../ARCHITECTURE.md#proxy) [g](../ARCHITECTURE.md#gone)
+```
+[h](gone.md)
+# Not a heading
+```
+[i](#not-a-heading)
+";
+    assert_eq!(
+        broken_links(&page, text),
+        ["gone.md", "#gone", "../ARCHITECTURE.md#gone", "#not-a-heading"]
     );
 }

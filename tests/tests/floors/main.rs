@@ -47,8 +47,8 @@ const PROXY: CrateLayers = CrateLayers {
 const CONTROL: CrateLayers = CrateLayers {
     name: "control",
     modules: &[
+        ("model", 0),
         ("resources", 1),
-        ("model", 1),
         ("wire", 1),
         ("trust", 1),
         ("kubernetes", 1),

@@ -282,7 +282,7 @@ words! {
 }
 
 words! {
-    /// The cause of a refusal: codes of `docs/errors.md`.
+    /// The cause of a refusal: codes of `docs/reference/errors.md`.
     Cause {
         Denied = "policy-denied",
         Unknown = "policy_unknown",

@@ -1,0 +1,162 @@
+//! The generated pages of `docs/reference` match the code. `./run docs` writes them.
+
+#![allow(clippy::too_many_lines, clippy::unwrap_used)]
+
+mod chart_values;
+mod metrics;
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::CommandFactory as _;
+use tulle_core::causes;
+use tulle_core::names::{annotation, header, label};
+use tulle_proxy::env::reference::{Fallback, Variable, variables};
+
+/// Writes a page if `TULLE_WRITE_DOCS` is set; otherwise fails if its file has another text.
+fn check_page(name: &str, text: &str) {
+    let path = root().join("docs/reference").join(name);
+    if std::env::var_os("TULLE_WRITE_DOCS").is_some() {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        return;
+    }
+    let found = fs::read_to_string(&path).unwrap_or_default();
+    let different = text.lines().zip(found.lines()).find(|(wanted, found)| wanted != found);
+    assert!(
+        found == text,
+        "{} is outdated, run ./run docs; first difference: {different:#?}",
+        path.display()
+    );
+}
+
+/// A table of Markdown.
+fn table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let mut out = format!("| {} |\n|{}\n", header.join(" | "), "---|".repeat(N));
+    for row in rows {
+        let cells = row.map(|cell| cell.replace('|', "\\|").replace('\n', " "));
+        let _ = writeln!(out, "| {} |", cells.join(" | "));
+    }
+    out
+}
+
+/// The start of each generated page.
+fn heading(title: &str, source: &str, introduction: &str) -> String {
+    format!("# {title}\n\n<!-- Generated from {source}; change that, then run: ./run docs -->\n\n{introduction}\n\n")
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+#[test]
+fn causes_of_failures() {
+    check_page("errors.md", &causes::markdown());
+}
+
+#[test]
+fn environment_variables() {
+    let row = |variable: Variable| {
+        let default = match variable.default {
+            Fallback::Required => "required".to_owned(),
+            Fallback::Value(value) => format!("`{value}`"),
+            Fallback::Text(text) => text.to_owned(),
+        };
+        [
+            format!("`{}`", variable.name),
+            variable.values.to_owned(),
+            default,
+            variable.meaning.to_owned(),
+        ]
+    };
+    let page = heading(
+        "Environment variables of the proxy",
+        "proxy/src/env/reference.rs",
+        "The injector sets these variables from chart values and annotations. An empty variable counts as not set. The proxy reports \
+         all invalid values at once and does not start. Variables with the prefix `LINKERD2_PROXY_` are those of Linkerd's proxy; \
+         those with `TULLE_` exist only here.",
+    ) + &table(
+        ["Variable", "Values", "Default", "Meaning"],
+        variables().into_iter().map(row),
+    );
+    check_page("environment.md", &page);
+}
+
+#[test]
+fn annotations_and_labels() {
+    let mut page = heading(
+        "Annotations and labels",
+        "core/src/names",
+        "Names with `linkerd.io` are those of Linkerd; those with `tulle.dev` exist only here. A value that cannot be read is \
+         ignored and reported; if it restricts access, the pod is refused.",
+    );
+    let annotations = annotation::ALL.iter().map(|annotation| {
+        [
+            format!("`{}{}`", annotation.name, annotation.placeholder),
+            annotation.objects.to_owned(),
+            annotation.values.to_owned(),
+            annotation.default.to_owned(),
+            annotation.meaning.to_owned(),
+        ]
+    });
+    page += "## Annotations\n\n";
+    page += &table(["Annotation", "Objects", "Values", "Default", "Meaning"], annotations);
+    let labels = label::ALL.iter().map(|label| {
+        [
+            format!("`{}{}`", label.name, label.placeholder),
+            label.objects.to_owned(),
+            label.set_by.to_owned(),
+            label.meaning.to_owned(),
+        ]
+    });
+    page += "\n## Labels\n\n";
+    page += &table(["Label", "Objects", "Set by", "Meaning"], labels);
+    check_page("annotations.md", &page);
+}
+
+#[test]
+fn headers() {
+    let rows = header::ALL.iter().map(|header| {
+        [
+            format!("`{}`", header.name),
+            header.direction.to_owned(),
+            header.values.to_owned(),
+            header.meaning.to_owned(),
+        ]
+    });
+    let page = heading(
+        "HTTP headers",
+        "core/src/names/header.rs",
+        "Headers that proxies set, read or remove.",
+    ) + &table(["Header", "Direction", "Values", "Meaning"], rows);
+    check_page("headers.md", &page);
+}
+
+#[test]
+fn flags() {
+    let commands = [
+        tulle_cli::app::Cli::command().name("tulle"),
+        tulle_control::cmd::Command::command().name("tulle-control"),
+        tulle_init::cli::Cli::command().name("tulle-init"),
+    ];
+    let mut page = heading(
+        "Command-line flags",
+        "the argument definitions of each program",
+        "All programs print this help with `--help`. `tulle-proxy` has no flags: it is configured by \
+         [environment variables](environment.md).",
+    );
+    for command in commands {
+        // The version is not part of the page, so that a release does not change it.
+        let markdown = clap_markdown::help_markdown_command_custom(
+            &command,
+            &clap_markdown::MarkdownOptions::new()
+                .show_footer(false)
+                .show_table_of_contents(false),
+        );
+        // The first heading and its sentence are the same for each program.
+        let (_, help) = markdown.split_once("\n## ").unwrap();
+        page += &format!("## {}\n\n", help.trim_end()).replace("\n###### ", "\n");
+    }
+    check_page("flags.md", &page);
+}
