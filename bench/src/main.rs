@@ -54,7 +54,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::CompareBuilds(args) => tulle_bench::run::compare::main(&args).context("comparing builds"),
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
         Command::Costs(args) => tulle_bench::run::costs::main(&args).context("counting costs"),
-        Command::Conformance(args) => tulle_bench::run::conformance(&args).context("trying sidecars"),
+        Command::Conformance(args) => tulle_bench::run::conformance(&args).context("running the conformance tests"),
         Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
-use tulle_bench::load::tally::{Counts, Kind, Report};
+use tulle_bench::load::stats::{Counts, Kind, Report};
 
 /// A server process. Dropping the value kills it.
 struct Server {
@@ -266,7 +266,7 @@ fn failures_are_counted_by_kind_and_never_sent_again() {
 }
 
 #[test]
-fn an_open_loop_charges_a_stall_to_every_request_that_was_due_in_it() {
+fn an_open_loop_measures_latency_from_the_time_a_request_was_due() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--delay", "20ms"]);
     // One connection carries 50 requests per second, and 100 are due: the last one waits for about half of the run.
     let report = load(

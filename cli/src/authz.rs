@@ -11,9 +11,11 @@ use k8s_openapi::api::core::v1::Pod as KubernetesPod;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::Value;
-use tulle_control::cluster::views::inbound::{Key, Workload};
+use tulle_control::cluster::views::inbound::{Key, WorkloadId};
 use tulle_control::cluster::{self, Cluster as State};
-use tulle_control::model::inbound::{Authorization, AuthorizationReference, Route, Routes, Server, ServerReference};
+use tulle_control::model::inbound::{
+    Authorization, AuthorizationReference, InboundPolicy, Route, Routes, ServerReference,
+};
 use tulle_control::model::reference::Reference;
 use tulle_control::resources::event::Event;
 use tulle_control::resources::port_list::PortList;
@@ -72,7 +74,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             eprintln!("tulle: the cluster's default policy, networks and opaque ports are assumed: {error:#}");
             Value::Null
         });
-        let rows = rows(settings(&cluster.control_plane, &values)?, events, pods)?;
+        let rows = rows(settings(&cluster.control_plane_namespace, &values)?, events, pods)?;
         crate::print(&table::text(&TITLES, rows))?;
         Ok(ExitCode::SUCCESS)
     })
@@ -162,7 +164,7 @@ fn rows(
         Event::Unreadable(unreadable) => unreadable.placeholder.clone(),
         Event::Deleted(..) | Event::Synced => None,
     };
-    let servers: Vec<PortRef> = events
+    let server_ports: Vec<PortRef> = events
         .iter()
         .filter_map(|event| match object(event)? {
             Object::Server(server) => server.port.clone(),
@@ -173,7 +175,7 @@ fn rows(
     for pod in pods {
         let name = pod.name_any();
         let pod = Pod::from_kubernetes(pod).map_err(|error| anyhow!("reading pod {name}: {error}"))?;
-        workloads.push((pod.meta.name.clone(), ports(&pod, &servers)));
+        workloads.push((pod.meta.name.clone(), ports(&pod, &server_ports)));
         events.push(Event::Applied(Object::Pod(pod.into())));
     }
     let state = State::new(config, &Registry::default());
@@ -181,7 +183,7 @@ fn rows(
     let mut rows = BTreeSet::new();
     for (name, ports) in workloads {
         for port in ports {
-            let workload = Workload::Pod(name.clone());
+            let workload = WorkloadId::Pod(name.clone());
             let answer = state.inbound(Key { workload, port }).current();
             if let Some(server) = &**answer {
                 rows.extend(server_rows(server));
@@ -191,16 +193,16 @@ fn rows(
     Ok(rows)
 }
 
-/// The ports that the pod declares, that a Server selects by number, or that require an identity. If there are none, any other
-/// port.
-fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
-    let numbers = servers.iter().filter_map(|port| match port {
+/// The ports that the pod declares, that a Server selects by number, or that require an identity. If there are none, one port
+/// (65535) that stands for all others.
+fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
+    let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
         PortRef::Name(_) => None,
     });
     let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
     if let Some(list) = pod.meta.annotation(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) {
-        // All ports that no Server selects have the same authorizations.
+        // One of these ports is enough: all ports that no Server selects have the same authorizations.
         let listed = resolve_declared(&PortList::parse(list), &pod.ports).to_set();
         let other = listed.ranges().flatten().find(|port| !ports.contains(port));
         ports.extend(other);
@@ -211,7 +213,7 @@ fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
     ports
 }
 
-fn server_rows(server: &Server) -> Vec<[String; 4]> {
+fn server_rows(server: &InboundPolicy) -> Vec<[String; 4]> {
     let name = match &server.reference {
         ServerReference::Default(policy) => format!("default:{policy}"),
         ServerReference::Server(name) => name.to_string(),
@@ -406,7 +408,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
     }
 
     #[test]
-    fn settings_come_from_the_flags_of_the_policy_service() {
+    fn settings_come_from_the_chart_values() {
         let values = json!({
             "clusterNetworks": "10.0.0.0/8, fd00::/8",
             "policyController": { "probeNetworks": ["192.168.7.0/24"] },

@@ -14,7 +14,8 @@ pub(crate) struct Certificate {
     pub(crate) der: Vec<u8>,
     /// The common name, or the whole subject if it has none.
     pub(crate) name: String,
-    pub(crate) dns_names: Vec<String>,
+    /// DNS names and URIs.
+    pub(crate) subject_alt_names: Vec<String>,
     /// Unix time in seconds.
     pub(crate) not_before: i64,
     /// Unix time in seconds.
@@ -50,14 +51,14 @@ impl Certificate {
             .iter_common_name()
             .next()
             .and_then(|name| name.as_str().ok());
-        let dns_names = cert
+        let subject_alt_names = cert
             .extensions()
             .iter()
             .find_map(|extension| match extension.parsed_extension() {
                 ParsedExtension::SubjectAlternativeName(names) => Some(&names.general_names),
                 _ => None,
             });
-        let dns_names = dns_names.into_iter().flatten().filter_map(|name| match name {
+        let subject_alt_names = subject_alt_names.into_iter().flatten().filter_map(|name| match name {
             GeneralName::DNSName(name) => Some((*name).to_owned()),
             GeneralName::URI(uri) => Some((*uri).to_owned()),
             _ => None,
@@ -65,7 +66,7 @@ impl Certificate {
         Ok(Self {
             der: der.to_vec(),
             name: common_name.map_or_else(|| cert.subject().to_string(), str::to_owned),
-            dns_names: dns_names.collect(),
+            subject_alt_names: subject_alt_names.collect(),
             not_before: cert.validity().not_before.timestamp(),
             not_after: cert.validity().not_after.timestamp(),
             key: key(&cert),
@@ -87,7 +88,7 @@ impl Certificate {
         Ok(certs)
     }
 
-    /// Whether the namespace exists.
+    /// Encodes the certificate as PEM.
     pub(crate) fn to_pem(&self) -> String {
         pem::encode_config(
             &pem::Pem::new("CERTIFICATE", self.der.clone()),

@@ -12,7 +12,7 @@ use crate::kubernetes::{Cluster, reason};
 /// # Errors
 /// Fails if the namespace has no control plane, or if the user has no permission to read its configuration.
 pub(crate) async fn values(cluster: &Cluster) -> anyhow::Result<Value> {
-    let namespace = &cluster.control_plane;
+    let namespace = &cluster.control_plane_namespace;
     let api: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
     let map = api.get_opt(CONFIG_MAP_NAME).await;
     let map = map.map_err(|error| {

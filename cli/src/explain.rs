@@ -223,13 +223,13 @@ fn all(output: Output) -> anyhow::Result<String> {
     let rows = causes::ALL
         .iter()
         .map(|cause| [cause.code, cause.responsible.name(), cause.meaning].map(str::to_owned));
-    Ok(table::text(&["CAUSE", "WHOSE", "MEANING"], rows))
+    Ok(table::text(&["CAUSE", "RESPONSIBLE", "MEANING"], rows))
 }
 
 const EXAMPLES: &str = "\
   tulle explain                                   # all codes
   tulle explain no-endpoints
-  tulle explain 'policy-denied:Server/web; why=no-tls; direction=inbound; hop=web.shop; target=10.0.0.7:80'
+  tulle explain 'policy-denied:server/web-http; why=no-tls; direction=inbound; hop=web.shop; target=10.0.0.7:80'
   curl -si http://web.shop | tulle explain -
   tulle tap deploy/web -n shop | grep -m1 cause= | tulle explain -";
 
@@ -259,13 +259,13 @@ mod tests {
     #[test]
     fn an_explanation_names_the_failed_proxy_and_the_fix() {
         let reported = ReportedCause::parse(
-            "policy-denied:Server/web; why=no-tls; direction=inbound; hop=web.shop; target=1.2.3.4:80",
+            "policy-denied:server/web-http; why=no-tls; direction=inbound; hop=web.shop; target=1.2.3.4:80",
         );
         let text = render(&reported.unwrap(), Output::Text).unwrap();
         for part in [
             "policy-denied: No authorization",
             "What to do    `no-tls`",
-            "Decided by    Server/web",
+            "Decided by    server/web-http",
             "the server's proxy, before its application: web.shop",
             "Destination   1.2.3.4:80",
             "why           no-tls",

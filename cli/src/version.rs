@@ -62,7 +62,7 @@ async fn print_proxies(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result
         Some(namespace) => Api::namespaced(cluster.client.clone(), namespace),
         None => Api::all(cluster.client.clone()),
     };
-    let selector = format!("linkerd.io/control-plane-ns={}", cluster.control_plane);
+    let selector = format!("linkerd.io/control-plane-ns={}", cluster.control_plane_namespace);
     let pods = cluster.list(&api, &ListParams::default().labels(&selector)).await;
     let pods = pods.map_err(|error| anyhow!("listing the pods with {selector}: {}", reason(&error)))?;
     let versions = proxy_versions(&pods);

@@ -98,8 +98,8 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
     });
     descriptors::raise_limit();
     let mut due = Deadline::after(args.lifetime / 2, SystemTime::now);
-    let mut look = interval(FILE_POLL_INTERVAL);
-    look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut file_poll = interval(FILE_POLL_INTERVAL);
+    file_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut connections = JoinSet::new();
     let mut last_error = None;
     let mut accept_at = Instant::now();
@@ -128,7 +128,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
                     accept_at = Instant::now() + ACCEPT_ERROR_BACKOFF;
                 }
             },
-            _ = look.tick() => match renew_if_due(args, &files, &due) {
+            _ = file_poll.tick() => match renew_if_due(args, &files, &due) {
                 Ok(None) => {}
                 Ok(Some((new, answers))) => {
                     files = new;
@@ -163,12 +163,12 @@ fn renew_if_due(
     files: &IssuerFiles,
     due: &Deadline,
 ) -> anyhow::Result<Option<(IssuerFiles, SvidResponses)>> {
-    let now = IssuerFiles::read(args)?;
-    if now == *files && !due.has_passed() {
+    let current = IssuerFiles::read(args)?;
+    if current == *files && !due.has_passed() {
         return Ok(None);
     }
-    let answers = now.issue(args)?;
-    Ok(Some((now, answers)))
+    let answers = current.issue(args)?;
+    Ok(Some((current, answers)))
 }
 
 impl IssuerFiles {
@@ -198,7 +198,7 @@ impl IssuerFiles {
             let svid = trust::create_svid(identity, args.lifetime, &issuer)?;
             anchors
                 .verify_chain(&svid.chain)
-                .with_context(|| format!("the issuer in {:?} does not lead to the trust anchors", args.issuer))?;
+                .with_context(|| format!("the issuer in {:?} is not verified by the trust anchors", args.issuer))?;
             bundles.bundles.insert(trust_domain(identity), bundle.clone());
             svids.svids.push(X509svid {
                 spiffe_id: identity.clone(),
@@ -480,7 +480,7 @@ mod tests {
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         fs::write(&args.trust_anchors, foreign.certificate).unwrap();
         let error = format!("{:#}", IssuerFiles::read(&args).unwrap().issue(&args).err().unwrap());
-        assert!(error.contains("does not lead to the trust anchors"), "{error}");
+        assert!(error.contains("is not verified by the trust anchors"), "{error}");
         let other = self::args(dir.path(), "spiffe://root/other");
         let error = format!("{:#}", IssuerFiles::read(&other).unwrap().issue(&other).err().unwrap());
         assert!(

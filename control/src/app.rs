@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
 use kube::Client;
 use tokio::net::{TcpListener, TcpSocket};
-use tokio::runtime::{Builder, Handle};
+use tokio::runtime::{self, Handle};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
@@ -28,26 +28,26 @@ use tulle_core::metrics::{Registry, process_metrics};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
-use crate::cluster::{Cluster, EndpointsSource};
+use crate::cluster::Cluster;
 use crate::config::flags::ListenAddr;
 use crate::config::{Admission, Certificates, Config, LogConfig, ObjectSource, TokenVerification};
 use crate::identity::own_certificate::CertificateRenewer;
+use crate::identity::reviewer::{Reviewer, StaticKeys};
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
-use crate::identity::tokens::{Reviewer, StaticKeys};
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::resources::event::EventWriter;
 use crate::serving::metrics::GrpcMetrics;
 use crate::serving::{self, Server};
-use crate::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use crate::webhook::certificate_controller::{self, CertificateController};
-use crate::webhook::https::{Port, Transport};
+use crate::webhook::https::{HttpServer, Transport};
 use crate::webhook::metrics::HttpMetrics;
 use crate::webhook::mounted_certificate::MountedCertificate;
 use crate::webhook::server_credentials::ServerCredentials;
-use crate::webhook::{self, Handler};
+use crate::webhook::{self, ReviewHandler};
 use crate::{destination, injector_webhook, kubernetes, logs, policy, telemetry, writeback};
 
 pub struct App {
@@ -65,7 +65,7 @@ pub struct Addrs {
     pub policy: Option<SocketAddr>,
     pub policy_validator: Option<SocketAddr>,
     pub sp_validator: Option<SocketAddr>,
-    pub metrics: Option<SocketAddr>,
+    pub destination_admin: Option<SocketAddr>,
     pub admin: Option<SocketAddr>,
     pub proxy_injector: Option<SocketAddr>,
     pub sp_validator_admin: Option<SocketAddr>,
@@ -79,8 +79,8 @@ struct WebhookThread {
     _end: oneshot::Sender<()>,
 }
 
-/// The parts of an [`App`] under construction.
-struct Parts {
+/// An [`App`] under construction.
+struct Builder {
     config: Config,
     /// Set if anything needs the API server.
     client: Option<Client>,
@@ -92,7 +92,7 @@ struct Parts {
     readiness: Readiness,
     /// Reasons why kinds are stale. They do not affect readiness: while the API server fails, the last known state is
     /// served.
-    kinds: Readiness,
+    stale_kinds: Readiness,
     grpc: GrpcMetrics,
     http: HttpMetrics,
     addrs: Addrs,
@@ -142,11 +142,11 @@ impl App {
             true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
             false => None,
         };
-        let mut builder = Parts {
+        let mut builder = Builder {
             grpc: GrpcMetrics::new(&registry),
             http: HttpMetrics::new(&registry),
             readiness: Readiness::new(),
-            kinds: Readiness::new(),
+            stale_kinds: Readiness::new(),
             addrs: Addrs::default(),
             tasks: JoinSet::new(),
             config,
@@ -157,9 +157,9 @@ impl App {
             drain,
         };
         let identity = builder.identity().await?;
-        let report = builder.answers(identity.as_ref()).await?;
+        let report = builder.object_services(identity.as_ref()).await?;
         builder.webhooks().await?;
-        builder.admins(report.as_ref()).await?;
+        builder.admin_servers(report.as_ref()).await?;
         Ok(Self {
             addrs: builder.addrs,
             metrics: builder.registry,
@@ -203,7 +203,7 @@ impl App {
     }
 }
 
-impl Parts {
+impl Builder {
     async fn identity(&mut self) -> Result<Option<IdentityService>> {
         let Certificates::Local { identity, tokens } = &self.config.certificates else {
             return Ok(None);
@@ -243,7 +243,7 @@ impl Parts {
             service.name().to_owned(),
             ClientCertificates::Optional,
         ));
-        self.keep(CertificateRenewer::local(creds.clone(), service.clone()));
+        self.start_renewer(CertificateRenewer::local(creds.clone(), service.clone()));
         let routes = Routes::new(service.server());
         self.addrs.identity = Some(
             self.serve("identity", self.config.listen.identity, creds, routes)
@@ -271,7 +271,7 @@ impl Parts {
     }
 
     /// Starts destination, policy and telemetry over the objects of the source.
-    async fn answers(
+    async fn object_services(
         &mut self,
         identity: Option<&IdentityService>,
     ) -> Result<Option<directory_source::ManifestReport>> {
@@ -280,14 +280,14 @@ impl Parts {
         };
         let name = self.config.server_name("linkerd-destination");
         let creds = Arc::new(MeshCredentials::new(name, self.config.client_certificates));
-        let keeper = match (identity, &self.config.certificates) {
+        let renewer = match (identity, &self.config.certificates) {
             (Some(service), _) => CertificateRenewer::local(creds.clone(), service.clone()),
             (None, Certificates::Remote(remote)) => {
                 CertificateRenewer::remote(creds.clone(), remote.clone()).context("--trust-anchors")?
             }
             (None, Certificates::Local { .. }) => return Err(anyhow!("the identity service is missing")),
         };
-        self.keep(keeper);
+        self.start_renewer(renewer);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
         let report = self.source(source, &cluster)?;
         let services = self.config.services;
@@ -301,8 +301,8 @@ impl Parts {
             self.telemetry(&cluster, creds.clone()).await?;
         }
         if services.policy {
-            let clients = self.config.client_certificates;
-            let inbound = policy::inbound_server(cluster.clone(), clients, self.drain.clone());
+            let client_certificates = self.config.client_certificates;
+            let inbound = policy::inbound_server(cluster.clone(), client_certificates, self.drain.clone());
             let outbound = policy::outbound_server(cluster, self.config.policy, self.drain.clone());
             let routes = Routes::new(inbound).add_service(outbound);
             self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
@@ -316,9 +316,10 @@ impl Parts {
             Some(ObjectSource::Kubernetes) => telemetry::AllowedClients::ApiServer,
             _ => telemetry::AllowedClients::ThisMachine,
         };
-        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
+        let telemetry::Telemetry { api, scrape_task } =
+            telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
         self.start("scraping sidecars", async move {
-            record.await;
+            scrape_task.await;
             Ok(())
         });
         let name = "linkerd-telemetry";
@@ -336,15 +337,15 @@ impl Parts {
             _ => Transport::Loopback,
         };
         info!(addr = %bound, "serving telemetry");
-        let port = Port {
+        let server = HttpServer {
             name,
             transport,
-            respond: api,
+            handler: api,
             registry: self.registry.clone(),
         };
         let drain = self.drain.clone();
         self.start(name, async move {
-            port.serve(listener, drain).await;
+            server.serve(listener, drain).await;
             Ok(())
         });
         self.addrs.telemetry = Some(bound);
@@ -354,7 +355,7 @@ impl Parts {
     /// Creates the credentials for an aggregated API.
     fn aggregated_api(&mut self) -> Result<Arc<ServerCredentials>> {
         let creds = Arc::new(ServerCredentials::for_verified_clients());
-        let task = telemetry::admit_api_server(self.client()?, creds.clone(), self.drain.clone());
+        let task = telemetry::watch_client_ca(self.client()?, creds.clone(), self.drain.clone());
         self.start("watching the client CA of the API server", async move {
             task.await;
             Ok(())
@@ -362,7 +363,7 @@ impl Parts {
         // Proxies do not need telemetry, so its certificate does not affect readiness.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
-        self.keep_certificate(certificate, creds.clone(), latch)?;
+        self.manage_webhook_certificate(certificate, creds.clone(), latch)?;
         Ok(creds)
     }
 
@@ -405,13 +406,10 @@ impl Parts {
             requirements: WatchRequirements {
                 destination: services.destination || services.telemetry,
                 policy: services.policy,
-                endpoints_source: match self.config.cluster.endpoints_source {
-                    EndpointsSource::EndpointSlices => EndpointKind::EndpointSlices,
-                    EndpointsSource::Endpoints => EndpointKind::Endpoints,
-                },
+                endpoints_source: self.config.cluster.endpoints_source,
             },
             log_addr: self.config.cluster.log_addr.clone(),
-            kinds_readiness: self.kinds.clone(),
+            stale_kinds: self.stale_kinds.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
         let writer = self.write_back(&client, cluster.writer());
@@ -422,8 +420,13 @@ impl Parts {
 
     /// Starts the write-back controllers. Returns the writer that also passes events to them.
     fn write_back(&mut self, client: &Client, writer: EventWriter) -> EventWriter {
-        let (writer, tasks) =
-            writeback::add_controllers(client, self.config.writeback(), writer, &self.registry, &self.drain);
+        let (writer, tasks) = writeback::add_controllers(
+            client,
+            self.config.writeback_config(),
+            writer,
+            &self.registry,
+            &self.drain,
+        );
         for task in tasks {
             self.start(task.name, async move {
                 task.run.await;
@@ -507,7 +510,7 @@ impl Parts {
     }
 
     /// Serves a handler to the API server, with a mounted certificate, or else with one that this process manages.
-    async fn webhook<H: Handler>(
+    async fn webhook<H: ReviewHandler>(
         &mut self,
         handler: H,
         addr: ListenAddr,
@@ -518,8 +521,8 @@ impl Parts {
         info!(webhook = name, addr = %bound, "serving admission reviews");
         let creds = Arc::new(ServerCredentials::new());
         let latch = self.readiness.latch(name);
-        self.keep_certificate(certificate, creds.clone(), latch)?;
-        let server = webhook::Server::new(name, creds, handler, self.http.clone(), &self.registry);
+        self.manage_webhook_certificate(certificate, creds.clone(), latch)?;
+        let server = webhook::WebhookServer::new(name, creds, handler, self.http.clone(), &self.registry);
         let drain = self.drain.clone();
         let listener = listener.into_std().context("handing a listener to the webhooks")?;
         let serving = self.webhook_thread()?.spawn(async move {
@@ -536,7 +539,7 @@ impl Parts {
         if let Some(thread) = &self.webhook_thread {
             return Ok(thread.runtime.clone());
         }
-        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.context("starting the runtime of webhooks")?;
         let (end, ended) = oneshot::channel::<()>();
         let thread = WebhookThread {
@@ -554,7 +557,7 @@ impl Parts {
     }
 
     /// Serves the mounted certificate, or else one that this process manages.
-    fn keep_certificate(
+    fn manage_webhook_certificate(
         &mut self,
         certificate: certificate_controller::Config,
         creds: Arc<ServerCredentials>,
@@ -568,9 +571,9 @@ impl Parts {
                 Ok(())
             });
         } else {
-            let keeper = CertificateController::new(self.client()?, certificate, creds);
+            let controller = CertificateController::new(self.client()?, certificate, creds);
             self.start("managing a webhook's certificate", async move {
-                keeper.run(latch, drain).await;
+                controller.run(latch, drain).await;
                 Ok(())
             });
         }
@@ -583,35 +586,36 @@ impl Parts {
             .context("the API server is needed but not configured")
     }
 
-    async fn admins(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
+    async fn admin_servers(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
         let services = self.config.services;
         if services.destination {
-            self.addrs.metrics = Some(self.admin(self.config.listen.metrics, report).await?);
+            self.addrs.destination_admin = Some(self.admin_server(self.config.listen.destination_admin, report).await?);
         }
         if services.identity || services.policy || (services.telemetry && !services.destination) {
-            self.addrs.admin = Some(self.admin(self.config.listen.admin, report).await?);
+            self.addrs.admin = Some(self.admin_server(self.config.listen.admin, report).await?);
         }
         if services.sp_validator {
-            self.addrs.sp_validator_admin = Some(self.admin(self.config.listen.sp_validator_admin, None).await?);
+            self.addrs.sp_validator_admin = Some(self.admin_server(self.config.listen.sp_validator_admin, None).await?);
         }
         if services.proxy_injector {
-            self.addrs.proxy_injector_admin = Some(self.admin(self.config.listen.proxy_injector_admin, None).await?);
+            self.addrs.proxy_injector_admin =
+                Some(self.admin_server(self.config.listen.proxy_injector_admin, None).await?);
         }
         Ok(())
     }
 
     /// Starts an admin server with the paths and responses that Linkerd's probes expect.
-    async fn admin(
+    async fn admin_server(
         &mut self,
         addr: ListenAddr,
         report: Option<&directory_source::ManifestReport>,
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr)?;
-        let (readiness, kinds) = (self.readiness.clone(), self.kinds.clone());
+        let (readiness, stale_kinds) = (self.readiness.clone(), self.stale_kinds.clone());
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
             .route("/ping", |_| std::future::ready(text(StatusCode::OK, "pong\n")))
             .route("/ready", move |_| {
-                let (missing, stale) = (readiness.reasons(), kinds.reasons());
+                let (missing, stale) = (readiness.reasons(), stale_kinds.reasons());
                 let (status, first) = match missing.is_empty() {
                     true => (StatusCode::OK, "ok"),
                     false => (StatusCode::INTERNAL_SERVER_ERROR, "not ready"),
@@ -665,11 +669,11 @@ impl Parts {
         Ok(bound)
     }
 
-    fn keep(&mut self, keeper: CertificateRenewer) {
+    fn start_renewer(&mut self, renewer: CertificateRenewer) {
         let latch = self.readiness.latch("certificate");
         let drain = self.drain.clone();
         self.start("renewing certificates", async move {
-            keeper.run(latch, drain).await;
+            renewer.run(latch, drain).await;
             Ok(())
         });
     }

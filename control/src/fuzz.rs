@@ -6,7 +6,7 @@ use crate::identity::csr::SigningRequest;
 use crate::resources::event::Event;
 use crate::source;
 use crate::telemetry::counts::Counts;
-use crate::webhook::review::{Answer, Review};
+use crate::webhook::review::{AdmissionResponse, ParsedReview};
 
 /// Parsing a manifest file is deterministic, and errors have a valid line number.
 pub fn manifests(bytes: &[u8]) {
@@ -32,22 +32,22 @@ pub fn manifests(bytes: &[u8]) {
 /// counts.
 pub fn metrics(bytes: &[u8]) {
     let counts = Counts::parse(&String::from_utf8_lossy(bytes));
-    for tally in counts.since(&counts, 1.0).sources.values() {
-        assert_eq!(tally.requests(), 0.0);
+    for rates in counts.rates_since(&counts, 1.0).per_second.sources.values() {
+        assert_eq!(rates.requests(), 0.0);
     }
-    let all = counts.since(&Counts::default(), 1.0);
+    let all = counts.rates_since(&Counts::default(), 1.0).per_second;
     assert_eq!(all, counts);
-    for tally in all
+    for rates in all
         .sources
         .values()
-        .chain(all.targets.values())
+        .chain(all.destinations.values())
         .chain(all.routes.values())
     {
         assert!(
-            tally.success_rate().is_none_or(|rate| (0.0..=1.0).contains(&rate)),
-            "{tally:?}"
+            rates.success_rate().is_none_or(|rate| (0.0..=1.0).contains(&rate)),
+            "{rates:?}"
         );
-        assert!(tally.quantile_ms(0.99).is_none_or(|ms| ms >= 0.0), "{tally:?}");
+        assert!(rates.quantile_ms(0.99).is_none_or(|ms| ms >= 0.0), "{rates:?}");
     }
 }
 
@@ -55,6 +55,7 @@ pub fn metrics(bytes: &[u8]) {
 pub fn token(bytes: &[u8]) {
     if let Ok(claims) = Claims::parse(bytes) {
         let checked = [0, 1 << 32, u64::MAX].map(|now| claims.check(now, &[]));
+        // All `Ok` come before the first `Err`.
         assert!(checked.is_sorted_by_key(Result::is_err), "{claims:?}: {checked:?}");
     }
 }
@@ -70,11 +71,13 @@ pub fn signing_request(bytes: &[u8]) {
 
 /// Every review that can be parsed gets a response with its id.
 pub fn review(bytes: &[u8]) {
-    if let Ok(review) = Review::parse(bytes) {
-        let answer = Answer::deny("no").to_json(&review.id).expect("an answer is JSON");
-        let answer: serde_json::Value = serde_json::from_slice(&answer).expect("the response can be parsed");
-        assert_eq!(answer["response"]["uid"], review.id.uid);
-        assert_eq!(answer["response"]["allowed"], false);
+    if let Ok(review) = ParsedReview::parse(bytes) {
+        let response = AdmissionResponse::deny("no")
+            .to_json(&review.id)
+            .expect("an response is JSON");
+        let response: serde_json::Value = serde_json::from_slice(&response).expect("the response can be parsed");
+        assert_eq!(response["response"]["uid"], review.id.uid);
+        assert_eq!(response["response"]["allowed"], false);
     }
 }
 
@@ -84,30 +87,30 @@ mod tests {
 
     #[test]
     fn saved_manifests_satisfy_the_invariants() {
-        hold("manifests", super::manifests);
+        check_corpus("manifests", super::manifests);
     }
 
     #[test]
     fn saved_metrics_satisfy_the_invariants() {
-        hold("metrics", super::metrics);
+        check_corpus("metrics", super::metrics);
     }
 
     #[test]
     fn saved_tokens_satisfy_the_invariants() {
-        hold("token", super::token);
+        check_corpus("token", super::token);
     }
 
     #[test]
     fn saved_signing_requests_satisfy_the_invariants() {
-        hold("signing_request", super::signing_request);
+        check_corpus("signing_request", super::signing_request);
     }
 
     #[test]
     fn saved_reviews_satisfy_the_invariants() {
-        hold("review", super::review);
+        check_corpus("review", super::review);
     }
 
-    fn hold(name: &str, check: fn(&[u8])) {
+    fn check_corpus(name: &str, check: fn(&[u8])) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
         let mut n = 0;
         for file in fs::read_dir(&dir).unwrap() {

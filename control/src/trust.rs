@@ -105,7 +105,7 @@ pub enum Error {
 /// Fails if a certificate cannot express the lifetime.
 pub fn create_anchor(common_name: &str, lifetime: Duration) -> Result<CertificateAuthority, Error> {
     let key = KeyPair::generate().map_err(Error::Certificate)?;
-    let params = authority(common_name, BasicConstraints::Unconstrained, not_after(lifetime)?);
+    let params = ca_params(common_name, BasicConstraints::Unconstrained, not_after(lifetime)?);
     let certificate = params.self_signed(&key).map_err(Error::Certificate)?;
     Ok(CertificateAuthority {
         certificate: certificate.pem(),
@@ -125,7 +125,7 @@ pub fn create_issuer(
     anchor: &CertificateAuthority,
 ) -> Result<CertificateAuthority, Error> {
     issuer(lifetime, anchor, |end| {
-        Ok(authority(common_name, BasicConstraints::Constrained(0), end))
+        Ok(ca_params(common_name, BasicConstraints::Constrained(0), end))
     })
 }
 
@@ -149,7 +149,7 @@ pub fn create_workload_issuer(
         return Err(Error::Spiffe(identity.to_owned()));
     }
     issuer(lifetime, anchor, |end| {
-        let mut params = authority(WORKLOAD_ISSUER, BasicConstraints::Constrained(0), end);
+        let mut params = ca_params(WORKLOAD_ISSUER, BasicConstraints::Constrained(0), end);
         params.subject_alt_names = vec![SanType::URI(identity.try_into().map_err(Error::Certificate)?)];
         params.name_constraints = Some(NameConstraints {
             permitted_subtrees: Vec::new(),
@@ -207,9 +207,9 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
             source,
         }
     })?;
-    let above = signer.chain.iter().map(|certificate| certificate.to_vec());
+    let issuers = signer.chain.iter().map(|certificate| certificate.to_vec());
     Ok(Svid {
-        chain: std::iter::once(leaf.der().to_vec()).chain(above).collect(),
+        chain: std::iter::once(leaf.der().to_vec()).chain(issuers).collect(),
         key: key.serialize_der(),
         not_after: params.not_after,
     })
@@ -346,7 +346,7 @@ struct Claims {
     exp: i64,
 }
 
-fn authority(common_name: &str, constraints: BasicConstraints, not_after: OffsetDateTime) -> CertificateParams {
+fn ca_params(common_name: &str, constraints: BasicConstraints, not_after: OffsetDateTime) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
@@ -532,11 +532,14 @@ mod tests {
         for (sa, ns) in [("", "shop"), ("web", "a:b"), ("We", "shop"), ("-web", "shop")] {
             assert!(matches!(token(sa, ns), Err(Error::Label { .. })), "{sa} {ns}");
         }
-        let public_only = TokenSubject {
+        let public_key_subject = TokenSubject {
             service_account: "web",
             namespace: "shop",
             lifetime: TOKEN_LIFETIME,
         };
-        assert!(matches!(create_token(&keys.public, &public_only), Err(Error::Token(_))));
+        assert!(matches!(
+            create_token(&keys.public, &public_key_subject),
+            Err(Error::Token(_))
+        ));
     }
 }

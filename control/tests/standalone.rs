@@ -21,7 +21,7 @@ use tonic::{Code, Streaming};
 use tulle_control::app::{Addrs, App};
 use tulle_control::config::Config;
 use tulle_control::tls::anchors::TrustAnchors;
-use tulle_control::tls::client::{self, Channel, Peer};
+use tulle_control::tls::client::{self, Channel, TlsServer};
 use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_control::trust::{self, TokenKeys, TokenSubject};
 use tulle_core::addr::Addr;
@@ -122,7 +122,7 @@ impl Files {
 
     async fn connect(&self, addr: Option<SocketAddr>, name: &str, leaf: Option<LeafWithKey>) -> Channel {
         let anchors = self.anchors();
-        let peer = Peer {
+        let peer = TlsServer {
             addr: &Addr::Socket(addr.unwrap()),
             name,
             identity: None,
@@ -180,7 +180,10 @@ impl Running {
     }
 
     async fn ready(&self) {
-        eventually(async || (get(self.addrs.metrics, "/ready").await == (200, "ok\n".to_owned())).then_some(())).await;
+        eventually(async || {
+            (get(self.addrs.destination_admin, "/ready").await == (200, "ok\n".to_owned())).then_some(())
+        })
+        .await;
     }
 }
 
@@ -276,7 +279,7 @@ async fn a_workload_gets_its_certificate_endpoints_and_policy() {
     let outbound = OutboundPoliciesClient::new(policy).get(spec).await.unwrap();
     assert!(outbound.into_inner().protocol.is_some());
 
-    let (status, metrics) = get(running.addrs.metrics, "/metrics").await;
+    let (status, metrics) = get(running.addrs.destination_admin, "/metrics").await;
     assert_eq!(status, 200);
     for line in [
         "certify_requests_total{outcome=\"issued\"} 1",
@@ -298,13 +301,13 @@ async fn an_invalid_manifest_is_reported_and_the_previous_objects_stay() {
     running.ready().await;
     assert_eq!(get(running.addrs.admin, "/ping").await, (200, "pong\n".to_owned()));
     assert_eq!(
-        get(running.addrs.metrics, "/manifest-errors").await,
+        get(running.addrs.destination_admin, "/manifest-errors").await,
         (200, String::new())
     );
 
     files.write("manifests/web-1.yaml", "kind: [");
     let errors = eventually(async || {
-        let (_, errors) = get(running.addrs.metrics, "/manifest-errors").await;
+        let (_, errors) = get(running.addrs.destination_admin, "/manifest-errors").await;
         (!errors.is_empty()).then_some(errors)
     })
     .await;

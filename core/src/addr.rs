@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::identity::check_dns;
 
-/// The address that an application dialled, before redirection.
+/// The address that an application connected to, before redirection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OrigDst(pub SocketAddr);
 
@@ -23,7 +23,7 @@ pub struct NameAddr {
     pub port: u16,
 }
 
-/// A dial target: a socket address, or a name that is resolved first.
+/// The target of a connection: a socket address, or a name that is resolved first.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Addr {
     Socket(SocketAddr),
@@ -53,8 +53,8 @@ pub fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// Whether the address is loopback, unspecified, link-local, multicast or broadcast. The proxy does not forward to such an
-/// address because a client names it.
+/// Whether the address is loopback, unspecified, link-local, multicast or broadcast. The proxy refuses to forward to such an
+/// address if a client asks for it by address or by name.
 pub fn is_local_or_multicast(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let is_broadcast = matches!(ip, IpAddr::V4(ip) if ip.is_broadcast());
@@ -122,7 +122,7 @@ impl FromStr for Addr {
         match text.parse::<SocketAddr>() {
             Ok(addr) if addr.port() == 0 => Err(ParseAddrError {
                 text: text.to_owned(),
-                reason: "port 0 cannot be dialled",
+                reason: "it is not possible to connect to port 0",
             }),
             Ok(addr) => Ok(Self::Socket(addr)),
             Err(_) => text.parse().map(Self::Name),
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn local_and_multicast_addresses_are_recognised() {
+    fn local_and_multicast_addresses_are_recognized() {
         for (ip, is_local) in [
             ("127.0.0.1", true),
             ("127.1.2.3", true),

@@ -1,4 +1,4 @@
-//! Jittered exponential backoff, for every loop that dials.
+//! Jittered exponential backoff, for every loop that connects.
 
 use std::time::Duration;
 

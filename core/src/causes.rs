@@ -22,9 +22,11 @@ pub enum Responsible {
 pub struct Cause {
     pub code: &'static str,
     pub responsible: Responsible,
-    /// HTTP status and gRPC status name of the response; empty if there is no response.
+    /// HTTP status and gRPC status name of the response; empty if the connection is closed without a response.
     pub statuses: &'static str,
+    /// Markdown on one line, because `tulle explain` lists it in a table.
     pub meaning: &'static str,
+    /// Markdown.
     pub advice: &'static str,
 }
 
@@ -73,7 +75,7 @@ const PAGE_HEADER: &str = "\
 <!-- Generated from core/src/causes.rs; change that file, then run: ./run docs -->
 # Why a request failed
 
-Every response that a proxy generates has these headers:
+Every response that a proxy generates has these headers, if its client has an identity or is the proxy's own application:
 
 ```text
 l5d-proxy-error: no endpoints
@@ -81,8 +83,12 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 ```
 
 - `l5d-proxy-error` is for people; where Linkerd has a text for the error, it is the same.
-- `l5d-proxy-cause` starts with a code that does not change between versions. Parameters follow, separated by semicolons: the side
-  (`direction`) and the proxy (`hop`) that failed, the address that it tried to reach (`target`), and further details.
+- `l5d-proxy-cause` starts with a code that does not change between versions. After the codes `policy-denied` and `forbidden`, a
+  colon and the policy that decided can follow. Then there are parameters, separated by semicolons: the side (`direction`) and the
+  proxy (`hop`) that failed, the address that it tried to reach (`target`), and further details.
+- The line below each heading of this page starts with the party that can fix the failure: `client` is the sender of the request,
+  `server` the owner of the workload that was requested, `policy` the author of the policies, and `mesh` the operator of the mesh.
+  Then it has the HTTP status and the gRPC status of the response.
 - gRPC clients receive the status in `grpc-status`, and the same text in `grpc-message`.
 - `tulle explain` prints the text of this page for a code, a header, or a whole response;
   [debug-a-request.md](../how-to/debug-a-request.md) says how to find the cause where there is no response.
@@ -93,8 +99,8 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 `tulle_failures_total{direction,cause}` counts failures, including those of opaque connections.
 
 The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
-at most one line a minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
-`left_out` is the number of lines that were suppressed in the previous minute; the counter includes them.
+at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
+`suppressed` is the number of lines that were suppressed in the previous minute; the counter includes them.
 ";
 
 const fn cause(
@@ -113,7 +119,8 @@ const fn cause(
     }
 }
 
-/// All causes, grouped by responsible party.
+/// All causes, in the order of the documentation. `ambiguous_path` and `policy_unknown` have an underscore, which stays,
+/// because codes do not change.
 pub const ALL: &[Cause] = &[
     cause(
         "bad-request",
@@ -140,7 +147,7 @@ pub const ALL: &[Cause] = &[
         "head-timeout",
         Responsible::Client,
         "408, DEADLINE_EXCEEDED",
-        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, an incomplete request line (`P`, `PO`, `GET ` alone) is waited for until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise.",
+        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise.",
         "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` is the limit.",
     ),
     cause(
@@ -168,7 +175,7 @@ pub const ALL: &[Cause] = &[
         "detect-timeout",
         Responsible::Client,
         "the connection is closed; without TLS it is reset",
-        "The client started a TLS handshake and did not continue, or sent nothing although the proxy needed its first bytes.",
+        "The client sent nothing although the proxy needed its first bytes, or it started a TLS handshake and did not complete it. Each of the two has the limit `LINKERD2_PROXY_INBOUND_DETECT_TIMEOUT` (10 seconds).",
         "Mark ports on which the server sends first as opaque (`config.linkerd.io/opaque-ports`); otherwise look for the client that stalls.",
     ),
     cause(
@@ -210,7 +217,7 @@ pub const ALL: &[Cause] = &[
         "no-free-stream",
         Responsible::Server,
         "503, UNAVAILABLE",
-        "No HTTP/2 stream to `target` was free for three seconds, because `target` limits concurrent streams (`SETTINGS_MAX_CONCURRENT_STREAMS`). The proxy opens up to 64 connections for each of its workers, and only one if `target` permits no stream at all.",
+        "No HTTP/2 stream to `target` was free for three seconds, because `target` limits concurrent streams (`SETTINGS_MAX_CONCURRENT_STREAMS`). Each worker of the proxy opens up to 64 connections to `target`; if `target` permits no streams (limit 0), only one.",
         "Let the server permit more streams, or add replicas. Look for streams that never end.",
     ),
     cause(
@@ -259,8 +266,8 @@ pub const ALL: &[Cause] = &[
         "breaker-open",
         Responsible::Server,
         "503, UNAVAILABLE; 504, DEADLINE_EXCEEDED if the request waited in the queue",
-        "Circuit breakers have removed endpoints because their responses failed, and the proxy cannot connect to the others either.",
-        "Look at the errors of the service itself. `balancer.linkerd.io/failure-accrual*` sets how many failures remove an endpoint, and for how long.",
+        "Circuit breakers have ejected endpoints because their responses failed, and the proxy cannot connect to the others either.",
+        "Look at the errors of the service itself. `balancer.linkerd.io/failure-accrual*` sets how many failures eject an endpoint, and for how long.",
     ),
     cause(
         "body-too-large-to-retry",
@@ -280,7 +287,7 @@ pub const ALL: &[Cause] = &[
         "target-forbidden",
         Responsible::Client,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "The proxy does not forward to this target: a loopback, link-local or multicast address, or a name in the `l5d-dst-override` of an ingress that has no profile suffix. Or an inbound connection is for an address that is not in `LINKERD2_PROXY_INBOUND_IPS`.",
+        "The proxy does not forward to this target: a loopback, link-local or multicast address, or, in ingress mode, a name in `l5d-dst-override` that ends with none of the profile suffixes. Or an inbound connection is for an address that is not in `LINKERD2_PROXY_INBOUND_IPS`.",
         "If such an address is intended, connect to it directly. `LINKERD2_PROXY_DESTINATION_PROFILE_SUFFIXES` of the ingress permits names with other suffixes (`proxy.enableExternalProfiles` permits all).",
     ),
     cause(
@@ -315,8 +322,8 @@ pub const ALL: &[Cause] = &[
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
-        "The proxy cannot parse a policy or profile and has no earlier one, or the policy has an unknown filter. All requests are refused until it is fixed.",
-        "The proxy's log and `/debug/destinations` name the field; `tulle check` and the status of routes and policies help as well. If an earlier policy was valid, it stays in force; `tulle_unreadable_updates_total` counts the invalid ones.",
+        "The proxy cannot decode a policy or profile, the control plane refuses to give one, or the policy has an unknown filter. All requests are refused until it is fixed. An inbound policy that cannot be decoded closes its port: all requests and connections are refused, also if an earlier policy was valid. An outbound policy or a profile that cannot be decoded has no effect if an earlier one was valid: that stays in force.",
+        "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
     ),
     cause(
         "not-http",
@@ -329,7 +336,7 @@ pub const ALL: &[Cause] = &[
         "policy-denied",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "No authorization permits this client. The server or default policy that decided follows the code; `why` is what was missing: `network`, `no-tls`, `no-identity`, `identity`.",
+        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is what no authorization permits: the client's `network`, a client without TLS (`no-tls`) or without an identity (`no-identity`), or the client's `identity`.",
         "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force).",
     ),
     cause(
@@ -343,7 +350,7 @@ pub const ALL: &[Cause] = &[
         "rate-limited",
         Responsible::Policy,
         "429, RESOURCE_EXHAUSTED",
-        "The client, or all clients together, exceeded the request rate of the HTTPLocalRateLimitPolicy.",
+        "This client, or all clients together, exceeded the request rate of the HTTPLocalRateLimitPolicy.",
         "`limit` names the policy. Raise it, add an override for this client, or reduce the client's request rate.",
     ),
     cause(
@@ -357,8 +364,8 @@ pub const ALL: &[Cause] = &[
         "injected",
         Responsible::Policy,
         "as the filter defines",
-        "A filter of the route responds with a failure.",
-        "Nothing if it is intended; otherwise remove the filter. The following have the same response, 500 or gRPC status 13: a backend that does not exist; denied traffic to destinations outside the cluster; a rule or a backend of a route with a feature that the proxy does not support (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others) or that cannot be parsed; a route that its Server cannot have (of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`); the rate limit of a gRPC Server; and the target of an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be parsed. The message has the route and the cause, as in the status of the route (`Accepted: False`).",
+        "A filter of the route responds with a failure, or the control plane replaced a rule that cannot be served by such a filter.",
+        "Nothing if the filter is intended. If a rule was replaced, the status is 500 or gRPC status 13: fix what the message names; the status of the route has the same reason (`Accepted: False`). These rules are replaced:\n\n- a backend that does not exist;\n- denied traffic to destinations outside the cluster;\n- a rule or a backend of a route with a feature that the proxy does not support (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- the rate limit of a gRPC Server;\n- the target of an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be decoded.",
     ),
     cause(
         "tls-identity-mismatch",
@@ -371,7 +378,7 @@ pub const ALL: &[Cause] = &[
         "tls-untrusted",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "The peer's certificate is not signed by our trust anchors.",
+        "The peer's certificate is not signed by a trust anchor of this proxy.",
         "While a root is replaced, trust both roots. `tulle check --proxy` shows the proxies that still have the old one.",
     ),
     cause(
@@ -385,8 +392,8 @@ pub const ALL: &[Cause] = &[
         "tls-refused",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "The peer ended the TLS handshake: it does not accept our certificate.",
-        "The peer's log contains the reason; usually it trusts other roots than ours.",
+        "The peer ended the TLS handshake: it does not accept the certificate of this proxy.",
+        "The peer's log contains the reason; usually it trusts other roots.",
     ),
     cause(
         "tls-handshake",
@@ -434,14 +441,14 @@ pub const ALL: &[Cause] = &[
         "overload",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has reached one of these limits. Requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart. Targets: 4096 at a time. Connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`). Then a new connection of a client address that has fewer connections than another replaces one of the address that has the most: the one that has been idle for the longest time is closed, which `tulle_connections_closed_total{cause=\"evicted\"}` counts. A tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before. A client address that itself has the most keeps its used connections: new ones replace those that have never carried a byte, and if there are none, the new connections are reset. Header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.",
-        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit.",
+        "The proxy has reached a limit: of requests in flight, targets, connections, or header lists.",
+        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- targets: 4096 at a time;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`). At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
     ),
     cause(
         "memory-short",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The proxy uses nine tenths of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container), and refuses new requests and connections before the kernel kills it.",
+        "Memory pressure: the proxy uses nine tenths of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container), and refuses new requests and connections before the kernel kills it.",
         "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_limit_bytes` and `process_resident_memory_bytes` show the limit and the usage.",
     ),
 ];
@@ -454,7 +461,7 @@ mod tests {
     fn codes_are_found_in_headers() {
         let code = |text| find(text).map(|cause| cause.code);
         assert_eq!(code("deadline"), Some("deadline"));
-        assert_eq!(code("policy-denied:Server/web; why=no-tls"), Some("policy-denied"));
+        assert_eq!(code("policy-denied:server/web-http; why=no-tls"), Some("policy-denied"));
         assert_eq!(code("no-endpoints; direction=outbound"), Some("no-endpoints"));
         assert_eq!(code("unheard-of"), None);
     }

@@ -7,7 +7,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The soft limit is low by default, for programs that use `select(2)`; tulle does not use `select`.
 pub fn raise_limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
-        return usize::MAX; // `getrlimit` reports no limit
+        return usize::MAX; // the limit is unknown; assume that there is none
     };
     let limit = match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
         Ok(()) => hard,

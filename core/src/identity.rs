@@ -48,6 +48,7 @@ impl FromStr for Identity {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let parsed = match text.strip_prefix("spiffe://") {
+            Some(_) if text.len() > 2048 => Err("a SPIFFE URI has at most 2048 bytes"),
             Some(rest) => check_spiffe(rest).map(|()| Self::Uri(text.into())),
             None => check_dns(text).map(|()| Self::Dns(text.to_ascii_lowercase().into())),
         };
@@ -89,13 +90,13 @@ pub(crate) fn check_dns(name: &str) -> Result<(), &'static str> {
 
 /// Checks the part after the scheme by the rules of the SPIFFE ID standard.
 fn check_spiffe(rest: &str) -> Result<(), &'static str> {
-    if rest.len() > 2048 {
-        return Err("a SPIFFE URI has at most 2048 characters");
-    }
     let (domain, path) = match rest.split_once('/') {
         Some((domain, path)) => (domain, Some(path)),
         None => (rest, None),
     };
+    if domain.len() > 255 {
+        return Err("a trust domain has at most 255 bytes");
+    }
     let in_domain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-._".contains(&b);
     if domain.is_empty() || !domain.bytes().all(in_domain) {
         return Err("a trust domain has lower case letters, digits, '-', '.' and '_' only");
@@ -145,5 +146,13 @@ mod tests {
             assert!(err.starts_with(&format!("{text:?} is not an identity: ")), "{err}");
         }
         assert!("a.".repeat(200).parse::<Identity>().is_err());
+        for (longest, reason) in [
+            (format!("spiffe://a/{}", "b".repeat(2037)), "at most 2048 bytes"),
+            (format!("spiffe://{}", "a".repeat(255)), "at most 255 bytes"),
+        ] {
+            longest.parse::<Identity>().unwrap();
+            let err = format!("{longest}c").parse::<Identity>().unwrap_err().to_string();
+            assert!(err.contains(reason), "{err}");
+        }
     }
 }

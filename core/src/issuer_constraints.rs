@@ -25,7 +25,7 @@ pub enum Error {
 pub fn verify_issuers<'a>(leaf: &[u8], authorities: impl IntoIterator<Item = &'a [u8]>) -> Result<(), Error> {
     for authority in authorities {
         // The chain may contain unused certificates, and one that cannot be parsed cannot have signed the leaf.
-        let Ok(allowed) = workload_names(authority) else {
+        let Ok(allowed) = permitted_identities(authority) else {
             continue;
         };
         if allowed.is_empty() {
@@ -40,7 +40,7 @@ pub fn verify_issuers<'a>(leaf: &[u8], authorities: impl IntoIterator<Item = &'a
 }
 
 /// The SPIFFE identities with a path that an authority certificate contains.
-fn workload_names(authority: &[u8]) -> Result<Vec<String>, Error> {
+fn permitted_identities(authority: &[u8]) -> Result<Vec<String>, Error> {
     let mut names = subject_alt_names(authority)?;
     names.retain(|name| {
         let path = name.strip_prefix("spiffe://").and_then(|rest| rest.split_once('/'));

@@ -1,6 +1,7 @@
 //! Shared basics of all tulle binaries: values and small servers.
 //!
-//! Code moves into this crate when a second crate needs it, not before. It does not know proxying, policies or Kubernetes.
+//! Code moves into this crate when a second crate needs it, not before. It has no logic of
+//! the proxy or the control plane; names, probes and failure causes are here because several binaries share them.
 //! It does not read the environment: the binaries do, and pass values in.
 
 #![cfg_attr(test, allow(clippy::too_many_lines))]

@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::addr::canonical;
-use crate::connections::{self, ConnectionLimiter, ConnectionPermit, FullLimitPolicy};
+use crate::connections::{self, ConnectionLimiter, ConnectionPermit, SelfEviction};
 use crate::metrics::{Counter, Registry};
 
 /// A listening socket with its connection limit.
@@ -45,7 +45,7 @@ impl Listener {
         Self {
             name,
             tcp,
-            limiter: ConnectionLimiter::new(name, max, FullLimitPolicy::CloseIdlest, registry),
+            limiter: ConnectionLimiter::new(name, max, SelfEviction::Idlest, registry),
             drain_timeout: DRAIN_TIMEOUT,
             first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
         }
@@ -79,7 +79,7 @@ impl Listener {
                         self.spawn_connection(&mut connections, stream, canonical(client), &serve);
                         n_accepted += 1;
                         // Lets accepted connections make progress before later ones evict them.
-                        if n_accepted.is_multiple_of(MAX_ACCEPTS_PER_TURN) {
+                        if n_accepted.is_multiple_of(MAX_ACCEPTS_BEFORE_YIELD) {
                             tokio::task::yield_now().await;
                         }
                     }
@@ -118,8 +118,8 @@ impl Listener {
         let Some(permit) = self.limiter.admit(client.ip()) else {
             return debug!(%client, server = self.name, "connection limit reached, connection refused");
         };
-        let activity = permit.activity();
-        let (name, serve, silent) = (self.name, serve.clone(), self.first_byte_timeouts.clone());
+        let handle = permit.handle();
+        let (name, serve, first_byte_timeouts) = (self.name, serve.clone(), self.first_byte_timeouts.clone());
         let task = connections.spawn(async move {
             let mut first = [0];
             match timeout(FIRST_BYTE_TIMEOUT, stream.peek(&mut first)).await {
@@ -136,12 +136,12 @@ impl Listener {
                 }
                 Ok(Err(err)) => debug!(%client, server = name, %err, "reading the first byte failed"),
                 Err(_) => {
-                    silent.inc();
+                    first_byte_timeouts.inc();
                     debug!(%client, server = name, "the client sent no byte within {FIRST_BYTE_TIMEOUT:?}");
                 }
             }
         });
-        activity.set_task(task);
+        handle.set_task(task);
     }
 }
 
@@ -150,7 +150,7 @@ pub const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The TLS record type of a handshake.
 const TLS_RECORD_HANDSHAKE: u8 = 22;
 /// Number of connections accepted before the accept loop yields to other tasks.
-const MAX_ACCEPTS_PER_TURN: usize = 16;
+const MAX_ACCEPTS_BEFORE_YIELD: usize = 16;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -167,17 +167,17 @@ mod tests {
         let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = tcp.local_addr().unwrap();
         let listener = Listener::new("test", tcp, max, &registry);
-        let (served, serving) = mpsc::unbounded_channel();
+        let (accepted_tx, accepted_rx) = mpsc::unbounded_channel();
         tokio::spawn(listener.run(std::future::pending(), move |accepted| {
-            served.send(accepted).unwrap();
+            accepted_tx.send(accepted).unwrap();
             std::future::pending()
         }));
-        (addr, serving, registry)
+        (addr, accepted_rx, registry)
     }
 
     #[tokio::test]
     async fn a_client_that_sends_is_served_while_silent_clients_fill_the_limit() {
-        let (addr, mut serving, registry) = start(4).await;
+        let (addr, mut accepted_rx, registry) = start(4).await;
         let mut silent = Vec::new();
         for _ in 0..12 {
             silent.push(TcpStream::connect(addr).await.unwrap());
@@ -186,9 +186,9 @@ mod tests {
         for first in [22, b'G'] {
             let mut client = TcpStream::connect(addr).await.unwrap();
             client.write_all(&[first]).await.unwrap();
-            let served = serving.recv().await.unwrap();
-            assert_eq!((served.first_byte, served.is_tls()), (first, first == 22));
-            kept.push((client, served));
+            let accepted = accepted_rx.recv().await.unwrap();
+            assert_eq!((accepted.first_byte, accepted.is_tls()), (first, first == 22));
+            kept.push((client, accepted));
         }
         for closed in &mut silent[..8] {
             assert_eq!(closed.read(&mut [0]).await.unwrap(), 0);
@@ -200,7 +200,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_without_a_byte_is_closed_after_five_seconds() {
-        let (addr, _serving, registry) = start(4).await;
+        let (addr, _accepted_rx, registry) = start(4).await;
         let mut client = TcpStream::connect(addr).await.unwrap();
         let closed = timeout(2 * FIRST_BYTE_TIMEOUT, client.read(&mut [0])).await;
         assert_eq!(closed.unwrap().unwrap(), 0);

@@ -1,4 +1,4 @@
-//! Limits log lines that clients can cause: one line a minute for each kind of line and client address.
+//! Limits log lines that clients can cause: one line per minute for each kind of line and client address.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Counts the lines of the current minute by source.
+/// Counts the log lines of the current minute by kind and client.
 #[derive(Default)]
 pub struct LogLimiter {
     state: Mutex<State>,
@@ -17,46 +17,45 @@ pub struct LogLimiter {
 struct State {
     /// The start of the current minute.
     window_started_at: Option<Instant>,
-    /// Number of suppressed lines of each source that had a line.
-    sources: HashMap<(&'static str, IpAddr), u64>,
-    /// Number of suppressed lines of sources above the maximum.
-    n_suppressed: u64,
+    /// Suppressed lines by kind and client, of the keys that have logged a line in this minute.
+    suppressed: HashMap<(&'static str, IpAddr), u64>,
+    /// Suppressed lines of all other keys.
+    suppressed_above_max: u64,
 }
 
 impl LogLimiter {
-    /// Whether to write a line of this kind about this client. `Some` carries the number of lines suppressed in the
-    /// previous window.
+    /// Permits a line of this kind about this client, or suppresses it and returns `None`.
     ///
-    /// `kind` is a constant that identifies the log statement. At most 256 sources have a line in a minute; lines of
-    /// further sources are suppressed.
+    /// `kind` is a constant that identifies the log statement. At most 256 keys (pairs of kind and client) have a line in a
+    /// minute; lines of further keys are suppressed.
     pub fn allow(&self, kind: &'static str, client: IpAddr) -> Option<SuppressedLines> {
         let now = Instant::now();
         let mut state = self.state.lock();
-        let mut n_before = 0;
+        let mut previously_suppressed = 0;
         if state
             .window_started_at
-            .is_none_or(|began_at| now - began_at >= LOG_WINDOW)
+            .is_none_or(|started_at| now - started_at >= LOG_WINDOW)
         {
-            n_before = state.sources.values().sum::<u64>() + state.n_suppressed;
+            previously_suppressed = state.suppressed.values().sum::<u64>() + state.suppressed_above_max;
             *state = State {
                 window_started_at: Some(now),
                 ..State::default()
             };
         }
-        let is_full = state.sources.len() >= MAX_SOURCES_PER_WINDOW;
-        match state.sources.get_mut(&(kind, client)) {
-            Some(n_left_out) => *n_left_out += 1,
-            None if is_full => state.n_suppressed += 1,
+        let is_full = state.suppressed.len() >= MAX_KEYS_PER_WINDOW;
+        match state.suppressed.get_mut(&(kind, client)) {
+            Some(suppressed) => *suppressed += 1,
+            None if is_full => state.suppressed_above_max += 1,
             None => {
-                state.sources.insert((kind, client), 0);
-                return Some(SuppressedLines(n_before));
+                state.suppressed.insert((kind, client), 0);
+                return Some(SuppressedLines(previously_suppressed));
             }
         }
         None
     }
 }
 
-/// The number of lines, of all sources, that were suppressed in the previous minute.
+/// The number of lines, of all kinds and clients, that were suppressed in the previous minute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 
@@ -72,13 +71,13 @@ impl SuppressedLines {
 macro_rules! info_limited {
     ($limiter:expr, $client:expr, $message:literal $(, $($fields:tt)+)?) => {
         if let Some(suppressed) = $limiter.allow($message, $client) {
-            ::tracing::info!(left_out = suppressed.count(), $($($fields)+,)? $message);
+            ::tracing::info!(suppressed = suppressed.count(), $($($fields)+,)? $message);
         }
     };
 }
 
 const LOG_WINDOW: Duration = Duration::from_secs(60);
-const MAX_SOURCES_PER_WINDOW: usize = 256;
+const MAX_KEYS_PER_WINDOW: usize = 256;
 
 #[cfg(test)]
 mod tests {
@@ -89,7 +88,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn each_source_has_a_line_a_minute_and_there_are_no_more_than_256_sources() {
+    async fn each_kind_and_client_has_a_line_per_minute_and_there_are_at_most_256_lines() {
         let limiter = LogLimiter::default();
         let permits = |kind, n: u32| limiter.allow(kind, Ipv4Addr::from(n).into());
         assert_eq!(permits("refused", 1), Some(SuppressedLines(0)));

@@ -26,7 +26,7 @@ pub struct LogHandle {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    #[error("{text:?} is not a log filter; expected a comma list such as warn,tulle=info")]
+    #[error("{text:?} is not a log filter; expected a comma-separated list such as warn,tulle=info")]
     Filter {
         text: String,
         #[source]
@@ -34,7 +34,7 @@ pub enum Error {
     },
     #[error("{0:?} is not a log format; expected plain or json")]
     Format(String),
-    #[error("starting logs")]
+    #[error("initializing logging")]
     Init(#[source] tracing_subscriber::util::TryInitError),
     #[error("changing the log filter")]
     Reload(#[source] reload::Error),
@@ -102,10 +102,11 @@ fn parse(text: &str) -> Result<EnvFilter, Error> {
         })
 }
 
-/// Linkerd's proxy uses the log target `linkerd`; it is replaced by the target of this proxy, `tulle`.
+/// Linkerd's proxy uses the log target `linkerd`; it is replaced by the target of this proxy, `tulle`. A module of Linkerd
+/// (`linkerd::name`) has no counterpart and stays.
 fn rename_linkerd_target(filter: &str) -> String {
     let parts = filter.split(',').map(|part| match part.trim().strip_prefix("linkerd") {
-        Some(level) if level.is_empty() || level.starts_with('=') => format!("tulle{level}"),
+        Some(rest) if rest.is_empty() || rest.starts_with(['=', '[']) => format!("tulle{rest}"),
         _ => part.to_owned(),
     });
     parts.collect::<Vec<_>>().join(",")
@@ -116,11 +117,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filters_written_for_linkerd_mean_our_code() {
+    fn linkerd_targets_are_renamed() {
         assert_eq!(
             rename_linkerd_target("warn,linkerd=debug,hickory=error"),
             "warn,tulle=debug,hickory=error"
         );
+        assert_eq!(rename_linkerd_target("linkerd[request]=debug"), "tulle[request]=debug");
         assert_eq!(
             rename_linkerd_target("linkerd2_proxy=info,[{headers}]=off"),
             "linkerd2_proxy=info,[{headers}]=off"

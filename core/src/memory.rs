@@ -3,14 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The control group of this process, if it has a memory limit.
+/// The control group of this process, if it has a memory limit. Limits of its parent groups are not taken into account.
 #[derive(Debug, PartialEq, Eq)]
 pub struct MemoryCgroup {
-    /// In bytes.
     pub limit_bytes: u64,
-    usage: PathBuf,
-    stat: PathBuf,
-    /// The key in `stat` of page cache that the kernel can reclaim.
+    usage_file: PathBuf,
+    stat_file: PathBuf,
+    /// The key in `stat_file` of page cache that the kernel can reclaim.
     reclaimable_key: &'static str,
 }
 
@@ -24,30 +23,35 @@ pub fn limit() -> Option<u64> {
 
 /// The number after a name, in text with a name and a number on each line.
 pub fn parse_field(text: &str, name: &str) -> Option<u64> {
-    let mut lines = text.lines().map(str::split_ascii_whitespace);
-    lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok())?)
+    text.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace();
+        if words.next()? != name {
+            return None;
+        }
+        words.next()?.parse().ok()
+    })
 }
 
 impl MemoryCgroup {
     /// The control group of this process; `None` if it has no limit.
     pub fn current() -> Option<Self> {
-        let own = fs::read_to_string("/proc/self/cgroup").ok()?;
-        Self::find(Path::new("/sys/fs/cgroup"), &own)
+        let cgroup_file = fs::read_to_string("/proc/self/cgroup").ok()?;
+        Self::find(Path::new("/sys/fs/cgroup"), &cgroup_file)
     }
 
     /// Memory that counts towards the limit, without reclaimable page cache, in bytes.
     pub fn usage_bytes(&self) -> Option<u64> {
-        let used: u64 = fs::read_to_string(&self.usage).ok()?.trim().parse().ok()?;
-        let stat = fs::read_to_string(&self.stat).ok()?;
+        let used: u64 = fs::read_to_string(&self.usage_file).ok()?.trim().parse().ok()?;
+        let stat = fs::read_to_string(&self.stat_file).ok()?;
         Some(used.saturating_sub(parse_field(&stat, self.reclaimable_key).unwrap_or(0)))
     }
 
-    /// Finds the control group, version 1 or 2.
-    fn find(mount: &Path, own: &str) -> Option<Self> {
-        own.lines().find_map(|line| {
+    /// Finds the control group, version 1 or 2. `cgroup_file` is the text of `/proc/self/cgroup`.
+    fn find(mount: &Path, cgroup_file: &str) -> Option<Self> {
+        cgroup_file.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
-            let (root, usage, limit, droppable) = match controllers {
+            let (root, usage, limit, reclaimable_key) = match controllers {
                 "" => (mount.to_owned(), "memory.current", "memory.max", "inactive_file"),
                 _ if controllers.split(',').any(|name| name == "memory") => (
                     mount.join("memory"),
@@ -58,15 +62,15 @@ impl MemoryCgroup {
                 _ => return None,
             };
             // In a container, its own control group may be mounted as the root, regardless of its name on the host.
-            let own = [root.join(path), root]
+            let dir = [root.join(path), root]
                 .into_iter()
                 .find(|dir| dir.join(usage).exists())?;
-            let limit = fs::read_to_string(own.join(limit)).ok()?.trim().parse().ok()?;
+            let limit = fs::read_to_string(dir.join(limit)).ok()?.trim().parse().ok()?;
             let group = Self {
                 limit_bytes: limit,
-                usage: own.join(usage),
-                stat: own.join("memory.stat"),
-                reclaimable_key: droppable,
+                usage_file: dir.join(usage),
+                stat_file: dir.join("memory.stat"),
+                reclaimable_key,
             };
             (limit < CGROUP_V1_UNLIMITED).then_some(group)
         })
@@ -96,7 +100,9 @@ mod tests {
         write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 100\n");
         write("free/memory.current", "1\n");
         write("free/memory.max", "max\n");
-        let found = |own| MemoryCgroup::find(mount.path(), own).map(|group| (group.usage_bytes(), group.limit_bytes));
+        let found = |cgroup_file| {
+            MemoryCgroup::find(mount.path(), cgroup_file).map(|group| (group.usage_bytes(), group.limit_bytes))
+        };
         assert_eq!(found("0::/pod\n"), Some((Some(3000), 8000)));
         assert_eq!(
             found("5:cpu:/x\n4:memory:/kubepods/of/outside\n0::/\n"),

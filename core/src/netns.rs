@@ -59,11 +59,11 @@ pub enum NetnsError {
         #[source]
         source: io::Error,
     },
-    #[error("{program} refused {input:?}: {answer}")]
+    #[error("{program} refused {input:?}: {output}")]
     Refused {
         program: &'static str,
         input: String,
-        answer: String,
+        output: String,
     },
     #[error("opening the network namespace {path:?}")]
     Open {
@@ -88,8 +88,8 @@ pub enum NetnsError {
         #[source]
         source: io::Error,
     },
-    #[error("{what} {name:?} is needed to work without root (package uidmap); run as root or install it")]
-    NoMapProgram { what: &'static str, name: &'static str },
+    #[error("`{program}` is missing (package uidmap); install it, or run as root")]
+    NoMapProgram { program: &'static str },
     #[error(
         "{file} grants no {wanted} subordinate ids to user {user}; run as root, or add the line {user}:100000:65536"
     )]
@@ -171,8 +171,8 @@ impl Namespace {
 
     /// Waits until the kernel reports a link and its peer as up.
     ///
-    /// The kernel does this after `ip` has returned, and then changes the IPv6 routes of the link. Until then it may treat
-    /// an address of the namespace itself as a neighbour's.
+    /// The kernel does this after `ip` has returned, and then changes the IPv6 routes of the link. Until then, connections to
+    /// the namespace's own IPv6 addresses may be sent out on the link.
     fn wait_for_link(&self, link: &'static str) -> Result<(), NetnsError> {
         let deadline = Instant::now() + LINK_UP_TIMEOUT;
         loop {
@@ -236,21 +236,21 @@ impl VirtualNetwork {
     /// Adds a host with one IPv4 address, an optional IPv6 address, and no default route.
     ///
     /// # Errors
-    /// As [`VirtualNetwork::add`].
-    pub fn host(&mut self, name: &str, ip4: &str, ip6: Option<&str>) -> Result<Arc<Namespace>, NetnsError> {
+    /// As [`VirtualNetwork::add_host_with_routes`].
+    pub fn add_host(&mut self, name: &str, ip4: &str, ip6: Option<&str>) -> Result<Arc<Namespace>, NetnsError> {
         let addrs: Vec<&str> = [ip4].into_iter().chain(ip6).collect();
-        self.add(Host {
+        self.add_host_with_routes(Host {
             name,
             addrs: &addrs,
             gateways: &[],
         })
     }
 
-    /// Adds a host: a namespace whose `eth0` is attached to the bridge.
+    /// Adds a host with these addresses and default routes: a namespace whose `eth0` is attached to the bridge.
     ///
     /// # Errors
     /// If the name is taken within the network, or an address is malformed.
-    pub fn add(&mut self, host: Host<'_>) -> Result<Arc<Namespace>, NetnsError> {
+    pub fn add_host_with_routes(&mut self, host: Host<'_>) -> Result<Arc<Namespace>, NetnsError> {
         let namespace = self.add_isolated(host.name)?;
         let port = format!("port{}", self.hosts.len());
         let name = namespace.name();
@@ -312,8 +312,8 @@ pub fn remove_stale(prefix: &str) -> Result<Vec<String>, NetnsError> {
         let Some(rest) = name.strip_prefix(prefix) else {
             continue;
         };
-        let maker = rest.split('-').next().and_then(|pid| pid.parse::<u32>().ok());
-        if maker.is_some_and(|pid| pid != process::id() && Path::new(&format!("/proc/{pid}")).exists()) {
+        let creator = rest.split('-').next().and_then(|pid| pid.parse::<u32>().ok());
+        if creator.is_some_and(|pid| pid != process::id() && Path::new(&format!("/proc/{pid}")).exists()) {
             continue;
         }
         remove_name(name);
@@ -324,9 +324,9 @@ pub fn remove_stale(prefix: &str) -> Result<Vec<String>, NetnsError> {
 
 /// Makes this process root in a new user namespace, with an empty `/run/netns`, unless it is root already.
 ///
-/// Returns only as root. Otherwise the program is started again with the same arguments in new user, network and mount
-/// namespaces. There, id 0 is the caller, and the given ids (for users and groups) are subordinate ids of the caller. This
-/// process forwards signals, and exits with the status of the new one. It must be called before any thread is started.
+/// Returns `Ok` only if the process is root already. Otherwise it starts the program again with the same arguments in new user,
+/// network and mount namespaces, forwards signals to it, and exits with its status. In the namespace, id 0 is the caller, and
+/// the given ids (for users and groups) are subordinate ids of the caller. It must be called before any thread is started.
 ///
 /// # Errors
 /// If `newuidmap` or `newgidmap` is missing, too few subordinate ids are granted, or the kernel forbids user namespaces.
@@ -334,46 +334,51 @@ pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
     if Uid::effective().is_root() {
         return Ok(());
     }
-    let uid_map = id_map(MapTool::USERS, getuid().as_raw(), ids)?;
-    let gid_map = id_map(MapTool::GROUPS, getgid().as_raw(), ids)?;
+    let id_maps = IdMaps {
+        users: id_map(MapTool::USERS, getuid().as_raw(), ids)?,
+        groups: id_map(MapTool::GROUPS, getgid().as_raw(), ids)?,
+    };
     let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD]);
+    let child = spawn_in_user_namespace(&program, &id_maps, signals)?;
+    forward_signals(child, &signals).map_err(|source| NetnsError::Wait { source })
+}
+
+/// Starts the program with the arguments of this process, as root in new namespaces. Blocks the signals in this process.
+///
+/// 1. The child creates its namespaces and sends its pid.
+/// 2. A thread of this process writes the id maps of the child and reports the result to it.
+/// 3. The child becomes root and executes the program; only then `spawn` returns.
+fn spawn_in_user_namespace(program: &Path, id_maps: &IdMaps, signals: SigSet) -> Result<process::Child, NetnsError> {
     let failed = |source| NetnsError::UserNamespace {
-        program: program.clone(),
+        program: program.to_owned(),
         source,
     };
-
-    // The child sends its pid after it has created its namespaces, and continues after its ids are mapped.
     let (mut from_child, to_parent) = io::pipe().map_err(failed)?;
     let (from_parent, mut to_child) = io::pipe().map_err(failed)?;
-    let mut command = Command::new(&program);
+    let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1));
-    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD]);
     before_exec(&mut command, move || {
         signals.thread_unblock()?; // the parent blocks them, and the child inherits the mask
         become_root_inside(&to_parent, &from_parent)
     });
     signals.thread_block().map_err(|errno| failed(errno.into()))?;
-    let child = thread::scope(|scope| {
-        // `spawn` returns only after exec, so another thread writes the maps.
+    thread::scope(|scope| {
         let mapper = scope.spawn(move || {
             let mut pid = [0; 4];
             if from_child.read_exact(&mut pid).is_err() {
                 return Ok(()); // the child failed to create its namespaces; `spawn` returns the error
             }
-            let pid = i32::from_ne_bytes(pid);
-            let mapped =
-                write_map(MapTool::USERS, pid, &uid_map).and_then(|()| write_map(MapTool::GROUPS, pid, &gid_map));
+            let mapped = id_maps.write(i32::from_ne_bytes(pid));
             to_child.write_all(&[u8::from(mapped.is_ok())]).map_err(failed)?;
             mapped
         });
         let spawned = command.spawn();
         drop(command); // closes the child's ends of the pipes, so that the mapper does not wait for ever
-        mapper
-            .join()
-            .unwrap_or_else(|panicked| panic::resume_unwind(panicked))?;
+        let mapped = mapper.join().unwrap_or_else(|panicked| panic::resume_unwind(panicked));
+        mapped?;
         spawned.map_err(failed)
-    })?;
-    forward_signals(child, &signals).map_err(|source| NetnsError::Wait { source })
+    })
 }
 
 /// Runs in the child between fork and exec: creates the namespaces, waits for its ids, becomes root, mounts `/run/netns`.
@@ -428,20 +433,31 @@ fn forward_signals(mut child: process::Child, signals: &SigSet) -> io::Result<()
 struct MapTool {
     program: &'static str,
     subid_file: &'static str,
-    what: &'static str,
 }
 
 impl MapTool {
     const USERS: Self = Self {
         program: "newuidmap",
         subid_file: "/etc/subuid",
-        what: "program for user ids",
     };
     const GROUPS: Self = Self {
         program: "newgidmap",
         subid_file: "/etc/subgid",
-        what: "program for group ids",
     };
+}
+
+/// The id maps of a user namespace, each a list of `[inside, outside, count]`.
+struct IdMaps {
+    users: Vec<[u32; 3]>,
+    groups: Vec<[u32; 3]>,
+}
+
+impl IdMaps {
+    /// Writes the maps of this process.
+    fn write(&self, pid: i32) -> Result<(), NetnsError> {
+        write_map(MapTool::USERS, pid, &self.users)?;
+        write_map(MapTool::GROUPS, pid, &self.groups)
+    }
 }
 
 /// The lines `inside outside 1` for 0 (the caller's own id) and the wanted ids (subordinate ones).
@@ -484,19 +500,22 @@ fn subordinate_ids<'a>(grants: &'a str, owners: &'a [&'a str]) -> impl Iterator<
 fn write_map(tool: MapTool, pid: i32, map: &[[u32; 3]]) -> Result<(), NetnsError> {
     let arguments = map.iter().flatten().map(u32::to_string);
     let output = Command::new(tool.program).arg(pid.to_string()).args(arguments).output();
-    let output = output.map_err(|_| NetnsError::NoMapProgram {
-        what: tool.what,
-        name: tool.program,
-    })?;
+    let output = output.map_err(|source| map_program_error(tool.program, source))?;
     if output.status.success() {
         return Ok(());
     }
-    let answer = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     Err(NetnsError::Refused {
         program: tool.program,
         input: format!("{map:?}"),
-        answer,
+        output: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
     })
+}
+
+fn map_program_error(program: &'static str, source: io::Error) -> NetnsError {
+    match source.kind() {
+        io::ErrorKind::NotFound => NetnsError::NoMapProgram { program },
+        _ => NetnsError::Program { program, source },
+    }
 }
 
 fn ip(mut command: Command, lines: &str) -> Result<(), NetnsError> {
@@ -515,11 +534,10 @@ fn ip(mut command: Command, lines: &str) -> Result<(), NetnsError> {
     if output.status.success() {
         return Ok(());
     }
-    let answer = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     Err(NetnsError::Refused {
         program: IP,
         input: lines.to_owned(),
-        answer,
+        output: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
     })
 }
 
@@ -554,23 +572,23 @@ mod tests {
 
     use super::*;
 
-    fn root() -> bool {
-        let root = Uid::effective().is_root();
-        if !root {
+    fn has_root() -> bool {
+        let is_root = Uid::effective().is_root();
+        if !is_root {
             assert!(std::env::var_os("CI").is_none(), "network namespaces need root");
             eprintln!("SKIPPED: network namespaces need root");
         }
-        root
+        is_root
     }
 
     #[test]
     fn hosts_of_a_network_reach_each_other_over_both_families_and_are_removed() {
-        if !root() {
+        if !has_root() {
             return;
         }
         let mut network = VirtualNetwork::new("ti-core-").unwrap();
-        let a = network.host("a", "10.77.0.1/24", Some("fd77::1/64")).unwrap();
-        let b = network.host("b", "10.77.0.2/24", Some("fd77::2/64")).unwrap();
+        let a = network.add_host("a", "10.77.0.1/24", Some("fd77::1/64")).unwrap();
+        let b = network.add_host("b", "10.77.0.2/24", Some("fd77::2/64")).unwrap();
         for addr in ["10.77.0.2:80", "[fd77::2]:80"] {
             let listener = b.run(|| TcpListener::bind(addr)).unwrap().unwrap();
             a.run(|| TcpStream::connect(addr)).unwrap().unwrap();
@@ -586,7 +604,7 @@ mod tests {
 
     #[test]
     fn a_panic_inside_continues_in_the_caller_and_the_namespace_is_removed() {
-        if !root() {
+        if !has_root() {
             return;
         }
         let name = format!("ti-core-panic-{}", process::id());
@@ -600,7 +618,7 @@ mod tests {
 
     #[test]
     fn remove_stale_keeps_the_namespaces_of_living_processes() {
-        if !root() {
+        if !has_root() {
             return;
         }
         let prefix = format!("ti-core-sweep-{}-", process::id());
@@ -612,6 +630,13 @@ mod tests {
         removed.sort();
         assert_eq!(removed, [format!("{prefix}4194999-0-dead"), format!("{prefix}plain")]);
         remove_name(&format!("{prefix}1-0-living"));
+    }
+
+    #[test]
+    fn only_a_missing_map_program_is_to_be_installed() {
+        let error = |kind| map_program_error("newuidmap", io::Error::from(kind)).to_string();
+        assert!(error(io::ErrorKind::NotFound).contains("package uidmap"));
+        assert!(!error(io::ErrorKind::PermissionDenied).contains("uidmap)"));
     }
 
     #[test]

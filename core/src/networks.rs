@@ -13,7 +13,7 @@ pub struct NetworkMatch {
 
 /// The text is not a list of networks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{part:?} is not a network; expected a comma list of CIDRs or addresses such as 10.0.0.0/8,fd00::1")]
+#[error("{part:?} is not a network; expected a comma-separated list of CIDRs or addresses such as 10.0.0.0/8,fd00::1")]
 pub struct ParseNetworksError {
     part: String,
 }
@@ -21,7 +21,7 @@ pub struct ParseNetworksError {
 /// Parses a comma-separated list of networks. An address without a prefix length is a network of one address.
 ///
 /// # Errors
-/// If an entry is neither; the error contains the first one.
+/// If an entry is neither a network nor an address; the error contains the first such entry.
 pub fn parse_networks(text: &str) -> Result<Vec<IpNet>, ParseNetworksError> {
     if text.trim().is_empty() {
         return Ok(Vec::new());

@@ -1,8 +1,9 @@
-//! Declared probes: probes that the injector removes from a pod's containers, and that the proxy makes instead of the
-//! kubelet.
+//! Rewritten probes: in the manifest the injector has replaced them by an HTTP request to the proxy's admin port, and the proxy
+//! executes the original probe for each such request.
 //!
-//! The proxy receives them as a JSON list in an environment variable. Each handler is the one of the manifest, so that the
-//! manifest can be restored.
+//! The proxy receives the original probes as a JSON list in an environment variable, with the handlers of the manifest, so that
+//! the manifest can be restored.
+//! Plain HTTP probes are not among them: the kubelet sends them to the application, through the proxy.
 
 use std::fmt;
 use std::num::{NonZeroU16, NonZeroU32};
@@ -11,12 +12,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::names;
 
-/// One probe of one container.
+/// One probe of one container, as in its manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct DeclaredProbe {
+pub struct OriginalProbe {
     pub container: String,
-    pub probe: Kind,
+    #[serde(rename = "probe")]
+    pub kind: Kind,
     /// The port in the handler.
     pub port: NonZeroU16,
     /// The timeout of the probe, in seconds.
@@ -34,7 +36,7 @@ pub enum Kind {
     Liveness,
 }
 
-/// The handler of a probe, with the field names and values of Kubernetes.
+/// The handler of a probe, with the field names and values of Kubernetes. An `exec` handler is not rewritten.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
 pub enum Handler {
@@ -65,7 +67,7 @@ pub enum Port {
     Name(String),
 }
 
-/// The scheme of HTTP probes that a proxy makes.
+/// The scheme of rewritten HTTP probes: HTTPS only, see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Scheme {
@@ -80,17 +82,17 @@ pub struct Header {
     pub value: String,
 }
 
-impl DeclaredProbe {
+impl OriginalProbe {
     /// The path of this probe on the proxy's admin server.
     pub fn path(&self) -> String {
-        format!("{}{}/{}", names::probes::PATH_PREFIX, self.container, self.probe)
+        format!("{}{}/{}", names::probes::PATH_PREFIX, self.container, self.kind)
     }
 }
 
 impl Kind {
     pub const ALL: [Self; 3] = [Self::Startup, Self::Readiness, Self::Liveness];
 
-    /// The container field that declares a probe of this kind.
+    /// The container field of a probe of this kind.
     pub fn field(self) -> &'static str {
         match self {
             Self::Startup => "startupProbe",

@@ -10,7 +10,7 @@ pub struct UnknownCondition {
     expected: &'static str,
 }
 
-/// Parses HTTP statuses between commas: `5xx`, `gateway-error` (502 to 504), a status, or a range such as `500-503`.
+/// Parses a comma-separated list of HTTP statuses: `5xx`, `gateway-error` (502 to 504), a status, or a range such as `500-503`.
 ///
 /// # Errors
 /// If an entry is none of these.
@@ -22,7 +22,7 @@ pub fn parse_statuses(text: &str) -> Result<Vec<RangeInclusive<u16>>, UnknownCon
     )
 }
 
-/// Parses names of gRPC codes between commas.
+/// Parses a comma-separated list of names of gRPC codes.
 ///
 /// # Errors
 /// If an entry is not among the codes below.
@@ -61,8 +61,15 @@ fn status(text: &str) -> Option<RangeInclusive<u16>> {
         _ => {}
     }
     let (start, end) = text.split_once('-').unwrap_or((text, text));
-    let (start, end) = (start.parse().ok()?, end.parse().ok()?);
-    (100 <= start && start <= end && end <= 599).then_some(start..=end)
+    let (start, end) = (status_code(start)?, status_code(end)?);
+    (start <= end).then_some(start..=end)
+}
+
+/// Parses a status code from 100 to 599. `parse` alone would accept a leading `+`.
+fn status_code(text: &str) -> Option<u16> {
+    let is_number = text.bytes().all(|b| b.is_ascii_digit());
+    let code: u16 = text.parse().ok().filter(|_| is_number)?;
+    (100..=599).contains(&code).then_some(code)
 }
 
 /// The gRPC codes that can be retried.
@@ -89,7 +96,7 @@ mod tests {
         assert_eq!(parse_statuses("5xx").unwrap(), [500..=599]);
         assert_eq!(parse_statuses("gateway-error, 429").unwrap(), [502..=504, 429..=429]);
         assert_eq!(parse_statuses("500-503").unwrap(), [500..=503]);
-        for bad in ["", "6xx", "99", "600", "503-500", "5xx,", "a-b"] {
+        for bad in ["", "6xx", "99", "600", "503-500", "5xx,", "a-b", "+500", "500-+503"] {
             assert!(parse_statuses(bad).is_err(), "{bad:?}");
         }
     }

@@ -9,33 +9,33 @@ pub type Clock = fn() -> SystemTime;
 
 /// A deadline by the monotonic clock and by the wall clock, whichever comes first.
 ///
-/// Certificates expire by the wall clock. It continues while the machine is suspended, and it can be set; timers ignore
-/// both.
+/// Certificates expire by the wall clock, which continues while the machine is suspended, and which can be set. Tokio's timers
+/// stop while the machine is suspended, and ignore changes of the wall clock.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
-    at: Instant,
-    by_clock: SystemTime,
+    monotonic: Instant,
+    wall: SystemTime,
     clock: Clock,
 }
 
 impl Deadline {
     pub fn after(delay: Duration, clock: Clock) -> Self {
         Self {
-            at: Instant::now() + delay,
-            by_clock: clock() + delay,
+            monotonic: Instant::now() + delay,
+            wall: clock() + delay,
             clock,
         }
     }
 
     pub fn has_passed(&self) -> bool {
-        self.at <= Instant::now() || self.by_clock <= (self.clock)()
+        self.monotonic <= Instant::now() || self.wall <= (self.clock)()
     }
 
     /// Waits until the deadline has passed. A jump of the wall clock is noticed within [`CLOCK_CHECK_INTERVAL`].
     /// Cancel-safe.
     pub async fn wait(&self) {
         while !self.has_passed() {
-            sleep_until(self.at.min(Instant::now() + CLOCK_CHECK_INTERVAL)).await;
+            sleep_until(self.monotonic.min(Instant::now() + CLOCK_CHECK_INTERVAL)).await;
         }
     }
 }

@@ -10,7 +10,7 @@ use tulle_core::logging::Format;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
 use crate::options::{
-    self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, InboundMode, Invalid, OptionError, Options, Scope,
+    self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, InboundMode, InvalidPackets, OptionError, Options, Scope,
 };
 use crate::redirect::{Backend, CleanMode, Ipv6, Job, Mode};
 use crate::validate::ValidateConfig;
@@ -38,7 +38,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Subcommands {
-    /// Check that traffic of this namespace is redirected: exit code 0 if it is, 95 if not
+    /// Check that traffic of this namespace is redirected: exit code 0 if it is, 95 if this is not proven
     Validate(ValidateArgs),
 }
 
@@ -144,8 +144,7 @@ pub struct RedirectArgs {
     /// application sees its clients' addresses. The proxy then needs TULLE_PROXY_INBOUND_MODE=tproxy and NET_RAW
     #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "inbound_mode")]
     inbound_mode: InboundModeArg,
-    /// Inbound IPv6 connections with --ipv6=false, if the namespace has IPv6: drop them, or allow them, which lets them
-    /// bypass the proxy and its policies
+    /// With --ipv6=false: drop inbound IPv6 connections, or allow them, past the proxy and its policies
     #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "unredirected_ipv6")]
     unredirected_ipv6: UnredirectedArg,
     /// Drop TCP packets without a known connection, because the kernel would answer them with resets
@@ -324,9 +323,9 @@ impl RedirectArgs {
             inbound_mode,
             scope,
             invalid: if self.drop_invalid == Some(true) {
-                Invalid::Drop
+                InvalidPackets::Drop
             } else {
-                Invalid::Pass
+                InvalidPackets::Pass
             },
             priority: self.priority,
             families,
@@ -350,10 +349,10 @@ impl RedirectArgs {
     /// The permitted backends, in order of preference.
     fn backends(&self) -> Result<Vec<Backend>, OptionError> {
         let flavour = match (self.backend, self.flavour()?) {
-            (Some(BackendArg::Nft), _) => return self.only(Backend::Native),
-            (Some(BackendArg::IptablesNft), _) => return self.only(Backend::Iptables(Flavour::Nft)),
-            (Some(BackendArg::IptablesLegacy), _) => return self.only(Backend::Iptables(Flavour::Legacy)),
-            (Some(BackendArg::Iptables), _) => return self.only(Backend::Iptables(Flavour::Plain)),
+            (Some(BackendArg::Nft), _) => return self.single_backend(Backend::Native),
+            (Some(BackendArg::IptablesNft), _) => return self.single_backend(Backend::Iptables(Flavour::Nft)),
+            (Some(BackendArg::IptablesLegacy), _) => return self.single_backend(Backend::Iptables(Flavour::Legacy)),
+            (Some(BackendArg::Iptables), _) => return self.single_backend(Backend::Iptables(Flavour::Plain)),
             (Some(BackendArg::Auto), _) => None,
             (None, flavour) => flavour,
         };
@@ -373,7 +372,8 @@ impl RedirectArgs {
         Ok(backends)
     }
 
-    fn only(&self, backend: Backend) -> Result<Vec<Backend>, OptionError> {
+    /// A backend that a flag selects; fails if it does not support the priority.
+    fn single_backend(&self, backend: Backend) -> Result<Vec<Backend>, OptionError> {
         if backend != Backend::Native && self.priority != DEFAULT_PRIORITY {
             return Err(OptionError {
                 flag: "--priority",
@@ -413,7 +413,7 @@ impl RedirectArgs {
 }
 
 impl ValidateArgs {
-    pub fn trial(&self) -> ValidateConfig {
+    pub fn config(&self) -> ValidateConfig {
         ValidateConfig {
             listen: self.listen_addr,
             connect: self.connect_addr,

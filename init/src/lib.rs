@@ -8,6 +8,7 @@
 
 pub mod cli;
 pub mod iptables;
+mod iptables_chains;
 pub mod lock;
 pub mod netlink;
 pub mod netns_settings;

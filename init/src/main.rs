@@ -78,14 +78,14 @@ fn run_validate(args: &ValidateArgs) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&error),
     };
-    match runtime.block_on(validate::run(args.trial())) {
+    match runtime.block_on(validate::run(args.config())) {
         Ok(()) => {
             tracing::info!("traffic is redirected");
             ExitCode::SUCCESS
         }
         Err(error) => {
             fail(&error);
-            if error.is_verdict() {
+            if error.means_not_redirected() {
                 ExitCode::from(validate::NOT_REDIRECTED)
             } else {
                 ExitCode::FAILURE

@@ -24,7 +24,7 @@ pub fn hash(rules: &Rules) -> String {
 
 fn body(rules: &Rules) -> String {
     let mut text = String::new();
-    for test in rules.list.iter().flat_map(|rule| &rule.tests) {
+    for test in rules.list.iter().flat_map(|rule| &rule.matches) {
         if let Some((name, kind, elements)) = set(test) {
             // Writing to a String cannot fail; the same holds below.
             let _ = writeln!(
@@ -54,11 +54,11 @@ fn body(rules: &Rules) -> String {
 fn line(rule: &Rule) -> String {
     let mut words: Vec<String> = Vec::new();
     // Address matches contain the family.
-    let by_address = rule.tests.iter().any(|test| matches!(test, Match::Nets { .. }));
+    let by_address = rule.matches.iter().any(|test| matches!(test, Match::Nets { .. }));
     if let Some(family) = rule.family.filter(|_| !by_address) {
         words.push(format!("meta nfproto {}", family.name()));
     }
-    words.extend(rule.tests.iter().map(|test| condition(test, rule.family)));
+    words.extend(rule.matches.iter().map(|test| condition(test, rule.family)));
     words.push("counter".to_owned());
     words.push(match rule.action {
         Action::Return => "return".to_owned(),
@@ -155,9 +155,9 @@ impl Chain {
             Self::Outbound => "outbound",
             Self::Prerouting => "prerouting",
             Self::Output => "output",
-            Self::TproxyInbound => "take_inbound",
-            Self::Tproxy => "take",
-            Self::TproxyReplies => "answers",
+            Self::TproxyInbound => "tproxy_inbound",
+            Self::Tproxy => "tproxy_prerouting",
+            Self::TproxyReplies => "tproxy_replies",
             Self::UnredirectedInbound => "unredirected_inbound",
             Self::Unredirected => "unredirected",
             Self::Invalid => "invalid",
@@ -194,7 +194,7 @@ const MANGLE_PRIORITY: i32 = -150;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Families, InboundMode, Invalid, Options};
+    use crate::options::{Families, InboundMode, InvalidPackets, Options};
     use crate::rules::{build_rules, tests::example};
 
     #[test]
@@ -259,7 +259,7 @@ table inet l5d_init {{
                 ..example()
             },
             Options {
-                invalid: Invalid::Drop,
+                invalid: InvalidPackets::Drop,
                 ..example()
             },
             Options {

@@ -28,7 +28,7 @@ pub struct Options {
     /// Destination networks of both families.
     pub outbound_skip_nets: Vec<IpNet>,
     pub scope: Scope,
-    pub invalid: Invalid,
+    pub invalid: InvalidPackets,
     /// Priority of the NAT chains; lower values are evaluated earlier. Configurable only with nftables.
     pub priority: i32,
     pub families: Families,
@@ -62,7 +62,7 @@ pub enum Scope {
 
 /// Handling of TCP packets whose connection tracking state is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Invalid {
+pub enum InvalidPackets {
     Pass,
     Drop,
 }
@@ -148,8 +148,9 @@ pub fn ports(flag: &'static str, lists: &[String], bad: BadEntry) -> Result<Port
                 return Err(OptionError {
                     flag,
                     value: entry.to_owned(),
-                    reason: "is not a port or a range; expected a comma list such as 4190,5000-5010 of 1 to 65535"
-                        .to_owned(),
+                    reason:
+                        "is not a port or a range; expected a comma-separated list such as 4190,5000-5010 of 1 to 65535"
+                            .to_owned(),
                 });
             }
         }
@@ -168,7 +169,8 @@ pub fn networks(flag: &'static str, lists: &[String]) -> Result<Vec<IpNet>, Opti
         let parsed = parsed.ok_or_else(|| OptionError {
             flag,
             value: entry.to_owned(),
-            reason: "is not a valid CIDR address; expected a comma list such as 10.0.0.0/8,fd00::/8".to_owned(),
+            reason: "is not a valid CIDR address; expected a comma-separated list such as 10.0.0.0/8,fd00::/8"
+                .to_owned(),
         })?;
         all.extend(parsed);
     }

@@ -132,7 +132,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         netns_settings::set_close_wait(seconds)?;
     }
     let started = Instant::now();
-    // First, because the routes have no effect without rules that mark packets.
+    // Routes before rules: marked packets need the routes, and the routes alone change nothing.
     let routed = match rules.preserves_client_addr() {
         true => routing::ensure(rules.families).context("adding routes for replies to the proxy")?,
         false => Change::Unchanged,
@@ -165,9 +165,9 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // Other backends would lack the permission too, and the first error explains it best.
-        let hopeless = matches!(&error, BackendError::Native(error) if !error.is_unsupported());
-        if hopeless || job.backends.len() == 1 {
+        // An error other than "not supported", usually a missing permission, would occur with the other backends too.
+        let is_final = matches!(&error, BackendError::Native(error) if !error.is_unsupported());
+        if is_final || job.backends.len() == 1 {
             return Err(anyhow::Error::new(error).context(format!("applying rules with {backend}")));
         }
         let error = anyhow::Error::new(error);
@@ -189,15 +189,15 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
 }
 
 /// Removes our rules from the other backends; they would only cost time.
-fn remove_others(job: &Job, holder: Backend, report: &mut Report) {
-    let native = match holder {
+fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
+    let owner_to_remove = match active_backend {
         Backend::Native => Some(RuleOwner::Xtables),
-        // The plain programs are either the nft or the legacy flavour.
+        // The plain programs may be the nft flavour, whose rules must stay.
         Backend::Iptables(Flavour::Nft | Flavour::Plain) => Some(RuleOwner::Native),
         Backend::Iptables(Flavour::Legacy) => Some(RuleOwner::All),
     };
-    let removed =
-        native.map(|owner| Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner)));
+    let removed = owner_to_remove
+        .map(|owner| Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner)));
     match removed {
         Some(Ok(removed)) => report.removed.extend(removed),
         // A kernel without nftables has no rules in it.
@@ -205,8 +205,8 @@ fn remove_others(job: &Job, holder: Backend, report: &mut Report) {
         Some(Err(error)) => report.warn(format!("removing old rules from nftables failed: {error}")),
         None => {}
     }
-    let legacy_holds = matches!(holder, Backend::Iptables(Flavour::Legacy | Flavour::Plain));
-    if !legacy_holds && iptables::legacy_in_use() {
+    let may_be_legacy = matches!(active_backend, Backend::Iptables(Flavour::Legacy | Flavour::Plain));
+    if !may_be_legacy && iptables::legacy_in_use() {
         match iptables::remove(Flavour::Legacy, job.wait) {
             Ok(removed) => report.removed.extend(removed),
             Err(error) => report.warn(format!("removing old rules from iptables-legacy failed: {error}")),
@@ -242,10 +242,10 @@ fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
 
 fn warn_about_other_redirects(priority: i32, report: &mut Report) {
     let mut others = Socket::open()
-        .and_then(|mut socket| iptables_nft::redirectors(&mut socket))
+        .and_then(|mut socket| iptables_nft::foreign_dnat_chains(&mut socket))
         .unwrap_or_default();
     if iptables::legacy_in_use() {
-        others.extend(iptables::redirectors(Flavour::Legacy).unwrap_or_default());
+        others.extend(iptables::foreign_dnat_chains(Flavour::Legacy).unwrap_or_default());
     }
     for other in others {
         let advice = if priority < DEFAULT_PRIORITY {
@@ -294,7 +294,7 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
             Err(error) if job.backends.len() > 1 && is_backend_missing(&error) => continue,
             Err(error) => return Err(anyhow::Error::new(error).context(format!("reading the rules of {backend}"))),
         };
-        if best.is_none_or(|(known, _)| severity(live) < severity(known)) {
+        if best.is_none_or(|(known, _)| rank(live) < rank(known)) {
             best = Some((live, *backend));
         }
     }
@@ -334,7 +334,8 @@ fn is_backend_missing(error: &BackendError) -> bool {
     }
 }
 
-fn severity(live: Live) -> u8 {
+/// The best state first: a check reports the backend whose rules are closest to the wanted ones.
+fn rank(live: Live) -> u8 {
     match live {
         Live::Equal => 0,
         Live::Different => 1,
@@ -375,7 +376,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
 fn wait_for_connections(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mut Report) {
     let deadline = Instant::now() + limit;
     loop {
-        let open = match conntrack::open(socket, ports) {
+        let open = match conntrack::count_open(socket, ports) {
             Ok(0) => return,
             Ok(open) => Some(open),
             Err(error) => {

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
-    /// `applied`, `unchanged`, `equal`, `different`, `absent`, `removed`, or `failed`.
+    /// `applied`, `unchanged`, `equal`, `different`, `absent`, `removed`, `simulated`, or `failed`.
     pub result: &'static str,
     /// The backend that holds the rules.
     #[serde(skip_serializing_if = "Option::is_none")]

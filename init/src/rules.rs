@@ -11,7 +11,7 @@
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::options::{Families, Inbound, InboundMode, Invalid, Options, Scope};
+use crate::options::{Families, Inbound, InboundMode, InvalidPackets, Options, Scope};
 
 /// The rules in the order of evaluation, chain by chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub struct Rule {
     /// `None` means both.
     pub family: Option<Family>,
     /// The rule matches if all of these match.
-    pub tests: Vec<Match>,
+    pub matches: Vec<Match>,
     pub action: Action,
     /// The purpose of the rule, shown in listings after `proxy-init/`.
     pub comment: String,
@@ -137,7 +137,7 @@ pub fn build_rules(options: &Options) -> Rules {
     let mut list = Vec::new();
     list.extend(inbound(options));
     list.extend(outbound(options));
-    let arrives = match options.scope {
+    let new_inbound = match options.scope {
         Scope::Local => vec![Match::NewConnection, Match::ToLocal],
         Scope::All => vec![Match::NewConnection],
     };
@@ -145,7 +145,7 @@ pub fn build_rules(options: &Options) -> Rules {
         list.push(hooked(
             options,
             Chain::Prerouting,
-            arrives.clone(),
+            new_inbound.clone(),
             Action::Jump(Chain::Inbound),
             "install-proxy-init-prerouting",
         ));
@@ -158,12 +158,12 @@ pub fn build_rules(options: &Options) -> Rules {
         "install-proxy-init-output",
     ));
     if options.inbound_mode == InboundMode::Tproxy {
-        list.extend(tproxy(options, arrives));
+        list.extend(tproxy(options, new_inbound));
     }
     if options.families == Families::V4DropV6 {
         list.extend(drop_unredirected(options));
     }
-    if options.invalid == Invalid::Drop {
+    if options.invalid == InvalidPackets::Drop {
         list.push(hooked(
             options,
             Chain::Invalid,
@@ -180,22 +180,22 @@ pub fn build_rules(options: &Options) -> Rules {
 }
 
 /// A rule in one of the hooks.
-fn hooked(options: &Options, chain: Chain, tests: Vec<Match>, action: Action, comment: &str) -> Rule {
+fn hooked(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
         // One table serves both families. Without IPv6, its hooks must ignore IPv6.
         family: (!options.families.contain(Family::V6)).then_some(Family::V4),
-        tests,
+        matches,
         action,
         comment: comment.to_owned(),
     }
 }
 
-/// Hands inbound connections to the proxy without changing their addresses; `arrives` matches them.
-fn tproxy(options: &Options, arrives: Vec<Match>) -> Vec<Rule> {
-    let taken = || vec![Match::Tcp, Match::Marked(INBOUND_MARK, Direction::Original)];
-    let dialled = vec![Match::NewConnection, Match::OverLoopback, Match::FromNonLocal];
-    let answers = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
+/// Hands inbound connections to the proxy without changing their addresses; `new_inbound` matches their first segments.
+fn tproxy(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
+    let inbound_packets = || vec![Match::Tcp, Match::Marked(INBOUND_MARK, Direction::Original)];
+    let proxy_connections = vec![Match::NewConnection, Match::OverLoopback, Match::FromNonLocal];
+    let replies = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
     let tproxy = Action::Tproxy(options.inbound_port.get());
     let rules = [
         // Connections that the proxy opens here are for the application.
@@ -207,29 +207,29 @@ fn tproxy(options: &Options, arrives: Vec<Match>) -> Vec<Rule> {
         ),
         (
             Chain::Tproxy,
-            arrives,
+            new_inbound,
             Action::Jump(Chain::TproxyInbound),
-            "choose-incoming",
+            "match-inbound-syn",
         ),
-        (Chain::Tproxy, taken(), tproxy, "hand-incoming-to-proxy-port"),
+        (Chain::Tproxy, inbound_packets(), tproxy, "tproxy-inbound"),
         // If the proxy does not listen, the packet must not reach the application.
-        (Chain::Tproxy, taken(), Action::Drop, "drop-without-proxy"),
+        (Chain::Tproxy, inbound_packets(), Action::Drop, "drop-without-proxy"),
         (
             Chain::TproxyReplies,
-            dialled,
+            proxy_connections,
             Action::MarkConnection(TPROXY_CLIENT_MARK),
-            "remember-dialled-as-client",
+            "mark-connections-from-client-address",
         ),
         (
             Chain::TproxyReplies,
-            answers,
+            replies,
             Action::MarkPacket(TPROXY_CLIENT_MARK),
-            "return-answers-to-proxy",
+            "mark-replies-for-proxy",
         ),
     ];
     rules
         .into_iter()
-        .map(|(chain, tests, action, comment)| hooked(options, chain, tests, action, comment))
+        .map(|(chain, matches, action, comment)| hooked(options, chain, matches, action, comment))
         .collect()
 }
 
@@ -252,7 +252,7 @@ fn inbound(options: &Options) -> Vec<Rule> {
         ),
     };
     list.push(match tproxy {
-        true => rule(chain, test, Action::MarkConnection(INBOUND_MARK), "take-incoming"),
+        true => rule(chain, test, Action::MarkConnection(INBOUND_MARK), "mark-inbound"),
         false => rule(chain, test, Action::Redirect(options.inbound_port.get()), comment),
     });
     list
@@ -276,8 +276,13 @@ fn drop_unredirected(options: &Options) -> Vec<Rule> {
     let hook = Chain::Unredirected;
     list.push(rule(hook, Match::FromLoopback, Action::Return, "ignore-loopback"));
     list.push(Rule {
-        tests: vec![Match::NewConnection, Match::ToLocal],
-        ..rule(hook, Match::NewConnection, Action::Jump(chain), "choose-unredirected")
+        matches: vec![Match::NewConnection, Match::ToLocal],
+        ..rule(
+            hook,
+            Match::NewConnection,
+            Action::Jump(chain),
+            "match-inbound-ipv6-syn",
+        )
     });
     for rule in &mut list {
         rule.family = Some(Family::V6);
@@ -308,7 +313,7 @@ fn rule(chain: Chain, test: Match, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
         family: None,
-        tests: vec![test],
+        matches: vec![test],
         action,
         comment: comment.to_owned(),
     }
@@ -361,7 +366,7 @@ impl Rules {
     /// The rules without the match on local destinations, for kernels that lack it; `None` if it is not used, or is
     /// required.
     #[must_use]
-    pub fn without_local_test(&self) -> Option<Self> {
+    pub fn without_local_match(&self) -> Option<Self> {
         if self.preserves_client_addr() {
             return None;
         }
@@ -369,7 +374,7 @@ impl Rules {
         rules
             .list
             .iter_mut()
-            .for_each(|rule| rule.tests.retain(|test| *test != Match::ToLocal));
+            .for_each(|rule| rule.matches.retain(|condition| *condition != Match::ToLocal));
         (rules != *self).then_some(rules)
     }
 }
@@ -436,7 +441,7 @@ pub(crate) mod tests {
             outbound_skip_ports: ports("4567-4568"),
             outbound_skip_nets: options::networks("-s", &["192.168.0.0/16,fe00::/8".to_owned()]).unwrap(),
             scope: Scope::Local,
-            invalid: Invalid::Pass,
+            invalid: InvalidPackets::Pass,
             priority: DEFAULT_PRIORITY,
             families: Families::Both,
         }
@@ -451,7 +456,7 @@ pub(crate) mod tests {
     fn rules_have_the_right_order() {
         let rules = build_rules(&Options {
             proxy_gid: Some(7),
-            invalid: Invalid::Drop,
+            invalid: InvalidPackets::Drop,
             ..example()
         });
         let seen: Vec<(Chain, &str, Option<Family>)> = rules
@@ -498,16 +503,16 @@ pub(crate) mod tests {
                 &(Chain::TproxyInbound, "ignore-port"),
                 &(Chain::TproxyInbound, "ignore-subnet"),
                 &(Chain::TproxyInbound, "ignore-subnet"),
-                &(Chain::TproxyInbound, "take-incoming"),
+                &(Chain::TproxyInbound, "mark-inbound"),
                 &(Chain::Tproxy, "ignore-loopback"),
-                &(Chain::Tproxy, "choose-incoming"),
-                &(Chain::Tproxy, "hand-incoming-to-proxy-port"),
+                &(Chain::Tproxy, "match-inbound-syn"),
+                &(Chain::Tproxy, "tproxy-inbound"),
                 &(Chain::Tproxy, "drop-without-proxy"),
-                &(Chain::TproxyReplies, "remember-dialled-as-client"),
-                &(Chain::TproxyReplies, "return-answers-to-proxy"),
+                &(Chain::TproxyReplies, "mark-connections-from-client-address"),
+                &(Chain::TproxyReplies, "mark-replies-for-proxy"),
             ]
         );
-        assert!(rules.preserves_client_addr() && rules.without_local_test().is_none());
+        assert!(rules.preserves_client_addr() && rules.without_local_match().is_none());
     }
 
     #[test]
@@ -539,7 +544,7 @@ pub(crate) mod tests {
                 (Chain::UnredirectedInbound, "ignore-subnet"),
                 (Chain::UnredirectedInbound, "drop-unredirected-ipv6"),
                 (Chain::Unredirected, "ignore-loopback"),
-                (Chain::Unredirected, "choose-unredirected"),
+                (Chain::Unredirected, "match-inbound-ipv6-syn"),
             ]
         );
         let v4 = build_rules(&Options {
@@ -561,7 +566,7 @@ pub(crate) mod tests {
             let rules = build_rules(&Options { inbound_skip_nets, ..example() });
             for family in [Family::V4, Family::V6] {
                 for rule in rules.of(family) {
-                    for test in &rule.tests {
+                    for test in &rule.matches {
                         if let Match::Nets { nets, .. } = test {
                             prop_assert!(nets.iter().all(|net| Family::of(net) == family));
                         }

@@ -58,9 +58,11 @@ pub enum ValidateError {
 }
 
 impl ValidateError {
-    /// Whether the namespace is not redirected, which repairing it can fix; otherwise the check could not run.
+    /// Whether the check ran but did not prove redirection. Otherwise it could not run.
+    ///
+    /// As in Linkerd's validator, this includes addresses without a route and checks that a signal ends.
     #[must_use]
-    pub fn is_verdict(&self) -> bool {
+    pub fn means_not_redirected(&self) -> bool {
         !matches!(self, Self::Listen { .. } | Self::Signals(_))
     }
 }
@@ -69,19 +71,19 @@ impl ValidateError {
 ///
 /// # Errors
 /// If the connection does not arrive there within the timeout, or a signal ends the check.
-pub async fn run(trial: ValidateConfig) -> Result<(), ValidateError> {
+pub async fn run(config: ValidateConfig) -> Result<(), ValidateError> {
     let mut interrupted = signal(SignalKind::interrupt()).map_err(ValidateError::Signals)?;
     let mut terminated = signal(SignalKind::terminate()).map_err(ValidateError::Signals)?;
-    let listening = TcpListener::bind(trial.listen).await;
+    let listening = TcpListener::bind(config.listen).await;
     let listener = listening.map_err(|source| ValidateError::Listen {
-        addr: trial.listen,
+        addr: config.listen,
         source,
     })?;
     let token: String = std::iter::repeat_with(fastrand::alphanumeric).take(TOKEN_LEN).collect();
     tokio::select! {
         never = serve(&listener, &token) => match never {},
-        result = time::timeout(trial.timeout, check_answer(trial.connect, &token)) => {
-            result.unwrap_or(Err(ValidateError::Timeout(trial.timeout)))
+        result = time::timeout(config.timeout, check_answer(config.connect, &token)) => {
+            result.unwrap_or(Err(ValidateError::Timeout(config.timeout)))
         }
         _ = interrupted.recv() => Err(ValidateError::Signal("SIGINT")),
         _ = terminated.recv() => Err(ValidateError::Signal("SIGTERM")),
@@ -126,7 +128,7 @@ async fn check_answer(addr: SocketAddr, token: &str) -> Result<(), ValidateError
     })
 }
 
-/// Exit code if traffic is not redirected; repair controllers depend on it.
+/// Exit code if traffic is not redirected, or redirection is not proven; repair controllers depend on it.
 pub const NOT_REDIRECTED: u8 = 95;
 const TOKEN_LEN: usize = 63;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);

@@ -30,7 +30,10 @@ pub fn families(options: &Options) -> Vec<(Family, Verdict)> {
     let families = options.families.each();
     families
         .map(|family| {
-            let verdict = verify_family(options, family).unwrap_or_else(|verdict| verdict);
+            let verdict = match verify_family(options, family) {
+                Ok(()) => Verdict::Redirected,
+                Err(verdict) => verdict,
+            };
             match (verdict, options.inbound_mode) {
                 (verdict @ Verdict::NotRedirected(_), _) | (verdict, InboundMode::Redirect) => (family, verdict),
                 (verdict, InboundMode::Tproxy) => (family, verify_replies(family).err().unwrap_or(verdict)),
@@ -50,15 +53,17 @@ fn verify_replies(family: Family) -> Result<(), Verdict> {
     });
     let local = local.map_err(|error| failed("no route", error))?.ip();
     let application = TcpListener::bind((local, 0)).map_err(|error| failed("listening", error))?;
-    let listens = application.local_addr().map_err(|error| failed("listening", error))?;
-    let dialled = || {
-        let socket = Socket::new(Domain::for_address(listens), Type::STREAM, None)?;
+    let application_addr = application.local_addr().map_err(|error| failed("listening", error))?;
+    let connect = || {
+        let socket = Socket::new(Domain::for_address(application_addr), Type::STREAM, None)?;
         socket.set_ip_transparent_v4(true)?; // applies to both families
         socket.bind(&SocketAddr::new(client, 0).into())?;
-        socket.connect_timeout(&listens.into(), CONNECT_TIMEOUT)
+        socket.connect_timeout(&application_addr.into(), CONNECT_TIMEOUT)
     };
-    dialled().map_err(|error| {
-        Verdict::NotRedirected(format!("replies of {listens} to {client} are not routed back: {error}"))
+    connect().map_err(|error| {
+        Verdict::NotRedirected(format!(
+            "replies of {application_addr} to {client} are not routed back: {error}"
+        ))
     })
 }
 
@@ -69,29 +74,30 @@ fn unspecified(family: Family) -> IpAddr {
     }
 }
 
-fn verify_family(options: &Options, family: Family) -> Result<Verdict, Verdict> {
-    let skipped = |reason: String| Verdict::Skipped(reason);
+/// # Errors
+/// The verdict, unless the connection is redirected.
+fn verify_family(options: &Options, family: Family) -> Result<(), Verdict> {
     if options.proxy_uid == Some(geteuid().as_raw()) || options.proxy_gid == Some(getegid().as_raw()) {
-        return Err(skipped(
+        return Err(Verdict::Skipped(
             "this process runs as the proxy's user or group, whose connections are not redirected".to_owned(),
         ));
     }
-    let target =
-        target(options, family).ok_or_else(|| skipped("every test address is skipped by the rules".to_owned()))?;
+    let target = target(options, family)
+        .ok_or_else(|| Verdict::Skipped("every test address is skipped by the rules".to_owned()))?;
     let port = options.outbound_port.get();
     let loopback: IpAddr = match family {
         Family::V4 => Ipv4Addr::LOCALHOST.into(),
         Family::V6 => Ipv6Addr::LOCALHOST.into(),
     };
     let listener = TcpListener::bind((loopback, port)).map_err(|error| match error.kind() {
-        io::ErrorKind::AddrInUse => skipped(format!("port {port} is in use, probably by the proxy")),
-        _ => skipped(format!("listening on {loopback}:{port}: {error}")),
+        io::ErrorKind::AddrInUse => Verdict::Skipped(format!("port {port} is in use, probably by the proxy")),
+        _ => Verdict::Skipped(format!("listening on {loopback}:{port}: {error}")),
     })?;
-    let dialled = match TcpStream::connect_timeout(&target, CONNECT_TIMEOUT) {
+    let client = match TcpStream::connect_timeout(&target, CONNECT_TIMEOUT) {
         Ok(stream) => stream
             .local_addr()
             .map_err(|error| Verdict::NotRedirected(error.to_string()))?,
-        Err(error) if NO_ROUTE.contains(&error.kind()) => return Err(skipped(format!("no route: {error}"))),
+        Err(error) if NO_ROUTE.contains(&error.kind()) => return Err(Verdict::Skipped(format!("no route: {error}"))),
         Err(error) => return Err(Verdict::NotRedirected(format!("dialling {target}: {error}"))),
     };
     // The handshake is complete, so a redirected connection is already in the accept queue.
@@ -101,7 +107,7 @@ fn verify_family(options: &Options, family: Family) -> Result<Verdict, Verdict> 
         .filter(|ready| *ready > 0);
     let peer = accepted.and_then(|_| listener.accept().ok()).map(|(_, peer)| peer);
     match peer {
-        Some(peer) if peer == dialled => Ok(Verdict::Redirected),
+        Some(peer) if peer == client => Ok(()),
         _ => Err(Verdict::NotRedirected(format!(
             "the connection to {target} did not arrive at port {port} of this namespace"
         ))),
@@ -124,8 +130,8 @@ fn addresses(family: Family) -> [IpAddr; 2] {
 
 /// An unused address that the rules redirect.
 fn target(options: &Options, family: Family) -> Option<SocketAddr> {
-    let direct = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
-    let ip = addresses(family).into_iter().find(|ip| !direct(ip))?;
+    let is_skipped = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
+    let ip = addresses(family).into_iter().find(|ip| !is_skipped(ip))?;
     let port = PORTS
         .into_iter()
         .find(|port| !options.outbound_skip_ports.contains(*port))?;

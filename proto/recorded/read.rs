@@ -15,7 +15,7 @@ pub(crate) struct Recorded {
 
 impl Recorded {
     /// The request in the form of the file.
-    pub(crate) fn question(&self) -> String {
+    pub(crate) fn request(&self) -> String {
         format!("{} {}", self.kind, self.target)
     }
 }

@@ -14,6 +14,7 @@ use crate::api;
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::http::stack::access_log;
 use crate::identity;
+use crate::policy::server::DefaultPolicy;
 use crate::tap;
 use crate::trace;
 
@@ -37,7 +38,7 @@ pub struct Config {
     pub memory_limit_bytes: Option<u64>,
     /// How long metric series stay after their owner is gone; default 10 minutes.
     pub metrics_retain_idle: Duration,
-    /// Variables with no effect in this proxy; each causes a warning at start.
+    /// Variables with no effect in this proxy; each is logged at start.
     pub unsupported_variables: Vec<String>,
 }
 
@@ -46,7 +47,7 @@ pub struct Config {
 pub struct Outbound {
     /// One or two addresses; default `127.0.0.1:4140`.
     pub listen: Vec<SocketAddr>,
-    pub direction: Direction,
+    pub direction: DirectionSettings,
     /// Maximum number of connections that wait for an endpoint; default 10 000.
     pub tcp_queue_capacity: usize,
     /// Maximum time that a connection waits for an endpoint; default 3 s.
@@ -67,13 +68,13 @@ pub struct Inbound {
     /// Default `0.0.0.0:4143`.
     pub listen: SocketAddr,
     pub mode: InboundMode,
-    pub direction: Direction,
+    pub direction: DirectionSettings,
     /// Maximum time that a request waits for the profile of its name; default 500 ms.
     pub profile_timeout: Duration,
     /// Whether metrics have the label `authority`; default hidden, because clients choose the value.
     pub authority_labels: Visibility,
-    /// What happens on a port whose policy is not known; default refuse.
-    pub unknown_policy: UnknownPolicy,
+    /// What happens on a port whose policy the control plane has not sent; default refuse.
+    pub missing_policy_action: MissingPolicyAction,
     /// The default policy of such ports; default all-unauthenticated.
     pub default_policy: DefaultPolicy,
     /// Ports whose policy is watched from the start.
@@ -86,9 +87,9 @@ pub struct Inbound {
     pub gateway_suffixes: Suffixes,
 }
 
-/// Settings that both directions have, with separate values.
+/// The settings that exist once for inbound and once for outbound.
 #[derive(Clone, Debug)]
-pub struct Direction {
+pub struct DirectionSettings {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
@@ -120,7 +121,7 @@ pub struct Accept {
 pub struct Connect {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
-    /// Timeout of TCP and TLS together; default 300 ms inbound, 1 s outbound.
+    /// Timeout of TCP and TLS together; default 4 s inbound, 1 s outbound.
     pub timeout: Duration,
     /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
@@ -151,7 +152,7 @@ pub struct Http1Server {
     pub max_header_bytes: usize,
     /// Timeout of a request head, from its first byte, or of the first request of an HTTP/2 connection; default 30 s.
     pub header_read_timeout: Duration,
-    /// Timeout of a connection without requests, or of a request with a body without any data transfer; default 1 h.
+    /// Maximum time without data, of a connection between requests or of a request or response body in transfer; default 1 h.
     pub idle_timeout: Duration,
 }
 
@@ -225,27 +226,14 @@ pub enum LoadBalancing {
     RoundRobin,
 }
 
-/// What happens to connections to a port whose policy is not known.
+/// What happens to connections to a port whose policy the control plane has not sent.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub enum UnknownPolicy {
+pub enum MissingPolicyAction {
     /// They wait for the policy, and are refused if it does not arrive in time.
     #[default]
     Refuse,
     /// The default policy applies, as in Linkerd's proxy.
     Default,
-}
-
-/// The default policy of a port.
-#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub enum DefaultPolicy {
-    Deny,
-    AllAuthenticated,
-    #[default]
-    AllUnauthenticated,
-    ClusterAuthenticated,
-    ClusterUnauthenticated,
-    /// Every client is permitted and logged.
-    Audit,
 }
 
 /// The control plane.
@@ -308,16 +296,6 @@ impl Workers {
     pub fn count(&self, cpus: usize) -> usize {
         let ratio_workers = self.max_ratio.map(|ratio| (cpus as f64 * ratio).round() as usize);
         self.max.or(ratio_workers).unwrap_or(1).max(self.min).min(cpus).max(1)
-    }
-}
-
-impl DefaultPolicy {
-    /// Whether the policy uses the cluster's networks, which must then be configured.
-    pub fn needs_cluster_networks(self) -> bool {
-        matches!(
-            self,
-            Self::ClusterAuthenticated | Self::ClusterUnauthenticated | Self::Audit
-        )
     }
 }
 

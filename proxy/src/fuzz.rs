@@ -38,17 +38,17 @@ pub fn client_hello(bytes: &[u8]) {
     }
 }
 
-/// A detection made on the beginning of a connection does not change with the rest. The first line alone decides that it is a
-/// request; the server refuses it if the rest is invalid.
+/// A detection made on the beginning of a connection does not change with the rest, with one exception: a part of the first line
+/// may look like HTTP/1, and the complete line may not. The server then refuses the request.
 pub fn detection(bytes: &[u8]) {
     let all = detect::classify(bytes);
     for end in 0..bytes.len() {
         let part = detect::classify(&bytes[..end]);
-        let believed = part == DetectedProtocol::Http1
+        let is_http1_by_part_of_line = part == DetectedProtocol::Http1
             && all == DetectedProtocol::NotHttp
             && !detect::first_line(&bytes[..end]).ends_with(b"\n");
         assert!(
-            part == DetectedProtocol::Incomplete || part == all || believed,
+            part == DetectedProtocol::Incomplete || part == all || is_http1_by_part_of_line,
             "{part:?} after {end} bytes, then {all:?}"
         );
     }
@@ -93,7 +93,7 @@ pub fn paths(bytes: &[u8]) {
         let is_within_encoded = normal[..length].rfind('%').is_some_and(|at| length - at < 3);
         let original = path::original_len(path, length);
         if let Some(start) = path.get(..original).filter(|_| !is_within_encoded) {
-            assert_eq!(path::decode(start).len(), length, "{start:?} of {path:?}");
+            assert_eq!(path::normalize_escapes(start).len(), length, "{start:?} of {path:?}");
         }
     }
 }
@@ -153,9 +153,9 @@ pub fn chunks(bytes: &[u8]) {
         return;
     };
     let step = NonZeroUsize::new(usize::from(*step)).unwrap_or(NonZeroUsize::MIN);
-    let whole = h1::decode_chunked(&mut [Bytes::copy_from_slice(bytes)].into_iter());
+    let at_once = h1::decode_chunked(&mut [Bytes::copy_from_slice(bytes)].into_iter());
     let mut pieces = bytes.chunks(step.get()).map(Bytes::copy_from_slice);
-    assert_eq!(h1::decode_chunked(&mut pieces).ok(), whole.ok());
+    assert_eq!(h1::decode_chunked(&mut pieces).ok(), at_once.ok());
 }
 
 /// Other parsers read an accepted request in the same way. A request that tulle encodes again is parsed the same. A request is
@@ -164,15 +164,15 @@ pub fn requests(bytes: &[u8]) {
     let [at_once, by_bytes] = h1::request_head_lengths(bytes);
     assert_eq!(at_once, by_bytes);
     let ours = h1::requests(&mut Bytes::copy_from_slice(bytes));
-    for whole in &ours {
-        for written in h1::encode_request_variants(whole) {
+    for message in &ours {
+        for written in h1::encode_request_variants(message) {
             let mut rest = written.clone();
             let again = h1::requests(&mut rest);
             assert!(
                 again.len() == 1 && rest.is_empty(),
-                "{whole:?} is written as {written:?}"
+                "{message:?} is written as {written:?}"
             );
-            assert_same_message(&again[0], whole);
+            assert_same_message(&again[0], message);
             assert_eq!(compare_with_hyper(&again, &written), 1, "hyper refuses {written:?}");
         }
     }
@@ -195,17 +195,17 @@ fn compare_with_httparse(ours: &ParsedMessage<(Method, String)>, end: Option<usi
     assert_eq!(theirs.method, Some(ours.head.0.as_str()));
     assert_eq!(target.ok().as_ref(), Some(&ours.head.1));
     assert_eq!(
-        h1::end_to_end_headers(&map(theirs.headers)),
+        h1::end_to_end_headers(&to_header_map(theirs.headers)),
         h1::end_to_end_headers(&ours.headers)
     );
 }
 
-fn map(lines: &[httparse::Header<'_>]) -> HeaderMap {
-    let line = |line: &httparse::Header<'_>| {
-        let name = HeaderName::from_bytes(line.name.as_bytes()).expect("a name");
-        (name, HeaderValue::from_bytes(line.value).expect("a value"))
+fn to_header_map(fields: &[httparse::Header<'_>]) -> HeaderMap {
+    let to_pair = |field: &httparse::Header<'_>| {
+        let name = HeaderName::from_bytes(field.name.as_bytes()).expect("a name");
+        (name, HeaderValue::from_bytes(field.value).expect("a value"))
     };
-    lines.iter().map(line).collect()
+    fields.iter().map(to_pair).collect()
 }
 
 /// Requests that hyper accepts are parsed the same by both. hyper may refuse the head of a request, but not the body of one
@@ -249,7 +249,7 @@ pub fn responses(bytes: &[u8]) {
         };
         assert_eq!(theirs.code, Some(status.as_u16()));
         assert_eq!(
-            h1::end_to_end_headers(&map(theirs.headers)),
+            h1::end_to_end_headers(&to_header_map(theirs.headers)),
             h1::end_to_end_headers(headers)
         );
     }
@@ -270,9 +270,12 @@ fn check_reencoded(ours: &ParsedResponse, version: Version, method: &Method, wri
         panic!("{ours:?} is written as {written:?}");
     };
     assert_eq!(again.interims.len(), ours.interims.len(), "{written:?}");
-    for ((status, headers), (before, headers_before)) in again.interims.iter().zip(&ours.interims) {
-        assert_eq!(status, before);
-        assert_eq!(h1::end_to_end_headers(headers), h1::end_to_end_headers(headers_before));
+    for ((status, headers), (original_status, original_headers)) in again.interims.iter().zip(&ours.interims) {
+        assert_eq!(status, original_status);
+        assert_eq!(
+            h1::end_to_end_headers(headers),
+            h1::end_to_end_headers(original_headers)
+        );
     }
     let mut expected = ours.last.clone();
     if *method == Method::HEAD {
@@ -315,15 +318,15 @@ fn block_on<F: Future>(future: F) -> F::Output {
 /// Parses requests with hyper's server, up to the first that it refuses. A request with an incomplete or invalid body yields
 /// only its head.
 async fn parse_requests_with_hyper(bytes: &[u8]) -> Vec<Result<ParsedMessage<(Method, String)>, (Method, String)>> {
-    let seen = Mutex::new(Vec::new());
+    let parsed = Mutex::new(Vec::new());
     let service = service_fn(|req: Request<Incoming>| async {
         let (parts, body) = req.into_parts();
         let head = (parts.method, parts.uri.to_string());
         let read = match body.collect().await {
-            Ok(body) => Ok(whole(head, parts.headers, body)),
+            Ok(body) => Ok(parsed_message(head, parts.headers, body)),
             Err(_) => Err(head),
         };
-        seen.lock().push(read);
+        parsed.lock().push(read);
         Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
     });
     let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
@@ -334,7 +337,7 @@ async fn parse_requests_with_hyper(bytes: &[u8]) -> Vec<Result<ParsedMessage<(Me
         .max_headers(MAX_HEADERS)
         .serve_connection(io, service)
         .await;
-    seen.into_inner()
+    parsed.into_inner()
 }
 
 /// Parses a response with hyper's client. The bytes are sent after its request, because a client ignores a response that
@@ -355,15 +358,15 @@ async fn parse_response_with_hyper(bytes: &[u8]) -> Option<ParsedMessage<StatusC
             let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
             let (parts, body) = rsp.into_parts();
             let body = body.collect().await.ok()?;
-            Some(whole(parts.status, parts.headers, body))
+            Some(parsed_message(parts.status, parts.headers, body))
         };
-        let (whole, _) = tokio::join!(exchange, connection);
-        whole
+        let (message, _) = tokio::join!(exchange, connection);
+        message
     };
     tokio::join!(exchange, serve).0
 }
 
-fn whole<T>(head: T, headers: HeaderMap, body: Collected<Bytes>) -> ParsedMessage<T> {
+fn parsed_message<T>(head: T, headers: HeaderMap, body: Collected<Bytes>) -> ParsedMessage<T> {
     ParsedMessage {
         head,
         headers,
@@ -380,7 +383,10 @@ mod tests {
     fn other_parsers_read_well_formed_messages() {
         let requests = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nokGET /b HTTP/1.1\r\nhost: a\r\n\r\n";
         let theirs = super::block_on(super::parse_requests_with_hyper(requests));
-        let theirs: Vec<_> = theirs.into_iter().map(|read| read.map(|whole| whole.body)).collect();
+        let theirs: Vec<_> = theirs
+            .into_iter()
+            .map(|read| read.map(|message| message.body))
+            .collect();
         assert_eq!(theirs, [Ok(b"ok".to_vec()), Ok(Vec::new())]);
         let response = b"HTTP/1.1 100 Continue\r\n\r\n\
             HTTP/1.1 201 Created\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n";
@@ -404,52 +410,52 @@ mod tests {
     }
 
     #[test]
-    fn saved_hellos_hold() {
+    fn saved_client_hellos_satisfy_the_invariant() {
         replay("hello", super::client_hello);
     }
 
     #[test]
-    fn saved_detections_hold() {
+    fn saved_detections_satisfy_the_invariant() {
         replay("detection", super::detection);
     }
 
     #[test]
-    fn saved_paths_hold() {
+    fn saved_paths_satisfy_the_invariant() {
         replay("paths", super::paths);
     }
 
     #[test]
-    fn saved_transport_headers_hold() {
+    fn saved_transport_headers_satisfy_the_invariant() {
         replay("transport_header", super::transport_header);
     }
 
     #[test]
-    fn saved_socks_clients_hold() {
+    fn saved_socks_clients_satisfy_the_invariant() {
         replay("socks", super::socks);
     }
 
     #[test]
-    fn saved_trace_contexts_hold() {
+    fn saved_trace_contexts_satisfy_the_invariant() {
         replay("trace_context", super::trace_context);
     }
 
     #[test]
-    fn saved_policies_hold() {
+    fn saved_policies_satisfy_the_invariant() {
         replay("policies", super::policies);
     }
 
     #[test]
-    fn saved_chunks_hold() {
+    fn saved_chunks_satisfy_the_invariant() {
         replay("chunks", super::chunks);
     }
 
     #[test]
-    fn saved_requests_hold() {
+    fn saved_requests_satisfy_the_invariant() {
         replay("requests", super::requests);
     }
 
     #[test]
-    fn saved_responses_hold() {
+    fn saved_responses_satisfy_the_invariant() {
         replay("responses", super::responses);
     }
 }

@@ -27,7 +27,7 @@ fn set_malloc_trim_threshold() {
 }
 
 #[cfg(not(target_env = "gnu"))]
-fn keep_memory() {}
+fn set_malloc_trim_threshold() {}
 
 fn main() -> ExitCode {
     set_malloc_trim_threshold();

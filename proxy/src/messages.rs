@@ -1,4 +1,5 @@
-//! Checks whether the proxy can decode a message of the control plane. A message that it cannot decode has no effect.
+//! Checks whether the proxy can decode a message of the control plane. An inbound policy that it cannot decode
+//! closes its port. Any other such message has no effect if an earlier one was valid.
 
 use tulle_proto::{destination, inbound, outbound};
 

@@ -43,7 +43,7 @@ impl App {
 }
 
 /// Starts echo servers on all ports of a workload: HTTP/1, HTTP/2, gRPC and WebSocket on [`HTTP`], bytes on [`TCP`] and [`OPAQUE`].
-pub async fn echo(mesh: &Mesh, workload: &str) {
+pub async fn start_echo(mesh: &Mesh, workload: &str) {
     let ip = mesh.ip(workload);
     serve(serve::Args {
         http: vec![mesh.app_addr(workload, HTTP)],
@@ -62,14 +62,14 @@ pub async fn echo(mesh: &Mesh, workload: &str) {
 pub fn run_with_pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
     for mesh in [mesh::mesh(), mesh::mesh().transparent()] {
         mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            echo(mesh, "web").await;
+            start_echo(mesh, "web").await;
             test(mesh).await;
         });
     }
 }
 
 /// Starts an HTTP echo server that is not a workload.
-pub async fn echo_at(name: &str, addr: SocketAddr) {
+pub async fn start_echo_at(name: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: vec![addr],
         tcp: Vec::new(),
@@ -84,7 +84,7 @@ pub async fn echo_at(name: &str, addr: SocketAddr) {
 }
 
 /// Starts a server that sends a greeting first and then echoes.
-pub async fn server_speaks_first(workload: &str, addr: SocketAddr) {
+pub async fn start_greeting_server(workload: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: Vec::new(),
         tcp: Vec::new(),

@@ -25,7 +25,7 @@ pub struct ControlPlaneFiles {
     keys: TokenKeys,
     /// The CA that all proxies trust from the start.
     pub anchor: CertificateAuthority,
-    /// Its certificate, PEM.
+    /// The certificate of `anchor`, as the bundle that proxies start with (PEM).
     pub anchors: String,
 }
 
@@ -163,14 +163,14 @@ impl ControlPlane {
         line.extend(flags.iter().map(OsString::from));
         let command = Command::parse_from_line(line).context("flags of the control plane")?;
         let config = Config::from_command(&command)?;
-        let (end, ended) = oneshot::channel();
+        let (end_tx, end_rx) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let mut app = runtime.block_on(App::build(config))?;
         let thread = thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
                 let end = async {
                     // An error means that the sender was dropped, which also means the end.
-                    let _ = ended.await;
+                    let _ = end_rx.await;
                     Ok(())
                 };
                 if let Err(error) = app.run_until(end).await {
@@ -180,7 +180,7 @@ impl ControlPlane {
             });
         })?;
         Ok(Self {
-            end: Some(end),
+            end: Some(end_tx),
             thread: Some(thread),
         })
     }

@@ -19,5 +19,17 @@ pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) 
     }
 }
 
+/// Polls `condition` until it holds, in a test without a runtime.
+///
+/// # Panics
+/// Panics if it does not hold within 20 seconds; the message contains `what`.
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + WAIT_TIMEOUT;
+    while !condition() {
+        assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);

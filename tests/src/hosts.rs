@@ -16,7 +16,7 @@ pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
     command
 }
 
-/// The body of a successful response of the admin server of a host's sidecar.
+/// A successful response, without the start of its status line, of the admin server of a host's sidecar.
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with another status.
@@ -24,7 +24,7 @@ pub fn admin_get(host: &Namespace, path: &str) -> io::Result<String> {
     http_get(host, port::ADMIN, path)
 }
 
-/// A successful response, with headers, of an HTTP server on the loopback address of a host.
+/// A successful response, without the start of its status line, of an HTTP server on the loopback address of a host.
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with another status.
@@ -41,9 +41,13 @@ pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
         Ok(answer)
     };
     let answer: io::Result<String> = host.run(ask).map_err(io::Error::other)?;
-    match answer?.strip_prefix("HTTP/1.1 200") {
+    let answer = answer?;
+    match answer.strip_prefix("HTTP/1.1 200") {
         Some(answer) => Ok(answer.to_owned()),
-        None => Err(io::Error::other("not ready")),
+        None => {
+            let status = answer.lines().next().unwrap_or_default();
+            Err(io::Error::other(format!("unexpected status: {status}")))
+        }
     }
 }
 

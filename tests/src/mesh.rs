@@ -165,13 +165,13 @@ impl Builder {
 
     /// Sets a variable of all proxies; `name` is without `LINKERD2_PROXY_`.
     pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.env.push((full(name), value.into()));
+        self.env.push((variable_name(name), value.into()));
         self
     }
 
     /// Sets a variable of the last added workload.
     pub fn workload_env(mut self, name: &str, value: &str) -> Self {
-        self.last().env.push((full(name), value.into()));
+        self.last().env.push((variable_name(name), value.into()));
         self
     }
 
@@ -244,7 +244,7 @@ impl Builder {
             let mesh = self.start()?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                mesh.ready().await;
+                mesh.wait_until_ready().await;
                 let limited = tokio::time::timeout(limit, test(&mesh));
                 limited.await.expect("the test ends before its timeout");
             });
@@ -267,14 +267,14 @@ impl Builder {
         for (workload, last) in self.workloads.iter().zip(10..) {
             let ip = Ipv4Addr::new(10, 66, 0, last);
             ips.insert(workload.name.clone(), ip);
-            files.write(&format!("pod-{}", workload.name), &workload.pod(ip))?;
+            files.write(&format!("pod-{}", workload.name), &workload.pod_manifest(ip))?;
             services
                 .entry(workload.app.clone())
                 .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
         }
         for (app, ip) in &services {
             let annotations = self.annotations.get(app).map_or("", String::as_str);
-            files.write(&format!("service-{app}"), &service_addr(app, *ip, annotations))?;
+            files.write(&format!("service-{app}"), &service_manifest(app, *ip, annotations))?;
         }
         for (name, yaml) in &self.manifests {
             files.write(name, yaml)?;
@@ -328,7 +328,7 @@ impl ProxyTransport {
 }
 
 impl Workload {
-    fn pod(&self, ip: Ipv4Addr) -> String {
+    fn pod_manifest(&self, ip: Ipv4Addr) -> String {
         let Self { name, app, sidecar, .. } = self;
         let meshed = match sidecar {
             Sidecar::Present => format!(", linkerd.io/control-plane-ns: {CONTROL_NS}"),
@@ -391,7 +391,7 @@ status: {{podIP: {ip}}}
             ("IDENTITY_LOCAL_NAME", identity(&self.app)),
             ("SHUTDOWN_GRACE_PERIOD", "5s".into()),
         ];
-        let defaults = variables.into_iter().map(|(name, value)| (full(name), value));
+        let defaults = variables.into_iter().map(|(name, value)| (variable_name(name), value));
         Ok(defaults
             .chain(more.iter().cloned())
             .chain(self.env.iter().cloned())
@@ -435,7 +435,7 @@ async fn reset_connection() -> TcpStream {
 
 impl Mesh {
     /// Waits until every proxy with a token has its certificate.
-    async fn ready(&self) {
+    async fn wait_until_ready(&self) {
         for (name, proxy) in self.proxies.iter().filter(|(_, proxy)| proxy.token.exists()) {
             eventually(&format!("the proxy of {name} is ready"), async || {
                 let stream = TcpStream::connect(proxy.admin).await.ok()?;
@@ -482,8 +482,8 @@ impl Mesh {
 
     /// As [`Self::dial`], where the connection may be refused.
     ///
-    /// The connection is refused or reset before it is established.
-    /// The connection is refused before it is known to be established.
+    /// # Errors
+    /// Fails if the connection is refused or reset before `connect` returns.
     pub async fn try_dial(&self, workload: &str, dst: SocketAddr) -> io::Result<TcpStream> {
         self.try_connect(self.ips[workload], dst, self.proxies[workload].outbound)
             .await
@@ -491,8 +491,8 @@ impl Mesh {
 
     /// As [`Self::dial_inbound`], where the connection may be refused.
     ///
-    /// The connection is refused or reset before it is established.
-    /// The connection is refused before it is known to be established.
+    /// # Errors
+    /// Fails if the connection is refused or reset before `connect` returns.
     pub async fn try_dial_inbound(&self, from: Ipv4Addr, workload: &str, port: u16) -> io::Result<TcpStream> {
         self.try_connect(from, self.app_addr(workload, port), self.proxies[workload].inbound)
             .await
@@ -566,16 +566,17 @@ impl Mesh {
 
     /// Blocks every worker that accepts a new connection. The test cannot dial until the value is dropped.
     pub fn stall_workers(&self) -> StalledWorkers {
-        let dialled = self.orig_dsts.clone();
-        let (release, released) = mpsc::channel::<()>();
-        let (held, holds) = mpsc::channel();
+        let orig_dsts = self.orig_dsts.clone();
+        let (release_tx, release_rx) = mpsc::channel::<()>();
+        let (locked_tx, locked_rx) = mpsc::channel();
         thread::spawn(move || {
-            let _dialled = dialled.lock();
-            held.send(()).expect("the receiver waits");
-            released.recv().expect_err("nothing is sent");
+            // A worker takes this lock to look up an original destination.
+            let _lock = orig_dsts.lock();
+            locked_tx.send(()).expect("the receiver waits");
+            release_rx.recv().expect_err("nothing is sent");
         });
-        holds.recv().expect("the thread sends");
-        StalledWorkers { _release: release }
+        locked_rx.recv().expect("the thread sends");
+        StalledWorkers { _release: release_tx }
     }
 
     /// The files of the control plane.
@@ -635,10 +636,10 @@ impl Mesh {
 }
 
 impl Proxy {
-    fn start(variables: &HashMap<String, String>, surroundings: ProcessContext) -> anyhow::Result<Self> {
+    fn start(variables: &HashMap<String, String>, context: ProcessContext) -> anyhow::Result<Self> {
         let config = tulle_proxy::env::load(|name| variables.get(name).cloned())
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
-        let app = App::build(config, surroundings)?;
+        let app = App::build(config, context)?;
         let (outbound, inbound, admin) = app.addrs();
         let shutdown = app.shutdown();
         let thread = thread::Builder::new().name("proxy".into()).spawn(move || app.run())?;
@@ -646,7 +647,7 @@ impl Proxy {
             outbound: *outbound.first().context("no outbound listener")?,
             inbound,
             admin,
-            token: PathBuf::from(&variables[&full("IDENTITY_TOKEN_FILE")]),
+            token: PathBuf::from(&variables[&variable_name("IDENTITY_TOKEN_FILE")]),
             shutdown,
             thread: Mutex::new(Some(thread)),
         })
@@ -680,9 +681,9 @@ fn use_dns_server(server: IpAddr) -> anyhow::Result<()> {
 
 /// A namespace in which all addresses of the mesh are local.
 fn namespace() -> Namespace {
-    static SWEPT: std::sync::Once = std::sync::Once::new();
+    static STALE_REMOVED: std::sync::Once = std::sync::Once::new();
     static NAMESPACES: AtomicU32 = AtomicU32::new(0);
-    SWEPT.call_once(|| drop(netns::remove_stale(NAMESPACE_PREFIX)));
+    STALE_REMOVED.call_once(|| drop(netns::remove_stale(NAMESPACE_PREFIX)));
     let n = NAMESPACES.fetch_add(1, Ordering::Relaxed);
     let namespace = Namespace::create(&format!("{NAMESPACE_PREFIX}{}-{n}", std::process::id()))
         .expect("root can create namespaces");
@@ -700,7 +701,7 @@ fn start_logs() {
     });
 }
 
-fn service_addr(app: &str, ip: Ipv4Addr, annotations: &str) -> String {
+fn service_manifest(app: &str, ip: Ipv4Addr, annotations: &str) -> String {
     format!(
         "\
 apiVersion: v1
@@ -720,7 +721,8 @@ spec:
     )
 }
 
-fn full(name: &str) -> String {
+/// The name of a variable; all of Linkerd have the same prefix.
+fn variable_name(name: &str) -> String {
     match name.starts_with("TULLE_") {
         true => name.into(),
         false => format!("LINKERD2_PROXY_{name}"),

@@ -38,7 +38,7 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<(
     let mut bytes = Vec::new();
     loop {
         let request = loop {
-            if let Some((request, used)) = message::read(&bytes, message::StreamEnd::Unknown) {
+            if let Some((request, used)) = message::read(&bytes, false, message::StreamEnd::Unknown) {
                 bytes.drain(..used);
                 break request;
             }

@@ -11,15 +11,13 @@ pub(super) struct Message {
     pub(super) is_whole: bool,
 }
 
-/// What is known about the bytes after the buffer.
+/// Whether more bytes can follow those in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamEnd {
     /// More bytes can follow.
     Unknown,
     /// The connection has ended.
     Eof,
-    /// The message has no body, as in a response to HEAD.
-    AfterHead,
 }
 
 impl Message {
@@ -59,7 +57,7 @@ impl Message {
 }
 
 /// Returns the first message in `bytes` and its length, or `None` if it is incomplete and more bytes can follow.
-pub(super) fn read(bytes: &[u8], end: StreamEnd) -> Option<(Message, usize)> {
+pub(super) fn read(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> Option<(Message, usize)> {
     let head_end = bytes.windows(4).position(|four| four == b"\r\n\r\n")? + 4;
     let (first_line, lines) = head(&bytes[..head_end]);
     let mut message = Message {
@@ -68,7 +66,7 @@ pub(super) fn read(bytes: &[u8], end: StreamEnd) -> Option<(Message, usize)> {
         ..Message::default()
     };
     let rest = &bytes[head_end..];
-    let body = if end == StreamEnd::AfterHead || has_no_body(&message) {
+    let body = if is_response_to_head || has_no_body(&message) {
         Some(Body::default())
     } else if message.value("transfer-encoding").is_some() {
         chunks(rest)
@@ -174,17 +172,17 @@ mod tests {
     #[test]
     fn pipelined_messages_are_read_in_turn() {
         let text = b"POST / HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\n\r\nhiGET / HTTP/1.1\r\n\r\n";
-        let (first, used) = read(text, StreamEnd::Unknown).unwrap();
+        let (first, used) = read(text, false, StreamEnd::Unknown).unwrap();
         assert_eq!(
             (first.body.as_slice(), first.first_unmet_condition(&["host: x", "!a"])),
             (&b"hi"[..], None)
         );
-        let (second, rest) = read(&text[used..], StreamEnd::Unknown).unwrap();
+        let (second, rest) = read(&text[used..], false, StreamEnd::Unknown).unwrap();
         assert_eq!(
             (second.first_line.as_str(), used + rest),
             ("GET / HTTP/1.1", text.len())
         );
-        assert!(read(&text[..used - 1], StreamEnd::Unknown).is_none());
+        assert!(read(&text[..used - 1], false, StreamEnd::Unknown).is_none());
     }
 
     #[test]
@@ -208,7 +206,7 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                read(text.as_bytes(), StreamEnd::Eof).unwrap().0.is_whole,
+                read(text.as_bytes(), false, StreamEnd::Eof).unwrap().0.is_whole,
                 is_whole,
                 "{text}"
             );

@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use self::app::State;
-use self::cases::{CASES, Case, Expected};
+use self::cases::{CASES, Case, Expected, Request};
 use self::message::{Message, StreamEnd};
 
 /// The result of one case.
@@ -142,7 +142,7 @@ async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
     stream.write_all(WARM_UP_REQUEST.as_bytes()).await?;
     let mut bytes = Vec::new();
     loop {
-        if let Some((rsp, _)) = message::read(&bytes, StreamEnd::Unknown) {
+        if let Some((rsp, _)) = message::read(&bytes, false, StreamEnd::Unknown) {
             return match rsp.status() {
                 200 => Ok(()),
                 _ => Err(io::ErrorKind::ConnectionRefused.into()),
@@ -157,9 +157,8 @@ async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
 /// Parses all responses and returns them with the number of bytes parsed.
 fn read_all(bytes: &[u8], case: &Case, end: StreamEnd) -> (Vec<Message>, usize) {
     let is_head = case.client_writes.iter().any(|piece| piece.starts_with("HEAD "));
-    let end = if is_head { StreamEnd::AfterHead } else { end };
     let (mut messages, mut at) = (Vec::new(), 0);
-    while let Some((message, used)) = message::read(&bytes[at..], end) {
+    while let Some((message, used)) = message::read(&bytes[at..], is_head, end) {
         at += used;
         messages.push(message);
     }
@@ -170,63 +169,38 @@ fn n_final_responses(messages: &[Message]) -> usize {
     messages.iter().filter(|message| message.status() >= 200).count()
 }
 
-fn evaluate(
-    case: &Case,
-    requests: &[Message],
-    ClientObservation { responses, is_open }: &ClientObservation,
-) -> Outcome {
-    let last = responses.last();
-    let statuses: Vec<u16> = responses.iter().map(Message::status).collect();
-    let list = |statuses: &[u16]| statuses.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
-    let n_good = responses.iter().filter(|rsp| rsp.status() == 200).count();
-    let answer = match last {
-        None => "no answer".to_owned(),
-        Some(last) if last.status() == 0 => "other bytes".to_owned(),
-        Some(last) if !last.is_whole => format!("{}, cut", list(&statuses)),
-        Some(_) => list(&statuses),
-    };
-    let observed = match (requests.len(), &case.expected) {
-        (_, Expected::Response(_) | Expected::BadGateway(_) | Expected::TruncatedResponse) => answer,
-        (0, _) => answer,
-        (n, Expected::Requests(wanted)) if n == wanted.len() && n_good == n => "passed".to_owned(),
-        (n, Expected::Refused(_)) if n_good == n => "passed".to_owned(),
-        (n, _) => format!("{n} passed, {answer}"),
-    };
-    let deviation = match &case.expected {
-        Expected::Requests(wanted) if requests.len() == wanted.len() && n_good == requests.len() => {
-            wanted.iter().zip(requests).find_map(|(wanted, got)| {
-                let line = (got.first_line != wanted.line).then(|| format!("sends `{}`", got.first_line));
-                line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
-                    .or_else(|| got.first_unmet_condition(wanted.lines).map(unmet_condition))
-            })
+fn evaluate(case: &Case, requests: &[Message], observation: &ClientObservation) -> Outcome {
+    let (observed, deviation) = match &case.expected {
+        Expected::Requests(wanted) => evaluate_requests(wanted, requests, observation),
+        Expected::Refused(wanted) => evaluate_refusal(wanted, requests, observation),
+        Expected::Response(wanted) => {
+            let last = observation.responses.last();
+            let deviation = match last {
+                Some(last) if observation.statuses() != wanted.statuses || !last.is_whole => {
+                    Some(observation.describe())
+                }
+                Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
+                Some(last) => last.first_unmet_condition(wanted.lines).map(unmet_condition),
+                None => Some(observation.describe()),
+            };
+            (observation.describe(), deviation)
         }
-        Expected::Requests(_) => Some(match requests.len() {
-            0 => observed.clone(),
-            n => format!("passes {n}, {}", list(&statuses)),
-        }),
-        Expected::Refused(wanted) => match (requests.len(), last.map(Message::status)) {
-            (0, Some(status)) if wanted.contains(&status) => is_open.then(|| format!("{observed}, left open")),
-            (0, _) => Some(observed.clone()),
-            _ if observed == "passed" => Some("passes it".to_owned()),
-            _ => Some(observed.clone()),
-        },
-        Expected::Response(wanted) => match last {
-            Some(last) if statuses != wanted.statuses || !last.is_whole => Some(observed.clone()),
-            Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
-            Some(last) => last.first_unmet_condition(wanted.lines).map(unmet_condition),
-            None => Some(observed.clone()),
-        },
-        Expected::BadGateway(wanted) => match last {
-            Some(last) if wanted.contains(&last.status()) => None,
-            _ => Some(observed.clone()),
-        },
-        Expected::TruncatedResponse => match last {
-            Some(last) if last.is_whole && last.status() < 400 => Some("looks whole".to_owned()),
-            Some(_) if *is_open => Some("left open".to_owned()),
-            Some(_) => None,
-            None => Some("no answer".to_owned()),
-        },
+        Expected::BadGateway(wanted) => {
+            let status = observation.responses.last().map(Message::status);
+            let is_expected = status.is_some_and(|status| wanted.contains(&status));
+            (observation.describe(), (!is_expected).then(|| observation.describe()))
+        }
+        Expected::TruncatedResponse => {
+            let deviation = match observation.responses.last() {
+                Some(last) if last.is_whole && last.status() < 400 => Some("looks whole"),
+                Some(_) if observation.is_open => Some("left open"),
+                Some(_) => None,
+                None => Some("no answer"),
+            };
+            (observation.describe(), deviation.map(str::to_owned))
+        }
     };
+    let responses = &observation.responses;
     let details = deviation
         .as_ref()
         .map(|deviation| format!("{deviation}; at the application {requests:?}, at the client {responses:?}"));
@@ -235,6 +209,77 @@ fn evaluate(
         observed,
         deviation,
         deviation_details: details,
+    }
+}
+
+/// Evaluates requests that must reach the application: what was observed, and the deviation.
+fn evaluate_requests(
+    wanted: &[Request],
+    requests: &[Message],
+    observation: &ClientObservation,
+) -> (String, Option<String>) {
+    let n = requests.len();
+    if n == wanted.len() && n == observation.n_ok() && n > 0 {
+        let deviation = wanted.iter().zip(requests).find_map(|(wanted, got)| {
+            let line = (got.first_line != wanted.line).then(|| format!("sends `{}`", got.first_line));
+            line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
+                .or_else(|| got.first_unmet_condition(wanted.lines).map(unmet_condition))
+        });
+        return ("passed".to_owned(), deviation);
+    }
+    if n == 0 {
+        return (observation.describe(), Some(observation.describe()));
+    }
+    let observed = format!("{n} passed, {}", observation.describe());
+    (observed, Some(format!("passes {n}, {}", observation.list_statuses())))
+}
+
+/// Evaluates a request that no proxy may forward, with the statuses of which one must be the response.
+fn evaluate_refusal(wanted: &[u16], requests: &[Message], observation: &ClientObservation) -> (String, Option<String>) {
+    let n = requests.len();
+    if n == 0 {
+        let observed = observation.describe();
+        let is_refused = observation
+            .responses
+            .last()
+            .is_some_and(|last| wanted.contains(&last.status()));
+        let deviation = match (is_refused, observation.is_open) {
+            (true, false) => None,
+            (true, true) => Some(format!("{observed}, left open")),
+            (false, _) => Some(observed.clone()),
+        };
+        return (observed, deviation);
+    }
+    if n == observation.n_ok() {
+        return ("passed".to_owned(), Some("passes it".to_owned()));
+    }
+    let observed = format!("{n} passed, {}", observation.describe());
+    (observed.clone(), Some(observed))
+}
+
+impl ClientObservation {
+    fn statuses(&self) -> Vec<u16> {
+        self.responses.iter().map(Message::status).collect()
+    }
+
+    fn list_statuses(&self) -> String {
+        let statuses: Vec<_> = self.statuses().iter().map(u16::to_string).collect();
+        statuses.join(" ")
+    }
+
+    /// The number of responses with status 200.
+    fn n_ok(&self) -> usize {
+        self.responses.iter().filter(|rsp| rsp.status() == 200).count()
+    }
+
+    /// A short description of the responses.
+    fn describe(&self) -> String {
+        match self.responses.last() {
+            None => "no answer".to_owned(),
+            Some(last) if last.status() == 0 => "other bytes".to_owned(),
+            Some(last) if !last.is_whole => format!("{}, cut", self.list_statuses()),
+            Some(_) => self.list_statuses(),
+        }
     }
 }
 

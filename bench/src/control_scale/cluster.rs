@@ -10,7 +10,7 @@ use http::{Method, Request};
 use kube::Client;
 use serde_json::{Value, json};
 use tulle_control::kubernetes;
-use tulle_control::kubernetes::client_layer::RequestRate;
+use tulle_control::kubernetes::request_layer::RequestRate;
 use tulle_core::metrics::Registry;
 
 use super::streams::Address;

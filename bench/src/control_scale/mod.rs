@@ -55,7 +55,7 @@ pub struct Args {
     seconds: u32,
     /// Use the objects of an earlier run instead of creating them.
     #[arg(long)]
-    keep: bool,
+    reuse_objects: bool,
 }
 
 /// Runs the scale test and prints the results.
@@ -75,7 +75,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         other_pods: args.other_pods,
     };
     let cluster = Cluster::connect(&args.kubeconfig, size).await?;
-    if !args.keep {
+    if !args.reuse_objects {
         let start = Instant::now();
         cluster.create().await.context("creating objects")?;
         println!("objects created in {:.1?}", start.elapsed());
@@ -84,10 +84,10 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let mut control = start_control(args, dir.path())?;
     let start = Instant::now();
     control.wait_for_ports(&[DESTINATION])?;
-    ready().await?;
+    wait_until_ready().await?;
     println!("ready after {:.1?}", start.elapsed());
     sleep(MEMORY_SETTLE_DELAY).await;
-    print_use("with objects", &control)?;
+    print_memory("with objects", &control)?;
 
     let anchors = TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?;
     let (cpu, start) = (control.cpu()?, Instant::now());
@@ -99,7 +99,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         control.cpu()? - cpu
     );
     sleep(MEMORY_SETTLE_DELAY).await;
-    print_use("with streams", &control)?;
+    print_memory("with streams", &control)?;
 
     streams.compare(cluster.watch().await?);
     let cpu = control.cpu()?;
@@ -107,7 +107,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let used = control.cpu()? - cpu;
     let (latency, expected) = changes;
     println!(
-        "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.0} µs of CPU an update",
+        "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.0} µs of CPU per update",
         latency.len(),
         millis(latency.value_at_quantile(0.5)),
         millis(latency.value_at_quantile(0.99)),
@@ -120,7 +120,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         millis(watched.value_at_quantile(0.5)),
         millis(watched.value_at_quantile(0.99)),
     );
-    print_use("after changes", &control)?;
+    print_memory("after changes", &control)?;
     ensure!(latency.len() == expected, "updates were lost");
     Ok(())
 }
@@ -183,7 +183,7 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
 }
 
 /// Waits until the control plane reports that it is ready.
-async fn ready() -> anyhow::Result<()> {
+async fn wait_until_ready() -> anyhow::Result<()> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let deadline = Instant::now() + Duration::from_secs(60);
     while Instant::now() < deadline {
@@ -202,7 +202,7 @@ async fn ready() -> anyhow::Result<()> {
     anyhow::bail!("the control plane is not ready after a minute")
 }
 
-fn print_use(when: &str, control: &Process) -> anyhow::Result<()> {
+fn print_memory(when: &str, control: &Process) -> anyhow::Result<()> {
     println!("memory {when}: {:.1} MB", control.rss_kib()? as f64 / 1000.0 * 1.024);
     Ok(())
 }

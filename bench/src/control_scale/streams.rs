@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tulle_control::tls::anchors::TrustAnchors;
-use tulle_control::tls::client::{self, Peer};
+use tulle_control::tls::client::{self, TlsServer};
 use tulle_core::addr::Addr;
 use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::destination::{GetDestination, Update, update};
@@ -66,12 +66,12 @@ impl Streams {
             latencies: Mutex::new(latencies),
         });
         let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
-        let mut followers = vec![0; services];
+        let mut subscribers = vec![0; services];
         for client in 0..clients {
-            let followed: Vec<usize> = (0..streams).map(|n| (client * streams + n) % services).collect();
-            followed.iter().for_each(|service| followers[*service] += 1);
+            let subscribed: Vec<usize> = (0..streams).map(|n| (client * streams + n) % services).collect();
+            subscribed.iter().for_each(|service| subscribers[*service] += 1);
             let anchors = anchors.clone();
-            opening.spawn(async move { open_client(port, &anchors, client, followed).await });
+            opening.spawn(async move { open_client(port, &anchors, client, subscribed).await });
         }
         while let Some(opened) = opening.join_next().await {
             for mut stream in opened.context("a client failed")?? {
@@ -85,7 +85,7 @@ impl Streams {
         }
         Ok(Self {
             shared,
-            subscribers: followers,
+            subscribers,
             tasks,
         })
     }
@@ -160,7 +160,7 @@ async fn open_client(
     services: Vec<usize>,
 ) -> anyhow::Result<Vec<tonic::Streaming<Update>>> {
     let addr = Addr::Socket(SocketAddr::from(([127, 0, 0, 1], port)));
-    let peer = Peer {
+    let peer = TlsServer {
         addr: &addr,
         name: "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local",
         identity: None,

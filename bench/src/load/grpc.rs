@@ -28,7 +28,7 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
         Method::ClientStream => "/tulle.bench.Echo/ClientStream",
         Method::Bidi => "/tulle.bench.Echo/Bidi",
     });
-    let (body, mut pacer) = body(target)?;
+    let (body, mut sender) = body(target)?;
     let rsp = client.send(http::Method::POST, path, headers(), body).await?;
     let mut answer = head(&rsp);
     if rsp.status() != http::StatusCode::OK {
@@ -49,8 +49,8 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
                 if let Some(why) = validate_reply(target, &reply) {
                     return Err(Failure::UnexpectedResponse(why.into()));
                 }
-                if let Some(pacer) = &mut pacer {
-                    pacer.next().await?;
+                if let Some(sender) = &mut sender {
+                    sender.next().await?;
                 }
             }
             Event::Trailers(trailers) => {

@@ -10,7 +10,7 @@ mod grpc;
 mod http;
 mod outcome;
 mod schedule;
-pub mod tally;
+pub mod stats;
 mod target;
 mod tcp;
 mod timer;
@@ -30,7 +30,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 pub use self::args::{Args, Arrivals, Method, Protocol};
 use self::schedule::Schedule;
-use self::tally::{IntervalStats, Kind, Report};
+use self::stats::{IntervalStats, Kind, Report};
 use self::target::Target;
 use self::worker::{Client, Run};
 
@@ -82,29 +82,29 @@ pub async fn run(
         args.requests,
         duration,
     ));
-    let (stopped, stopping) = watch::channel(None);
+    let (stop_tx, stop_rx) = watch::channel(None);
     let start = Instant::now();
-    let mut tallies = Vec::new();
+    let mut thread_stats = Vec::new();
     let mut threads = Vec::new();
     for connections in shares(args.connections(), args.threads.get()) {
         let run = Run {
             target: target.clone(),
             schedule: schedule.clone(),
-            stopping: stopping.clone(),
+            stopped_at: stop_rx.clone(),
             stats: Arc::new(Mutex::new(IntervalStats::new())),
             start,
             timeout: args.timeout,
             think_time: args.think_time,
         };
-        tallies.push(run.stats.clone());
-        let (done, ended) = oneshot::channel();
+        thread_stats.push(run.stats.clone());
+        let (result_tx, result_rx) = oneshot::channel();
         let streams = args.streams();
         std::thread::Builder::new()
             .name("load".into())
             // The receiver is gone if another thread has failed.
-            .spawn(move || drop(done.send(work(&run, connections, streams))))
+            .spawn(move || drop(result_tx.send(work(&run, connections, streams))))
             .context("starting a thread")?;
-        threads.push(async move { ended.await.context("a thread of the load generator panicked")? });
+        threads.push(async move { result_rx.await.context("a thread of the load generator panicked")? });
     }
     let mut threads = std::pin::pin!(futures_util::future::try_join_all(threads));
     let mut end = std::pin::pin!(async {
@@ -118,8 +118,8 @@ pub async fn run(
     let mut reported_at = start;
     let mut collect = |now: Instant| {
         let mut interval = IntervalStats::new();
-        for tally in &tallies {
-            interval.merge(&std::mem::replace(&mut *tally.lock(), IntervalStats::new()));
+        for stats in &thread_stats {
+            interval.merge(&std::mem::replace(&mut *stats.lock(), IntervalStats::new()));
         }
         total.merge(&interval);
         let length = now - std::mem::replace(&mut reported_at, now);
@@ -137,14 +137,14 @@ pub async fn run(
             }
             () = &mut end, if stopped_at.is_none() => {
                 stopped_at = Some(Instant::now());
-                stopped.send_replace(stopped_at);
+                stop_tx.send_replace(stopped_at);
             }
             _ = ticks.tick(), if args.report_every.is_some() => on_interval(&collect(Instant::now()))?,
         }
     }
     let elapsed = stopped_at.unwrap_or_else(Instant::now) - start;
-    if let Some(tally) = tallies.first() {
-        tally.lock().record_unsent(schedule.n_unsent(elapsed));
+    if let Some(stats) = thread_stats.first() {
+        stats.lock().record_unsent(schedule.n_unsent(elapsed));
     }
     let rest = collect(Instant::now());
     if args.report_every.is_some() && rest.requests > 0 {

@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn statuses_from_400_and_grpc_codes_other_than_0_are_failures() {
-        for (verdict, succeeded, label) in [
+        for (status, succeeded, label) in [
             (ResponseStatus::Status(204), true, "2xx"),
             (ResponseStatus::Status(302), true, "3xx"),
             (ResponseStatus::Status(404), false, "4xx"),
@@ -197,14 +197,10 @@ mod tests {
             (ResponseStatus::Echoed, true, "echoed"),
         ] {
             let answer = ExchangeResponse {
-                status: verdict,
+                status,
                 ..ExchangeResponse::default()
             };
-            assert_eq!(
-                (answer.succeeded(), &*answer.label()),
-                (succeeded, label),
-                "{verdict:?}"
-            );
+            assert_eq!((answer.succeeded(), &*answer.label()), (succeeded, label), "{status:?}");
         }
     }
 

@@ -80,8 +80,8 @@ impl Schedule {
 }
 
 impl DueTimes {
-    /// Exponentially distributed intervals, the same ones in each run. A run without an end repeats none of them, so its length
-    /// is limited to [`MAX_RANDOM`] requests.
+    /// Exponentially distributed intervals, the same ones in each run. They are computed in advance and never repeated, so a run
+    /// without a duration ends after [`MAX_RANDOM`] requests.
     fn random(rate: f64, limit: u64, duration: Option<Duration>) -> Self {
         let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
         let mut random = fastrand::Rng::with_seed(1);
@@ -131,7 +131,7 @@ const ROUNDING: f64 = 1e-6;
 mod tests {
     use super::*;
 
-    fn claims(schedule: &Schedule) -> Vec<ScheduledRequest> {
+    fn all_requests(schedule: &Schedule) -> Vec<ScheduledRequest> {
         std::iter::from_fn(|| schedule.next_request()).collect()
     }
 
@@ -139,21 +139,25 @@ mod tests {
     fn open_loop_requests_are_due_at_fixed_times() {
         let schedule = Schedule::new(Some((4.0, Arrivals::Fixed)), None, Some(Duration::from_secs(1)));
         let expected = [0, 250, 500, 750].map(|ms| ScheduledRequest::At(Duration::from_millis(ms)));
-        assert_eq!(claims(&schedule), expected);
+        assert_eq!(all_requests(&schedule), expected);
     }
 
     #[test]
     fn rates_that_do_not_divide_a_second_keep_the_number_of_requests() {
         for rate in [3.0, 7.0, 300.0, 999.0, 1e6 / 3.0] {
             let schedule = Schedule::new(Some((rate, Arrivals::Fixed)), None, Some(Duration::from_secs(3)));
-            assert_eq!(claims(&schedule).len() as u64, (rate * 3.0).round() as u64, "{rate}");
+            assert_eq!(
+                all_requests(&schedule).len() as u64,
+                (rate * 3.0).round() as u64,
+                "{rate}"
+            );
         }
     }
 
     #[test]
     fn bursts_are_due_at_once_and_keep_the_rate() {
         let schedule = Schedule::new(Some((100.0, Arrivals::Bursts)), None, Some(Duration::from_secs(2)));
-        let due = claims(&schedule);
+        let due = all_requests(&schedule);
         assert_eq!(due.len(), 200);
         assert_eq!(due[49], ScheduledRequest::At(Duration::ZERO));
         assert_eq!(due[50], ScheduledRequest::At(Duration::from_millis(500)));
@@ -163,17 +167,20 @@ mod tests {
     #[test]
     fn random_arrivals_keep_the_rate_and_are_the_same_in_each_run() {
         let schedule = || Schedule::new(Some((1000.0, Arrivals::Poisson)), None, Some(Duration::from_secs(20)));
-        let due = claims(&schedule());
+        let due = all_requests(&schedule());
         assert!((19_000..21_000).contains(&due.len()), "{}", due.len());
-        assert_eq!(due, claims(&schedule()));
+        assert_eq!(due, all_requests(&schedule()));
         assert_eq!(schedule().n_unsent(Duration::from_secs(20)), due.len() as u64);
     }
 
     #[test]
     fn the_request_limit_ends_both_loops() {
-        assert_eq!(claims(&Schedule::new(None, Some(3), None)), [ScheduledRequest::Now; 3]);
         assert_eq!(
-            claims(&Schedule::new(
+            all_requests(&Schedule::new(None, Some(3), None)),
+            [ScheduledRequest::Now; 3]
+        );
+        assert_eq!(
+            all_requests(&Schedule::new(
                 Some((1000.0, Arrivals::Fixed)),
                 Some(2),
                 Some(Duration::from_secs(9))
@@ -197,7 +204,7 @@ mod tests {
     #[test]
     fn a_finished_schedule_has_no_unsent_requests() {
         let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), Some(10), None);
-        claims(&schedule);
+        all_requests(&schedule);
         assert_eq!(schedule.n_unsent(Duration::from_secs(60)), 0);
         assert_eq!(Schedule::new(None, Some(10), None).n_unsent(Duration::from_secs(60)), 0);
     }

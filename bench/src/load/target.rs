@@ -119,8 +119,8 @@ mod tests {
     fn headers_without_a_colon_or_with_bad_bytes_are_refused() {
         let header: Header = "l5d-dst: web:80".parse().unwrap();
         assert_eq!((header.0.as_str(), header.1.as_bytes()), ("l5d-dst", &b"web:80"[..]));
-        for text in ["x", "a b: c", ": c", "a: \n"] {
-            assert!(text.parse::<Header>().is_err() || text == "a: \n", "{text:?}");
+        for text in ["x", "a b: c", ": c", "a: b\nc"] {
+            assert!(text.parse::<Header>().is_err(), "{text:?}");
         }
     }
 }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::args::Protocol;
 use super::outcome::{ExchangeResponse, Failure};
 use super::schedule::{Schedule, ScheduledRequest, exponential};
-use super::tally::IntervalStats;
+use super::stats::IntervalStats;
 use super::target::Target;
 use super::timer::Timer;
 use super::{grpc, http, tcp, ws};
@@ -66,7 +66,7 @@ pub(super) struct Run {
     pub(super) target: Arc<Target>,
     pub(super) schedule: Arc<Schedule>,
     /// The time at which the run was stopped.
-    pub(super) stopping: watch::Receiver<Option<Instant>>,
+    pub(super) stopped_at: watch::Receiver<Option<Instant>>,
     pub(super) stats: Arc<Mutex<IntervalStats>>,
     pub(super) start: Instant,
     pub(super) timeout: Duration,
@@ -78,9 +78,9 @@ pub(super) struct Run {
 pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<()> {
     let timer = Timer::new()?;
     let mut random = fastrand::Rng::new();
-    while let Some(ticket) = run.schedule.next_request() {
-        let due = match ticket {
-            ScheduledRequest::Now if run.stopping.borrow().is_some() => return Ok(()),
+    while let Some(request) = run.schedule.next_request() {
+        let due = match request {
+            ScheduledRequest::Now if run.stopped_at.borrow().is_some() => return Ok(()),
             ScheduledRequest::Now => Instant::now(),
             ScheduledRequest::At(offset) => run.start + offset,
         };
@@ -89,10 +89,10 @@ pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<(
                 biased;
                 waited = timer.until(due) => waited?,
                 // A request that is not due before the end is not part of the run.
-                _ = run.stopping.wait_for(Option::is_some) => return Ok(()),
+                _ = run.stopped_at.wait_for(Option::is_some) => return Ok(()),
             }
         } else if run
-            .stopping
+            .stopped_at
             .borrow()
             .is_some_and(|stopped| stopped + run.timeout < Instant::now())
         {
@@ -105,7 +105,7 @@ pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<(
             Err(_) => Err(Failure::Timeout),
         };
         run.stats.lock().record(due.elapsed(), &outcome);
-        if matches!((&outcome, ticket), (Err(Failure::Connect(_)), ScheduledRequest::Now)) {
+        if matches!((&outcome, request), (Err(Failure::Connect(_)), ScheduledRequest::Now)) {
             // Without a pause, a closed loop against a closed port would only measure how fast connections are refused.
             tokio::time::sleep(CONNECT_ERROR_BACKOFF).await;
         }

@@ -6,8 +6,8 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use super::scene::Testbed;
 use super::setup::Side;
+use super::testbed::Testbed;
 
 /// Arguments that run a program under callgrind, with its dump files at `out`.
 pub(super) fn arguments(out: &Path) -> [String; 4] {
@@ -137,8 +137,8 @@ const ALLOCATORS: [&str; 14] = [
 ];
 
 /// Path prefix of the dumps of a sidecar.
-pub(super) fn out(scene: &Testbed, side: Side) -> PathBuf {
-    scene.dir.path().join(DUMP_DIR).join(side.name())
+pub(super) fn out(testbed: &Testbed, side: Side) -> PathBuf {
+    testbed.dir.path().join(DUMP_DIR).join(side.name())
 }
 
 /// Directory of the dumps, in the directory of the testbed. The proxy's user can write to it.

@@ -1,4 +1,4 @@
-//! Compares builds of the proxy under many kinds of load, such as builds with and without an optimization.
+//! Compares builds of the proxy, such as two versions, or builds with and without an optimization.
 //!
 //! Each build has its own testbed, and all are measured in turn in each cell, so that other load on the machine affects them alike.
 //! A result is the ratio of another build to the first, over pairs of the same repeat.
@@ -9,15 +9,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use serde::Serialize;
 
-use super::drive;
 use super::generators::{self, Http1};
+use super::measurement;
 use super::metric::{Metric, Sample};
-use super::scene::{SERVICE, Testbed};
+use super::rows::{self, Row};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
-use super::{peer, rows::Row, tools, tulle};
+use super::testbed::{SERVICE, Testbed};
+use super::{peer, tools, tulle};
 
 /// Arguments of `tulle-bench compare-builds`.
 #[derive(clap::Args, Clone, Debug)]
@@ -25,7 +25,10 @@ pub struct Args {
     /// Names of proxy programs in the directory of this program. The others are compared with the first one.
     #[arg(required = true, num_args = 2.., value_name = "PROGRAM")]
     builds: Vec<String>,
-    /// Measurements of each cell and build.
+    /// Rows of the benchmark to measure, separated by commas. Default: HTTP/1 with many kinds of arrivals.
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["workers", "connections"])]
+    rows: Vec<Row>,
+    /// Measurements of each load and build.
     #[arg(long, default_value_t = 3)]
     repeats: usize,
     /// Duration of each measurement.
@@ -42,8 +45,15 @@ pub struct Args {
     markdown: Option<PathBuf>,
 }
 
-/// One kind of load.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+/// What is measured.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum Load {
+    Row(Row),
+    Cell(Cell),
+}
+
+/// HTTP/1 with one kind of arrivals.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Cell {
     workers: u16,
     reconnect: bool,
@@ -51,7 +61,7 @@ struct Cell {
     arrivals: Arrivals,
 }
 
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum Arrivals {
     /// Each connection sends as soon as it has its response.
     ClosedLoop,
@@ -80,12 +90,15 @@ const FIGURES: [Figure; 3] = [
 ];
 
 /// The fraction of the capacity that all loads other than a closed loop use.
-const LOAD: f64 = 0.5;
+const LOAD_FRACTION: f64 = 0.5;
 /// A ratio that counts as a difference.
 const DIFFERENCE: f64 = 1.03;
 
-/// Samples by cell and build, in the order of the repeats.
-type Samples = BTreeMap<Cell, Vec<Vec<Sample>>>;
+/// Samples by load and build, in the order of the repeats.
+type Samples = BTreeMap<Load, Vec<Vec<Sample>>>;
+
+/// A build that runs: its testbed and its sidecars.
+type Running<'a> = Vec<(&'a Testbed, Sidecars)>;
 
 /// Measures all cells and prints the table.
 pub fn main(args: &Args) -> anyhow::Result<()> {
@@ -95,22 +108,29 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     let testbeds = args.builds.iter().map(|_| Testbed::build(&[]));
     let testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
     let mut samples = Samples::new();
-    for workers in &args.workers {
-        let setup = Setup {
-            workers: *workers,
-            exclusive: true,
-            ..Row::HttpC64.setup()
-        };
-        let started = testbeds
-            .iter()
-            .zip(&args.builds)
-            .map(|(scene, build)| {
-                let sidecars = tulle::start(scene, &setup, build)?;
-                drive::warm_up(scene, Some(&sidecars), &setup)?;
-                Ok((scene, sidecars))
-            })
-            .collect::<anyhow::Result<Vec<_>>>()?;
-        measure_cells(args, *workers, &started, &mut samples)?;
+    if args.rows.is_empty() {
+        for &workers in &args.workers {
+            let setup = Setup {
+                workers,
+                exclusive: true,
+                ..Row::HttpC64.setup()
+            };
+            let running = start(args, &testbeds, &setup)?;
+            measure_cells(args, workers, &running, &mut samples)?;
+        }
+    }
+    for rows in rows::groups(&args.rows) {
+        let running = start(args, &testbeds, &rows[0].setup())?;
+        for repeat in 0..args.repeats {
+            eprintln!("{rows:?}, repeat {} of {}", repeat + 1, args.repeats);
+            for &row in &rows {
+                let of_row = samples_of(&mut samples, Load::Row(row), running.len());
+                measure_in_turn(args, repeat, &running, of_row, |testbed, sidecars| {
+                    measurement::measure(row, testbed, Some(sidecars), args.duration)
+                })
+                .with_context(|| format!("measuring {row:?}"))?;
+            }
+        }
     }
     let table = markdown(&args.builds, &samples);
     tools::print(&table)?;
@@ -120,24 +140,33 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     }
 }
 
+/// Starts the sidecars of all builds.
+fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Result<Running<'a>> {
+    testbeds
+        .iter()
+        .zip(&args.builds)
+        .map(|(testbed, build)| {
+            let sidecars = tulle::start(testbed, setup, build)?;
+            measurement::warm_up(testbed, Some(&sidecars), setup)?;
+            tulle::verify(testbed, setup.path)?;
+            Ok((testbed, sidecars))
+        })
+        .collect()
+}
+
 /// Measures all cells with this number of workers.
-fn measure_cells(
-    args: &Args,
-    workers: u16,
-    builds: &[(&Testbed, Sidecars)],
-    samples: &mut Samples,
-) -> anyhow::Result<()> {
+fn measure_cells(args: &Args, workers: u16, running: &Running<'_>, samples: &mut Samples) -> anyhow::Result<()> {
     for repeat in 0..args.repeats {
         eprintln!("workers {workers}, repeat {} of {}", repeat + 1, args.repeats);
         for reconnect in [false, true] {
             for &connections in &args.connections {
-                let (scene, _) = &builds[0];
+                let (testbed, _) = &running[0];
                 let closed = Http1 {
                     close: reconnect,
                     ..Http1::get(connections)
                 };
-                let capacity = generators::wrk(scene, SERVICE, closed, CALIBRATION)?;
-                let rate = capacity.requests as f64 / capacity.seconds * LOAD;
+                let capacity = generators::wrk(testbed, SERVICE, closed, CALIBRATION)?;
+                let rate = capacity.requests as f64 / capacity.seconds * LOAD_FRACTION;
                 for arrivals in ARRIVALS {
                     let cell = Cell {
                         workers,
@@ -145,25 +174,44 @@ fn measure_cells(
                         connections,
                         arrivals,
                     };
-                    let of_builds = samples.entry(cell).or_insert_with(|| vec![Vec::new(); builds.len()]);
-                    // Each build is first equally often.
-                    for n in 0..builds.len() {
-                        let build = (n + repeat) % builds.len();
-                        let (scene, sidecars) = &builds[build];
-                        let sample = drive::measure_load(Some(sidecars), || {
-                            generators::load_with(scene, SERVICE, &cell.load_arguments(rate), args.duration)
-                        })?;
-                        ensure!(
-                            sample[&Metric::Failed] == 0.0,
-                            "{} requests of {cell:?} with {} failed",
-                            sample[&Metric::Failed],
-                            args.builds[build]
-                        );
-                        of_builds[build].push(sample);
-                    }
+                    let of_cell = samples_of(samples, Load::Cell(cell), running.len());
+                    measure_in_turn(args, repeat, running, of_cell, |testbed, sidecars| {
+                        measurement::measure_load(Some(sidecars), || {
+                            generators::load_with(testbed, SERVICE, &cell.load_arguments(rate), args.duration)
+                        })
+                    })
+                    .with_context(|| format!("measuring {cell:?}"))?;
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// The samples of one load so far, by build.
+fn samples_of(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<Sample>] {
+    samples.entry(load).or_insert_with(|| vec![Vec::new(); n_builds])
+}
+
+/// Measures one load with each build. Each build is first equally often.
+fn measure_in_turn(
+    args: &Args,
+    repeat: usize,
+    running: &Running<'_>,
+    samples_by_build: &mut [Vec<Sample>],
+    measure: impl Fn(&Testbed, &Sidecars) -> anyhow::Result<Sample>,
+) -> anyhow::Result<()> {
+    for n in 0..running.len() {
+        let build = (n + repeat) % running.len();
+        let (testbed, sidecars) = &running[build];
+        let sample = measure(testbed, sidecars)?;
+        ensure!(
+            sample[&Metric::Failed] == 0.0,
+            "{} requests with {} failed",
+            sample[&Metric::Failed],
+            args.builds[build]
+        );
+        samples_by_build[build].push(sample);
     }
     Ok(())
 }
@@ -188,27 +236,26 @@ impl Cell {
     }
 }
 
-/// One table for each build: the median of the ratios of each cell, with the lower and upper quartile.
+/// One table for each build: the median of the ratios of each load, with the lower and upper quartile.
 fn markdown(builds: &[String], samples: &Samples) -> String {
     let mut out = String::new();
     for (n, build) in builds.iter().enumerate().skip(1) {
         let _ = writeln!(out, "### {build} relative to {}\n", builds[0]);
-        let _ = writeln!(
-            out,
-            "| Load | Connections | Workers | p50 | p99 | CPU |\n|---|---|---|---|---|---|"
-        );
+        let _ = writeln!(out, "| Load | p50 | p99 | CPU |\n|---|---|---|---|");
         let (mut higher, mut lower) = (0, 0);
-        for (cell, of_builds) in samples {
+        for (load, samples_by_build) in samples {
             let mut row = String::new();
             for figure in FIGURES {
-                let pairs = of_builds[0].iter().zip(&of_builds[n]);
+                let pairs = samples_by_build[0].iter().zip(&samples_by_build[n]);
                 let ratios = Quartiles::of(pairs.map(|(first, other)| figure(other) / figure(first)).collect());
                 higher += u32::from(ratios.lower >= DIFFERENCE);
                 lower += u32::from(ratios.upper <= 1.0 / DIFFERENCE);
-                let mark = match () {
-                    () if ratios.lower >= DIFFERENCE => "**",
-                    () if ratios.upper <= 1.0 / DIFFERENCE => "_",
-                    () => "",
+                let mark = if ratios.lower >= DIFFERENCE {
+                    "**"
+                } else if ratios.upper <= 1.0 / DIFFERENCE {
+                    "_"
+                } else {
+                    ""
                 };
                 let _ = write!(
                     row,
@@ -216,18 +263,7 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
                     ratios.median, ratios.lower, ratios.upper
                 );
             }
-            let connection = if cell.reconnect {
-                "new connection"
-            } else {
-                "kept connection"
-            };
-            let _ = writeln!(
-                out,
-                "| {}, {connection} | {} | {} |{row}",
-                cell.arrivals.name(),
-                cell.connections,
-                cell.workers
-            );
+            let _ = writeln!(out, "| {} |{row}", load.name());
         }
         let _ = writeln!(
             out,
@@ -235,6 +271,28 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
         );
     }
     out
+}
+
+impl Load {
+    fn name(self) -> String {
+        match self {
+            Self::Row(row) => row.name(),
+            Self::Cell(cell) => format!(
+                "{}, {}, {}",
+                cell.arrivals.name(),
+                match (cell.connections, cell.reconnect) {
+                    (1, false) => "1 connection".to_owned(),
+                    (n, false) => format!("{n} connections"),
+                    (n, true) => format!("{n} clients that reconnect"),
+                },
+                if cell.workers == 1 {
+                    "1 worker".to_owned()
+                } else {
+                    format!("{} workers", cell.workers)
+                }
+            ),
+        }
+    }
 }
 
 impl Arrivals {

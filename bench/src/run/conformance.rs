@@ -7,9 +7,9 @@ use anyhow::Context as _;
 
 use super::peer;
 use super::rows::Row;
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Testbed};
 use super::setup::Peer;
 use super::setup::name;
+use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 use crate::conformance::cases::CASES;
 use crate::conformance::{App, Outcome};
 
@@ -43,33 +43,36 @@ struct Column {
 }
 
 fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
-    let scene = Testbed::without_app()?;
+    let testbed = Testbed::without_app()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("starting a runtime")?.block_on(async {
         let listening = || -> std::io::Result<TcpListener> {
             let listener = TcpListener::bind(addr(SERVER)?)?;
             listener.set_nonblocking(true).map(|()| listener)
         };
-        let listener = scene.server.run(listening)?.context("opening the application's port")?;
+        let listener = testbed
+            .server
+            .run(listening)?
+            .context("opening the application's port")?;
         let app = App::start(tokio::net::TcpListener::from_std(listener)?);
         let setup = Row::HttpC1.setup();
-        let _sidecars = peer.start(&scene, &setup).context("starting")?;
+        let _sidecars = peer.start(&testbed, &setup).context("starting")?;
         // The warm-up request of each case is retried until the sidecars are ready.
         let outcomes = app
-            .run_all(async || dial(&scene).await.expect("the sidecar listens"))
+            .run_all(async || dial(&testbed).await.expect("the sidecar listens"))
             .await;
-        peer.verify(&scene, &setup).context("checking").map(|()| outcomes)
+        peer.verify(&testbed, &setup).context("checking").map(|()| outcomes)
     })
 }
 
 /// Connects from the client's namespace to the service. The client's sidecar accepts the connection, so this does not block for
 /// long.
-async fn dial(scene: &Testbed) -> anyhow::Result<tokio::net::TcpStream> {
+async fn dial(testbed: &Testbed) -> anyhow::Result<tokio::net::TcpStream> {
     let dialing = || -> std::io::Result<TcpStream> {
         let stream = TcpStream::connect(addr(SERVICE)?)?;
         stream.set_nonblocking(true).map(|()| stream)
     };
-    let stream = scene.client.run(dialing)?.context("dialling the service")?;
+    let stream = testbed.client.run(dialing)?.context("dialling the service")?;
     Ok(tokio::net::TcpStream::from_std(stream)?)
 }
 

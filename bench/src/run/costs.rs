@@ -9,15 +9,15 @@ use std::path::PathBuf;
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::bounds;
+use super::budgets;
 use super::callgrind::{self, Counts};
 use super::generators;
 use super::metric::Metric;
 use super::rows::Row;
-use super::scene::{self, SERVICE, Testbed};
 use super::setup::{Build, Setup};
 use super::setup::{Peer, Side};
 use super::sidecars::Sidecars;
+use super::testbed::{self, SERVICE, Testbed};
 use super::{peer, tap, tools};
 
 /// Arguments of `tulle-bench costs`.
@@ -81,8 +81,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         .with_context(|| format!("reading {}; give its path with --baseline", args.baseline.display()))?;
     let before: Costs =
         serde_json::from_slice(&json).with_context(|| format!("reading {}", args.baseline.display()))?;
-    let (mut text, mut is_regression) = (String::new(), Vec::new());
-    let limits = bounds::parse(bounds::COMMITTED_BOUNDS)?;
+    let (mut text, mut regressions) = (String::new(), Vec::new());
+    let limits = budgets::parse(budgets::COMMITTED_BUDGETS)?;
     let mut exceeded = Vec::new();
     for (side, before, now, metric) in [
         ("client", &before.client, &costs.client, Metric::ClientAllocations),
@@ -105,23 +105,25 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
                 now.observability_instructions
             ));
         }
-        is_regression.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
-        // Checked independent of the baseline. Rounded to a tenth, because background allocations are spread over the requests.
-        let bound = limits.iter().find(|bound| bound.metric == metric);
-        let bound = bound.with_context(|| format!("bench/budgets.toml has no bound for the {side}'s allocations"))?;
-        if !bound.holds((now.allocations * 10.0).round() / 10.0, None) {
+        regressions.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
+        // The budget of allocations applies regardless of the baseline. Rounded to a tenth, because background allocations are
+        // spread over the requests.
+        let budget = limits.iter().find(|budget| budget.metric == metric);
+        let budget =
+            budget.with_context(|| format!("bench/budgets.toml has no budget for the {side}'s allocations"))?;
+        if !budget.holds((now.allocations * 10.0).round() / 10.0, None) {
             exceeded.push(format!(
                 "in the {side}'s sidecar a request makes {:.1} allocations; bench/budgets.toml says {}",
-                now.allocations, bound.text
+                now.allocations, budget.text
             ));
         }
     }
     tools::print(&text)?;
-    ensure!(exceeded.is_empty(), "{}", [exceeded, is_regression].concat().join("\n"));
+    ensure!(exceeded.is_empty(), "{}", [exceeded, regressions].concat().join("\n"));
     ensure!(
-        is_regression.is_empty(),
-        "{}\nif the increase is justified, store it with \"tulle-bench costs --write\"",
-        is_regression.join("\n")
+        regressions.is_empty(),
+        "{}\nif the increase is justified, store it with \"./run with tulle-bench costs --write\"",
+        regressions.join("\n")
     );
     Ok(())
 }
@@ -136,17 +138,17 @@ fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
         ("server", &before.server, &with.server, &after.server),
     ] {
         let without = f64::midpoint(before.instructions, after.instructions);
-        // Scaled to the average number of sampled requests.
-        let drawn = with.tapped_requests * f64::from(one_in) / f64::from(requests);
-        let more = percent(without, without + (with.instructions - without) / drawn);
+        // 1 if exactly one in `one_in` requests was sampled.
+        let sampled_ratio = with.tapped_requests * f64::from(one_in) / f64::from(requests);
+        let overhead = percent(without, without + (with.instructions - without) / sampled_ratio);
         let _ = writeln!(
             text,
-            "the {side}'s sidecar: {:.0} to {:.0} instructions per request, {more:+.1} % with a tap of one in {one_in}",
+            "the {side}'s sidecar: {:.0} to {:.0} instructions per request, {overhead:+.1} % with a tap of one in {one_in}",
             before.instructions, after.instructions
         );
-        if more >= MAX_TAP_OVERHEAD * 100.0 {
+        if overhead >= MAX_TAP_OVERHEAD * 100.0 {
             exceeded.push(format!(
-                "in the {side}'s sidecar a tap of one in {one_in} costs {more:.1} %; the limit is {:.0} %",
+                "in the {side}'s sidecar a tap of one in {one_in} costs {overhead:.1} %; the limit is {:.0} %",
                 MAX_TAP_OVERHEAD * 100.0
             ));
         }
@@ -205,21 +207,21 @@ fn list_increases(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<Str
 /// Measures the cost of requests for each entry of `tapped`, without a tap or with a sampled one, in the same sidecars.
 fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N]) -> anyhow::Result<[Costs; N]> {
     peer::check_requirements(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
-    let scene = Testbed::build(&["--fixed-date"])?;
+    let testbed = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
         build: Build::Callgrind,
         ..args.row.setup()
     };
-    let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
+    let sidecars = Peer::Tulle.start(&testbed, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
     // The warm-up opens connections, completes discovery, and lets buffers grow to their final size.
     let load: Load = match args.row {
         Row::NewHttp => generators::send_requests_on_new_connections,
         _ => generators::send_sequential_requests,
     };
-    load(&scene, SERVICE, WARM_UP)?;
+    load(&testbed, SERVICE, WARM_UP)?;
     let run = CostRun {
-        scene: &scene,
+        testbed: &testbed,
         sidecars: &sidecars,
         load,
         requests,
@@ -238,7 +240,7 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
         for number in (1..=N as u32 * REPEATS).map(|n| 2 * n) {
             for (side, _) in sidecars.sides() {
-                let from = callgrind::out(&scene, side).with_extension(number.to_string());
+                let from = callgrind::out(&testbed, side).with_extension(number.to_string());
                 let to = dir.join(side.name()).with_extension(number.to_string());
                 std::fs::copy(&from, to).with_context(|| format!("copying {}", from.display()))?;
             }
@@ -255,26 +257,26 @@ type Load = fn(&Testbed, &str, u32) -> anyhow::Result<()>;
 
 /// The load whose cost is measured.
 struct CostRun<'a> {
-    scene: &'a Testbed,
+    testbed: &'a Testbed,
     sidecars: &'a Sidecars,
     load: Load,
     requests: u32,
 }
 
 impl CostRun<'_> {
-    /// Cost per request, from two dumps. The first dump has the given number.
-    fn measure(&self, number: u32, one_in: Option<u32>) -> anyhow::Result<Costs> {
-        let begin = |(side, _)| one_in.map(|one_in| tap::begin(self.scene.namespace(side), one_in));
+    /// Cost per request between callgrind's dumps `first_dump` and `first_dump + 1`.
+    fn measure(&self, first_dump: u32, one_in: Option<u32>) -> anyhow::Result<Costs> {
+        let begin = |(side, _)| one_in.map(|one_in| tap::begin(self.testbed.namespace(side), one_in));
         let taps: Vec<_> = self
             .sidecars
             .sides()
             .into_iter()
             .filter_map(begin)
             .collect::<Result<_, _>>()?;
-        dump(self.scene, self.sidecars, number)?;
-        (self.load)(self.scene, SERVICE, self.requests)?;
+        dump(self.testbed, self.sidecars, first_dump)?;
+        (self.load)(self.testbed, SERVICE, self.requests)?;
         let [mut client, mut server] =
-            dump(self.scene, self.sidecars, number + 1)?.map(|counts| Cost::of(counts, self.requests));
+            dump(self.testbed, self.sidecars, first_dump + 1)?.map(|counts| Cost::of(counts, self.requests));
         for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
             cost.tapped_requests = tap.events() as f64 / EVENTS_PER_REQUEST;
             ensure!(cost.tapped_requests > 0.0, "a tap received no event");
@@ -288,16 +290,16 @@ impl CostRun<'_> {
 }
 
 /// The counts of both sidecars since the last dump.
-fn dump(scene: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[Counts; 2]> {
+fn dump(testbed: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[Counts; 2]> {
     let mut counts = [Counts::default(), Counts::default()];
     for (side, process) in sidecars.sides() {
         let at = match side {
             Side::Client => 0,
             Side::Server => 1,
         };
-        let mut control = scene::as_proxy(scene.namespace(side), "callgrind_control");
+        let mut control = testbed::as_proxy(testbed.namespace(side), "callgrind_control");
         control.env_clear().env("PATH", "/usr/bin:/bin");
-        counts[at] = callgrind::dump(control, process.id(), &callgrind::out(scene, side), number)?;
+        counts[at] = callgrind::dump(control, process.id(), &callgrind::out(testbed, side), number)?;
     }
     Ok(counts)
 }
@@ -312,8 +314,8 @@ impl Cost {
             .map(|(name, n)| (name, each(n)))
             .collect();
         let instructions: f64 = functions.values().sum();
-        let watching = |(file, _): &(&String, &u64)| OBSERVABILITY_PATHS.iter().any(|of| file.contains(of));
-        let unwatched: u64 = counts.files.iter().filter(watching).map(|(_, n)| n).sum();
+        let is_observability = |(file, _): &(&String, &u64)| OBSERVABILITY_PATHS.iter().any(|path| file.contains(path));
+        let observability: u64 = counts.files.iter().filter(is_observability).map(|(_, n)| n).sum();
         let to_hundredths = |n: f64| (n * 100.0).round() / 100.0;
         let allocations: BTreeMap<String, f64> = counts
             .allocations
@@ -332,7 +334,7 @@ impl Cost {
                 .filter(|(_, n)| *n > instructions * MIN_FUNCTION_SHARE)
                 .map(|(name, n)| (name, n.round()))
                 .collect(),
-            observability_instructions: each(unwatched).round(),
+            observability_instructions: each(observability).round(),
             tapped_requests: 0.0,
         }
     }

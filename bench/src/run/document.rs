@@ -148,8 +148,8 @@ fn markdown(report: &Report) -> String {
             table(&mut out, *row, &lines);
         }
     }
-    out.push_str("\n## Bounds\n\nThe bounds of `bench/budgets.toml`, checked with this run.\n\n| Metric | tulle | Ratio | Bound | Result |\n|---|---|---|---|---|\n");
-    for check in &report.bounds {
+    out.push_str("\n## Budgets\n\nThe budgets of `bench/budgets.toml`, checked with this run.\n\n| Metric | tulle | Ratio | Budget | Result |\n|---|---|---|---|---|\n");
+    for check in &report.budgets {
         let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         let _ = writeln!(
             out,
@@ -158,8 +158,8 @@ fn markdown(report: &Report) -> String {
             name(check.metric),
             number(check.value),
             number(check.ratio),
-            check.bound,
-            name(check.verdict)
+            check.budget,
+            name(check.result)
         );
     }
     out
@@ -200,18 +200,18 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::P99Us, "p99 µs", 0),
     (Metric::P99Times, "× undisturbed", 1),
     (Metric::MibPerSecond, "MiB/s", 0),
-    (Metric::ClientCpuUs, "client's µs CPU", 1),
-    (Metric::ClientKernelPercent, "of that kernel %", 0),
-    (Metric::ServerCpuUs, "server's µs CPU", 1),
-    (Metric::ServerKernelPercent, "of that kernel %", 0),
-    (Metric::ClientRssMib, "client's MiB", 1),
-    (Metric::ServerRssMib, "server's MiB", 1),
-    (Metric::ClientIdleKib, "client's KiB each", 1),
-    (Metric::ServerIdleKib, "server's KiB each", 1),
-    (Metric::ClientAllocations, "client's allocations", 1),
-    (Metric::ServerAllocations, "server's allocations", 1),
-    (Metric::ClientAllocatedBytes, "client's bytes", 0),
-    (Metric::ServerAllocatedBytes, "server's bytes", 0),
+    (Metric::ClientCpuUs, "client sidecar: CPU µs", 1),
+    (Metric::ClientKernelPercent, "of that in the kernel, %", 0),
+    (Metric::ServerCpuUs, "server sidecar: CPU µs", 1),
+    (Metric::ServerKernelPercent, "of that in the kernel, %", 0),
+    (Metric::ClientRssMib, "client sidecar: MiB", 1),
+    (Metric::ServerRssMib, "server sidecar: MiB", 1),
+    (Metric::ClientIdleKib, "client sidecar: KiB each", 1),
+    (Metric::ServerIdleKib, "server sidecar: KiB each", 1),
+    (Metric::ClientAllocations, "client sidecar: allocations", 1),
+    (Metric::ServerAllocations, "server sidecar: allocations", 1),
+    (Metric::ClientAllocatedBytes, "client sidecar: bytes", 0),
+    (Metric::ServerAllocatedBytes, "server sidecar: bytes", 0),
     (Metric::Failed, "failed", 0),
 ];
 
@@ -238,7 +238,7 @@ On other machines, expect similar ratios, not similar values.
 
 #[cfg(test)]
 mod tests {
-    use super::super::bounds;
+    use super::super::budgets;
     use super::super::metric::Sample;
     use super::super::report::Results;
     use super::*;
@@ -262,7 +262,11 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let json = dir.path().join("run.json");
-        results.report(bounds::COMMITTED_BOUNDS).unwrap().write(&json).unwrap();
+        results
+            .report(budgets::COMMITTED_BUDGETS)
+            .unwrap()
+            .write(&json)
+            .unwrap();
         write(&Report::read(&json).unwrap(), dir.path()).unwrap();
 
         let text = std::fs::read_to_string(dir.path().join("benchmarks.md")).unwrap();

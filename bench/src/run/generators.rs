@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use serde::Deserialize;
 
-use super::scene::{HTTP_PORT, TCP_PORT, Testbed};
-use crate::load::tally::Report;
+use super::testbed::{HTTP_PORT, TCP_PORT, Testbed};
+use crate::load::stats::Report;
 
 /// The result of a load generator.
 pub(super) struct LoadResult {
@@ -42,7 +42,7 @@ impl Http1 {
 }
 
 /// HTTP/1 load with wrk.
-pub(super) fn wrk(scene: &Testbed, host: &str, load: Http1, duration: Duration) -> anyhow::Result<LoadResult> {
+pub(super) fn wrk(testbed: &Testbed, host: &str, load: Http1, duration: Duration) -> anyhow::Result<LoadResult> {
     #[derive(Deserialize)]
     struct Summary {
         requests: u64,
@@ -52,7 +52,7 @@ pub(super) fn wrk(scene: &Testbed, host: &str, load: Http1, duration: Duration) 
         failed: u64,
     }
     let path = if load.body > 0 { "/echo" } else { "/" };
-    let mut command = scene.client.command("wrk");
+    let mut command = testbed.client.command("wrk");
     command
         .args([
             "-t1",
@@ -60,7 +60,7 @@ pub(super) fn wrk(scene: &Testbed, host: &str, load: Http1, duration: Duration) 
             &seconds("-d", duration),
             "-s",
         ])
-        .arg(scene.file("wrk.lua"))
+        .arg(testbed.file("wrk.lua"))
         .arg(format!("http://{host}:{HTTP_PORT}{path}"))
         .args([
             "--",
@@ -83,12 +83,12 @@ pub(super) fn wrk(scene: &Testbed, host: &str, load: Http1, duration: Duration) 
 }
 
 /// HTTP/2 load with h2load, which writes the duration of each request to a file.
-pub(super) fn h2load(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
-    let log = scene.file("h2load.tsv");
+pub(super) fn h2load(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
+    let log = testbed.file("h2load.tsv");
     if log.exists() {
         std::fs::remove_file(&log).context("removing the log of an earlier h2load")?;
     }
-    let mut command = scene.client.command("h2load");
+    let mut command = testbed.client.command("h2load");
     command
         .args(["-c4", "-m16", &seconds("-D", duration), "--log-file"])
         .arg(&log)
@@ -119,7 +119,7 @@ pub(super) fn h2load(scene: &Testbed, host: &str, duration: Duration) -> anyhow:
 }
 
 /// gRPC unary calls with ghz.
-pub(super) fn ghz(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
+pub(super) fn ghz(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::Result<LoadResult> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct Summary {
@@ -136,7 +136,7 @@ pub(super) fn ghz(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Re
         /// In nanoseconds.
         latency: f64,
     }
-    let mut command = scene.client.command("ghz");
+    let mut command = testbed.client.command("ghz");
     command
         .args([
             "--insecure",
@@ -156,7 +156,7 @@ pub(super) fn ghz(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Re
             "json",
         ])
         .args(["--duration", &format!("{}s", duration.as_secs().max(1)), "--proto"])
-        .arg(scene.file("echo.proto"))
+        .arg(testbed.file("echo.proto"))
         .arg(format!("{host}:{HTTP_PORT}"));
     let text = output(command)?;
     let s: Summary = serde_json::from_str(&text).context("reading the report of ghz")?;
@@ -178,8 +178,8 @@ pub(super) fn ghz(scene: &Testbed, host: &str, duration: Duration) -> anyhow::Re
 }
 
 /// Sends this many HTTP/1 requests, one at a time, on one connection.
-pub(super) fn send_sequential_requests(scene: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
-    let mut command = scene.client.command("h2load");
+pub(super) fn send_sequential_requests(testbed: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
+    let mut command = testbed.client.command("h2load");
     command
         .args(["--h1", "-c1", "-n", &requests.to_string()])
         .arg(format!("http://{host}:{HTTP_PORT}/"));
@@ -192,8 +192,8 @@ pub(super) fn send_sequential_requests(scene: &Testbed, host: &str, requests: u3
 }
 
 /// Sends this many HTTP/1 requests, each on a new connection. h2load cannot do this.
-pub(super) fn send_requests_on_new_connections(scene: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
-    let mut command = scene
+pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
+    let mut command = testbed
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command
@@ -220,8 +220,8 @@ pub(super) enum LoadProfile {
 }
 
 /// Load with the load generator of this program.
-pub(super) fn load(scene: &Testbed, host: &str, what: LoadProfile, duration: Duration) -> anyhow::Result<LoadResult> {
-    let mut command = scene
+pub(super) fn load(testbed: &Testbed, host: &str, what: LoadProfile, duration: Duration) -> anyhow::Result<LoadResult> {
+    let mut command = testbed
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
@@ -260,12 +260,12 @@ pub(super) fn load(scene: &Testbed, host: &str, what: LoadProfile, duration: Dur
 
 /// HTTP/1 load of the own generator with these arguments.
 pub(super) fn load_with(
-    scene: &Testbed,
+    testbed: &Testbed,
     host: &str,
     arguments: &[String],
     duration: Duration,
 ) -> anyhow::Result<LoadResult> {
-    let mut command = scene
+    let mut command = testbed
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);

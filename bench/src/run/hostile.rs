@@ -17,31 +17,31 @@ use tokio::time::{Instant, interval, sleep, timeout};
 use tulle_core::netns::Namespace;
 
 use super::metric::{Metric, Sample};
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Testbed};
 use super::setup::Side;
 use super::sidecars::Sidecars;
+use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 
 /// Measures a client with a low request rate, first alone and then during the attack. Both sidecars are attacked by the same number
 /// of clients.
-pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars) -> anyhow::Result<Sample> {
-    let alone = run_normal_client(&scene.client, BASELINE_DURATION)?;
+pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars) -> anyhow::Result<Sample> {
+    let alone = run_normal_client(&testbed.client, BASELINE_DURATION)?;
     let counters = AttackCounters::default();
-    let (ready, readied) = mpsc::channel();
-    let beside = std::thread::scope(|scope| {
-        let groups = [(&scene.client, SERVICE), (&scene.control, SERVER)].map(|(namespace, host)| {
-            let (counters, ready) = (&counters, ready.clone());
-            scope.spawn(move || attack(namespace, host, counters, ready))
+    let (ready_tx, ready_rx) = mpsc::channel();
+    let under_attack = std::thread::scope(|scope| {
+        let groups = [(&testbed.client, SERVICE), (&testbed.control, SERVER)].map(|(namespace, host)| {
+            let (counters, ready) = (&counters, ready_tx.clone());
+            scope.spawn(move || run_attacks(namespace, host, counters, ready))
         });
-        drop(ready);
-        let n_ready = readied.iter().take(groups.len()).count();
-        let beside = (n_ready == groups.len()).then(|| run_normal_client(&scene.client, ATTACK_DURATION));
+        drop(ready_tx);
+        let n_ready = ready_rx.iter().take(groups.len()).count();
+        let under_attack = (n_ready == groups.len()).then(|| run_normal_client(&testbed.client, ATTACK_DURATION));
         counters.is_over.store(true, Ordering::Relaxed);
         for group in groups {
             group
                 .join()
                 .map_err(|_| anyhow::anyhow!("the hostile clients panicked"))??;
         }
-        beside.context("the hostile clients could not connect")?
+        under_attack.context("the hostile clients could not connect")?
     })?;
     let n = |count: &AtomicU64| count.load(Ordering::Relaxed);
     ensure!(
@@ -52,10 +52,10 @@ pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars) -> anyhow::Result<Sa
     );
     let p99 = |of: &NormalClientStats| of.micros.value_at_quantile(0.99) as f64;
     let mut sample = Sample::from([
-        (Metric::P50Us, beside.micros.value_at_quantile(0.5) as f64),
-        (Metric::P99Us, p99(&beside)),
-        (Metric::P99Times, p99(&beside) / p99(&alone)),
-        (Metric::Failed, (alone.n_failed + beside.n_failed) as f64),
+        (Metric::P50Us, under_attack.micros.value_at_quantile(0.5) as f64),
+        (Metric::P99Us, p99(&under_attack)),
+        (Metric::P99Times, p99(&under_attack) / p99(&alone)),
+        (Metric::Failed, (alone.n_failed + under_attack.n_failed) as f64),
     ]);
     for (side, process) in sidecars.sides() {
         let metric = match side {
@@ -80,10 +80,10 @@ fn run_normal_client(namespace: &Namespace, duration: Duration) -> anyhow::Resul
             micros: Histogram::new(3)?,
             n_failed: 0,
         };
-        let (begun, mut connection) = (Instant::now(), None);
+        let (started_at, mut connection) = (Instant::now(), None);
         for n in 0_u32.. {
-            let due = begun + REQUEST_INTERVAL * n;
-            if due.max(Instant::now()) >= begun + duration {
+            let due = started_at + REQUEST_INTERVAL * n;
+            if due.max(Instant::now()) >= started_at + duration {
                 break;
             }
             std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -155,7 +155,12 @@ impl AttackCounters {
 
 /// Runs all attacks until they are stopped. Signals `ready` when all long-lived connections are open and each unread response has
 /// begun.
-fn attack(namespace: &Namespace, host: &str, counters: &AttackCounters, ready: mpsc::Sender<()>) -> anyhow::Result<()> {
+fn run_attacks(
+    namespace: &Namespace,
+    host: &str,
+    counters: &AttackCounters,
+    ready: mpsc::Sender<()>,
+) -> anyhow::Result<()> {
     let addr = SocketAddr::new(host.parse().context("the address is a literal")?, HTTP_PORT);
     let attacking = async {
         let mut open = JoinSet::new();
@@ -171,10 +176,18 @@ fn attack(namespace: &Namespace, host: &str, counters: &AttackCounters, ready: m
                 // Wait for the first bytes, so that the start of the attack does not delay the normal client.
                 let _ = stream.read(&mut [0; 64]).await?;
             }
-            open.spawn(hold_connection(stream, n < N_UNFINISHED_HEADS));
+            if n < N_UNFINISHED_HEADS {
+                open.spawn(extend_head(stream));
+            } else {
+                open.spawn(read_nothing(stream));
+            }
         }
         let _ = ready.send(());
-        tokio::join!(resets(addr, counters), headers(addr, counters), names(addr, counters));
+        tokio::join!(
+            reset_streams(addr, counters),
+            send_header_flood(addr, counters),
+            send_many_host_names(addr, counters)
+        );
         anyhow::Ok(())
     };
     namespace.run(|| {
@@ -183,17 +196,22 @@ fn attack(namespace: &Namespace, host: &str, counters: &AttackCounters, ready: m
     })?
 }
 
-/// Keeps a connection open: adds bytes to its headers, or reads nothing.
-async fn hold_connection(mut stream: TcpStream, adds: bool) {
+/// Adds a byte to the headers of a request each second.
+async fn extend_head(mut stream: TcpStream) {
     let mut second = interval(Duration::from_secs(1));
-    while adds && stream.write_all(b"a").await.is_ok() {
+    while stream.write_all(b"a").await.is_ok() {
         second.tick().await;
     }
     std::future::pending().await
 }
 
+/// Keeps a connection open and reads nothing.
+async fn read_nothing(_stream: TcpStream) {
+    std::future::pending().await
+}
+
 /// Opens streams and resets them immediately.
-async fn resets(addr: SocketAddr, counters: &AttackCounters) {
+async fn reset_streams(addr: SocketAddr, counters: &AttackCounters) {
     let mut pace = interval(Duration::from_millis(1));
     while counters.is_running() {
         let flood = async {
@@ -214,7 +232,7 @@ async fn resets(addr: SocketAddr, counters: &AttackCounters) {
 }
 
 /// Sends a header block that never ends, in CONTINUATION frames.
-async fn headers(addr: SocketAddr, counters: &AttackCounters) {
+async fn send_header_flood(addr: SocketAddr, counters: &AttackCounters) {
     let frame = |kind: u8, payload: &[u8]| {
         let mut frame = vec![0, (payload.len() >> 8) as u8, payload.len() as u8, kind, 0, 0, 0, 0, 1];
         frame.extend(payload);
@@ -242,7 +260,7 @@ async fn headers(addr: SocketAddr, counters: &AttackCounters) {
 }
 
 /// Sends requests with ever new host names.
-async fn names(addr: SocketAddr, counters: &AttackCounters) {
+async fn send_many_host_names(addr: SocketAddr, counters: &AttackCounters) {
     let mut answer = Vec::new();
     let mut pace = interval(Duration::from_millis(10));
     while counters.is_running() {

@@ -4,29 +4,29 @@
 //! that other load on the machine affects all of them alike. The report has medians. The client, both sidecars and the application
 //! share the CPUs of the machine, so ratios between peers are more reliable than absolute values.
 
-mod bounds;
+mod budgets;
 mod callgrind;
 mod certs;
 pub mod compare;
 mod conformance;
 pub mod costs;
 mod document;
-mod drive;
 mod generators;
 mod hostile;
+mod measurement;
 mod memory;
 mod metric;
-mod others;
+mod nginx_envoy;
 mod peer;
 mod plot;
 pub mod process;
 mod report;
 mod rows;
-mod scene;
 mod setup;
 mod sidecars;
 mod slow;
 mod tap;
+mod testbed;
 mod throttle;
 mod tools;
 mod tulle;
@@ -39,10 +39,10 @@ use clap::ValueEnum as _;
 
 use self::report::{Report, Results};
 use self::rows::Row;
-use self::scene::Testbed;
 use self::setup::Peer;
 use self::setup::Setup;
 use self::sidecars::Sidecars;
+use self::testbed::Testbed;
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct DocumentArgs {
@@ -94,12 +94,12 @@ pub struct Args {
     /// Also write all results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Do not fail if a bound is broken.
+    /// Do not fail if a result exceeds its budget.
     #[arg(long)]
-    unbounded: bool,
+    ignore_budgets: bool,
 }
 
-/// Runs the measurements, prints the table and writes the JSON. Fails if a bound is broken or a measurement was left out.
+/// Runs the measurements, prints the table and writes the JSON. Fails if a result exceeds its budget or a measurement was left out.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::check_requirements(&args.peers, &["wrk", "ghz", "h2load"])?;
@@ -116,16 +116,19 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         testbeds.rotate_left(1);
         // Written after each repeat, so that a long run that fails later still has results.
         if let Some(path) = &args.json {
-            results.report(bounds::COMMITTED_BOUNDS)?.write(path)?;
+            results.report(budgets::COMMITTED_BUDGETS)?.write(path)?;
         }
     }
-    let report = results.report(bounds::COMMITTED_BOUNDS)?;
+    let report = results.report(budgets::COMMITTED_BUDGETS)?;
     tools::print(&report.to_string())?;
     anyhow::ensure!(
         left_out == 0,
         "{left_out} measurements were left out; the reasons are printed above"
     );
-    anyhow::ensure!(args.unbounded || report.passed(), "a bound of budgets.toml is broken");
+    anyhow::ensure!(
+        args.ignore_budgets || report.passed(),
+        "a result exceeds its budget in budgets.toml"
+    );
     Ok(())
 }
 
@@ -156,10 +159,10 @@ fn measure(
         Ok(())
     };
     let mut running = Vec::new();
-    for (peer, scene) in testbeds {
+    for (peer, testbed) in testbeds {
         if rows.iter().any(|row| row.applies_to(*peer)) {
-            match start(scene, *peer, &setup) {
-                Ok(sidecars) => running.push(Some((*peer, scene, sidecars))),
+            match start(testbed, *peer, &setup) {
+                Ok(sidecars) => running.push(Some((*peer, testbed, sidecars))),
                 Err(error) => leave_out_or_fail(*peer, error)?,
             }
         }
@@ -167,13 +170,13 @@ fn measure(
     for row in rows {
         eprintln!("  {}", row.name());
         for slot in &mut running {
-            let Some((peer, scene, sidecars)) = slot.take_if(|(peer, ..)| row.applies_to(*peer)) else {
+            let Some((peer, testbed, sidecars)) = slot.take_if(|(peer, ..)| row.applies_to(*peer)) else {
                 continue;
             };
-            match drive::measure(*row, scene, sidecars.as_ref(), duration) {
+            match measurement::measure(*row, testbed, sidecars.as_ref(), duration) {
                 Ok(sample) => {
                     results.add(*row, peer, sample);
-                    *slot = Some((peer, scene, sidecars));
+                    *slot = Some((peer, testbed, sidecars));
                 }
                 Err(error) => leave_out_or_fail(peer, error.context(format!("measuring {row:?}")))?,
             }
@@ -183,9 +186,9 @@ fn measure(
 }
 
 /// Starts the sidecars of one peer and verifies that traffic passes through them.
-fn start(scene: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
-    let sidecars = peer.start(scene, setup).context("starting")?;
-    drive::warm_up(scene, sidecars.as_ref(), setup).context("warming up")?;
-    peer.verify(scene, setup).context("checking")?;
+fn start(testbed: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+    let sidecars = peer.start(testbed, setup).context("starting")?;
+    measurement::warm_up(testbed, sidecars.as_ref(), setup).context("warming up")?;
+    peer.verify(testbed, setup).context("checking")?;
     Ok(sidecars)
 }

@@ -5,10 +5,10 @@ use std::process::Command;
 use anyhow::Context as _;
 
 use super::process::Process;
-use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
-use super::setup::{Path, Peer, Setup, Traffic, name};
+use super::setup::{Peer, Setup, SidecarPath, Traffic, name};
 use super::sidecars::Sidecars;
-use super::{others, tools, tulle};
+use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
+use super::{nginx_envoy, tools, tulle};
 
 impl Peer {
     /// Fails if a required program is missing.
@@ -18,28 +18,28 @@ impl Peer {
             Self::TulleNoProfile => tulle::check(tulle::PROXY_NO_PROFILE),
             Self::Haproxy => tools::check_installed("haproxy"),
             Self::Nginx => tools::check_installed("nginx"),
-            Self::Envoy => others::envoy().map(drop),
+            Self::Envoy => nginx_envoy::envoy_binary().map(drop),
             Self::None => Ok(()),
         }
     }
 
     /// Fails if the warm-up traffic did not pass through the sidecars.
-    pub(super) fn verify(self, scene: &Testbed, setup: &Setup) -> anyhow::Result<()> {
+    pub(super) fn verify(self, testbed: &Testbed, setup: &Setup) -> anyhow::Result<()> {
         match self {
-            Self::Tulle | Self::TulleNoProfile => tulle::verify(scene, setup.path),
+            Self::Tulle | Self::TulleNoProfile => tulle::verify(testbed, setup.path),
             // Only the sidecar answers at the service's address, and it accepts only certificates of this run.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
 
     /// Starts the sidecars and waits until they listen.
-    pub(super) fn start(self, scene: &Testbed, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+    pub(super) fn start(self, testbed: &Testbed, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
         match self {
-            Self::Tulle => tulle::start(scene, setup, tulle::PROXY).map(Some),
-            Self::TulleNoProfile => tulle::start(scene, setup, tulle::PROXY_NO_PROFILE).map(Some),
-            Self::Haproxy => haproxy(scene, setup).map(Some),
-            Self::Nginx => others::nginx(scene, setup).map(Some),
-            Self::Envoy => others::start_envoy(scene, setup).map(Some),
+            Self::Tulle => tulle::start(testbed, setup, tulle::PROXY).map(Some),
+            Self::TulleNoProfile => tulle::start(testbed, setup, tulle::PROXY_NO_PROFILE).map(Some),
+            Self::Haproxy => haproxy(testbed, setup).map(Some),
+            Self::Nginx => nginx_envoy::start_nginx(testbed, setup).map(Some),
+            Self::Envoy => nginx_envoy::start_envoy(testbed, setup).map(Some),
             Self::None => Ok(None),
         }
     }
@@ -61,7 +61,7 @@ impl Peer {
             Self::Haproxy => tools::first_line("haproxy", &["-v"]),
             Self::Nginx => tools::first_line("nginx", &["-v"]),
             Self::Envoy => {
-                let line = tools::first_line(others::envoy()?, &["--version"])?;
+                let line = tools::first_line(nginx_envoy::envoy_binary()?, &["--version"])?;
                 // The line begins with the path of the program.
                 Ok(line
                     .split_once("version:")
@@ -72,31 +72,31 @@ impl Peer {
     }
 }
 
-fn haproxy(scene: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
+fn haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let (mode, proto, app_port) = match setup.traffic {
         Traffic::Http1 => ("http", "h1", HTTP_PORT),
         Traffic::Http2 => ("http", "h2", HTTP_PORT),
         Traffic::Opaque => ("tcp", "", TCP_PORT),
     };
-    Sidecars::start(scene, setup, None, |side| {
+    Sidecars::start(testbed, setup, None, |side| {
         let name = side.name();
-        let listener = scene::listener(side);
+        let listener = testbed::listener(side);
         let file = match setup.path {
-            Path::Both => format!("haproxy-{mode}-{name}.cfg"),
-            Path::Outbound | Path::Inbound => "haproxy-plain.cfg".to_owned(),
+            SidecarPath::Both => format!("haproxy-{mode}-{name}.cfg"),
+            SidecarPath::Outbound | SidecarPath::Inbound => "haproxy-plain.cfg".to_owned(),
         };
-        let mut command = scene.namespace(side).command("haproxy");
+        let mut command = testbed.namespace(side).command("haproxy");
         command
             .args(["-db", "-f"])
-            .arg(scene.file(&file))
+            .arg(testbed.file(&file))
             .env("PROTO", proto)
             .env("WORKERS", setup.workers.to_string())
             .env("PROXY_UID", PROXY_UID.to_string())
             .env("LISTENER", listener.to_string())
             .env("SERVER", format!("{SERVER}:{app_port}"))
-            .env("ANCHORS", &scene.certs.anchors)
-            .env("CERTIFICATE", scene.certificate(side));
-        let mut process = Process::start(&format!("haproxy-{name}"), command, scene.dir.path())?;
+            .env("ANCHORS", &testbed.certs.anchors)
+            .env("CERTIFICATE", testbed.certificate(side));
+        let mut process = Process::start(&format!("haproxy-{name}"), command, testbed.dir.path())?;
         process.wait_for_ports(&[listener.port()]).map(|()| process)
     })
 }
@@ -107,8 +107,8 @@ pub(super) fn check_requirements(peers: &[Peer], programs: &[&str]) -> anyhow::R
         .iter()
         .try_for_each(|program| tools::check_installed(program))?;
     peers.iter().try_for_each(|peer| peer.check())?;
-    tools::sibling_binary(scene::INIT)?;
-    tulle_core::netns::remove_stale(scene::PREFIX).context("removing leftovers of an earlier run")?;
+    tools::sibling_binary(testbed::INIT)?;
+    tulle_core::netns::remove_stale(testbed::PREFIX).context("removing leftovers of an earlier run")?;
     Ok(())
 }
 

@@ -201,7 +201,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args([
             "-c",
-            "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; echo done; sleep 60",
+            "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 60",
         ]);
         let mut process = Process::start("loop", command, dir.path()).unwrap();
         process

@@ -1,4 +1,4 @@
-//! The report of a run: medians over the repeats, ratios, and the result of each bound.
+//! The report of a run: medians over the repeats, ratios, and the result of each budget.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
 
-use super::bounds::{self, Bound, Reference};
+use super::budgets::{self, Budget, Reference};
 use super::metric::{Metric, Sample};
 use super::rows::Row;
 use super::setup::{Peer, name};
@@ -23,7 +23,7 @@ pub(super) struct Results {
 pub(super) struct Report {
     pub(super) machine: Machine,
     pub(super) lines: Vec<Line>,
-    pub(super) bounds: Vec<BoundCheck>,
+    pub(super) budgets: Vec<BudgetCheck>,
 }
 
 /// The machine and the programs of a run.
@@ -60,24 +60,24 @@ pub(super) struct Cell {
     pub(super) n: usize,
 }
 
-/// A bound and the measured value.
+/// A budget and the measured value.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) struct BoundCheck {
+pub(super) struct BudgetCheck {
     pub(super) row: Row,
     pub(super) metric: Metric,
-    pub(super) bound: String,
+    pub(super) budget: String,
     pub(super) value: Option<f64>,
-    /// The value divided by that of the peer or row that the bound refers to.
+    /// The value divided by that of the peer or row that the budget refers to.
     pub(super) ratio: Option<f64>,
-    pub(super) verdict: BoundResult,
+    pub(super) result: BudgetResult,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
-pub(super) enum BoundResult {
+pub(super) enum BudgetResult {
     Pass,
     Fail,
-    /// The run did not measure a value that the bound needs.
+    /// The run did not measure a value that the budget needs.
     Skipped,
 }
 
@@ -94,8 +94,8 @@ impl Results {
         self.samples.entry((row, peer)).or_default().push(sample);
     }
 
-    /// Reduces the samples to medians and checks them against `bounds`.
-    pub(super) fn report(&self, bounds: &str) -> anyhow::Result<Report> {
+    /// Reduces the samples to medians and checks them against `budgets`.
+    pub(super) fn report(&self, budgets: &str) -> anyhow::Result<Report> {
         let lines: Vec<Line> = self
             .samples
             .iter()
@@ -105,14 +105,14 @@ impl Results {
                 metrics: cells(samples),
             })
             .collect();
-        let bounds = bounds::parse(bounds)?
+        let budgets = budgets::parse(budgets)?
             .iter()
-            .map(|bound| check(&lines, bound))
+            .map(|budget| check(&lines, budget))
             .collect();
         Ok(Report {
             machine: self.machine.clone(),
             lines,
-            bounds,
+            budgets,
         })
     }
 }
@@ -156,9 +156,9 @@ impl Report {
         median(&self.lines, row, peer, metric)
     }
 
-    /// Whether no bound is broken. Skipped bounds count as passed.
+    /// Whether no budget is broken. Skipped budgets count as passed.
     pub(super) fn passed(&self) -> bool {
-        self.bounds.iter().all(|check| check.verdict != BoundResult::Fail)
+        self.budgets.iter().all(|check| check.result != BudgetResult::Fail)
     }
 }
 
@@ -205,29 +205,34 @@ impl Cell {
     }
 }
 
-fn check(lines: &[Line], bound: &Bound) -> BoundCheck {
-    let value = median(lines, bound.row, Peer::Tulle, bound.metric);
-    let reference = bound.of.map(|of| match of {
-        Reference::Peer(peer) => median(lines, bound.row, peer, bound.metric),
-        Reference::Row(row) => median(lines, row, Peer::Tulle, bound.metric),
+fn check(lines: &[Line], budget: &Budget) -> BudgetCheck {
+    let value = median(lines, budget.row, Peer::Tulle, budget.metric);
+    let reference = budget.of.map(|of| match of {
+        Reference::Peer(peer) => median(lines, budget.row, peer, budget.metric),
+        Reference::Row(row) => median(lines, row, Peer::Tulle, budget.metric),
     });
-    let (ratio, verdict) = match (value, reference) {
-        (Some(value), None) => (None, verdict(bound.holds(value, None))),
-        (Some(value), Some(Some(reference))) => (Some(value / reference), verdict(bound.holds(value, Some(reference)))),
-        (None, _) | (_, Some(None)) => (None, BoundResult::Skipped),
+    let (ratio, result) = match (value, reference) {
+        (Some(value), None) => (None, BudgetResult::of(budget.holds(value, None))),
+        (Some(value), Some(Some(reference))) => (
+            Some(value / reference),
+            BudgetResult::of(budget.holds(value, Some(reference))),
+        ),
+        (None, _) | (_, Some(None)) => (None, BudgetResult::Skipped),
     };
-    BoundCheck {
-        row: bound.row,
-        metric: bound.metric,
-        bound: bound.text.clone(),
+    BudgetCheck {
+        row: budget.row,
+        metric: budget.metric,
+        budget: budget.text.clone(),
         value,
         ratio,
-        verdict,
+        result,
     }
 }
 
-fn verdict(holds: bool) -> BoundResult {
-    if holds { BoundResult::Pass } else { BoundResult::Fail }
+impl BudgetResult {
+    fn of(holds: bool) -> Self {
+        if holds { Self::Pass } else { Self::Fail }
+    }
 }
 
 fn median(lines: &[Line], row: Row, peer: Peer, metric: Metric) -> Option<f64> {
@@ -269,16 +274,16 @@ impl fmt::Display for Report {
                 writeln!(f, "{row:<36}{:<18}{:>16}", name(line.peer), line.text(*metric, 1))?;
             }
         }
-        writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "bound", "tulle", "ratio", "wanted")?;
-        for check in &self.bounds {
+        writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "budget", "tulle", "ratio", "wanted")?;
+        for check in &self.budgets {
             let figure = format!("{}.{}", name(check.row), name(check.metric));
             let number = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"));
             let (value, ratio) = (number(check.value), number(check.ratio));
             writeln!(
                 f,
                 "{figure:<34}{value:>12}{ratio:>9}  {:<26}{}",
-                check.bound,
-                name(check.verdict)
+                check.budget,
+                name(check.result)
             )?;
         }
         Ok(())
@@ -314,7 +319,7 @@ mod tests {
         results
     }
 
-    const BOUND: &str = "http-c64.client_cpu_us = \"at most 1.3 x haproxy\"";
+    const BUDGET: &str = "http-c64.client_cpu_us = \"at most 1.3 x haproxy\"";
 
     #[test]
     fn medians_of_even_counts_are_the_mean_of_the_middle_two() {
@@ -334,30 +339,30 @@ mod tests {
     }
 
     #[test]
-    fn bounds_compare_medians_of_the_same_run() {
-        let passed = results(&[11.0, 12.0, 99.0], &[10.0, 10.0, 1.0]).report(BOUND).unwrap();
+    fn budgets_compare_medians_of_the_same_run() {
+        let passed = results(&[11.0, 12.0, 99.0], &[10.0, 10.0, 1.0]).report(BUDGET).unwrap();
         assert_eq!(
-            (passed.bounds[0].ratio, passed.bounds[0].verdict),
-            (Some(1.2), BoundResult::Pass)
+            (passed.budgets[0].ratio, passed.budgets[0].result),
+            (Some(1.2), BudgetResult::Pass)
         );
-        let failed = results(&[14.0], &[10.0]).report(BOUND).unwrap();
+        let failed = results(&[14.0], &[10.0]).report(BUDGET).unwrap();
         assert!(!failed.passed() && failed.to_string().contains("FAIL"), "{failed}");
     }
 
     #[test]
-    fn bounds_without_a_measurement_are_skipped() {
-        let report = results(&[11.0], &[]).report(BOUND).unwrap();
-        assert_eq!(report.bounds[0].verdict, BoundResult::Skipped);
+    fn budgets_without_a_measurement_are_skipped() {
+        let report = results(&[11.0], &[]).report(BUDGET).unwrap();
+        assert_eq!(report.budgets[0].result, BudgetResult::Skipped);
         assert!(report.passed());
     }
 
     #[test]
     fn the_table_and_the_json_name_rows_peers_and_metrics_alike() {
-        let report = results(&[11.0], &[10.0]).report(BOUND).unwrap();
+        let report = results(&[11.0], &[10.0]).report(BUDGET).unwrap();
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["lines"][0]["row"], "http-c64");
         assert_eq!(json["lines"][0]["metrics"]["client_cpu_us"]["median"], 11.0);
-        assert_eq!(json["bounds"][0]["verdict"], "PASS");
+        assert_eq!(json["budgets"][0]["result"], "PASS");
         assert!(report.to_string().contains("http-c64.client_cpu_us"), "{report}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::setup::{Build, Path, Peer, Rules, Setup, Traffic};
+use super::setup::{Build, Peer, Rules, Setup, SidecarPath, Traffic};
 
 /// A row of the benchmark. Rows that need the same sidecars are adjacent. Rows run in this order.
 #[derive(
@@ -81,7 +81,7 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // Without a proxy, the result equals that of the row with both sidecars.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // The other peers do not support these rows, for example because they have no limit on the time of request headers.
+            // These rows need settings or counters that only the setup of tulle has.
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile
@@ -95,7 +95,7 @@ impl Row {
     pub(super) fn setup(self) -> Setup {
         let both = Setup {
             traffic: Traffic::Http1,
-            path: Path::Both,
+            path: SidecarPath::Both,
             workers: 1,
             throttle: None,
             build: Build::Shipped,
@@ -139,11 +139,11 @@ impl Row {
                 ..both
             },
             Self::OutboundOnly => Setup {
-                path: Path::Outbound,
+                path: SidecarPath::Outbound,
                 ..both
             },
             Self::InboundOnly => Setup {
-                path: Path::Inbound,
+                path: SidecarPath::Inbound,
                 ..both
             },
             Self::Routed => Setup {

@@ -45,7 +45,7 @@ pub(super) enum Traffic {
 
 /// The sidecars on the path of a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Path {
+pub(super) enum SidecarPath {
     /// Both sidecars, with mutual TLS between them.
     Both,
     Outbound,
@@ -74,7 +74,7 @@ pub(super) enum Rules {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Setup {
     pub(super) traffic: Traffic,
-    pub(super) path: Path,
+    pub(super) path: SidecarPath,
     pub(super) workers: u16,
     /// CPU limit of each thread of a sidecar, in percent of a core. With it, the workers limit the throughput even if they share
     /// the machine with the load generator.

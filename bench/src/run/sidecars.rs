@@ -1,8 +1,8 @@
 //! Running sidecars.
 
 use super::process::Process;
-use super::scene::{Redirect, Testbed};
-use super::setup::{Path, Setup, Side};
+use super::setup::{Setup, Side, SidecarPath};
+use super::testbed::{Redirect, Testbed};
 use super::throttle::Throttle;
 
 /// Running sidecars with their redirect rules.
@@ -19,15 +19,17 @@ pub(super) struct Sidecars {
 impl Sidecars {
     /// Starts the sidecars that the setup needs, the server's first, then installs the redirect rules on their sides.
     pub(super) fn start(
-        scene: &Testbed,
+        testbed: &Testbed,
         setup: &Setup,
         control: Option<Process>,
         start: impl Fn(Side) -> anyhow::Result<Process>,
     ) -> anyhow::Result<Self> {
-        let server = (setup.path != Path::Outbound)
+        let server = (setup.path != SidecarPath::Outbound)
             .then(|| start(Side::Server))
             .transpose()?;
-        let client = (setup.path != Path::Inbound).then(|| start(Side::Client)).transpose()?;
+        let client = (setup.path != SidecarPath::Inbound)
+            .then(|| start(Side::Client))
+            .transpose()?;
         let throttle = |process| setup.throttle.map(|percent| Throttle::threads_of(process, percent));
         Ok(Self {
             _throttles: [&client, &server]
@@ -35,7 +37,7 @@ impl Sidecars {
                 .flatten()
                 .filter_map(throttle)
                 .collect::<anyhow::Result<_>>()?,
-            _redirect: scene.redirect(setup.path)?,
+            _redirect: testbed.redirect(setup.path)?,
             client,
             server,
             _control: control,

@@ -15,29 +15,29 @@ use super::generators::{Http1, LoadResult, wrk};
 use super::memory::Memory;
 use super::metric::{Metric, Sample};
 use super::rows::HEAD_TIMEOUT;
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Testbed};
 use super::sidecars::Sidecars;
+use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 
 /// Measures the memory and the throughput of normal clients while slow clients are connected: some to the client's sidecar, and the
 /// same number, without a sidecar of their own, to the server's. Fails unless each slow client gets a 408 in time.
-pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
+pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
     let duration = duration.min(MAX_MEASUREMENT);
-    let others = || wrk(scene, SERVICE, Http1::get(16), duration);
-    let alone = others()?;
+    let measure_normal_clients = || wrk(testbed, SERVICE, Http1::get(16), duration);
+    let alone = measure_normal_clients()?;
     let sides = sidecars.sides();
     let memory = Memory::of(&sides)?;
-    let (open, opened) = mpsc::channel();
-    let (beside, grown, results) = std::thread::scope(|scope| {
-        let groups = [(&scene.client, SERVICE), (&scene.control, SERVER)];
+    let (open_tx, open_rx) = mpsc::channel();
+    let (during, grown, results) = std::thread::scope(|scope| {
+        let groups = [(&testbed.client, SERVICE), (&testbed.control, SERVER)];
         let groups = groups.map(|(namespace, host)| {
-            let open = open.clone();
-            scope.spawn(move || clients(namespace, host, open))
+            let open = open_tx.clone();
+            scope.spawn(move || run_slow_clients(namespace, host, open))
         });
-        drop(open);
+        drop(open_tx);
         // If the clients fail, the channel closes early, and joining their thread returns the error.
-        let n_open = opened.iter().take(groups.len()).count();
+        let n_open = open_rx.iter().take(groups.len()).count();
         let measured = (n_open == groups.len())
-            .then(|| anyhow::Ok((memory.grown(&sides, N_SLOW_CLIENTS)?, others()?)))
+            .then(|| anyhow::Ok((memory.grown(&sides, N_SLOW_CLIENTS)?, measure_normal_clients()?)))
             .transpose();
         let mut results = Vec::new();
         for group in groups {
@@ -47,8 +47,8 @@ pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars, duration: Duration) 
                     .map_err(|_| anyhow::anyhow!("the slow clients panicked"))??,
             );
         }
-        let (grown, beside) = measured?.context("the slow clients could not connect")?;
-        anyhow::Ok((beside, grown, results))
+        let (grown, during) = measured?.context("the slow clients could not connect")?;
+        anyhow::Ok((during, grown, results))
     })?;
     let on_time = HEAD_TIMEOUT..HEAD_TIMEOUT + MAX_TIMEOUT_DELAY;
     let n_timed_out = results.iter().filter(|result| result.status == 408).count();
@@ -64,14 +64,14 @@ pub(super) fn measure(scene: &Testbed, sidecars: &Sidecars, duration: Duration) 
             .iter()
             .find(|result| result.status != 408 || !on_time.contains(&result.elapsed))
     );
-    let rate = |driven: &LoadResult| driven.requests as f64 / driven.seconds;
+    let rate = |load: &LoadResult| load.requests as f64 / load.seconds;
     let mut sample = grown;
     sample.extend([
-        (Metric::RequestsPerSecond, rate(&beside)),
-        (Metric::SpeedPercent, rate(&beside) * 100.0 / rate(&alone)),
-        (Metric::P50Us, beside.p50_us),
-        (Metric::P99Us, beside.p99_us),
-        (Metric::Failed, beside.failed as f64),
+        (Metric::RequestsPerSecond, rate(&during)),
+        (Metric::SpeedPercent, rate(&during) * 100.0 / rate(&alone)),
+        (Metric::P50Us, during.p50_us),
+        (Metric::P99Us, during.p99_us),
+        (Metric::Failed, during.failed as f64),
     ]);
     Ok(sample)
 }
@@ -86,7 +86,11 @@ struct SlowClientResult {
 }
 
 /// Opens all connections, signals `open` once each has sent some bytes, and returns the responses.
-fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow::Result<Vec<SlowClientResult>> {
+fn run_slow_clients(
+    namespace: &Namespace,
+    host: &str,
+    open: mpsc::Sender<()>,
+) -> anyhow::Result<Vec<SlowClientResult>> {
     let addr = SocketAddr::new(host.parse().context("the address is a literal")?, HTTP_PORT);
     let running = async move {
         let mut clients = JoinSet::new();
@@ -94,7 +98,7 @@ fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow:
             let stream = TcpStream::connect(addr).context("opening a slow connection")?;
             stream.set_nonblocking(true)?;
             let stream = tokio::net::TcpStream::from_std(stream)?;
-            clients.spawn(client(stream, BYTE_INTERVAL * n / N_SLOW_CLIENTS));
+            clients.spawn(send_slowly(stream, BYTE_INTERVAL * n / N_SLOW_CLIENTS));
             // Lets the client send its first bytes. The proxy would take a silent client for one of a server-speaks-first protocol.
             tokio::task::yield_now().await;
         }
@@ -109,16 +113,16 @@ fn clients(namespace: &Namespace, host: &str, open: mpsc::Sender<()>) -> anyhow:
 }
 
 /// Sends bytes until a response arrives or the connection ends. `shift` spreads the clients over time.
-async fn client(mut stream: tokio::net::TcpStream, shift: Duration) -> SlowClientResult {
-    let begun = Instant::now();
+async fn send_slowly(mut stream: tokio::net::TcpStream, shift: Duration) -> SlowClientResult {
+    let started_at = Instant::now();
     let mut answer = Vec::new();
     let (mut read, mut write) = stream.split();
     let reading = async {
         let read_result = read.read_buf(&mut answer).await;
-        (read_result, begun.elapsed())
+        (read_result, started_at.elapsed())
     };
     let sending = async {
-        let (mut bytes, mut next) = (REQUEST_PREFIX, begun + shift);
+        let (mut bytes, mut next) = (REQUEST_PREFIX, started_at + shift);
         while write.write_all(bytes.as_bytes()).await.is_ok() {
             next += BYTE_INTERVAL;
             time::sleep_until(next).await;

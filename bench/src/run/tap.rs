@@ -38,41 +38,42 @@ pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSes
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("starting a runtime")?;
     let events = Arc::new(AtomicU64::new(0));
-    let (count, (begun, beginning)) = (events.clone(), mpsc::channel());
-    let (until, ended) = oneshot::channel();
+    let count = events.clone();
+    let (started_tx, started_rx) = mpsc::channel();
+    let (stop_tx, stop_rx) = oneshot::channel();
     std::thread::spawn(move || {
         let watched = runtime.block_on(async {
             tokio::select! {
-                watched = watch(stream, one_in, &count, &begun) => watched,
-                _ = ended => Ok(()),
+                watched = watch(stream, one_in, &count, &started_tx) => watched,
+                _ = stop_rx => Ok(()),
             }
         });
-        let _ = begun.send(watched); // reports an error if the tap has not begun
+        let _ = started_tx.send(watched); // reports an error if the tap has not started
     });
-    beginning
+    started_rx
         .recv()
         .context("the tap panicked")?
         .context("tapping a sidecar")?;
-    Ok(TapSession { events, _stop: until })
+    Ok(TapSession { events, _stop: stop_tx })
 }
 
 async fn watch(
     stream: TcpStream,
     one_in: u32,
     events: &AtomicU64,
-    begun: &mpsc::Sender<anyhow::Result<()>>,
+    started: &mpsc::Sender<anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
     let stream = tokio::net::TcpStream::from_std(stream)?;
     let channel = connect_over(stream, &Authority::from_static("tap")).await?;
     let every = kinds::Match::All(kinds::Seq::default());
-    let wish = ObserveRequest {
+    let request = ObserveRequest {
         limit: u32::MAX,
         r#match: Some(Match { r#match: Some(every) }),
         extract: None,
         sample_one_in: one_in,
     };
-    let mut stream = TapClient::new(channel).observe(wish).await?.into_inner();
-    let _ = begun.send(Ok(()));
+    let mut stream = TapClient::new(channel).observe(request).await?.into_inner();
+    let _ = started.send(Ok(()));
     while stream.message().await?.is_some() {
         events.fetch_add(1, Ordering::Relaxed);
     }

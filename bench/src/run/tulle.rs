@@ -16,10 +16,10 @@ use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
 use super::process::Process;
-use super::scene::{self, CONTROL, PROXY_UID, Testbed};
 use super::setup::Side;
-use super::setup::{Build, Path, Rules, Setup};
+use super::setup::{Build, Rules, Setup, SidecarPath};
 use super::sidecars::Sidecars;
+use super::testbed::{self, CONTROL, PROXY_UID, Testbed};
 use super::{callgrind, tools};
 
 /// The proxy as in its images, built with profile-guided optimization.
@@ -38,28 +38,28 @@ pub(super) fn check(proxy: &str) -> anyhow::Result<()> {
 }
 
 /// Starts a control plane and the sidecars, and waits until both have their certificates.
-pub(super) fn start(scene: &Testbed, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
+pub(super) fn start(testbed: &Testbed, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
     let manifests = match setup.path {
-        Path::Both => include_str!("../../peers/mesh.yaml"),
-        Path::Outbound | Path::Inbound => include_str!("../../peers/mesh-plain.yaml"),
+        SidecarPath::Both => include_str!("../../peers/mesh.yaml"),
+        SidecarPath::Outbound | SidecarPath::Inbound => include_str!("../../peers/mesh-plain.yaml"),
     };
     let rules = match setup.rules {
         Rules::Default => "",
         Rules::Routes => include_str!("../../peers/mesh-routed.yaml"),
         Rules::Profile => include_str!("../../peers/mesh-profiled.yaml"),
     };
-    let mesh = Mesh::create(scene.dir.path(), &format!("{manifests}---\n{rules}"))?;
-    let mut command = scene.control.command(tools::sibling_binary(CONTROL_PLANE)?);
+    let mesh = Mesh::create(testbed.dir.path(), &format!("{manifests}---\n{rules}"))?;
+    let mut command = testbed.control.command(tools::sibling_binary(CONTROL_PLANE)?);
     command.args(mesh.control_args());
-    let mut control = Process::start("tulle-control", command, scene.dir.path())?;
+    let mut control = Process::start("tulle-control", command, testbed.dir.path())?;
     control.wait_for_ports(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
     let proxies = Proxies {
-        scene,
+        testbed,
         setup,
         mesh: &mesh,
         program,
     };
-    Sidecars::start(scene, setup, Some(control), |side| proxies.start(side))
+    Sidecars::start(testbed, setup, Some(control), |side| proxies.start(side))
 }
 
 /// The generated files of one mesh.
@@ -126,7 +126,7 @@ impl Mesh {
 
 /// Starts the proxies of one mesh.
 struct Proxies<'a> {
-    scene: &'a Testbed,
+    testbed: &'a Testbed,
     setup: &'a Setup,
     mesh: &'a Mesh,
     program: &'a str,
@@ -145,26 +145,26 @@ impl Proxies<'_> {
     /// Starts the proxy of one side and waits for its certificate.
     fn start(&self, side: Side) -> anyhow::Result<Process> {
         let Self {
-            scene,
+            testbed,
             setup,
             mesh,
             program,
         } = *self;
-        let (name, namespace) = (side.name(), scene.namespace(side));
-        let installed = |program| copy_executable(program, scene.dir.path());
+        let (name, namespace) = (side.name(), testbed.namespace(side));
+        let installed = |program| copy_executable(program, testbed.dir.path());
         let mut command = match setup.build {
-            Build::Shipped => scene::as_proxy(namespace, installed(program)?),
+            Build::Shipped => testbed::as_proxy(namespace, installed(program)?),
             Build::Counting => {
-                let mut command = scene::as_proxy(namespace, installed(COUNTING_PROXY)?);
+                let mut command = testbed::as_proxy(namespace, installed(COUNTING_PROXY)?);
                 command.arg(COUNTER);
                 command
             }
             Build::Callgrind => {
-                let dir = scene.dir.path().join(callgrind::DUMP_DIR);
+                let dir = testbed.dir.path().join(callgrind::DUMP_DIR);
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
                 chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
-                let mut command = scene::as_proxy(namespace, "valgrind");
-                command.args(callgrind::arguments(&callgrind::out(scene, side)));
+                let mut command = testbed::as_proxy(namespace, "valgrind");
+                command.args(callgrind::arguments(&callgrind::out(testbed, side)));
                 command.arg(installed(program)?);
                 command
             }
@@ -203,9 +203,9 @@ impl Proxies<'_> {
                 command.env(variable, format!("{}ms", timeout.as_millis()));
             }
         }
-        let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
+        let mut process = Process::start(&format!("tulle-proxy-{name}"), command, testbed.dir.path())?;
         process.wait_for("certificate (not ready at /ready)", |_| {
-            namespace.run(ready).context("asking for readiness")
+            namespace.run(is_ready).context("asking for readiness")
         })?;
         Ok(process)
     }
@@ -236,11 +236,11 @@ pub(super) fn read_allocations(namespace: &Namespace) -> anyhow::Result<Allocati
 }
 
 /// Fails unless metrics show that the sidecars processed the traffic. Traffic that bypasses the mesh would look fast.
-pub(super) fn verify(scene: &Testbed, path: Path) -> anyhow::Result<()> {
+pub(super) fn verify(testbed: &Testbed, path: SidecarPath) -> anyhow::Result<()> {
     let (namespace, labels): (_, &[&str]) = match path {
-        Path::Both => (&scene.server, &AUTHORIZED_SERIES),
-        Path::Inbound => (&scene.server, &AUTHORIZED_SERIES[..2]),
-        Path::Outbound => (&scene.client, &BALANCED_SERIES),
+        SidecarPath::Both => (&testbed.server, &AUTHORIZED_SERIES),
+        SidecarPath::Inbound => (&testbed.server, &AUTHORIZED_SERIES[..2]),
+        SidecarPath::Outbound => (&testbed.client, &BALANCED_SERIES),
     };
     let metrics = namespace
         .run(|| admin_get("/metrics"))?
@@ -255,7 +255,7 @@ pub(super) fn verify(scene: &Testbed, path: Path) -> anyhow::Result<()> {
 }
 
 /// Whether the proxy in the current namespace reports that it is ready.
-fn ready() -> bool {
+fn is_ready() -> bool {
     admin_get("/ready").is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
 }
 

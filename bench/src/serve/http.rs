@@ -35,15 +35,15 @@ where
     let Ok(replica) = HeaderValue::from_str(&app.name) else {
         return;
     };
-    let site = Arc::new(ConnectionHandler {
+    let handler = Arc::new(ConnectionHandler {
         calls: grpc::service(app.clone()),
         app,
         replica,
         watch: watch.clone(),
     });
     let service = service_fn(|req| {
-        let site = site.clone();
-        async move { Ok::<_, Infallible>(site.answer(req).await) }
+        let handler = handler.clone();
+        async move { Ok::<_, Infallible>(handler.answer(req).await) }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new());

@@ -7,9 +7,9 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::{Resource, ResourceExt as _};
 use serde_json::Value;
 
+use super::category::{Category, Check};
 use super::problem::{CheckResult, Problem, error, listing, warning};
 use super::snapshot::{CONFIG, ListResult, Snapshot, value};
-use super::verdict::{Category, Check};
 use crate::kubernetes::resource;
 
 pub(super) fn crds() -> Category {
@@ -111,7 +111,7 @@ pub(super) fn cni() -> Category {
 }
 
 fn namespace_exists(snapshot: &Snapshot) -> CheckResult {
-    let name = &snapshot.scope.control_plane;
+    let name = &snapshot.scope.control_plane_namespace;
     if snapshot.has_namespace(name)? {
         return Ok(());
     }
@@ -176,7 +176,7 @@ fn role_bindings(snapshot: &Snapshot) -> Vec<String> {
 }
 
 fn role_names(snapshot: &Snapshot) -> Vec<String> {
-    let namespace = &snapshot.scope.control_plane;
+    let namespace = &snapshot.scope.control_plane_namespace;
     ["destination", "identity", "proxy-injector"]
         .map(|component| format!("linkerd-{namespace}-{component}"))
         .to_vec()
@@ -230,14 +230,15 @@ fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
 fn describe_pods(snapshot: &Snapshot) -> String {
     format!(
         "kubectl describe deployments,pods -n {} shows why",
-        snapshot.scope.control_plane
+        snapshot.scope.control_plane_namespace
     )
 }
 
 pub(super) fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let pods = snapshot.pods.as_ref()?.iter();
-    let ours =
-        |pod: &&Pod| resource::namespace(pod) == snapshot.scope.control_plane && pod.labels().contains_key(COMPONENT);
+    let ours = |pod: &&Pod| {
+        resource::namespace(pod) == snapshot.scope.control_plane_namespace && pod.labels().contains_key(COMPONENT)
+    };
     Ok(pods.filter(ours).collect())
 }
 

@@ -2,19 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{ContainerStatus, Pod, Service};
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, Service, ServiceSpec};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
 use tulle_control::injection;
 use tulle_control::injector_webhook::audit;
 use tulle_control::resources::port_list::{PortList, ResolvedPorts};
-use tulle_control::resources::workload::{resolve_ports, running_containers};
+use tulle_control::resources::workload::{long_running_containers, resolve_ports};
 use tulle_core::names::{annotation, label};
 
+use super::category::{Category, Check};
 use super::control_plane::{COMPONENT, control_plane_version};
 use super::problem::{CheckResult, MAX_LISTED_FINDINGS, Problem, error, listing, warning};
 use super::snapshot::Snapshot;
-use super::verdict::{Category, Check};
 use crate::kubernetes::resource;
 
 pub(super) fn data_plane() -> Category {
@@ -74,7 +74,7 @@ fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
 pub(super) fn meshed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let mut pods = pods(snapshot)?;
     pods.retain(|pod| {
-        pod.labels().get(label::CONTROL_PLANE_NS) == Some(&snapshot.scope.control_plane) && has_proxy(pod)
+        pod.labels().get(label::CONTROL_PLANE_NS) == Some(&snapshot.scope.control_plane_namespace) && has_proxy(pod)
     });
     Ok(pods)
 }
@@ -135,11 +135,11 @@ fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
 fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let config = injection::Config {
         values: snapshot.injection()?,
-        control_plane_namespace: snapshot.scope.control_plane.clone(),
+        control_plane_namespace: snapshot.scope.control_plane_namespace.clone(),
         origin: injection::InjectionOrigin::Webhook,
     };
     let injector = &config.values.proxy_injector;
-    let nothing = BTreeMap::new();
+    let no_entries = BTreeMap::new();
     let mut missed = Vec::new();
     for pod in pods(snapshot)? {
         let Some(spec) = &pod.spec else { continue };
@@ -149,17 +149,17 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             .as_ref()?
             .iter()
             .find(|namespace| namespace.name_any() == name);
-        let labels = namespace.map_or(&nothing, |namespace| namespace.labels());
+        let labels = namespace.map_or(&no_entries, |namespace| namespace.labels());
         let is_in_scope = audit::is_selected(injector, labels, pod.labels());
-        let subject = injection::InjectionTarget {
+        let target = injection::InjectionTarget {
             pointer: &[],
             metadata: Some(&pod.metadata),
             spec,
             namespace: name,
-            namespace_annotations: namespace.map_or(&nothing, |namespace| namespace.annotations()),
+            namespace_annotations: namespace.map_or(&no_entries, |namespace| namespace.annotations()),
             owner: None,
         };
-        if is_in_scope && matches!(injection::decide(&config, &subject), injection::Decision::Inject(_)) {
+        if is_in_scope && matches!(injection::decide(&config, &target), injection::Decision::Inject(_)) {
             missed.push(pod);
         }
     }
@@ -193,30 +193,30 @@ fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
             ));
         }
     };
-    let decided = find_uninjected_pods(snapshot);
-    let named: BTreeSet<_> = decided.iter().flatten().map(|pod| full_name(pod)).collect();
-    let found: BTreeSet<_> = findings
-        .missing
+    let uninjected = find_uninjected_pods(snapshot);
+    let already_reported: BTreeSet<_> = uninjected.iter().flatten().map(|pod| full_name(pod)).collect();
+    let in_audit: BTreeSet<_> = findings
+        .uninjected_pods
         .iter()
         .map(|pod| format!("{}/{}", pod.namespace, pod.name))
         .collect();
-    let mut left = pods(snapshot)?;
-    left.retain(|pod| {
+    let mut remaining = pods(snapshot)?;
+    remaining.retain(|pod| {
         let name = full_name(pod);
-        !has_proxy(pod) && found.contains(&name) && !named.contains(&name)
+        !has_proxy(pod) && in_audit.contains(&name) && !already_reported.contains(&name)
     });
-    if left.is_empty() {
+    if remaining.is_empty() {
         return Ok(());
     }
     let audited_at = findings.audited_at.as_deref().unwrap_or("an unknown time");
     let what = listing(
         &format!("by the injector's audit of {audited_at} these pods should be injected, but have no proxy:"),
-        &names(&left),
+        &names(&remaining),
     );
-    Err(match decided {
-        Err(_) => error(what, recreate_commands(&left)),
+    Err(match uninjected {
+        Err(_) => error(what, recreate_commands(&remaining)),
         // The annotations changed after the audit, or the injector has not read the new values yet.
-        Ok(_) => warning(what, recreate_commands(&left)),
+        Ok(_) => warning(what, recreate_commands(&remaining)),
     })
 }
 
@@ -349,7 +349,7 @@ fn annotations(snapshot: &Snapshot) -> CheckResult {
             .scope
             .namespace
             .as_ref()
-            .is_none_or(|is_in_scope| *is_in_scope == name)
+            .is_none_or(|namespace| *namespace == name)
         {
             look(format!("namespace {name}"), namespace.annotations());
         }
@@ -389,6 +389,7 @@ fn service_name(service: &Service) -> String {
 /// The client's proxy reads the Service's annotation and the server's proxy the pod's, so both must list the same opaque ports.
 fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed(snapshot)?;
+    let default = snapshot.injection()?.proxy.opaque_ports;
     let mut problems = BTreeSet::new();
     for service in services(snapshot)? {
         let Some(spec) = &service.spec else { continue };
@@ -396,46 +397,50 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
         if selector.is_empty() {
             continue;
         }
-        let of_service = opaque_ports_of(service).to_set();
+        let service_list = opaque_port_list(service.annotations(), &default);
+        let of_service = resolve_service_ports(service, service_list).to_set();
         let behind = pods.iter().filter(|pod| {
             Some(resource::namespace(pod)) == service.metadata.namespace.as_deref()
                 && selector.iter().all(|(key, value)| pod.labels().get(key) == Some(value))
         });
+        let mut missing_in_service = BTreeSet::new();
         for pod in behind {
-            let listed = PortList::parse(
-                pod.annotations()
-                    .get(annotation::OPAQUE_PORTS)
-                    .map_or("", String::as_str),
-            );
-            let Some(of_pod) = pod.spec.as_ref().map(|spec| resolve_ports(&listed, spec).to_set()) else {
-                continue;
-            };
-            for port in spec.ports.iter().flatten() {
-                let Ok(number) = u16::try_from(port.port) else { continue };
-                let Some(target) = target_port(pod, port.target_port.as_ref(), number) else {
-                    continue;
-                };
-                let service_says = of_service.contains(number);
-                let pod_says = of_pod.contains(target);
-                if pod_says && !service_says {
-                    problems.insert(format!(
-                        "service {} sends port {number} to the opaque port {target} of its pods: kubectl annotate service {} \
-                         -n {} {}={number}",
-                        service_name(service),
-                        service.name_any(),
-                        service.namespace().unwrap_or_default(),
-                        annotation::OPAQUE_PORTS,
-                    ));
-                } else if service_says && !pod_says {
-                    problems.insert(format!(
-                        "pod {} does not take port {target} for opaque, as service {} does: annotate its template with \
-                         {}: \"{target}\"",
-                        full_name(pod),
-                        service.name_any(),
-                        annotation::OPAQUE_PORTS,
-                    ));
+            let Some(pod_spec) = &pod.spec else { continue };
+            let pod_list = opaque_port_list(pod.annotations(), &default);
+            let of_pod = resolve_ports(&PortList::parse(pod_list), pod_spec).to_set();
+            let mut missing_in_pod = BTreeSet::new();
+            for (port, target) in target_ports(pod, spec) {
+                match (of_service.contains(port), of_pod.contains(target)) {
+                    (false, true) => {
+                        missing_in_service.insert(port);
+                    }
+                    (true, false) => {
+                        missing_in_pod.insert(target);
+                    }
+                    _ => {}
                 }
             }
+            if !missing_in_pod.is_empty() {
+                problems.insert(format!(
+                    "{} opaque in service {} but not in pod {}: annotate the pod template with {}: {:?}",
+                    ports_are(&missing_in_pod),
+                    service.name_any(),
+                    full_name(pod),
+                    annotation::OPAQUE_PORTS,
+                    with_ports(pod_list, &missing_in_pod),
+                ));
+            }
+        }
+        if !missing_in_service.is_empty() {
+            problems.insert(format!(
+                "{} opaque in the pods of service {} but not in the service: kubectl annotate --overwrite service {} -n {} {}={}",
+                ports_are(&missing_in_service),
+                service_name(service),
+                service.name_any(),
+                service.namespace().unwrap_or_default(),
+                annotation::OPAQUE_PORTS,
+                with_ports(service_list, &missing_in_service),
+            ));
         }
     }
     if problems.is_empty() {
@@ -443,17 +448,52 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
     }
     Err(warning(
         listing("services and pods disagree:", &problems.into_iter().collect::<Vec<_>>()),
-        "set these annotations; ports that both annotations list are not checked",
+        "set these annotations",
     ))
+}
+
+/// The list of opaque ports that applies to an object: its annotation, or else the default of the cluster.
+fn opaque_port_list<'a>(annotations: &'a BTreeMap<String, String>, default: &'a str) -> &'a str {
+    annotations
+        .get(annotation::OPAQUE_PORTS)
+        .map_or(default, String::as_str)
+}
+
+/// A list with more ports. An annotation replaces the list that applied before, so it must contain that list.
+fn with_ports(list: &str, ports: &BTreeSet<u16>) -> String {
+    let listed = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    let entries = listed.map(str::to_owned).chain(ports.iter().map(u16::to_string));
+    entries.collect::<Vec<_>>().join(",")
+}
+
+/// The subject and the verb of a sentence about these ports.
+fn ports_are(ports: &BTreeSet<u16>) -> String {
+    let numbers: Vec<_> = ports.iter().map(u16::to_string).collect();
+    match numbers.len() {
+        1 => format!("port {} is", numbers[0]),
+        _ => format!("ports {} are", numbers.join(", ")),
+    }
 }
 
 /// The ports that a Service's annotation lists, by number or by name.
 fn opaque_ports_of(service: &Service) -> ResolvedPorts {
-    let text = service.annotations().get(annotation::OPAQUE_PORTS);
-    PortList::parse(text.map_or("", String::as_str)).resolve(|name| {
+    resolve_service_ports(service, opaque_port_list(service.annotations(), ""))
+}
+
+/// Resolves a list of numbers and names of the Service's ports.
+fn resolve_service_ports(service: &Service, list: &str) -> ResolvedPorts {
+    PortList::parse(list).resolve(|name| {
         let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
         let named = ports.filter(|port| port.name.as_deref() == Some(name));
         named.filter_map(|port| u16::try_from(port.port).ok()).collect()
+    })
+}
+
+/// The ports of a Service, each with the pod's port to which it leads.
+fn target_ports<'a>(pod: &'a Pod, spec: &'a ServiceSpec) -> impl Iterator<Item = (u16, u16)> + 'a {
+    spec.ports.iter().flatten().filter_map(|port| {
+        let number = u16::try_from(port.port).ok()?;
+        Some((number, target_port(pod, port.target_port.as_ref(), number)?))
     })
 }
 
@@ -462,7 +502,7 @@ fn target_port(pod: &Pod, target: Option<&IntOrString>, port: u16) -> Option<u16
         None => Some(port),
         Some(IntOrString::Int(number)) => u16::try_from(*number).ok(),
         Some(IntOrString::String(name)) => {
-            let containers = pod.spec.iter().flat_map(running_containers);
+            let containers = pod.spec.iter().flat_map(long_running_containers);
             let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
             let found = ports.find(|port| port.name.as_deref() == Some(name))?;
             u16::try_from(found.container_port).ok()

@@ -44,13 +44,13 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
         }
     }
     Box::pin(list_everything(cluster, &mut snapshot)).await;
-    fetch_from_pods(cluster, &mut snapshot).await;
+    fetch_mode_specific(cluster, &mut snapshot).await;
     snapshot
 }
 
 /// Lists again only what can change while checks are repeated: the control plane's objects, and pods for data plane checks.
 pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
-    let (client, home) = (&cluster.client, &cluster.control_plane);
+    let (client, namespace) = (&cluster.client, &cluster.control_plane_namespace);
     let cni = snapshot.scope.cni_namespace.clone();
     (
         snapshot.mutating_webhooks,
@@ -64,23 +64,32 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
         list_all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
         list_all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
         list_all(cluster, "apiservices", Api::all(client.clone())),
-        list_namespaced(cluster, "secrets", home),
-        list_namespaced(cluster, "deployments", home),
-        list_namespaced(cluster, "replicasets", home),
+        list_namespaced(cluster, "secrets", namespace),
+        list_namespaced(cluster, "deployments", namespace),
+        list_namespaced(cluster, "replicasets", namespace),
         list_namespaced(cluster, "daemonsets", &cni),
     );
-    match (snapshot.scope.mode, snapshot.scope.namespace.clone()) {
-        (Mode::Proxy, None) => snapshot.pods = list_all(cluster, "pods", Api::all(client.clone())).await,
-        (mode, namespace) => {
-            let selected = namespace.filter(|_| mode == Mode::Proxy);
-            let namespaces: BTreeSet<String> = [home.clone(), cni].into_iter().chain(selected).collect();
+    match namespaces_to_refresh(snapshot) {
+        None => snapshot.pods = list_all(cluster, "pods", Api::all(client.clone())).await,
+        Some(namespaces) => {
             for namespace in namespaces {
                 let listed = list_namespaced(cluster, "pods", &namespace).await;
                 replace_pods(&mut snapshot.pods, &namespace, listed);
             }
         }
     }
-    fetch_from_pods(cluster, snapshot).await;
+    fetch_mode_specific(cluster, snapshot).await;
+}
+
+/// The namespaces whose pods are listed again; `None` means all pods, also if they could not be listed before.
+fn namespaces_to_refresh(snapshot: &Snapshot) -> Option<BTreeSet<String>> {
+    let scope = &snapshot.scope;
+    let selected = scope.namespace.clone().filter(|_| scope.mode == Mode::Proxy);
+    if snapshot.pods.is_err() || (scope.mode == Mode::Proxy && selected.is_none()) {
+        return None;
+    }
+    let always = [scope.control_plane_namespace.clone(), scope.cni_namespace.clone()];
+    Some(always.into_iter().chain(selected).collect())
 }
 
 /// Replaces the listed pods of one namespace.
@@ -95,8 +104,8 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
     }
 }
 
-/// Reads certificates and the injection audit from pods.
-async fn fetch_from_pods(cluster: &Cluster, snapshot: &mut Snapshot) {
+/// Reads what the mode needs besides lists: permissions, or certificates and the injection audit from pods.
+async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
         Mode::Pre => snapshot.access = check_access(cluster).await,
         Mode::Crds => {}
@@ -152,7 +161,7 @@ fn http_date(text: &str) -> Option<i64> {
 }
 
 async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
-    let (client, home) = (&cluster.client, &cluster.control_plane);
+    let (client, namespace) = (&cluster.client, &cluster.control_plane_namespace);
     (
         snapshot.namespaces,
         snapshot.crds,
@@ -190,11 +199,11 @@ async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
     ) = tokio::join!(
         list_all(cluster, "pods", Api::all(client.clone())),
         list_all(cluster, "services", Api::all(client.clone())),
-        list_namespaced(cluster, "configmaps", home),
-        list_namespaced(cluster, "secrets", home),
-        list_namespaced(cluster, "serviceaccounts", home),
-        list_namespaced(cluster, "deployments", home),
-        list_namespaced(cluster, "replicasets", home),
+        list_namespaced(cluster, "configmaps", namespace),
+        list_namespaced(cluster, "secrets", namespace),
+        list_namespaced(cluster, "serviceaccounts", namespace),
+        list_namespaced(cluster, "deployments", namespace),
+        list_namespaced(cluster, "replicasets", namespace),
         list_namespaced(cluster, "daemonsets", &snapshot.scope.cni_namespace),
     );
 }
@@ -224,7 +233,7 @@ async fn check_access(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String
         let api = api.clone();
         let namespace = match access.scope {
             AccessScope::Cluster => None,
-            AccessScope::Namespace => Some(cluster.control_plane.clone()),
+            AccessScope::Namespace => Some(cluster.control_plane_namespace.clone()),
         };
         async move {
             let review = SelfSubjectAccessReview {
@@ -263,9 +272,9 @@ fn find_running_pod<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a P
 async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
     let handshakes = WEBHOOKS.iter().filter_map(|webhook| {
         let pod = find_running_pod(snapshot, webhook.component)?.name_any();
-        let name = format!("{}.{}.svc", webhook.service, cluster.control_plane);
+        let name = format!("{}.{}.svc", webhook.service, cluster.control_plane_namespace);
         Some(async move {
-            let chain = identity::handshake(cluster, &cluster.control_plane, &pod, webhook.port, &name).await;
+            let chain = identity::handshake(cluster, &cluster.control_plane_namespace, &pod, webhook.port, &name).await;
             let leaf = chain
                 .map(|mut chain| chain.remove(0))
                 .map_err(|error| format!("{error:#}"));
@@ -316,7 +325,7 @@ async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Resul
         .find(|(name, _)| *name == "injector-admin")?;
     let page = forward::get(
         cluster,
-        &cluster.control_plane,
+        &cluster.control_plane_namespace,
         &pod.name_any(),
         port,
         "/injection-audit",
@@ -344,6 +353,20 @@ mod tests {
         replace_pods(&mut pods, "linkerd", Ok(vec![pod("linkerd", "new")]));
         let names: Vec<String> = pods.iter().flatten().map(|pod| pod.name_any()).collect();
         assert_eq!(names, ["a", "new"]);
+    }
+
+    #[test]
+    fn pods_that_could_not_be_listed_are_listed_again() {
+        let mut snapshot = Snapshot::empty(super::super::tests::scope(Mode::Installed), 0);
+        snapshot.pods = Ok(Vec::new());
+        let namespaces = namespaces_to_refresh(&snapshot).unwrap();
+        assert_eq!(namespaces.into_iter().collect::<Vec<_>>(), ["linkerd", "linkerd-cni"]);
+        let failed = ListError {
+            kind: "pods",
+            reason: "timeout".to_owned(),
+        };
+        replace_pods(&mut snapshot.pods, "linkerd", Err(failed));
+        assert_eq!(namespaces_to_refresh(&snapshot), None);
     }
 
     #[test]

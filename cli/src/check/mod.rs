@@ -3,6 +3,7 @@
 //! [`gather`] takes a snapshot of the cluster. Checks are pure functions of it, so each one is tested on plain objects.
 //! Checks that can succeed later are repeated until they succeed or the wait time ends. Checks do not modify the cluster.
 
+mod category;
 mod control_plane;
 mod data_plane;
 mod gather;
@@ -14,7 +15,6 @@ mod snapshot;
 #[cfg(test)]
 mod tests;
 mod trust;
-mod verdict;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -23,10 +23,10 @@ use clap::ValueEnum;
 use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
+use self::category::{Category, FailureMode, RetryPolicy};
 use self::report::{CategoryReport, CheckReport};
 use self::scope::{Mode, Scope};
 use self::snapshot::Snapshot;
-use self::verdict::{Category, FailureMode, RetryPolicy};
 use crate::kubernetes::{self, Cluster};
 use crate::runtime;
 
@@ -100,7 +100,7 @@ impl Args {
         };
         Scope {
             mode,
-            control_plane: flags.linkerd_namespace.clone(),
+            control_plane_namespace: flags.linkerd_namespace.clone(),
             namespace: self.namespace.clone(),
             expected_version: self.expected_version.clone(),
             cni_namespace: self.cni_namespace.clone(),
@@ -115,10 +115,10 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let mut reports = Vec::new();
     let mut last_message = None;
     for category in categories(&snapshot) {
-        let (report, weight) = loop {
-            let (report, waiting, weight) = run_category(&category, &snapshot);
+        let (report, failure_mode) = loop {
+            let (report, waiting, failure_mode) = run_category(&category, &snapshot);
             let Some(what) = waiting.filter(|_| Instant::now() < deadline) else {
-                break (report, weight);
+                break (report, failure_mode);
             };
             if last_message.replace(what) != Some(what) {
                 eprintln!("waiting for: {what}");
@@ -126,7 +126,7 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
             sleep(REFRESH_INTERVAL).await;
             match cluster {
                 Ok(cluster) => Box::pin(gather::refresh(cluster, &mut snapshot)).await,
-                Err(_) => break (report, weight),
+                Err(_) => break (report, failure_mode),
             }
         };
         let text = match args.output {
@@ -136,7 +136,7 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
         };
         crate::print(&text)?;
         reports.push(report);
-        if weight == FailureMode::Abort {
+        if failure_mode == FailureMode::Abort {
             break;
         }
     }
@@ -148,19 +148,19 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
 /// Also returns the first failure that is worth repeating.
 fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Option<&'static str>, FailureMode) {
     let mut waiting = None;
-    let mut weight = FailureMode::Continue;
+    let mut failure_mode = FailureMode::Continue;
     let mut checks = Vec::new();
     for check in &category.checks {
-        let judgement = (check.run)(snapshot);
-        let failed = judgement
+        let result = (check.run)(snapshot);
+        let failed = result
             .as_ref()
             .is_err_and(|problem| problem.severity == problem::Severity::Error);
-        checks.push(CheckReport::new(check.description, judgement));
+        checks.push(CheckReport::new(check.description, result));
         if failed && check.retry == RetryPolicy::UntilTimeout {
             waiting.get_or_insert(check.description);
         }
         if failed && check.on_failure == FailureMode::Abort {
-            weight = FailureMode::Abort;
+            failure_mode = FailureMode::Abort;
             break;
         }
     }
@@ -168,7 +168,7 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Op
         name: category.name,
         checks,
     };
-    (report, waiting, weight)
+    (report, waiting, failure_mode)
 }
 
 /// The checks of this mode, in order.

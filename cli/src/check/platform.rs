@@ -2,9 +2,9 @@
 
 use kube::ResourceExt as _;
 
+use super::category::{Category, Check};
 use super::problem::{CheckResult, Problem, error, listing, warning};
 use super::snapshot::{Access, AccessScope, Snapshot};
-use super::verdict::{Category, Check};
 
 pub(super) fn kubernetes_api() -> Category {
     Category {
@@ -186,7 +186,7 @@ const GATEWAY_CRDS: &[&str] = &[
 ];
 
 fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
-    let name = &snapshot.scope.control_plane;
+    let name = &snapshot.scope.control_plane_namespace;
     if !snapshot.has_namespace(name)? {
         return Ok(());
     }
@@ -233,7 +233,7 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Access]) -> CheckResult {
             first.verb,
             match first.scope {
                 AccessScope::Cluster => String::new(),
-                AccessScope::Namespace => format!(" -n {}", snapshot.scope.control_plane),
+                AccessScope::Namespace => format!(" -n {}", snapshot.scope.control_plane_namespace),
             }
         ),
     ))
@@ -241,7 +241,7 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Access]) -> CheckResult {
 
 /// Nodes renew a lease every 10 s with their own clock. A time far from the API server's clock means clock skew.
 ///
-/// The lease of a node that is down is old as well, so only ready nodes are reported as late.
+/// The lease of a node that is down is old as well, so nodes that are not ready are skipped.
 fn clocks_agree(snapshot: &Snapshot) -> CheckResult {
     let nodes = snapshot.nodes.as_ref()?;
     let leases = snapshot.node_leases.as_ref().map_err(Problem::from)?;

@@ -2,7 +2,7 @@
 #[derive(Clone, Debug)]
 pub(super) struct Scope {
     pub(super) mode: Mode,
-    pub(super) control_plane: String,
+    pub(super) control_plane_namespace: String,
     /// The namespace whose proxies are checked; all namespaces if absent.
     pub(super) namespace: Option<String>,
     pub(super) expected_version: Option<String>,
@@ -21,7 +21,7 @@ pub(super) enum Mode {
 impl Scope {
     /// A `tulle` command line with the flags for this control plane.
     pub(super) fn tulle_command(&self, command: &str) -> String {
-        match self.control_plane.as_str() {
+        match self.control_plane_namespace.as_str() {
             "linkerd" => format!("tulle {command}"),
             other => format!("tulle {command} -L {other}"),
         }

@@ -161,7 +161,7 @@ impl Snapshot {
             error(
                 format!(
                     "ConfigMap {CONFIG} with the key \"values\" is not in namespace {}",
-                    self.scope.control_plane
+                    self.scope.control_plane_namespace
                 ),
                 self.scope.install_command(),
             )
@@ -187,7 +187,7 @@ impl Snapshot {
             return Err(error(
                 format!(
                     "ConfigMap {TRUST_ROOTS} with the key \"ca-bundle.crt\" is not in namespace {}",
-                    self.scope.control_plane
+                    self.scope.control_plane_namespace
                 ),
                 self.scope.upgrade_command(),
             ));

@@ -5,10 +5,10 @@ use kube::ResourceExt as _;
 use serde_json::Value;
 use tulle_core::names::telemetry::API_SERVICE;
 
+use super::category::{Category, Check};
 use super::control_plane::{INJECTOR_WEBHOOK, VALIDATOR_WEBHOOKS};
 use super::problem::{CheckResult, Problem, error, listing, warning};
 use super::snapshot::{ISSUER, Snapshot, TRUST_ROOTS, value};
-use super::verdict::{Category, Check};
 use crate::certificates::{Certificate, Key, Signature, chains_to};
 
 pub(super) fn identity() -> Category {
@@ -21,17 +21,17 @@ pub(super) fn identity() -> Category {
                 anchors_are_supported,
             ),
             Check::new("trust anchors are within their validity period", |s| {
-                check_validity(s, &anchors(s)?, Owner::Anchor)
+                check_validity(s, &anchors(s)?, Authority::TrustAnchor)
             }),
             Check::new("trust anchors are valid for at least 60 days", |s| {
-                check_remaining_lifetime(s, &anchors(s)?, Owner::Anchor)
+                check_remaining_lifetime(s, &anchors(s)?, Authority::TrustAnchor)
             }),
             Check::new("issuer cert is using supported crypto algorithm", issuer_is_supported),
             Check::new("issuer cert is within its validity period", |s| {
-                check_validity(s, &issuer(s)?, Owner::Issuer)
+                check_validity(s, &issuer(s)?, Authority::Issuer)
             }),
             Check::new("issuer cert is valid for at least 60 days", |s| {
-                check_remaining_lifetime(s, &issuer(s)?, Owner::Issuer)
+                check_remaining_lifetime(s, &issuer(s)?, Authority::Issuer)
             }),
             Check::new("issuer cert is issued by the trust anchor", issuer_is_trusted),
         ],
@@ -75,21 +75,22 @@ pub(super) fn data_plane() -> Category {
     }
 }
 
+/// The certificate authority that a problem concerns.
 #[derive(Clone, Copy)]
-enum Owner {
-    Anchor,
+enum Authority {
+    TrustAnchor,
     Issuer,
 }
 
 /// How to replace a certificate authority.
-fn rotation(snapshot: &Snapshot, owner: Owner) -> String {
+fn rotation(snapshot: &Snapshot, authority: Authority) -> String {
     let upgrade = snapshot.scope.tulle_command("upgrade");
-    match owner {
-        Owner::Anchor => format!(
+    match authority {
+        Authority::TrustAnchor => format!(
             "tulle trust create-anchor --cert new-ca.crt --key new-ca.key, and `{upgrade} --identity-trust-anchors-file \
              both.crt | kubectl apply -f -` with old and new in both.crt"
         ),
-        Owner::Issuer => format!(
+        Authority::Issuer => format!(
             "tulle trust create-issuer --dir new-issuer, and `{upgrade} --identity-issuer-certificate-file \
              new-issuer/crt.pem --identity-issuer-key-file new-issuer/key.pem | kubectl apply -f -`"
         ),
@@ -105,9 +106,9 @@ fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
         error(
             format!(
                 "Secret {ISSUER} is not in namespace {}, so no certificate can be signed",
-                snapshot.scope.control_plane
+                snapshot.scope.control_plane_namespace
             ),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         )
     })
 }
@@ -120,13 +121,13 @@ fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     let Some(pem) = pem else {
         return Err(error(
             format!("Secret {ISSUER} has neither crt.pem nor tls.crt"),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         ));
     };
     Certificate::parse_bundle(&pem.0).map_err(|problem| {
         error(
             format!("the certificate in Secret {ISSUER} cannot be used: {problem:#}"),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         )
     })
 }
@@ -139,7 +140,7 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
     if !found("key.pem") && !found("tls.key") {
         return Err(error(
             format!("Secret {ISSUER} has neither key.pem nor tls.key"),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         ));
     }
     let values = snapshot.values()?;
@@ -182,7 +183,7 @@ fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
             "trust anchors need an ECDSA P-256 key, or RSA of 2048 or 4096 bits:",
             &odd,
         ),
-        rotation(snapshot, Owner::Anchor),
+        rotation(snapshot, Authority::TrustAnchor),
     ))
 }
 
@@ -195,7 +196,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
                 "the issuer {} needs an ECDSA P-256 key, but has {:?}",
                 issuer.name, issuer.key
             ),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         ));
     }
     if !matches!(issuer.signature, Signature::EcdsaSha256 | Signature::RsaSha256) {
@@ -204,7 +205,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
                 "the issuer {} must be signed by ECDSA or RSA with SHA-256, but is signed by {:?}",
                 issuer.name, issuer.signature
             ),
-            rotation(snapshot, Owner::Issuer),
+            rotation(snapshot, Authority::Issuer),
         ));
     }
     Ok(())
@@ -220,11 +221,11 @@ fn issuer_is_trusted(snapshot: &Snapshot) -> CheckResult {
         format!(
             "the issuer {name} in Secret {ISSUER} is signed by none of the trust anchors in ConfigMap {TRUST_ROOTS}"
         ),
-        rotation(snapshot, Owner::Issuer),
+        rotation(snapshot, Authority::Issuer),
     ))
 }
 
-fn check_validity(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> CheckResult {
+fn check_validity(snapshot: &Snapshot, certs: &[Certificate], authority: Authority) -> CheckResult {
     let bad: Vec<_> = certs
         .iter()
         .filter_map(|cert| validity_problem(cert, snapshot.now))
@@ -232,10 +233,10 @@ fn check_validity(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> C
     if bad.is_empty() {
         return Ok(());
     }
-    Err(error(listing("certificates:", &bad), rotation(snapshot, owner)))
+    Err(error(listing("certificates:", &bad), rotation(snapshot, authority)))
 }
 
-fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> CheckResult {
+fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], authority: Authority) -> CheckResult {
     let ending: Vec<_> = certs
         .iter()
         .filter_map(|cert| expiry_warning(cert, snapshot.now))
@@ -243,7 +244,10 @@ fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], owner: O
     if ending.is_empty() {
         return Ok(());
     }
-    Err(warning(listing("certificates:", &ending), rotation(snapshot, owner)))
+    Err(warning(
+        listing("certificates:", &ending),
+        rotation(snapshot, authority),
+    ))
 }
 
 fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
@@ -349,7 +353,7 @@ fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certifi
 fn restart(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl rollout restart deployment linkerd-{} -n {}; it makes its certificate when it starts",
-        webhook.component, snapshot.scope.control_plane
+        webhook.component, snapshot.scope.control_plane_namespace
     )
 }
 
@@ -358,7 +362,7 @@ fn renewal(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl delete secret {} -n {}, and then {}",
         webhook.secret(),
-        snapshot.scope.control_plane,
+        snapshot.scope.control_plane_namespace,
         restart(snapshot, webhook)
     )
 }
@@ -374,12 +378,12 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
         ));
     };
     let cert = webhook_certificate(snapshot, webhook)?;
-    let name = format!("{}.{}.svc", webhook.service, snapshot.scope.control_plane);
-    if !cert.dns_names.contains(&name) {
+    let name = format!("{}.{}.svc", webhook.service, snapshot.scope.control_plane_namespace);
+    if !cert.subject_alt_names.contains(&name) {
         return Err(error(
             format!(
                 "the certificate is for {}, and the API server calls {name}",
-                cert.dns_names.join(", ")
+                cert.subject_alt_names.join(", ")
             ),
             renewal(snapshot, webhook),
         ));
@@ -460,7 +464,7 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
         format!(
             "kubectl rollout restart deployment linkerd-destination -n {}; or disable it: {} --set telemetry.enabled=false \
              | kubectl apply -f -, and kubectl delete apiservice {API_SERVICE}",
-            snapshot.scope.control_plane,
+            snapshot.scope.control_plane_namespace,
             snapshot.scope.tulle_command("upgrade"),
         ),
     ))

@@ -30,12 +30,12 @@ impl Target {
         }
     }
 
-    /// The log name of the process that is stopped.
-    pub(super) fn process(&self) -> String {
+    /// The log name of the stopped process; `None` if the fault stops no process.
+    pub(super) fn process(&self) -> Option<String> {
         match self {
-            Self::ControlPlane => "control".to_owned(),
-            Self::Replica(name) => format!("{name}-app"),
-            Self::Certificate { .. } => String::new(),
+            Self::ControlPlane => Some("control".to_owned()),
+            Self::Replica(name) => Some(format!("{name}-app")),
+            Self::Certificate { .. } => None,
         }
     }
 

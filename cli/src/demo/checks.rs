@@ -12,8 +12,8 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
     let mut problems = Vec::new();
     for (edge, row) in edges.iter().zip(rows) {
         let found = match edge.client {
-            Client::Load => permitted(edge, row),
-            Client::Outside => refused(row),
+            Client::Load => check_permitted(edge, row),
+            Client::Outside => check_refused(row),
         };
         problems.extend(found.into_iter().map(|problem| format!("{}: {problem}", edge.name())));
     }
@@ -35,7 +35,7 @@ pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
     answers
 }
 
-fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
+fn check_permitted(edge: &Edge, row: &Row) -> Vec<String> {
     let mut problems = Vec::new();
     if row.requests == 0 {
         problems.push("no request was sent".to_owned());
@@ -45,7 +45,7 @@ fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
             "{} of {} requests failed: {}",
             row.failed,
             row.requests,
-            listed(&row.errors)
+            format_counts(&row.errors)
         ));
     }
     let identities = [
@@ -68,7 +68,7 @@ fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
     problems
 }
 
-fn refused(row: &Row) -> Vec<String> {
+fn check_refused(row: &Row) -> Vec<String> {
     let mut problems = Vec::new();
     if row.requests == 0 {
         problems.push("no attempt was made".to_owned());
@@ -80,11 +80,11 @@ fn refused(row: &Row) -> Vec<String> {
     let others: BTreeMap<_, _> = row
         .errors
         .iter()
-        .filter(|(reason, _)| !is_policy(row.protocol, reason))
+        .filter(|(reason, _)| !is_policy_denial(row.protocol, reason))
         .map(|(reason, n)| (reason.clone(), *n))
         .collect();
     if !others.is_empty() {
-        problems.push(format!("not refused by policy: {}", listed(&others)));
+        problems.push(format!("not refused by policy: {}", format_counts(&others)));
     }
     if row.refusals.is_empty() {
         problems.push("no sidecar has counted a refusal".to_owned());
@@ -93,7 +93,7 @@ fn refused(row: &Row) -> Vec<String> {
 }
 
 /// Whether the client's error is the one that a policy denial causes.
-fn is_policy(protocol: Protocol, reason: &str) -> bool {
+fn is_policy_denial(protocol: Protocol, reason: &str) -> bool {
     match protocol {
         Protocol::Tcp => reason == "closed" || reason.starts_with("reset"),
         _ => reason.starts_with("status 403"),
@@ -141,7 +141,7 @@ fn check_balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<S
     }
 }
 
-fn listed(counts: &BTreeMap<String, u64>) -> String {
+fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let each: Vec<_> = counts.iter().map(|(reason, n)| format!("{reason} ({n})")).collect();
     each.join(", ")
 }
@@ -158,14 +158,14 @@ mod tests {
     use super::*;
 
     /// A run in which all checks pass.
-    fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
+    fn passing_run() -> (Topology, Vec<Edge>, Vec<Row>) {
         let topology = topology();
         let edges = edges(&topology);
-        let rows = edges.iter().map(good_row).collect();
+        let rows = edges.iter().map(passing_row).collect();
         (topology, edges, rows)
     }
 
-    fn good_row(edge: &Edge) -> Row {
+    fn passing_row(edge: &Edge) -> Row {
         let mut row = rows::total(edge, &rows::tests::reports(), &rows::tests::scrapes());
         row.client_identity = edge.identities.client.clone();
         row.server_identity = edge.identities.server.clone();
@@ -194,8 +194,8 @@ mod tests {
     }
 
     #[test]
-    fn a_good_run_has_no_problems() {
-        let (topology, edges, rows) = good();
+    fn a_run_without_failures_has_no_problems() {
+        let (topology, edges, rows) = passing_run();
         assert_eq!(
             check(&topology, &edges, &rows, Balancer::PeakEwma),
             Vec::<String>::new()
@@ -204,41 +204,41 @@ mod tests {
 
     #[test]
     fn each_failed_check_is_named() {
-        let spoiled = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
-            let (topology, edges, mut rows) = good();
-            spoil(&mut rows);
+        let check_one_failure = |change: &dyn Fn(&mut [Row]), expected: &str| {
+            let (topology, edges, mut rows) = passing_run();
+            change(&mut rows);
             let problems = check(&topology, &edges, &rows, Balancer::PeakEwma);
             assert_eq!(problems, [expected]);
         };
-        spoiled(
+        check_one_failure(
             &|rows| {
                 rows[1].failed = 3;
                 rows[1].errors = BTreeMap::from([("grpc status 14".to_owned(), 3)]);
             },
             "load → web gRPC: 3 of 200 requests failed: grpc status 14 (3)",
         );
-        spoiled(
+        check_one_failure(
             &|rows| rows[2].server_identity = None,
             "load → ws HTTP/2: the server's identity is none, expected \
              ws.demo.serviceaccount.identity.linkerd.cluster.local",
         );
-        spoiled(
+        check_one_failure(
             &|rows| rows[4].plaintext = 2,
             "load → tcp TCP: 2 requests or connections went without mTLS",
         );
-        spoiled(
+        check_one_failure(
             &|rows| rows[5].succeeded = 1,
             "outside → web HTTP/1: 1 of 200 attempts got through",
         );
-        spoiled(
+        check_one_failure(
             &|rows| rows[6].errors = BTreeMap::from([("connect error: refused".to_owned(), 200)]),
             "outside → tcp TCP: not refused by policy: connect error: refused (200)",
         );
-        spoiled(
+        check_one_failure(
             &|rows| rows[6].refusals.clear(),
             "outside → tcp TCP: no sidecar has counted a refusal",
         );
-        spoiled(
+        check_one_failure(
             &|rows| {
                 rows[0].replicas.insert("web-3".to_owned(), 400);
             },
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn round_robin_means_equal_shares() {
-        let (topology, edges, mut rows) = good();
+        let (topology, edges, mut rows) = passing_run();
         assert_eq!(check(&topology, &edges, &rows, Balancer::RoundRobin).len(), 3);
         for row in &mut rows {
             row.replicas.values_mut().for_each(|n| *n = 333);

@@ -14,7 +14,7 @@ use anyhow::Context as _;
 use super::mesh;
 use super::rundir::{FailedRunLogs, RunDir};
 
-/// The cleanup process of this process. Dropping this value stops it.
+/// The child process that cleans up if the demo is killed. Dropping this value stops it.
 pub(super) struct CleanupProcess(Child);
 
 impl CleanupProcess {
@@ -54,8 +54,8 @@ pub(super) fn main(demo: u32) -> anyhow::Result<()> {
         return Ok(());
     }
     let proc = format!("/proc/{demo}");
+    // The demo may be a zombie for a moment, and its files are kept while its process exists. So try again until it is gone.
     for _ in 0..MAX_EXIT_POLLS {
-        // Until its parent waits for it, a dead process still looks like a running one.
         mesh::remove_stale(FailedRunLogs::Leave)?;
         if !Path::new(&proc).exists() {
             break;

@@ -28,7 +28,7 @@ impl Credentials {
         fs::write(credentials.anchors(), &credentials.anchor.certificate).context("writing the trust anchor")?;
         rundir::directory(&credentials.issuer())?;
         rundir::directory(&credentials.token_keys())?;
-        credentials.issue(topology)?;
+        credentials.rotate_issuer(topology)?;
         let keys = trust::create_token_keys().context("creating the keys of join tokens")?;
         fs::write(credentials.token_keys().join("demo.pem"), &keys.public).context("writing the token key")?;
         for workload in &topology.workloads {
@@ -47,7 +47,7 @@ impl Credentials {
     }
 
     /// Replaces the issuer by a new one.
-    pub(super) fn issue(&self, topology: &Topology) -> anyhow::Result<()> {
+    pub(super) fn rotate_issuer(&self, topology: &Topology) -> anyhow::Result<()> {
         let name = format!("identity.linkerd.{}", topology.trust_domain);
         let issuer =
             trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).context("creating the issuer")?;

@@ -60,7 +60,7 @@ impl Demo {
                 )
             }
             Target::Certificate { .. } => {
-                self.mesh.credentials.issue(&self.mesh.topology)?;
+                self.mesh.credentials.rotate_issuer(&self.mesh.topology)?;
                 (
                     "issuer replaced; sidecars take certificates of the new one as they renew theirs".to_owned(),
                     None,
@@ -135,7 +135,7 @@ impl Demo {
     fn all_renewed_since(&self, unix_time: f64) -> bool {
         let renewed = |samples: &Samples| {
             samples
-                .family(CERT_REFRESH_TIME_METRIC, &[])
+                .named(CERT_REFRESH_TIME_METRIC, &[])
                 .any(|sample| sample.value > unix_time + ISSUER_RELOAD_DELAY.as_secs_f64())
         };
         !self.scrapes.is_empty() && self.scrapes.values().all(renewed)

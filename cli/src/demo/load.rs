@@ -59,7 +59,7 @@ pub(super) struct Reports {
 
 impl Reports {
     /// Adds one line; returns `false` if it is not a report.
-    pub(super) fn take(&mut self, line: &str) -> bool {
+    pub(super) fn add_line(&mut self, line: &str) -> bool {
         let Ok(report) = serde_json::from_str::<Report>(line) else {
             return false;
         };
@@ -111,11 +111,11 @@ pub(super) mod tests {
     fn intervals_add_up_and_the_total_ends_the_run() {
         let mut reports = Reports::default();
         let line = INTERVAL.replace('\n', " ");
-        assert!(reports.take(&line) && reports.take(&line));
+        assert!(reports.add_line(&line) && reports.add_line(&line));
         assert_eq!((reports.requests, reports.failed), (400, 4));
         assert_eq!(reports.last.latency_ms().unwrap().p95, 1.5);
         assert!(reports.total.is_none());
-        assert!(reports.take(&line.replace("interval", "total")));
+        assert!(reports.add_line(&line.replace("interval", "total")));
         assert_eq!(reports.total.as_ref().unwrap().requests, 200);
         assert_eq!(reports.requests, 400);
     }
@@ -123,8 +123,8 @@ pub(super) mod tests {
     #[test]
     fn lines_that_are_not_reports_are_rejected() {
         let mut reports = Reports::default();
-        assert!(!reports.take("listening"));
-        assert!(!reports.take("{}"));
+        assert!(!reports.add_line("listening"));
+        assert!(!reports.add_line("{}"));
         assert_eq!(reports.requests, 0);
     }
 }

@@ -47,11 +47,11 @@ pub(super) struct MeshOptions<'a> {
 }
 
 /// Builds everything and waits until it is ready. Prints progress to standard error.
-pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::Result<DemoMesh> {
-    let manifests = match plan.manifests {
-        Some(theirs) => theirs
+pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::Result<DemoMesh> {
+    let manifests = match options.manifests {
+        Some(directory) => directory
             .canonicalize()
-            .with_context(|| format!("looking for {}", theirs.display()))?,
+            .with_context(|| format!("looking for {}", directory.display()))?,
         None => {
             manifests::write(&dir.manifests())?;
             dir.manifests()
@@ -66,7 +66,7 @@ pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::R
         "creating network namespaces for {} hosts",
         topology.workloads.len() + 2
     ));
-    let mut lab = VirtualNetwork::new(NAMESPACE_PREFIX)?;
+    let mut network = VirtualNetwork::new(NAMESPACE_PREFIX)?;
     let mut hosts = BTreeMap::new();
     for (name, ip) in [(CONTROL, CONTROL_IP), (OUTSIDE, OUTSIDE_IP)].into_iter().chain(
         topology
@@ -74,7 +74,7 @@ pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::R
             .iter()
             .map(|workload| (workload.name.as_str(), workload.ip)),
     ) {
-        let host = lab.host(name, &format!("{ip}/24"), None)?;
+        let host = network.add_host(name, &format!("{ip}/24"), None)?;
         // Cluster IPs belong to no interface. Their packets need a route to reach the redirect rules.
         host.ip("route add default dev eth0\n")?;
         hosts.insert(name.to_owned(), host);
@@ -89,7 +89,7 @@ pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::R
         logs: dir.logs(),
     };
     let mut control = builder.control(&manifests)?;
-    control.ready().await?;
+    control.wait_until_ready().await?;
 
     print_progress("redirecting each host's traffic, starting applications and sidecars");
     let (mut sidecars, mut apps) = (BTreeMap::new(), BTreeMap::new());
@@ -98,13 +98,13 @@ pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::R
         if let Some(app) = builder.app(workload)? {
             apps.insert(workload.name.clone(), app);
         }
-        sidecars.insert(workload.name.clone(), builder.sidecar(workload, plan.balancer)?);
+        sidecars.insert(workload.name.clone(), builder.sidecar(workload, options.balancer)?);
     }
     for app in apps.values_mut() {
-        builder.listening(app).await?;
+        builder.wait_until_listening(app).await?;
     }
     for sidecar in sidecars.values_mut() {
-        sidecar.ready().await?;
+        sidecar.wait_until_ready().await?;
     }
     Ok(DemoMesh {
         control,
@@ -113,15 +113,15 @@ pub(super) async fn build(plan: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow::R
         credentials,
         topology,
         hosts,
-        _network: lab,
+        _network: network,
         dir,
     })
 }
 
 /// Removes what killed demos left behind.
-pub(super) fn remove_stale(kept: FailedRunLogs) -> anyhow::Result<()> {
+pub(super) fn remove_stale(failed_logs: FailedRunLogs) -> anyhow::Result<()> {
     netns::remove_stale(NAMESPACE_PREFIX).context("removing namespaces of an earlier demo")?;
-    RunDir::remove_stale_runs(kept);
+    RunDir::remove_stale_runs(failed_logs);
     Ok(())
 }
 
@@ -173,7 +173,7 @@ impl ServiceProcess {
         true
     }
 
-    async fn ready(&mut self) -> anyhow::Result<()> {
+    async fn wait_until_ready(&mut self) -> anyhow::Result<()> {
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
             self.process.check_alive()?;
@@ -354,7 +354,7 @@ impl Builder<'_> {
     }
 
     /// Waits until an application reports that it listens.
-    async fn listening(&self, app: &mut ServiceProcess) -> anyhow::Result<()> {
+    async fn wait_until_listening(&self, app: &mut ServiceProcess) -> anyhow::Result<()> {
         let log = self.logs.join(format!("{}.log", app.spec.name));
         let deadline = Instant::now() + START_TIMEOUT;
         while !fs::read_to_string(&log).is_ok_and(|text| text.contains("listening")) {

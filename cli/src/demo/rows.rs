@@ -114,8 +114,8 @@ impl Outbound {
 
 /// The metrics of requests and connections to endpoints.
 fn endpoint_counters(samples: &Samples) -> impl Iterator<Item = &Sample> {
-    let requests = samples.family("request_total", &[("direction", "outbound")]);
-    requests.chain(samples.family("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
+    let requests = samples.named("request_total", &[("direction", "outbound")]);
+    requests.chain(samples.named("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
 }
 
 fn is_for(sample: &Sample, addr: std::net::SocketAddrV4) -> bool {
@@ -127,7 +127,7 @@ fn verified_clients(samples: &Samples, port: u16) -> BTreeSet<String> {
     let port = port.to_string();
     let seen = |name, labels: &[(&str, &str)]| -> BTreeSet<String> {
         let verified = samples
-            .family(name, labels)
+            .named(name, labels)
             .filter(|sample| sample.label("target_port") == Some(&port) && sample.value > 0.0);
         let ids = verified.filter_map(|sample| sample.label("client_id"));
         ids.filter(|id| !id.is_empty()).map(str::to_owned).collect()
@@ -146,7 +146,7 @@ fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &m
         Protocol::Tcp => "inbound_tcp_authz_deny_total",
         _ => "inbound_http_authz_deny_total",
     };
-    for sample in samples.family(family, &[("target_port", &port)]) {
+    for sample in samples.named(family, &[("target_port", &port)]) {
         let who = match (sample.label("client_id"), sample.label("no_tls_reason")) {
             (Some(id), _) if !id.is_empty() => id.to_owned(),
             (_, Some(reason)) => format!("no identity ({reason})"),
@@ -189,8 +189,8 @@ pub(super) mod tests {
 
     pub(in super::super) fn reports() -> Reports {
         let mut reports = Reports::default();
-        assert!(reports.take(&INTERVAL.replace('\n', " ")));
-        assert!(reports.take(&INTERVAL.replace('\n', " ").replace("interval", "total")));
+        assert!(reports.add_line(&INTERVAL.replace('\n', " ")));
+        assert!(reports.add_line(&INTERVAL.replace('\n', " ").replace("interval", "total")));
         reports
     }
 

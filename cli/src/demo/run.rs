@@ -37,13 +37,13 @@ pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
     mesh::remove_stale(FailedRunLogs::Remove)?;
     let _cleanup = CleanupProcess::spawn()?;
     let dir = Arc::new(RunDir::create()?);
-    let plan = MeshOptions {
+    let options = MeshOptions {
         manifests: args.manifests.as_deref(),
         balancer: args.balancer,
     };
     // Dropping a partly built mesh stops the processes that were started.
     let problems = tokio::select! {
-        built = mesh::build(&plan, dir.clone()) => run(built, args, &mut signals).await,
+        built = mesh::build(&options, dir.clone()) => run(built, args, &mut signals).await,
         () = signals.next() => {
             print_progress("interrupted before the mesh was ready");
             return Ok(ExitCode::FAILURE);
@@ -67,22 +67,22 @@ async fn run(built: anyhow::Result<DemoMesh>, args: &Args, signals: &mut Signals
 
 impl Demo {
     /// Starts the load on a mesh that is ready.
-    fn start(stage: DemoMesh, args: &Args) -> anyhow::Result<Self> {
-        let edges = edges(&stage.topology);
+    fn start(mesh: DemoMesh, args: &Args) -> anyhow::Result<Self> {
+        let edges = edges(&mesh.topology);
         let (sender, lines) = mpsc::channel(REPORT_CHANNEL_CAPACITY);
         let (mut generators, mut readers) = (Vec::new(), JoinSet::new());
         for (at, edge) in edges.iter().enumerate() {
             let host = match edge.client {
-                Client::Load => stage.topology.load().map_or("load", |load| load.name.as_str()),
+                Client::Load => mesh.topology.load().map_or("load", |load| load.name.as_str()),
                 Client::Outside => "outside",
             };
-            let mut generator = stage.load(host, edge.file_name(), edge.arguments())?;
+            let mut generator = mesh.load(host, edge.file_name(), edge.arguments())?;
             if let Some(output) = generator.take_output() {
                 readers.spawn(read_lines(at, output, sender.clone()));
             }
             generators.push(generator);
         }
-        let listener = Listener::bind(&stage.dir.socket())?;
+        let listener = Listener::bind(&mesh.dir.socket())?;
         print_progress("traffic flows");
         Ok(Self {
             reports: vec![Reports::default(); edges.len()],
@@ -97,7 +97,7 @@ impl Demo {
             active_faults: Vec::new(),
             unexpected_failures: Vec::new(),
             balancer: args.balancer,
-            mesh: stage,
+            mesh,
         })
     }
 
@@ -106,9 +106,9 @@ impl Demo {
         let mut screen = Screen::new();
         let draw = screen.is_terminal() && args.output != Some(Output::Json);
         let end = args.once.map(|seconds| self.started_at + Duration::from_secs(seconds));
-        let mut planned = VecDeque::new();
-        if let Some(seconds) = args.once.filter(|seconds| *seconds >= OUTAGE_START_SECONDS) {
-            planned.push_back(self.started_at + Duration::from_secs(seconds) / 4);
+        let mut planned_outages = VecDeque::new();
+        if let Some(seconds) = args.once.filter(|seconds| *seconds >= MIN_RUN_WITH_OUTAGE_SECONDS) {
+            planned_outages.push_back(self.started_at + Duration::from_secs(seconds) / 4);
         }
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -124,7 +124,7 @@ impl Demo {
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
-                    if planned.pop_front_if(|at| *at <= now).is_some() {
+                    if planned_outages.pop_front_if(|at| *at <= now).is_some() {
                         let request = FaultRequest { fault: Fault::ControlPlane, seconds: OUTAGE_DURATION.as_secs_f64() };
                         if let FaultResponse::Refused(why) = self.inject_fault(request).await {
                             self.unexpected_failures.push(format!("the planned outage of the control plane did not happen: {why}"));
@@ -182,17 +182,17 @@ impl Demo {
             print!("{json}");
         }
         for problem in &problems {
-            print_progress(&format!("off: {problem}"));
+            print_progress(&format!("failed: {problem}"));
         }
         if args.once.is_some() && problems.is_empty() {
-            print_progress("everything is as promised");
+            print_progress("all checks passed");
         }
         Ok(problems)
     }
 
     fn record_report_line(&mut self, edge: usize, line: &str) {
         if let Some(reports) = self.reports.get_mut(edge) {
-            reports.take(line);
+            reports.add_line(line);
         }
     }
 
@@ -212,7 +212,7 @@ impl Demo {
         let down: Vec<String> = self
             .active_faults
             .iter()
-            .map(|broken| broken.target.process())
+            .filter_map(|broken| broken.target.process())
             .collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
@@ -253,7 +253,7 @@ impl Demo {
                     return;
                 };
                 if let Some(reports) = self.reports.get_mut(edge) {
-                    reports.take(&line);
+                    reports.add_line(&line);
                 }
             }
         };
@@ -342,7 +342,7 @@ impl Demo {
     }
 }
 
-/// SIGINT and SIGTERM.
+/// SIGINT, SIGTERM and SIGHUP.
 struct Signals(Signal, Signal, Signal);
 
 impl Signals {
@@ -376,8 +376,8 @@ async fn read_lines(edge: usize, output: ChildStdout, lines: mpsc::Sender<(usize
 const TICK: Duration = Duration::from_secs(1);
 /// Reports that wait to be processed.
 const REPORT_CHANNEL_CAPACITY: usize = 64;
-/// Second of a `--once` run at which the control plane is stopped.
-const OUTAGE_START_SECONDS: u64 = 20;
+/// Shorter `--once` runs have no outage of the control plane.
+const MIN_RUN_WITH_OUTAGE_SECONDS: u64 = 20;
 const OUTAGE_DURATION: Duration = Duration::from_secs(10);
 /// Longer than a request can take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(8);

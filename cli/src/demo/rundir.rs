@@ -1,6 +1,6 @@
 //! The directory of one run: manifests, credentials, logs, and the socket for `tulle demo break`.
 //!
-//! It is below `/tmp`, which all users of the demo's processes can access; a home directory may be closed to them.
+//! It is below `/tmp`, because the demo's processes run as several Unix users, which may not be able to enter a home directory.
 //! Its name contains the process id of the demo, which tells a running demo from one that was killed.
 
 use std::fs;
@@ -42,13 +42,13 @@ impl RunDir {
     }
 
     /// Removes what killed runs of this user left behind.
-    pub(super) fn remove_stale_runs(kept: FailedRunLogs) {
-        for run in runs() {
-            let left_behind = match run.join(FAILED_MARKER).exists() {
-                true => kept == FailedRunLogs::Remove,
+    pub(super) fn remove_stale_runs(failed_logs: FailedRunLogs) {
+        for run in run_directories() {
+            let is_stale = match run.join(FAILED_MARKER).exists() {
+                true => failed_logs == FailedRunLogs::Remove,
                 false => !is_alive(&run),
             };
-            if left_behind {
+            if is_stale {
                 // A directory that cannot be removed belongs to another user, and is harmless.
                 let _ = fs::remove_dir_all(&run);
             }
@@ -112,7 +112,9 @@ pub(super) enum FailedRunLogs {
 
 /// The socket of the latest run that is still running.
 pub(super) fn running_socket() -> Option<PathBuf> {
-    let running = runs().filter(|run| is_alive(run)).map(|run| run.join(SOCKET));
+    let running = run_directories()
+        .filter(|run| is_alive(run))
+        .map(|run| run.join(SOCKET));
     let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
     running.filter(|path| path.exists()).max_by_key(age)
 }
@@ -150,7 +152,7 @@ fn ensure_own_directory(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn runs() -> impl Iterator<Item = PathBuf> {
+fn run_directories() -> impl Iterator<Item = PathBuf> {
     let base = base();
     let entries = ensure_own_directory(&base).ok().and_then(|()| fs::read_dir(base).ok());
     let entries = entries.into_iter().flatten().flatten();
@@ -167,7 +169,8 @@ fn base() -> PathBuf {
     Path::new("/tmp").join(format!("tulle-demo-{}", outer_uid()))
 }
 
-/// The user's id outside the user namespace in which the demo may run as root, because `break` is started outside.
+/// The user id outside the demo's user namespace. The path contains this id, so that `tulle demo break`, which runs outside,
+/// finds the same directory.
 fn outer_uid() -> u32 {
     let uid = nix::unistd::geteuid().as_raw();
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();

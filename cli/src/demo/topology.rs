@@ -1,4 +1,4 @@
-//! The topology of the demo, from its manifests: hosts, applications, services, and the edges between them.
+//! The topology of the demo, from its manifests: hosts, applications and services.
 //!
 //! The control plane reads the same files. Here they decide which network namespaces, addresses and processes exist.
 
@@ -79,7 +79,7 @@ impl Topology {
                     source,
                 })?;
                 match object {
-                    Some(Object::ExternalWorkload(raw)) => workloads.push(raw.read()?),
+                    Some(Object::ExternalWorkload(raw)) => workloads.push(raw.into_workload()?),
                     Some(Object::Service(raw)) => services.push(raw),
                     // Policies and similar objects are validated by the control plane.
                     Some(Object::Other) | None => {}
@@ -237,7 +237,7 @@ struct RawServiceSpec {
 }
 
 impl RawWorkload {
-    fn read(self) -> Result<Labelled, TopologyError> {
+    fn into_workload(self) -> Result<Labelled, TopologyError> {
         let name = self.metadata.name;
         let refuse = |reason: String| TopologyError::Workload {
             name: name.clone(),
@@ -247,7 +247,8 @@ impl RawWorkload {
             [only] => only.ip.parse::<Ipv4Addr>().ok(),
             _ => None,
         };
-        let ip = ip.ok_or_else(|| refuse("spec.workloadIPs must be one IPv4 address here".to_owned()))?;
+        let ip =
+            ip.ok_or_else(|| refuse("the demo supports exactly one IPv4 address in spec.workloadIPs".to_owned()))?;
         let identity = self.spec.mesh_tls.identity;
         let service_account = identity.split('.').next().unwrap_or_default().to_owned();
         if trust_domain(&identity).is_none() {

@@ -70,11 +70,15 @@ impl QueryContext<'_> {
             Some(pod) => pod.clone(),
             None => destination_pod(&cluster).await?,
         };
-        let ForwardedPort { stream, .. } = forward::open(&cluster, &cluster.control_plane, &pod, port).await?;
+        let ForwardedPort { stream, .. } =
+            forward::open(&cluster, &cluster.control_plane_namespace, &pod, port).await?;
         let authority = Authority::from_static("localhost");
-        client::connect_over(stream, &authority)
-            .await
-            .with_context(|| format!("connecting to port {port} of pod {}/{pod}", cluster.control_plane))
+        client::connect_over(stream, &authority).await.with_context(|| {
+            format!(
+                "connecting to port {port} of pod {}/{pod}",
+                cluster.control_plane_namespace
+            )
+        })
     }
 
     pub(super) async fn cluster(&self, flag: &str, port: u16) -> anyhow::Result<Cluster> {
@@ -116,7 +120,7 @@ async fn destination_pod(cluster: &Cluster) -> anyhow::Result<String> {
         kind: Kind::Pod,
         name: None,
     };
-    let pods = all.pods(cluster, &cluster.control_plane).await?;
+    let pods = all.pods(cluster, &cluster.control_plane_namespace).await?;
     let ready = pods.iter().find(|pod| {
         let component = pod
             .labels()
@@ -131,7 +135,7 @@ async fn destination_pod(cluster: &Cluster) -> anyhow::Result<String> {
     let pod = ready.with_context(|| {
         format!(
             "namespace {} has no ready pod of linkerd-destination; `tulle check` shows why; use -L for another namespace",
-            cluster.control_plane
+            cluster.control_plane_namespace
         )
     })?;
     Ok(pod.name_any())

@@ -40,13 +40,13 @@ struct Endpoint {
 }
 
 /// Queries each authority in turn.
-pub(super) async fn query(query_context: &QueryContext<'_>, question: &Args) -> anyhow::Result<String> {
+pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
     let mut client = DestinationClient::new(query_context.destination().await?);
     let mut endpoints = Vec::new();
-    for authority in &question.authorities {
+    for authority in &args.authorities {
         let request = GetDestination {
             path: authority.clone(),
-            context_token: question.token.clone().unwrap_or_default(),
+            context_token: args.token.clone().unwrap_or_default(),
             ..GetDestination::default()
         };
         let exchange = async {

@@ -52,9 +52,9 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     };
     let text = runtime()?.block_on(async {
         match &args.query {
-            Query::Endpoints(question) => Box::pin(endpoints::query(&query_context, question)).await,
-            Query::Profile(question) => Box::pin(profile::query(&query_context, question)).await,
-            Query::Policy(question) => Box::pin(policy::query(&query_context, question)).await,
+            Query::Endpoints(args) => Box::pin(endpoints::query(&query_context, args)).await,
+            Query::Profile(args) => Box::pin(profile::query(&query_context, args)).await,
+            Query::Policy(args) => Box::pin(policy::query(&query_context, args)).await,
             Query::ControllerMetrics | Query::ProxyMetrics(_) => Ok(String::new()),
         }
     })?;

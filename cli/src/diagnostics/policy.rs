@@ -32,9 +32,9 @@ pub(super) struct Args {
     namespace: String,
 }
 
-pub(super) async fn query(query_context: &QueryContext<'_>, question: &Args) -> anyhow::Result<String> {
-    let namespace = &question.namespace;
-    match (&question.outbound, &question.resource, question.port) {
+pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
+    let namespace = &args.namespace;
+    match (&args.outbound, &args.resource, args.port) {
         (Some(target), ..) => outbound(query_context, target, namespace).await,
         (None, Some(resource), Some(port)) => match ResourceRef::parse(std::slice::from_ref(resource)) {
             Ok(ResourceRef {

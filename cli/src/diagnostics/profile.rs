@@ -17,12 +17,12 @@ pub(super) struct Args {
     namespace: Option<String>,
 }
 
-pub(super) async fn query(query_context: &QueryContext<'_>, question: &Args) -> anyhow::Result<String> {
+pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
     let mut client = DestinationClient::new(query_context.destination().await?);
     let token = |namespace| serde_json::json!({ "ns": namespace }).to_string();
     let request = GetDestination {
-        path: question.target.clone(),
-        context_token: question.namespace.as_ref().map(token).unwrap_or_default(),
+        path: args.target.clone(),
+        context_token: args.namespace.as_ref().map(token).unwrap_or_default(),
         ..GetDestination::default()
     };
     let exchange = async {

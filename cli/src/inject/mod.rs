@@ -1,6 +1,6 @@
 //! `tulle inject` and `tulle uninject`: read manifests, and write them with or without the mesh and a report on standard error.
 //!
-//! The injector's code decides about each pod.
+//! Whether and how a pod is injected is decided by the same code as in the injector webhook.
 
 mod flags;
 mod streams;
@@ -72,7 +72,8 @@ struct Injection {
 
 /// The result for an object.
 enum InjectionOutcome {
-    Injected(Vec<String>),
+    /// The proxy was added or removed; with notes for the user.
+    Changed(Vec<String>),
     /// The object is not a workload and got an annotation.
     Annotated,
     Skipped(Vec<String>),
@@ -111,9 +112,9 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
     let mut n_manual = 0;
     streams::transform_objects(&args.inputs, args.output, |object| {
         let title = ObjectName::of(object);
-        let verdict = injection.apply(object).with_context(|| title.to_string())?;
-        report(&title, "injected", &verdict);
-        n_manual += usize::from(args.manual && matches!(verdict, InjectionOutcome::Injected(_)));
+        let outcome = injection.apply(object).with_context(|| title.to_string())?;
+        report(&title, "injected", &outcome);
+        n_manual += usize::from(args.manual && matches!(outcome, InjectionOutcome::Changed(_)));
         Ok(())
     })?;
     if n_manual > 0 {
@@ -128,11 +129,11 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
 /// Fails if a manifest cannot be read.
 pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
     streams::transform_objects(&args.inputs, args.output, |object| {
-        let verdict = match uninject::apply(object) {
-            true => InjectionOutcome::Injected(Vec::new()),
+        let outcome = match uninject::apply(object) {
+            true => InjectionOutcome::Changed(Vec::new()),
             false => InjectionOutcome::Skipped(Vec::new()),
         };
-        report(&ObjectName::of(object), "uninjected", &verdict);
+        report(&ObjectName::of(object), "uninjected", &outcome);
         Ok(())
     })
 }
@@ -146,7 +147,7 @@ fn fetch_values(cluster: &kubernetes::Flags) -> anyhow::Result<Values> {
 impl Injection {
     fn apply(&self, object: &mut Value) -> anyhow::Result<InjectionOutcome> {
         match Workload::of(object) {
-            Workload::Pods(path) => self.workload(object, path),
+            Workload::Pods(path) => self.inject_workload(object, path),
             Workload::Namespace => {
                 annotate(object, annotation::INJECT, self.inject_annotation_value());
                 for (key, value) in &self.annotations {
@@ -165,57 +166,58 @@ impl Injection {
         }
     }
 
-    fn workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<InjectionOutcome> {
+    fn inject_workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<InjectionOutcome> {
         let title = ObjectName::of(object);
         let namespace = object
             .pointer("/metadata/namespace")
             .and_then(Value::as_str)
             .unwrap_or("default")
             .to_owned();
+        // Work on a copy without an earlier injection.
         let mut changed = object.clone();
-        uninject::sidecar(&mut changed, path);
-        let Some(part) = workload::at(&mut changed, path) else {
+        uninject::remove_sidecar(&mut changed, path);
+        let Some(pod_template) = workload::at(&mut changed, path) else {
             return Ok(InjectionOutcome::Skipped(vec!["it has no pod template".to_owned()]));
         };
-        let refused = part
+        let is_disabled = pod_template
             .pointer("/metadata/annotations")
             .and_then(|all| all.get(annotation::INJECT))
             == Some(&json!("disabled"));
-        if refused {
+        if is_disabled {
             return Ok(InjectionOutcome::Skipped(vec![
                 SkipReason::Disabled.description().to_owned(),
             ]));
         }
-        let containers = part.pointer("/spec/containers").and_then(Value::as_array);
-        let is_whole = containers.is_some_and(|containers| !containers.is_empty());
+        let containers = pod_template.pointer("/spec/containers").and_then(Value::as_array);
+        let has_containers = containers.is_some_and(|containers| !containers.is_empty());
         ensure!(
-            is_whole || !self.manual,
+            has_containers || !self.manual,
             "the pod template has no spec.containers, so no proxy can be added: the manifest is incomplete; inject \
              the output of kustomize or a similar tool, or remove --manual"
         );
-        annotate(part, annotation::INJECT, self.inject_annotation_value());
+        annotate(pod_template, annotation::INJECT, self.inject_annotation_value());
         for (key, value) in &self.annotations {
-            annotate(part, key, value);
+            annotate(pod_template, key, value);
         }
-        let template = workload::template(part)?;
-        let (spec, of_namespace) = (template.spec.unwrap_or_default(), BTreeMap::new());
-        let subject = InjectionTarget {
+        let template = workload::template(pod_template)?;
+        let (spec, no_annotations) = (template.spec.unwrap_or_default(), BTreeMap::new());
+        let target = InjectionTarget {
             pointer: path,
             metadata: template.metadata.as_ref(),
             spec: &spec,
             namespace: &namespace,
-            namespace_annotations: &of_namespace,
-            owner: Some(injection::Workload {
+            namespace_annotations: &no_annotations,
+            owner: Some(injection::PodOwner {
                 kind: title.kind,
                 name: title.name,
             }),
         };
-        let outcome = injection::inject_pod(&self.config, &subject);
-        if let Some(refusal) = outcome.refusal {
-            bail!(refusal);
+        let outcome = injection::inject_pod(&self.config, &target);
+        if let Some(reason) = outcome.denial_reason {
+            bail!(reason);
         }
         if let Decision::Skip(reasons) = &outcome.decision {
-            // An injection request that cannot be satisfied sets the exit code.
+            // If the user asks for an injection that is impossible, the command fails.
             let impossible = reasons.iter().find(|reason| FATAL_SKIP_REASONS.contains(reason));
             if let Some(reason) = impossible {
                 bail!(reason.description());
@@ -225,14 +227,14 @@ impl Injection {
             ));
         }
         let mut notes = outcome.warnings;
-        if subject.has_udp_ports() {
+        if target.has_udp_ports() {
             notes.push("it exposes UDP ports, which the proxy does not see (udp_ports_enabled)".to_owned());
         }
         if self.manual {
             json_patch::patch(&mut changed, &outcome.patch).context("adding the proxy")?;
         }
         *object = changed;
-        Ok(InjectionOutcome::Injected(notes))
+        Ok(InjectionOutcome::Changed(notes))
     }
 
     fn inject_annotation_value(&self) -> &'static str {
@@ -244,28 +246,28 @@ impl Injection {
 }
 
 /// Sets an annotation of an object or template.
-fn annotate(part: &mut Value, key: &str, value: &str) {
+fn annotate(object: &mut Value, key: &str, value: &str) {
     for path in ["/metadata", "/metadata/annotations"] {
         let (parent, name) = path.rsplit_once('/').unwrap_or_default();
-        if let Some(Value::Object(parent)) = part.pointer_mut(parent)
+        if let Some(Value::Object(parent)) = object.pointer_mut(parent)
             && parent.get(name).is_none_or(Value::is_null)
         {
             parent.insert(name.to_owned(), json!({}));
         }
     }
-    if let Some(Value::Object(annotations)) = part.pointer_mut("/metadata/annotations") {
+    if let Some(Value::Object(annotations)) = object.pointer_mut("/metadata/annotations") {
         annotations.insert(key.to_owned(), value.into());
     }
 }
 
 /// Reports the outcome of an object. Documents without an object are not reported.
-fn report(title: &ObjectName, done: &str, verdict: &InjectionOutcome) {
+fn report(title: &ObjectName, done: &str, outcome: &InjectionOutcome) {
     let ObjectName { kind, name } = title;
     if kind.is_empty() {
         return;
     }
-    match verdict {
-        InjectionOutcome::Injected(notes) => {
+    match outcome {
+        InjectionOutcome::Changed(notes) => {
             eprintln!("{kind} \"{name}\" {done}");
             for note in notes {
                 eprintln!("{kind} \"{name}\": {note}");
@@ -283,9 +285,9 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::SidecarExists,
     SkipReason::NoServiceAccountToken,
 ];
-const NAMESPACES_NOT_READ: &str = "tulle: annotations of namespaces were not read. Of these, the injector adds \
-     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports when pods are created; \
-     for other annotations, or without an injector, write them into the manifests";
+const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. The injector adds \
+     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports from a namespace when \
+     it creates pods; write all others (or all, without an injector) into the manifests";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \
      file with identityTrustAnchorsPEM by --values";
 

@@ -14,11 +14,11 @@ pub(super) fn apply(object: &mut Value) -> bool {
     let before = object.clone();
     match Workload::of(object) {
         Workload::Pods(path) => {
-            if let Some(part) = workload::at(object, path) {
-                pods(part);
+            if let Some(template) = workload::at(object, path) {
+                remove_from_pod_template(template);
             }
         }
-        Workload::Namespace => metadata(object),
+        Workload::Namespace => remove_mesh_metadata(object),
         Workload::Service | Workload::Other => {}
     }
     *object != before
@@ -26,19 +26,21 @@ pub(super) fn apply(object: &mut Value) -> bool {
 
 /// Removes injected containers from the pods of an object before they are injected again. Pods without such containers stay
 /// unchanged.
-pub(super) fn sidecar(object: &mut Value, path: &[&str]) {
-    let Some(part) = workload::at(object, path) else { return };
+pub(super) fn remove_sidecar(object: &mut Value, path: &[&str]) {
+    let Some(template) = workload::at(object, path) else {
+        return;
+    };
     let is_injected =
-        workload::template(part).is_ok_and(|template| template.spec.is_some_and(|spec| has_injected_containers(&spec)));
+        workload::template(template).is_ok_and(|pod| pod.spec.is_some_and(|spec| has_injected_containers(&spec)));
     if is_injected {
-        pods(part);
+        remove_from_pod_template(template);
     }
 }
 
-fn pods(part: &mut Value) {
-    metadata(part);
+fn remove_from_pod_template(template: &mut Value) {
+    remove_mesh_metadata(template);
     // Must run before the proxy container is removed, because that container holds the original probes.
-    if let Some(Value::Object(spec)) = part.get_mut("spec") {
+    if let Some(Value::Object(spec)) = template.get_mut("spec") {
         restore_probes(spec);
     }
     let added = [PROXY_CONTAINER, INIT_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER];
@@ -48,7 +50,7 @@ fn pods(part: &mut Value) {
         ("volumes", &INJECTED_VOLUMES),
     ];
     for (list, names) in lists {
-        let Some(Value::Object(spec)) = part.get_mut("spec") else {
+        let Some(Value::Object(spec)) = template.get_mut("spec") else {
             return;
         };
         let Some(Value::Array(items)) = spec.get_mut(list) else {
@@ -67,8 +69,8 @@ fn pods(part: &mut Value) {
 type IsOurs = fn(&str, &Value) -> bool;
 
 /// Removes the mesh's own keys. Settings of the user (`config.linkerd.io/*`) and a disabled injection stay.
-fn metadata(part: &mut Value) {
-    let Some(Value::Object(metadata)) = part.get_mut("metadata") else {
+fn remove_mesh_metadata(object: &mut Value) {
+    let Some(Value::Object(metadata)) = object.get_mut("metadata") else {
         return;
     };
     let maps: [(&str, IsOurs); 2] = [("annotations", is_our_annotation), ("labels", is_our_label)];

@@ -157,7 +157,7 @@ const MERGE_CHART_FILES: &[(&str, &str)] = &[
 const MINIMUM_KUBERNETES: &str = "v1.31.0";
 
 const HELM_NOT_FOUND: &str = "\
-there is no helm on the PATH, which renders the charts; install it (https://helm.sh/docs/intro/install), or let Helm do \
+helm, which renders the charts, is not on the PATH; install it (https://helm.sh/docs/intro/install), or let Helm do \
 the whole installation where you have it:
   helm repo add tulle https://tulle-mesh.github.io/tulle
   helm install linkerd-crds tulle/tulle-crds -n linkerd --create-namespace --set installGatewayAPI=true

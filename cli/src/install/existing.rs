@@ -32,7 +32,7 @@ pub(super) struct ExistingInstallation {
 /// # Errors
 /// Fails if the user has no permission to read the objects.
 pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingInstallation> {
-    let namespace = &cluster.control_plane;
+    let namespace = &cluster.control_plane_namespace;
     let failed = |what: &str, error: kube::Error| anyhow!("reading {what} of the cluster: {}", reason(&error));
     let version = cluster
         .client

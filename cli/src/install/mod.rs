@@ -81,7 +81,7 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         return Ok(ExitCode::SUCCESS);
     }
     if let Some(existing) = &existing {
-        refuse_second_installation(existing, flags)?;
+        check_installable(existing, flags)?;
     }
     let complete = with_credentials(given)?;
     crate::print(&show(&control_plane(&helm, &complete, flags)?, args.output)?)?;
@@ -128,7 +128,7 @@ fn ensure_gateway_api(given: &Value, existing: &ExistingInstallation) -> anyhow:
     Ok(())
 }
 
-fn refuse_second_installation(existing: &ExistingInstallation, flags: &kubernetes::Flags) -> anyhow::Result<()> {
+fn check_installable(existing: &ExistingInstallation, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let namespace = &flags.linkerd_namespace;
     ensure!(
         !existing.is_installed,
@@ -149,15 +149,15 @@ fn refuse_second_installation(existing: &ExistingInstallation, flags: &kubernete
 
 /// Creates a trust anchor and an issuer if no credentials are given. An incomplete set is an error.
 fn with_credentials(mut values: Value) -> anyhow::Result<Value> {
-    let text = |pointer: &str| {
+    let is_set = |pointer: &str| {
         values
             .pointer(pointer)
             .and_then(Value::as_str)
             .is_some_and(|text| !text.is_empty())
     };
-    let anchors = text("/identityTrustAnchorsPEM") || values["identity"]["externalCA"] == json!(true);
-    let cert = text("/identity/issuer/tls/crtPEM");
-    let key = text("/identity/issuer/tls/keyPEM");
+    let anchors = is_set("/identityTrustAnchorsPEM") || values["identity"]["externalCA"] == json!(true);
+    let cert = is_set("/identity/issuer/tls/crtPEM");
+    let key = is_set("/identity/issuer/tls/keyPEM");
     let external = values["identity"]["issuer"]["scheme"] == json!("kubernetes.io/tls");
     if anchors && (external || (cert && key)) {
         return check_issuer_and_anchors(values);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_installation_and_one_without_kinds_are_refused() {
+    fn a_second_installation_and_one_without_custom_resource_definitions_are_refused() {
         use clap::Parser as _;
         #[derive(clap::Parser)]
         struct Line {
@@ -339,12 +339,12 @@ mod tests {
         }
         let flags = Line::parse_from(["tulle"]).flags;
         let mut found = existing(None);
-        let error = refuse_second_installation(&found, &flags).unwrap_err().to_string();
+        let error = check_installable(&found, &flags).unwrap_err().to_string();
         assert!(error.contains("tulle upgrade"), "{error}");
         let error = overrides(&found, &flags).unwrap_err().to_string();
         assert!(error.contains("helm upgrade"), "{error}");
         found.is_installed = false;
-        let error = refuse_second_installation(&found, &flags).unwrap_err().to_string();
+        let error = check_installable(&found, &flags).unwrap_err().to_string();
         assert!(error.contains("tulle install --crds | kubectl apply -f -"), "{error}");
         let error = ensure_gateway_api(&json!({}), &found).unwrap_err().to_string();
         assert!(error.contains("--set installGatewayAPI=true"), "{error}");

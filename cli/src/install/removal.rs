@@ -82,7 +82,8 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
 
 /// Whether this object holds credentials of the control plane. Such an object can be in use although no chart renders it: the
 /// control plane creates certificates of webhooks and of telemetry at run time, and issuers, trust anchors or certificates that the
-/// values declare external are managed by others. A label from an earlier installation stays on the object.
+/// values declare external are managed by others. Such an object keeps the label of an earlier installation, so the label alone
+/// must not select it for pruning.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {
@@ -93,9 +94,9 @@ fn is_credential(object: &Value) -> bool {
 }
 
 async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
-    let home = &cluster.control_plane;
+    let namespace = &cluster.control_plane_namespace;
     let api: Api<Pod> = Api::all(cluster.client.clone());
-    let injected = format!("linkerd.io/control-plane-ns={home},!linkerd.io/control-plane-component");
+    let injected = format!("linkerd.io/control-plane-ns={namespace},!linkerd.io/control-plane-component");
     let pods = cluster.list(&api, &ListParams::default().labels(&injected)).await;
     let pods = pods.map_err(|error| anyhow!("listing injected pods: {}", reason(&error)))?;
     let names: Vec<_> = pods
@@ -105,7 +106,7 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
         .collect();
     ensure!(
         pods.is_empty(),
-        "{} pods have a proxy of this control plane ({}{}); take `linkerd.io/inject` from their namespaces and workloads and \
+        "{} pods have a proxy of this control plane ({}{}); remove the annotation `linkerd.io/inject` from their namespaces and workloads and \
          restart them, or use --force",
         pods.len(),
         names.join(", "),
@@ -127,14 +128,14 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
 
 /// Lists all objects with the label of this control plane, reduced to their identifying fields.
 async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
-    let home = &cluster.control_plane;
-    let labelled = ListParams::default().labels(&format!("linkerd.io/control-plane-ns={home}"));
+    let namespace = &cluster.control_plane_namespace;
+    let labelled = ListParams::default().labels(&format!("linkerd.io/control-plane-ns={namespace}"));
     let mut objects = Vec::new();
     for (scope, group, version, kind) in KINDS {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
         let api: Api<DynamicObject> = match scope {
             ObjectScope::AllNamespaces => Api::all_with(cluster.client.clone(), &resource),
-            ObjectScope::ControlPlaneNamespace => Api::namespaced_with(cluster.client.clone(), home, &resource),
+            ObjectScope::ControlPlaneNamespace => Api::namespaced_with(cluster.client.clone(), namespace, &resource),
         };
         let found = match cluster.list(&api, &labelled).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Vec::new(),

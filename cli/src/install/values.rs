@@ -15,13 +15,13 @@ macro_rules! value_flags {
         /// Flags that set one value of a chart each.
         #[derive(clap::Args, Clone, Debug, Default)]
         #[command(next_help_heading = "Values of the charts")]
-        struct Single {
+        struct SingleValueFlags {
             $($(#[doc = $doc])* #[arg(long, value_name = "VALUE")] $flag: Option<$kind>,)*
         }
 
-        impl Single {
-            fn put(&self, values: &mut Value) {
-                $(if let Some(value) = &self.$flag { put(values, $pointer, json!(value)); })*
+        impl SingleValueFlags {
+            fn apply_to(&self, values: &mut Value) {
+                $(if let Some(value) = &self.$flag { set_value(values, $pointer, json!(value)); })*
             }
         }
     };
@@ -114,7 +114,7 @@ pub(super) struct Flags {
     #[arg(long)]
     enable_external_profiles: bool,
     #[command(flatten)]
-    scalars: Single,
+    single_values: SingleValueFlags,
     /// Read values from a file, as Helm does; may be repeated
     #[arg(short = 'f', long = "values", value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -133,7 +133,7 @@ pub(super) struct Flags {
 ///
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.
-pub(super) fn merge(helm: &Helm, flags: &Flags, before: Option<&Value>) -> anyhow::Result<Value> {
+pub(super) fn merge(helm: &Helm, flags: &Flags, previous: Option<&Value>) -> anyhow::Result<Value> {
     let mut args: Vec<OsString> = Vec::new();
     let mut values_file = |path: PathBuf| args.extend(["--values".into(), path.into_os_string()]);
     let write = |name: &str, values: &Value| {
@@ -142,8 +142,8 @@ pub(super) fn merge(helm: &Helm, flags: &Flags, before: Option<&Value>) -> anyho
         fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;
         anyhow::Ok(path)
     };
-    if let Some(before) = before {
-        values_file(write("values-of-before.yaml", before)?);
+    if let Some(previous) = previous {
+        values_file(write("previous-values.yaml", previous)?);
     }
     if flags.ha {
         values_file(helm.high_availability());
@@ -173,7 +173,7 @@ impl Flags {
             (&self.identity_issuer_key_file, "identity.issuer.tls.keyPEM"),
         ] {
             if let Some(path) = path {
-                put(&mut values, key, json!(file(path)?));
+                set_value(&mut values, key, json!(file(path)?));
             }
         }
         for (given, key, value) in [
@@ -193,24 +193,24 @@ impl Flags {
             ),
         ] {
             if given {
-                put(&mut values, key, value);
+                set_value(&mut values, key, value);
             }
         }
         if let Some(enabled) = self.enable_endpoint_slices {
-            put(&mut values, "enableEndpointSlices", json!(enabled));
+            set_value(&mut values, "enableEndpointSlices", json!(enabled));
         }
         if let Some(registry) = &self.registry {
             let registry = registry.trim_end_matches('/');
-            put(&mut values, "controllerImage", json!(format!("{registry}/controller")));
-            put(&mut values, "proxy.image.name", json!(format!("{registry}/proxy")));
+            set_value(&mut values, "controllerImage", json!(format!("{registry}/controller")));
+            set_value(&mut values, "proxy.image.name", json!(format!("{registry}/proxy")));
         }
-        self.scalars.put(&mut values);
+        self.single_values.apply_to(&mut values);
         Ok(values)
     }
 }
 
 /// Sets a value by its dotted path.
-fn put(values: &mut Value, path: &str, value: Value) {
+fn set_value(values: &mut Value, path: &str, value: Value) {
     let place = path.split('.').fold(values, |values, key| &mut values[key]);
     *place = value;
 }

@@ -23,7 +23,7 @@ pub(crate) struct ForwardedPort<S> {
     pub(crate) error: ForwardError,
 }
 
-/// The reason why the kubelet could not connect. The stream itself only ends.
+/// The reason why the kubelet could not connect. The stream itself just ends without giving it.
 #[derive(Clone, Default)]
 pub(crate) struct ForwardError(Arc<OnceLock<String>>);
 

@@ -54,7 +54,7 @@ pub(crate) struct Flags {
 pub(crate) struct Cluster {
     pub(crate) client: Client,
     /// The namespace of the control plane.
-    pub(crate) control_plane: String,
+    pub(crate) control_plane_namespace: String,
     /// The namespace of the kubeconfig's context.
     pub(crate) namespace: String,
 }
@@ -76,7 +76,7 @@ impl Flags {
             client: connect::builder(config)
                 .context("creating a client for the cluster")?
                 .build(),
-            control_plane: self.linkerd_namespace.clone(),
+            control_plane_namespace: self.linkerd_namespace.clone(),
             namespace,
         })
     }

@@ -61,7 +61,7 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
             kind: Kind::Pod,
             name: None,
         };
-        let mut pods = all.pods(&cluster, &cluster.control_plane).await?;
+        let mut pods = all.pods(&cluster, &cluster.control_plane_namespace).await?;
         pods.retain(|pod| pod.labels().contains_key("linkerd.io/control-plane-component"));
         let pages = pods.iter().flat_map(|pod| {
             containers(pod).flat_map(move |container| {
@@ -77,7 +77,7 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
         anyhow::ensure!(
             !pages.is_empty(),
             "namespace {} has no pod of a control plane; name another with -L",
-            cluster.control_plane
+            cluster.control_plane_namespace
         );
         print(&cluster, &pages, None).await
     })

@@ -1,4 +1,4 @@
-//! Obfuscates label values in metrics. Equal values stay equal, and nothing else is revealed.
+//! Obfuscates label values in metrics. Equal values stay equal; labels with fixed values are kept.
 
 use std::hash::{BuildHasher as _, RandomState};
 

@@ -124,6 +124,7 @@ fn is_label(text: &str) -> bool {
 }
 
 fn template(name: &str, namespace: &str) -> String {
+    let (service, domain) = name.split_once('.').unwrap_or((name, namespace));
     format!(
         r#"apiVersion: linkerd.io/v1alpha2
 kind: ServiceProfile
@@ -136,7 +137,7 @@ spec:
   routes:
   - # The label `route` of metrics.
     name: GET /authors/{{id}}
-    # A path as a regular expression of all of it, a method, or conditions joined by all, any and not.
+    # A regular expression for the whole path, a method, or conditions combined with all, any and not.
     condition:
       method: GET
       pathRegex: /authors/[^/]*
@@ -152,7 +153,7 @@ spec:
           max: 599
       isFailure: true
 
-  # How much load retries may add: a share of the requests, and so many a second in any case.
+  # How much load retries may add: a share of the requests, plus a fixed number per second.
   retryBudget:
     retryRatio: 0.2
     minRetriesPerSecond: 10
@@ -160,7 +161,7 @@ spec:
 
   # To split the traffic, name services and their weights:
   # dstOverrides:
-  # - authority: web-v2.{namespace}.svc.cluster.local
+  # - authority: {service}-v2.{domain}
   #   weight: 100m
   # - authority: {name}
   #   weight: 900m
@@ -194,6 +195,8 @@ mod tests {
 
     #[test]
     fn the_template_is_a_valid_profile_with_and_without_its_comments() {
+        let other = template("api.shop.svc.example.com", "shop");
+        assert!(other.contains("authority: api-v2.shop.svc.example.com\n"), "{other}");
         let template = template("web.shop.svc.cluster.local", "shop");
         let object = decode(&template);
         assert_eq!(&*object.meta().name.name, "web.shop.svc.cluster.local");

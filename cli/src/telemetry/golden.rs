@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tulle_control::telemetry::api::{self, Edge, GoldenMetrics, Route, Workload};
+use tulle_control::telemetry::api::{self, EdgeMetrics, GoldenMetrics, RouteMetrics, WorkloadMetrics};
 use tulle_control::telemetry::counts::Direction;
 use tulle_core::duration;
 use tulle_core::names::telemetry::{EDGES, ROUTES, WORKLOADS};
@@ -36,7 +36,7 @@ fn window(text: &str) -> Result<Duration, String> {
 
 /// Runs `tulle stat`.
 pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    query_and_print(args, flags, WORKLOADS, |query, rows: &[Workload], output| {
+    query_and_print(args, flags, WORKLOADS, |query, rows: &[WorkloadMetrics], output| {
         if let (Some(name), []) = (&query.name, rows) {
             bail!("no running {} {name} found{}", query.kind, namespace_suffix(query));
         }
@@ -62,11 +62,11 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
 
 /// Runs `tulle edges`.
 pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    query_and_print(args, flags, EDGES, |_, rows: &[Edge], output| {
+    query_and_print(args, flags, EDGES, |_, rows: &[EdgeMetrics], output| {
         let mut titles = vec!["SRC", "DST", "SRC_NS", "DST_NS", "CLIENT_ID", "SERVER_ID", "SECURED"];
         titles.extend(golden_titles(output));
         let lines = rows.iter().map(|row| {
-            let secured = match &row.why_plain {
+            let secured = match &row.no_tls_reason {
                 None => "√".to_owned(),
                 Some(why) => why.clone(),
             };
@@ -88,7 +88,7 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
 
 /// Runs `tulle routes`.
 pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    query_and_print(args, flags, ROUTES, |query, rows: &[Route], output| {
+    query_and_print(args, flags, ROUTES, |query, rows: &[RouteMetrics], output| {
         let mut titles = vec!["NAME", "DIRECTION", "PARENT", "ROUTE"];
         titles.extend(golden_titles(output).into_iter().filter(|title| !is_tcp(title)));
         let lines = rows.iter().map(|row| {
@@ -126,8 +126,12 @@ fn query_and_print<Row: Serialize + DeserializeOwned>(
             crate::print(&format!("{json}\n"))?;
         } else {
             crate::print(&show(&query, &answer.rows, args.output)?)?;
-            for silent in &answer.silent {
-                eprintln!("tulle: {} is left out: {}", qualified(&silent.workload), silent.reason);
+            for sidecar in &answer.unreachable {
+                eprintln!(
+                    "tulle: {} is left out: {}",
+                    qualified(&sidecar.workload),
+                    sidecar.reason
+                );
             }
             match answer.window_seconds {
                 0.0 => eprintln!("no sidecar found{}", namespace_suffix(&query)),
@@ -257,8 +261,8 @@ fn latency(ms: f64) -> String {
     }
 }
 
-/// The most frequent cause of failures, in the form that `tulle explain` reads.
-fn causes(row: &Workload) -> String {
+/// The two most frequent causes of failures, in the form that `tulle explain` reads.
+fn causes(row: &WorkloadMetrics) -> String {
     let mut causes: Vec<_> = row.causes.iter().collect();
     causes.sort_by(|(_, one), (_, other)| other.total_cmp(one));
     let most = causes

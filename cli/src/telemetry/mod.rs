@@ -110,7 +110,7 @@ fn selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
         (None, second) => (first.as_str(), second.cloned()),
         (Some(_), Some(_)) => bail!("expected a resource such as deploy/web, got {:?}", words.join(" ")),
     };
-    // They are workloads here, although they have no pods.
+    // ExternalWorkloads count as workloads, although they have no pods.
     if ["ew", "externalworkload", "externalworkloads"].contains(&kind.to_ascii_lowercase().as_str()) {
         return Ok(("externalworkload".to_owned(), name));
     }

@@ -7,7 +7,7 @@ use anyhow::{Context as _, anyhow};
 use bytes::BytesMut;
 use clap::ValueEnum;
 use http_body_util::BodyExt as _;
-use tulle_control::telemetry::events::{End, Id, TapEvent, TapLine};
+use tulle_control::telemetry::events::{StreamId, TapEndpoint, TapEvent, TapLine};
 use tulle_core::names::telemetry::TAPS;
 
 use super::golden::qualified;
@@ -146,11 +146,11 @@ impl TapStream {
                 let line = self.buffer.split_to(end + 1);
                 match serde_json::from_slice(&line).context("a line is not what this version of tulle expects")? {
                     TapLine::Event(event) => return Ok(Some(*event)),
-                    TapLine::Silent { silent } => {
+                    TapLine::Unreachable { unreachable } => {
                         eprintln!(
                             "tulle: {} is not watched: {}",
-                            qualified(&silent.workload),
-                            silent.reason
+                            qualified(&unreachable.workload),
+                            unreachable.reason
                         );
                     }
                 }
@@ -174,7 +174,7 @@ fn line(event: &TapEvent) -> String {
         _ => ("out", event.destination.metadata.get("tls")),
     };
     let tls = tls.map_or("", String::as_str);
-    let prefix = |kind: &str, id: Id| {
+    let prefix = |kind: &str, id: StreamId| {
         let (src, dst) = (addr(&event.source), addr(&event.destination));
         format!(
             "{kind} id={}:{} proxy={proxy} src={src} dst={dst} tls={tls}",
@@ -255,10 +255,10 @@ fn headers(event: &TapEvent) -> String {
     text
 }
 
-fn addr(end: &End) -> String {
-    match end.ip.contains(':') {
-        true => format!("[{}]:{}", end.ip, end.port),
-        false => format!("{}:{}", end.ip, end.port),
+fn addr(endpoint: &TapEndpoint) -> String {
+    match endpoint.ip.contains(':') {
+        true => format!("[{}]:{}", endpoint.ip, endpoint.port),
+        false => format!("{}:{}", endpoint.ip, endpoint.port),
     }
 }
 
@@ -279,26 +279,26 @@ without Kubernetes, by the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
 pub(super) mod tests {
     use std::collections::BTreeMap;
 
-    use tulle_control::telemetry::events::{Header, RequestInit, ResponseEnd, ResponseInit, Span};
+    use tulle_control::telemetry::events::{Header, ProtoDuration, RequestInit, ResponseEnd, ResponseInit};
 
     use super::super::tests::telemetry_query;
     use super::*;
 
     /// The events of one request, in order.
     pub(in super::super) fn events(path: &str, status: u32) -> [TapEvent; 3] {
-        let end = |ip: &str, port, tls: &str| End {
+        let endpoint = |ip: &str, port, tls: &str| TapEndpoint {
             ip: ip.to_owned(),
             port,
             metadata: BTreeMap::from([("tls".to_owned(), tls.to_owned())]),
         };
         let event = TapEvent {
-            source: end("10.0.0.1", 4321, "true"),
-            destination: end("::1", 80, "no_identity"),
+            source: endpoint("10.0.0.1", 4321, "true"),
+            destination: endpoint("::1", 80, "no_identity"),
             proxy_direction: "INBOUND".to_owned(),
             ..TapEvent::default()
         };
-        let id = Id { base: 2, stream: 7 };
-        let span = |micros: i32| Span {
+        let id = StreamId { base: 2, stream: 7 };
+        let span = |micros: i32| ProtoDuration {
             seconds: 0,
             nanos: micros * 1_000,
         };

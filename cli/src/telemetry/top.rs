@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::signal::ctrl_c;
 use tokio::time::{MissedTickBehavior, interval};
-use tulle_control::telemetry::events::{End, Id, TapEvent};
+use tulle_control::telemetry::events::{StreamId, TapEndpoint, TapEvent};
 
 use super::golden::qualified;
 use super::tap::TapFilter;
@@ -82,30 +82,30 @@ struct Top {
 /// The oldest requests are dropped when there are too many: streams can last for days, and a slow tap loses end events.
 #[derive(Default)]
 struct PendingRequests {
-    newer: BTreeMap<(String, Id), (RequestKey, bool)>,
-    older: BTreeMap<(String, Id), (RequestKey, bool)>,
+    newer: BTreeMap<(String, StreamId), (RequestKey, bool)>,
+    older: BTreeMap<(String, StreamId), (RequestKey, bool)>,
 }
 
 impl PendingRequests {
-    fn begin(&mut self, id: (String, Id), key: RequestKey) {
+    fn begin(&mut self, id: (String, StreamId), key: RequestKey) {
         if self.newer.len() >= MAX_PENDING_REQUESTS / 2 {
             self.older = mem::take(&mut self.newer);
         }
         self.newer.insert(id, (key, false));
     }
 
-    fn find(&mut self, id: &(String, Id)) -> Option<&mut (RequestKey, bool)> {
+    fn find(&mut self, id: &(String, StreamId)) -> Option<&mut (RequestKey, bool)> {
         self.newer.get_mut(id).or_else(|| self.older.get_mut(id))
     }
 
-    fn end(&mut self, id: &(String, Id)) -> Option<(RequestKey, bool)> {
+    fn end(&mut self, id: &(String, StreamId)) -> Option<(RequestKey, bool)> {
         self.newer.remove(id).or_else(|| self.older.remove(id))
     }
 }
 
 impl Top {
     fn record(&mut self, event: &TapEvent, hide_sources: bool) {
-        let of = |id: Id| (event.proxy_direction.clone(), id);
+        let of = |id: StreamId| (event.proxy_direction.clone(), id);
         if let Some(init) = &event.request_init_event {
             let own = qualified(&event.workload);
             let (source, destination) = match event.proxy_direction.as_str() {
@@ -171,8 +171,8 @@ impl Top {
 }
 
 /// The name of the other end, as far as it is known.
-fn peer_name(end: &End) -> String {
-    let label = |name: &str| end.metadata.get(name).filter(|value| !value.is_empty());
+fn peer_name(endpoint: &TapEndpoint) -> String {
+    let label = |name: &str| endpoint.metadata.get(name).filter(|value| !value.is_empty());
     if let Some(id) = label("client_id") {
         return id.split(".serviceaccount.").next().unwrap_or(id).to_owned();
     }
@@ -186,7 +186,7 @@ fn peer_name(end: &End) -> String {
     let known = owners
         .iter()
         .find_map(|(kind, short)| Some(format!("{short}/{}", label(kind)?)));
-    known.unwrap_or_else(|| end.ip.clone())
+    known.unwrap_or_else(|| endpoint.ip.clone())
 }
 
 const TITLES: [&str; 9] = [
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn unfinished_requests_are_replaced_by_new_ones() {
         let mut open = PendingRequests::default();
-        let id = |stream| ("INBOUND".to_owned(), Id { base: 0, stream });
+        let id = |stream| ("INBOUND".to_owned(), StreamId { base: 0, stream });
         let key = |stream: u64| RequestKey {
             source: String::new(),
             destination: String::new(),

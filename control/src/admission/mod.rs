@@ -9,8 +9,8 @@
 mod policy;
 mod profile;
 
-use crate::webhook::review::{Answer, Request};
-use crate::webhook::{Failure, Handler};
+use crate::webhook::review::{AdmissionResponse, Request};
+use crate::webhook::{Failure, ReviewHandler};
 
 /// Validates objects of `policy.linkerd.io` and the routes of `gateway.networking.k8s.io`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,14 +19,14 @@ pub struct PolicyValidator;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProfileValidator;
 
-impl Handler for PolicyValidator {
-    async fn review(&self, req: Request) -> Result<Answer, Failure> {
+impl ReviewHandler for PolicyValidator {
+    async fn review(&self, req: Request) -> Result<AdmissionResponse, Failure> {
         Ok(policy::review(req))
     }
 }
 
-impl Handler for ProfileValidator {
-    async fn review(&self, req: Request) -> Result<Answer, Failure> {
+impl ReviewHandler for ProfileValidator {
+    async fn review(&self, req: Request) -> Result<AdmissionResponse, Failure> {
         Ok(profile::review(req))
     }
 }

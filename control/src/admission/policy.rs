@@ -6,17 +6,17 @@ use serde_json::{Value, json};
 
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unserved::{self, UnservedPart};
+use crate::resources::unsupported::{self, UnsupportedPart};
 use crate::resources::{self, KINDS, Kind, Object, route_admission};
-use crate::webhook::review::{Answer, Request};
+use crate::webhook::review::{AdmissionResponse, Request};
 
-pub(super) fn review(req: Request) -> Answer {
+pub(super) fn review(req: Request) -> AdmissionResponse {
     let Some(kind) = validated_kind(&req.kind) else {
         let GroupVersionKind { group, version, kind } = &req.kind;
-        return Answer::deny(format!("unsupported resource type: {group}.{version}.{kind}"));
+        return AdmissionResponse::deny(format!("unsupported resource type: {group}.{version}.{kind}"));
     };
     let Some(object) = req.object else {
-        return Answer::deny("the request has no object");
+        return AdmissionResponse::deny("the request has no object");
     };
     let value = decodable_value(object, req.namespace.as_deref());
     match resources::decode(kind, &value) {
@@ -26,38 +26,40 @@ pub(super) fn review(req: Request) -> Answer {
                 .route()
                 .is_some_and(|route| is_for_other_controller(kind, route.has_mesh_parent())) =>
         {
-            Answer::allow()
+            AdmissionResponse::allow()
         }
         Ok(object) => match validate(&object) {
-            Ok(()) => warnings(&object).into_iter().fold(Answer::allow(), Answer::warn),
-            Err(reason) => Answer::deny(reason),
+            Ok(()) => warnings(&object)
+                .into_iter()
+                .fold(AdmissionResponse::allow(), AdmissionResponse::warn),
+            Err(reason) => AdmissionResponse::deny(reason),
         },
         Err(err) => {
             let reason = err.to_string();
-            let has_mesh_reference = Unreadable::from_value(kind, &value, &reason).is_some();
-            match is_for_other_controller(kind, has_mesh_reference) {
-                true => Answer::allow(),
-                false => Answer::deny(format!("the mesh cannot read this {}: {reason}", req.kind.kind)),
+            let has_mesh_parent = Unreadable::from_value(kind, &value, &reason).is_some();
+            match is_for_other_controller(kind, has_mesh_parent) {
+                true => AdmissionResponse::allow(),
+                false => AdmissionResponse::deny(format!("the mesh cannot read this {}: {reason}", req.kind.kind)),
             }
         }
     }
 }
 
 /// Routes of the Gateway API can have parents of gateway controllers only.
-fn is_for_other_controller(kind: Kind, has_mesh_reference: bool) -> bool {
-    kind.info().group == GATEWAY_GROUP && !has_mesh_reference
+fn is_for_other_controller(kind: Kind, has_mesh_parent: bool) -> bool {
+    kind.info().group == GATEWAY_GROUP && !has_mesh_parent
 }
 
-/// Warnings about parts that are stored and have no effect in the mesh, or cause errors. Other controllers may support
+/// Warnings about parts that are stored and that the mesh does not apply, or that make requests fail. Other controllers may support
 /// them.
 fn warnings(object: &Object) -> Vec<String> {
     let found = object
         .route()
-        .map(|_| unserved::unserved_parts(object))
+        .map(|_| unsupported::unsupported_parts(object))
         .unwrap_or_default();
     found
         .into_iter()
-        .map(|UnservedPart { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
+        .map(|UnsupportedPart { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
         .collect()
 }
 
@@ -94,11 +96,11 @@ fn validate(object: &Object) -> Result<(), String> {
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
         | Object::TcpRoute(route) => route_admission::validate_route(route),
-        Object::EgressNetwork(_) => match unserved::unserved_parts(object).into_iter().next() {
-            Some(UnservedPart { reason, .. }) => Err(reason),
+        Object::EgressNetwork(_) => match unsupported::unsupported_parts(object).into_iter().next() {
+            Some(UnsupportedPart { reason, .. }) => Err(reason),
             None => Ok(()),
         },
-        // Decoding refuses all invalid objects of the other kinds.
+        // Decoding rejects all invalid objects of the other kinds.
         _ => Ok(()),
     }
 }

@@ -5,15 +5,15 @@ use serde_json::json;
 
 use crate::resources::meta::is_dns_subdomain;
 use crate::resources::{self, Kind, Object};
-use crate::webhook::review::{Answer, Request};
+use crate::webhook::review::{AdmissionResponse, Request};
 
-pub(super) fn review(req: Request) -> Answer {
+pub(super) fn review(req: Request) -> AdmissionResponse {
     let Some(object) = req.object else {
-        return Answer::deny("the request has no object");
+        return AdmissionResponse::deny("the request has no object");
     };
     match validate(object) {
-        Ok(()) => Answer::allow(),
-        Err(reason) => Answer::deny(reason),
+        Ok(()) => AdmissionResponse::allow(),
+        Err(reason) => AdmissionResponse::deny(reason),
     }
 }
 

@@ -17,7 +17,13 @@ pub(super) enum ExpectedAnswer {
 
 use ExpectedAnswer::{Allowed, Denied, Warned};
 
-async fn review(api_version: &str, kind: &str, metadata: &str, spec: &str, handler: impl Handler) -> Answer {
+async fn review(
+    api_version: &str,
+    kind: &str,
+    metadata: &str,
+    spec: &str,
+    handler: impl ReviewHandler,
+) -> AdmissionResponse {
     let yaml = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
     let (group, version) = api_version.split_once('/').unwrap();
     let mut object = json!({"apiVersion": api_version, "kind": kind, "metadata": yaml(metadata)});
@@ -33,8 +39,8 @@ async fn review(api_version: &str, kind: &str, metadata: &str, spec: &str, handl
     handler.review(serde_json::from_value(req).unwrap()).await.unwrap()
 }
 
-fn assert_answer(row: &str, answer: &Answer, expected: ExpectedAnswer) {
-    match (expected, answer.denied(), answer.warnings()) {
+fn assert_answer(row: &str, answer: &AdmissionResponse, expected: ExpectedAnswer) {
+    match (expected, answer.denial_reason(), answer.warnings()) {
         (Allowed, None, []) => {}
         (Denied(text), Some(reason), _) if reason.contains(text) => {}
         (Warned(text), None, [warning]) if warning.contains(text) => {}
@@ -499,7 +505,7 @@ async fn parents_and_annotations_of_routes() {
             for (parents, is_outbound) in [(SERVICE, true), (&*egress, true), (server, false)] {
                 let answer = review(api_version, kind, &metadata, &format!("{{{parents}}}"), PolicyValidator).await;
                 let key = annotation.split(':').next().unwrap();
-                let named = answer.denied().is_some_and(|reason| reason.starts_with(key));
+                let named = answer.denial_reason().is_some_and(|reason| reason.starts_with(key));
                 assert_eq!(named, is_outbound, "{kind} {annotation} {parents}: {answer:?}");
             }
         }
@@ -535,7 +541,7 @@ async fn service_profiles() {
         ("{}".to_owned(), Allowed),
         ("routes: []".to_owned(), Allowed),
         (route("isRetryable: true, timeout: 1.5s"), Allowed),
-        // 1: strict decoding.
+        // Strict decoding.
         ("rout: []".to_owned(), Denied("unknown field `rout`")),
         (route("isretryable: true"), Denied("unknown field `isretryable`")),
         (condition("{path: /a}"), Denied("unknown field `path`")),
@@ -546,7 +552,7 @@ async fn service_profiles() {
         (route("isRetryable: 7"), Denied("invalid type")),
         (condition("{not: [{method: GET}]}"), Denied("invalid")),
         ("opaquePorts: ['80']".to_owned(), Denied("spec.opaquePorts is not read")),
-        // 3: routes.
+        // Routes.
         ("routes: [null]".to_owned(), Denied("invalid type: null")),
         (
             "routes: [{condition: {method: GET}}]".to_owned(),
@@ -556,7 +562,7 @@ async fn service_profiles() {
             "routes: [{name: '', condition: {method: GET}}]".to_owned(),
             Denied("name is empty"),
         ),
-        // 4: conditions of requests.
+        // Conditions of requests.
         ("routes: [{name: a}]".to_owned(), Denied("missing field `condition`")),
         (condition("{}"), Denied("route \"a\": condition sets none of")),
         (condition("{all: [null]}"), Denied("invalid type: null")),
@@ -567,11 +573,11 @@ async fn service_profiles() {
             condition("{not: {pathRegex: /a}, method: GET, all: [{method: GET}]}"),
             Allowed,
         ),
-        // 5: timeouts.
+        // Timeouts.
         (route("timeout: ''"), Allowed),
         (route("timeout: soon"), Denied("timeout: \"soon\" is not a duration")),
         (route("timeout: '5'"), Denied("timeout")),
-        // 6: conditions of responses.
+        // Conditions of responses.
         (class("null"), Denied("invalid type: null")),
         (class("{isFailure: true}"), Denied("missing field `condition`")),
         (class("{condition: {}}"), Denied("response condition sets none of")),
@@ -583,7 +589,7 @@ async fn service_profiles() {
             class("{condition: {any: [{status: {min: 500}}, {not: {status: {max: 499}}}]}, isFailure: true}"),
             Allowed,
         ),
-        // 7: statuses.
+        // Statuses.
         (
             class("{condition: {status: {min: 99}}}"),
             Denied("99 is not in 100-599"),
@@ -601,7 +607,7 @@ async fn service_profiles() {
             class("{condition: {all: [{status: {min: 1}}]}}"),
             Denied("is not in 100-599"),
         ),
-        // 8: retry budgets.
+        // Retry budgets.
         (budget("retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s"), Allowed),
         (
             budget("retryRatio: -0.1, minRetriesPerSecond: 10, ttl: 10s"),
@@ -632,7 +638,7 @@ async fn service_profiles() {
             assert_answer(spec, &answer, *expected);
         }
     }
-    // 2: names.
+    // Names.
     for (name, expected) in [
         ("web.shop.svc.cluster.local", Allowed),
         ("www.example.com", Allowed),

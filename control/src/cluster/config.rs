@@ -4,6 +4,7 @@ use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
 use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::service::EndpointsSource;
 
 /// The settings that views depend on besides the store.
 #[derive(Clone, Debug)]
@@ -34,12 +35,6 @@ pub struct Config {
     pub transport: TransportMode,
     /// Listen address of the destination service, written in the field `addr` of log lines. Default `:8086`.
     pub log_addr: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EndpointsSource {
-    EndpointSlices,
-    Endpoints,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

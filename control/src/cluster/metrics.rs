@@ -21,7 +21,8 @@ pub(super) struct Metrics {
     service_subscribers: Family<Gauge>,
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
-    unserved: Family<Gauge>,
+    /// Exported as `unserved_configuration`.
+    unsupported: Family<Gauge>,
     pub(super) unreadable: Family<Gauge>,
     overridden: Family<Gauge>,
     pub(super) service_addresses: Arc<Gauge>,
@@ -32,13 +33,13 @@ pub(super) struct Metrics {
 
 impl Metrics {
     /// Counts one unsupported part of an object until the guard is dropped.
-    pub(super) fn unserved_guard(&self, kind: Kind, name: &Name, field: &str) -> GaugeGuard {
+    pub(super) fn unsupported_guard(&self, kind: Kind, name: &Name, field: &str) -> GaugeGuard {
         let labels = Labels::new()
             .with("kind", kind.info().name)
             .with("namespace", &name.namespace)
             .with("name", &name.name)
             .with("field", field);
-        GaugeGuard::new(self.unserved.get(&labels))
+        GaugeGuard::new(self.unsupported.get(&labels))
     }
 
     pub(super) fn new(registry: &Registry) -> Self {
@@ -64,7 +65,7 @@ impl Metrics {
                 "policy_updates",
                 "Changes of policies that streams follow, by direction.",
             ),
-            unserved: registry.gauge(
+            unsupported: registry.gauge(
                 "unserved_configuration",
                 "Unreadable or unsupported parts of an object: annotations by key, and rules of routes.",
             ),
@@ -74,7 +75,7 @@ impl Metrics {
             ),
             overridden: registry.gauge(
                 "tulle_overridden_servers",
-                "Requested ports that a Server selects without effect, because the older Server in label `by` takes precedence.",
+                "Ports on which a Server has no effect, because an older Server (label `by`) selects them too. Only ports that proxies watch are counted.",
             ),
             service_addresses: registry
                 .gauge("outbound_index_service_index_size", "Addresses of Services.")
@@ -106,7 +107,10 @@ impl Metrics {
         EntryMetrics {
             subscribers: self.endpoints_subscribers.get(&labels),
             updates: self.endpoints_updates.get(&labels),
-            size: Some((self.endpoints_pods.get(&labels), self.endpoints_exists.get(&labels))),
+            endpoints: Some(EndpointGauges {
+                count: self.endpoints_pods.get(&labels),
+                service_exists: self.endpoints_exists.get(&labels),
+            }),
             _service_port: None,
             overridden: None,
         }
@@ -117,7 +121,7 @@ impl Metrics {
         EntryMetrics {
             subscribers: self.workload_subscribers.get(&labels),
             updates: self.workload_updates.get(&labels),
-            size: None,
+            endpoints: None,
             _service_port: None,
             overridden: None,
         }
@@ -128,7 +132,7 @@ impl Metrics {
         EntryMetrics {
             subscribers: self.profile_subscribers.get(&labels),
             updates: self.profile_updates.get(&labels),
-            size: None,
+            endpoints: None,
             _service_port: None,
             overridden: None,
         }
@@ -165,7 +169,7 @@ impl Metrics {
         EntryMetrics {
             subscribers: self.policy_subscribers.get(&labels),
             updates: self.policy_updates.get(&labels),
-            size: None,
+            endpoints: None,
             _service_port: service_port,
             overridden: None,
         }
@@ -176,11 +180,17 @@ impl Metrics {
 pub(super) struct EntryMetrics {
     subscribers: Arc<Gauge>,
     updates: Arc<Counter>,
-    /// Number of endpoints, and 1 if the Service exists.
-    size: Option<(Arc<Gauge>, Arc<Gauge>)>,
+    /// Present for the endpoints of a Service port.
+    endpoints: Option<EndpointGauges>,
     _service_port: Option<GaugeGuard>,
     /// Present for the policy of a workload's port.
     overridden: Option<OverriddenServers>,
+}
+
+struct EndpointGauges {
+    count: Arc<Gauge>,
+    /// 1 or 0.
+    service_exists: Arc<Gauge>,
 }
 
 /// Servers that select the port but are overridden by an older Server.
@@ -217,9 +227,9 @@ impl EntryMetrics {
     }
 
     pub(super) fn set_endpoints(&self, n_endpoints: usize, exists: bool) {
-        if let Some((pods, existence)) = &self.size {
-            pods.set(i64::try_from(n_endpoints).unwrap_or(i64::MAX));
-            existence.set(i64::from(exists));
+        if let Some(gauges) = &self.endpoints {
+            gauges.count.set(i64::try_from(n_endpoints).unwrap_or(i64::MAX));
+            gauges.service_exists.set(i64::from(exists));
         }
     }
 }

@@ -21,13 +21,13 @@ use tracing::{debug, error, warn};
 use tulle_core::identity::service_account;
 use tulle_core::metrics::Registry;
 
-pub use self::config::{Config, EndpointsSource, H2Upgrade, Ipv6, TransportMode};
+pub use self::config::{Config, H2Upgrade, Ipv6, TransportMode};
 pub use self::metrics::GaugeGuard;
 use crate::cluster::metrics::Metrics;
-use crate::cluster::publish::named_ports::NamedPorts;
 use crate::cluster::publish::object_metrics::ObjectMetrics;
 use crate::cluster::publish::shared_response::{EncoderId, SharedResponse};
 use crate::cluster::publish::table::ViewTable;
+use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::EndpointsView;
@@ -37,13 +37,13 @@ use crate::cluster::views::profiles::ProfileView;
 use crate::cluster::views::view::View;
 use crate::cluster::views::{endpoints, inbound, outbound, profiles, workload_members};
 use crate::model::endpoints::Endpoints;
-use crate::model::inbound::Server;
+use crate::model::inbound::InboundPolicy;
 use crate::model::outbound::Outbound;
 use crate::model::profile::Profile;
 use crate::resources::event::{Event, EventWriter};
 use crate::resources::meta::Name;
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unserved::UnservedPart;
+use crate::resources::unsupported::UnsupportedPart;
 use crate::resources::{Kind, Object};
 
 /// A handle to the cluster state; clones share it.
@@ -63,7 +63,7 @@ struct Shared {
 struct State {
     store: Store,
     object_metrics: ObjectMetrics,
-    named_ports: NamedPorts,
+    undeclared_port_names: UndeclaredPortNames,
     endpoints: ViewTable<EndpointsView>,
     profiles: ViewTable<ProfileView>,
     inbound: ViewTable<InboundView>,
@@ -140,7 +140,7 @@ impl Cluster {
     }
 
     /// The policy of a workload's port; `None` while the workload does not exist.
-    pub fn inbound(&self, key: inbound::Key) -> Subscription<Option<Server>> {
+    pub fn inbound(&self, key: inbound::Key) -> Subscription<Option<InboundPolicy>> {
         self.subscribe::<InboundView>(key)
     }
 
@@ -159,17 +159,17 @@ impl Cluster {
     }
 
     /// The identity in a workload's certificate; `None` if the workload does not exist.
-    pub fn workload_identity(&self, workload: &inbound::Workload) -> Option<String> {
+    pub fn workload_identity(&self, workload: &inbound::WorkloadId) -> Option<String> {
         let state = self.0.state.lock();
         let reader = Reader::new(&state.store);
         let config = &self.0.config;
         match workload {
-            inbound::Workload::Pod(name) => {
+            inbound::WorkloadId::Pod(name) => {
                 let (pod, ns) = (reader.pod(name)?, &config.controller_namespace);
                 let account = &pod.service_account;
                 Some(service_account(account, &name.namespace, ns, &config.trust_domain))
             }
-            inbound::Workload::External(name) => Some(reader.external_workload(name)?.identity.clone()),
+            inbound::WorkloadId::External(name) => Some(reader.external_workload(name)?.identity.clone()),
         }
     }
 
@@ -221,7 +221,7 @@ impl Cluster {
 impl Shared {
     fn apply(&self, events: Vec<Event>) {
         let mut synced = false;
-        let mut unserved = Vec::new();
+        let mut unsupported = Vec::new();
         let mut unreadable = Vec::new();
         {
             let state = &mut *self.state.lock();
@@ -229,7 +229,7 @@ impl Shared {
             for event in events {
                 synced |= matches!(event, Event::Synced);
                 log_event(&self.config.log_addr, &state.store, &event);
-                unserved.extend(state.object_metrics.update_unserved(&self.metrics, &event));
+                unsupported.extend(state.object_metrics.update_unsupported_parts(&self.metrics, &event));
                 if state.object_metrics.update_unreadable(&self.metrics, &event)
                     && let Event::Unreadable(found) = &event
                 {
@@ -239,12 +239,16 @@ impl Shared {
                 let change = state.store.apply(event, &mut changed_keys);
                 state.object_metrics.apply_count_change(&self.metrics, &change);
             }
-            unserved.extend(
+            unsupported.extend(state.object_metrics.update_parts_unsupported_by_servers(
+                &self.metrics,
+                &state.store,
+                &changed_keys,
+            ));
+            unsupported.extend(
                 state
-                    .object_metrics
-                    .update_unserved_servers(&self.metrics, &state.store, &changed_keys),
+                    .undeclared_port_names
+                    .update(&self.metrics, &state.store, &changed_keys),
             );
-            unserved.extend(state.named_ports.reevaluate(&self.metrics, &state.store, &changed_keys));
             state
                 .object_metrics
                 .refresh_policy_index(&self.metrics, &state.store, &changed_keys);
@@ -257,7 +261,7 @@ impl Shared {
                 self.nodes_changed.send_replace(());
             }
         }
-        for (kind, name, UnservedPart { field, reason }) in unserved {
+        for (kind, name, UnsupportedPart { field, reason }) in unsupported {
             warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not supported");
         }
         for (found, fallback) in unreadable {

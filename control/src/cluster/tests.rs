@@ -176,14 +176,14 @@ async fn the_cluster_is_synced_when_its_source_says_so() {
 struct AllSubscriptions {
     endpoints: Vec<Subscription<Endpoints>>,
     profiles: Vec<Subscription<Profile>>,
-    inbound: Vec<Subscription<Option<Server>>>,
+    inbound: Vec<Subscription<Option<InboundPolicy>>>,
     outbound: Vec<Subscription<Outbound>>,
 }
 
 type AllValues = (
     Vec<Arc<SharedResponse<Endpoints>>>,
     Vec<Arc<SharedResponse<Profile>>>,
-    Vec<Arc<SharedResponse<Option<Server>>>>,
+    Vec<Arc<SharedResponse<Option<InboundPolicy>>>>,
     Vec<Arc<SharedResponse<Outbound>>>,
 );
 
@@ -197,7 +197,7 @@ impl AllSubscriptions {
             "203.0.113.1:80",
         ];
         let addrs = addrs.map(|addr| addr.parse().unwrap());
-        let pods = ["a", "b"].map(|name| inbound::Workload::Pod(Name::new("default", name)));
+        let pods = ["a", "b"].map(|name| inbound::WorkloadId::Pod(Name::new("default", name)));
         Self {
             endpoints: vec![
                 cluster.endpoints(web()),

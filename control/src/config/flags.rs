@@ -60,7 +60,7 @@ pub(crate) struct Flags {
     )]
     pub(super) identity_token: PathBuf,
     /// Whether clients of destination and policy need a client certificate of the mesh. Plaintext is served on loopback
-    /// only. Use optional for proxies that connect before they have a certificate.
+    /// only. Use optional only for a migration from Linkerd's proxies, which connect before they have a certificate.
     #[arg(long, value_name = "RULE", value_enum, default_value_t = ClientCertificates::Required)]
     pub(super) client_certificates: ClientCertificates,
 
@@ -102,7 +102,8 @@ pub(crate) struct Flags {
     /// Whether endpoints in the client's own zone have a higher weight.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) ext_endpoint_zone_weights: bool,
-    /// When clients use a transport header: transparent or transport-header.
+    /// Which ports of meshed workloads clients reach through the port of the proxy (4143) with a transport header:
+    /// transparent (only opaque ports) or transport-header (all).
     #[arg(long, value_name = "MODE", default_value = "transparent")]
     pub(super) outbound_transport_mode: String,
     /// HTTP/2 settings for clients of meshed endpoints, as JSON.

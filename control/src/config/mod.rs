@@ -15,7 +15,7 @@ use tulle_core::logging::Format;
 use tulle_core::names::port;
 use tulle_core::networks::parse_networks;
 
-use crate::cluster::{self, EndpointsSource, H2Upgrade, Ipv6, TransportMode};
+use crate::cluster::{self, H2Upgrade, Ipv6, TransportMode};
 use crate::cmd::{Command, Services};
 use crate::config::flags::{Flags, ListenAddr};
 use crate::destination::config::ZoneWeights;
@@ -24,10 +24,11 @@ use crate::identity::issuer::Validity;
 use crate::identity::own_certificate::RemoteIdentity;
 use crate::injector_webhook;
 use crate::kubernetes;
-use crate::kubernetes::client_layer::RequestRate;
+use crate::kubernetes::request_layer::RequestRate;
 use crate::policy;
-use crate::policy::config::RequestHeaders;
+use crate::policy::config::L5dHeaders;
 use crate::resources::go_duration;
+use crate::resources::service::EndpointsSource;
 use crate::tls::mesh_credentials::ClientCertificates;
 use crate::webhook;
 use crate::writeback;
@@ -48,6 +49,7 @@ pub struct Config {
     /// Whether clients of destination and policy need a certificate. Default required.
     pub client_certificates: ClientCertificates,
     pub webhooks: Webhooks,
+    pub writeback: Writeback,
     pub listen: ListenAddrs,
 }
 
@@ -78,7 +80,7 @@ pub enum TokenVerification {
     TokenReview,
 }
 
-/// Settings of the admission webhooks and of status writing.
+/// Settings of the admission webhooks.
 #[derive(Clone, Debug)]
 pub struct Webhooks {
     /// Certificate and key of the webhooks, if they are mounted, or their parent directories with one directory per
@@ -86,11 +88,16 @@ pub struct Webhooks {
     pub certificate_paths: webhook::mounted_certificate::Paths,
     /// Whether policies are validated on admission. Default enabled, on Kubernetes.
     pub policy_admission: Admission,
-    /// The Deployment that owns the lease for writing statuses. Default `linkerd-destination`.
-    pub policy_deployment: String,
+    pub injector: injector_webhook::Config,
+}
+
+/// Settings of the writes to the cluster.
+#[derive(Clone, Debug)]
+pub struct Writeback {
+    /// The Deployment that owns the leases for writing. Default `linkerd-destination`.
+    pub lease_owner_deployment: String,
     /// Timeout of writing one status. Default 5 s.
     pub patch_timeout: Duration,
-    pub injector: injector_webhook::Config,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +118,7 @@ pub struct ListenAddrs {
     pub proxy_injector: ListenAddr,
     pub telemetry: ListenAddr,
     /// Admin server of destination.
-    pub metrics: ListenAddr,
+    pub destination_admin: ListenAddr,
     /// Admin server of identity and policy.
     pub admin: ListenAddr,
     pub sp_validator_admin: ListenAddr,
@@ -148,12 +155,16 @@ impl Config {
             cluster: flags.cluster(domains, &listen)?,
             destination: flags.destination()?,
             policy: policy::config::Config {
-                request_headers: match flags.allow_l5d_request_headers {
-                    true => RequestHeaders::Honour,
-                    false => RequestHeaders::Ignore,
+                l5d_headers: match flags.allow_l5d_request_headers {
+                    true => L5dHeaders::Honor,
+                    false => L5dHeaders::Ignore,
                 },
             },
             webhooks: flags.webhooks()?,
+            writeback: Writeback {
+                lease_owner_deployment: flags.policy_deployment_name.clone(),
+                patch_timeout: Duration::from_millis(flags.patch_timeout_ms),
+            },
             listen,
         })
     }
@@ -171,21 +182,21 @@ impl Config {
         self.source == Some(ObjectSource::Kubernetes) || reviews_tokens || webhooks
     }
 
-    pub(crate) fn writeback(&self) -> writeback::config::Config {
+    pub(crate) fn writeback_config(&self) -> writeback::config::Config {
         let Services {
             destination, policy, ..
         } = self.services;
         let statuses = || writeback::config::StatusesConfig {
             cluster_networks: self.cluster.cluster_networks.clone(),
             global_egress_namespace: self.cluster.global_egress_namespace.clone(),
-            patch_timeout: self.webhooks.patch_timeout,
+            patch_timeout: self.writeback.patch_timeout,
         };
-        let slices = destination && self.cluster.endpoints_source == EndpointsSource::EndpointSlices;
+        let write_slices = destination && self.cluster.endpoints_source == EndpointsSource::EndpointSlices;
         writeback::config::Config {
             controller_namespace: self.cluster.controller_namespace.clone(),
             lease_holder: self.pod_name.clone(),
-            lease_owner_deployment: self.webhooks.policy_deployment.clone(),
-            slices: slices.then_some(writeback::config::SlicesConfig),
+            lease_owner_deployment: self.writeback.lease_owner_deployment.clone(),
+            write_slices,
             statuses: policy.then(statuses),
         }
     }
@@ -381,8 +392,6 @@ impl Flags {
                 true => Admission::Disabled,
                 false => Admission::Enabled,
             },
-            policy_deployment: self.policy_deployment_name.clone(),
-            patch_timeout: Duration::from_millis(self.patch_timeout_ms),
             injector: self.injector()?,
         })
     }
@@ -416,7 +425,7 @@ impl Flags {
                 Some(_) => ListenAddr::Socket((Ipv4Addr::LOCALHOST, port::TELEMETRY).into()),
                 None => ListenAddr::AllInterfaces(port::TELEMETRY),
             }),
-            metrics: ListenAddr::AllInterfaces(9996),
+            destination_admin: ListenAddr::AllInterfaces(9996),
             admin: self.admin_addr,
             sp_validator_admin: self.sp_validator_metrics_addr,
             proxy_injector_admin: ListenAddr::AllInterfaces(9995),
@@ -444,7 +453,7 @@ impl Flags {
         }
         if let Some(addr) = self.metrics_addr {
             match (services.destination, services.sp_validator, services.proxy_injector) {
-                (true, _, _) => listen.metrics = addr,
+                (true, _, _) => listen.destination_admin = addr,
                 (false, true, false) => listen.sp_validator_admin = addr,
                 (false, false, true) => listen.proxy_injector_admin = addr,
                 (false, _, _) => bail!(

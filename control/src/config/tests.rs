@@ -80,7 +80,7 @@ fn without_manifests_objects_and_token_reviews_come_from_kubernetes() {
 fn addr_flags_apply_to_the_services_named() {
     let listen = |line: &str| config(line).unwrap().listen;
     let together = listen("destination policy sp-validator -metrics-addr :1 --sp-validator-addr :2");
-    assert_eq!(together.metrics, ListenAddr::AllInterfaces(1));
+    assert_eq!(together.destination_admin, ListenAddr::AllInterfaces(1));
     assert_eq!(together.sp_validator, ListenAddr::AllInterfaces(2));
     assert_eq!(together.sp_validator_admin, ListenAddr::AllInterfaces(9997));
     assert_eq!(together.policy_validator, ListenAddr::AllInterfaces(9443));
@@ -102,35 +102,31 @@ fn addr_flags_apply_to_the_services_named() {
 
 #[test]
 fn policy_controller_flags_set_their_config_fields() {
-    let check = |flags: &str, headers: RequestHeaders, admission: Admission, deployment: &str, timeout: Duration| {
+    let check = |flags: &str, headers: L5dHeaders, admission: Admission, deployment: &str, timeout: Duration| {
         let config = config(&format!("policy --manifests m{flags}")).unwrap();
-        assert_eq!(config.policy.request_headers, headers, "{flags}");
+        assert_eq!(config.policy.l5d_headers, headers, "{flags}");
         assert_eq!(config.webhooks.policy_admission, admission, "{flags}");
-        let written = config.writeback();
+        let written = config.writeback_config();
         assert_eq!(written.lease_owner_deployment, deployment, "{flags}");
         assert_eq!(written.statuses.unwrap().patch_timeout, timeout, "{flags}");
     };
     let (deployment, timeout) = ("linkerd-destination", Duration::from_secs(5));
-    check("", RequestHeaders::Ignore, Admission::Enabled, deployment, timeout);
+    check("", L5dHeaders::Ignore, Admission::Enabled, deployment, timeout);
     for (flags, headers, admission) in [
-        (
-            " --allow-l5d-request-headers",
-            RequestHeaders::Honour,
-            Admission::Enabled,
-        ),
+        (" --allow-l5d-request-headers", L5dHeaders::Honor, Admission::Enabled),
         (
             " --allow-l5d-request-headers=false",
-            RequestHeaders::Ignore,
+            L5dHeaders::Ignore,
             Admission::Enabled,
         ),
         (
             " --admission-controller-disabled",
-            RequestHeaders::Ignore,
+            L5dHeaders::Ignore,
             Admission::Disabled,
         ),
         (
             " --admission-controller-disabled=false",
-            RequestHeaders::Ignore,
+            L5dHeaders::Ignore,
             Admission::Enabled,
         ),
     ] {
@@ -138,7 +134,7 @@ fn policy_controller_flags_set_their_config_fields() {
     }
     check(
         " --policy-deployment-name=control --patch-timeout-ms 250",
-        RequestHeaders::Ignore,
+        L5dHeaders::Ignore,
         Admission::Enabled,
         "control",
         Duration::from_millis(250),

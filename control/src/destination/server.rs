@@ -116,14 +116,14 @@ impl Shared {
         }
         let node: Option<Box<str>> = client.node().map(Box::from);
         // Subscribes before reading the zone, so that no change is missed.
-        let nodes = self.cluster.node_changes();
+        let node_changes = self.cluster.node_changes();
         let zone = node.as_deref().and_then(|node| self.cluster.node_zone(node));
         let state = EndpointStream {
             shared: self,
             subscription,
             first: Some(first),
             service,
-            node_changes: nodes,
+            node_changes,
             location: ClientLocation { node, zone },
             last_sent: None,
         };
@@ -162,10 +162,8 @@ impl Shared {
         };
         let mut subscription = self.cluster.profile(key);
         let profile = subscription.current();
-        let first = self
-            .profile(&profile)
-            .map_err(|refusal| refusal.status(&request.path))?;
-        let follower = match &**profile {
+        let first = self.profile(&profile).map_err(|error| error.status(&request.path))?;
+        let gauge_guard = match &**profile {
             Profile::Service(profile) => Some(
                 self.cluster
                     .count_service_subscriber(&profile.namespace, &profile.service),
@@ -176,7 +174,7 @@ impl Shared {
             shared: self,
             subscription,
             first: Some(first),
-            _gauge_guard: follower,
+            _gauge_guard: gauge_guard,
         };
         Ok(stream::unfold(state, async |mut state| {
             let message = state.next().await?;
@@ -253,10 +251,11 @@ impl EndpointStream {
             node: self.location.node.clone(),
             zone,
         };
-        let before = self.last_sent.as_ref()?;
-        let sent = Some((&***before, &self.location));
-        // Compares with the endpoints that were sent last. Later changes are reported by their own watch.
-        let messages = translate::difference(sent, before, &self.service, &location, &self.shared.config);
+        let endpoints = self.last_sent.as_ref()?;
+        let before = Some((&***endpoints, &self.location));
+        // Only the location changes here, so the endpoints before and after are the same. Changes of endpoints come through
+        // `subscription`.
+        let messages = translate::difference(before, endpoints, &self.service, &location, &self.shared.config);
         self.location = location;
         (!messages.is_empty()).then(|| grpc::encode(&messages))
     }
@@ -317,6 +316,7 @@ enum ProfileError<'a> {
 impl ProfileError<'_> {
     fn status(&self, path: &str) -> Status {
         match self {
+            // As Linkerd does, although Get returns NotFound.
             Self::ServiceMissing => Status::unknown(format!("service of {path} not found")),
             Self::ExternalName => Status::invalid_argument(format!("invalid service: {path} is an ExternalName")),
             Self::HostnameMissing => Status::not_found(format!("no pod of the service has the hostname in {path}")),
@@ -328,7 +328,7 @@ impl ProfileError<'_> {
 fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<DestinationProfile, ProfileError<'a>> {
     match profile {
         Profile::Service(profile) => Ok(translate::service_profile(profile)),
-        Profile::Endpoint { endpoint, opacity } => Ok(translate::endpoint_profile(endpoint, *opacity, config)),
+        Profile::Endpoint { endpoint, is_opaque } => Ok(translate::endpoint_profile(endpoint, *is_opaque, config)),
         Profile::UndefinedPort => Ok(DestinationProfile::default()),
         Profile::ServiceMissing => Err(ProfileError::ServiceMissing),
         Profile::ExternalName => Err(ProfileError::ExternalName),

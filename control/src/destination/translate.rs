@@ -16,7 +16,7 @@ use tulle_proto::meta::{Metadata, Resource, metadata};
 
 use crate::destination::config::{Config, ZoneWeights};
 use crate::model::endpoints as model;
-use crate::model::endpoints::{Endpoint, Endpoints, Existence, Http2Params, TrafficScope, Workload};
+use crate::model::endpoints::{Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, TrafficScope};
 use crate::model::profile;
 use crate::resources::meta::Name;
 use crate::wire::http_method;
@@ -129,8 +129,11 @@ impl<'a> UsableEndpoints<'a> {
     fn contains(&self, endpoint: &Endpoint) -> bool {
         match self.scope {
             EndpointScope::Cluster => true,
+            // As in Linkerd, external workloads are left out: they run on no node of the cluster.
             EndpointScope::Node(node) => {
-                matches!(endpoint.workload, Workload::Pod { .. }) && node.is_some() && endpoint.node.as_deref() == node
+                matches!(endpoint.workload, EndpointWorkload::Pod { .. })
+                    && node.is_some()
+                    && endpoint.node.as_deref() == node
             }
             EndpointScope::Zone(zone) => endpoint.hint_zones.iter().any(|hint| **hint == *zone),
             EndpointScope::HintedNode(node) => endpoint.hint_nodes.iter().any(|hint| **hint == *node),
@@ -179,7 +182,7 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
         .iter()
         .map(|(key, value)| (key.to_string(), value.to_string()))
         .collect();
-    if endpoint.workload != Workload::Unknown {
+    if endpoint.workload != EndpointWorkload::Unknown {
         labels.insert(
             "zone".to_owned(),
             endpoint.zone.as_deref().unwrap_or_default().to_owned(),
@@ -246,7 +249,7 @@ pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationP
         .map_or(("", ""), |(namespace, name)| (&**namespace, &**name));
     DestinationProfile {
         fully_qualified_name: profile.fqn.clone(),
-        opaque_protocol: profile.opacity == profile::Opacity::Opaque,
+        opaque_protocol: profile.is_opaque,
         retry_budget: Some(retry_budget(profile.budget)),
         routes: profile.routes.iter().map(route).collect(),
         dst_overrides: profile
@@ -277,9 +280,9 @@ pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationP
 }
 
 /// Returns the message for the profile of an address.
-pub(super) fn endpoint_profile(endpoint: &Endpoint, opacity: profile::Opacity, config: &Config) -> DestinationProfile {
+pub(super) fn endpoint_profile(endpoint: &Endpoint, is_opaque: bool, config: &Config) -> DestinationProfile {
     DestinationProfile {
-        opaque_protocol: opacity == profile::Opacity::Opaque,
+        opaque_protocol: is_opaque,
         retry_budget: Some(retry_budget(profile::RetryBudget::default())),
         endpoint: Some(endpoint_addr(endpoint, config)),
         ..DestinationProfile::default()

@@ -1,6 +1,6 @@
 //! The unverified claims of a service account token.
 //!
-//! A review costs the API server work, so a token that cannot be accepted is refused without a review.
+//! A review costs the API server work, so a token that cannot be accepted is rejected without a review.
 
 use std::fs;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub(crate) enum Audience {
     ApiServer,
 }
 
-/// Why a token is refused without a review.
+/// Why a token is rejected without a review.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ClaimsError {
     #[error("it is not text")]
@@ -40,7 +40,7 @@ pub(crate) enum ClaimsError {
     Expired,
     #[error("it has no exp claim")]
     NoExpiry,
-    #[error("token audiences {found:?} is invalid, expected {TOKEN_AUDIENCE:?}")]
+    #[error("token audiences {found:?} do not contain {TOKEN_AUDIENCE:?}")]
     Audience { found: Vec<String> },
 }
 
@@ -69,7 +69,7 @@ impl Claims {
         let audiences = match raw.aud {
             Value::Null => Vec::new(),
             Value::Array(audiences) => audiences.into_iter().map(text).collect::<Result<_, _>>()?,
-            one => vec![text(one)?],
+            audience => vec![text(audience)?],
         };
         Ok(Self {
             issuer: raw.iss,

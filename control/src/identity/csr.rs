@@ -1,6 +1,6 @@
 //! Parses certificate signing requests.
 //!
-//! A certificate contains only the authenticated name and the public key. All other content of a request is refused or
+//! A certificate contains only the authenticated name and the public key. All other content of a request is rejected or
 //! ignored.
 
 use rcgen::SubjectPublicKeyInfo;
@@ -96,39 +96,39 @@ impl SigningRequest {
 
     /// Checks that the request is for this identity only.
     pub(crate) fn check_names(&self, identity: &str) -> Result<(), NameError> {
-        let identity = || identity.to_owned();
+        let owned_identity = || identity.to_owned();
         for name in &self.names {
             if let Name::Other { kind, value } = name {
                 return Err(NameError::Kind {
                     kind,
                     value: value.clone(),
-                    identity: identity(),
+                    identity: owned_identity(),
                 });
             }
         }
         match self.names.as_slice() {
-            [Name::Dns(name)] if *name == identity() => {}
+            [Name::Dns(name)] if name == identity => {}
             [Name::Dns(name)] => {
                 return Err(NameError::Dns {
                     found: name.clone(),
-                    identity: identity(),
+                    identity: owned_identity(),
                 });
             }
             names => {
                 return Err(NameError::Count {
                     found: names.len(),
-                    identity: identity(),
+                    identity: owned_identity(),
                 });
             }
         }
         match self
             .common_names
             .iter()
-            .find(|name| !name.is_empty() && **name != identity())
+            .find(|name| !name.is_empty() && *name != identity)
         {
             Some(name) => Err(NameError::CommonName {
                 found: name.clone(),
-                identity: identity(),
+                identity: owned_identity(),
             }),
             None => Ok(()),
         }

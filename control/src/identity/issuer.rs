@@ -102,7 +102,7 @@ pub(crate) enum IssuerError {
         #[source]
         source: InvalidDnsNameError,
     },
-    #[error("the issuer in {path:?} does not lead to the trust anchors")]
+    #[error("the issuer in {path:?} is not verified by the trust anchors")]
     Unverified {
         path: PathBuf,
         #[source]
@@ -153,7 +153,7 @@ impl Issuer {
                 source,
             },
         })?;
-        if !names_issuer(&probe.leaf, &chain[0]) {
+        if !issuer_name_matches(&probe.leaf, &chain[0]) {
             return Err(IssuerError::Subject { path: cert_path });
         }
         let issuer = Self {
@@ -355,7 +355,7 @@ fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime,
 /// Returns whether the leaf's issuer name equals the issuer's subject byte for byte, as peers compare them.
 ///
 /// rcgen keeps one value per attribute, so the name differs if an attribute is repeated.
-fn names_issuer(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
+fn issuer_name_matches(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     let parsed = [leaf, issuer].map(|der| x509_parser::parse_x509_certificate(der));
     let [Ok((_, leaf)), Ok((_, issuer))] = parsed else {
         return false;

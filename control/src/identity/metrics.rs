@@ -6,7 +6,7 @@ use std::sync::Arc;
 use time::OffsetDateTime;
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-use super::authority::Authority;
+use super::issuer_store::IssuerStore;
 
 #[derive(Clone)]
 pub(crate) struct Metrics {
@@ -14,22 +14,22 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    pub(crate) fn new(registry: &Registry, authority: Arc<Authority>) -> Self {
-        registry.collector(move |out| write_ttl(&authority, out));
+    pub(crate) fn new(registry: &Registry, issuer_store: Arc<IssuerStore>) -> Self {
+        registry.collector(move |out| write_ttl(&issuer_store, out));
         Self {
             certify: registry.counter("certify_requests_total", "Requests for a certificate, by outcome."),
         }
     }
 
-    /// Counts one request. Outcomes are a small fixed set.
-    pub(crate) fn certified(&self, outcome: &'static str) {
+    /// Counts a request for a certificate, also a rejected one. Outcomes are a small fixed set.
+    pub(crate) fn count_request(&self, outcome: &'static str) {
         self.certify.get(&Labels::new().with("outcome", outcome)).inc();
     }
 }
 
 /// Computed at scrape time, because it changes with time.
-fn write_ttl(authority: &Authority, out: &mut String) {
-    if let Some(issuer) = authority.issuer() {
+fn write_ttl(issuer_store: &IssuerStore, out: &mut String) {
+    if let Some(issuer) = issuer_store.issuer() {
         let ttl = (issuer.expires_at() - OffsetDateTime::now_utc()).as_seconds_f64();
         // Writing to a string cannot fail.
         let _ = writeln!(

@@ -1,21 +1,21 @@
 //! The identity service: authenticates workloads by their token and signs their certificates.
 //!
-//! A [`tokens::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
+//! A [`reviewer::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
 //! anchors. Both directories are watched: valid files take effect immediately, invalid ones are logged and ignored.
 //! [`server`] handles requests; [`own_certificate`] renews the control plane's own certificates.
 
-mod authority;
 pub(crate) mod claims;
-mod client_queue;
 pub(crate) mod csr;
 mod events;
 pub mod issuer;
+mod issuer_store;
 mod metrics;
 pub mod own_certificate;
-mod review;
+mod per_client_limiter;
+pub mod reviewer;
 pub mod server;
 pub mod token_review;
-pub mod tokens;
+mod token_review_result;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,12 +26,12 @@ use tulle_core::metrics::Registry;
 use tulle_proto::identity::identity_server::IdentityServer;
 
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
-use authority::Authority;
 use events::{Events, SERVICE_ACCOUNT};
 use issuer::Validity;
+use issuer_store::IssuerStore;
 use metrics::Metrics;
-use server::{IdentityDomain, IdentityService};
-use tokens::Reviewer;
+use reviewer::Reviewer;
+use server::{IdentityService, IdentitySuffix};
 
 use crate::kubernetes::event_recorder::EventRecorder;
 
@@ -66,25 +66,25 @@ impl IdentityService {
         let ns = &config.controller_namespace;
         let name = identity::service_account(SERVICE_ACCOUNT, ns, ns, &config.trust_domain);
         let events = Events::new(recorder, ns.clone());
-        let authority = Arc::new(Authority::new(
+        let issuer_store = Arc::new(IssuerStore::new(
             config.issuer.clone(),
             config.trust_anchors.clone(),
             name,
             events.clone(),
         ));
-        let [issuer, anchors] = authority.watch_paths();
+        let [issuer, anchors] = issuer_store.watch_paths();
         // The watch starts before the files are read, so that no change is missed.
         let watch_paths: Vec<_> = [issuer, anchors]
             .into_iter()
             .chain(reviewer.dir().map(WatchPath::Dir))
             .collect();
         let changes = FileWatcher::watch(&watch_paths)?;
-        authority.reload();
+        issuer_store.reload();
         let service = Self {
-            metrics: Metrics::new(registry, authority.clone()),
-            authority,
+            metrics: Metrics::new(registry, issuer_store.clone()),
+            issuer_store,
             reviewer: Arc::new(reviewer),
-            identity_domain: Arc::new(IdentityDomain {
+            identity_suffix: Arc::new(IdentitySuffix {
                 controller_namespace: ns.clone(),
                 trust_domain: config.trust_domain.clone(),
             }),
@@ -100,7 +100,7 @@ impl IdentityService {
 
     /// The TLS server name of this service.
     pub fn name(&self) -> &str {
-        self.authority.name()
+        self.issuer_store.name()
     }
 
     pub fn server(&self) -> IdentityServer<Self> {
@@ -117,7 +117,7 @@ impl Reload {
                 () = drain.signaled() => return,
                 () = self.changes.wait_for_change() => {}
             }
-            self.service.authority.reload();
+            self.service.issuer_store.reload();
             self.service.reviewer.reload();
         }
     }

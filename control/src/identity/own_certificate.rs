@@ -23,7 +23,7 @@ use tulle_proto::identity::identity_client::IdentityClient;
 use super::issuer::{Issuer, SignError, Subject, rfc3339};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
-use crate::tls::client::{self, Peer};
+use crate::tls::client::{self, TlsServer};
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 use crate::tls::mesh_credentials::{self, LeafWithKey, MeshCredentials};
 
@@ -49,7 +49,7 @@ pub struct RemoteIdentity {
 
 enum Source {
     /// The issuer is in this process, which signs its own names without a token.
-    Here {
+    Local {
         service: IdentityService,
         issuer: watch::Receiver<Option<Arc<Issuer>>>,
     },
@@ -87,12 +87,12 @@ enum RenewError {
     },
     #[error("connecting to the identity service")]
     Connect(#[source] client::Error),
-    #[error("the identity service refused")]
-    Refused(#[source] Box<tonic::Status>),
+    #[error("the identity service rejected the request")]
+    Rejected(#[source] Box<tonic::Status>),
     #[error("the identity service did not answer within {0:?}")]
     Timeout(Duration),
     #[error("the response of the identity service has no valid_until")]
-    NoEnd,
+    MissingValidUntil,
     #[error("installing the certificate")]
     Install(#[source] mesh_credentials::Error),
 }
@@ -100,10 +100,10 @@ enum RenewError {
 impl CertificateRenewer {
     /// Certificates are signed by the identity service of this process.
     pub fn local(creds: Arc<MeshCredentials>, service: IdentityService) -> Self {
-        let issuer = service.authority.subscribe();
+        let issuer = service.issuer_store.subscribe();
         Self {
             creds,
-            source: Source::Here { service, issuer },
+            source: Source::Local { service, issuer },
             clock: SystemTime::now,
         }
     }
@@ -161,13 +161,13 @@ impl CertificateRenewer {
         // A new key for every certificate limits the use of a stolen key to one lifetime.
         let key = KeyPair::generate().map_err(RenewError::Key)?;
         let (rsp, anchors) = match &mut self.source {
-            Source::Here { service, .. } => sign_here(service, name, &key)?,
+            Source::Local { service, .. } => sign_locally(service, name, &key)?,
             Source::Remote { remote, used, .. } => request_certificate(remote, used, name, &key).await?,
         };
         let valid_until = rsp
             .valid_until
             .and_then(|end| SystemTime::try_from(end).ok())
-            .ok_or(RenewError::NoEnd)?;
+            .ok_or(RenewError::MissingValidUntil)?;
         let chain = std::iter::once(rsp.leaf_certificate)
             .chain(rsp.intermediate_certificates)
             .map(CertificateDer::from)
@@ -188,7 +188,7 @@ impl CertificateRenewer {
 impl Source {
     async fn changed(&mut self) {
         match self {
-            Self::Here { service: _, issuer } => {
+            Self::Local { service: _, issuer } => {
                 // Cannot fail: `service` holds the sender.
                 let _ = issuer.changed().await;
             }
@@ -201,13 +201,13 @@ impl Source {
     }
 }
 
-fn sign_here(
+fn sign_locally(
     service: &IdentityService,
     name: &str,
     key: &KeyPair,
 ) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
     let (issuer, now) = (
-        service.authority.issuer().ok_or(RenewError::NotReady)?,
+        service.issuer_store.issuer().ok_or(RenewError::NotReady)?,
         OffsetDateTime::now_utc(),
     );
     service.verify(&issuer, now).map_err(RenewError::Issuer)?;
@@ -237,13 +237,13 @@ async fn request_certificate(
     let pem = &*used.insert(pem);
     let anchors = TrustAnchors::parse(pem, path).map_err(RenewError::Anchors)?;
     let token = read_token(&remote.token).await?;
-    let peer = Peer {
+    let server = TlsServer {
         addr: &remote.addr,
         name: &remote.name,
         identity: None,
         anchors: &anchors,
     };
-    let channel = client::connect(&peer, None).await.map_err(RenewError::Connect)?;
+    let channel = client::connect(&server, None).await.map_err(RenewError::Connect)?;
     let req = proto::CertifyRequest {
         identity: name.to_owned(),
         token,
@@ -253,7 +253,7 @@ async fn request_certificate(
     let rsp = timeout(CERTIFY_TIMEOUT, client.certify(req))
         .await
         .map_err(|_| RenewError::Timeout(CERTIFY_TIMEOUT))?
-        .map_err(|status| RenewError::Refused(Box::new(status)))?;
+        .map_err(|status| RenewError::Rejected(Box::new(status)))?;
     Ok((rsp.into_inner(), anchors))
 }
 
@@ -276,7 +276,7 @@ fn signing_request(name: &str, key: &KeyPair) -> Result<Vec<u8>, RenewError> {
 /// 70 % of the remaining lifetime, as proxies do.
 fn renewal_delay(valid_until: SystemTime, now: SystemTime) -> Duration {
     let left = valid_until.duration_since(now).unwrap_or_default();
-    left.mul_f64(0.7).clamp(MIN_REFRESH, MAX_REFRESH)
+    left.mul_f64(0.7).clamp(MIN_RENEWAL_DELAY, MAX_RENEWAL_DELAY)
 }
 
 /// Short, because no service is ready without its first certificate, and the identity service can start later.
@@ -286,8 +286,8 @@ const RENEWAL_BACKOFF: Backoff = Backoff {
     jitter: 0.5,
 };
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(10);
-const MIN_REFRESH: Duration = Duration::from_secs(10);
-const MAX_REFRESH: Duration = Duration::from_secs(24 * 3600);
+const MIN_RENEWAL_DELAY: Duration = Duration::from_secs(10);
+const MAX_RENEWAL_DELAY: Duration = Duration::from_secs(24 * 3600);
 
 #[cfg(test)]
 mod tests {
@@ -303,6 +303,6 @@ mod tests {
         check(1000, 700);
         check(1, 10);
         check(1_000_000, 24 * 3600);
-        assert_eq!(renewal_delay(now - Duration::from_secs(5), now), MIN_REFRESH);
+        assert_eq!(renewal_delay(now - Duration::from_secs(5), now), MIN_RENEWAL_DELAY);
     }
 }

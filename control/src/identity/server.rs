@@ -14,27 +14,27 @@ use tulle_proto::identity as proto;
 
 use crate::grpc::Caller;
 
-use super::authority::Authority;
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
 use super::events::{AuthenticatedServiceAccount, Events};
 use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
+use super::issuer_store::IssuerStore;
 use super::metrics::Metrics;
-use super::review::{Review, ReviewError};
-use super::tokens::Reviewer;
+use super::reviewer::Reviewer;
+use super::token_review_result::{TokenReviewError, TokenReviewResult};
 
 /// The identity service. Clones share their state.
 #[derive(Clone)]
 pub struct IdentityService {
-    pub(super) authority: Arc<Authority>,
+    pub(super) issuer_store: Arc<IssuerStore>,
     pub(super) reviewer: Arc<Reviewer>,
-    pub(super) identity_domain: Arc<IdentityDomain>,
+    pub(super) identity_suffix: Arc<IdentitySuffix>,
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
     pub(super) events: Events,
 }
 
-/// The parts of an identity besides namespace and service account.
-pub(super) struct IdentityDomain {
+/// What follows service account and namespace in every identity of this control plane.
+pub(super) struct IdentitySuffix {
     pub(super) controller_namespace: String,
     pub(super) trust_domain: String,
 }
@@ -58,14 +58,14 @@ pub(super) enum CertifyError {
     #[error("the token is not authenticated: {0}")]
     Unauthenticated(String),
     #[error("the token could not be reviewed")]
-    Review(#[source] ReviewError),
+    Review(#[source] TokenReviewError),
     #[error("the token is for {0:?}; expected system:serviceaccount:<namespace>:<name>")]
     Username(String),
     #[error(
         "the token is for service account {service_account:?} in namespace {namespace:?}, which cannot form an identity: both \
          names must be DNS labels, of lower-case letters, digits and '-', at most 63; use a service account with another name"
     )]
-    NoLabel { namespace: String, service_account: String },
+    NotDnsLabel { namespace: String, service_account: String },
     #[error("the token is for {proven}, and the request for {requested}")]
     Mismatch { proven: String, requested: String },
     #[error(transparent)]
@@ -84,11 +84,11 @@ impl proto::identity_server::Identity for IdentityService {
         let req = req.into_inner();
         match self.issue(&req, client, OffsetDateTime::now_utc()).await {
             Ok(rsp) => {
-                self.metrics.certified("issued");
+                self.metrics.count_request("issued");
                 Ok(Response::new(rsp))
             }
             Err(err) => {
-                self.metrics.certified(err.outcome());
+                self.metrics.count_request(err.outcome());
                 info!(
                     identity = req.identity.chars().take(MAX_LOGGED_NAME_LEN).collect::<String>(),
                     error = &err as &dyn std::error::Error,
@@ -109,15 +109,11 @@ impl IdentityService {
         client: IpAddr,
         now: OffsetDateTime,
     ) -> Result<proto::CertifyResponse, CertifyError> {
-        let issuer = self.authority.issuer().ok_or(CertifyError::NotReady)?;
+        let issuer = self.issuer_store.issuer().ok_or(CertifyError::NotReady)?;
         let csr = parse(req)?;
-        issuer.verify(now).map_err(|err| {
-            self.events
-                .issuer_validation_failed(format!("the trust anchors no longer verify the issuer: {err}"));
-            CertifyError::Issuer(err)
-        })?;
+        self.verify(&issuer, now).map_err(CertifyError::Issuer)?;
         csr.check_names(&req.identity).map_err(CertifyError::Names)?;
-        let holder = self.authenticate(req, client).await?;
+        let service_account = self.authenticate(req, client).await?;
         let key = csr.public_key().map_err(CertifyError::Key)?;
         let subject = Subject {
             identity: &req.identity,
@@ -125,7 +121,7 @@ impl IdentityService {
             key: &key,
         };
         let rsp = self.sign(&issuer, &subject, now).map_err(CertifyError::Sign)?;
-        self.events.issued(&holder, summary(&req.identity, &rsp));
+        self.events.issued(&service_account, summary(&req.identity, &rsp));
         Ok(rsp)
     }
 
@@ -163,21 +159,21 @@ impl IdentityService {
     ) -> Result<AuthenticatedServiceAccount, CertifyError> {
         let review = self.reviewer.review(&req.token, client).await;
         match review.map_err(CertifyError::Review)? {
-            Review::Authenticated { username, uid } => {
-                let (namespace, service_account) = self.identity_domain.check(&username, &req.identity)?;
+            TokenReviewResult::Authenticated { username, uid } => {
+                let (namespace, service_account) = self.identity_suffix.check(&username, &req.identity)?;
                 Ok(AuthenticatedServiceAccount {
                     namespace,
                     service_account,
                     uid,
                 })
             }
-            Review::Unauthenticated { reason } => Err(CertifyError::Unauthenticated(reason)),
-            Review::Invalid { reason } => Err(CertifyError::InvalidToken(reason)),
+            TokenReviewResult::Unauthenticated { reason } => Err(CertifyError::Unauthenticated(reason)),
+            TokenReviewResult::Invalid { reason } => Err(CertifyError::InvalidToken(reason)),
         }
     }
 }
 
-impl IdentityDomain {
+impl IdentitySuffix {
     /// Checks that the token's username is the requested identity. Returns namespace and name of its service account.
     fn check(&self, username: &str, requested: &str) -> Result<(String, String), CertifyError> {
         let mut parts = username.split(':');
@@ -187,7 +183,7 @@ impl IdentityDomain {
             return Err(CertifyError::Username(username.to_owned()));
         };
         if !crate::trust::is_label(ns) || !crate::trust::is_label(sa) {
-            return Err(CertifyError::NoLabel {
+            return Err(CertifyError::NotDnsLabel {
                 namespace: ns.to_owned(),
                 service_account: sa.to_owned(),
             });
@@ -212,9 +208,10 @@ impl CertifyError {
             Self::Names(_)
             | Self::Unauthenticated(_)
             | Self::Username(_)
-            | Self::NoLabel { .. }
+            | Self::NotDnsLabel { .. }
             | Self::Mismatch { .. } => Code::FailedPrecondition,
-            Self::Review(ReviewError::Busy | ReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
+            Self::Review(TokenReviewError::Busy | TokenReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
+            // A key of another algorithm is a mistake of the client; Linkerd responds with Internal, too.
             Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
         }
     }
@@ -227,7 +224,7 @@ impl CertifyError {
             Self::Names(_) => "wrong_names",
             Self::InvalidToken(_) => "invalid_token",
             Self::Unauthenticated(_) => "unauthenticated",
-            Self::Username(_) | Self::NoLabel { .. } | Self::Mismatch { .. } => "wrong_identity",
+            Self::Username(_) | Self::NotDnsLabel { .. } | Self::Mismatch { .. } => "wrong_identity",
             Self::Review(_) => "review_failed",
             Self::Key(_) => "wrong_key",
             Self::Sign(_) => "signing_failed",

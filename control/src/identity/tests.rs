@@ -20,8 +20,8 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_server::Identity as _;
 
 use super::own_certificate::CertificateRenewer;
+use super::reviewer::StaticKeys;
 use super::token_review::TokenReviews;
-use super::tokens::StaticKeys;
 use super::*;
 use crate::tls::anchors::TrustAnchors;
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
@@ -113,7 +113,7 @@ impl TestService {
             .map(tonic::Response::into_inner)
     }
 
-    async fn refused(&self, change: impl FnOnce(&mut proto::CertifyRequest), code: Code, message: &str) {
+    async fn assert_refused(&self, change: impl FnOnce(&mut proto::CertifyRequest), code: Code, message: &str) {
         let mut req = self.good();
         change(&mut req);
         let status = self.certify(req).await.unwrap_err();
@@ -174,64 +174,65 @@ async fn each_refusal_has_its_code_and_its_reason() {
     let key = KeyPair::generate().unwrap();
     let other = "api.shop.serviceaccount.identity.linkerd.cluster.local";
 
-    test.refused(|req| req.identity.clear(), InvalidArgument, "no identity")
+    test.assert_refused(|req| req.identity.clear(), InvalidArgument, "no identity")
         .await;
-    test.refused(|req| req.token.clear(), InvalidArgument, "no token").await;
-    test.refused(
+    test.assert_refused(|req| req.token.clear(), InvalidArgument, "no token")
+        .await;
+    test.assert_refused(
         |req| req.certificate_signing_request.clear(),
         InvalidArgument,
         "no certificate signing request",
     )
     .await;
-    test.refused(
+    test.assert_refused(
         |req| req.identity = "a b".to_owned(),
         InvalidArgument,
         "expected a DNS name",
     )
     .await;
-    test.refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "as identity")
+    test.assert_refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "as identity")
         .await;
-    test.refused(
+    test.assert_refused(
         |req| req.identity = "spiffe://a/b".to_owned(),
         InvalidArgument,
         "expected a DNS name",
     )
     .await;
-    test.refused(
+    test.assert_refused(
         |req| req.certificate_signing_request = b"hello".to_vec(),
         InvalidArgument,
         "expected PKCS#10",
     )
     .await;
-    test.refused(
+    test.assert_refused(
         |req| req.certificate_signing_request = csr(&[WEB, other], &key),
         FailedPrecondition,
         "has 2 subject",
     )
     .await;
-    test.refused(
+    test.assert_refused(
         |req| req.certificate_signing_request = csr(&[other], &key),
         FailedPrecondition,
         "asks for the DNS name",
     )
     .await;
-    test.refused(
+    test.assert_refused(
         |req| req.token = b"a.b.c".to_vec(),
         InvalidArgument,
         "not a JSON Web Token",
     )
     .await;
     let theirs = TestService::new().token("web", "shop");
-    test.refused(
+    test.assert_refused(
         |req| req.token = theirs,
         FailedPrecondition,
         "not signed by a known key",
     )
     .await;
     let api = test.token("api", "shop");
-    test.refused(|req| req.token = api, FailedPrecondition, "the token is for api.shop.")
+    test.assert_refused(|req| req.token = api, FailedPrecondition, "the token is for api.shop.")
         .await;
-    test.refused(
+    test.assert_refused(
         |req| {
             req.identity = other.to_owned();
             req.certificate_signing_request = csr(&[other], &key);
@@ -241,7 +242,7 @@ async fn each_refusal_has_its_code_and_its_reason() {
     )
     .await;
     let rsa = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
-    test.refused(
+    test.assert_refused(
         |req| req.certificate_signing_request = csr(&[WEB], &rsa),
         Internal,
         "expected ECDSA",
@@ -272,7 +273,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         "system:serviceaccount:shop",
         "system:serviceaccount:shop:web:x",
     ] {
-        test.refused(
+        test.assert_refused(
             |req| req.token = sign(sub),
             Code::FailedPrecondition,
             "expected system:serviceaccount",
@@ -287,7 +288,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         ("system:serviceaccount::web", r#"service account "web" in namespace """#),
     ] {
         for part in [names, "at most 63; use a service account with another name"] {
-            test.refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
+            test.assert_refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
                 .await;
         }
     }
@@ -316,7 +317,7 @@ async fn the_status_of_a_token_review_decides_the_code() {
     let check = async |status: Option<Value>, code: Code, message: &str| {
         let reviewer = reviewer(status);
         let test = TestService::build(|_| (), |_| reviewer);
-        test.refused(|_| (), code, message).await;
+        test.assert_refused(|_| (), code, message).await;
     };
     let rejected = "the token is not authenticated: the API server did not accept it";
     check(
@@ -344,10 +345,10 @@ async fn the_status_of_a_token_review_decides_the_code() {
 #[tokio::test]
 async fn without_an_issuer_or_keys_no_certificate_is_signed() {
     let test = TestService::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
-    test.refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
+    test.assert_refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
         .await;
     let test = TestService::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
-    test.refused(|_| (), Code::Internal, "no public key in").await;
+    test.assert_refused(|_| (), Code::Internal, "no public key in").await;
 }
 
 #[tokio::test]
@@ -370,7 +371,7 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
     let bundle = test.at("ca.crt");
     let anchor = test.anchor.clone();
     let service = test.service.clone();
-    let issuer = || service.authority.issuer().unwrap();
+    let issuer = || service.issuer_store.issuer().unwrap();
     let first = issuer().chain()[0].clone();
     let (signal, watch) = drain::channel();
     let reload = tokio::spawn(test.reload.run(watch));
@@ -386,7 +387,7 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
     fs::write(&key, &third.key).unwrap();
     fs::write(&crt, &third.certificate).unwrap();
     let taken = issuer().chain()[0].clone();
-    service.authority.reload();
+    service.issuer_store.reload();
     assert_eq!(issuer().chain()[0], taken);
     fs::write(&bundle, [anchor.certificate, other.certificate].concat()).unwrap();
     eventually(|| issuer().chain()[0] != taken).await;
@@ -410,13 +411,13 @@ async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_cha
     assert!(!readiness.is_ready() && creds.server_config().is_none());
 
     fs::rename(test.at("later.pem"), test.at("issuer/crt.pem")).unwrap();
-    test.service.authority.reload();
+    test.service.issuer_store.reload();
     eventually(|| readiness.is_ready()).await;
     let before = creds.server_config().unwrap();
     let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &test.anchor).unwrap();
     fs::write(test.at("issuer/key.pem"), second.key).unwrap();
     fs::write(test.at("issuer/crt.pem"), second.certificate).unwrap();
-    test.service.authority.reload();
+    test.service.issuer_store.reload();
     eventually(|| !Arc::ptr_eq(&before, &creds.server_config().unwrap())).await;
     signal.drain().await;
     renewer.await.unwrap();

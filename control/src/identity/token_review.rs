@@ -22,8 +22,8 @@ use tulle_core::names::TOKEN_AUDIENCE;
 use tulle_core::readiness::Latch;
 
 use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN};
-use super::client_queue::{PerClientLimiter, QueueFull};
-use super::review::{Review, ReviewError};
+use super::per_client_limiter::{PerClientLimiter, QueueFull};
+use super::token_review_result::{TokenReviewError, TokenReviewResult};
 use crate::tls::sha256_hex;
 
 /// Authenticates tokens with the API server.
@@ -32,8 +32,8 @@ use crate::tls::sha256_hex;
 pub struct TokenReviews {
     reviews: Api<TokenReview>,
     limiter: PerClientLimiter,
-    refused: Mutex<RejectedTokenCache>,
-    issuers: Mutex<Issuers>,
+    rejected: Mutex<RejectedTokenCache>,
+    issuers: Mutex<TokenIssuers>,
     /// File with this process's own token for the API server.
     own_token: PathBuf,
 }
@@ -41,15 +41,15 @@ pub struct TokenReviews {
 /// Rejected tokens by their SHA-256, oldest first.
 #[derive(Default)]
 struct RejectedTokenCache {
-    reviews: HashMap<String, Review>,
+    reviews: HashMap<String, TokenReviewResult>,
     order: VecDeque<(Instant, String)>,
 }
 
 /// Issuers of accepted tokens, besides the issuer of this process's own token.
 #[derive(Default)]
-struct Issuers {
+struct TokenIssuers {
     known: HashSet<String>,
-    /// When the next token of an unknown issuer can be reviewed, by client address.
+    /// When the next token of an unknown issuer can be reviewed, by client network.
     next_unknown_at: HashMap<IpAddr, Instant>,
 }
 
@@ -72,7 +72,7 @@ impl TokenReviews {
         Self {
             reviews: Api::all(client),
             limiter: PerClientLimiter::new(MAX_CONCURRENT_REVIEWS),
-            refused: Mutex::default(),
+            rejected: Mutex::default(),
             issuers: Mutex::default(),
             own_token: OWN_TOKEN.into(),
         }
@@ -93,7 +93,7 @@ impl TokenReviews {
             if last_reason.as_ref() != Some(&text) {
                 warn!(error = text, "not ready");
             }
-            latch.set_reason(&text);
+            latch.hold(&text);
             last_reason = Some(text);
             // Cancel-safe: both branches only wait.
             tokio::select! {
@@ -139,27 +139,27 @@ impl TokenReviews {
     }
 
     /// Reviews a token. `client` is the address that sent it.
-    pub(super) async fn review(&self, token: &[u8], client: IpAddr) -> Result<Review, ReviewError> {
-        let invalid = |err: ClaimsError| Review::Invalid {
+    pub(super) async fn review(&self, token: &[u8], client: IpAddr) -> Result<TokenReviewResult, TokenReviewError> {
+        let invalid = |err: ClaimsError| TokenReviewResult::Invalid {
             reason: err.to_string(),
         };
         let claims = match Claims::parse(token) {
             Ok(claims) => claims,
             Err(err) => return Ok(invalid(err)),
         };
-        let own = Claims::own(&self.own_token);
-        let of_api_server = own.as_ref().map_or(&[][..], |own| &own.audiences);
-        let audience = match claims.check(jsonwebtoken::get_current_timestamp(), of_api_server) {
+        let own_claims = Claims::own(&self.own_token);
+        let api_server_audiences = own_claims.as_ref().map_or(&[][..], |own| &own.audiences);
+        let audience = match claims.check(jsonwebtoken::get_current_timestamp(), api_server_audiences) {
             Ok(audience) => audience,
             Err(err) => return Ok(invalid(err)),
         };
         let digest = sha256_hex(token);
-        if let Some(review) = self.refused.lock().find(&digest) {
+        if let Some(review) = self.rejected.lock().find(&digest) {
             return Ok(review);
         }
-        let issuer = own.filter(|_| !claims.is_legacy()).map(|own| own.issuer);
-        if issuer.is_some_and(|own| !self.issuers.lock().may_review(&claims.issuer, &own, client)) {
-            return Err(ReviewError::UnknownIssuer(claims.issuer));
+        let own_issuer = own_claims.filter(|_| !claims.is_legacy()).map(|own| own.issuer);
+        if own_issuer.is_some_and(|own| !self.issuers.lock().may_review(&claims.issuer, &own, client)) {
+            return Err(TokenReviewError::UnknownIssuer(claims.issuer));
         }
         let Ok(token) = std::str::from_utf8(token) else {
             return Ok(invalid(ClaimsError::NotText));
@@ -167,17 +167,19 @@ impl TokenReviews {
         let reviewing = self.limiter.run(client, self.request_review(token, audience));
         let review = timeout(REVIEW_TIMEOUT, reviewing)
             .await
-            .map_err(|_| ReviewError::Timeout(REVIEW_TIMEOUT))?
-            .map_err(|QueueFull| ReviewError::Busy)??;
+            .map_err(|_| TokenReviewError::Timeout(REVIEW_TIMEOUT))?
+            .map_err(|QueueFull| TokenReviewError::Busy)??;
         match &review {
-            Review::Authenticated { .. } => self.issuers.lock().add_accepted(claims.issuer),
-            Review::Unauthenticated { .. } | Review::Invalid { .. } => self.refused.lock().insert(digest, &review),
+            TokenReviewResult::Authenticated { .. } => self.issuers.lock().add_accepted(claims.issuer),
+            TokenReviewResult::Unauthenticated { .. } | TokenReviewResult::Invalid { .. } => {
+                self.rejected.lock().insert(digest, &review)
+            }
         }
         Ok(review)
     }
 
     /// Sends one TokenReview. Without audiences the API server checks for its own.
-    async fn request_review(&self, token: &str, audience: Audience) -> Result<Review, ReviewError> {
+    async fn request_review(&self, token: &str, audience: Audience) -> Result<TokenReviewResult, TokenReviewError> {
         let review = TokenReview {
             metadata: ObjectMeta::default(),
             spec: TokenReviewSpec {
@@ -190,19 +192,19 @@ impl TokenReviews {
             status: None,
         };
         let answer = self.reviews.create(&PostParams::default(), &review).await;
-        let answer = answer.map_err(|err| ReviewError::Api(Box::new(err)))?;
+        let answer = answer.map_err(|err| TokenReviewError::Api(Box::new(err)))?;
         // No status means not authenticated.
         Ok(evaluate_review(answer.status.unwrap_or_default()))
     }
 }
 
 impl RejectedTokenCache {
-    fn find(&mut self, digest: &str) -> Option<Review> {
+    fn find(&mut self, digest: &str) -> Option<TokenReviewResult> {
         self.remove_expired(Instant::now());
         self.reviews.get(digest).cloned()
     }
 
-    fn insert(&mut self, digest: String, review: &Review) {
+    fn insert(&mut self, digest: String, review: &TokenReviewResult) {
         let now = Instant::now();
         if self.order.len() == MAX_REJECTED_TOKENS
             && let Some((_, oldest)) = self.order.pop_front()
@@ -224,21 +226,22 @@ impl RejectedTokenCache {
     }
 }
 
-impl Issuers {
-    /// Returns whether a token of this issuer can be reviewed now. A cluster with a changed issuer still accepts tokens
-    /// of the former one, which is not published. Unknown issuers are therefore limited to one token a second for each
-    /// client, and to [`MAX_UNKNOWN_ISSUERS`] over all clients, until a token of the issuer is accepted.
-    fn may_review(&mut self, issuer: &str, own: &str, client: IpAddr) -> bool {
-        if issuer == own || self.known.contains(issuer) {
+impl TokenIssuers {
+    /// Returns whether a token of this issuer can be reviewed now. After a change of `--service-account-issuer`, API servers
+    /// still accept tokens of the old issuer, and no API lists it. Unknown issuers are therefore not rejected, but limited to
+    /// one token a second for each client, and to [`MAX_UNKNOWN_ISSUERS`] over all clients, until a token of the issuer is
+    /// accepted.
+    fn may_review(&mut self, issuer: &str, own_issuer: &str, client: IpAddr) -> bool {
+        if issuer == own_issuer || self.known.contains(issuer) {
             return true;
         }
         let now = Instant::now();
-        let next = &mut self.next_unknown_at;
-        next.retain(|_, at| *at > now);
-        if next.len() >= MAX_UNKNOWN_ISSUERS {
+        let next_at = &mut self.next_unknown_at;
+        next_at.retain(|_, at| *at > now);
+        if next_at.len() >= MAX_UNKNOWN_ISSUERS {
             return false;
         }
-        match next.entry(client_network(client)) {
+        match next_at.entry(client_network(client)) {
             Entry::Occupied(_) => false,
             Entry::Vacant(entry) => {
                 entry.insert(now + UNKNOWN_ISSUER_INTERVAL);
@@ -256,16 +259,16 @@ impl Issuers {
 
 /// Converts the status of a TokenReview. `status.audiences` is not required: an API server without audience support
 /// omits it. The token is then for the API server itself, which is accepted too.
-fn evaluate_review(status: TokenReviewStatus) -> Review {
+fn evaluate_review(status: TokenReviewStatus) -> TokenReviewResult {
     if let Some(reason) = status.error.filter(|reason| !reason.is_empty()) {
-        return Review::Invalid { reason };
+        return TokenReviewResult::Invalid { reason };
     }
     match (status.authenticated, status.user) {
-        (Some(true), Some(user)) => Review::Authenticated {
+        (Some(true), Some(user)) => TokenReviewResult::Authenticated {
             username: user.username.unwrap_or_default(),
             uid: user.uid,
         },
-        _ => Review::Unauthenticated {
+        _ => TokenReviewResult::Unauthenticated {
             reason: "the API server did not accept it".to_owned(),
         },
     }
@@ -346,13 +349,13 @@ mod tests {
         let (reviews, reviewed) = start().await;
         for garbage in [&b"hello"[..], b"a.b.c", &[0xff; 9], &[b'a'; 100_000]] {
             let review = reviews.review(garbage, CLIENT).await.unwrap();
-            assert!(matches!(review, Review::Invalid { .. }), "{review:?}");
+            assert!(matches!(review, TokenReviewResult::Invalid { .. }), "{review:?}");
         }
         assert!(reviewed.lock().is_empty());
         let bad = token(OWN_ISSUER, "bad", 0);
         for _ in 0..3 {
             let review = reviews.review(bad.as_bytes(), CLIENT).await.unwrap();
-            assert!(matches!(review, Review::Invalid { .. }), "{review:?}");
+            assert!(matches!(review, TokenReviewResult::Invalid { .. }), "{review:?}");
         }
         assert_eq!(reviewed.lock().len(), 1);
         tokio::time::advance(REJECTED_TOKEN_TTL).await;
@@ -361,7 +364,7 @@ mod tests {
         for n in 0..2 {
             let good = token(OWN_ISSUER, "good", n);
             let review = reviews.review(good.as_bytes(), CLIENT).await.unwrap();
-            assert!(matches!(review, Review::Authenticated { .. }), "{review:?}");
+            assert!(matches!(review, TokenReviewResult::Authenticated { .. }), "{review:?}");
         }
     }
 
@@ -381,7 +384,7 @@ mod tests {
         for n in 1..100 {
             let refused = submit("https://elsewhere", "bad", n).await.unwrap_err();
             assert!(
-                matches!(&refused, ReviewError::UnknownIssuer(issuer) if issuer == "https://elsewhere"),
+                matches!(&refused, TokenReviewError::UnknownIssuer(issuer) if issuer == "https://elsewhere"),
                 "{refused:?}"
             );
         }
@@ -396,19 +399,19 @@ mod tests {
         submit("https://elsewhere", "bad", 100).await.unwrap();
         let review = submit_as(other(1), "https://former", "good", 0).await.unwrap();
         assert!(
-            matches!(review, Review::Authenticated { .. }),
+            matches!(review, TokenReviewResult::Authenticated { .. }),
             "another client used up its rate: {review:?}"
         );
         for n in 0..10 {
             let review = submit("https://former", "good", n).await.unwrap();
-            assert!(matches!(review, Review::Authenticated { .. }), "{review:?}");
+            assert!(matches!(review, TokenReviewResult::Authenticated { .. }), "{review:?}");
         }
     }
 
     #[test]
     fn the_cache_of_rejected_tokens_is_bounded() {
         let mut refused = RejectedTokenCache::default();
-        let review = Review::Invalid { reason: String::new() };
+        let review = TokenReviewResult::Invalid { reason: String::new() };
         for n in 0..=MAX_REJECTED_TOKENS {
             refused.insert(n.to_string(), &review);
         }

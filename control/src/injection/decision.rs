@@ -195,6 +195,7 @@ impl SkipReason {
             Self::InvalidAtWorkload => "invalid_inject_annotation_at_workload",
             Self::Disabled => "injection_disable_annotation_present",
             Self::NotEnabled => "injection_enable_annotation_absent",
+            // (sic) The name in Linkerd's metrics.
             Self::NoServiceAccountToken => "disabled_automount_service_account_token_account",
             Self::Windows => "windows_node",
             Self::InvalidRestriction => "invalid_restriction",

@@ -1,7 +1,7 @@
 //! Sidecar injection: decides whether a pod gets a sidecar, and makes the JSON patch.
 //!
 //! Injection does no I/O: the webhook and the CLI call it and get the same result. An invalid annotation is ignored with a
-//! warning. A pod is refused if its sidecar would not enforce a required restriction, or would never get a certificate.
+//! warning. A pod is denied if its sidecar would not enforce a required restriction, or would never get a certificate.
 
 mod checks;
 mod decision;
@@ -28,8 +28,8 @@ use self::pod::{containers, metadata};
 use self::settings::{overrides, ports};
 use self::target::PodInputs;
 pub use self::target::{
-    Config, DEBUG_CONTAINER, INIT_CONTAINER, InjectionOrigin, InjectionTarget, PROXY_CONTAINER, ProxyMode,
-    VALIDATOR_CONTAINER, Workload, has_injected_containers,
+    Config, DEBUG_CONTAINER, INIT_CONTAINER, InjectionOrigin, InjectionTarget, PROXY_CONTAINER, PodOwner, ProxyMode,
+    VALIDATOR_CONTAINER, has_injected_containers,
 };
 use self::values::Values;
 use crate::resources::annotations::Annotations;
@@ -41,11 +41,13 @@ pub struct InjectionOutcome {
     pub annotation_location: Option<AnnotationLocation>,
     /// Empty when nothing changes.
     pub patch: Patch,
-    /// Messages about ignored annotations and about init containers that bypass the mesh.
+    /// Messages about ignored or misspelled annotations, and about init containers that bypass the mesh.
     pub warnings: Vec<String>,
-    /// The reason to reject the pod: its sidecar would not enforce a restriction, or would never be ready. The decision is then
-    /// to skip injection, for pods that are never refused.
-    pub refusal: Option<String>,
+    /// Whether one of the warnings is about a misspelled annotation.
+    pub has_misspelled_annotation: bool,
+    /// The reason to deny the pod: its sidecar would not enforce a restriction, or would never be ready. If it is set, `decision`
+    /// is `Skip`: pods of protected namespaces are never denied, they start without a sidecar.
+    pub denial_reason: Option<String>,
 }
 
 /// Decides on a pod and makes its patch. A pod without a sidecar can still get the opaque-ports annotation.
@@ -53,7 +55,8 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
     let decision = decision::decide(config, target);
     let annotated_at = decision::annotation_location(target);
     let mut warnings = misspelling_warnings(target);
-    let skipped_outcome = |decision, warnings, refusal| {
+    let has_misspelled_annotation = !warnings.is_empty();
+    let skipped_outcome = |decision, warnings, denial_reason| {
         let mut patch = PatchBuilder::at(target.pointer);
         patch.add_metadata(target.metadata, &metadata::skipped_metadata(config, target));
         InjectionOutcome {
@@ -61,7 +64,8 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
             annotation_location: annotated_at,
             patch: patch.into_patch(),
             warnings,
-            refusal,
+            has_misspelled_annotation,
+            denial_reason,
         }
     };
     let mode = match decision {
@@ -82,7 +86,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
         ));
     }
     let runs_as_proxy = proxy_user::application_error(&values, target.spec);
-    let reasons = [
+    let errors = [
         (SkipReason::InvalidRestriction, problems.restriction_errors),
         (SkipReason::RunsAsProxyUser, runs_as_proxy.into_iter().collect()),
         (
@@ -90,10 +94,11 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
             service_account::name_error(target.spec).into_iter().collect(),
         ),
     ];
-    let (reasons, texts): (Vec<_>, Vec<_>) = reasons.into_iter().filter(|(_, texts)| !texts.is_empty()).unzip();
+    let errors = errors.into_iter().filter(|(_, texts)| !texts.is_empty());
+    let (reasons, reason_texts): (Vec<_>, Vec<_>) = errors.unzip();
     if !reasons.is_empty() {
-        let refusal = texts.concat().join("; ");
-        return skipped_outcome(Decision::Skip(reasons), warnings, Some(refusal));
+        let denial_reason = reason_texts.concat().join("; ");
+        return skipped_outcome(Decision::Skip(reasons), warnings, Some(denial_reason));
     }
     let added = metadata::injected_metadata(config, &values, target);
     let inputs = PodInputs {
@@ -108,7 +113,8 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
         annotation_location: annotated_at,
         patch: patch::pod_patch(inputs, &added),
         warnings,
-        refusal: None,
+        has_misspelled_annotation,
+        denial_reason: None,
     }
 }
 
@@ -118,7 +124,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
 /// Returns the reason and the expected values.
 pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     let mut values = Values::default();
-    // The setting of the cluster is unknown here.
+    // The setting of the cluster is unknown here. With `false`, every close-wait-timeout would be reported as invalid.
     values.proxy_init.run_as_root = true;
     let annotations = Annotations::from([(key.to_owned(), value.to_owned())]);
     // Port names cannot be checked without the pod.
@@ -147,8 +153,8 @@ pub fn annotate_service(
     if existing.is_some_and(|annotations| annotations.contains_key(annotation::OPAQUE_PORTS)) {
         return Patch::default();
     }
-    let of_namespace = namespace_annotations.get(annotation::OPAQUE_PORTS).cloned();
-    let opaque = of_namespace.or_else(|| ports::service_opaque_ports(&config.values.proxy.opaque_ports, ports));
+    let inherited = namespace_annotations.get(annotation::OPAQUE_PORTS).cloned();
+    let opaque = inherited.or_else(|| ports::service_opaque_ports(&config.values.proxy.opaque_ports, ports));
     let added = Metadata {
         annotations: Annotations::from_iter(opaque.map(|ports| (annotation::OPAQUE_PORTS.to_owned(), ports))),
         ..Metadata::default()

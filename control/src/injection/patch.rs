@@ -25,12 +25,12 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
     let spec = target.spec;
     // Probes come first, because adding containers changes the indexes of the others.
     let rewritten = probes::rewrite_probes(values, spec);
-    for one in &rewritten {
-        let (index, handler) = (one.index.to_string(), one.declared.handler.field());
-        let probe = ["spec", one.list, &index, one.declared.probe.field()];
-        let at = |field| [probe[0], probe[1], probe[2], probe[3], field];
+    for probe in &rewritten {
+        let (index, handler) = (probe.index.to_string(), probe.original.handler.field());
+        let path = ["spec", probe.list, &index, probe.original.kind.field()];
+        let at = |field| [path[0], path[1], path[2], path[3], field];
         patch.remove(at(handler));
-        patch.add(at("httpGet"), &probes::probe_action(values, &one.declared));
+        patch.add(at("httpGet"), &probes::probe_action(values, &probe.original));
     }
     if spec.volumes.is_none() {
         patch.add(["spec", "volumes"], &json!([]));

@@ -5,7 +5,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::injection::values::Values;
 use crate::resources::annotations::Annotations;
-use crate::resources::workload::running_containers;
+use crate::resources::workload::long_running_containers;
 
 /// Configuration that is the same for all pods.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,7 +16,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns true for `kube-system` and the control plane's namespace. Their pods are never refused, because repairing the
+    /// Returns true for `kube-system` and the control plane's namespace. Their pods are never denied, because repairing the
     /// cluster depends on them.
     pub fn is_protected(&self, namespace: &str) -> bool {
         namespace == "kube-system" || namespace == self.control_plane_namespace
@@ -42,12 +42,12 @@ pub struct InjectionTarget<'a> {
     pub namespace: &'a str,
     pub namespace_annotations: &'a Annotations,
     /// The top-level owner of the pods.
-    pub owner: Option<Workload>,
+    pub owner: Option<PodOwner>,
 }
 
-/// A workload; `kind` is in lower case.
+/// The top-level owner of a pod, or the pod itself; `kind` is in lower case.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Workload {
+pub struct PodOwner {
     pub kind: String,
     pub name: String,
 }
@@ -67,7 +67,7 @@ impl InjectionTarget<'_> {
 
     /// Whether containers expose UDP ports, which the proxy does not handle.
     pub fn has_udp_ports(&self) -> bool {
-        let mut ports = running_containers(self.spec).flat_map(|container| container.ports.iter().flatten());
+        let mut ports = long_running_containers(self.spec).flat_map(|container| container.ports.iter().flatten());
         ports.any(|port| port.protocol.as_deref() == Some("UDP"))
     }
 }

@@ -54,12 +54,12 @@ pub struct AuditFindings {
     /// RFC 3339; absent until the first audit has ended.
     pub audited_at: Option<String>,
     /// Pods that should have a sidecar, sorted by namespace and name.
-    pub missing: Vec<MissingPod>,
+    pub uninjected_pods: Vec<UninjectedPod>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct MissingPod {
+pub struct UninjectedPod {
     pub namespace: String,
     pub name: String,
 }
@@ -92,7 +92,7 @@ impl Audit {
             client,
             settings,
             metadata,
-            gauge: metrics::missing_pods(registry),
+            gauge: metrics::uninjected_pods(registry),
             report: report.clone(),
         };
         (audit, report)
@@ -113,7 +113,7 @@ impl Audit {
         let mut gauges: BTreeMap<String, Arc<Gauge>> = BTreeMap::new();
         loop {
             match self.audit().await {
-                Ok(missing) => self.publish(missing, &mut gauges),
+                Ok(uninjected) => self.publish(uninjected, &mut gauges),
                 Err(err) => {
                     let error: &dyn std::error::Error = &err;
                     warn!(error, "the audit of pods without a sidecar failed; retrying");
@@ -124,11 +124,11 @@ impl Audit {
         }
     }
 
-    async fn audit(&self) -> Result<BTreeSet<MissingPod>, AuditError> {
+    async fn audit(&self) -> Result<BTreeSet<UninjectedPod>, AuditError> {
         let pods = Api::<Pod>::all(self.client.clone());
         let unmeshed = format!("!{}", label::CONTROL_PLANE_NS);
         let mut params = ListParams::default().labels(&unmeshed).limit(PAGE_SIZE);
-        let mut missing = BTreeSet::new();
+        let mut uninjected = BTreeSet::new();
         loop {
             let page = pods
                 .list(&params)
@@ -136,7 +136,7 @@ impl Audit {
                 .map_err(|err| AuditError::List(Box::new(err)))?;
             for pod in &page.items {
                 if self.would_be_injected(pod).await? {
-                    missing.insert(MissingPod {
+                    uninjected.insert(UninjectedPod {
                         namespace: pod.metadata.namespace.clone().unwrap_or_default(),
                         name: pod.metadata.name.clone().unwrap_or_default(),
                     });
@@ -144,7 +144,7 @@ impl Audit {
             }
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => params = params.continue_token(&token),
-                None => return Ok(missing),
+                None => return Ok(uninjected),
             }
         }
     }
@@ -165,10 +165,10 @@ impl Audit {
         if config.is_protected(namespace) {
             return Ok(false);
         }
-        let of_namespace = self.metadata.namespace(namespace).await?;
+        let namespace_meta = self.metadata.namespace(namespace).await?;
         let labels = meta.labels.clone().unwrap_or_default();
         let injector = &config.values.proxy_injector;
-        if !is_selected(injector, &of_namespace.labels, &labels) {
+        if !is_selected(injector, &namespace_meta.labels, &labels) {
             return Ok(false);
         }
         let target = InjectionTarget {
@@ -176,15 +176,15 @@ impl Audit {
             metadata: Some(meta),
             spec,
             namespace,
-            namespace_annotations: &of_namespace.annotations,
+            namespace_annotations: &namespace_meta.annotations,
             owner: None,
         };
         Ok(matches!(injection::decide(&config, &target), Decision::Inject(_)))
     }
 
-    fn publish(&self, missing: BTreeSet<MissingPod>, gauges: &mut BTreeMap<String, Arc<Gauge>>) {
+    fn publish(&self, uninjected: BTreeSet<UninjectedPod>, gauges: &mut BTreeMap<String, Arc<Gauge>>) {
         let mut by_namespace: BTreeMap<&str, i64> = BTreeMap::new();
-        for pod in &missing {
+        for pod in &uninjected {
             *by_namespace.entry(&pod.namespace).or_default() += 1;
         }
         for (namespace, n_pods) in &by_namespace {
@@ -203,11 +203,11 @@ impl Audit {
         for (namespace, gauge) in gauges.iter() {
             gauge.set(by_namespace.get(namespace.as_str()).copied().unwrap_or(0));
         }
-        debug!(n_pods = missing.len(), "audited pods without a sidecar");
+        debug!(n_pods = uninjected.len(), "audited pods without a sidecar");
         self.report.findings.store(Arc::new(AuditFindings {
             // Cannot fail for a current time.
             audited_at: OffsetDateTime::now_utc().format(&Rfc3339).ok(),
-            missing: Vec::from_iter(missing),
+            uninjected_pods: Vec::from_iter(uninjected),
         }));
     }
 }

@@ -27,7 +27,7 @@ use tulle_core::drain::Watch;
 use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::readiness::Latch;
 
-use crate::injection::Workload;
+use crate::injection::PodOwner;
 
 /// Cached metadata. Clones share it.
 #[derive(Clone)]
@@ -55,7 +55,7 @@ pub(super) struct NamespaceMeta {
 /// The top-level workload of a pod.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Owner {
-    pub(super) workload: Workload,
+    pub(super) workload: PodOwner,
     /// Object of Events; `None` for a pod without a name.
     pub(super) reference: Option<ObjectReference>,
 }
@@ -215,7 +215,7 @@ impl Owner {
             ..ObjectReference::default()
         });
         Self {
-            workload: Workload {
+            workload: PodOwner {
                 kind: "pod".to_owned(),
                 name: pod.name.clone().unwrap_or_default(),
             },
@@ -225,7 +225,7 @@ impl Owner {
 
     fn of(namespace: &str, owner: &OwnerReference) -> Self {
         Self {
-            workload: Workload {
+            workload: PodOwner {
                 kind: owner.kind.to_lowercase(),
                 name: owner.name.clone(),
             },

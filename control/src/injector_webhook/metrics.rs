@@ -44,9 +44,9 @@ impl Metrics {
     }
 }
 
-pub(super) fn missing_pods(registry: &Registry) -> Family<Gauge> {
+pub(super) fn uninjected_pods(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
-        "tulle_injection_missing_pods",
+        "tulle_uninjected_pods",
         "Pods without a sidecar that are annotated for one, as of the last audit.",
     )
 }
@@ -57,17 +57,19 @@ pub(super) fn labels(
     namespace: &str,
     at: Option<AnnotationLocation>,
     pod: &ObjectMeta,
-    of_namespace: &Annotations,
+    namespace_annotations: &Annotations,
 ) -> Labels {
     let mut labels = Labels::new()
         .with("owner_kind", owner_kind)
         .with("namespace", namespace)
         .with("annotation_at", at.map_or("", AnnotationLocation::as_str));
-    let of_pod = pod.annotations.iter().flatten();
-    let inherited = of_namespace
-        .iter()
-        .filter(|(key, _)| pod.annotations.as_ref().is_none_or(|own| !own.contains_key(*key)));
-    for (key, value) in of_pod.chain(inherited) {
+    let pod_annotations = pod.annotations.iter().flatten();
+    let inherited = namespace_annotations.iter().filter(|(key, _)| {
+        pod.annotations
+            .as_ref()
+            .is_none_or(|annotations| !annotations.contains_key(*key))
+    });
+    for (key, value) in pod_annotations.chain(inherited) {
         let Some(name) = key.strip_prefix("config.linkerd.io/").and_then(label_name) else {
             continue;
         };

@@ -7,8 +7,8 @@
 //! needs these pods to recover.
 //!
 //! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
-//! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps with values
-//! and trust anchors are mounted.
+//! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps
+//! with values and trust anchors are mounted.
 
 pub mod audit;
 pub mod metadata;
@@ -22,7 +22,6 @@ use kube::core::DynamicObject;
 use serde_json::Value;
 use tracing::{debug, info};
 use tulle_core::metrics::Registry;
-use tulle_core::names::annotation;
 
 use self::audit::{Audit, AuditReport};
 use self::metadata::{MetadataCache, MetadataError, Owner, Watches};
@@ -30,8 +29,8 @@ use self::metrics::Metrics;
 use self::settings::{ConfigReloader, Files, Settings, SettingsError};
 use crate::injection::{self, Decision, InjectionOutcome, InjectionTarget};
 use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
-use crate::webhook::review::{Answer, Request};
-use crate::webhook::{Failure, Handler};
+use crate::webhook::review::{AdmissionResponse, Request};
+use crate::webhook::{Failure, ReviewHandler};
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -58,7 +57,7 @@ pub struct InjectorParts {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum ReviewError {
+enum InjectorError {
     #[error("the review has no object")]
     NoObject,
     #[error("the object has no namespace")]
@@ -108,29 +107,29 @@ pub async fn open(
     })
 }
 
-impl Handler for Injector {
-    async fn review(&self, mut req: Request) -> Result<Answer, Failure> {
+impl ReviewHandler for Injector {
+    async fn review(&self, mut req: Request) -> Result<AdmissionResponse, Failure> {
         let namespace = req.namespace.take().unwrap_or_default();
         let is_protected = self.settings.current().is_protected(&namespace);
         match self.review_object(req, &namespace).await {
-            Ok(answer) => Ok(answer),
-            Err(err) if is_protected => Ok(Answer::allow().warn(format!("no proxy was injected: {err}"))),
+            Ok(response) => Ok(response),
+            Err(err) if is_protected => Ok(AdmissionResponse::allow().warn(format!("no proxy was injected: {err}"))),
             Err(err) => Err(err.into()),
         }
     }
 }
 
 impl Injector {
-    async fn review_object(&self, req: Request, namespace: &str) -> Result<Answer, ReviewError> {
-        let object = req.object.ok_or(ReviewError::NoObject)?;
+    async fn review_object(&self, req: Request, namespace: &str) -> Result<AdmissionResponse, InjectorError> {
+        let object = req.object.ok_or(InjectorError::NoObject)?;
         if namespace.is_empty() {
-            return Err(ReviewError::NoNamespace);
+            return Err(InjectorError::NoNamespace);
         }
         match (req.kind.group.as_str(), req.kind.kind.as_str()) {
             ("", "Pod") => self.review_pod(object, namespace, req.dry_run).await,
             ("", "Service") => self.review_service(object, namespace).await,
             // Other kinds that a webhook configuration selects are allowed unchanged.
-            _ => Ok(Answer::allow()),
+            _ => Ok(AdmissionResponse::allow()),
         }
     }
 
@@ -139,7 +138,7 @@ impl Injector {
         mut object: DynamicObject,
         namespace: &str,
         dry_run: bool,
-    ) -> Result<Answer, ReviewError> {
+    ) -> Result<AdmissionResponse, InjectorError> {
         let spec: PodSpec = spec("pod", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace).await?;
         let owner = self.metadata.owner(namespace, &object.metadata).await;
@@ -153,7 +152,7 @@ impl Injector {
             owner: Some(owner.workload.clone()),
         };
         let outcome = injection::inject_pod(&config, &target);
-        let is_refused = outcome.refusal.is_some() && !config.is_protected(namespace);
+        let is_denied = outcome.denial_reason.is_some() && !config.is_protected(namespace);
         let labels = metrics::labels(
             &owner.workload.kind,
             namespace,
@@ -166,33 +165,33 @@ impl Injector {
         log(&owner, namespace, &outcome);
         // A dry run must have no side effects, so it records no Event.
         if !dry_run {
-            self.record_event(owner, &outcome, is_refused);
+            self.record_event(owner, &outcome, is_denied);
         }
-        let answer = match outcome.refusal {
-            Some(refusal) if is_refused => Answer::deny(refusal),
-            Some(refusal) => Answer::allow().patch(outcome.patch).warn(refusal),
-            None => Answer::allow().patch(outcome.patch),
+        let response = match outcome.denial_reason {
+            Some(denial_reason) if is_denied => AdmissionResponse::deny(denial_reason),
+            Some(denial_reason) => AdmissionResponse::allow().patch(outcome.patch).warn(denial_reason),
+            None => AdmissionResponse::allow().patch(outcome.patch),
         };
-        Ok(outcome.warnings.into_iter().fold(answer, Answer::warn))
+        Ok(outcome.warnings.into_iter().fold(response, AdmissionResponse::warn))
     }
 
-    async fn review_service(&self, mut object: DynamicObject, namespace: &str) -> Result<Answer, ReviewError> {
+    async fn review_service(
+        &self,
+        mut object: DynamicObject,
+        namespace: &str,
+    ) -> Result<AdmissionResponse, InjectorError> {
         let spec: ServiceSpec = spec("service", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace).await?;
         let config = self.settings.current();
         let ports = spec.ports.unwrap_or_default();
         let patch = injection::annotate_service(&config, Some(&object.metadata), &ports, &namespace_meta.annotations);
-        Ok(Answer::allow().patch(patch))
+        Ok(AdmissionResponse::allow().patch(patch))
     }
 
     /// Records the decision as an Event on the workload.
-    fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_refused: bool) {
-        let Some(about) = owner.reference else { return };
-        let has_typo = outcome
-            .warnings
-            .iter()
-            .any(|text| text.contains(annotation::INJECTED_TYPO));
-        let severity = match has_typo || outcome.refusal.is_some() {
+    fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_denied: bool) {
+        let Some(regarding) = owner.reference else { return };
+        let severity = match outcome.has_misspelled_annotation || outcome.denial_reason.is_some() {
             true => Severity::Warning,
             false => Severity::Normal,
         };
@@ -206,12 +205,12 @@ impl Injector {
                 )
             }
         };
-        let reason = if is_refused { "InjectionRefused" } else { reason };
-        for more in outcome.refusal.iter().chain(&outcome.warnings) {
+        let reason = if is_denied { "InjectionRefused" } else { reason };
+        for more in outcome.denial_reason.iter().chain(&outcome.warnings) {
             text = format!("{text}; {more}");
         }
         self.recorder.record(EventNote {
-            regarding: about,
+            regarding,
             severity,
             reason,
             action: "Inject",
@@ -220,10 +219,10 @@ impl Injector {
     }
 }
 
-fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, ReviewError> {
+fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, InjectorError> {
     match data.get_mut("spec").map(Value::take) {
         None => Ok(T::default()),
-        Some(spec) => serde_json::from_value(spec).map_err(|source| ReviewError::Spec { kind, source }),
+        Some(spec) => serde_json::from_value(spec).map_err(|source| InjectorError::Spec { kind, source }),
     }
 }
 
@@ -236,10 +235,10 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome) {
             debug!(namespace, kind, name, reasons, "injecting no proxy");
         }
     }
-    if let Some(refusal) = &outcome.refusal {
-        info!(namespace, kind, name, refusal, "the pod cannot run as specified");
+    if let Some(denial_reason) = &outcome.denial_reason {
+        info!(namespace, kind, name, denial_reason, "the pod cannot run as specified");
     }
     for warning in &outcome.warnings {
-        info!(namespace, kind, name, warning, "an annotation was ignored");
+        info!(namespace, kind, name, warning, "the injector warns about the pod");
     }
 }

@@ -192,8 +192,8 @@ mod tests {
         }
         drop(netns::remove_stale(NETWORK_NAME_PREFIX));
         let mut network = VirtualNetwork::new(NETWORK_NAME_PREFIX).unwrap();
-        let server = network.host("server", "10.66.0.1/24", None).unwrap();
-        let client = network.host("client", "10.66.0.2/24", None).unwrap();
+        let server = network.add_host("server", "10.66.0.1/24", None).unwrap();
+        let client = network.add_host("client", "10.66.0.2/24", None).unwrap();
         let (ended, is_ended) = mpsc::channel::<()>();
         let (listens, is_listening) = mpsc::channel();
         std::thread::scope(|scope| {

@@ -85,6 +85,8 @@ struct EventSeries {
     last_observed_time: Timestamp,
     /// Whether the API server has the current count.
     is_published: bool,
+    /// Whether the next note creates a new Event.
+    is_expired: bool,
 }
 
 struct Metrics {
@@ -159,8 +161,8 @@ impl EventPublisher {
     }
 
     async fn handle_note(&mut self, note: EventNote) {
-        let kind = SeriesKey::of(&note);
-        if let Some(series) = self.series.get_mut(&kind) {
+        let key = SeriesKey::new(&note);
+        if let Some(series) = self.series.get_mut(&key) {
             series.count = series.count.saturating_add(1);
             series.last_seen_at = Instant::now();
             series.last_observed_time = Timestamp::now();
@@ -193,8 +195,9 @@ impl EventPublisher {
             last_seen_at: Instant::now(),
             last_observed_time: Timestamp::now(),
             is_published: true,
+            is_expired: false,
         };
-        self.series.insert(kind, series);
+        self.series.insert(key, series);
     }
 
     /// Publishes changed counts, and removes series without recent notes.
@@ -214,21 +217,21 @@ impl EventPublisher {
                     );
                     self.metrics.failed.inc();
                     // The Event can have expired at the API server. The next note creates a new one.
-                    series.last_seen_at -= SERIES_TTL;
+                    series.is_expired = true;
                 }
             }
         }
         self.series
-            .retain(|_, series| series.last_seen_at.elapsed() < SERIES_TTL);
+            .retain(|_, series| !series.is_expired && series.last_seen_at.elapsed() < SERIES_TTL);
     }
 }
 
 impl Reporter {
     fn build_event(&self, note: EventNote) -> Event {
         let now = Timestamp::now();
-        let about = note.regarding;
+        let regarding = note.regarding;
         let base_name = truncate_bytes(
-            about.name.as_deref().unwrap_or(&self.controller),
+            regarding.name.as_deref().unwrap_or(&self.controller),
             MAX_EVENT_NAME_BYTES - 17,
         );
         let base_name = base_name.trim_end_matches(['.', '-']);
@@ -240,14 +243,14 @@ impl Reporter {
             metadata: ObjectMeta {
                 name: Some(format!("{base_name}.{:016x}", now.as_nanosecond())),
                 // Events about cluster-scoped objects are stored in this namespace.
-                namespace: Some(about.namespace.clone().unwrap_or_else(|| "default".to_owned())),
+                namespace: Some(regarding.namespace.clone().unwrap_or_else(|| "default".to_owned())),
                 ..ObjectMeta::default()
             },
             action: Some(note.action.to_owned()),
             event_time: Some(MicroTime(now)),
             note: Some(truncate_bytes(&note.message, MAX_EVENT_NOTE_BYTES).to_owned()),
             reason: Some(note.reason.to_owned()),
-            regarding: Some(about),
+            regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
             reporting_instance: Some(truncate_bytes(&self.instance, MAX_REPORTING_INSTANCE_BYTES).to_owned()),
             type_: Some(severity.to_owned()),
@@ -257,10 +260,10 @@ impl Reporter {
 }
 
 impl SeriesKey {
-    fn of(note: &EventNote) -> Self {
-        let about = &note.regarding;
+    fn new(note: &EventNote) -> Self {
+        let regarding = &note.regarding;
         Self {
-            regarding: [&about.kind, &about.namespace, &about.name, &about.uid].map(Clone::clone),
+            regarding: [&regarding.kind, &regarding.namespace, &regarding.name, &regarding.uid].map(Clone::clone),
             severity: note.severity,
             reason: note.reason,
             action: note.action,

@@ -1,10 +1,10 @@
 //! Kubernetes API client with TCP keep-alive, a rate limit, metrics and request logs. Also leader election by leases,
 //! and a recorder of Events.
 
-pub mod client_layer;
 pub mod connect;
 pub mod event_recorder;
 pub mod lease;
+pub mod request_layer;
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use kube::Client;
 use kube::config::{InClusterError, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use tulle_core::metrics::Registry;
 
-use crate::kubernetes::client_layer::{ClientLayer, RequestRate};
+use crate::kubernetes::request_layer::{RequestLayer, RequestRate};
 
 /// How to connect to the API server.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,7 +64,7 @@ pub async fn client(config: &Config, registry: &Registry) -> Result<Client, Clie
     let agent = concat!("tulle-control/", env!("CARGO_PKG_VERSION"));
     access.headers.push((USER_AGENT, HeaderValue::from_static(agent)));
     let server = access.cluster_url.clone();
-    let layer = ClientLayer::new(&server, config.request_rate, registry);
+    let layer = RequestLayer::new(&server, config.request_rate, registry);
     let builder = connect::builder(access).map_err(|source| ClientError::Client {
         server: server.to_string(),
         source: Box::new(source),

@@ -43,7 +43,7 @@ pub enum TrafficScope {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
     pub addr: SocketAddr,
-    pub workload: Workload,
+    pub workload: EndpointWorkload,
     /// Metric labels, as a list because a map needs more memory. Zone labels depend on the client and are added per
     /// client. If a name occurs twice, the later entry counts.
     pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
@@ -64,7 +64,7 @@ pub struct Endpoint {
 
 /// The workload at the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Workload {
+pub enum EndpointWorkload {
     Pod { namespace: Arc<str>, name: Arc<str> },
     External { namespace: Arc<str>, name: Arc<str> },
     Unknown,
@@ -111,7 +111,7 @@ impl Endpoint {
     pub fn from_addr(addr: SocketAddr) -> Self {
         Self {
             addr,
-            workload: Workload::Unknown,
+            workload: EndpointWorkload::Unknown,
             labels: Vec::new(),
             node: None,
             zone: None,

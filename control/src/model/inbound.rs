@@ -8,9 +8,9 @@ use tulle_core::networks::NetworkMatch;
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 
-/// The protocol of a port, and the authorized clients.
+/// The policy of one port of a workload: its protocol, the authorized clients, routes and the rate limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Server {
+pub struct InboundPolicy {
     pub reference: ServerReference,
     pub protocol: Protocol,
     pub authorizations: Vec<Authorization>,

@@ -10,7 +10,7 @@ pub enum Profile {
     Service(ServiceProfile),
     Endpoint {
         endpoint: Endpoint,
-        opacity: Opacity,
+        is_opaque: bool,
     },
     /// The service does not have the port.
     UndefinedPort,
@@ -22,20 +22,14 @@ pub enum Profile {
     Ambiguous(String),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Opacity {
-    /// Bytes are forwarded without parsing.
-    Opaque,
-    Detect,
-}
-
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceProfile {
     pub fqn: String,
     pub namespace: Arc<str>,
     pub service: Arc<str>,
     pub port: u16,
-    pub opacity: Opacity,
+    /// Whether proxies forward the bytes without detecting the protocol.
+    pub is_opaque: bool,
     /// Namespace and name of the ServiceProfile. `None` for the default profile.
     pub source: Option<(Arc<str>, Arc<str>)>,
     pub routes: Vec<Route>,

@@ -16,26 +16,25 @@ use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedRes
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
-use crate::model::inbound::Server as Model;
-use crate::policy::workload::{self, Workload};
-use crate::policy::{messages, translate};
+use crate::model::inbound::InboundPolicy;
+use crate::policy::{messages, translate, workload};
 use crate::tls::mesh_credentials::ClientCertificates;
 
 /// The service. Clones share its state.
 #[derive(Clone)]
 pub struct InboundPolicyService {
     cluster: Cluster,
-    clients: ClientCertificates,
+    client_certificates: ClientCertificates,
     drain: drain::Watch,
     encoder: EncoderId,
 }
 
 impl InboundPolicyService {
-    pub(super) fn new(cluster: Cluster, clients: ClientCertificates, drain: drain::Watch) -> Self {
+    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, drain: drain::Watch) -> Self {
         let encoder = cluster.new_encoder_id();
         Self {
             cluster,
-            clients,
+            client_certificates,
             drain,
             encoder,
         }
@@ -45,7 +44,7 @@ impl InboundPolicyService {
         &self,
         spec: &PortSpec,
         caller: Option<&Caller>,
-    ) -> Result<(Subscription<Option<Model>>, Bytes), Status> {
+    ) -> Result<(Subscription<Option<InboundPolicy>>, Bytes), Status> {
         let workload = workload::parse(&spec.workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let port = match u16::try_from(spec.port) {
             Ok(port) if port > 0 => port,
@@ -54,13 +53,13 @@ impl InboundPolicyService {
         if !self.cluster.is_synced() {
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
-        let workload = match workload {
-            Workload::Pod(name) => view::Workload::Pod(name),
-            Workload::External(name) => view::Workload::External(name),
-        };
-        self.check_caller(caller, &workload)?;
-        let mut subscription = self.cluster.inbound(view::Key { workload, port });
+        let mut subscription = self.cluster.inbound(view::Key {
+            workload: workload.clone(),
+            port,
+        });
         let first = subscription.current();
+        // After the subscription: a workload that is created in between would not be checked.
+        self.check_caller(caller, &workload)?;
         match message(&first, self.encoder) {
             Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),
@@ -68,8 +67,8 @@ impl InboundPolicyService {
     }
 
     /// Fails if the client is not the workload in its request. Applies only if client certificates are required.
-    fn check_caller(&self, caller: Option<&Caller>, workload: &view::Workload) -> Result<(), Status> {
-        let identities = match (self.clients, caller) {
+    fn check_caller(&self, caller: Option<&Caller>, workload: &view::WorkloadId) -> Result<(), Status> {
+        let identities = match (self.client_certificates, caller) {
             (ClientCertificates::Optional, _) | (ClientCertificates::Required, Some(Caller::ThisMachine)) => {
                 return Ok(());
             }
@@ -77,7 +76,7 @@ impl InboundPolicyService {
             (ClientCertificates::Required, None) => &[],
         };
         let Some(expected) = self.cluster.workload_identity(workload) else {
-            return Ok(()); // the workload does not exist
+            return Err(Status::not_found("unknown server")); // the workload does not exist
         };
         match expected
             .parse()
@@ -140,7 +139,7 @@ impl fmt::Display for IdentityList<'_> {
 }
 
 /// Returns the message for a policy. Streams with the same policy share the bytes.
-fn message(server: &SharedResponse<Option<Model>>, encoder: EncoderId) -> Option<Bytes> {
+fn message(server: &SharedResponse<Option<InboundPolicy>>, encoder: EncoderId) -> Option<Bytes> {
     let model = server.as_ref()?;
     Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder), || {
         grpc::encode(&[translate::inbound::server(model)])

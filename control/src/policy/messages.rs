@@ -7,8 +7,8 @@ use tulle_core::drain;
 use crate::cluster::Subscription;
 use crate::cluster::publish::shared_response::SharedResponse;
 
-/// The messages of a stream: the first one, and one per change. The stream ends on shutdown, and if a change has no
-/// message. The proxy sends a new request then.
+/// The messages of a stream: the first one, and one per change. The stream ends on shutdown, and if the new value has no
+/// message, for example because the workload was deleted. The proxy sends a new request then.
 pub(super) fn message_stream<T>(
     subscription: Subscription<T>,
     first: Bytes,

@@ -21,10 +21,10 @@ use crate::tls::mesh_credentials::ClientCertificates;
 /// a workload can read only the policies of its own ports.
 pub fn inbound_server(
     cluster: Cluster,
-    clients: ClientCertificates,
+    client_certificates: ClientCertificates,
     drain: drain::Watch,
 ) -> Service<inbound::InboundPolicyService> {
-    Service(inbound::InboundPolicyService::new(cluster, clients, drain))
+    Service(inbound::InboundPolicyService::new(cluster, client_certificates, drain))
 }
 
 /// Creates the service for client policies. Its streams end when the drain starts.

@@ -2,13 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::cluster::views::inbound::WorkloadId;
 use crate::resources::meta::Name;
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Workload {
-    Pod(Name),
-    External(Name),
-}
 
 #[derive(Deserialize)]
 struct RawWorkload {
@@ -24,12 +19,12 @@ struct RawWorkload {
 pub(super) struct InvalidWorkload(String);
 
 /// Parses the JSON form, or the older form `<namespace>:<pod>`.
-pub(super) fn parse(text: &str) -> Result<Workload, InvalidWorkload> {
+pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
     let invalid = || InvalidWorkload(text.to_owned());
     if !text.trim_start().starts_with('{') {
         return match text.split_once(':') {
             Some((namespace, pod)) if !namespace.is_empty() && !pod.is_empty() => {
-                Ok(Workload::Pod(Name::new(namespace, pod)))
+                Ok(WorkloadId::Pod(Name::new(namespace, pod)))
             }
             _ => Err(invalid()),
         };
@@ -39,17 +34,9 @@ pub(super) fn parse(text: &str) -> Result<Workload, InvalidWorkload> {
         return Err(invalid());
     }
     match (raw.pod, raw.external_workload) {
-        (Some(pod), None) if !pod.is_empty() => Ok(Workload::Pod(Name::new(raw.ns, pod))),
-        (None, Some(workload)) if !workload.is_empty() => Ok(Workload::External(Name::new(raw.ns, workload))),
+        (Some(pod), None) if !pod.is_empty() => Ok(WorkloadId::Pod(Name::new(raw.ns, pod))),
+        (None, Some(workload)) if !workload.is_empty() => Ok(WorkloadId::External(Name::new(raw.ns, workload))),
         _ => Err(invalid()),
-    }
-}
-
-impl Workload {
-    pub(super) fn name(&self) -> &Name {
-        match self {
-            Self::Pod(name) | Self::External(name) => name,
-        }
     }
 }
 
@@ -68,12 +55,15 @@ mod tests {
 
     #[test]
     fn workloads_are_json_or_namespace_and_pod() {
-        assert_eq!(parse(r#"{"ns":"a","pod":"b"}"#), Ok(Workload::Pod(Name::new("a", "b"))));
+        assert_eq!(
+            parse(r#"{"ns":"a","pod":"b"}"#),
+            Ok(WorkloadId::Pod(Name::new("a", "b")))
+        );
         assert_eq!(
             parse(r#"{"ns":"a","external_workload":"b"}"#),
-            Ok(Workload::External(Name::new("a", "b")))
+            Ok(WorkloadId::External(Name::new("a", "b")))
         );
-        assert_eq!(parse("a:b"), Ok(Workload::Pod(Name::new("a", "b"))));
+        assert_eq!(parse("a:b"), Ok(WorkloadId::Pod(Name::new("a", "b"))));
         for invalid in [
             "",
             "a",

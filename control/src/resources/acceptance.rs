@@ -30,8 +30,16 @@ pub struct AcceptanceSettings<'a> {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RouteRejection {
-    /// The parent does not exist, or its kind accepts no routes.
-    NoParent,
+    /// The parent does not exist.
+    ParentNotFound,
+    /// The parent is of a kind that the mesh does not serve.
+    UnsupportedParentKind,
+    /// The reference to a Service or an EgressNetwork has a section, which these do not have.
+    ParentHasNoSections,
+    /// The reference to an EgressNetwork has no port.
+    NoPort,
+    /// The EgressNetwork contains addresses of the cluster, and is not accepted itself.
+    OverlapsClusterNetworks,
     /// The Service has no ClusterIP, so clients cannot connect to it by address.
     NoClusterIp,
     /// The parent is in another namespace and accepts only routes of its own namespace.
@@ -54,7 +62,15 @@ pub enum RouteRejection {
 impl fmt::Display for RouteRejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoParent => Ok(()),
+            Self::ParentNotFound => f.write_str("the parent does not exist"),
+            Self::UnsupportedParentKind => f.write_str("the mesh serves no parents of this kind"),
+            Self::ParentHasNoSections => {
+                f.write_str("the parentRef has a sectionName, which a parent of this kind does not have; remove it")
+            }
+            Self::NoPort => f.write_str("the parentRef of an EgressNetwork has no port; add it"),
+            Self::OverlapsClusterNetworks => f.write_str(
+                "spec.networks of the EgressNetwork overlaps clusterNetworks; use networks outside the cluster",
+            ),
             Self::NoClusterIp => f.write_str("parent service must have a ClusterIP"),
             Self::OtherNamespace => {
                 f.write_str("the parent is in another namespace and accepts only routes of its own namespace")
@@ -86,43 +102,48 @@ pub fn check_route<'a>(
     competing_routes: impl IntoIterator<Item = &'a Route>,
 ) -> Result<(), RouteRejection> {
     if parent.kind != ParentKind::Server && parent.section.is_some() {
-        return Err(RouteRejection::NoParent);
+        return Err(match parent.kind {
+            ParentKind::Foreign => RouteRejection::UnsupportedParentKind,
+            _ => RouteRejection::ParentHasNoSections,
+        });
     }
     match parent.kind {
         ParentKind::Server => check_server_parent(parents, route, parent)?,
         ParentKind::Service => match parents.service(&parent.name).map(|service| service.kind) {
             Some(ServiceKind::ClusterIp) => {}
             Some(_) => return Err(RouteRejection::NoClusterIp),
-            None => return Err(RouteRejection::NoParent),
+            None => return Err(RouteRejection::ParentNotFound),
         },
         ParentKind::EgressNetwork => {
             let network = parents.egress_network(&parent.name);
-            if parent.port.is_none()
-                || network.is_none_or(|network| overlaps_cluster_networks(network, settings.cluster_networks))
-            {
-                return Err(RouteRejection::NoParent);
+            let network = network.ok_or(RouteRejection::ParentNotFound)?;
+            if parent.port.is_none() {
+                return Err(RouteRejection::NoPort);
+            }
+            if overlaps_cluster_networks(network, settings.cluster_networks) {
+                return Err(RouteRejection::OverlapsClusterNetworks);
             }
             let is_global = &*parent.name.namespace == settings.global_egress_namespace;
             if parent.name.namespace != *route.meta.namespace() && !is_global {
                 return Err(RouteRejection::OtherNamespace);
             }
         }
-        ParentKind::Foreign => return Err(RouteRejection::NoParent),
+        ParentKind::Foreign => return Err(RouteRejection::UnsupportedParentKind),
     }
     // Routes of a Server do not conflict: the Server defines the protocol.
     if parent.kind != ParentKind::Server {
         for competing_route in competing_routes {
-            conflicts_with_older(route, parent, competing_route)?;
+            check_conflict(route, parent, competing_route)?;
         }
     }
-    match route_admission::unserved_reason(route, parent.kind) {
+    match route_admission::unsupported_reason(route, parent.kind) {
         None => Ok(()),
         Some(reason) => Err(RouteRejection::Unsupported(reason)),
     }
 }
 
 fn check_server_parent(parents: &impl ParentLookup, route: &Route, parent: &Parent) -> Result<(), RouteRejection> {
-    let server = parents.server(&parent.name).ok_or(RouteRejection::NoParent)?;
+    let server = parents.server(&parent.name).ok_or(RouteRejection::ParentNotFound)?;
     check_server_route(server, route, parent)
 }
 
@@ -152,23 +173,23 @@ pub fn check_server_route(server: &Server, route: &Route, parent: &Parent) -> Re
 
 /// Returns why rate limits do not work with a protocol, or `None` if they do.
 pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> {
-    let has_none = matches!(
+    let is_unsupported = matches!(
         protocol,
         ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls
     );
-    has_none.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
+    is_unsupported.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
 /// Checks whether another route takes precedence. Clients see routes of the parent's namespace and of their own only,
 /// so routes of two other namespaces do not conflict.
-fn conflicts_with_older(route: &Route, parent: &Parent, competing_route: &Route) -> Result<(), RouteRejection> {
+fn check_conflict(route: &Route, parent: &Parent, competing_route: &Route) -> Result<(), RouteRejection> {
     let namespace = competing_route.meta.namespace();
     let is_visible = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
     if !is_visible {
         return Ok(());
     }
-    let is_of = |other: &Parent| (other.kind, &other.name) == (parent.kind, &parent.name);
-    let mut parents = competing_route.parents.iter().filter(|other| is_of(other));
+    let is_same_parent = |other: &Parent| (other.kind, &other.name) == (parent.kind, &parent.name);
+    let mut parents = competing_route.parents.iter().filter(|other| is_same_parent(other));
     if competing_route.kind.takes_precedence_over(route.kind) && parents.clone().any(|other| other.port == parent.port)
     {
         return Err(RouteRejection::MoreSpecificRoute);
@@ -195,12 +216,12 @@ pub fn matches_same_connections(a: &Route, b: &Route) -> bool {
     }
 }
 
-/// Returns whether the network contains addresses of the cluster. A network without `networks` excludes them.
+/// Returns whether the EgressNetwork contains addresses of the cluster. One without `spec.networks` never does.
 pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
-    let claims = |net: &IpNet| {
+    let overlaps = |net: &IpNet| {
         cluster_networks
             .iter()
             .any(|cluster| cluster.contains(net) || net.contains(cluster))
     };
-    network.networks.iter().flatten().any(|network| claims(&network.net))
+    network.networks.iter().flatten().any(|network| overlaps(&network.net))
 }

@@ -20,7 +20,7 @@ pub mod service;
 pub mod service_profile;
 pub mod status;
 pub mod unreadable;
-pub mod unserved;
+pub mod unsupported;
 pub mod workload;
 
 use std::sync::Arc;

@@ -24,7 +24,7 @@ enum PortListEntry {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResolvedPorts {
     /// In the order of the list.
-    ranges: Vec<RangeInclusive<u16>>,
+    pub(crate) ranges: Vec<RangeInclusive<u16>>,
     /// Entries that are neither a port, nor a range, nor the name of a declared port.
     pub unknown: Vec<String>,
 }

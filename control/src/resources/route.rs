@@ -71,14 +71,8 @@ pub struct Route {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnreadablePart {
     pub reason: String,
-    /// Whether the matching requests can be identified.
-    pub affected_requests: AffectedRequests,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AffectedRequests {
-    Known,
-    Unknown,
+    /// Whether the requests that the part matches are known. Otherwise all requests of the parent could be affected.
+    pub matches_are_readable: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -138,9 +132,10 @@ pub enum Acceptance {
     ///
     /// [`RouteRejection::Unsupported`]: crate::resources::acceptance::RouteRejection::Unsupported
     Unsupported,
-    Refused,
-    /// The source has no statuses. The views compute the acceptance.
-    NoStatus,
+    /// Not accepted, or not checked yet: the route has no status of our controller.
+    Rejected,
+    /// The source, a directory, has no statuses at all. The views compute the acceptance.
+    NotReported,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -532,19 +527,19 @@ impl Route {
 
     /// Returns the first part of the route that cannot be read.
     pub fn unreadable_part(&self) -> Option<&UnreadablePart> {
-        let of_rules = || match &self.rules {
+        let part_of_rules = || match &self.rules {
             Rules::Http(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
             Rules::Grpc(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
             Rules::Stream(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
         };
-        self.unreadable.as_ref().or_else(of_rules)
+        self.unreadable.as_ref().or_else(part_of_rules)
     }
 
     /// Removes the status, for a source without a status controller.
     pub fn clear_status(&mut self) {
         self.statuses.clear();
         for parent in &mut self.parents {
-            parent.acceptance = Acceptance::NoStatus;
+            parent.acceptance = Acceptance::NotReported;
         }
     }
 }
@@ -576,23 +571,23 @@ impl Parent {
             name: Name::new(namespace, reference.name.as_str()),
             port: reference.port,
             section: reference.section_name.clone(),
-            acceptance: Acceptance::NoStatus,
+            acceptance: Acceptance::NotReported,
         }
     }
 
     fn acceptance_from_status(&self, statuses: &[ParentStatus], route: RouteKind, namespace: &Arc<str>) -> Acceptance {
-        let ours = statuses.iter().filter(|status| {
+        let our_statuses = statuses.iter().filter(|status| {
             let reported = Self::resolve(&status.parent_ref, route, namespace);
             status.controller_name == CONTROLLER_NAME
                 && (reported.kind, &reported.name, reported.port) == (self.kind, &self.name, self.port)
         });
-        let conditions: Vec<_> = ours.flat_map(|status| &status.conditions).cloned().collect();
+        let conditions: Vec<_> = our_statuses.flat_map(|status| &status.conditions).cloned().collect();
         if status::is_accepted(&conditions) {
             Acceptance::Accepted
         } else if status::is_unsupported(&conditions) {
             Acceptance::Unsupported
         } else {
-            Acceptance::Refused
+            Acceptance::Rejected
         }
     }
 }

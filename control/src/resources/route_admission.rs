@@ -1,4 +1,6 @@
 //! Validates routes without looking up their parents.
+//!
+//! `validate_*` is what admission rejects. `check_*` is whether the mesh can serve a part, which views and statuses need too.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
@@ -59,7 +61,7 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
 }
 
 /// Returns the first reason why a part of a valid route cannot be served for a parent of this kind.
-pub fn unserved_reason(route: &Route, parent: ParentKind) -> Option<String> {
+pub fn unsupported_reason(route: &Route, parent: ParentKind) -> Option<String> {
     if let Some(unreadable) = &route.unreadable {
         return Some(unreadable.reason.clone());
     }
@@ -85,11 +87,11 @@ pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
         return None;
     }
     fn unused<M>(rules: &[Rule<M>]) -> Option<&'static str> {
-        let of_rule = |rule: &Rule<M>| match rule.timeouts == RuleTimeouts::default() {
+        let unused_field = |rule: &Rule<M>| match rule.timeouts == RuleTimeouts::default() {
             true => rule.unimplemented_field(),
             false => Some("timeouts"),
         };
-        rules.iter().find_map(of_rule)
+        rules.iter().find_map(unused_field)
     }
     match &route.rules {
         Rules::Http(rules) => unused(rules),
@@ -107,7 +109,7 @@ pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentK
     check_http_matches(rule)?;
     rule.filters
         .iter()
-        .try_for_each(|one| check_filter_support(one, route, parent))
+        .try_for_each(|filter| check_filter_support(filter, route, parent))
 }
 
 /// Like [`check_http_rule`], for a rule of a GRPCRoute.
@@ -119,7 +121,7 @@ pub fn check_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentK
     check_grpc_matches(rule)?;
     rule.filters
         .iter()
-        .try_for_each(|one| check_filter_support(one, route, parent))
+        .try_for_each(|filter| check_filter_support(filter, route, parent))
 }
 
 fn check_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
@@ -164,16 +166,16 @@ fn check_backend_filters(backends: &[BackendRef], route: RouteKind, parent: Pare
     let filters = backends.iter().flat_map(|backend| &backend.filters);
     filters
         .into_iter()
-        .try_for_each(|one| check_filter_support(one, route, parent))
+        .try_for_each(|filter| check_filter_support(filter, route, parent))
 }
 
 /// Checks whether the proxy API can express a filter.
 ///
 /// # Errors
 /// Fails if it cannot. Requests that match the filter's rule fail then.
-pub fn check_filter_support(one: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     let unsupported = |name: &str, place: &str| Err(format!("filter {name} is not supported {place}"));
-    match one {
+    match filter {
         Filter::Unsupported(name) => unsupported(name, "by the mesh"),
         Filter::ResponseHeaders(_) if parent == ParentKind::Server => {
             unsupported("ResponseHeaderModifier", "where the parent is a Server")
@@ -182,7 +184,7 @@ pub fn check_filter_support(one: &Filter, route: RouteKind, parent: ParentKind) 
             unsupported("ResponseHeaderModifier", "in a GRPCRoute")
         }
         Filter::Redirect(_) if route == RouteKind::Grpc => unsupported("RequestRedirect", "in a GRPCRoute"),
-        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => validate_filter(one, route),
+        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => validate_filter(filter, route),
     }
 }
 
@@ -221,12 +223,12 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     }
     rule.filters
         .iter()
-        .try_for_each(|admitted| validate_filter(admitted, kind))?;
+        .try_for_each(|filter| validate_filter(filter, kind))?;
     for backend in &rule.backend_refs {
         backend
             .filters
             .iter()
-            .try_for_each(|admitted| validate_filter(admitted, kind))?;
+            .try_for_each(|filter| validate_filter(filter, kind))?;
         if kind != RouteKind::PolicyHttp && backend.is_service() && backend.port.is_none() {
             return Err(format!("backendRef {} is a Service and needs a port", backend.name));
         }
@@ -291,8 +293,8 @@ fn check_absolute_path(path: &str) -> Result<(), String> {
     }
 }
 
-fn validate_filter(admitted: &Filter, kind: RouteKind) -> Result<(), String> {
-    match admitted {
+fn validate_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
+    match filter {
         Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => validate_header_modifier(modifier),
         Filter::Redirect(redirect) => validate_redirect(redirect, kind),
         // Gateway API routes can have filters for other implementations. Such a route is valid, but the mesh does not

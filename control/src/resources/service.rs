@@ -230,7 +230,7 @@ pub struct SubsetPort {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
     pub ip: IpAddr,
-    pub ready: Readiness,
+    pub ready: EndpointReadiness,
     pub hostname: Option<String>,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
@@ -240,11 +240,25 @@ pub struct Address {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Readiness {
+pub enum EndpointReadiness {
     Ready,
     /// Terminating but still serving. Used only if no ready address is left.
     Terminating,
     NotReady,
+}
+
+impl EndpointReadiness {
+    /// The readiness of an endpoint that is not terminating.
+    pub fn from_ready(ready: bool) -> Self {
+        if ready { Self::Ready } else { Self::NotReady }
+    }
+}
+
+/// The kind from which endpoints are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndpointsSource {
+    EndpointSlices,
+    Endpoints,
 }
 
 /// The object that an address belongs to.
@@ -293,7 +307,7 @@ impl Endpoints {
             for address in subset.addresses.unwrap_or_default() {
                 addresses.push(Address {
                     ip: parse_ip(&address.ip, "subsets[].addresses[].ip")?,
-                    ready: Readiness::Ready,
+                    ready: EndpointReadiness::Ready,
                     hostname: address.hostname.filter(|hostname| !hostname.is_empty()),
                     node: intern_opt(address.node_name),
                     zone: None,
@@ -360,11 +374,11 @@ impl Address {
         };
         let conditions = endpoint.conditions.unwrap_or_default();
         let ready = match conditions.ready {
-            None | Some(true) => Readiness::Ready,
+            None | Some(true) => EndpointReadiness::Ready,
             Some(false) if conditions.serving == Some(true) && conditions.terminating == Some(true) => {
-                Readiness::Terminating
+                EndpointReadiness::Terminating
             }
-            Some(false) => Readiness::NotReady,
+            Some(false) => EndpointReadiness::NotReady,
         };
         let hints = endpoint.hints.unwrap_or_default();
         let (zones, nodes) = (hints.for_zones.unwrap_or_default(), hints.for_nodes.unwrap_or_default());

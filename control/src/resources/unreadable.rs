@@ -1,9 +1,9 @@
 //! Objects that cannot be read: stored without admission, or written for another version of the CRD.
 //!
 //! Such an object is known by its name and its readable fields. Where omitting it would allow traffic that it should
-//! deny, a placeholder denies the traffic: a Server without clients, an EgressNetwork or rate limit whose requests
-//! fail, a route whose rules fail. Authorizations and authentications need no placeholder, because omitting them allows
-//! nothing. The last readable version of an object takes precedence over its placeholder.
+//! deny, a placeholder denies the traffic: a Server that authorizes no client (only probes of HTTP ports are permitted), an
+//! EgressNetwork or rate limit whose requests fail, a route whose rules fail. Authorizations and authentications need no
+//! placeholder, because omitting them allows nothing. The last readable version of an object takes precedence over its placeholder.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -16,7 +16,7 @@ use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
-use crate::resources::route::{self, AffectedRequests, Route, RouteKind, Rule, Rules, StreamRule, UnreadablePart};
+use crate::resources::route::{self, Route, RouteKind, Rule, Rules, StreamRule, UnreadablePart};
 use crate::resources::service::PortRef;
 use crate::resources::status::ParentRef;
 use crate::resources::{Kind, Object, Scope};
@@ -126,7 +126,7 @@ fn placeholder(kind: Kind, object: &Value, meta: Meta, reason: &str) -> Option<O
     })
 }
 
-/// Creates a Server that allows no client. It selects all workloads if the selector cannot be read, and all ports if
+/// Creates a Server that authorizes no client. It selects all workloads if the selector cannot be read, and all ports if
 /// the port cannot be read.
 fn placeholder_server(object: &Value, meta: Meta, reason: &str) -> Server {
     let spec = &object["spec"];
@@ -158,11 +158,8 @@ fn placeholder_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) 
     let parents = parse_list::<ParentRef>(&spec["parentRefs"]);
     let hostnames = parse_list::<String>(&spec["hostnames"]);
     let status = Option::deserialize(&object["status"]);
-    let requests = match parents.is_ok() && hostnames.is_ok() && rules.is_ok() {
-        true => AffectedRequests::Known,
-        false => AffectedRequests::Unknown,
-    };
-    let is_complete = requests == AffectedRequests::Known && status.is_ok();
+    let matches_are_readable = parents.is_ok() && hostnames.is_ok() && rules.is_ok();
+    let status_is_readable = status.is_ok();
     let mut route = Route {
         meta,
         generation: object["metadata"]["generation"].as_i64(),
@@ -175,19 +172,22 @@ fn placeholder_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) 
     };
     let parents = parents.unwrap_or_else(|()| parse_readable_entries(&spec["parentRefs"]));
     route.set_parents(&parents, status.unwrap_or_default());
-    if !is_complete || route.unreadable_part().is_none() {
-        route.unreadable = Some(UnreadablePart {
-            reason: reason.to_owned(),
-            affected_requests: requests,
-        });
+    // If all of these can be read and a rule is marked as unreadable, the other rules are served.
+    if matches_are_readable && status_is_readable && route.unreadable_part().is_some() {
+        return route;
     }
+    // Otherwise no rule is served: an unreadable field, perhaps an unknown one, applies to all of them.
+    route.unreadable = Some(UnreadablePart {
+        reason: reason.to_owned(),
+        matches_are_readable,
+    });
     route
 }
 
 fn rejected_route(mut object: Object, reason: &str) -> Object {
     let unreadable = Some(UnreadablePart {
         reason: reason.to_owned(),
-        affected_requests: AffectedRequests::Known,
+        matches_are_readable: true,
     });
     if let Some(route) = object.route_mut() {
         route.unreadable = unreadable;
@@ -213,10 +213,7 @@ fn http_rules<M: DeserializeOwned>(rules: &Value) -> Result<Vec<Rule<M>>, ()> {
         let matches = Option::<Vec<M>>::deserialize(&value["matches"]);
         let unreadable = UnreadablePart {
             reason: format!("spec.rules: {error}"),
-            affected_requests: match matches.is_ok() && value.is_object() {
-                true => AffectedRequests::Known,
-                false => AffectedRequests::Unknown,
-            },
+            matches_are_readable: matches.is_ok() && value.is_object(),
         };
         Rule::from_unreadable(matches.unwrap_or_default(), unreadable)
     };
@@ -231,7 +228,7 @@ fn stream_rules(rules: &Value) -> Result<Vec<StreamRule>, ()> {
         StreamRule::deserialize(value).unwrap_or_else(|error| {
             StreamRule::from_unreadable(UnreadablePart {
                 reason: format!("spec.rules: {error}"),
-                affected_requests: AffectedRequests::Known,
+                matches_are_readable: true,
             })
         })
     };

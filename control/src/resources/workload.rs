@@ -18,7 +18,7 @@ use crate::resources::interning::{intern, intern_opt};
 use crate::resources::meta::{Meta, is_dns_subdomain};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::probe_path;
-use crate::resources::service::{NonTcpProtocol, PortRef, Readiness, is_tcp, parse_ip, port_number};
+use crate::resources::service::{EndpointReadiness, NonTcpProtocol, PortRef, is_tcp, parse_ip, port_number};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
@@ -29,7 +29,7 @@ pub struct Pod {
     /// `None` if the object has no status.
     pub phase: Option<PodPhase>,
     /// `None` if the object has no conditions.
-    pub ready: Option<Readiness>,
+    pub ready: Option<EndpointReadiness>,
     pub node: Option<Arc<str>>,
     pub service_account: Arc<str>,
     /// With a subdomain, the name of the pod below its headless service.
@@ -110,12 +110,12 @@ impl Pod {
             let ready = conditions
                 .iter()
                 .any(|condition| condition.type_ == "Ready" && condition.status == "True");
-            if ready { Readiness::Ready } else { Readiness::NotReady }
+            EndpointReadiness::from_ready(ready)
         });
         let mut ports = Vec::new();
         let mut probes = BTreeSet::new();
         let mut proxy = ProxyContainer::Absent;
-        for container in running_containers(&spec) {
+        for container in long_running_containers(&spec) {
             let declared = container_ports(container)?;
             probes.extend(container_probes(container, &declared));
             ports.extend(declared);
@@ -161,8 +161,8 @@ impl Pod {
     }
 
     pub fn probe_paths(&self, port: u16) -> BTreeSet<String> {
-        let of_port = self.probes.iter().filter(|(probed, _)| *probed == port);
-        of_port.map(|(_, path)| path.to_string()).collect()
+        let probes = self.probes.iter().filter(|(probed_port, _)| *probed_port == port);
+        probes.map(|(_, path)| path.to_string()).collect()
     }
 
     /// Resolves a port reference. Several containers can declare the same port name.
@@ -178,17 +178,17 @@ impl Pod {
     /// Returns the addresses that belong to the pod while it exists: its own IPs, or the host IPs if it uses the host
     /// network or a host port.
     pub fn claimed_ips(&self) -> impl Iterator<Item = IpAddr> {
-        let is_there = self.phase != Some(PodPhase::Terminated) && !self.meta.terminating;
-        let own = self
+        let holds_addresses = self.phase != Some(PodPhase::Terminated) && !self.meta.terminating;
+        let pod_ips = self
             .ips
             .iter()
-            .filter(move |_| is_there && self.network == PodNetwork::Pod);
+            .filter(move |_| holds_addresses && self.network == PodNetwork::Pod);
         let is_on_host = self.network == PodNetwork::Host || self.ports.iter().any(|port| port.host_port.is_some());
-        let of_host = self.host_ips.iter().filter(move |_| is_there && is_on_host);
-        own.chain(of_host).copied()
+        let host_ips = self.host_ips.iter().filter(move |_| holds_addresses && is_on_host);
+        pod_ips.chain(host_ips).copied()
     }
 
-    /// Returns whether the pod is running and has addresses of its own.
+    /// Returns whether the pod is running and is not being deleted.
     pub fn is_serving(&self) -> bool {
         self.phase == Some(PodPhase::Running) && !self.meta.terminating
     }
@@ -198,7 +198,7 @@ impl Pod {
 /// resolved in this order.
 ///
 /// Source: `FindPort` in `k8s.io/kubernetes/pkg/api/v1/pod`.
-pub fn running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesContainer> {
+pub fn long_running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesContainer> {
     let is_sidecar = |container: &&KubernetesContainer| container.restart_policy.as_deref() == Some("Always");
     let sidecars = spec.init_containers.iter().flatten().filter(is_sidecar);
     spec.containers.iter().chain(sidecars)
@@ -207,7 +207,7 @@ pub fn running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesCon
 /// Resolves a list of ports for a pod that is not created yet.
 pub fn resolve_ports(list: &PortList, spec: &PodSpec) -> ResolvedPorts {
     list.resolve(|name| {
-        let ports = running_containers(spec).flat_map(|container| container.ports.iter().flatten());
+        let ports = long_running_containers(spec).flat_map(|container| container.ports.iter().flatten());
         let named = ports.filter(|port| is_tcp(port.protocol.as_deref()) && port.name.as_deref() == Some(name));
         named.filter_map(|port| port_number(port.container_port).ok()).collect()
     })
@@ -320,7 +320,7 @@ pub struct ExternalWorkload {
     /// Ports of other protocols. Proxies do not serve them, but EndpointSlices list them.
     pub non_tcp_ports: Vec<(NonTcpProtocol, ContainerPort)>,
     /// `None` if the object has no status.
-    pub ready: Option<Readiness>,
+    pub ready: Option<EndpointReadiness>,
     /// The conditions of the status, unchanged, including those of other controllers.
     pub conditions: Vec<Value>,
 }
@@ -431,7 +431,7 @@ impl ExternalWorkload {
             let ready = conditions
                 .iter()
                 .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
-            if ready { Readiness::Ready } else { Readiness::NotReady }
+            EndpointReadiness::from_ready(ready)
         });
         Ok(Self {
             meta,
@@ -450,9 +450,8 @@ impl ExternalWorkload {
         resolve_port(&self.ports, port)
     }
 
-    /// Returns the older external workload that takes precedence for a shared address, if one exists. That is the
-    /// oldest one if it is in another namespace, or else the oldest of the same namespace that declares one of the same
-    /// ports.
+    /// Of the older external workloads among `all`, which have one address: returns the oldest if it is in another namespace,
+    /// otherwise the oldest of this namespace that declares one of the same ports. It takes precedence for the address.
     pub fn conflicting_older_workload<'a>(&self, all: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
         let is_older = |other: &&'a Self| other.meta.age_order() < self.meta.age_order();
         let mut older: Vec<&Self> = all.into_iter().filter(is_older).collect();
@@ -488,7 +487,7 @@ impl Node {
     }
 }
 
-/// An object of which only the metadata is used: namespaces, secrets, replica sets, jobs.
+/// An object of which only the metadata is used: namespaces, replica sets, jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialObjectMetadata {
     pub meta: Meta,
@@ -543,7 +542,7 @@ mod tests {
             });
             ExternalWorkload::from_raw(serde_json::from_value(raw).unwrap())
         };
-        for (identity, server_name, ip, is_taken) in [
+        for (identity, server_name, ip, is_accepted) in [
             ("vm.shop", "vm.shop", "10.2.0.1", true),
             ("spiffe://root/vm", "vm.shop", "fd00::1", true),
             ("10.0.0.1", "vm.shop", "10.2.0.1", false),
@@ -555,7 +554,7 @@ mod tests {
             ("vm.shop", "vm.shop", "fe80::1", false),
         ] {
             let read = read(identity, server_name, ip);
-            assert_eq!(read.is_ok(), is_taken, "{identity} {server_name} {ip}: {read:?}");
+            assert_eq!(read.is_ok(), is_accepted, "{identity} {server_name} {ip}: {read:?}");
         }
     }
 }

@@ -126,7 +126,7 @@ where
         Box::pin(async move {
             let rsp = rsp.await?;
             // A call that fails immediately carries its status in the response headers.
-            call.observe_frame(rsp.headers());
+            call.observe_status(rsp.headers());
             Ok(rsp.map(|body| {
                 Body::new(CountedBody {
                     body,
@@ -143,12 +143,12 @@ struct CallRecorder {
     method: Arc<MethodMetrics>,
     started_at: Instant,
     code: Code,
-    /// Held until the call has ended.
+    /// Held until the call has ended: its response body has ended or is dropped, which only this layer sees.
     _stream: Option<StreamPermit>,
 }
 
 impl CallRecorder {
-    fn observe_frame(&mut self, headers: &HeaderMap) {
+    fn observe_status(&mut self, headers: &HeaderMap) {
         if let Some(status) = headers.get("grpc-status") {
             self.code = Code::from_bytes(status.as_bytes());
         }
@@ -185,7 +185,7 @@ impl HttpBody for CountedBody {
                     this.messages.observe_data(data);
                 }
                 if let (Some(call), Some(trailers)) = (&mut this.call, frame.trailers_ref()) {
-                    call.observe_frame(trailers);
+                    call.observe_status(trailers);
                 }
             }
             Some(Err(status)) => {

@@ -166,8 +166,8 @@ impl Server {
         // task that hyper keeps for each stream stays small.
         let service = service_fn(move |req: Request<Incoming>| {
             let Some(stream_permit) = streams.acquire(&caller) else {
-                let refusal = Status::resource_exhausted("too many open streams from this client address").into_http();
-                return Box::pin(std::future::ready(Ok(refusal))) as _;
+                let rsp = Status::resource_exhausted("too many open streams from this client address").into_http();
+                return Box::pin(std::future::ready(Ok(rsp))) as _;
             };
             let mut req = request_limits::limit_request(req);
             req.extensions_mut().insert(caller.clone());

@@ -1,4 +1,4 @@
-//! Limits the number of open streams per client address.
+//! Limits the number of open streams per client: the address of an authenticated client, or the network of another.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -22,7 +22,7 @@ pub(super) struct StreamPermit {
 }
 
 struct StreamCount {
-    streams: Arc<StreamLimiter>,
+    limiter: Arc<StreamLimiter>,
     client: Option<IpAddr>,
 }
 
@@ -53,7 +53,7 @@ impl StreamLimiter {
             *n += 1;
         }
         let open = StreamCount {
-            streams: self.clone(),
+            limiter: self.clone(),
             client,
         };
         Some(StreamPermit { _count: Arc::new(open) })
@@ -63,7 +63,7 @@ impl StreamLimiter {
 impl Drop for StreamCount {
     fn drop(&mut self) {
         let Some(client) = self.client else { return };
-        let mut by_client = self.streams.by_client.lock();
+        let mut by_client = self.limiter.by_client.lock();
         if let Some(n) = by_client.get_mut(&client) {
             *n -= 1;
             if *n == 0 {

@@ -16,7 +16,7 @@ use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tonic::Status;
 use tulle_core::addr::Addr;
-use tulle_core::connections::{ConnectionLimiter, FullLimitPolicy};
+use tulle_core::connections::{ConnectionLimiter, SelfEviction};
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
 use tulle_proto::identity as proto;
@@ -25,7 +25,7 @@ use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 
 use super::*;
 use crate::tls::anchors::TrustAnchors;
-use crate::tls::client::{self, Channel, Peer};
+use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
 
 const NAME: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
@@ -94,7 +94,7 @@ impl TestServer {
 
     async fn connect(&self, name: &str, leaf: Option<LeafWithKey>) -> Result<Channel, client::Error> {
         let anchors = anchors(&self.ca);
-        let peer = Peer {
+        let peer = TlsServer {
             addr: &Addr::Socket(self.addr),
             name,
             identity: None,
@@ -139,7 +139,7 @@ fn anchors(ca: &Ca) -> TrustAnchors {
     TrustAnchors::parse(ca.pem().as_bytes(), &PathBuf::from("roots.pem")).unwrap()
 }
 
-/// Creates a certificate that is valid from one hour ago until `hours` from now.
+/// Creates a certificate that is valid from two days ago until `hours` from now.
 fn leaf(ca: &Ca, name: &str, hours: i64) -> LeafWithKey {
     let mut params = CertificateParams::new([name.to_owned()]).unwrap();
     params.distinguished_name = DistinguishedName::new();
@@ -298,8 +298,7 @@ async fn plaintext_is_served_on_loopback_only() {
     let (stream, _) = listener.accept().await.unwrap();
     let elsewhere: SocketAddr = "10.0.0.1:5000".parse().unwrap();
     let (_signal, watch) = drain::channel();
-    let permit =
-        ConnectionLimiter::new("test", 1, FullLimitPolicy::CloseIdlest, &Registry::new()).admit(elsewhere.ip());
+    let permit = ConnectionLimiter::new("test", 1, SelfEviction::Idlest, &Registry::new()).admit(elsewhere.ip());
     let accepted = AcceptedConnection {
         stream,
         client: elsewhere,

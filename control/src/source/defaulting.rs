@@ -8,15 +8,15 @@ use crate::resources::Object;
 use crate::resources::meta::is_dns_subdomain;
 use crate::resources::route::Route;
 use crate::resources::route_admission;
-use crate::resources::service::{Readiness, Service, ServiceKind};
+use crate::resources::service::{EndpointReadiness, Service, ServiceKind};
 use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};
 
-/// Applies the defaults to an object of a manifest.
+/// Adds the defaults and the status to an object of a manifest, and checks it as admission does.
 ///
 /// # Errors
 /// Fails if an API server would reject the object, or if a required value is missing that only a running cluster could
 /// add.
-pub(super) fn apply_defaults(object: &mut Object) -> Result<(), String> {
+pub(super) fn complete_and_validate(object: &mut Object) -> Result<(), String> {
     let name = &object.meta().name.name;
     if !is_dns_subdomain(name) {
         return Err(format!(
@@ -25,17 +25,17 @@ pub(super) fn apply_defaults(object: &mut Object) -> Result<(), String> {
     }
     match object {
         Object::Service(service) => validate_service(service),
-        Object::Pod(pod) => default_pod(Arc::make_mut(pod)),
+        Object::Pod(pod) => set_pod_defaults(Arc::make_mut(pod)),
         Object::ExternalWorkload(workload) => {
             let workload = Arc::make_mut(workload);
-            workload.ready = workload.ready.or(Some(Readiness::Ready));
+            workload.ready = workload.ready.or(Some(EndpointReadiness::Ready));
             Ok(())
         }
         Object::PolicyHttpRoute(route)
         | Object::GatewayHttpRoute(route)
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
-        | Object::TcpRoute(route) => validate_route(Arc::make_mut(route)),
+        | Object::TcpRoute(route) => prepare_route(Arc::make_mut(route)),
         Object::ServiceProfile(profile) => profile.validate(),
         _ => Ok(()),
     }
@@ -54,12 +54,12 @@ fn validate_service(service: &Service) -> Result<(), String> {
     Ok(())
 }
 
-fn default_pod(pod: &mut Pod) -> Result<(), String> {
+fn set_pod_defaults(pod: &mut Pod) -> Result<(), String> {
     if pod.ips.is_empty() {
         return Err("status.podIP is missing; set the address that the workload listens on".into());
     }
     pod.phase = pod.phase.or(Some(PodPhase::Running));
-    pod.ready = pod.ready.or(Some(Readiness::Ready));
+    pod.ready = pod.ready.or(Some(EndpointReadiness::Ready));
     if pod.network == PodNetwork::Host {
         if pod.host_ips.is_empty() {
             pod.host_ips.clone_from(&pod.ips);
@@ -89,7 +89,7 @@ pub(super) fn clear_status(object: &mut Object) {
     }
 }
 
-fn validate_route(route: &mut Route) -> Result<(), String> {
+fn prepare_route(route: &mut Route) -> Result<(), String> {
     route.clear_status();
     route_admission::validate_route(route)
 }

@@ -13,7 +13,7 @@ use crate::resources::interning::intern;
 use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::service::{
-    Address, AddressTarget, EndpointSlice, Endpoints, IpFamily, NotReadyAddresses, PortRef, Readiness, Service,
+    Address, AddressTarget, EndpointReadiness, EndpointSlice, Endpoints, IpFamily, NotReadyAddresses, PortRef, Service,
     ServiceKind, Subset, SubsetPort,
 };
 use crate::resources::workload::{ExternalWorkload, Pod, PodPhase};
@@ -60,7 +60,7 @@ fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
         addresses: subset
             .addresses
             .iter()
-            .filter(|address| address.ready == Readiness::Ready)
+            .filter(|address| address.ready == EndpointReadiness::Ready)
             .cloned()
             .collect(),
     };
@@ -154,12 +154,12 @@ impl<'a> ObjectIndex<'a> {
 
     fn pod_address(&self, service: &Service, pod: &Pod, ip: IpAddr) -> Address {
         let ready = service.not_ready_addresses == NotReadyAddresses::Published
-            || (pod.ready == Some(Readiness::Ready) && pod.is_serving());
+            || (pod.ready == Some(EndpointReadiness::Ready) && pod.is_serving());
         let is_in_subdomain = pod.subdomain.as_deref() == Some(&*service.meta.name.name);
         let zone = pod.node.as_deref().and_then(|node| self.zones.get(node));
         Address {
             ip,
-            ready: if ready { Readiness::Ready } else { Readiness::NotReady },
+            ready: EndpointReadiness::from_ready(ready),
             hostname: pod.hostname.clone().filter(|_| is_in_subdomain),
             node: pod.node.clone(),
             zone: zone.map(|zone| (*zone).clone()),
@@ -175,8 +175,8 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
     Address {
         ip,
         ready: match service.not_ready_addresses {
-            NotReadyAddresses::Published => Readiness::Ready,
-            NotReadyAddresses::Omitted => workload.ready.unwrap_or(Readiness::NotReady),
+            NotReadyAddresses::Published => EndpointReadiness::Ready,
+            NotReadyAddresses::Omitted => workload.ready.unwrap_or(EndpointReadiness::NotReady),
         },
         hostname: headless.then(|| workload.meta.name.name.to_string()),
         node: None,

@@ -44,7 +44,7 @@ impl ManifestReport {
             errors: Arc::default(),
             n_errors: family.get(&Labels::new()),
             n_unsupported_files: registry.gauge(
-                "tulle_unread_manifests",
+                "tulle_unsupported_manifests",
                 "Files with documents of an unsupported kind, by kind.",
             ),
             unsupported_kinds: Arc::default(),

@@ -1,4 +1,4 @@
-//! Parses a manifest file into objects, or returns its first error with the line number.
+//! Parses a manifest file: its objects, the readable parts of invalid ones, and its first error with the line number.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,7 +13,8 @@ use crate::resources::unreadable::Unreadable;
 use crate::resources::{self, KINDS, Kind, Object};
 use crate::source::defaulting;
 
-/// An error in a manifest, which is not in use because of it.
+/// The first error of a manifest file, for reports. The last valid version of the file stays in use; before there is one, the
+/// valid documents are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestError {
     pub file: PathBuf,
@@ -38,7 +39,7 @@ pub(super) struct Manifest {
     pub(super) line: usize,
 }
 
-/// Why a file is invalid.
+/// The first error of a text, before the file's name is known. It becomes a [`ManifestError`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ManifestIssue {
     pub(super) line: usize,
@@ -48,7 +49,7 @@ pub(super) struct ManifestIssue {
 #[derive(Debug, Default)]
 pub(super) struct ManifestFile {
     pub(super) manifests: Vec<Manifest>,
-    /// Documents of supported kinds that are invalid.
+    /// Documents of supported kinds that are invalid: what is readable of each, for its placeholder.
     pub(super) unreadable: Vec<Unreadable>,
     /// The first error. It makes the whole file invalid.
     pub(super) issue: Option<ManifestIssue>,
@@ -71,6 +72,8 @@ pub(super) fn parse(text: &str) -> ManifestFile {
             }
         }
     }
+    // Reads the text again, because decoding from a `Value` would lose the line numbers of errors. The first pass ended at a
+    // syntax error, if there is one.
     for (index, (document, value)) in Deserializer::from_str(text).zip(values).enumerate() {
         let line = line_of(index);
         if value.is_null() {
@@ -92,27 +95,27 @@ pub(super) fn parse(text: &str) -> ManifestFile {
 
 impl ManifestFile {
     fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, ManifestIssue>) {
-        let (api_version, kind) = match api_version_and_kind(value) {
+        let (api_version, kind_name) = match api_version_and_kind(value) {
             Ok(types) => types,
             Err(reason) => return self.add_issue(ManifestIssue { line, reason }, None),
         };
-        let Some(known) = Kind::find(&api_version, &kind) else {
-            return self.push_unsupported(&api_version, &kind, value, line);
+        let Some(kind) = Kind::find(&api_version, &kind_name) else {
+            return self.push_unsupported(&api_version, &kind_name, value, line);
         };
-        match decode(known) {
+        match decode(kind) {
             Ok(mut object) => {
                 object.meta_mut().version = content_version(value);
-                match defaulting::apply_defaults(&mut object) {
+                match defaulting::complete_and_validate(&mut object) {
                     Ok(()) => self.manifests.push(Manifest { object, line }),
                     Err(reason) => {
                         let unreadable = Unreadable::from_rejected(object, &reason);
-                        let reason = format!("{kind} {}: {reason}", unreadable.name);
+                        let reason = format!("{kind_name} {}: {reason}", unreadable.name);
                         self.add_issue(ManifestIssue { line, reason }, Some(unreadable));
                     }
                 }
             }
             Err(issue) => {
-                let unreadable = unreadable(known, value, &issue.reason);
+                let unreadable = unreadable(kind, value, &issue.reason);
                 self.add_issue(issue, unreadable);
             }
         }
@@ -120,23 +123,24 @@ impl ManifestFile {
 
     /// Unsupported kinds are ignored. An unsupported version of a supported kind, and an unknown kind of the policy
     /// group, are errors.
-    fn push_unsupported(&mut self, api_version: &str, kind: &str, value: &Value, line: usize) {
-        if let Some(known) = Kind::find_any_version(api_version, kind) {
-            let accepted = known.info().versions.join(", ");
-            let reason = format!("{kind} of {api_version} is not supported; supported versions: {accepted}");
-            let unreadable = unreadable(known, value, &reason);
+    fn push_unsupported(&mut self, api_version: &str, kind_name: &str, value: &Value, line: usize) {
+        if let Some(kind) = Kind::find_any_version(api_version, kind_name) {
+            let accepted = kind.info().versions.join(", ");
+            let reason = format!("{kind_name} of {api_version} is not supported; supported versions: {accepted}");
+            let unreadable = unreadable(kind, value, &reason);
             return self.add_issue(ManifestIssue { line, reason }, unreadable);
         }
         if api_version
             .split_once('/')
             .is_some_and(|(group, _)| group == POLICY_GROUP)
         {
-            let of_group = KINDS.iter().filter(|info| info.group == POLICY_GROUP);
-            let accepted = of_group.map(|info| info.name).collect::<Vec<_>>().join(", ");
-            let reason = format!("unknown kind {kind} in group {POLICY_GROUP}; supported: {accepted}");
+            let kinds = KINDS.iter().filter(|info| info.group == POLICY_GROUP);
+            let accepted = kinds.map(|info| info.name).collect::<Vec<_>>().join(", ");
+            let reason = format!("unknown kind {kind_name} in group {POLICY_GROUP}; supported: {accepted}");
             return self.add_issue(ManifestIssue { line, reason }, None);
         }
-        self.unsupported_kinds.insert((api_version.to_owned(), kind.to_owned()));
+        self.unsupported_kinds
+            .insert((api_version.to_owned(), kind_name.to_owned()));
     }
 
     fn add_issue(&mut self, issue: ManifestIssue, unreadable: Option<Unreadable>) {
@@ -200,7 +204,8 @@ fn document_start_lines(text: &str) -> Vec<usize> {
         let marker = line == "---" || line.starts_with("--- ");
         if marker {
             if expects_content && !starts.is_empty() {
-                // The document before this marker is empty, but still counts.
+                // The document before this marker is empty, but still counts. It gets the number of the line before the marker,
+                // which is `index`, because lines are counted from 1.
                 starts.push(index);
             }
             expects_content = true;

@@ -172,7 +172,7 @@ impl FileState {
         }
     }
 
-    /// Until a file has been valid once, its valid objects are used although others in it are invalid.
+    /// The last valid version of an invalid file stays in use. Before there is one, the valid objects of the file are used.
     fn parse_if_changed(&mut self, path: &Path, bytes: &[u8]) {
         let content = hash(bytes);
         if self.content_hash == Some(content) {

@@ -45,7 +45,7 @@ enum Error {
 }
 
 /// Updates the client verifier from the ConfigMap until the drain.
-pub(super) async fn keep(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
+pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
     let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
     let mut seen = pin!(watch_object(api, NAME).default_backoff());
     loop {
@@ -55,24 +55,33 @@ pub(super) async fn keep(client: Client, creds: Arc<ServerCredentials>, drain: W
             Some(seen) = seen.next() => seen,
         };
         let updated = match seen {
-            Ok(Some(map)) => admit(&map, &creds),
+            Ok(Some(map)) => set_client_verifier(&map, &creds),
             Ok(None) => Err(Error::Missing { key: AUTHORITY }),
             Err(err) => {
                 warn!(error = &err as &dyn StdError, "watching {NAMESPACE}/{NAME} failed");
                 continue;
             }
         };
-        match updated {
-            Ok(()) => info!("clients of the telemetry API are accepted from the API server"),
-            Err(err) => warn!(
+        apply(updated, &creds);
+    }
+}
+
+/// Logs the result of an update. After an error all clients are rejected: the former CA may have been replaced because its key
+/// is no longer secret.
+fn apply(updated: Result<(), Error>, creds: &ServerCredentials) {
+    match updated {
+        Ok(()) => info!("clients of the telemetry API are accepted from the API server"),
+        Err(err) => {
+            creds.reject_all_clients();
+            warn!(
                 error = &err as &dyn StdError,
                 "new connections to the telemetry API are rejected"
-            ),
+            );
         }
     }
 }
 
-fn admit(map: &ConfigMap, creds: &ServerCredentials) -> Result<(), Error> {
+fn set_client_verifier(map: &ConfigMap, creds: &ServerCredentials) -> Result<(), Error> {
     let entry = |key: &'static str| {
         let value = map.data.as_ref().and_then(|data| data.get(key));
         value.ok_or(Error::Missing { key })
@@ -83,22 +92,25 @@ fn admit(map: &ConfigMap, creds: &ServerCredentials) -> Result<(), Error> {
         Ok(names) => serde_json::from_str(names).map_err(Error::Names)?,
         Err(_) => Vec::new(),
     };
-    let signed = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::crypto_provider())
+    let signed_by_ca = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::crypto_provider())
         .clear_root_hint_subjects()
         .build()
         .map_err(Error::Verifier)?;
     creds
-        .admit(Arc::new(FrontProxy { signed, names }))
+        .set_client_verifier(Arc::new(FrontProxyVerifier {
+            inner: signed_by_ca,
+            names,
+        }))
         .map_err(Error::Install)
 }
 
 /// Accepts certificates of the CA with one of the allowed names, or with any name if none are configured.
-struct FrontProxy {
-    signed: Arc<dyn ClientCertVerifier>,
+struct FrontProxyVerifier {
+    inner: Arc<dyn ClientCertVerifier>,
     names: Vec<String>,
 }
 
-impl FrontProxy {
+impl FrontProxyVerifier {
     fn is_named(&self, leaf: &CertificateDer<'_>) -> bool {
         let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
             return false;
@@ -108,15 +120,15 @@ impl FrontProxy {
     }
 }
 
-impl fmt::Debug for FrontProxy {
+impl fmt::Debug for FrontProxyVerifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FrontProxy({:?})", self.names)
+        write!(f, "FrontProxyVerifier({:?})", self.names)
     }
 }
 
-impl ClientCertVerifier for FrontProxy {
+impl ClientCertVerifier for FrontProxyVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.signed.root_hint_subjects()
+        self.inner.root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -125,7 +137,7 @@ impl ClientCertVerifier for FrontProxy {
         issuers: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.signed.verify_client_cert(leaf, issuers, now)?;
+        let verified = self.inner.verify_client_cert(leaf, issuers, now)?;
         match self.is_named(leaf) {
             true => Ok(verified),
             false => Err(rustls::CertificateError::ApplicationVerificationFailure.into()),
@@ -138,7 +150,7 @@ impl ClientCertVerifier for FrontProxy {
         cert: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.signed.verify_tls12_signature(message, cert, signature)
+        self.inner.verify_tls12_signature(message, cert, signature)
     }
 
     fn verify_tls13_signature(
@@ -147,11 +159,11 @@ impl ClientCertVerifier for FrontProxy {
         cert: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.signed.verify_tls13_signature(message, cert, signature)
+        self.inner.verify_tls13_signature(message, cert, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.signed.supported_verify_schemes()
+        self.inner.supported_verify_schemes()
     }
 }
 
@@ -183,24 +195,24 @@ mod tests {
             }
         };
         for names in [None, Some("[]"), Some("[\"front-proxy-client\"]")] {
-            admit(&map(names), &ServerCredentials::for_verified_clients()).unwrap();
+            set_client_verifier(&map(names), &ServerCredentials::for_verified_clients()).unwrap();
         }
         assert!(matches!(
-            admit(&map(Some("x")), &ServerCredentials::new()),
+            set_client_verifier(&map(Some("x")), &ServerCredentials::new()),
             Err(Error::Names(_))
         ));
         assert!(matches!(
-            admit(&ConfigMap::default(), &ServerCredentials::new()),
+            set_client_verifier(&ConfigMap::default(), &ServerCredentials::new()),
             Err(Error::Missing { .. })
         ));
-        let signed = WebPkiClientVerifier::builder_with_provider(
+        let inner = WebPkiClientVerifier::builder_with_provider(
             TrustAnchors::parse(authority.pem().as_bytes(), Path::new("x"))
                 .unwrap()
                 .roots(),
             tls::crypto_provider(),
         );
-        let mut proxy = FrontProxy {
-            signed: signed.build().unwrap(),
+        let mut proxy = FrontProxyVerifier {
+            inner: inner.build().unwrap(),
             names: vec!["front-proxy-client".to_owned()],
         };
         assert!(proxy.is_named(certificate("front-proxy-client").der()));

@@ -15,7 +15,7 @@ pub struct QueryResponse<Row> {
     pub rows: Vec<Row>,
     /// Sidecars that could not be scraped, with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub silent: Vec<UnreachableSidecar>,
+    pub unreachable: Vec<UnreachableSidecar>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,7 +36,7 @@ pub struct ResourceName {
 /// Golden metrics of a workload's inbound traffic.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Workload {
+pub struct WorkloadMetrics {
     #[serde(flatten)]
     pub named: ResourceName,
     /// Number of running pods with a sidecar; `total` counts all running pods.
@@ -52,7 +52,7 @@ pub struct Workload {
 /// Traffic from one workload to another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Edge {
+pub struct EdgeMetrics {
     pub source: ResourceName,
     pub destination: ResourceName,
     /// TLS identity of the client; `server_id` is that of the server.
@@ -62,7 +62,7 @@ pub struct Edge {
     pub server_id: Option<String>,
     /// Reason why the connection is not mTLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub why_plain: Option<String>,
+    pub no_tls_reason: Option<String>,
     #[serde(flatten)]
     pub golden: GoldenMetrics,
 }
@@ -70,7 +70,7 @@ pub struct Edge {
 /// A route of a workload: inbound, or used for its outbound requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Route {
+pub struct RouteMetrics {
     pub workload: ResourceName,
     pub direction: Direction,
     /// The Server, Service or ServiceProfile of the route.
@@ -86,7 +86,7 @@ pub struct GoldenMetrics {
     /// From 0 to 1; absent without requests.
     pub success_rate: Option<f64>,
     pub requests_per_second: f64,
-    /// Requests refused by policy, per second.
+    /// Requests denied by policy, per second.
     pub denied_per_second: f64,
     pub latency_ms_p50: Option<f64>,
     pub latency_ms_p95: Option<f64>,
@@ -97,17 +97,17 @@ pub struct GoldenMetrics {
 }
 
 impl From<&RequestCounts> for GoldenMetrics {
-    fn from(tally: &RequestCounts) -> Self {
+    fn from(rates: &RequestCounts) -> Self {
         Self {
-            success_rate: tally.success_rate(),
-            requests_per_second: tally.requests(),
-            denied_per_second: tally.denied,
-            latency_ms_p50: tally.quantile_ms(0.5),
-            latency_ms_p95: tally.quantile_ms(0.95),
-            latency_ms_p99: tally.quantile_ms(0.99),
-            tcp_connections: tally.connections,
-            read_bytes_per_second: tally.read_bytes,
-            write_bytes_per_second: tally.written_bytes,
+            success_rate: rates.success_rate(),
+            requests_per_second: rates.requests(),
+            denied_per_second: rates.denied,
+            latency_ms_p50: rates.quantile_ms(0.5),
+            latency_ms_p95: rates.quantile_ms(0.95),
+            latency_ms_p99: rates.quantile_ms(0.99),
+            tcp_connections: rates.connections,
+            read_bytes_per_second: rates.read_bytes,
+            write_bytes_per_second: rates.written_bytes,
         }
     }
 }

@@ -1,22 +1,28 @@
-//! Golden metrics of one sidecar: parsed from its metrics page, subtracted to give rates, summed over sidecars.
+//! Golden metrics of one sidecar: counters parsed from its metrics page, and the rates between two pages.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tulle_core::metrics::samples::{self, Sample};
 
-/// Counters of one sidecar: totals since it started, or rates per second after [`Self::since`].
+/// Counters of one sidecar since it started.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counts {
     /// Inbound traffic by client.
-    pub sources: BTreeMap<Peer, RequestCounts>,
-    /// Outbound traffic by destination.
-    pub targets: BTreeMap<Target, RequestCounts>,
+    pub sources: BTreeMap<PeerTls, RequestCounts>,
+    /// Outbound traffic.
+    pub destinations: BTreeMap<Destination, RequestCounts>,
     pub routes: BTreeMap<Route, RequestCounts>,
     /// Failures by direction and cause.
     pub failures: BTreeMap<(Direction, String), f64>,
     /// Start time of the sidecar, in seconds since 1970.
-    pub started: f64,
+    pub started_at: f64,
+}
+
+/// The same per second, of the time between two pages. Connections are those of the later page.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rates {
+    pub per_second: Counts,
 }
 
 /// Direction of traffic as the sidecar sees it.
@@ -29,7 +35,7 @@ pub enum Direction {
 
 /// TLS state of the other end of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Peer {
+pub enum PeerTls {
     /// Its TLS identity.
     Meshed(String),
     /// Reason why the connection is not mTLS.
@@ -38,12 +44,12 @@ pub enum Peer {
 
 /// The destination of outbound traffic.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Target {
+pub struct Destination {
     pub namespace: String,
     /// Kind of its owner, as in metric labels; `address` if discovery does not know the destination.
     pub kind: String,
     pub name: String,
-    pub peer: Peer,
+    pub peer: PeerTls,
 }
 
 /// A route and its parent: a Server, Service or ServiceProfile.
@@ -54,16 +60,16 @@ pub struct Route {
     pub name: String,
 }
 
-/// Counters from which rates and percentiles are computed.
+/// Requests, connections and bytes: as counters, or per second in [`Rates`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestCounts {
     pub success: f64,
     pub failure: f64,
-    /// Requests refused by policy.
+    /// Requests denied by policy.
     pub denied: f64,
     /// Cumulative latency histogram: number of responses by upper bound in microseconds.
     pub latency: BTreeMap<u64, f64>,
-    /// Number of open connections. A gauge: `since` does not subtract it.
+    /// Number of open connections. A gauge, so it is not subtracted.
     pub connections: f64,
     pub read_bytes: f64,
     pub written_bytes: f64,
@@ -73,13 +79,13 @@ impl Counts {
     /// Parses a metrics page. Metric families that are not needed and invalid samples are ignored.
     pub fn parse(page: &str) -> Self {
         let mut counts = Self::default();
-        for sample in samples::parse_families(page, is_needed).filter(|sample| sample.value.is_finite()) {
-            counts.take(&sample);
+        for sample in samples::parse_named(page, is_needed).filter(|sample| sample.value.is_finite()) {
+            counts.add_sample(&sample);
         }
         counts
     }
 
-    fn take(&mut self, sample: &Sample) {
+    fn add_sample(&mut self, sample: &Sample) {
         match sample.name.as_str() {
             "response_total" | "response_latency_ms_bucket" | "inbound_http_authz_deny_total" => {
                 if let Some(route) = Route::of_server(sample) {
@@ -111,7 +117,7 @@ impl Counts {
                     count(&mut self.routes, route, sample);
                 }
             }
-            STARTED => self.started = sample.value,
+            START_TIME => self.started_at = sample.value,
             "tulle_failures_total" if self.failures.len() < MAX_KEYS => {
                 if let (Some(direction), Some(cause)) = (Direction::of(sample), sample.label("cause")) {
                     *self.failures.entry((direction, cause.to_owned())).or_default() += sample.value.clamp(0.0, 1e15);
@@ -123,8 +129,8 @@ impl Counts {
 
     fn count_traffic(&mut self, sample: &Sample) {
         match Direction::of(sample) {
-            Some(Direction::Inbound) => count(&mut self.sources, Peer::of(sample, "client_id"), sample),
-            Some(Direction::Outbound) => count(&mut self.targets, Target::of(sample), sample),
+            Some(Direction::Inbound) => count(&mut self.sources, PeerTls::of(sample, "client_id"), sample),
+            Some(Direction::Outbound) => count(&mut self.destinations, Destination::of(sample), sample),
             None => {}
         }
     }
@@ -132,42 +138,44 @@ impl Counts {
     /// Increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between, the
     /// earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
     #[must_use]
-    pub fn since(&self, earlier: &Self, seconds: f64) -> Self {
+    pub fn rates_since(&self, earlier: &Self, seconds: f64) -> Rates {
         fn rates<K: Ord + Clone>(
             now: &BTreeMap<K, RequestCounts>,
             before: &BTreeMap<K, RequestCounts>,
             seconds: f64,
         ) -> BTreeMap<K, RequestCounts> {
             let nothing = RequestCounts::default();
-            let rate = |(key, tally): (&K, &RequestCounts)| {
+            let rate = |(key, counts): (&K, &RequestCounts)| {
                 let before = before.get(key).unwrap_or(&nothing);
-                (key.clone(), tally.since(before, seconds))
+                (key.clone(), counts.per_second_since(before, seconds))
             };
             now.iter().map(rate).collect()
         }
         let nothing = Self::default();
-        let earlier = if self.started > earlier.started {
+        let earlier = if self.started_at > earlier.started_at {
             &nothing
         } else {
             earlier
         };
         let failures = self.failures.iter().map(|(key, now)| {
             let before = earlier.failures.get(key).copied().unwrap_or_default();
-            (key.clone(), growth(*now, before) / seconds)
+            (key.clone(), increase(*now, before) / seconds)
         });
-        Self {
-            sources: rates(&self.sources, &earlier.sources, seconds),
-            targets: rates(&self.targets, &earlier.targets, seconds),
-            routes: rates(&self.routes, &earlier.routes, seconds),
-            failures: failures.collect(),
-            started: self.started,
+        Rates {
+            per_second: Self {
+                sources: rates(&self.sources, &earlier.sources, seconds),
+                destinations: rates(&self.destinations, &earlier.destinations, seconds),
+                routes: rates(&self.routes, &earlier.routes, seconds),
+                failures: failures.collect(),
+                started_at: self.started_at,
+            },
         }
     }
 }
 
 impl RequestCounts {
-    fn since(&self, earlier: &Self, seconds: f64) -> Self {
-        let rate = |now: f64, before: f64| growth(now, before) / seconds;
+    fn per_second_since(&self, earlier: &Self, seconds: f64) -> Self {
+        let rate = |now: f64, before: f64| increase(now, before) / seconds;
         let latency = self.latency.iter().map(|(bound, now)| {
             let before = earlier.latency.get(bound).copied().unwrap_or_default();
             (*bound, rate(*now, before))
@@ -196,14 +204,14 @@ impl RequestCounts {
     }
 
     pub fn is_idle(&self) -> bool {
-        let counted = [
+        let totals = [
             self.success,
             self.failure,
             self.denied,
             self.read_bytes,
             self.written_bytes,
         ];
-        self.connections <= 0.0 && counted.iter().all(|n| *n <= 0.0)
+        self.connections <= 0.0 && totals.iter().all(|n| *n <= 0.0)
     }
 
     pub fn requests(&self) -> f64 {
@@ -224,16 +232,20 @@ impl RequestCounts {
             return None;
         }
         let rank = share * total;
-        let (mut below_bound, mut below) = (0, 0.0);
+        let (mut below_bound, mut count_below) = (0, 0.0);
         for (bound, n) in &self.latency {
             if *n >= rank {
                 if *bound == UNBOUNDED {
                     break;
                 }
-                let part = if *n > below { (rank - below) / (n - below) } else { 1.0 };
+                let part = if *n > count_below {
+                    (rank - count_below) / (n - count_below)
+                } else {
+                    1.0
+                };
                 return Some((below_bound as f64 + part * (bound - below_bound) as f64) / 1e3);
             }
-            (below_bound, below) = (*bound, *n);
+            (below_bound, count_below) = (*bound, *n);
         }
         Some(below_bound as f64 / 1e3)
     }
@@ -249,7 +261,7 @@ impl Direction {
     }
 }
 
-impl Peer {
+impl PeerTls {
     fn of(sample: &Sample, id: &str) -> Self {
         match sample.label(id).filter(|id| !id.is_empty()) {
             Some(id) if sample.label("tls") == Some("true") => Self::Meshed(id.to_owned()),
@@ -261,7 +273,7 @@ impl Peer {
     }
 }
 
-impl Target {
+impl Destination {
     fn of(sample: &Sample) -> Self {
         let named = OWNERS.iter().find_map(|kind| {
             let name = sample.label(&format!("dst_{kind}")).filter(|name| !name.is_empty())?;
@@ -275,7 +287,7 @@ impl Target {
             namespace: sample.label("dst_namespace").unwrap_or_default().to_owned(),
             kind,
             name,
-            peer: Peer::of(sample, "server_id"),
+            peer: PeerTls::of(sample, "server_id"),
         }
     }
 }
@@ -330,13 +342,13 @@ fn is_needed(name: &str) -> bool {
 }
 
 /// Adds a sample under a key. Keys beyond [`MAX_KEYS`] are ignored.
-fn count<K: Ord>(tallies: &mut BTreeMap<K, RequestCounts>, key: K, sample: &Sample) {
-    if tallies.len() < MAX_KEYS || tallies.contains_key(&key) {
-        add(tallies.entry(key).or_default(), sample);
+fn count<K: Ord>(counts_by_key: &mut BTreeMap<K, RequestCounts>, key: K, sample: &Sample) {
+    if counts_by_key.len() < MAX_KEYS || counts_by_key.contains_key(&key) {
+        add(counts_by_key.entry(key).or_default(), sample);
     }
 }
 
-fn add(tally: &mut RequestCounts, sample: &Sample) {
+fn add(counts: &mut RequestCounts, sample: &Sample) {
     // Keeps sums finite for any page.
     let value = sample.value.clamp(0.0, 1e15);
     let is_success = || match sample.label("classification") {
@@ -344,10 +356,10 @@ fn add(tally: &mut RequestCounts, sample: &Sample) {
         None => is_success_status(sample),
     };
     match sample.name.as_str() {
-        "tcp_open_connections" => tally.connections += value,
-        "tcp_read_bytes_total" => tally.read_bytes += value,
-        "tcp_write_bytes_total" => tally.written_bytes += value,
-        name if name.ends_with("_deny_total") => tally.denied += value,
+        "tcp_open_connections" => counts.connections += value,
+        "tcp_read_bytes_total" => counts.read_bytes += value,
+        "tcp_write_bytes_total" => counts.written_bytes += value,
+        name if name.ends_with("_deny_total") => counts.denied += value,
         name if name.ends_with("_bucket") => {
             let unit = if name.ends_with("_ms_bucket") { 1e3 } else { 1e6 };
             let bound = sample.label("le").and_then(|le| le.parse::<f64>().ok());
@@ -360,11 +372,11 @@ fn add(tally: &mut RequestCounts, sample: &Sample) {
                 }
             });
             if let Some(bound) = bound {
-                *tally.latency.entry(bound).or_default() += value;
+                *counts.latency.entry(bound).or_default() += value;
             }
         }
-        _ if is_success() => tally.success += value,
-        _ => tally.failure += value,
+        _ if is_success() => counts.success += value,
+        _ => counts.failure += value,
     }
 }
 
@@ -381,7 +393,7 @@ fn is_success_status(sample: &Sample) -> bool {
     }
 }
 
-fn growth(now: f64, before: f64) -> f64 {
+fn increase(now: f64, before: f64) -> f64 {
     (now - before).max(0.0)
 }
 
@@ -400,10 +412,10 @@ const FAMILIES: &[&str] = &[
     "outbound_http_route_request_duration_seconds_bucket",
     "outbound_grpc_route_request_duration_seconds_bucket",
     "tulle_failures_total",
-    STARTED,
+    START_TIME,
 ];
-const STARTED: &str = "process_start_time_seconds";
-/// Maximum peers, targets, routes and causes per sidecar, each; further ones are ignored.
+const START_TIME: &str = "process_start_time_seconds";
+/// Maximum peers, destinations, routes and causes per sidecar, each; further ones are ignored.
 const MAX_KEYS: usize = 1000;
 /// The bucket that contains all responses (`+Inf`).
 const UNBOUNDED: u64 = u64::MAX;
@@ -445,32 +457,32 @@ tulle_failures_total{direction=\"outbound\",cause=\"no-endpoints\"} 2
 inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\"} 8
 ";
 
-    fn client() -> Peer {
-        Peer::Meshed("a.shop".to_owned())
+    fn client() -> PeerTls {
+        PeerTls::Meshed("a.shop".to_owned())
     }
 
     #[test]
-    fn a_page_is_grouped_by_peer_target_and_route() {
+    fn a_page_is_grouped_by_peer_destination_and_route() {
         let counts = Counts::parse(PAGE);
         let from = &counts.sources[&client()];
         assert_eq!((from.success, from.failure, from.denied), (90.0, 10.0, 8.0));
         assert_eq!((from.connections, from.success_rate()), (3.0, Some(0.9)));
         assert_eq!(
-            counts.sources[&Peer::Plain("no_tls_from_remote".to_owned())].success,
+            counts.sources[&PeerTls::Plain("no_tls_from_remote".to_owned())].success,
             5.0
         );
-        let targets: Vec<_> = counts
-            .targets
+        let destinations: Vec<_> = counts
+            .destinations
             .keys()
-            .map(|target| (target.kind.as_str(), target.name.as_str()))
+            .map(|destination| (destination.kind.as_str(), destination.name.as_str()))
             .collect();
-        assert_eq!(targets, [("address", "10.0.0.9:80"), ("deployment", "b")]);
+        assert_eq!(destinations, [("address", "10.0.0.9:80"), ("deployment", "b")]);
         let routes: Vec<_> = counts
             .routes
             .iter()
-            .map(|(route, tally)| {
+            .map(|(route, counts)| {
                 let Route { parent, name, .. } = route;
-                (format!("{parent} {name}"), tally.success, tally.failure)
+                (format!("{parent} {name}"), counts.success, counts.failure)
             })
             .collect();
         let expected = [
@@ -488,35 +500,35 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     fn rates_are_per_second_and_a_restart_counts_from_0() {
         let earlier = Counts::parse(PAGE);
         let mut later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
-        let from = &later.since(&earlier, 10.0).sources[&client()];
+        let from = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
         assert_eq!(
             (from.success, from.failure),
             (2.0, 0.0),
             "a removed series is no increase"
         );
         assert_eq!(from.connections, 3.0, "open connections are a gauge");
-        later.started = earlier.started + 60.0;
-        let from = &later.since(&earlier, 10.0).sources[&client()];
+        later.started_at = earlier.started_at + 60.0;
+        let from = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
         assert_eq!(
             (from.success, from.failure),
             (11.0, 0.2),
             "the earlier page does not count after a restart"
         );
-        let new = later.since(&Counts::default(), 10.0);
+        let new = later.rates_since(&Counts::default(), 10.0).per_second;
         assert_eq!(new.sources[&client()].success, 11.0);
     }
 
     #[test]
     fn quantiles_lie_within_their_buckets() {
-        let tally = &Counts::parse(PAGE).sources[&client()];
+        let counts = &Counts::parse(PAGE).sources[&client()];
         for (share, expected) in [(0.25, 5.0), (0.5, 10.0), (0.7, 15.0), (0.9, 20.0), (0.99, 20.0)] {
-            assert_eq!(tally.quantile_ms(share), Some(expected), "{share}");
+            assert_eq!(counts.quantile_ms(share), Some(expected), "{share}");
         }
         assert_eq!(RequestCounts::default().quantile_ms(0.5), None);
     }
 
     #[test]
-    fn tallies_add_up() {
+    fn request_counts_add_up() {
         let one = Counts::parse(PAGE).sources[&client()].clone();
         let mut sum = one.clone();
         sum.add(&one);

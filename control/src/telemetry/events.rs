@@ -17,8 +17,8 @@ use super::api::{ResourceName, UnreachableSidecar};
 pub enum TapLine {
     Event(Box<TapEvent>),
     /// A sidecar that could not be tapped.
-    Silent {
-        silent: UnreachableSidecar,
+    Unreachable {
+        unreachable: UnreachableSidecar,
     },
 }
 
@@ -27,8 +27,8 @@ pub enum TapLine {
 pub struct TapEvent {
     /// The workload whose sidecar reported the event.
     pub workload: ResourceName,
-    pub source: End,
-    pub destination: End,
+    pub source: TapEndpoint,
+    pub destination: TapEndpoint,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub route_meta: BTreeMap<String, String>,
     /// `INBOUND` or `OUTBOUND`.
@@ -43,7 +43,7 @@ pub struct TapEvent {
 
 /// One end of a connection, and its labels.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct End {
+pub struct TapEndpoint {
     pub ip: String,
     pub port: u16,
     #[serde(default)]
@@ -52,7 +52,7 @@ pub struct End {
 
 /// Correlates the events of a request; `base` is the number of the sidecar.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Id {
+pub struct StreamId {
     pub base: u32,
     pub stream: u64,
 }
@@ -60,7 +60,7 @@ pub struct Id {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RequestInit {
-    pub id: Id,
+    pub id: StreamId,
     pub method: String,
     pub scheme: String,
     pub authority: String,
@@ -72,8 +72,8 @@ pub struct RequestInit {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResponseInit {
-    pub id: Id,
-    pub since_request_init: Span,
+    pub id: StreamId,
+    pub since_request_init: ProtoDuration,
     pub http_status: u32,
     /// The `l5d-proxy-cause` header: why another proxy generated the response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -85,9 +85,9 @@ pub struct ResponseInit {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResponseEnd {
-    pub id: Id,
-    pub since_request_init: Span,
-    pub since_response_init: Span,
+    pub id: StreamId,
+    pub since_request_init: ProtoDuration,
+    pub since_response_init: ProtoDuration,
     pub response_bytes: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grpc_status_code: Option<u32>,
@@ -102,7 +102,7 @@ pub struct ResponseEnd {
 
 /// A duration, as in protobuf.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Span {
+pub struct ProtoDuration {
     pub seconds: i64,
     pub nanos: i32,
 }
@@ -121,7 +121,7 @@ pub(super) enum Headers {
     Omitted,
 }
 
-impl Span {
+impl ProtoDuration {
     pub fn micros(self) -> i64 {
         self.seconds
             .saturating_mul(1_000_000)
@@ -131,17 +131,22 @@ impl Span {
 
 impl TapEvent {
     /// Converts an event of the sidecar with this number in the tap. Returns `None` for an event without content.
-    pub(super) fn read(event: proto::TapEvent, workload: &ResourceName, number: u32, headers: Headers) -> Option<Self> {
+    pub(super) fn from_proto(
+        event: proto::TapEvent,
+        workload: &ResourceName,
+        number: u32,
+        headers: Headers,
+    ) -> Option<Self> {
         let proxy_direction = event.proxy_direction().as_str_name().to_owned();
         let mut read = Self {
             workload: workload.clone(),
-            source: End::read(event.source, event.source_meta),
-            destination: End::read(event.destination, event.destination_meta),
+            source: TapEndpoint::from_proto(event.source, event.source_meta),
+            destination: TapEndpoint::from_proto(event.destination, event.destination_meta),
             route_meta: event.route_meta.unwrap_or_default().labels,
             proxy_direction,
             ..Self::default()
         };
-        let id = |id: Option<tap_event::http::StreamId>| Id {
+        let id = |id: Option<tap_event::http::StreamId>| StreamId {
             base: number,
             stream: id.unwrap_or_default().stream,
         };
@@ -158,15 +163,15 @@ impl TapEvent {
                     scheme: scheme(init.scheme),
                     authority: init.authority,
                     path: init.path,
-                    headers: shown(lines(init.headers)),
+                    headers: shown(header_list(init.headers)),
                 });
             }
             Event::ResponseInit(init) => {
-                let all = lines(init.headers);
+                let all = header_list(init.headers);
                 let cause = all.iter().find(|line| line.name == header::L5D_PROXY_CAUSE.as_str());
                 read.response_init_event = Some(ResponseInit {
                     id: id(init.id),
-                    since_request_init: span(init.since_request_init),
+                    since_request_init: proto_duration(init.since_request_init),
                     http_status: init.http_status,
                     cause: cause.map(|line| line.value_str.clone()),
                     headers: shown(all),
@@ -181,13 +186,13 @@ impl TapEvent {
                 };
                 read.response_end_event = Some(ResponseEnd {
                     id: id(end.id),
-                    since_request_init: span(end.since_request_init),
-                    since_response_init: span(end.since_response_init),
+                    since_request_init: proto_duration(end.since_request_init),
+                    since_response_init: proto_duration(end.since_response_init),
                     response_bytes: end.response_bytes,
                     grpc_status_code: grpc,
                     reset_error_code: reset,
                     cause: Some(end.cause).filter(|cause| !cause.is_empty()),
-                    trailers: shown(lines(end.trailers)),
+                    trailers: shown(header_list(end.trailers)),
                 });
             }
         }
@@ -195,8 +200,8 @@ impl TapEvent {
     }
 }
 
-impl End {
-    fn read(addr: Option<tulle_proto::net::TcpAddress>, meta: Option<tap_event::EndpointMeta>) -> Self {
+impl TapEndpoint {
+    fn from_proto(addr: Option<tulle_proto::net::TcpAddress>, meta: Option<tap_event::EndpointMeta>) -> Self {
         let addr = addr.and_then(|addr| SocketAddr::try_from(addr).ok());
         Self {
             ip: addr.map(|addr| addr.ip().to_string()).unwrap_or_default(),
@@ -206,7 +211,7 @@ impl End {
     }
 }
 
-fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
+fn header_list(headers: Option<http_types::Headers>) -> Vec<Header> {
     let headers = headers.unwrap_or_default().headers.into_iter();
     // tulle's proxy redacts them, other proxies do not.
     let is_secret = |name: &str| {
@@ -224,9 +229,9 @@ fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
     headers.map(line).collect()
 }
 
-fn span(duration: Option<prost_types::Duration>) -> Span {
+fn proto_duration(duration: Option<prost_types::Duration>) -> ProtoDuration {
     let prost_types::Duration { seconds, nanos } = duration.unwrap_or_default();
-    Span { seconds, nanos }
+    ProtoDuration { seconds, nanos }
 }
 
 fn method(method: Option<http_types::HttpMethod>) -> String {
@@ -284,7 +289,7 @@ mod tests {
                 ..Default::default()
             };
             let text = |headers| {
-                let read = TapEvent::read(event.clone(), &ResourceName::default(), 0, headers).unwrap();
+                let read = TapEvent::from_proto(event.clone(), &ResourceName::default(), 0, headers).unwrap();
                 serde_json::to_string(&read).unwrap()
             };
             let shown = text(Headers::Shown);

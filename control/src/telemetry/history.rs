@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::counts::Counts;
+use super::counts::{Counts, Rates};
 
 /// Pages of one sidecar, oldest first. Recent pages are closer together than older ones, so that a long window needs
 /// few pages.
@@ -41,7 +41,7 @@ impl History {
     }
 
     /// Returns whether there are two pages, the minimum for a rate.
-    pub(super) fn shows_growth(&self) -> bool {
+    pub(super) fn has_two_pages(&self) -> bool {
         match (self.0.front(), self.0.back()) {
             (Some((first, _)), Some((last, _))) => last > first,
             _ => false,
@@ -50,12 +50,12 @@ impl History {
 
     /// Rates per second, and the length of the interval in seconds: the available interval closest to `window`. `None`
     /// with fewer than two pages.
-    pub(super) fn rates(&self, window: Duration) -> Option<(Counts, f64)> {
+    pub(super) fn rates(&self, window: Duration) -> Option<(Rates, f64)> {
         let (now, latest) = self.0.back()?;
         let earlier = self.0.iter().take(self.0.len() - 1);
         let (at, before) = earlier.min_by_key(|(at, _)| window.abs_diff(*now - *at))?;
         let seconds = (*now - *at).as_secs_f64();
-        (seconds > 0.0).then(|| (latest.since(before, seconds), seconds))
+        (seconds > 0.0).then(|| (latest.rates_since(before, seconds), seconds))
     }
 }
 
@@ -86,9 +86,9 @@ mod tests {
         }
         assert!(history.0.len() <= 14, "{}", history.0.len());
         for (window, least, most) in [(10, 8.0, 20.0), (60, 50.0, 70.0), (300, 240.0, 360.0)] {
-            let (counts, seconds) = history.rates(Duration::from_secs(window)).unwrap();
+            let (rates, seconds) = history.rates(Duration::from_secs(window)).unwrap();
             assert!((least..=most).contains(&seconds), "{seconds} for {window}");
-            assert_eq!(counts.failures.values().copied().collect::<Vec<_>>(), [3.0]);
+            assert_eq!(rates.per_second.failures.values().copied().collect::<Vec<_>>(), [3.0]);
         }
     }
 
@@ -100,8 +100,11 @@ mod tests {
         history.push(start, page(0), 2);
         assert!(history.rates(MAX_HISTORY).is_none());
         history.push(start + Duration::from_secs(2), page(8), 2);
-        let (counts, seconds) = history.rates(MAX_HISTORY).unwrap();
-        assert_eq!((counts.failures.values().copied().next(), seconds), (Some(4.0), 2.0));
+        let (rates, seconds) = history.rates(MAX_HISTORY).unwrap();
+        assert_eq!(
+            (rates.per_second.failures.values().copied().next(), seconds),
+            (Some(4.0), 2.0)
+        );
         history.push(start + Duration::from_secs(12), page(8), 2);
         assert_eq!(history.0.len(), 2);
     }

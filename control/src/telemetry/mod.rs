@@ -36,19 +36,24 @@ use server::{Api, MAX_CONCURRENT_QUERIES, MAX_CONCURRENT_TAPS};
 use tap::Tapper;
 
 /// The API and its background task.
-pub struct Parts {
+pub struct Telemetry {
     pub api: Api,
     /// Scrapes recently queried namespaces until the drain.
-    pub record: Pin<Box<dyn Future<Output = ()> + Send>>,
+    pub scrape_task: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 /// Opens the API on the members of the cluster. `creds` identifies this process to sidecars.
-pub fn open(cluster: Cluster, creds: Arc<MeshCredentials>, allowed_clients: AllowedClients, drain: &Watch) -> Parts {
-    let recorder = Arc::new(SidecarScraper::new(cluster, creds.clone()));
+pub fn open(
+    cluster: Cluster,
+    creds: Arc<MeshCredentials>,
+    allowed_clients: AllowedClients,
+    drain: &Watch,
+) -> Telemetry {
+    let scraper = Arc::new(SidecarScraper::new(cluster, creds.clone()));
     let api = Api {
-        recorder: recorder.clone(),
+        scraper: scraper.clone(),
         tapper: Tapper {
-            recorder: recorder.clone(),
+            scraper: scraper.clone(),
             creds,
         },
         drain: drain.clone(),
@@ -57,11 +62,11 @@ pub fn open(cluster: Cluster, creds: Arc<MeshCredentials>, allowed_clients: Allo
         allowed_clients,
     };
     let drain = drain.clone();
-    let record = Box::pin(async move { recorder.run(drain).await });
-    Parts { api, record }
+    let scrape_task = Box::pin(async move { scraper.run(drain).await });
+    Telemetry { api, scrape_task }
 }
 
-/// Keeps the API server's client CA current until the drain. All other clients are rejected.
-pub async fn admit_api_server(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
-    access::keep(client, creds, drain).await;
+/// Keeps the CA that verifies the API server current until the drain. All other clients are rejected.
+pub async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
+    access::watch_client_ca(client, creds, drain).await;
 }

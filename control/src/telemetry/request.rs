@@ -17,14 +17,14 @@ use super::view::{GroupKind, Selection};
 pub(super) enum ApiRequest {
     /// The list of resources.
     Resources,
-    Rows(Rows),
+    Metrics(MetricsQuery),
     Tap(TapRequest),
 }
 
 /// A query for golden metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Rows {
-    pub(super) of: RequestedResource,
+pub(super) struct MetricsQuery {
+    pub(super) resource: RequestedResource,
     /// All namespaces if absent.
     pub(super) namespace: Option<String>,
     pub(super) selection: Selection,
@@ -48,8 +48,8 @@ pub(super) enum Error {
 
 impl ApiRequest {
     pub(super) fn parse(uri: &Uri) -> Result<Self, Error> {
-        let below = uri.path().strip_prefix("/apis/").ok_or(Error::NotFound)?;
-        let mut segments = below.split('/');
+        let path = uri.path().strip_prefix("/apis/").ok_or(Error::NotFound)?;
+        let mut segments = path.split('/');
         if (segments.next(), segments.next()) != (Some(GROUP), Some(VERSION)) {
             return Err(Error::NotFound);
         }
@@ -67,8 +67,8 @@ impl ApiRequest {
             name: query.take("name"),
         };
         let request = match resource {
-            WORKLOADS | EDGES | ROUTES => Self::Rows(Rows {
-                of: match resource {
+            WORKLOADS | EDGES | ROUTES => Self::Metrics(MetricsQuery {
+                resource: match resource {
                     WORKLOADS => RequestedResource::Workloads,
                     EDGES => RequestedResource::Edges,
                     _ => RequestedResource::Routes,
@@ -87,7 +87,8 @@ impl ApiRequest {
             }
             _ => return Err(Error::NotFound),
         };
-        query.end(request)
+        query.reject_unused_parameters()?;
+        Ok(request)
     }
 }
 
@@ -147,15 +148,16 @@ impl Query {
             to: labels,
             headers: match self.take("headers").as_deref() {
                 Some("true") => Headers::Shown,
-                _ => Headers::Omitted,
+                None | Some("false") => Headers::Omitted,
+                Some(text) => return Err(Error::Bad(format!("invalid headers={text:?}; expected true or false"))),
             },
             one_in,
         })
     }
 
-    fn end(&self, request: ApiRequest) -> Result<ApiRequest, Error> {
+    fn reject_unused_parameters(&self) -> Result<(), Error> {
         match self.0.first() {
-            None => Ok(request),
+            None => Ok(()),
             Some((name, _)) => Err(Error::Bad(format!("unknown parameter {name:?}, or it is set twice"))),
         }
     }
@@ -176,14 +178,14 @@ const DEFAULT_WINDOW: Duration = Duration::from_secs(60);
 mod tests {
     use super::*;
 
-    fn parse(below: &str) -> Result<ApiRequest, Error> {
-        ApiRequest::parse(&format!("/apis/{GROUP}/{VERSION}{below}").parse().unwrap())
+    fn parse(path: &str) -> Result<ApiRequest, Error> {
+        ApiRequest::parse(&format!("/apis/{GROUP}/{VERSION}{path}").parse().unwrap())
     }
 
     #[test]
     fn the_path_names_the_namespace_and_the_query_the_rest() {
-        let expected = Rows {
-            of: RequestedResource::Routes,
+        let expected = MetricsQuery {
+            resource: RequestedResource::Routes,
             namespace: Some("shop".to_owned()),
             selection: Selection {
                 by: GroupKind::Owner("deployment"),
@@ -192,8 +194,8 @@ mod tests {
             window: Duration::from_secs(10),
         };
         let parsed = parse("/namespaces/shop/routes?by=deployment&name=web&window=10");
-        assert_eq!(parsed, Ok(ApiRequest::Rows(expected)));
-        let Ok(ApiRequest::Rows(all)) = parse("/edges") else {
+        assert_eq!(parsed, Ok(ApiRequest::Metrics(expected)));
+        let Ok(ApiRequest::Metrics(all)) = parse("/edges") else {
             panic!()
         };
         assert_eq!((all.namespace, all.window), (None, DEFAULT_WINDOW));
@@ -209,7 +211,7 @@ mod tests {
 
     #[test]
     fn a_path_that_is_not_canonical_is_not_found() {
-        for below in [
+        for path in [
             "/",
             "//edges",
             "/edges/",
@@ -221,18 +223,20 @@ mod tests {
             "/namespaces/shop/pods",
             "/nodes/x/edges",
         ] {
-            assert_eq!(parse(below), Err(Error::NotFound), "{below}");
+            assert_eq!(parse(path), Err(Error::NotFound), "{path}");
         }
     }
 
     #[test]
     fn invalid_parameters_are_refused_with_the_accepted_values() {
-        let refused = |below: &str| parse(below).unwrap_err().to_string();
+        let refused = |path: &str| parse(path).unwrap_err().to_string();
         assert!(refused("/edges?window=0").contains("1 to 300"));
         assert!(refused("/edges?by=pods").contains("workload, pod"));
         assert!(refused("/edges?windw=1").contains("windw"));
         assert!(refused("/edges?name=a&name=b").contains("twice"));
         assert!(refused("/taps").contains("watch=true"));
         assert!(refused("/taps?watch=true&oneIn=0").contains("1 or more"));
+        assert!(refused("/taps?watch=true&headers=yes").contains("true or false"));
+        assert!(parse("/taps?watch=true&headers=false").is_ok());
     }
 }

@@ -23,7 +23,7 @@ use tulle_core::addr::Addr;
 
 use super::counts::Counts;
 use crate::cluster::views::workload_members::{MemberKind, Sidecar};
-use crate::tls::client::{self, Channel, Peer};
+use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
 
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +46,7 @@ pub(super) enum Error {
     Read(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("parsing its metrics")]
     Parse(#[source] tokio::task::JoinError),
-    #[error("it did not answer within {SCRAPE_TIMEOUT:?}")]
+    #[error("it did not respond within {SCRAPE_TIMEOUT:?}")]
     Timeout,
 }
 
@@ -55,18 +55,18 @@ pub(super) enum Error {
 /// # Errors
 /// Fails if the sidecar is unreachable, has another identity, or has no metrics page.
 pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
-    timeout(SCRAPE_TIMEOUT, page(sidecar, kind, creds))
+    timeout(SCRAPE_TIMEOUT, scrape_page(sidecar, kind, creds))
         .await
         .map_err(|_| Error::Timeout)?
 }
 
-async fn page(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
+async fn scrape_page(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
     match (connect(sidecar, creds).await, kind) {
-        (Ok(channel), _) => over_tls(channel).await,
+        (Ok(channel), _) => read_over_tls(channel).await,
         (Err(error), MemberKind::External) => Err(error),
         (Err(error), MemberKind::Pod) => {
             debug!(admin = %sidecar.admin_addr, error = &error as &dyn std::error::Error, "scraping metrics in plaintext");
-            over_plaintext(sidecar.admin_addr).await
+            read_over_plaintext(sidecar.admin_addr).await
         }
     }
 }
@@ -75,22 +75,22 @@ async fn page(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> R
 async fn connect(sidecar: &Sidecar, creds: &MeshCredentials) -> Result<Channel, Error> {
     let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
     let (leaf, anchors) = creds.client_credentials().ok_or(Error::NoCertificate)?;
-    let peer = Peer {
+    let server = TlsServer {
         addr: &Addr::Socket(sidecar.admin_addr),
         name: identity.server_name(),
         identity: Some(identity.name()),
         anchors: &anchors,
     };
-    client::connect(&peer, Some(leaf)).await.map_err(Error::Connect)
+    client::connect(&server, Some(leaf)).await.map_err(Error::Connect)
 }
 
-async fn over_tls(mut channel: Channel) -> Result<Counts, Error> {
+async fn read_over_tls(mut channel: Channel) -> Result<Counts, Error> {
     let request = Request::get("/metrics").body(Body::empty()).map_err(Error::Request)?;
     let rsp = channel.call(request).await.map_err(Error::Http)?;
-    parse(read(rsp).await?).await
+    parse_counts(read_body(rsp).await?).await
 }
 
-async fn over_plaintext(admin: SocketAddr) -> Result<Counts, Error> {
+async fn read_over_plaintext(admin: SocketAddr) -> Result<Counts, Error> {
     let stream = TcpStream::connect(admin).await.map_err(Error::Dial)?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(Error::Http)?;
     let request = Request::get("/metrics")
@@ -99,14 +99,14 @@ async fn over_plaintext(admin: SocketAddr) -> Result<Counts, Error> {
         .map_err(Error::Request)?;
     let response = async move {
         let rsp = sender.send_request(request).await.map_err(Error::Http)?;
-        read(rsp).await
+        read_body(rsp).await
     };
     // `connection` drives the I/O and ends when `sender` is dropped.
     let (bytes, _) = tokio::join!(response, connection);
-    parse(bytes?).await
+    parse_counts(bytes?).await
 }
 
-async fn read(rsp: Response<Incoming>) -> Result<Bytes, Error> {
+async fn read_body(rsp: Response<Incoming>) -> Result<Bytes, Error> {
     if rsp.status() != StatusCode::OK {
         return Err(Error::Status(rsp.status()));
     }
@@ -114,7 +114,7 @@ async fn read(rsp: Response<Incoming>) -> Result<Bytes, Error> {
     Ok(body.await.map_err(Error::Read)?.to_bytes())
 }
 
-async fn parse(page: Bytes) -> Result<Counts, Error> {
+async fn parse_counts(page: Bytes) -> Result<Counts, Error> {
     // Not on this thread, which also serves proxies.
     let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)

@@ -1,7 +1,7 @@
 //! Scrapes the metrics of sidecars while clients query them.
 //!
 //! The first query scrapes each sidecar twice, [`FIRST_QUERY_WINDOW`] apart. The namespace is then scraped regularly
-//! until [`NAMESPACE_INTEREST_TTL`] after its last query.
+//! until [`SCRAPE_AFTER_QUERY`] after its last query.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ use tracing::warn;
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
 
-use super::counts::Counts;
+use super::counts::Rates;
 use super::history::{History, RECENT_SAMPLE_INTERVAL};
 use super::scrape::scrape;
 use crate::cluster::Cluster;
@@ -59,11 +59,11 @@ pub(super) enum Error {
 
 /// Members, and the rates per second of their sidecars.
 pub(super) struct ObservedMembers {
-    pub(super) members: Vec<(WorkloadMember, Option<Counts>)>,
+    pub(super) members: Vec<(WorkloadMember, Option<Rates>)>,
     /// Length of the measured interval in seconds; the longest if they differ between sidecars.
     pub(super) seconds: f64,
     /// Sidecars that could not be scraped, with the reason.
-    pub(super) silent: Vec<(WorkloadMember, String)>,
+    pub(super) unreachable: Vec<(WorkloadMember, String)>,
 }
 
 impl SidecarScraper {
@@ -86,10 +86,10 @@ impl SidecarScraper {
         {
             return Ok(members.clone());
         }
-        let (cluster, of) = (self.cluster.clone(), key.clone());
+        let (cluster, namespace) = (self.cluster.clone(), key.clone());
         // Not on this thread, which also serves proxies.
         let members: Arc<[WorkloadMember]> =
-            spawn_blocking(move || cluster.workload_members(of.as_deref()).into()).await?;
+            spawn_blocking(move || cluster.workload_members(namespace.as_deref()).into()).await?;
         let mut state = self.state.lock();
         state.members.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
         state.members.insert(key, (Instant::now(), members.clone()));
@@ -107,32 +107,32 @@ impl SidecarScraper {
             let now = Instant::now();
             self.state.lock().last_queried.insert(namespace.map(Arc::from), now);
         }
-        let mut silent = self.scrape_stale(&members).await;
+        let mut unreachable = self.scrape_stale(&members).await;
         if !self.all_have_two_pages(&members) {
             sleep(FIRST_QUERY_WINDOW).await;
-            silent = self.scrape_stale(&members).await;
+            unreachable = self.scrape_stale(&members).await;
         }
         // Rates are computed without the lock and on a blocking thread; pages are shared by reference.
         let histories: Vec<Option<History>> = {
             let state = self.state.lock();
-            let of = |member| state.histories.get(&key(member)?).cloned();
-            members.iter().map(of).collect()
+            let history = |member| state.histories.get(&key(member)?).cloned();
+            members.iter().map(history).collect()
         };
         let observed = spawn_blocking(move || {
             let mut seconds = 0.0_f64;
-            let counted = members.iter().zip(histories).map(|(member, history)| {
+            let members_with_rates = members.iter().zip(histories).map(|(member, history)| {
                 let rates = history.and_then(|history| history.rates(window));
-                let counts = rates.map(|(counts, measured)| {
+                let rates = rates.map(|(rates, measured)| {
                     seconds = seconds.max(measured);
-                    counts
+                    rates
                 });
-                (member.clone(), counts)
+                (member.clone(), rates)
             });
-            let members = counted.collect();
+            let members = members_with_rates.collect();
             ObservedMembers {
                 members,
                 seconds,
-                silent,
+                unreachable,
             }
         });
         Ok(observed.await?)
@@ -152,10 +152,10 @@ impl SidecarScraper {
                 let mut state = self.state.lock();
                 state
                     .last_queried
-                    .retain(|_, asked_at| asked_at.elapsed() < NAMESPACE_INTEREST_TTL);
+                    .retain(|_, asked_at| asked_at.elapsed() < SCRAPE_AFTER_QUERY);
                 state.histories.retain(|_, history| {
                     let read_at = history.latest();
-                    read_at.is_some_and(|at| at.elapsed() < NAMESPACE_INTEREST_TTL)
+                    read_at.is_some_and(|at| at.elapsed() < SCRAPE_AFTER_QUERY)
                 });
                 state.last_queried.keys().cloned().collect()
             };
@@ -199,7 +199,7 @@ impl SidecarScraper {
                 (due.member_index, due.key, page)
             })
             .buffer_unordered(MAX_CONCURRENT_SCRAPES);
-        let mut silent = Vec::new();
+        let mut unreachable = Vec::new();
         while let Some((at, key, page)) = pages.next().await {
             match page {
                 Ok(counts) => {
@@ -207,24 +207,24 @@ impl SidecarScraper {
                     if state.histories.len() >= MAX_SIDECARS && !state.histories.contains_key(&key) {
                         let reason =
                             format!("the metrics of {MAX_SIDECARS} other sidecars are stored, which is the limit");
-                        silent.push((members[at].clone(), reason));
+                        unreachable.push((members[at].clone(), reason));
                         continue;
                     }
-                    let most = MAX_METRICS_PAGES / state.histories.len().max(1);
+                    let max_pages = MAX_METRICS_PAGES / state.histories.len().max(1);
                     let history = state.histories.entry(key).or_default();
-                    history.push(Instant::now(), counts, most.max(2));
+                    history.push(Instant::now(), counts, max_pages.max(2));
                 }
-                Err(err) => silent.push((members[at].clone(), ErrorChain(&err).to_string())),
+                Err(err) => unreachable.push((members[at].clone(), ErrorChain(&err).to_string())),
             }
         }
-        silent
+        unreachable
     }
 
     /// Returns whether every sidecar with a page has at least two.
     fn all_have_two_pages(&self, members: &[WorkloadMember]) -> bool {
         let state = self.state.lock();
-        let mut known = members.iter().filter_map(|member| state.histories.get(&key(member)?));
-        known.all(History::shows_growth)
+        let mut histories = members.iter().filter_map(|member| state.histories.get(&key(member)?));
+        histories.all(History::has_two_pages)
     }
 }
 
@@ -252,7 +252,7 @@ const MAX_SCRAPE_AGE: Duration = Duration::from_secs(1);
 /// Interval between the two scrapes of the first query.
 const FIRST_QUERY_WINDOW: Duration = Duration::from_secs(2);
 /// How long a namespace is scraped after its last query.
-const NAMESPACE_INTEREST_TTL: Duration = Duration::from_secs(60);
+const SCRAPE_AFTER_QUERY: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 pub(super) mod tests {
@@ -293,7 +293,7 @@ status:
         cluster
     }
 
-    fn recorder(n_pods: u32) -> SidecarScraper {
+    fn scraper(n_pods: u32) -> SidecarScraper {
         SidecarScraper::new(
             cluster(n_pods, 1),
             Arc::new(MeshCredentials::new(
@@ -306,35 +306,32 @@ status:
     #[tokio::test]
     async fn queries_of_too_many_sidecars_are_refused() {
         let n = u32::try_from(MAX_SIDECARS).unwrap() + 1;
-        let recorder = recorder(n);
-        let refused = recorder.observe(None, Duration::from_secs(10)).await.err().unwrap();
+        let scraper = scraper(n);
+        let refused = scraper.observe(None, Duration::from_secs(10)).await.err().unwrap();
         assert!(
             matches!(refused, Error::TooMany { found } if found == MAX_SIDECARS + 1),
             "{refused}"
         );
         assert!(
-            recorder.state.lock().last_queried.is_empty(),
+            scraper.state.lock().last_queried.is_empty(),
             "they are not scraped further"
         );
     }
 
     #[tokio::test]
     async fn concurrent_queries_share_one_lookup_of_members() {
-        let recorder = recorder(3);
-        let (one, other) = tokio::join!(recorder.members(Some("shop")), recorder.members(Some("shop")));
+        let scraper = scraper(3);
+        let (one, other) = tokio::join!(scraper.members(Some("shop")), scraper.members(Some("shop")));
         let (one, other) = (one.unwrap(), other.unwrap());
         assert!(Arc::ptr_eq(&one, &other));
         assert_eq!(one.len(), 3);
-        assert!(recorder.members(Some("other")).await.unwrap().is_empty());
+        assert!(scraper.members(Some("other")).await.unwrap().is_empty());
     }
 
     #[tokio::test]
     async fn a_namespace_without_sidecars_is_not_scraped_further() {
-        let recorder = recorder(1);
-        recorder
-            .observe(Some("nothing"), Duration::from_secs(10))
-            .await
-            .unwrap();
-        assert!(recorder.state.lock().last_queried.is_empty());
+        let scraper = scraper(1);
+        scraper.observe(Some("nothing"), Duration::from_secs(10)).await.unwrap();
+        assert!(scraper.state.lock().last_queried.is_empty());
     }
 }

@@ -23,7 +23,7 @@ use tracing::info;
 use tulle_core::drain::Watch;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
-use super::request::{self, ApiRequest, RequestedResource, Rows};
+use super::request::{self, ApiRequest, MetricsQuery, RequestedResource};
 use super::scraper::{self, SidecarScraper};
 use super::tap::{TapRequest, Tapper};
 use super::view;
@@ -32,7 +32,7 @@ use crate::webhook::https::RequestHandler;
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
 pub struct Api {
-    pub(super) recorder: Arc<SidecarScraper>,
+    pub(super) scraper: Arc<SidecarScraper>,
     pub(super) tapper: Tapper,
     pub(super) drain: Watch,
     /// Limits concurrent taps.
@@ -52,7 +52,7 @@ pub enum AllowedClients {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum QueryError {
     #[error(transparent)]
     Request(#[from] request::Error),
     #[error("host {0:?} is not this machine; expected localhost or a loopback address such as 127.0.0.1:8089")]
@@ -64,9 +64,9 @@ enum Refusal {
     #[error("{MAX_CONCURRENT_QUERIES} queries are in progress, which is the limit; retry later")]
     Busy,
     #[error("the query took longer than {QUERY_TIMEOUT:?}; query one namespace")]
-    Slow,
+    Timeout,
     #[error(transparent)]
-    Look(#[from] scraper::Error),
+    Scrape(#[from] scraper::Error),
     #[error("computing the response")]
     Compute(#[from] JoinError),
     #[error("encoding the response")]
@@ -77,25 +77,25 @@ impl RequestHandler for Api {
     type Body = Body;
 
     async fn respond(&self, req: Request<Incoming>) -> Response<Body> {
-        self.answer(&req).await.unwrap_or_else(|refusal| refusal.response())
+        self.handle(&req).await.unwrap_or_else(|error| error.response())
     }
 }
 
 impl Api {
-    async fn answer(&self, req: &Request<Incoming>) -> Result<Response<Body>, Refusal> {
+    async fn handle(&self, req: &Request<Incoming>) -> Result<Response<Body>, QueryError> {
         if self.allowed_clients == AllowedClients::ThisMachine {
             let host = req.headers().get(HOST).map_or(&b""[..], HeaderValue::as_bytes);
             let host = String::from_utf8_lossy(host);
             if !is_loopback_host(&host) {
-                return Err(Refusal::Host(host.into_owned()));
+                return Err(QueryError::Host(host.into_owned()));
             }
         }
         if req.method() != Method::GET {
-            return Err(Refusal::Method(req.method().clone()));
+            return Err(QueryError::Method(req.method().clone()));
         }
         match ApiRequest::parse(req.uri())? {
             ApiRequest::Resources => json_response(StatusCode::OK, &resources()),
-            ApiRequest::Rows(rows) => self.rows(rows).await,
+            ApiRequest::Metrics(query) => self.metrics(query).await,
             ApiRequest::Tap(tap) => {
                 let user = req.headers().get("x-remote-user").and_then(|user| user.to_str().ok());
                 info!(user, ?tap, "a tap starts");
@@ -104,14 +104,14 @@ impl Api {
         }
     }
 
-    async fn rows(&self, rows: Rows) -> Result<Response<Body>, Refusal> {
-        let _permit = self.query_slots.try_acquire().map_err(|_| Refusal::Busy)?;
-        let answering = async {
-            let observed = self.recorder.observe(rows.namespace.as_deref(), rows.window).await?;
+    async fn metrics(&self, query: MetricsQuery) -> Result<Response<Body>, QueryError> {
+        let _permit = self.query_slots.try_acquire().map_err(|_| QueryError::Busy)?;
+        let responding = async {
+            let observed = self.scraper.observe(query.namespace.as_deref(), query.window).await?;
             // Not on this thread, which also serves proxies.
             let computed = spawn_blocking(move || {
-                let (ok, selection) = (StatusCode::OK, &rows.selection);
-                match rows.of {
+                let (ok, selection) = (StatusCode::OK, &query.selection);
+                match query.resource {
                     RequestedResource::Workloads => json_response(ok, &view::workloads(&observed, selection)),
                     RequestedResource::Edges => json_response(ok, &view::edges(&observed, selection)),
                     RequestedResource::Routes => json_response(ok, &view::routes(&observed, selection)),
@@ -119,16 +119,18 @@ impl Api {
             });
             computed.await?
         };
-        timeout(QUERY_TIMEOUT, answering).await.map_err(|_| Refusal::Slow)?
+        timeout(QUERY_TIMEOUT, responding)
+            .await
+            .map_err(|_| QueryError::Timeout)?
     }
 
     /// Starts a tap. It ends when the client stops reading.
-    fn tap(&self, tap: TapRequest) -> Result<Response<Body>, Refusal> {
+    fn tap(&self, tap: TapRequest) -> Result<Response<Body>, QueryError> {
         let permit = self
             .tap_slots
             .clone()
             .try_acquire_owned()
-            .map_err(|_| Refusal::TooMany)?;
+            .map_err(|_| QueryError::TooMany)?;
         let (lines, receiver) = mpsc::channel(MAX_BUFFERED_LINES);
         let (tapper, drain) = (self.tapper.clone(), self.drain.clone());
         // The response body owns the task: it ends when the body drops the receiver, and at the drain.
@@ -148,7 +150,7 @@ impl Api {
     }
 }
 
-impl Refusal {
+impl QueryError {
     /// The error as a Kubernetes `Status`, whose message kubectl and other clients print.
     fn response(&self) -> Response<Body> {
         let (status, reason) = match self {
@@ -157,9 +159,9 @@ impl Refusal {
             Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
             Self::TooMany | Self::Busy => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
-            Self::Look(scraper::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
-            Self::Slow => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
-            Self::Look(scraper::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {
+            Self::Scrape(scraper::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Timeout => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
+            Self::Scrape(scraper::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {
                 (StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
             }
         };
@@ -171,7 +173,7 @@ impl Refusal {
     }
 }
 
-fn json_response(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, Refusal> {
+fn json_response(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, QueryError> {
     let mut rsp = Response::new(Full::from(serde_json::to_vec(value)?).boxed_unsync());
     *rsp.status_mut() = status;
     rsp.headers_mut().insert(CONTENT_TYPE, JSON);
@@ -225,24 +227,24 @@ mod tests {
     #[tokio::test]
     async fn queries_beyond_the_concurrency_limit_are_refused() {
         // Accepts connections and never responds.
-        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let unresponsive = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let creds = Arc::new(MeshCredentials::new(
             "telemetry".to_owned(),
             ClientCertificates::default(),
         ));
-        let port = silent.local_addr().unwrap().port();
-        let recorder = Arc::new(SidecarScraper::new(cluster(1, port), creds.clone()));
+        let port = unresponsive.local_addr().unwrap().port();
+        let scraper = Arc::new(SidecarScraper::new(cluster(1, port), creds.clone()));
         let (_signal, drain) = drain::channel();
         let api = Arc::new(Api {
-            recorder: recorder.clone(),
-            tapper: Tapper { recorder, creds },
+            scraper: scraper.clone(),
+            tapper: Tapper { scraper, creds },
             drain,
             tap_slots: Arc::new(Semaphore::new(1)),
             query_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES)),
             allowed_clients: AllowedClients::ThisMachine,
         });
-        let query = || Rows {
-            of: RequestedResource::Workloads,
+        let query = || MetricsQuery {
+            resource: RequestedResource::Workloads,
             namespace: None,
             selection: Selection {
                 by: GroupKind::parse("workload").unwrap(),
@@ -253,15 +255,15 @@ mod tests {
         let mut waiting = JoinSet::new();
         for _ in 0..MAX_CONCURRENT_QUERIES {
             let (api, query) = (api.clone(), query());
-            waiting.spawn(async move { api.rows(query).await.map(drop) });
+            waiting.spawn(async move { api.metrics(query).await.map(drop) });
         }
-        silent.accept().await.unwrap();
+        unresponsive.accept().await.unwrap();
         while api.query_slots.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
-        let refused = api.rows(query()).await.err().unwrap();
+        let refused = api.metrics(query()).await.err().unwrap();
         assert_eq!(refused.response().status(), StatusCode::TOO_MANY_REQUESTS, "{refused}");
-        assert_eq!(Refusal::Slow.response().status(), StatusCode::GATEWAY_TIMEOUT);
+        assert_eq!(QueryError::Timeout.response().status(), StatusCode::GATEWAY_TIMEOUT);
     }
 
     #[test]

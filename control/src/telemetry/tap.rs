@@ -26,7 +26,7 @@ use super::scraper::SidecarScraper;
 use super::view::{self, Selection};
 use crate::cluster::views::workload_members::{Sidecar, WorkloadMember};
 use crate::resources::meta::Name;
-use crate::tls::client::{self, Peer};
+use crate::tls::client::{self, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
 
 /// The parameters of a tap.
@@ -51,7 +51,7 @@ type Key = (SocketAddr, Name);
 /// Opens taps on sidecars with the credentials of this process.
 #[derive(Clone)]
 pub(super) struct Tapper {
-    pub(super) recorder: Arc<SidecarScraper>,
+    pub(super) scraper: Arc<SidecarScraper>,
     pub(super) creds: Arc<MeshCredentials>,
 }
 
@@ -63,11 +63,11 @@ enum Error {
     NoIdentity,
     #[error("connecting to its tap port")]
     Connect(#[from] client::Error),
-    #[error("{}", refused(.0))]
-    Refused(Status),
+    #[error("{}", rejection_text(.0))]
+    Rejected(Status),
     #[error("its sidecar ended the tap or is unreachable: {}", .0.message())]
     Ended(Status),
-    #[error("it did not answer within {CONNECT_TIMEOUT:?}")]
+    #[error("it did not respond within {CONNECT_TIMEOUT:?}")]
     Timeout,
 }
 
@@ -79,69 +79,127 @@ struct WatchedSidecar {
     number: u32,
 }
 
+/// The state of one tap.
+struct RunningTap {
+    tapper: Tapper,
+    request: TapRequest,
+    lines: mpsc::Sender<TapLine>,
+    /// The sidecars with a stream.
+    watched: HashSet<Key>,
+    /// The sidecars whose last stream failed: its backoff, and the time of the next attempt.
+    retries: HashMap<Key, (BackoffDelays, Instant)>,
+    /// The sidecars that the client was told are unreachable.
+    reported: HashSet<Key>,
+    streams: JoinSet<EndedStream>,
+    next_number: u32,
+}
+
+/// A sidecar, its workload, and why its stream has ended.
+type EndedStream = (Key, ResourceName, Result<(), Error>);
+
+/// The client has stopped reading.
+struct ClientGone;
+
+impl RunningTap {
+    /// Schedules the next attempt for the sidecar. Its first failure is reported to the client.
+    async fn handle_ended_stream(&mut self, (key, workload, result): EndedStream) -> Result<(), ClientGone> {
+        self.watched.remove(&key);
+        let Err(err) = result else {
+            self.retries.remove(&key);
+            return Ok(());
+        };
+        let (delays, retry_at) = self
+            .retries
+            .entry(key.clone())
+            .or_insert_with(|| (RECONNECT_BACKOFF.start(), Instant::now()));
+        *retry_at = Instant::now() + delays.next_delay();
+        if !self.reported.insert(key) {
+            return Ok(());
+        }
+        let reason = ErrorChain(&err).to_string();
+        let unreachable = UnreachableSidecar { workload, reason };
+        let sent = self.lines.send(TapLine::Unreachable { unreachable }).await;
+        sent.map_err(|_| ClientGone)
+    }
+
+    /// Opens a stream to each selected sidecar that has none, unless its next attempt is later.
+    async fn open_streams(&mut self) {
+        let namespace = self.request.namespace.as_deref();
+        let members = match self.tapper.scraper.members(namespace).await {
+            Ok(members) => members,
+            Err(err) => {
+                warn!(
+                    error = &err as &dyn std::error::Error,
+                    "looking up the workloads of a tap failed"
+                );
+                return;
+            }
+        };
+        for member in members.iter() {
+            let Some(sidecar) = member.sidecar.clone() else {
+                continue;
+            };
+            let key = (sidecar.tap_addr, member.name.clone());
+            let is_due = self
+                .retries
+                .get(&key)
+                .is_none_or(|(_, retry_at)| *retry_at <= Instant::now());
+            let is_selected = !self.request.selection.groups(member).is_empty();
+            if !is_due || !is_selected || self.watched.len() >= MAX_WATCHED_SIDECARS {
+                continue;
+            }
+            if self.watched.insert(key.clone()) {
+                self.open_stream(key, member, sidecar);
+            }
+        }
+    }
+
+    fn open_stream(&mut self, key: Key, member: &WorkloadMember, sidecar: Sidecar) {
+        let watched = WatchedSidecar {
+            member: member.clone(),
+            sidecar,
+            number: self.next_number,
+        };
+        self.next_number = self.next_number.wrapping_add(1);
+        let stream = self
+            .tapper
+            .clone()
+            .watch(watched, self.request.clone(), self.lines.clone());
+        self.streams.spawn(async move {
+            let (workload, result) = stream.await;
+            (key, workload, result)
+        });
+    }
+}
+
 impl Tapper {
     /// Sends a line per event until the receiver is dropped or the drain starts. Workloads that appear after the start
     /// are tapped too.
-    pub(super) async fn run(self, tap: TapRequest, lines: mpsc::Sender<TapLine>, drain: Watch) {
-        let mut watched: HashSet<Key> = HashSet::new();
-        let mut retries: HashMap<Key, (BackoffDelays, Instant)> = HashMap::new();
-        let mut reported = HashSet::new();
-        let mut streams = JoinSet::new();
+    pub(super) async fn run(self, request: TapRequest, lines: mpsc::Sender<TapLine>, drain: Watch) {
+        let mut tap = RunningTap {
+            tapper: self,
+            request,
+            lines: lines.clone(),
+            watched: HashSet::new(),
+            retries: HashMap::new(),
+            reported: HashSet::new(),
+            streams: JoinSet::new(),
+            next_number: 0,
+        };
         let mut ticks = interval(DISCOVERY_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut sidecar_numbers = 0..;
         loop {
             // Cancel-safe: all branches only wait; events are read in separate tasks.
             tokio::select! {
                 () = drain.signaled() => return,
                 () = lines.closed() => return,
-                Some(ended) = streams.join_next() => {
-                    let Ok((key, workload, result)) = ended else { continue };
-                    watched.remove(&key);
-                    match &result {
-                        Ok(()) => drop(retries.remove(&key)),
-                        Err(_) => {
-                            let (steps, at) = retries.entry(key.clone()).or_insert_with(|| (RECONNECT_BACKOFF.start(), Instant::now()));
-                            *at = Instant::now() + steps.next_delay();
-                        }
-                    }
-                    if let Err(err) = result && reported.insert(key) {
-                        let reason = ErrorChain(&err).to_string();
-                        let silent = UnreachableSidecar { workload, reason };
-                        if lines.send(TapLine::Silent { silent }).await.is_err() {
-                            return;
-                        }
+                Some(ended) = tap.streams.join_next() => {
+                    let Ok(ended) = ended else { continue };
+                    if let Err(ClientGone) = tap.handle_ended_stream(ended).await {
+                        return;
                     }
                 }
-                _ = ticks.tick() => {
-                    let members = match self.recorder.members(tap.namespace.as_deref()).await {
-                        Ok(members) => members,
-                        Err(err) => {
-                            warn!(error = &err as &dyn std::error::Error, "looking up the workloads of a tap failed");
-                            continue;
-                        }
-                    };
-                    for member in members.iter() {
-                        let Some(sidecar) = member.sidecar.clone() else { continue };
-                        let key = (sidecar.tap_addr, member.name.clone());
-                        let is_due = retries.get(&key).is_none_or(|(_, at)| *at <= Instant::now());
-                        let is_wanted = is_due && watched.len() < MAX_WATCHED_SIDECARS;
-                        if !is_wanted || tap.selection.groups(member).is_empty() || !watched.insert(key.clone()) {
-                            continue;
-                        }
-                        let number = sidecar_numbers.next().unwrap_or_default();
-                        let target = WatchedSidecar {
-                            member: member.clone(),
-                            sidecar,
-                            number,
-                        };
-                        let stream = self.clone().watch(target, tap.clone(), lines.clone());
-                        streams.spawn(async move {
-                            let (workload, result) = stream.await;
-                            (key, workload, result)
-                        });
-                    }
-                }
+                _ = ticks.tick() => tap.open_streams().await,
             }
         }
     }
@@ -163,7 +221,7 @@ impl Tapper {
             let observed = timeout(CONNECT_TIMEOUT, self.observe(&sidecar, &tap)).await;
             let mut events = observed.map_err(|_| Error::Timeout)??;
             while let Some(event) = events.message().await.map_err(Error::Ended)? {
-                let Some(event) = TapEvent::read(event, &workload, number, headers) else {
+                let Some(event) = TapEvent::from_proto(event, &workload, number, headers) else {
                     continue;
                 };
                 if lines.send(TapLine::Event(Box::new(event))).await.is_err() {
@@ -183,18 +241,18 @@ impl Tapper {
     ) -> Result<tonic::Streaming<tulle_proto::tap::TapEvent>, Error> {
         let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
         let (leaf, anchors) = self.creds.client_credentials().ok_or(Error::NoCertificate)?;
-        let peer = Peer {
+        let server = TlsServer {
             addr: &Addr::Socket(sidecar.tap_addr),
             name: identity.server_name(),
             identity: Some(identity.name()),
             anchors: &anchors,
         };
-        let channel = client::connect(&peer, Some(leaf)).await?;
+        let channel = client::connect(&server, Some(leaf)).await?;
         let mut client = TapClient::new(channel);
         Ok(client
             .observe(tap.request())
             .await
-            .map_err(Error::Refused)?
+            .map_err(Error::Rejected)?
             .into_inner())
     }
 }
@@ -245,11 +303,11 @@ impl TapRequest {
     }
 }
 
-fn refused(status: &Status) -> String {
+fn rejection_text(status: &Status) -> String {
     let code = status.code();
     match status.message() {
-        "" => format!("its sidecar refused: {code:?}"),
-        message => format!("its sidecar refused: {message}"),
+        "" => format!("its sidecar rejected the tap: {code:?}"),
+        message => format!("its sidecar rejected the tap: {message}"),
     }
 }
 

@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::cluster::views::workload_members::{MemberKind, WorkloadMember};
 use crate::model::endpoints::TlsIdentity;
 
-use super::api::{Edge, GoldenMetrics, QueryResponse, ResourceName, Route, UnreachableSidecar, Workload};
-use super::counts::{self, Counts, Direction, Peer, RequestCounts};
+use super::api::{
+    EdgeMetrics, GoldenMetrics, QueryResponse, ResourceName, RouteMetrics, UnreachableSidecar, WorkloadMetrics,
+};
+use super::counts::{self, Counts, Direction, PeerTls, Rates, RequestCounts};
 use super::scraper::ObservedMembers;
 
 /// The workloads that a query selects.
@@ -86,25 +88,25 @@ impl Selection {
 }
 
 /// Golden metrics of the selected workloads.
-pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Workload> {
+pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
     #[derive(Default)]
     struct AggregatedCounts {
         meshed: usize,
         total: usize,
-        tally: RequestCounts,
+        inbound: RequestCounts,
         causes: BTreeMap<String, f64>,
     }
     let mut sums: BTreeMap<ResourceName, AggregatedCounts> = BTreeMap::new();
-    for (member, counts) in &observed.members {
+    for (member, rates) in &observed.members {
         for group in selection.groups(member) {
             let sum = sums.entry(group).or_default();
             sum.total += 1;
             sum.meshed += usize::from(member.sidecar.is_some());
-            let Some(counts) = counts else { continue };
-            for tally in counts.sources.values() {
-                sum.tally.add(tally);
+            let Some(Rates { per_second }) = rates else { continue };
+            for inbound in per_second.sources.values() {
+                sum.inbound.add(inbound);
             }
-            for ((direction, cause), rate) in counts.failures.iter().filter(|(_, rate)| **rate > 0.0) {
+            for ((direction, cause), rate) in per_second.failures.iter().filter(|(_, rate)| **rate > 0.0) {
                 let direction = match direction {
                     Direction::Inbound => "inbound",
                     Direction::Outbound => "outbound",
@@ -113,20 +115,22 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
             }
         }
     }
-    let rows = sums.into_iter().map(|(named, sum)| Workload {
+    let rows = sums.into_iter().map(|(named, sum)| WorkloadMetrics {
         named,
         meshed: sum.meshed,
         total: sum.total,
-        golden: GoldenMetrics::from(&sum.tally),
+        golden: GoldenMetrics::from(&sum.inbound),
         causes: sum.causes,
     });
-    answer(observed, selection, rows.collect())
+    response(observed, selection, rows.collect())
 }
 
 /// Traffic to and from the selected workloads.
 ///
-/// To count each edge once, the client's sidecar reports it if it was scraped, otherwise the server's.
-pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Edge> {
+/// To count each edge once, the client's sidecar reports it if one with its identity was scraped, otherwise the server's. The
+/// traffic of a sidecar that was not scraped and shares its identity with one that was is therefore missing: counting the
+/// server's side too would count the other one twice. The response lists the sidecar as unreachable.
+pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,
         ResourceName,
@@ -135,10 +139,10 @@ pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryR
         Option<String>,
     );
     let mut sums: BTreeMap<Key, RequestCounts> = BTreeMap::new();
-    let identities: BTreeSet<_> = observed
+    let scraped_identities: BTreeSet<_> = observed
         .members
         .iter()
-        .filter_map(|(member, counts)| counts.as_ref().and_then(|_| identity(member)))
+        .filter_map(|(member, rates)| rates.as_ref().and_then(|_| identity(member)))
         .collect();
     let selected: BTreeSet<_> = observed
         .members
@@ -146,9 +150,9 @@ pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryR
         .filter(|(member, _)| selection.selects(member))
         .map(|(member, _)| owner(member))
         .collect();
-    for (member, counts) in counted(observed) {
-        let own = owner(member);
-        for (target, tally) in counts.targets.iter().filter(|(_, tally)| !tally.is_idle()) {
+    for (member, per_second) in scraped_members(observed) {
+        let member_owner = owner(member);
+        for (target, rates) in per_second.destinations.iter().filter(|(_, rates)| !rates.is_idle()) {
             let destination = ResourceName {
                 namespace: target.namespace.clone(),
                 kind: kind(&target.kind).to_owned(),
@@ -157,78 +161,82 @@ pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryR
             if !selection.selects(member) && !selected.contains(&destination) {
                 continue;
             }
-            let (client_id, server_id, why_plain) = match &target.peer {
-                Peer::Meshed(id) => (identity(member), Some(id.clone()), None),
-                Peer::Plain(why) => (None, None, Some(why.clone())),
+            let (client_id, server_id, no_tls_reason) = match &target.peer {
+                PeerTls::Meshed(id) => (identity(member), Some(id.clone()), None),
+                PeerTls::Plain(why) => (None, None, Some(why.clone())),
             };
-            let key = (own.clone(), destination, client_id, server_id, why_plain);
-            sums.entry(key).or_default().add(tally);
+            let key = (member_owner.clone(), destination, client_id, server_id, no_tls_reason);
+            sums.entry(key).or_default().add(rates);
         }
         if !selection.selects(member) {
             continue;
         }
-        for (peer, tally) in counts.sources.iter().filter(|(_, tally)| !tally.is_idle()) {
-            let (source, client_id, server_id, why_plain) = match peer {
-                Peer::Meshed(id) if identities.contains(id) => continue,
-                Peer::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(member), None),
-                Peer::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
+        for (peer, rates) in per_second.sources.iter().filter(|(_, rates)| !rates.is_idle()) {
+            let (source, client_id, server_id, no_tls_reason) = match peer {
+                PeerTls::Meshed(id) if scraped_identities.contains(id) => continue,
+                PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(member), None),
+                PeerTls::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
             };
-            let key = (source, own.clone(), client_id, server_id, why_plain);
-            sums.entry(key).or_default().add(tally);
+            let key = (source, member_owner.clone(), client_id, server_id, no_tls_reason);
+            sums.entry(key).or_default().add(rates);
         }
     }
-    let rows = sums.into_iter().map(|(key, tally)| {
-        let (source, destination, client_id, server_id, why_plain) = key;
-        Edge {
+    let rows = sums.into_iter().map(|(key, rates)| {
+        let (source, destination, client_id, server_id, no_tls_reason) = key;
+        EdgeMetrics {
             source,
             destination,
             client_id,
             server_id,
-            why_plain,
-            golden: GoldenMetrics::from(&tally),
+            no_tls_reason,
+            golden: GoldenMetrics::from(&rates),
         }
     });
-    answer(observed, selection, rows.collect())
+    response(observed, selection, rows.collect())
 }
 
 /// Inbound and outbound routes of the selected workloads.
-pub(super) fn routes(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<Route> {
+pub(super) fn routes(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<RouteMetrics> {
     let mut sums: BTreeMap<(ResourceName, counts::Route), RequestCounts> = BTreeMap::new();
-    for (member, counts) in counted(observed) {
+    for (member, per_second) in scraped_members(observed) {
         for group in selection.groups(member) {
-            for (route, tally) in &counts.routes {
-                sums.entry((group.clone(), route.clone())).or_default().add(tally);
+            for (route, rates) in &per_second.routes {
+                sums.entry((group.clone(), route.clone())).or_default().add(rates);
             }
         }
     }
     let rows = sums
         .into_iter()
-        .filter(|(_, tally)| !tally.is_idle())
-        .map(|((workload, route), tally)| Route {
+        .filter(|(_, rates)| !rates.is_idle())
+        .map(|((workload, route), rates)| RouteMetrics {
             workload,
             direction: route.direction,
             parent: route.parent,
             name: route.name,
-            golden: GoldenMetrics::from(&tally),
+            golden: GoldenMetrics::from(&rates),
         });
-    answer(observed, selection, rows.collect())
+    response(observed, selection, rows.collect())
 }
 
-fn counted(observed: &ObservedMembers) -> impl Iterator<Item = (&WorkloadMember, &Counts)> {
+/// The members whose sidecars were scraped, with their rates per second.
+fn scraped_members(observed: &ObservedMembers) -> impl Iterator<Item = (&WorkloadMember, &Counts)> {
     let members = observed.members.iter();
-    members.filter_map(|(member, counts)| Some((member, counts.as_ref()?)))
+    members.filter_map(|(member, rates)| Some((member, &rates.as_ref()?.per_second)))
 }
 
-fn answer<Row>(observed: &ObservedMembers, selection: &Selection, rows: Vec<Row>) -> QueryResponse<Row> {
-    let silent = observed.silent.iter().filter(|(member, _)| selection.selects(member));
-    let silent = silent.map(|(member, reason)| UnreachableSidecar {
+fn response<Row>(observed: &ObservedMembers, selection: &Selection, rows: Vec<Row>) -> QueryResponse<Row> {
+    let unreachable = observed
+        .unreachable
+        .iter()
+        .filter(|(member, _)| selection.selects(member));
+    let unreachable = unreachable.map(|(member, reason)| UnreachableSidecar {
         workload: own_resource(member),
         reason: reason.clone(),
     });
     QueryResponse {
         window_seconds: observed.seconds,
         rows,
-        silent: silent.collect(),
+        unreachable: unreachable.collect(),
     }
 }
 
@@ -334,6 +342,12 @@ mod tests {
         }
     }
 
+    fn rates(page: &str) -> Rates {
+        Rates {
+            per_second: Counts::parse(page),
+        }
+    }
+
     /// Two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
     fn observed() -> ObservedMembers {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
@@ -351,15 +365,15 @@ mod tests {
             sidecar: None,
             ..member("web-2", "web")
         };
-        let silent = (member("web-3", "web"), "gone".to_owned());
+        let unreachable = (member("web-3", "web"), "gone".to_owned());
         ObservedMembers {
             members: vec![
-                (member("client-1", "client"), Some(Counts::parse(client))),
-                (member("web-1", "web"), Some(Counts::parse(&web))),
+                (member("client-1", "client"), Some(rates(client))),
+                (member("web-1", "web"), Some(rates(&web))),
                 (plain, None),
             ],
             seconds: 10.0,
-            silent: vec![silent],
+            unreachable: vec![unreachable],
         }
     }
 
@@ -377,8 +391,8 @@ mod tests {
     #[test]
     fn workloads_are_grouped_by_the_requested_kind() {
         let names = |by: GroupKind| -> Vec<_> {
-            let answer = workloads(&observed(), &all(by));
-            answer
+            let response = workloads(&observed(), &all(by));
+            response
                 .rows
                 .into_iter()
                 .map(|row| (row.named.name, row.meshed, row.total))
@@ -394,8 +408,8 @@ mod tests {
         let web = workloads(&observed(), &one("web"));
         assert_eq!(web.rows[0].golden.success_rate, Some(0.8));
         assert_eq!(web.rows[0].causes["inbound/connect-refused"], 2.0);
-        assert_eq!((web.window_seconds, web.silent.len()), (10.0, 1));
-        assert!(workloads(&observed(), &one("client")).silent.is_empty());
+        assert_eq!((web.window_seconds, web.unreachable.len()), (10.0, 1));
+        assert!(workloads(&observed(), &one("client")).unreachable.is_empty());
     }
 
     #[test]
@@ -404,7 +418,7 @@ mod tests {
             let rows = edges(&observed(), selection).rows.into_iter();
             rows.map(|edge| {
                 let name = |named: &ResourceName| format!("{}/{}", named.kind, named.name);
-                let secured = if edge.why_plain.is_none() { "mTLS" } else { "plain" };
+                let secured = if edge.no_tls_reason.is_none() { "mTLS" } else { "plain" };
                 format!("{} {} {secured}", name(&edge.source), name(&edge.destination))
             })
             .collect()

@@ -52,7 +52,7 @@ pub struct Channel {
 }
 
 /// The server to connect to, and how to authenticate it.
-pub struct Peer<'a> {
+pub struct TlsServer<'a> {
     pub addr: &'a Addr,
     /// The name in its certificate, sent as SNI.
     pub name: &'a str,
@@ -113,12 +113,12 @@ pub enum Error {
 ///
 /// # Errors
 /// Fails if the connection cannot be established within 10 seconds.
-pub async fn connect(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<Channel, Error> {
+pub async fn connect(peer: &TlsServer<'_>, leaf: Option<LeafWithKey>) -> Result<Channel, Error> {
     let tls = connect_tls(peer, leaf).await?;
     with_connect_timeout(peer.addr, Channel::start(tls, Scheme::HTTPS, peer.name)).await
 }
 
-async fn connect_tls(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<TlsStream<TcpStream>, Error> {
+async fn connect_tls(peer: &TlsServer<'_>, leaf: Option<LeafWithKey>) -> Result<TlsStream<TcpStream>, Error> {
     let name = ServerName::try_from(peer.name.to_owned()).map_err(|source| Error::Name {
         name: peer.name.to_owned(),
         source,
@@ -220,7 +220,7 @@ impl Drop for ConnectionTask {
     }
 }
 
-fn client_config(peer: &Peer<'_>, leaf: Option<LeafWithKey>) -> Result<ClientConfig, Error> {
+fn client_config(peer: &TlsServer<'_>, leaf: Option<LeafWithKey>) -> Result<ClientConfig, Error> {
     let builder = ClientConfig::builder_with_provider(super::crypto_provider())
         .with_protocol_versions(&[&TLS13])
         .map_err(Error::Config)?;

@@ -104,7 +104,7 @@ impl WatchPath<'_> {
         }
     }
 
-    /// Returns the paths for which an event is relevant, if it is for them or for a file directly below them.
+    /// Returns the paths whose events are relevant: an event is, if its path or the parent of its path is one of these.
     fn matched_paths(&self) -> Vec<PathBuf> {
         match self {
             Self::Dir(dir) => vec![(*dir).to_owned()],

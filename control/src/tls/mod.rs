@@ -30,7 +30,8 @@ fn verify_issuer_constraints(leaf: &CertificateDer<'_>, issuers: &[CertificateDe
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
-/// Returns the SHA-256 hash in hexadecimal, as used for certificate fingerprints.
+/// Returns the SHA-256 hash in hexadecimal, as used for certificate fingerprints. The hash comes from a cipher suite, so that no
+/// other library is needed.
 pub(crate) fn sha256_hex(bytes: &[u8]) -> String {
     let suite = aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13();
     let hash = suite.map(|suite| suite.common.hash_provider.hash(bytes));

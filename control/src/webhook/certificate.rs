@@ -97,15 +97,15 @@ impl CertificateKeyPair {
         let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|err| Error::Certificate(err.into()))?;
         let names = parsed.subject_alternative_name().map_err(Error::Certificate)?;
         let matches_name = |general: &x509_parser::extensions::GeneralName<'_>| matches!(general, x509_parser::extensions::GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
-        let found = names.is_some_and(|names| names.value.general_names.iter().any(matches_name));
-        found.then_some(()).ok_or_else(wrong)
+        let has_name = names.is_some_and(|names| names.value.general_names.iter().any(matches_name));
+        has_name.then_some(()).ok_or_else(wrong)
     }
 
     /// Checks that the API server verifies this certificate for the name with this bundle.
     ///
     /// # Errors
-    /// Fails with the reason. Certificates that Go accepts and rustls does not, such as a CA certificate used by a
-    /// server, do not fail.
+    /// Fails with the reason. Some certificates that only rustls rejects, for example a CA certificate used by a server, are
+    /// accepted, as by Go.
     pub(super) fn verify(&self, bundle: &TrustAnchors, name: &str) -> Result<(), rustls::Error> {
         let (leaf, issuers) = self.chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
         let server = ServerName::try_from(name).map_err(|_| rustls::Error::from(CertificateError::NotValidForName))?;
@@ -150,7 +150,7 @@ pub(super) fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, E
     })
 }
 
-/// Returns not_before and not_after.
+/// Returns `not_before` and `not_after`.
 pub(super) fn validity(cert: &CertificateDer<'_>) -> Result<(OffsetDateTime, OffsetDateTime), Error> {
     let (_, parsed) = x509_parser::parse_x509_certificate(cert).map_err(|err| Error::Certificate(err.into()))?;
     let validity = parsed.validity();

@@ -5,9 +5,9 @@
 //! conflict the replica starts again from the current version. The Secret is owned by the webhook configuration and
 //! deleted with it. Without a configuration nothing is written, because nothing calls the webhook.
 //!
-//! A Secret with another owner, and one that cert-manager manages, is served and never written, and neither is its
-//! bundle. The process is then ready when the API server's bundle verifies the served certificate. If the bundle stops
-//! verifying it, a metric and the log report it, and the injector, which has its own pod, becomes unready.
+//! If the Secret has another owner, or cert-manager manages it, its certificate is served, and neither the Secret nor
+//! `caBundle` is written. The process is then ready when the API server's bundle verifies the served certificate. If the
+//! bundle stops verifying it, a metric and the log report it, and the injector, which has its own pod, becomes unready.
 //!
 //! Permissions: `create`, `patch`, `list`, `watch`, `update` of Secrets in the namespace of the control plane by name
 //! (they are created by server-side apply, because RBAC cannot restrict a POST by name); `list`, `watch`, `patch` of
@@ -39,7 +39,7 @@ use tulle_core::readiness::Latch;
 use tulle_core::wall_clock::Deadline;
 
 use super::certificate::{self, CertificateKeyPair};
-use super::rotation::{RotationInput, RotationTimes, State};
+use super::rotation::{RotationInput, RotationTimes, SecretContent};
 use super::server_credentials::ServerCredentials;
 use crate::tls::anchors::{self, TrustAnchors};
 
@@ -53,18 +53,18 @@ pub struct Config {
     pub server_name: String,
     pub secret: &'static str,
     pub configuration: BundleTarget,
-    pub not_ready: NotReady,
+    pub unready_when_untrusted: UnreadyWhenUntrusted,
     pub times: RotationTimes,
 }
 
 /// When an untrusted certificate makes the process unready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NotReady {
-    /// Until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
+pub enum UnreadyWhenUntrusted {
+    /// Only until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
     /// too.
-    UntilFirst,
-    /// At any time: only the API server uses this process.
-    AtAnyTime,
+    BeforeFirst,
+    /// Only the API server uses this process.
+    Always,
 }
 
 /// The webhook configuration or APIService that refers to this server.
@@ -85,20 +85,21 @@ pub struct CertificateController {
     /// `None` until the first watch event, `Some(None)` if it does not exist.
     secret: Option<Option<Secret>>,
     configuration: Option<Option<DynamicObject>>,
-    last_known: Option<State>,
+    last_known: Option<SecretContent>,
     served: Option<Arc<CertificateKeyPair>>,
     /// The published bundle and since when.
     published: Option<(String, Instant)>,
     /// Field manager of server-side apply. It is random, so that two replicas cannot both create the Secret.
     manager: String,
-    /// Last problem reported for an externally managed certificate.
-    problem: Option<String>,
+    /// The last reported problem of an externally managed certificate.
+    reported_problem: Option<String>,
 }
 
 /// The readiness condition of one certificate.
 struct CertificateReadiness {
     latch: Latch,
-    was_open: bool,
+    /// Whether the API server has trusted a certificate before.
+    was_ready: bool,
 }
 
 /// Why the API server does not trust an externally managed certificate.
@@ -115,7 +116,7 @@ enum BundleError {
         #[source]
         source: anchors::Error,
     },
-    #[error("the certificate in Secret {secret} does not lead to the CA bundle of {configuration}")]
+    #[error("the certificate in Secret {secret} is not verified by the CA bundle of {configuration}")]
     Chain {
         configuration: &'static str,
         secret: &'static str,
@@ -155,7 +156,7 @@ impl Config {
     pub fn proxy_injector(namespace: String) -> Self {
         let configuration = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
         Self {
-            not_ready: NotReady::AtAnyTime,
+            unready_when_untrusted: UnreadyWhenUntrusted::Always,
             ..Self::new(
                 namespace,
                 "linkerd-proxy-injector",
@@ -202,7 +203,7 @@ impl Config {
             service,
             secret,
             configuration,
-            not_ready: NotReady::UntilFirst,
+            unready_when_untrusted: UnreadyWhenUntrusted::BeforeFirst,
             times: RotationTimes::default(),
         }
     }
@@ -226,8 +227,8 @@ impl BundleTarget {
 
     /// CA bundles in the object, one for each webhook; empty ones if none is set.
     fn bundles(self, object: &DynamicObject) -> Vec<Vec<u8>> {
-        let bundle = |of: Option<&Value>| {
-            let bytes = of.and_then(|bundle| serde_json::from_value::<ByteString>(bundle.clone()).ok());
+        let bundle = |value: Option<&Value>| {
+            let bytes = value.and_then(|bundle| serde_json::from_value::<ByteString>(bundle.clone()).ok());
             bytes.map(|bytes| bytes.0).unwrap_or_default()
         };
         match self {
@@ -282,14 +283,17 @@ impl CertificateController {
             served: None,
             published: None,
             manager: format!("tulle-control-{:016x}", fastrand::u64(..)),
-            problem: None,
+            reported_problem: None,
         }
     }
 
     /// Runs until the drain. Releases the latch when the API server can call the webhook, or when no configuration
     /// exists.
     pub async fn run(mut self, latch: Latch, drain: Watch) {
-        let mut gate = CertificateReadiness { latch, was_open: false };
+        let mut readiness = CertificateReadiness {
+            latch,
+            was_ready: false,
+        };
         let mut retries = RECONCILE_BACKOFF.start();
         let secrets = watch_object(self.secrets.clone(), self.config.secret);
         let mut secrets = pin!(secrets.default_backoff());
@@ -297,7 +301,7 @@ impl CertificateController {
         let configurations = watch_object(self.configurations.clone(), name);
         let mut configurations = pin!(configurations.default_backoff());
         loop {
-            let wait = match self.reconcile(&mut gate).await {
+            let wait = match self.reconcile(&mut readiness).await {
                 Ok(wait) => {
                     retries.reset();
                     wait
@@ -314,7 +318,9 @@ impl CertificateController {
                         ),
                     }
                     // The previously served certificate stays.
-                    gate.close(NotReady::UntilFirst, || format!("{webhook}: {}", ErrorChain(&err)));
+                    readiness.set_unready(UnreadyWhenUntrusted::BeforeFirst, || {
+                        format!("{webhook}: {}", ErrorChain(&err))
+                    });
                     retries.next_delay()
                 }
             };
@@ -331,12 +337,12 @@ impl CertificateController {
 
     /// Updates the Secret, the bundle and the served certificate as far as possible. Returns the delay until the next
     /// call.
-    async fn reconcile(&mut self, gate: &mut CertificateReadiness) -> Result<Duration, Error> {
+    async fn reconcile(&mut self, readiness: &mut CertificateReadiness) -> Result<Duration, Error> {
         let (Some(secret), Some(configuration)) = (self.secret.clone(), self.configuration.clone()) else {
             return Ok(RESYNC_INTERVAL);
         };
         let Some(configuration) = configuration else {
-            self.mark_ready(gate);
+            self.mark_ready(readiness);
             return Ok(RESYNC_INTERVAL);
         };
         if self.is_externally_managed(secret.as_ref(), &configuration) {
@@ -344,15 +350,15 @@ impl CertificateController {
                 self.serve_external_certificate(secret)?;
             }
             match self.check_external_bundle(secret.as_ref(), &configuration) {
-                Ok(()) => self.mark_ready(gate),
-                Err(err) => self.report_untrusted(&err, gate),
+                Ok(()) => self.mark_ready(readiness),
+                Err(err) => self.report_untrusted(&err, readiness),
             }
             return Ok(RESYNC_INTERVAL);
         }
         let state = self.store(secret, &configuration).await?;
         self.publish(&state, configuration).await?;
         let wait = self.serve_certificate(&state)?;
-        self.mark_ready(gate);
+        self.mark_ready(readiness);
         self.last_known = Some(state);
         Ok(wait)
     }
@@ -414,34 +420,34 @@ impl CertificateController {
     }
 
     /// Marks the webhook ready: the API server can call it, or no configuration refers to it.
-    fn mark_ready(&mut self, gate: &mut CertificateReadiness) {
-        if self.problem.take().is_some() {
+    fn mark_ready(&mut self, readiness: &mut CertificateReadiness) {
+        if self.reported_problem.take().is_some() {
             info!(webhook = self.config.service, "the API server can call this webhook");
         }
-        self.creds.set_refused(false);
-        gate.open();
+        self.creds.set_untrusted(false);
+        readiness.set_ready();
     }
 
     /// Reports why the API server cannot call the webhook: in `/ready`, in a metric, and once per occurrence in the
     /// log.
-    fn report_untrusted(&mut self, err: &BundleError, gate: &CertificateReadiness) {
+    fn report_untrusted(&mut self, err: &BundleError, readiness: &CertificateReadiness) {
         let webhook = self.config.service;
         let text = ErrorChain(err).to_string();
-        self.creds.set_refused(true);
-        gate.close(self.config.not_ready, || format!("{webhook}: {text}"));
-        if self.problem.as_ref() != Some(&text) {
+        self.creds.set_untrusted(true);
+        readiness.set_unready(self.config.unready_when_untrusted, || format!("{webhook}: {text}"));
+        if self.reported_problem.as_ref() != Some(&text) {
             warn!(webhook, error = text, "the API server cannot call this webhook");
-            self.problem = Some(text);
+            self.reported_problem = Some(text);
         }
     }
 
     /// Computes the content of the Secret, and writes it if it differs.
-    async fn store(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<State, Error> {
+    async fn store(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<SecretContent, Error> {
         let webhook = self.config.service;
         let name = self.config.server_name.clone();
         let stored = secret.as_ref().and_then(|secret| {
             let data = secret.data.clone().unwrap_or_default();
-            State::from_data(&data, &name)
+            SecretContent::from_data(&data, &name)
                 .inspect_err(|err| {
                     warn!(
                         webhook,
@@ -462,7 +468,7 @@ impl CertificateController {
             published_for,
             now: OffsetDateTime::now_utc(),
         };
-        let state = State::decide(input, &name, &self.config.times).map_err(Error::Certificate)?;
+        let state = SecretContent::decide(input, &name, &self.config.times).map_err(Error::Certificate)?;
         let owner = self.owner(configuration);
         // A recreated owner has another uid, and Kubernetes would delete the Secret together with the old owner.
         let is_owned = secret
@@ -506,7 +512,7 @@ impl CertificateController {
         }
     }
 
-    fn new_secret(&self, state: &State, owner: OwnerReference) -> Secret {
+    fn new_secret(&self, state: &SecretContent, owner: OwnerReference) -> Secret {
         let namespace = &self.config.namespace;
         Secret {
             metadata: ObjectMeta {
@@ -523,11 +529,11 @@ impl CertificateController {
     }
 
     /// Publishes the bundle of the state and records since when.
-    async fn publish(&mut self, state: &State, configuration: DynamicObject) -> Result<(), Error> {
+    async fn publish(&mut self, state: &SecretContent, configuration: DynamicObject) -> Result<(), Error> {
         let bundle = state.bundle_pem();
         let wanted = json!(ByteString(bundle.clone().into_bytes()));
-        let caller = self.config.configuration;
-        if caller.has(&configuration, &wanted) {
+        let target = self.config.configuration;
+        if target.has(&configuration, &wanted) {
             let since = match self.published.take() {
                 Some((published, since)) if published == bundle => since,
                 _ => Instant::now(),
@@ -536,7 +542,7 @@ impl CertificateController {
             return Ok(());
         }
         self.published = None;
-        let name = caller.name();
+        let name = target.name();
         info!(
             webhook = self.config.service,
             configuration = name,
@@ -544,7 +550,7 @@ impl CertificateController {
         );
         let patched = self
             .configurations
-            .patch(name, &PatchParams::default(), &caller.patch(&configuration, &wanted))
+            .patch(name, &PatchParams::default(), &target.patch(&configuration, &wanted))
             .await
             .map_err(|source| Error::Bundle {
                 name,
@@ -555,39 +561,46 @@ impl CertificateController {
         Ok(())
     }
 
-    /// Serves the certificate of the state once the API server trusts it. Returns the delay until the next call.
-    fn serve_certificate(&mut self, state: &State) -> Result<Duration, Error> {
+    /// Serves the current certificate once the API server trusts it. Returns the delay until the next call.
+    ///
+    /// | current certificate | served one | its bundle is | action |
+    /// |---|---|---|---|
+    /// | is served | | | none; wait until it is due, or until the next one is trusted |
+    /// | is not served | none, or expired | | serve the current one |
+    /// | is not served | valid | published long enough | serve the current one |
+    /// | is not served | valid | not trusted yet | wait until it is |
+    fn serve_certificate(&mut self, state: &SecretContent) -> Result<Duration, Error> {
         let now = OffsetDateTime::now_utc();
         let is_served = self.served.as_ref().is_some_and(|served| **served == *state.current);
-        let is_good = self.served.as_ref().is_some_and(|served| now < served.not_after);
-        let known_for = self
+        let served_is_valid = self.served.as_ref().is_some_and(|served| now < served.not_after);
+        let published_for = self
             .published
             .as_ref()
             .map_or(Duration::ZERO, |(_, since)| since.elapsed());
-        let unsettled = self.config.times.settle.saturating_sub(known_for);
-        let due = Duration::try_from(state.due_at() - now)
+        let waiting_for_trust = self.config.times.settle.saturating_sub(published_for);
+        let until_due = Duration::try_from(state.due_at() - now)
             .unwrap_or(Duration::ZERO)
             .min(RESYNC_INTERVAL);
-        if !is_served && (!is_good || unsettled.is_zero()) {
+        if !is_served && (!served_is_valid || waiting_for_trust.is_zero()) {
             self.creds.install(&state.current).map_err(Error::Install)?;
             self.served = Some(state.current.clone());
             info!(webhook = self.config.service, until = %state.current.not_after, "serving a certificate");
-        } else if !is_served || (state.next.is_some() && !unsettled.is_zero()) {
-            return Ok(unsettled.min(due).max(MIN_REQUEUE_DELAY));
+        } else if !is_served || (state.next.is_some() && !waiting_for_trust.is_zero()) {
+            return Ok(waiting_for_trust.min(until_due).max(MIN_REQUEUE_DELAY));
         }
-        Ok(due.max(MIN_REQUEUE_DELAY))
+        Ok(until_due.max(MIN_REQUEUE_DELAY))
     }
 }
 
 impl CertificateReadiness {
-    fn open(&mut self) {
+    fn set_ready(&mut self) {
         self.latch.release();
-        self.was_open = true;
+        self.was_ready = true;
     }
 
-    fn close(&self, when: NotReady, why: impl FnOnce() -> String) {
-        if !self.was_open || when == NotReady::AtAnyTime {
-            self.latch.set_reason(why());
+    fn set_unready(&self, when: UnreadyWhenUntrusted, reason: impl FnOnce() -> String) {
+        if !self.was_ready || when == UnreadyWhenUntrusted::Always {
+            self.latch.hold(reason());
         }
     }
 }
@@ -635,34 +648,37 @@ mod tests {
 
     #[test]
     fn a_process_that_proxies_need_stays_ready_once_it_was() {
-        for (when, expected) in [(NotReady::UntilFirst, true), (NotReady::AtAnyTime, false)] {
-            let readiness = Readiness::new();
-            let mut gate = CertificateReadiness {
-                latch: readiness.latch("webhook"),
-                was_open: false,
+        for (when, expected) in [
+            (UnreadyWhenUntrusted::BeforeFirst, true),
+            (UnreadyWhenUntrusted::Always, false),
+        ] {
+            let process = Readiness::new();
+            let mut readiness = CertificateReadiness {
+                latch: process.latch("webhook"),
+                was_ready: false,
             };
-            gate.close(when, || "no bundle".to_owned());
-            assert_eq!(readiness.reasons(), ["no bundle"]);
-            gate.open();
-            assert!(readiness.is_ready());
-            gate.close(when, || "another bundle".to_owned());
-            assert_eq!(readiness.is_ready(), expected, "{when:?}");
-            gate.open();
-            assert!(readiness.is_ready());
+            readiness.set_unready(when, || "no bundle".to_owned());
+            assert_eq!(process.reasons(), ["no bundle"]);
+            readiness.set_ready();
+            assert!(process.is_ready());
+            readiness.set_unready(when, || "another bundle".to_owned());
+            assert_eq!(process.is_ready(), expected, "{when:?}");
+            readiness.set_ready();
+            assert!(process.is_ready());
         }
     }
 
     #[test]
     fn only_the_injector_becomes_unready_after_it_was_ready() {
-        let not_ready = [
+        let unready_when_untrusted = [
             Config::proxy_injector,
             Config::policy_validator,
             Config::sp_validator,
             Config::telemetry,
         ]
-        .map(|config| config("linkerd".to_owned()).not_ready);
-        let [injector, others @ ..] = not_ready;
-        assert_eq!(injector, NotReady::AtAnyTime);
-        assert_eq!(others, [NotReady::UntilFirst; 3]);
+        .map(|config| config("linkerd".to_owned()).unready_when_untrusted);
+        let [injector, others @ ..] = unready_when_untrusted;
+        assert_eq!(injector, UnreadyWhenUntrusted::Always);
+        assert_eq!(others, [UnreadyWhenUntrusted::BeforeFirst; 3]);
     }
 }

@@ -34,7 +34,7 @@ pub trait RequestHandler: Send + Sync + 'static {
     fn respond(&self, req: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
 }
 
-/// The transport of a port.
+/// The transport of a server.
 pub enum Transport {
     /// TLS with this server certificate and client verifier.
     Tls(Arc<ServerCredentials>),
@@ -42,12 +42,12 @@ pub enum Transport {
     Loopback,
 }
 
-/// An HTTP port.
-pub struct Port<R> {
+/// An HTTP server.
+pub struct HttpServer<R> {
     /// Name in logs and metrics.
     pub name: &'static str,
     pub transport: Transport,
-    pub respond: R,
+    pub handler: R,
     /// Registry of the connection metrics.
     pub registry: Registry,
 }
@@ -66,18 +66,18 @@ enum ConnectionError {
     Http(#[source] hyper::Error),
 }
 
-impl<R: RequestHandler> Port<R> {
-    /// Serves until the drain. With TLS it serves 2 seconds longer, because the API server sends requests until it sees
-    /// the end of the endpoint; requests that find no server fail. Open requests then have 2 seconds to end before
+impl<R: RequestHandler> HttpServer<R> {
+    /// Serves until the drain. With TLS it serves 2 seconds longer, because the API server sends requests until it has seen
+    /// that the endpoint is removed; without this delay such requests would fail. Open requests then have 2 seconds to end before
     /// their connections are closed.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
         let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 20);
         let listener = Listener::new(self.name, listener, max, &self.registry).with_drain_timeout(DRAIN_TIMEOUT);
-        let port = Arc::new(self);
-        let end = port.transport.end_of_service(&drain);
-        let (port, watch) = (port.clone(), drain.clone());
-        let serve = move |accepted| port.clone().connection(accepted, watch.clone());
+        let server = Arc::new(self);
+        let end = server.transport.end_of_service(&drain);
+        let (server, watch) = (server.clone(), drain.clone());
+        let serve = move |accepted| server.clone().connection(accepted, watch.clone());
         listener.run(end, serve).await;
     }
 
@@ -120,11 +120,11 @@ impl<R: RequestHandler> Port<R> {
         io: impl AsyncRead + AsyncWrite + Unpin + Send,
         drain: Watch,
     ) -> Result<(), ConnectionError> {
-        let (port, watch) = (self.clone(), drain.clone());
+        let (server, watch) = (self.clone(), drain.clone());
         let service = service_fn(move |req| {
-            let (port, drain) = (port.clone(), watch.clone());
+            let (server, drain) = (server.clone(), watch.clone());
             async move {
-                let mut rsp = port.respond.respond(req).await;
+                let mut rsp = server.handler.respond(req).await;
                 if drain.is_signaled() {
                     rsp.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 }

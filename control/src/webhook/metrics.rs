@@ -62,13 +62,13 @@ impl HttpMetrics {
 }
 
 /// Registers a gauge that is 1 while the API server cannot verify the certificate of the webhook.
-pub(super) fn register_certificate_refused(webhook: &str, creds: Arc<ServerCredentials>, registry: &Registry) {
+pub(super) fn register_untrusted_certificate_gauge(webhook: &str, creds: Arc<ServerCredentials>, registry: &Registry) {
     let family = registry.gauge(
         "webhook_certificate_refused",
-        "1 while the API server has no CA bundle that leads to the certificate given to a webhook, and cannot call it.",
+        "1 while the API server cannot call a webhook, because no CA bundle verifies the certificate of the webhook.",
     );
-    let refused = family.get(&Labels::new().with("webhook", webhook));
-    registry.before_render(move || refused.set(i64::from(creds.is_refused())));
+    let untrusted = family.get(&Labels::new().with("webhook", webhook));
+    registry.before_render(move || untrusted.set(i64::from(creds.is_untrusted())));
 }
 
 const KNOWN: [Method; 7] = [

@@ -1,8 +1,8 @@
 //! Serves admission webhooks over HTTPS. The caller supplies the handler of AdmissionReviews.
 //!
 //! The certificate comes from files ([`mounted_certificate`]), or the process generates it and publishes it in the webhook
-//! configuration ([`certificate_controller`]). A handler receives a [`review::Request`] and returns a [`review::Answer`]. The API
-//! server sends HTTP/1.1 to webhooks, without a client certificate.
+//! configuration ([`certificate_controller`]). A handler receives a [`review::Request`] and returns a
+//! [`review::AdmissionResponse`]. The API server sends HTTP/1.1 to webhooks, without a client certificate.
 
 pub mod certificate_controller;
 pub mod https;
@@ -32,22 +32,23 @@ use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Registry;
 
-use https::{Port, RequestHandler, Transport};
+use https::{HttpServer, RequestHandler, Transport};
 use metrics::HttpMetrics;
-use review::{Answer, Id, Request, Review, ReviewError};
+use review::{AdmissionResponse, InvalidReview, ParsedReview, Request, ReviewId};
 use server_credentials::ServerCredentials;
 
-/// Reviews objects.
-pub trait Handler: Send + Sync + 'static {
+/// Reviews objects. A request passes `WebhookServer::respond` (HTTP), `handle_review` (the AdmissionReview) and `review` of the
+/// handler (the decision).
+pub trait ReviewHandler: Send + Sync + 'static {
     /// An error denies the object; its text is the reason.
-    fn review(&self, req: Request) -> impl Future<Output = Result<Answer, Failure>> + Send;
+    fn review(&self, req: Request) -> impl Future<Output = Result<AdmissionResponse, Failure>> + Send;
 }
 
 /// Why a handler failed.
 pub type Failure = Box<dyn StdError + Send + Sync>;
 
 /// The webhook server of one port.
-pub struct Server<H> {
+pub struct WebhookServer<H> {
     name: &'static str,
     creds: Arc<ServerCredentials>,
     handler: H,
@@ -57,24 +58,24 @@ pub struct Server<H> {
     decoding: Semaphore,
 }
 
-/// Why a request has no review in its response.
+/// Why a request is answered without an AdmissionReview.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum RequestError {
     #[error("not found; expected POST /")]
     NotFound,
     #[error("the body is larger than {MAX_BODY_BYTES} bytes")]
     TooLarge,
     #[error("the body was not received within {0:?}")]
-    Slow(Duration),
+    BodyTimeout(Duration),
     #[error("reading the body")]
     Read(#[source] Failure),
     #[error(transparent)]
-    Review(ReviewError),
+    ParsedReview(InvalidReview),
     #[error("encoding the response")]
     Write(#[source] serde_json::Error),
 }
 
-impl<H: Handler> Server<H> {
+impl<H: ReviewHandler> WebhookServer<H> {
     pub fn new(
         name: &'static str,
         creds: Arc<ServerCredentials>,
@@ -82,7 +83,7 @@ impl<H: Handler> Server<H> {
         metrics: HttpMetrics,
         registry: &Registry,
     ) -> Self {
-        metrics::register_certificate_refused(name, creds.clone(), registry);
+        metrics::register_untrusted_certificate_gauge(name, creds.clone(), registry);
         Self {
             name,
             creds,
@@ -93,28 +94,28 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// Serves as [`Port::serve`].
+    /// Serves as [`HttpServer::serve`].
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
-        let port = Port {
+        let server = HttpServer {
             name: self.name,
             transport: Transport::Tls(self.creds.clone()),
             registry: self.registry.clone(),
-            respond: self,
+            handler: self,
         };
-        port.serve(listener, drain).await;
+        server.serve(listener, drain).await;
     }
 
-    async fn answer(&self, req: HttpRequest<Incoming>) -> Result<Bytes, Refusal> {
+    async fn handle_review(&self, req: HttpRequest<Incoming>) -> Result<Bytes, RequestError> {
         if req.uri().path() != "/" || req.method() != Method::POST {
-            return Err(Refusal::NotFound);
+            return Err(RequestError::NotFound);
         }
         let body = Limited::new(req.into_body(), MAX_BODY_BYTES).collect();
         let body = timeout(BODY_READ_TIMEOUT, body)
             .await
-            .map_err(|_| Refusal::Slow(BODY_READ_TIMEOUT))?
+            .map_err(|_| RequestError::BodyTimeout(BODY_READ_TIMEOUT))?
             .map_err(|err| match err.is::<LengthLimitError>() {
-                true => Refusal::TooLarge,
-                false => Refusal::Read(err),
+                true => RequestError::TooLarge,
+                false => RequestError::Read(err),
             })?
             .to_bytes();
         if body.is_empty() {
@@ -122,34 +123,35 @@ impl<H: Handler> Server<H> {
         }
         // The semaphore is never closed.
         let _permit = self.decoding.acquire().await;
-        let Review { id, request } = Review::parse(&body).map_err(Refusal::Review)?;
+        let ParsedReview { id, request } = ParsedReview::parse(&body).map_err(RequestError::ParsedReview)?;
         drop(body);
-        let answer = match request {
-            Ok(request) => self.decide(&id, *request).await,
-            Err(err) => Answer::deny(format!("the object cannot be read: {err}")),
+        let response = match request {
+            Ok(request) => self.run_handler(&id, *request).await,
+            Err(err) => AdmissionResponse::deny(format!("the object cannot be read: {err}")),
         };
-        answer.to_json(&id).map(Bytes::from).map_err(Refusal::Write)
+        response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)
     }
 
-    async fn decide(&self, id: &Id, request: Request) -> Answer {
+    /// An error of the handler denies the object.
+    async fn run_handler(&self, id: &ReviewId, request: Request) -> AdmissionResponse {
         match self.handler.review(request).await {
-            Ok(answer) => answer,
+            Ok(response) => response,
             Err(err) => {
                 let text = ErrorChain(&*err).to_string();
                 warn!(webhook = self.name, ?id, error = text, "a review failed");
-                Answer::deny(text)
+                AdmissionResponse::deny(text)
             }
         }
     }
 }
 
-impl<H: Handler> RequestHandler for Server<H> {
+impl<H: ReviewHandler> RequestHandler for WebhookServer<H> {
     type Body = Full<Bytes>;
 
     async fn respond(&self, req: HttpRequest<Incoming>) -> Response<Self::Body> {
         let started_at = Instant::now();
         let method = req.method().clone();
-        let (status, body) = match self.answer(req).await {
+        let (status, body) = match self.handle_review(req).await {
             Ok(body) => (StatusCode::OK, body),
             Err(err) => {
                 warn!(
@@ -172,13 +174,13 @@ impl<H: Handler> RequestHandler for Server<H> {
     }
 }
 
-impl Refusal {
+impl RequestError {
     fn status(&self) -> StatusCode {
         match self {
             Self::NotFound => StatusCode::NOT_FOUND,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Slow(_) => StatusCode::REQUEST_TIMEOUT,
-            Self::Read(_) | Self::Review(_) => StatusCode::BAD_REQUEST,
+            Self::BodyTimeout(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::Read(_) | Self::ParsedReview(_) => StatusCode::BAD_REQUEST,
             Self::Write(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }

@@ -29,14 +29,16 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Paths of the certificate mounted for a webhook, if it exists: in a directory with the webhook's name beside
-    /// these files, otherwise these files, which all webhooks of the process share.
+    /// Returns the paths `<dir>/<webhook>/<file>` if that certificate exists, otherwise the shared `<dir>/<file>`, otherwise
+    /// `None`.
     pub fn of(&self, webhook: &str) -> Option<Self> {
-        let own = Self {
+        let webhook_paths = Self {
             certificate: in_subdirectory(&self.certificate, webhook),
             key: in_subdirectory(&self.key, webhook),
         };
-        [own, self.clone()].into_iter().find(|paths| paths.certificate.exists())
+        [webhook_paths, self.clone()]
+            .into_iter()
+            .find(|paths| paths.certificate.exists())
     }
 }
 

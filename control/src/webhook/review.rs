@@ -9,37 +9,37 @@ use serde::{Deserialize, Serialize};
 /// An object, its operation and its user.
 pub type Request = AdmissionRequest<DynamicObject>;
 
-/// The decision about an object.
+/// The decision about an object, which becomes the `response` of the AdmissionReview.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Answer {
-    denied: Option<String>,
+pub struct AdmissionResponse {
+    denial_reason: Option<String>,
     patch: Option<Patch>,
     warnings: Vec<String>,
 }
 
 /// A parsed review.
-pub(crate) struct Review {
-    pub(crate) id: Id,
+pub(crate) struct ParsedReview {
+    pub(crate) id: ReviewId,
     /// An object that cannot be decoded is denied in a regular response.
     pub(crate) request: Result<Box<Request>, serde_json::Error>,
 }
 
 /// The parts of the review that the response repeats.
 #[derive(Clone, Debug)]
-pub(crate) struct Id {
+pub(crate) struct ReviewId {
     api_version: String,
     pub(crate) uid: String,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ReviewError {
+pub(crate) enum InvalidReview {
     #[error("the body is not an AdmissionReview with a request")]
     Decode(#[source] serde_json::Error),
     #[error("{api_version} {kind} is not supported; expected admission.k8s.io/v1 or v1beta1 AdmissionReview")]
     Version { api_version: String, kind: String },
 }
 
-impl Answer {
+impl AdmissionResponse {
     pub fn allow() -> Self {
         Self::default()
     }
@@ -47,7 +47,7 @@ impl Answer {
     /// Denies the object. The API server returns the reason to the requester.
     pub fn deny(reason: impl Into<String>) -> Self {
         Self {
-            denied: Some(reason.into()),
+            denial_reason: Some(reason.into()),
             ..Self::default()
         }
     }
@@ -66,9 +66,9 @@ impl Answer {
         self
     }
 
-    /// The reason of a denial.
-    pub fn denied(&self) -> Option<&str> {
-        self.denied.as_deref()
+    /// `None` if the object is allowed.
+    pub fn denial_reason(&self) -> Option<&str> {
+        self.denial_reason.as_deref()
     }
 
     pub fn warnings(&self) -> &[String] {
@@ -76,15 +76,15 @@ impl Answer {
     }
 
     /// The AdmissionReview of the response, as JSON.
-    pub(crate) fn to_json(&self, id: &Id) -> Result<Vec<u8>, serde_json::Error> {
+    pub(crate) fn to_json(&self, id: &ReviewId) -> Result<Vec<u8>, serde_json::Error> {
         let patch = self.patch.as_ref().map(serde_json::to_vec).transpose()?;
-        serde_json::to_vec(&ReviewOut {
+        serde_json::to_vec(&SerializedReview {
             kind: KIND,
             api_version: &id.api_version,
-            response: Response {
+            response: SerializedResponse {
                 uid: &id.uid,
-                allowed: self.denied.is_none(),
-                status: self.denied.as_deref().map(|message| Status {
+                allowed: self.denial_reason.is_none(),
+                status: self.denial_reason.as_deref().map(|message| Status {
                     status: "Failure",
                     message,
                     code: 400,
@@ -97,14 +97,14 @@ impl Answer {
     }
 }
 
-impl Review {
+impl ParsedReview {
     /// # Errors
     /// Fails if the body is not a review with a request.
-    pub(crate) fn parse(body: &[u8]) -> Result<Self, ReviewError> {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, InvalidReview> {
         // Skips the object without recursion, so that the id of an object with too deep nesting is known.
-        let outline: RawReview = serde_json::from_slice(body).map_err(ReviewError::Decode)?;
+        let outline: RawReview = serde_json::from_slice(body).map_err(InvalidReview::Decode)?;
         if outline.kind != KIND || !VERSIONS.contains(&outline.api_version.as_str()) {
-            return Err(ReviewError::Version {
+            return Err(InvalidReview::Version {
                 api_version: outline.api_version,
                 kind: outline.kind,
             });
@@ -115,7 +115,7 @@ impl Review {
             review.request.map(Box::new).ok_or_else(missing)
         });
         Ok(Self {
-            id: Id {
+            id: ReviewId {
                 api_version: outline.api_version,
                 uid: outline.request.uid,
             },
@@ -139,15 +139,15 @@ struct RawRequest {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct ReviewOut<'a> {
+struct SerializedReview<'a> {
     kind: &'static str,
     api_version: &'a str,
-    response: Response<'a>,
+    response: SerializedResponse<'a>,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Response<'a> {
+struct SerializedResponse<'a> {
     uid: &'a str,
     allowed: bool,
     #[serde(skip_serializing_if = "Option::is_none")]

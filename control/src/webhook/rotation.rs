@@ -16,7 +16,7 @@ use super::certificate::{self, CertificateKeyPair, Error};
 
 /// The content of the Secret.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct State {
+pub(super) struct SecretContent {
     /// The certificate that every replica serves.
     pub(super) current: Arc<CertificateKeyPair>,
     /// The next certificate: published, but not served yet.
@@ -28,9 +28,9 @@ pub(super) struct State {
 /// The input of a decision.
 pub(super) struct RotationInput<'a> {
     /// The content of the Secret, if it exists and is valid.
-    pub(super) stored: Option<State>,
+    pub(super) stored: Option<SecretContent>,
     /// The last state known to this process, to restore a deleted Secret.
-    pub(super) last_known: Option<State>,
+    pub(super) last_known: Option<SecretContent>,
     /// The certificate that this process serves.
     pub(super) served: Option<&'a CertificateKeyPair>,
     /// How long the stored bundle has been published.
@@ -57,7 +57,7 @@ impl Default for RotationTimes {
     }
 }
 
-impl State {
+impl SecretContent {
     /// Computes the content that the Secret should have.
     ///
     /// # Errors
@@ -178,11 +178,11 @@ mod tests {
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
     fn decide(
-        stored: Option<State>,
+        stored: Option<SecretContent>,
         served: Option<&CertificateKeyPair>,
         now: OffsetDateTime,
         known: Option<u64>,
-    ) -> State {
+    ) -> SecretContent {
         let input = RotationInput {
             stored,
             last_known: None,
@@ -190,7 +190,7 @@ mod tests {
             published_for: known.map(Duration::from_secs),
             now,
         };
-        State::decide(input, NAME, &RotationTimes::default()).unwrap()
+        SecretContent::decide(input, NAME, &RotationTimes::default()).unwrap()
     }
 
     fn leaf(pair: &CertificateKeyPair) -> CertificateDer<'static> {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_announced_before_it_is_served_and_trusted_until_it_expires() {
+    fn a_certificate_is_published_before_it_is_served_and_trusted_until_it_expires() {
         let now = OffsetDateTime::now_utc();
         let first = decide(None, None, now, None);
         assert_eq!(first.bundle, [leaf(&first.current)]);
@@ -206,17 +206,17 @@ mod tests {
         assert_eq!(decide(Some(first.clone()), None, now + 200 * DAY, Some(1000)), first);
         assert!(first.due_at() > now + 242 * DAY && first.due_at() < now + 245 * DAY);
 
-        let announced = decide(Some(first.clone()), Some(&first.current), now + 250 * DAY, Some(1000));
-        let next = announced.next.clone().unwrap();
-        assert_eq!(announced.current, first.current);
-        assert_eq!(announced.bundle, [leaf(&first.current), leaf(&next)]);
+        let published = decide(Some(first.clone()), Some(&first.current), now + 250 * DAY, Some(1000));
+        let next = published.next.clone().unwrap();
+        assert_eq!(published.current, first.current);
+        assert_eq!(published.bundle, [leaf(&first.current), leaf(&next)]);
         for known in [None, Some(9)] {
-            assert_eq!(decide(Some(announced.clone()), None, now + 250 * DAY, known), announced);
+            assert_eq!(decide(Some(published.clone()), None, now + 250 * DAY, known), published);
         }
 
-        let served = decide(Some(announced.clone()), None, now + 250 * DAY, Some(10));
+        let served = decide(Some(published.clone()), None, now + 250 * DAY, Some(10));
         assert_eq!((&served.current, &served.next), (&next, &None));
-        assert_eq!(served.bundle, announced.bundle);
+        assert_eq!(served.bundle, published.bundle);
 
         let expired = decide(Some(served), None, now + 366 * DAY, Some(10));
         assert!(!expired.bundle.contains(&leaf(&first.current)));
@@ -234,7 +234,7 @@ mod tests {
             now,
         };
         assert_eq!(
-            State::decide(input, NAME, &RotationTimes::default()).unwrap(),
+            SecretContent::decide(input, NAME, &RotationTimes::default()).unwrap(),
             last_known
         );
     }
@@ -243,7 +243,7 @@ mod tests {
     fn the_served_certificate_stays_trusted_when_the_secret_is_replaced() {
         let now = OffsetDateTime::now_utc();
         let served = decide(None, None, now, None).current;
-        let other = State::new(Arc::new(CertificateKeyPair::generate(NAME, DAY).unwrap()));
+        let other = SecretContent::new(Arc::new(CertificateKeyPair::generate(NAME, DAY).unwrap()));
         let decided = decide(Some(other.clone()), Some(&served), now, None);
         assert_eq!(decided.current, other.current);
         assert_eq!(decided.bundle, [leaf(&other.current), leaf(&served)]);
@@ -255,8 +255,8 @@ mod tests {
         let old = decide(None, None, now, None);
         let decided = decide(Some(old.clone()), Some(&old.current), now + 400 * DAY, None);
         assert_ne!(decided.current, old.current);
-        let announced = decide(Some(old.clone()), None, now + 364 * DAY, None);
-        let decided = decide(Some(announced), None, now + 366 * DAY, None);
+        let published = decide(Some(old.clone()), None, now + 364 * DAY, None);
+        let decided = decide(Some(published), None, now + 366 * DAY, None);
         // The next certificate was generated by the current clock, so it has expired too.
         assert_ne!(decided.current, old.current);
     }
@@ -265,19 +265,22 @@ mod tests {
     fn a_secret_is_parsed_as_it_was_written_and_restored_where_it_is_invalid() {
         let now = OffsetDateTime::now_utc();
         let first = decide(None, None, now, None);
-        let announced = decide(Some(first), None, now + 250 * DAY, None);
-        let data = announced.to_data();
-        assert_eq!(State::from_data(&data, NAME).unwrap(), announced);
-        assert!(matches!(State::from_data(&data, "other"), Err(Error::Name { .. })));
+        let published = decide(Some(first), None, now + 250 * DAY, None);
+        let data = published.to_data();
+        assert_eq!(SecretContent::from_data(&data, NAME).unwrap(), published);
+        assert!(matches!(
+            SecretContent::from_data(&data, "other"),
+            Err(Error::Name { .. })
+        ));
         let without = |key: &str| {
             let mut data = data.clone();
             data.remove(key);
-            State::from_data(&data, NAME)
+            SecretContent::from_data(&data, NAME)
         };
         assert!(without(CERTIFICATE).is_err());
         assert!(without(KEY).is_err());
         assert_eq!(without(NEXT_KEY).unwrap().next, None);
         let restored = decide(Some(without(BUNDLE).unwrap()), None, now + 250 * DAY, None);
-        assert_eq!(restored, announced);
+        assert_eq!(restored, published);
     }
 }

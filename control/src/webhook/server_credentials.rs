@@ -18,13 +18,13 @@ use crate::tls;
 #[derive(Default)]
 pub struct ServerCredentials {
     current: ArcSwapOption<ServerConfig>,
-    parts: Mutex<Parts>,
+    settings: Mutex<TlsSettings>,
     /// Whether the API server cannot verify the served certificate.
-    refused: AtomicBool,
+    untrusted: AtomicBool,
 }
 
 #[derive(Default)]
-struct Parts {
+struct TlsSettings {
     certificate: Option<Arc<CertifiedKey>>,
     clients: ClientVerification,
 }
@@ -53,14 +53,14 @@ impl ServerCredentials {
         Self::default()
     }
 
-    /// Credentials that reject every client until [`admit`](Self::admit) sets the verifier.
+    /// Credentials that reject every client until [`set_client_verifier`](Self::set_client_verifier).
     pub fn for_verified_clients() -> Self {
-        let parts = Parts {
+        let settings = TlsSettings {
             certificate: None,
             clients: ClientVerification::Verified(None),
         };
         Self {
-            parts: Mutex::new(parts),
+            settings: Mutex::new(settings),
             ..Self::default()
         }
     }
@@ -69,8 +69,15 @@ impl ServerCredentials {
     ///
     /// # Errors
     /// Fails if rustls rejects the configuration; the previous one stays.
-    pub fn admit(&self, clients: Arc<dyn ClientCertVerifier>) -> Result<(), rustls::Error> {
-        self.change(|parts| parts.clients = ClientVerification::Verified(Some(clients)))
+    pub fn set_client_verifier(&self, verifier: Arc<dyn ClientCertVerifier>) -> Result<(), rustls::Error> {
+        self.change(|settings| settings.clients = ClientVerification::Verified(Some(verifier)))
+    }
+
+    /// Rejects every client from the next handshake, until [`set_client_verifier`](Self::set_client_verifier).
+    pub fn reject_all_clients(&self) {
+        let mut settings = self.settings.lock();
+        settings.clients = ClientVerification::Verified(None);
+        self.current.store(None);
     }
 
     /// Serves this certificate from the next handshake.
@@ -79,29 +86,29 @@ impl ServerCredentials {
     /// Fails if the key does not match the certificate; the previous one stays.
     pub(super) fn install(&self, pair: &CertificateKeyPair) -> Result<(), rustls::Error> {
         let certified = Arc::new(pair.certified()?);
-        self.change(|parts| parts.certificate = Some(certified))
+        self.change(|settings| settings.certificate = Some(certified))
     }
 
-    pub(super) fn set_refused(&self, refused: bool) {
-        self.refused.store(refused, Ordering::Relaxed);
+    pub(super) fn set_untrusted(&self, untrusted: bool) {
+        self.untrusted.store(untrusted, Ordering::Relaxed);
     }
 
-    pub(super) fn is_refused(&self) -> bool {
-        self.refused.load(Ordering::Relaxed)
+    pub(super) fn is_untrusted(&self) -> bool {
+        self.untrusted.load(Ordering::Relaxed)
     }
 
     pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {
         self.current.load_full()
     }
 
-    fn change(&self, change: impl FnOnce(&mut Parts)) -> Result<(), rustls::Error> {
-        let mut parts = self.parts.lock();
-        change(&mut parts);
-        let Some(certificate) = parts.certificate.clone() else {
+    fn change(&self, change: impl FnOnce(&mut TlsSettings)) -> Result<(), rustls::Error> {
+        let mut settings = self.settings.lock();
+        change(&mut settings);
+        let Some(certificate) = settings.certificate.clone() else {
             return Ok(());
         };
         let builder = ServerConfig::builder_with_provider(tls::crypto_provider()).with_protocol_versions(&[&TLS13])?;
-        let builder = match &parts.clients {
+        let builder = match &settings.clients {
             ClientVerification::NotRequired => builder.with_no_client_auth(),
             ClientVerification::Verified(None) => return Ok(()),
             ClientVerification::Verified(Some(verifier)) => builder.with_client_cert_verifier(verifier.clone()),
@@ -112,5 +119,43 @@ impl ServerCredentials {
         config.session_storage = Arc::new(NoServerSessionStorage {});
         self.current.store(Some(Arc::new(config)));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rustls::server::WebPkiClientVerifier;
+
+    use super::*;
+    use crate::tls::anchors::TrustAnchors;
+    use crate::trust;
+
+    #[test]
+    fn clients_are_rejected_until_a_verifier_is_set_and_after_it_is_withdrawn() {
+        let ca = trust::create_anchor("ca", Duration::from_secs(600)).unwrap();
+        let anchors = TrustAnchors::parse(ca.certificate.as_bytes(), "ca.pem".as_ref()).unwrap();
+        let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), tls::crypto_provider())
+            .build()
+            .unwrap();
+        let pair = CertificateKeyPair::generate("telemetry", Duration::from_secs(600)).unwrap();
+        let creds = ServerCredentials::for_verified_clients();
+        creds.install(&pair).unwrap();
+        assert!(
+            creds.current().is_none(),
+            "no handshake succeeds without a configuration"
+        );
+        creds.set_client_verifier(verifier.clone()).unwrap();
+        assert!(creds.current().is_some());
+        creds.reject_all_clients();
+        assert!(creds.current().is_none());
+        creds.install(&pair).unwrap();
+        assert!(
+            creds.current().is_none(),
+            "a new certificate does not restore the verifier"
+        );
+        creds.set_client_verifier(verifier).unwrap();
+        assert!(creds.current().is_some());
     }
 }

@@ -32,22 +32,22 @@ struct TestHandler {
     resume: Arc<Notify>,
 }
 
-impl Handler for TestHandler {
-    async fn review(&self, req: Request) -> Result<Answer, Failure> {
+impl ReviewHandler for TestHandler {
+    async fn review(&self, req: Request) -> Result<AdmissionResponse, Failure> {
         self.n_reviews.fetch_add(1, Ordering::SeqCst);
         let object = req.object.ok_or("there is no object")?;
         match object.metadata.name.as_deref() {
-            Some("deny") => Ok(Answer::deny("the name is not allowed")),
-            Some("warn") => Ok(Answer::allow().warn("odd").warn("very odd")),
+            Some("deny") => Ok(AdmissionResponse::deny("the name is not allowed")),
+            Some("warn") => Ok(AdmissionResponse::allow().warn("odd").warn("very odd")),
             Some("patch") => {
                 let patch = json!([{"op": "add", "path": "/x", "value": 1}]);
-                Ok(Answer::allow().patch(serde_json::from_value(patch)?))
+                Ok(AdmissionResponse::allow().patch(serde_json::from_value(patch)?))
             }
             Some("wait") => {
                 self.resume.notified().await;
-                Ok(Answer::allow())
+                Ok(AdmissionResponse::allow())
             }
-            _ => Ok(Answer::allow().patch(serde_json::from_value(json!([]))?)),
+            _ => Ok(AdmissionResponse::allow().patch(serde_json::from_value(json!([]))?)),
         }
     }
 }
@@ -72,7 +72,7 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
-        let server = Server::new(
+        let server = WebhookServer::new(
             "test",
             creds.clone(),
             handler.clone(),
@@ -353,8 +353,8 @@ proptest! {
         let at = at.min(body.len());
         let end = (at + bytes.len()).min(body.len());
         body.splice(at..end, bytes);
-        if let Ok(review) = Review::parse(&body) {
-            Answer::allow().to_json(&review.id).unwrap();
+        if let Ok(review) = ParsedReview::parse(&body) {
+            AdmissionResponse::allow().to_json(&review.id).unwrap();
         }
     }
 }

@@ -12,14 +12,11 @@ pub struct Config {
     pub lease_holder: String,
     /// The Deployment that owns the leases, which are deleted with it. Default `linkerd-destination`.
     pub lease_owner_deployment: String,
-    /// `None` if this process does not write EndpointSlices.
-    pub slices: Option<SlicesConfig>,
+    /// Whether this process writes EndpointSlices.
+    pub write_slices: bool,
     /// `None` if this process does not write statuses.
     pub statuses: Option<StatusesConfig>,
 }
-
-#[derive(Clone, Copy, Debug)]
-pub struct SlicesConfig;
 
 #[derive(Clone, Debug)]
 pub struct StatusesConfig {

@@ -55,14 +55,14 @@ pub fn add_controllers(
         owner: Some(config.lease_owner_deployment.clone()),
         timing,
     };
-    if config.slices.is_some() {
+    if config.write_slices {
         let controller = slices::Controller::new(client.clone(), registry);
         writer = writer.tee(slices::Controller::handles, controller.writer());
         let lease = lease("linkerd-destination-endpoint-write", LeaseTiming::FREQUENT);
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for EndpointSlices",
-            run_for_lease(candidate, is_synced.clone(), drain.clone()),
+            run_candidate_after_sync(candidate, is_synced.clone(), drain.clone()),
         ));
         tasks.push(Task::new(
             "writing EndpointSlices",
@@ -79,7 +79,7 @@ pub fn add_controllers(
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for statuses",
-            run_for_lease(candidate, is_synced, drain.clone()),
+            run_candidate_after_sync(candidate, is_synced, drain.clone()),
         ));
         tasks.push(Task::new(
             "writing statuses",
@@ -99,7 +99,7 @@ impl Task {
 }
 
 /// Starts leader election after the source has synced. Before that, objects not yet listed would look deleted.
-async fn run_for_lease(candidate: Candidate, mut is_synced: watch::Receiver<bool>, drain: Watch) {
+async fn run_candidate_after_sync(candidate: Candidate, mut is_synced: watch::Receiver<bool>, drain: Watch) {
     let synced = async {
         if is_synced.wait_for(|synced| *synced).await.is_err() {
             // The source has ended, so the process is about to end.

@@ -18,7 +18,7 @@ pub(super) struct WorkQueue {
     /// Names in backoff, by the end of their delay.
     delayed: BTreeMap<Instant, BTreeSet<Name>>,
     failures: AHashMap<Name, u32>,
-    bucket: RetryTokenBucket,
+    limiter: RetryLimiter,
 }
 
 /// Outcome for a name whose reconciliation failed: retried or dropped.
@@ -30,11 +30,11 @@ pub(super) enum FailureOutcome {
     Dropped,
 }
 
-/// A token bucket for the retries of all names.
+/// Limits the rate of the retries of all names, by the generic cell rate algorithm: a token bucket that stores one time.
 #[derive(Default)]
-struct RetryTokenBucket {
-    /// When the next retry could run if bursts were not allowed.
-    next_at: Option<Instant>,
+struct RetryLimiter {
+    /// The theoretical arrival time of the next retry: when it would run if there were no bursts.
+    arrival_at: Option<Instant>,
 }
 
 impl WorkQueue {
@@ -80,7 +80,7 @@ impl WorkQueue {
         let delay = MIN_RETRY_DELAY.saturating_mul(1 << *failures).min(MAX_RETRY_DELAY);
         *failures += 1;
         let n = *failures;
-        let at = (now + delay).max(self.bucket.reserve(now));
+        let at = (now + delay).max(self.limiter.reserve(now));
         self.delayed.entry(at).or_default().insert(name);
         FailureOutcome::Retry(n)
     }
@@ -90,13 +90,14 @@ impl WorkQueue {
     }
 }
 
-impl RetryTokenBucket {
-    /// Takes a token. Returns when the retry can run.
+impl RetryLimiter {
+    /// Reserves a retry. Returns when it can run.
     fn reserve(&mut self, now: Instant) -> Instant {
-        let full_since = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
-        let next_at = self.next_at.unwrap_or(full_since).max(full_since);
-        self.next_at = Some(next_at + RETRY_INTERVAL);
-        next_at.max(now)
+        // An earlier arrival time would permit more than a burst.
+        let earliest = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
+        let arrival_at = self.arrival_at.unwrap_or(earliest).max(earliest);
+        self.arrival_at = Some(arrival_at + RETRY_INTERVAL);
+        arrival_at.max(now)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Responses of the destination service's `Get` to manifests.
 
 use tonic::Code;
-use tulle_control::cluster::{Config, EndpointsSource, Ipv6, TransportMode};
+use tulle_control::cluster::{Config, Ipv6, TransportMode};
+use tulle_control::resources::service::EndpointsSource;
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{WeightedAddr, update};

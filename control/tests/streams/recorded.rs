@@ -142,24 +142,24 @@ impl Found {
             }
         }
         if theirs != ours {
-            self.responses.push((one.question(), first_difference(&theirs, &ours)));
+            self.responses.push((one.request(), first_difference(&theirs, &ours)));
         }
     }
 
     /// Checks that the differences are exactly the expected ones.
     fn check(self) {
         let Differences { texts, responses } = self.expected;
-        let is_expected = |question: &str| responses.iter().any(|(expected, _)| *expected == question);
-        let unexpected = self.responses.iter().filter(|(question, _)| !is_expected(question));
+        let is_expected = |request: &str| responses.iter().any(|(expected, _)| *expected == request);
+        let unexpected = self.responses.iter().filter(|(request, _)| !is_expected(request));
         let unexpected: Vec<_> = unexpected
-            .map(|(question, difference)| format!("{question}\n{difference}"))
+            .map(|(request, difference)| format!("{request}\n{difference}"))
             .collect();
         assert!(unexpected.is_empty(), "{}", unexpected.join("\n"));
-        for (question, reason) in responses {
-            let differs = self.responses.iter().any(|(found, _)| found == question);
+        for (request, reason) in responses {
+            let differs = self.responses.iter().any(|(found, _)| found == request);
             assert!(
                 differs,
-                "{question} has the same response as from Linkerd, but is listed as different: {reason}"
+                "{request} has the same response as from Linkerd, but is listed as different: {reason}"
             );
         }
         for (text, _, reason) in texts {

@@ -1,8 +1,9 @@
 //! Tables of the destination service: manifests, requests, and words that the response must contain.
 
-use tulle_control::cluster::{Config, EndpointsSource, H2Upgrade, Ipv6, TransportMode};
+use tulle_control::cluster::{Config, H2Upgrade, Ipv6, TransportMode};
 use tulle_control::destination;
 use tulle_control::destination::config::ZoneWeights;
+use tulle_control::resources::service::EndpointsSource;
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddr, update};

@@ -399,7 +399,7 @@ async fn unsupported_kinds_in_a_directory_are_reported() {
         "{podSelector: {}, port: 8080}",
     );
     let mesh = mesh(config).await;
-    let metric = |n: u8| format!("tulle_unread_manifests{{api_version=\"v1\",kind=\"ConfigMap\"}} {n}");
+    let metric = |n: u8| format!("tulle_unsupported_manifests{{api_version=\"v1\",kind=\"ConfigMap\"}} {n}");
     assert!(
         mesh.registry.render().contains(&metric(1)),
         "{}",
@@ -423,18 +423,18 @@ async fn requests_of_unimplemented_fields_fail_with_the_cause_and_are_counted() 
         let name = field.split(':').next().unwrap();
         let spec = |parent: &str| format!("{{{parent}, rules: [{{{field}}}]}}");
         let route = |parent: &str| object("gateway.networking.k8s.io/v1", "HTTPRoute", "r", &spec(parent));
-        let unserved =
+        let unsupported =
             "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.rules\"} 1";
         let mesh = mesh(&format!("{}{}", services("", ""), route(TO_WEB))).await;
         let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
         let cause = format!("fail 500 \"HTTPRoute shop/r: rules[].{name} is not supported by the mesh\"");
         assert!(lines[1].contains(&cause), "{lines:?}");
-        assert!(mesh.registry.render().contains(unserved));
+        assert!(mesh.registry.render().contains(unsupported));
         // Inbound rules forward to the application only.
         let on_server = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: s}]";
         let servers = server("s", "{podSelector: {}, port: 8080}");
         let mesh = crate::harness::mesh(&format!("{POD}{servers}{}", route(on_server))).await;
         assert_eq!(failures(&port(&mesh, 8080).await), [(1, None)]);
-        assert!(mesh.registry.render().contains(unserved));
+        assert!(mesh.registry.render().contains(unsupported));
     }
 }

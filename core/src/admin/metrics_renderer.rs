@@ -86,13 +86,13 @@ mod tests {
     async fn requests_during_a_render_share_the_next_page() {
         let registry = Registry::new();
         let n_rendered = Arc::new(AtomicUsize::new(0));
-        let (go_on, wait) = mpsc::channel::<()>();
-        let (began, mut beginning) = tokio::sync::mpsc::unbounded_channel();
-        let (wait, counted) = (Mutex::new(wait), n_rendered.clone());
+        let (continue_tx, continue_rx) = mpsc::channel::<()>();
+        let (started_tx, mut started_rx) = tokio::sync::mpsc::unbounded_channel();
+        let (continue_rx, counted) = (Mutex::new(continue_rx), n_rendered.clone());
         registry.before_render(move || {
             counted.fetch_add(1, Ordering::Relaxed);
-            began.send(()).unwrap();
-            wait.lock().recv_timeout(Duration::from_secs(5)).unwrap();
+            started_tx.send(()).unwrap();
+            continue_rx.lock().recv_timeout(Duration::from_secs(5)).unwrap();
         });
         let pages = Arc::new(MetricsRenderer::new(registry));
         let request_page = |requests: &mut JoinSet<Option<Bytes>>| {
@@ -101,7 +101,7 @@ mod tests {
         };
         let mut requests = JoinSet::new();
         request_page(&mut requests);
-        beginning.recv().await.unwrap();
+        started_rx.recv().await.unwrap();
         let first_to_wait = request_page(&mut requests);
         for _ in 0..100 {
             request_page(&mut requests);
@@ -109,12 +109,12 @@ mod tests {
         tokio::task::yield_now().await;
         first_to_wait.abort(); // this request was to render the page that the others wait for
         for _ in 0..2 {
-            go_on.send(()).unwrap();
+            continue_tx.send(()).unwrap();
         }
-        let mut n_answered = 0;
-        while let Some(answer) = requests.join_next().await {
-            n_answered += usize::from(answer.is_ok_and(|page| page.is_some()));
+        let mut n_pages = 0;
+        while let Some(page) = requests.join_next().await {
+            n_pages += usize::from(page.is_ok_and(|page| page.is_some()));
         }
-        assert_eq!((n_answered, n_rendered.load(Ordering::Relaxed)), (101, 2));
+        assert_eq!((n_pages, n_rendered.load(Ordering::Relaxed)), (101, 2));
     }
 }

@@ -19,7 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -114,8 +114,8 @@ impl Admin {
                 let pages = pages.clone();
                 async move { metrics(&pages, &req.headers).await }
             })
-            .probe("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
-            .probe("/ready", move |_| std::future::ready(ready(&readiness)))
+            .public_route("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
+            .public_route("/ready", move |_| std::future::ready(ready(&readiness)))
     }
 
     /// Serves this path with this handler, for every method.
@@ -132,8 +132,8 @@ impl Admin {
         self
     }
 
-    /// Adds a route as [`Self::route`] does, but without authorization, because the kubelet presents no identity.
-    pub fn probe<F>(
+    /// Serves this path as [`Self::route`] does, but without authorization, for the kubelet, which presents no identity.
+    pub fn public_route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
         handler: impl Fn(AdminRequest) -> F + Send + Sync + 'static,
@@ -146,9 +146,9 @@ impl Admin {
         self.route(path, handler)
     }
 
-    /// Sets the authorization check for all requests except probes.
-    pub fn authorize_with(mut self, guard: AuthorizeFn) -> Self {
-        self.routes.authorize = Some(guard);
+    /// Sets the authorization check for all requests except those of public routes.
+    pub fn authorize_with(mut self, authorize: AuthorizeFn) -> Self {
+        self.routes.authorize = Some(authorize);
         self
     }
 
@@ -176,7 +176,7 @@ impl Admin {
     ///
     /// At the connection limit, a new connection replaces one of the client that has the most.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
-        let _guard = drain.guard();
+        let _drain_guard = drain.guard();
         let (routes, terminate) = (Arc::new(self.routes), self.terminate);
         let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 8);
         let listener = Listener::new("admin", listener, max, &self.registry);
@@ -276,20 +276,18 @@ async fn respond(
     let Some(handler) = routes.handlers.get(path) else {
         return Ok(text(StatusCode::NOT_FOUND, "not found\n"));
     };
-    if let Some(guard) = &routes.authorize
+    if let Some(authorize) = &routes.authorize
         && !routes.public_paths.contains(path)
-        && let Err(status) = guard(caller.clone(), head.clone()).await
+        && let Err(status) = authorize(caller.clone(), head.clone()).await
     {
         return Ok(text(status, "refused by the policy of this port\n"));
     }
     let body = match timeout(BODY_READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(_)) => {
-            return Ok(text(
-                StatusCode::PAYLOAD_TOO_LARGE,
-                "the body is broken or longer than 64 KiB\n",
-            ));
+        Ok(Err(err)) if err.is::<LengthLimitError>() => {
+            return Ok(text(StatusCode::PAYLOAD_TOO_LARGE, "the body is longer than 64 KiB\n"));
         }
+        Ok(Err(_)) => return Ok(text(StatusCode::BAD_REQUEST, "reading the body failed\n")),
         Err(_) => return Ok(text(StatusCode::REQUEST_TIMEOUT, "the body took too long\n")),
     };
     let query = head.uri.query().map(str::to_owned);
@@ -340,9 +338,20 @@ fn accepts_gzip(headers: &HeaderMap) -> bool {
         .get_all(ACCEPT_ENCODING)
         .iter()
         .filter_map(|value| value.to_str().ok());
-    values
-        .flat_map(|value| value.split(','))
-        .any(|coding| coding.split(';').next().unwrap_or("").trim() == "gzip")
+    values.flat_map(|value| value.split(',')).any(is_acceptable_gzip)
+}
+
+/// Whether a member of `accept-encoding` is gzip with a weight above zero.
+fn is_acceptable_gzip(member: &str) -> bool {
+    let mut parts = member.split(';').map(str::trim);
+    let is_gzip = parts.next().is_some_and(|coding| coding.eq_ignore_ascii_case("gzip"));
+    let weight = parts.find_map(|parameter| {
+        let (name, value) = parameter.split_once('=')?;
+        name.trim_end()
+            .eq_ignore_ascii_case("q")
+            .then(|| value.trim().parse::<f32>())
+    });
+    is_gzip && weight.is_none_or(|weight| weight.is_ok_and(|weight| weight > 0.0))
 }
 
 /// Maximum number of open connections; lower if the limit of open files is low.

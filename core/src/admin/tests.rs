@@ -79,7 +79,7 @@ fn get(path: &str) -> Request<Empty<Bytes>> {
 }
 
 #[tokio::test]
-async fn probes_tell_life_and_readiness() {
+async fn probes_report_liveness_and_readiness() {
     let running = start().await;
     let latch = running.readiness.latch("first certificate");
     assert_eq!(send(running.addr, get("/live")).await.body(), "live\n");
@@ -98,21 +98,32 @@ async fn probes_tell_life_and_readiness() {
 }
 
 #[tokio::test]
-async fn metrics_are_packed_when_the_client_accepts_it() {
+async fn metrics_are_compressed_if_the_client_accepts_it() {
     let running = start().await;
     let plain = send(running.addr, get("/metrics")).await;
     assert_eq!(plain.headers()[CONTENT_TYPE], "text/plain; version=0.0.4");
     let mut req = get("/metrics");
     req.headers_mut()
         .insert(ACCEPT_ENCODING, HeaderValue::from_static("deflate, gzip;q=0.5"));
-    let packed = send(running.addr, req).await;
-    assert_eq!(packed.headers()[CONTENT_ENCODING], "gzip");
-    let mut unpacked = String::new();
-    GzDecoder::new(&packed.body()[..])
-        .read_to_string(&mut unpacked)
+    let compressed = send(running.addr, req).await;
+    assert_eq!(compressed.headers()[CONTENT_ENCODING], "gzip");
+    let mut decompressed = String::new();
+    GzDecoder::new(&compressed.body()[..])
+        .read_to_string(&mut decompressed)
         .unwrap();
-    assert_eq!(unpacked.as_bytes(), plain.body());
-    assert!(unpacked.contains("a_total 1\n"));
+    assert_eq!(decompressed.as_bytes(), plain.body());
+    assert!(decompressed.contains("a_total 1\n"));
+    for (value, expected) in [
+        ("GZIP", true),
+        ("br;q=1, gzip ; Q=0.001", true),
+        ("gzip;q=0", false),
+        ("gzip; q=0.0, br", false),
+        ("gzip;q=x", false),
+        ("br", false),
+    ] {
+        let headers = HeaderMap::from_iter([(ACCEPT_ENCODING, HeaderValue::from_static(value))]);
+        assert_eq!(accepts_gzip(&headers), expected, "{value}");
+    }
 }
 
 #[tokio::test]
@@ -127,6 +138,12 @@ async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
         .body(Full::new(Bytes::from(vec![0; MAX_BODY_BYTES + 1])))
         .unwrap();
     assert_eq!(send(running.addr, req).await.status(), StatusCode::PAYLOAD_TOO_LARGE);
+    let mut stream = TcpStream::connect(running.addr).await.unwrap();
+    let invalid_chunk = b"PUT /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno number\r\n";
+    stream.write_all(invalid_chunk).await.unwrap();
+    let mut rsp = Vec::new();
+    stream.read_to_end(&mut rsp).await.unwrap();
+    assert!(rsp.starts_with(b"HTTP/1.1 400"), "{}", String::from_utf8_lossy(&rsp));
 }
 
 #[tokio::test]
@@ -155,21 +172,21 @@ async fn a_connection_that_starts_with_tls_goes_to_the_terminator() {
     let running = start().await;
     let mut stream = TcpStream::connect(running.addr).await.unwrap();
     stream.write_all(b"\x16\x03\x01\x00\x05hello\r\n\r\n").await.unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).await.unwrap();
-    assert!(!answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+    let mut rsp = Vec::new();
+    stream.read_to_end(&mut rsp).await.unwrap();
+    assert!(!rsp.starts_with(b"HTTP/1.1 200"), "{rsp:?}");
 }
 
 #[tokio::test]
 async fn all_requests_but_probes_are_authorized() {
-    let guard: AuthorizeFn = Arc::new(|caller, head| {
+    let authorize: AuthorizeFn = Arc::new(|caller, head| {
         assert!(caller.client.ip().is_loopback() && caller.tls == Tls::None);
         Box::pin(std::future::ready(match head.uri.path() {
             "/echo" => Ok(()),
             _ => Err(StatusCode::FORBIDDEN),
         }))
     });
-    let running = start_with(|admin| admin.authorize_with(guard)).await;
+    let running = start_with(|admin| admin.authorize_with(authorize)).await;
     for (path, status) in [
         ("/metrics", StatusCode::FORBIDDEN),
         ("/echo", StatusCode::OK),
@@ -228,8 +245,8 @@ async fn probes_are_answered_while_other_clients_hold_all_connections() {
             idle_clients.push(idle_client);
         }
         for path in ["/live", "/ready"] {
-            let answered = timeout(Duration::from_secs(5), send(running.addr, get(path))).await;
-            let rsp = answered.unwrap_or_else(|_| panic!("{path} is not answered, after {start:?}"));
+            let received = timeout(Duration::from_secs(5), send(running.addr, get(path))).await;
+            let rsp = received.unwrap_or_else(|_| panic!("{path} has no response, after {start:?}"));
             assert_eq!(rsp.status(), StatusCode::OK, "{path}");
         }
     }

@@ -1,14 +1,20 @@
 //! Connection limit of a listener, shared fairly between clients.
 //!
-//! When the limit is reached, a new connection replaces an open one. The first rule that applies selects it:
+//! When the limit is reached, a new connection replaces an open one without a verified identity. The first rule that applies
+//! selects it:
 //! 1. a connection of a client address that has more than its fair share;
 //! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
-//! 3. an unused or idle connection of the addresses that have the most connections;
+//! 3. an unused or idle connection of the addresses that have the most connections, if that is more than one;
 //! 4. the connection that has been idle for the longest time.
 //!
-//! Connections with a verified identity are evicted last. They can hold at least three quarters of the limit. If fewer than
-//! a quarter of the limit are unverified, a verified client or identity above its share loses a connection instead.
-//! With [`FullLimitPolicy::CloseUnusedOnly`], an address does not lose used connections to its own new ones.
+//! The fair share is the limit divided by the number of clients, but at least four connections.
+//! With [`SelfEviction::UnusedOnly`], an address does not lose used connections to its own new ones.
+//!
+//! A connection with a verified identity is evicted in two cases only:
+//! - Less than a quarter of the limit is unverified, and a verified client or identity has more than its fair share. It loses a
+//!   connection, so verified connections never keep unverified ones out of the last quarter.
+//! - All connections are verified, and no client has more than its fair share. The client with the most connections loses one;
+//!   if each client has one, the new connection is refused.
 
 mod eviction;
 
@@ -28,19 +34,18 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::metrics::{Counter, Labels, Registry};
-pub use eviction::FullLimitPolicy;
+pub use eviction::SelfEviction;
 use eviction::{Connection, Connections, EvictionParams, global_network};
 
 /// The connection limit of one listener.
 pub struct ConnectionLimiter {
     server: &'static str,
     max: usize,
-    full_limit_policy: FullLimitPolicy,
+    self_eviction: SelfEviction,
     state: Mutex<Connections>,
     warned_at: Mutex<Option<Instant>>,
-    /// Connections that were evicted. The next counter has those that were refused.
-    closed: Arc<Counter>,
-    refused: Arc<Counter>,
+    n_evicted: Arc<Counter>,
+    n_refused: Arc<Counter>,
 }
 
 /// Counts one connection towards the limit until it is dropped.
@@ -49,27 +54,28 @@ pub struct ConnectionPermit {
     connection: Arc<Connection>,
 }
 
-/// Records the activity of an admitted connection, and the task that serves it.
+/// Access to an admitted connection: records its activity, and sets the task that eviction aborts. It is not a permit: the
+/// connection may end before its handles.
 #[derive(Clone)]
-pub struct ActivityTracker(Arc<Connection>);
+pub struct ConnectionHandle(Arc<Connection>);
 
 /// A stream that records its activity.
 pub struct TrackedStream<S> {
     stream: S,
-    activity: ActivityTracker,
+    connection: ConnectionHandle,
 }
 
 impl ConnectionLimiter {
     /// A limiter for at most `max` connections. Metrics and logs use the server's name.
-    pub fn new(server: &'static str, max: usize, full_limit_policy: FullLimitPolicy, registry: &Registry) -> Arc<Self> {
+    pub fn new(server: &'static str, max: usize, self_eviction: SelfEviction, registry: &Registry) -> Arc<Self> {
         Arc::new(Self {
             server,
             max,
-            full_limit_policy,
+            self_eviction,
             state: Mutex::default(),
             warned_at: Mutex::default(),
-            closed: closed_counter(server, "evicted", registry),
-            refused: closed_counter(server, "limit_reached", registry),
+            n_evicted: closed_counter(server, "evicted", registry),
+            n_refused: closed_counter(server, "limit_reached", registry),
         })
     }
 
@@ -79,7 +85,7 @@ impl ConnectionLimiter {
         let client = client.to_canonical();
         let params = EvictionParams {
             max: self.max,
-            full_limit_policy: self.full_limit_policy,
+            self_eviction: self.self_eviction,
             now: Instant::now(),
         };
         let mut state = self.state.lock();
@@ -88,17 +94,17 @@ impl ConnectionLimiter {
             victim = state.evict_for(client, params);
             if victim.is_none() {
                 drop(state);
-                self.refused.inc();
+                self.n_refused.inc();
                 self.warn(client);
                 return None;
             }
         }
         let connection = state.add(client, params.now);
         drop(state);
-        if let Some(closed) = victim {
-            closed.close();
-            self.closed.inc();
-            self.warn(closed.ip);
+        if let Some(evicted) = victim {
+            evicted.close();
+            self.n_evicted.inc();
+            self.warn(evicted.ip);
         }
         Some(ConnectionPermit {
             limiter: self.clone(),
@@ -134,18 +140,18 @@ impl ConnectionPermit {
 
     /// Records that bytes were read or written.
     pub fn record_activity(&self) {
-        self.connection.mark();
+        self.connection.record_activity();
     }
 
-    pub fn activity(&self) -> ActivityTracker {
-        ActivityTracker(self.connection.clone())
+    pub fn handle(&self) -> ConnectionHandle {
+        ConnectionHandle(self.connection.clone())
     }
 
     /// Wraps the stream so that its reads and writes are recorded as activity.
     pub fn track<S>(&self, stream: S) -> TrackedStream<S> {
         TrackedStream {
             stream,
-            activity: self.activity(),
+            connection: self.handle(),
         }
     }
 }
@@ -162,36 +168,40 @@ impl Drop for ConnectionPermit {
     }
 }
 
-impl ActivityTracker {
+impl ConnectionHandle {
     /// Records that bytes were read or written.
     pub fn record_activity(&self) {
-        self.0.mark();
+        self.0.record_activity();
     }
 
-    /// Sets the task that serves the connection; eviction aborts it.
+    /// Sets the first task that serves the connection; eviction aborts it.
     ///
-    /// The task may run before this call and call [`replace_task`](Self::replace_task) first; that task is kept.
+    /// The task is already running. If it has handed the connection over with [`replace_task`](Self::replace_task) before this
+    /// call, the newer task is kept.
     pub fn set_task(&self, task: AbortHandle) {
-        self.update_task(|current| current.get_or_insert(task));
-    }
-
-    /// Sets the task that continues to serve the connection.
-    pub fn replace_task(&self, task: AbortHandle) {
-        self.update_task(|current| current.insert(task));
-    }
-
-    fn update_task(&self, choose: impl FnOnce(&mut Option<AbortHandle>) -> &mut AbortHandle) {
         let mut current = self.0.task.lock();
-        let task = choose(&mut current);
+        let task = current.get_or_insert(task);
+        self.abort_if_evicted(task);
+    }
+
+    /// Sets the task that continues to serve the connection; eviction aborts it instead of the previous one.
+    pub fn replace_task(&self, task: AbortHandle) {
+        let mut current = self.0.task.lock();
+        let task = current.insert(task);
+        self.abort_if_evicted(task);
+    }
+
+    /// Aborts a task of a connection that was evicted before the task was set.
+    fn abort_if_evicted(&self, task: &AbortHandle) {
         if self.0.is_closed.load(Ordering::Relaxed) {
             task.abort();
         }
     }
 }
 
-impl fmt::Debug for ActivityTracker {
+impl fmt::Debug for ConnectionHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ActivityTracker({})", self.0.ip)
+        write!(f, "ConnectionHandle({})", self.0.ip)
     }
 }
 
@@ -216,7 +226,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TrackedStream<S> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
         if buf.filled().len() > before {
-            self.activity.record_activity();
+            self.connection.record_activity();
         }
         Poll::Ready(Ok(()))
     }
@@ -225,7 +235,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TrackedStream<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for TrackedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
-        self.activity.record_activity();
+        self.connection.record_activity();
         Poll::Ready(Ok(written))
     }
 
@@ -235,7 +245,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TrackedStream<S> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
-        self.activity.record_activity();
+        self.connection.record_activity();
         Poll::Ready(Ok(written))
     }
 

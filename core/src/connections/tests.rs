@@ -11,7 +11,7 @@ fn ip(last: u8) -> IpAddr {
 }
 
 fn limiter(max: usize) -> Arc<ConnectionLimiter> {
-    ConnectionLimiter::new("test", max, FullLimitPolicy::CloseIdlest, &Registry::new())
+    ConnectionLimiter::new("test", max, SelfEviction::Idlest, &Registry::new())
 }
 
 fn is_closed(permit: &ConnectionPermit) -> bool {
@@ -57,9 +57,7 @@ fn a_client_with_two_connections_loses_an_idle_one() {
 async fn unused_connections_are_evicted_before_used_ones() {
     let limiter = limiter(8);
     let permits: Vec<_> = (1..9).map(|n| limiter.admit(ip(n)).unwrap()).collect();
-    permits[..6]
-        .iter()
-        .for_each(|permit| permit.activity().record_activity());
+    permits[..6].iter().for_each(|permit| permit.record_activity());
     advance(Duration::from_secs(2)).await;
     // The second activity check finds the used ones idle.
     let new_clients: Vec<_> = (11..16).map(|n| limiter.admit(ip(n)).unwrap()).collect();
@@ -73,12 +71,12 @@ async fn unused_connections_are_evicted_before_used_ones() {
 async fn a_new_client_gets_time_to_send_its_first_byte() {
     let limiter = limiter(8);
     let flood: Vec<_> = (1..8).map(|n| limiter.admit(ip(n)).unwrap()).collect();
-    flood.iter().for_each(|permit| permit.activity().record_activity());
+    flood.iter().for_each(|permit| permit.record_activity());
     let new_client = limiter.admit(ip(20)).unwrap();
     let more: Vec<_> = (31..38)
         .map(|n| {
             let permit = limiter.admit(ip(n)).unwrap();
-            permit.activity().record_activity();
+            permit.record_activity();
             permit
         })
         .collect();
@@ -95,12 +93,12 @@ async fn a_new_client_gets_time_to_send_its_first_byte() {
 #[test]
 fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
     for is_in_use in [false, true] {
-        let limiter = ConnectionLimiter::new("test", 30, FullLimitPolicy::CloseUnusedOnly, &Registry::new());
+        let limiter = ConnectionLimiter::new("test", 30, SelfEviction::UnusedOnly, &Registry::new());
         let mut flood = Vec::new();
         let mut attack = |n: u8| {
             if let Some(permit) = limiter.admit(ip(n)) {
                 if is_in_use {
-                    permit.activity().record_activity();
+                    permit.record_activity();
                 }
                 flood.push(permit);
             }
@@ -112,34 +110,51 @@ fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn of_many_clients_with_the_same_count_all_are_checked_in_turn() {
+    const N_CLIENTS: u8 = 67;
+    let limiter = limiter(2 * usize::from(N_CLIENTS));
+    let permits: Vec<_> = (0..2 * N_CLIENTS)
+        .rev()
+        .map(|n| limiter.admit(ip(n % N_CLIENTS)).unwrap())
+        .collect();
+    let (unused, used): (Vec<_>, Vec<_>) = permits.iter().partition(|permit| permit.connection.ip == ip(0));
+    let mut new_clients = Vec::new();
+    for n in 0..2 {
+        used.iter().for_each(|permit| permit.record_activity());
+        new_clients.push(limiter.admit(ip(200 + n)).unwrap());
+    }
+    assert!(unused.into_iter().any(is_closed), "the lowest address");
+}
+
 #[test]
 fn the_longest_idle_connection_of_an_address_is_evicted() {
     let limiter = limiter(3);
     let permits = [(); 3].map(|()| limiter.admit(ip(1)).unwrap());
-    permits[0].activity().record_activity();
+    permits[0].record_activity();
     let _newer = limiter.admit(ip(1)).unwrap();
     assert_eq!([false, true, false], [0, 1, 2].map(|i| is_closed(&permits[i])));
-    permits[2].activity().record_activity();
-    permits[0].activity().record_activity();
+    permits[2].record_activity();
+    permits[0].record_activity();
     let _newest = limiter.admit(ip(1)).unwrap();
     let closed = [0, 1, 2].map(|i| is_closed(&permits[i]));
     assert_eq!([false, true, false], closed, "only the second connection was idle");
 }
 
 #[test]
-fn a_client_keeps_the_connections_that_it_uses_and_shares_with_others() {
-    let limiter = ConnectionLimiter::new("test", 6, FullLimitPolicy::CloseUnusedOnly, &Registry::new());
+fn a_client_keeps_its_used_connections_unless_another_client_needs_one() {
+    let limiter = ConnectionLimiter::new("test", 6, SelfEviction::UnusedOnly, &Registry::new());
     let [used, ..] = &[(); 4].map(|()| {
         let permit = limiter.admit(ip(1)).unwrap();
-        permit.activity().record_activity();
+        permit.record_activity();
         permit
     });
     let silent = limiter.admit(ip(1)).unwrap();
     let used_too = limiter.admit(ip(1)).unwrap();
-    used_too.activity().record_activity();
+    used_too.record_activity();
     let new_client = limiter.admit(ip(1)).unwrap();
     assert_eq!([used, &silent, &used_too].map(is_closed), [false, true, false]);
-    new_client.activity().record_activity();
+    new_client.record_activity();
     assert!(limiter.admit(ip(1)).is_none());
     let other = limiter.admit(ip(2)).unwrap();
     assert_eq!(limiter.n_connections(), 6, "one of them is closed for the new client");
@@ -242,18 +257,18 @@ fn each_private_address_is_a_client_and_each_global_slash_64_is_one() {
 #[tokio::test]
 async fn an_evicted_connection_ends_even_if_its_task_is_set_later() {
     let limiter = limiter(1);
-    for is_named_late in [false, true] {
+    for is_set_late in [false, true] {
         let permit = limiter.admit(ip(1)).unwrap();
-        let activity = permit.activity();
+        let handle = permit.handle();
         let task = tokio::spawn(async move {
             let _permit = permit;
             std::future::pending::<()>().await;
         });
         let mut new_client = None;
-        if is_named_late {
+        if is_set_late {
             new_client = limiter.admit(ip(2));
         }
-        activity.set_task(task.abort_handle());
+        handle.set_task(task.abort_handle());
         new_client.get_or_insert_with(|| limiter.admit(ip(2)).unwrap());
         assert!(task.await.unwrap_err().is_cancelled());
         assert_eq!(limiter.n_connections(), 1);

@@ -29,6 +29,7 @@ pub(super) struct FamilyStore<M> {
     series: RwLock<HashMap<Labels, Series<M>>>,
     /// Shared by all further label sets once the family is full.
     overflow: Arc<M>,
+    /// Number of lookups that returned `overflow`.
     n_overflows: AtomicU64,
 }
 
@@ -92,7 +93,7 @@ impl<M> FamilyStore<M> {
 impl<M: Metric> AnyFamily for FamilyStore<M> {
     fn render(&self, name: &str, out: &mut String) {
         let all = self.all();
-        if all.is_empty() {
+        if all.is_empty() && self.n_overflows() == 0 {
             return;
         }
         self.describe(name, out);
@@ -109,7 +110,8 @@ impl<M: Metric> AnyFamily for FamilyStore<M> {
     }
 
     fn retire(&self, now: Instant, idle: Duration) {
-        // New handles need this lock, so a strong count of one cannot grow here.
+        // New handles need this lock, so a strong count of one cannot grow here. The handles of a scrape at the same time only
+        // prolong the life of the series.
         self.series.write().retain(|_, series| {
             let fingerprint = series.value.fingerprint();
             let is_in_use = Arc::strong_count(&series.value) > 1 || fingerprint != series.last_fingerprint;

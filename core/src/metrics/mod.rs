@@ -2,7 +2,7 @@
 //!
 //! A module registers its families once, takes a handle for each label set when a route or endpoint is built, and only adds
 //! to that handle during a request. [`Registry::retire`] drops series whose handles are dropped.
-//! Other registries do not offer both: handles without lookups, and removal of unused series.
+//! Other registries do not have both: handles without lookups, and removal of unused series.
 
 mod family;
 mod labels;
@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use self::family::{AnyFamily, FamilyStore};
 pub use self::labels::Labels;
 pub use self::text::Description;
-pub use self::values::{Counter, Gauge, Histogram, Seconds};
+pub use self::values::{Counter, FloatGauge, Gauge, Histogram};
 use self::values::{Kind, Metric};
 
 /// All metrics of a process; clones share them.
@@ -37,7 +37,8 @@ pub struct Family<M> {
     store: Arc<FamilyStore<M>>,
 }
 
-/// Registers `process_*`: CPU time, memory, descriptors, threads and network bytes of this process.
+/// Registers `process_*`: CPU time, memory, descriptors, and threads of this process, and network bytes of its
+/// network namespace.
 ///
 /// Values that `/proc` does not provide are omitted.
 pub fn process_metrics(registry: &Registry) {
@@ -67,17 +68,19 @@ impl Registry {
     /// Returns the family of counters with this name; later calls return the same family.
     ///
     /// # Panics
-    /// If a family of another type has the name. The same holds for [`gauge`](Self::gauge), [`seconds`](Self::seconds) and
+    /// If a family of another type has the name. The same holds for [`gauge`](Self::gauge), [`float_gauge`](Self::float_gauge) and
     /// [`histogram`](Self::histogram).
     pub fn counter(&self, name: &str, help: &str) -> Family<Counter> {
         self.family(name, help, Kind::Counter)
     }
 
+    /// A family of gauges with integer values.
     pub fn gauge(&self, name: &str, help: &str) -> Family<Gauge> {
         self.family(name, help, Kind::Gauge)
     }
 
-    pub fn seconds(&self, name: &str, help: &str) -> Family<Seconds> {
+    /// A family of gauges with fractions, such as seconds.
+    pub fn float_gauge(&self, name: &str, help: &str) -> Family<FloatGauge> {
         self.family(name, help, Kind::Gauge)
     }
 
@@ -96,9 +99,10 @@ impl Registry {
         self.shared.render_hooks.lock().push(Box::new(measure));
     }
 
-    /// All registered families, also those without series, and those of the collectors.
+    /// All metrics of [`render`](Self::render), and the families without series.
     pub fn descriptions(&self) -> Vec<Description> {
         let mut out = String::new();
+        write_overflow_header(&mut out);
         for (name, family) in self.shared.families.read().iter() {
             family.describe(name, &mut out);
         }
@@ -108,7 +112,8 @@ impl Registry {
         text::parse_headers(&out)
     }
 
-    /// All metrics in the Prometheus text format, sorted by name; families without series are omitted.
+    /// All metrics in the Prometheus text format: the families, sorted by name, then the counter of overflows, then the text
+    /// of the collectors. Families without series are omitted.
     pub fn render(&self) -> String {
         for measure in self.shared.render_hooks.lock().iter() {
             measure();
@@ -132,9 +137,10 @@ impl Registry {
         out
     }
 
-    /// Drops series without handles that have not changed for `idle`, as observed by the calls of this function.
+    /// Drops series without handles that have not changed for `idle`.
     ///
-    /// This way a request does not read the clock. A series may live longer by the interval between two calls.
+    /// Changes are detected by a comparison of the values at two calls, so that requests need not read the clock. A series may
+    /// therefore live longer by the interval between two calls.
     pub fn retire(&self, idle: Duration) {
         let now = Instant::now();
         for family in self.shared.families.read().values() {
@@ -155,7 +161,7 @@ impl Registry {
 impl<M: Metric> Family<M> {
     /// The series with these labels, created on first use.
     ///
-    /// A family has at most 10 000 series; further label sets share one series with the label `overflow="true"`.
+    /// A family has at most 10,000 series; further label sets share one series with the label `overflow="true"`.
     pub fn get(&self, labels: &Labels) -> Arc<M> {
         self.store.get(labels)
     }
@@ -181,22 +187,19 @@ fn render_overflows(families: &[(String, Arc<dyn AnyFamily>)], out: &mut String)
     if full.is_empty() {
         return;
     }
-    let name = "tulle_metrics_series_overflow_total";
-    text::write_header(
-        out,
-        name,
-        "Label sets that use the overflow series because their metric family is full.",
-        Kind::Counter.as_str(),
-    );
+    write_overflow_header(out);
     for (family_name, family) in full {
-        text::write_sample(
-            out,
-            name,
-            &Labels::new().with("family", family_name),
-            family.n_overflows(),
-        );
+        let labels = Labels::new().with("family", family_name);
+        text::write_sample(out, OVERFLOW_METRIC, &labels, family.n_overflows());
     }
 }
+
+fn write_overflow_header(out: &mut String) {
+    let help = "Lookups of label sets that were counted in the overflow series, because their metric family is full.";
+    text::write_header(out, OVERFLOW_METRIC, help, Kind::Counter.as_str());
+}
+
+const OVERFLOW_METRIC: &str = "tulle_metrics_series_overflow_total";
 
 #[cfg(test)]
 mod tests;

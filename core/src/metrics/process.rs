@@ -38,9 +38,9 @@ pub(super) fn write(out: &mut String) {
     }
     if let Ok(text) = fs::read_to_string("/proc/self/net/dev") {
         let (received, transmitted) = parse_net_dev(&text);
-        let help = "Bytes received on all interfaces except loopback.";
+        let help = "Bytes received on all interfaces of the network namespace except loopback.";
         counter(out, "process_network_receive_bytes_total", help, received);
-        let help = "Bytes transmitted on all interfaces except loopback.";
+        let help = "Bytes transmitted on all interfaces of the network namespace except loopback.";
         counter(out, "process_network_transmit_bytes_total", help, transmitted);
     }
 }

@@ -30,25 +30,25 @@ impl Samples {
         Self(text.lines().filter_map(sample).collect())
     }
 
-    /// The samples of one family that have these labels.
-    pub fn family<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
+    /// The samples with this name that have these labels. Those of a histogram are named `…_bucket`, `…_sum` and `…_count`.
+    pub fn named<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
         self.0
             .iter()
             .filter(move |sample| sample.name == name && sample.matches(labels))
     }
 
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        self.family(name, labels).map(|sample| sample.value).sum()
+        self.named(name, labels).map(|sample| sample.value).sum()
     }
 }
 
-/// Iterates over the samples of the wanted families. Other lines are parsed up to the name only.
-pub fn parse_families(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Item = Sample> {
-    let is_one = move |line: &&str| {
+/// Iterates over the samples with wanted names. Other lines are parsed up to the name only.
+pub fn parse_named(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Item = Sample> {
+    let has_wanted_name = move |line: &&str| {
         let name = line.trim_start().split(['{', ' ']).next();
         name.is_some_and(is_wanted)
     };
-    text.lines().filter(is_one).filter_map(sample)
+    text.lines().filter(has_wanted_name).filter_map(sample)
 }
 
 /// Parses `name{key="value",…} number`, optionally followed by a timestamp.
@@ -57,8 +57,11 @@ fn sample(line: &str) -> Option<Sample> {
     if line.is_empty() || line.starts_with('#') {
         return None;
     }
-    let end = line.find(['{', ' '])?;
-    let (name, rest) = line.split_at(end);
+    let name_end = line.find(['{', ' '])?;
+    let (name, rest) = line.split_at(name_end);
+    if name.is_empty() {
+        return None;
+    }
     let (labels, rest) = match rest.strip_prefix('{') {
         Some(inside) => labels(inside)?,
         None => (Vec::new(), rest),
@@ -120,7 +123,7 @@ mod tests {
         );
         assert_eq!(samples.sum("request_total", &[("direction", "inbound")]), 15.0);
         assert_eq!(samples.sum("request_total", &[("tls", "true")]), 12.0);
-        let escaped = samples.family("escaped", &[]).next().unwrap();
+        let escaped = samples.named("escaped", &[]).next().unwrap();
         assert_eq!(escaped.label("reason"), Some("a \"b\" \\ c, d}\n"));
         assert_eq!(escaped.value, 1500.0);
         assert_eq!(samples.sum("plain", &[]), 7.0);
@@ -128,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_are_no_samples_are_left_out() {
+    fn lines_that_are_not_samples_are_skipped() {
         for line in [
             "",
             "#",
@@ -141,10 +144,10 @@ mod tests {
             "{} 1 2 3",
             "}{",
         ] {
-            let samples = Samples::parse(line);
-            assert!(samples.0.len() <= 1, "{line}");
+            let samples = Samples::parse(&format!("before 1\n{line}\nafter 2\n"));
+            let names: Vec<_> = samples.0.iter().map(|sample| sample.name.as_str()).collect();
+            assert_eq!(names, ["before", "after"], "{line}");
         }
-        assert!(Samples::parse("name{a=\"b\"} x").0.is_empty());
     }
 
     proptest::proptest! {

@@ -43,9 +43,9 @@ fn histograms_are_cumulative_and_a_bound_belongs_to_its_bucket() {
 }
 
 #[test]
-fn measured_gauges_are_current_and_seconds_have_fractions() {
+fn gauges_set_before_render_are_up_to_date_and_can_have_fractions() {
     let registry = Registry::new();
-    let age = registry.seconds("age_seconds", "Age.").get(&Labels::new());
+    let age = registry.float_gauge("age_seconds", "Age.").get(&Labels::new());
     registry.before_render(move || age.set(age.get() + 0.25));
     for expected in ["0.25", "0.5"] {
         let expected = format!("# HELP age_seconds Age.\n# TYPE age_seconds gauge\nage_seconds {expected}\n");
@@ -120,4 +120,13 @@ fn a_full_family_keeps_counting_in_one_series() {
     let text = registry.render();
     assert!(text.contains("a_total{overflow=\"true\"} 2\n"));
     assert!(text.contains("tulle_metrics_series_overflow_total{family=\"a_total\"} 2\n"));
+    drop(held);
+    registry.retire(Duration::ZERO);
+    registry.retire(Duration::ZERO);
+    let text = registry.render();
+    assert!(!text.contains("n=\""));
+    assert!(
+        text.contains("a_total{overflow=\"true\"} 2\n"),
+        "the overflow counter does not disappear"
+    );
 }

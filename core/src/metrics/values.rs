@@ -10,14 +10,15 @@ pub struct Counter {
     value: AtomicU64,
 }
 
+/// A gauge with integer values.
 #[derive(Debug, Default)]
 pub struct Gauge {
     value: AtomicI64,
 }
 
-/// A duration or a timestamp in seconds, with fractions.
+/// A gauge with fractions, such as a duration or a timestamp in seconds.
 #[derive(Debug, Default)]
-pub struct Seconds {
+pub struct FloatGauge {
     /// The bits of an `f64`.
     bits: AtomicU64,
 }
@@ -77,7 +78,7 @@ impl Gauge {
     }
 }
 
-impl Seconds {
+impl FloatGauge {
     pub fn set(&self, value: f64) {
         self.bits.store(value.to_bits(), Ordering::Relaxed);
     }
@@ -136,7 +137,7 @@ impl Metric for Gauge {
     }
 }
 
-impl Metric for Seconds {
+impl Metric for FloatGauge {
     fn new(_: Kind) -> Self {
         Self::default()
     }

@@ -90,7 +90,7 @@ annotations! {
         objects: "Pod",
         values: GO_DURATION,
         default: "`proxyInit.closeWaitTimeoutSecs`",
-        meaning: "Conntrack timeout of half-closed connections, in whole seconds. It needs the value \
+        meaning: "Conntrack timeout of half-closed connections; fractions of a second are dropped. It needs the value \
                   `proxyInit.runAsRoot` to be true.",
     }
 
@@ -146,8 +146,8 @@ annotations! {
         objects: "Namespace, Pod",
         values: BOOLEAN,
         default: "`true`",
-        meaning: "The kubelet sends `tcpSocket`, `grpc` and HTTPS probes to the proxy, which makes them in its place; \
-                  `false` leaves them as declared. Not in Linkerd.",
+        meaning: "Replaces `tcpSocket`, `grpc` and HTTPS probes by a request to the proxy, which executes the original \
+                  probe; `false` leaves them unchanged. Not in Linkerd.",
     }
 
     // The proxy
@@ -179,14 +179,15 @@ annotations! {
         objects: "Pod",
         values: BOOLEAN,
         default: "`proxy.nativeSidecar`",
-        meaning: "An older name of `config.linkerd.io/proxy-enable-native-sidecar`, which takes precedence.",
+        meaning: "Older name of `config.linkerd.io/proxy-enable-native-sidecar`. If both are set, \
+                  `config.linkerd.io/proxy-enable-native-sidecar` applies.",
     }
     ALPHA_ENABLE_NATIVE_SIDECAR = "config.alpha.linkerd.io/proxy-enable-native-sidecar" {
         objects: "Namespace, Pod",
         values: BOOLEAN,
         default: "`proxy.nativeSidecar`",
-        meaning: "An older name of `config.linkerd.io/proxy-enable-native-sidecar`; that and the `config.beta` name \
-                  take precedence.",
+        meaning: "Older name of `config.linkerd.io/proxy-enable-native-sidecar`. If that or the `config.beta` name is \
+                  set too, this one has no effect.",
     }
     PROXY_AWAIT = "config.linkerd.io/proxy-await" {
         objects: "Namespace, Pod",
@@ -271,13 +272,14 @@ annotations! {
         objects: "Namespace, Pod",
         values: GO_DURATION,
         default: "`proxy.inboundDiscoveryCacheUnusedTimeout`",
-        meaning: "Time after which the proxy forgets the policy of an unused inbound port, in whole seconds.",
+        meaning: "Time after which the proxy forgets the policy of an unused inbound port; fractions of a second are \
+                  dropped.",
     }
     PROXY_OUTBOUND_DISCOVERY_CACHE_TIMEOUT = "config.linkerd.io/proxy-outbound-discovery-cache-unused-timeout" {
         objects: "Namespace, Pod",
         values: GO_DURATION,
         default: "`proxy.outboundDiscoveryCacheUnusedTimeout`",
-        meaning: "Time after which the proxy forgets an unused destination, in whole seconds.",
+        meaning: "Time after which the proxy forgets an unused destination; fractions of a second are dropped.",
     }
 
     // Resources
@@ -297,7 +299,7 @@ annotations! {
         objects: "Pod",
         values: "a number above `0` and below `1`",
         default: "`proxy.runtime.workers.maximumCPURatio`",
-        meaning: "Maximum number of worker threads, as a share of the node's CPUs.",
+        meaning: "Maximum number of worker threads, as a fraction of the node's CPUs.",
     }
     PROXY_MEMORY_REQUEST = "config.linkerd.io/proxy-memory-request" {
         objects: "Namespace, Pod",
@@ -359,8 +361,9 @@ annotations! {
         objects: "Pod",
         values: "a text",
         default: "`proxy.tracing.labels`",
-        meaning: "An attribute of all spans of the proxy. `service.name` is also the service name of its traces, which \
-                  is by default that of a label or `proxy.tracing.traceServiceName`.",
+        meaning: "An attribute of all spans of the proxy. `service.name` sets the service name of its traces; without \
+                  it, the label `app.kubernetes.io/instance`, then `app.kubernetes.io/name`, then \
+                  `proxy.tracing.traceServiceName` applies.",
     }
     DISABLE_TAP = "viz.linkerd.io/disable-tap" {
         objects: "Namespace, Pod",
@@ -412,7 +415,7 @@ annotations! {
     }
     RETRY_LIMIT = "retry.linkerd.io/limit" {
         objects: "Service, EgressNetwork, HTTPRoute, GRPCRoute",
-        values: "a number up to `65535`; `0` is the default",
+        values: "a number up to `65535`; `0` counts as not set",
         default: "`1`",
         meaning: "The maximum number of retries of a request.",
     }
@@ -447,39 +450,39 @@ annotations! {
         objects: "Service, EgressNetwork",
         values: "`consecutive` or `unified`",
         default: "none",
-        meaning: "Circuit breaking: takes an endpoint out of the balancer after consecutive failures, and with \
+        meaning: "Circuit breaking: ejects an endpoint from the balancer after consecutive failures, and with \
                   `unified` also if its success rate is low.",
     }
     CONSECUTIVE_MAX_FAILURES = "balancer.linkerd.io/failure-accrual-consecutive-max-failures" {
         objects: "Service, EgressNetwork",
         values: "a number; with `unified`, `0` for no maximum",
         default: "`7`",
-        meaning: "The number of consecutive failures after which the breaker takes an endpoint out.",
+        meaning: "The number of consecutive failures after which the breaker ejects an endpoint.",
     }
     CONSECUTIVE_MIN_PENALTY = "balancer.linkerd.io/failure-accrual-consecutive-min-penalty" {
         objects: "Service, EgressNetwork",
         values: DURATION,
         default: "`1s`",
-        meaning: "The time until the first probe request to an endpoint that the breaker has taken out.",
+        meaning: "The delay before the first probe request to an ejected endpoint.",
     }
     CONSECUTIVE_MAX_PENALTY = "balancer.linkerd.io/failure-accrual-consecutive-max-penalty" {
         objects: "Service, EgressNetwork",
         values: DURATION,
         default: "`60s`",
-        meaning: "The maximum time between probe requests, which grows with each that fails. It is not below the \
-                  minimum.",
+        meaning: "The delay between probe requests doubles after each failure, up to this maximum. A value below the \
+                  minimum penalty counts as the minimum penalty.",
     }
     CONSECUTIVE_JITTER_RATIO = "balancer.linkerd.io/failure-accrual-consecutive-jitter-ratio" {
         objects: "Service, EgressNetwork",
         values: "a number from `0` to `100`",
         default: "`0.5`",
-        meaning: "The maximum random extension of the time between probe requests, as a share of it.",
+        meaning: "The maximum random addition to the delay between probe requests, as a fraction of the delay.",
     }
     SUCCESS_RATE_THRESHOLD = "balancer.alpha.linkerd.io/failure-accrual-success-rate-threshold" {
         objects: "Service, EgressNetwork",
         values: "a number from `0` to `1`",
         default: "`0.8`",
-        meaning: "With `unified`, the success rate below which the breaker takes an endpoint out; `0` for none.",
+        meaning: "With `unified`, the success rate below which the breaker ejects an endpoint; `0` for none.",
     }
     SUCCESS_RATE_WINDOW = "balancer.alpha.linkerd.io/failure-accrual-success-rate-window" {
         objects: "Service, EgressNetwork",
@@ -491,7 +494,8 @@ annotations! {
         objects: "Service, EgressNetwork",
         values: "a number from `1` to `1000000`",
         default: "`5`",
-        meaning: "With `unified`, the number of requests in the window from which the success rate counts.",
+        meaning: "With `unified`, the minimum number of requests in the window before the success rate is \
+                  evaluated.",
     }
     HONOR_RETRY_AFTER = "balancer.alpha.linkerd.io/failure-accrual-honor-retry-after" {
         objects: "Service, EgressNetwork",
@@ -509,14 +513,14 @@ annotations! {
         objects: "Service",
         values: DURATION,
         default: "`5s`",
-        meaning: "With `penalize-failures`, the minimum latency that a failed request counts as.",
+        meaning: "With `penalize-failures`, the minimum latency with which a failed request is recorded.",
     }
     LOAD_BIASER_MAX_RETRY_AFTER = "balancer.alpha.linkerd.io/load-biaser-max-retry-after" {
         objects: "Service",
         values: DURATION,
         default: "`300s`",
-        meaning: "With `penalize-failures`, the maximum of a `retry-after` that counts as the latency of a failed \
-                  request.",
+        meaning: "With `penalize-failures`, the upper limit for the `retry-after` of a failed request, which counts as \
+                  its latency.",
     }
 
     // Other clusters
@@ -524,8 +528,8 @@ annotations! {
         objects: "Endpoints, EndpointSlice",
         values: "the name of a service such as `web.shop.svc.east.example`",
         default: "none",
-        meaning: "The name of a mirrored Service in its own cluster, which requests to its endpoints get as their \
-                  authority.",
+        meaning: "The name of the mirrored Service in its own cluster. Requests to its endpoints are sent with this \
+                  name as the authority.",
     }
     REMOTE_GATEWAY_IDENTITY = "mirror.linkerd.io/remote-gateway-identity" {
         objects: "Endpoints, EndpointSlice",
@@ -539,7 +543,7 @@ annotations! {
         objects: "written on Pod, and on objects of the charts",
         values: "`linkerd/proxy-injector VERSION` or `linkerd/cli VERSION`; from the charts `tulle/helm VERSION`",
         default: "none",
-        meaning: "What has injected the pod, or made the object.",
+        meaning: "What has injected the pod, or created the object.",
     }
     PROXY_VERSION = "linkerd.io/proxy-version" {
         objects: "written on Pod",

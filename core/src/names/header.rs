@@ -64,7 +64,7 @@ headers! {
     L5D_REQUEST_TIMEOUT = "l5d-request-timeout" {
         direction: OVERRIDE,
         values: TIMEOUT,
-        meaning: "The older name of `l5d-timeout`, over which it takes precedence.",
+        meaning: "Older name of `l5d-timeout`. If a request has both, this one applies.",
     }
     L5D_RESPONSE_TIMEOUT = "l5d-response-timeout" {
         direction: OVERRIDE,
@@ -98,8 +98,8 @@ headers! {
     L5D_PROXY_ERROR = "l5d-proxy-error" {
         direction: ERROR_RESPONSE,
         values: "a text",
-        meaning: "The error text of a response that a proxy generates. The client's proxy logs that of the server's \
-                  proxy.",
+        meaning: "The error text of a response that a proxy generates. The client's proxy removes that of the server's \
+                  proxy and logs it.",
     }
     L5D_PROXY_CAUSE = "l5d-proxy-cause" {
         direction: ERROR_RESPONSE,
@@ -110,7 +110,7 @@ headers! {
     L5D_PROXY_CONNECTION = "l5d-proxy-connection" {
         direction: ERROR_RESPONSE,
         values: "`close`",
-        meaning: "Asks the peer's proxy to close its application's connection.",
+        meaning: "Tells the client's proxy to close the connection of its application after this response.",
     }
 
     // Between proxies
@@ -139,6 +139,5 @@ pub const CREDENTIALS: [HeaderName; 4] = [
 const APPLICATION_TO_PROXY: &str = "from the application to its proxy";
 const OVERRIDE: &str =
     "from the application to its proxy, if the policy service has the flag `--allow-l5d-request-headers`";
-const ERROR_RESPONSE: &str =
-    "from a proxy to its own application, except in ingress mode, or to the proxy of a meshed client";
+const ERROR_RESPONSE: &str = "to the proxy's own application (not in ingress mode), and to proxies of meshed clients";
 const TIMEOUT: &str = "digits and one of `ms`, `s`, `m`, `h`, `d`, such as `100ms`";

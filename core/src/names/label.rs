@@ -57,7 +57,7 @@ labels! {
     PROXY_OWNER_PREFIX = "linkerd.io/proxy-" + "KIND" {
         objects: "Pod",
         set_by: "the injector",
-        meaning: "The name of the pod's owner, which is of this kind: `deployment`, `replicaset`, \
+        meaning: "The name of the pod's owner. KIND is the kind of the owner: `deployment`, `replicaset`, \
                   `replicationcontroller`, `daemonset`, `statefulset` or `job`; by `tulle inject --manual` also \
                   `cronjob`.",
     }

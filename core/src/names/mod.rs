@@ -35,9 +35,9 @@ pub mod port {
     pub const TELEMETRY: u16 = 8089;
 }
 
-/// Application probes that the proxy makes instead of the kubelet.
+/// Probes of the application that the proxy executes for the kubelet.
 pub mod probes {
-    /// The proxy's environment variable with the probes, a JSON list of [`DeclaredProbe`](crate::probes::DeclaredProbe).
+    /// The proxy's environment variable with the probes, a JSON list of [`OriginalProbe`](crate::probes::OriginalProbe).
     pub const VARIABLE: &str = "TULLE_PROXY_PROBES";
     /// The path prefix of the probes on the proxy's admin server; `<container>/<startup|readiness|liveness>` follows.
     ///

@@ -85,7 +85,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
 pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
     let saved = save_all(flavour, rules)?;
     let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
-    Ok(match saved.iter().any(|(_, saved)| saved.has_ours()) {
+    Ok(match saved.iter().any(|(_, saved)| saved.has_our_rules()) {
         true if equal => Live::Equal,
         true => Live::Different,
         false => Live::Absent,
@@ -118,7 +118,7 @@ pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u1
     for family in in_use(flavour) {
         let saved = save(flavour, family)?;
         ports.extend(saved.redirect_ports());
-        let script = text::let_pass(&saved);
+        let script = text::bypass_script(&saved);
         if !script.is_empty() {
             restore(flavour, family, &script, wait, RestoreMode::Add)?;
         }
@@ -130,10 +130,10 @@ pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u1
 ///
 /// # Errors
 /// If a program is missing or fails.
-pub fn redirectors(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
+pub fn foreign_dnat_chains(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     let mut found = Vec::new();
     for family in in_use(flavour) {
-        let chains = save(flavour, family)?.redirectors();
+        let chains = save(flavour, family)?.foreign_dnat_chains();
         found.extend(
             chains
                 .iter()
@@ -196,8 +196,8 @@ fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(),
 
 fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
     let undone = for_each_family(plans, |plan| {
-        let former = text::undo(&plan.script, &plan.saved);
-        restore(flavour, plan.family, &former, wait, RestoreMode::Replace)
+        let previous = text::undo(&plan.script, &plan.saved);
+        restore(flavour, plan.family, &previous, wait, RestoreMode::Replace)
     });
     match undone {
         Ok(_) => cause,
@@ -231,13 +231,13 @@ fn for_each_family<F: Sync, T: Send>(
     results.into_iter().collect()
 }
 
-/// The tables that tulle uses. The legacy programs create a table when it is requested by name, so all are requested.
+/// Saves without naming a table, because the legacy programs create each table that is named.
 ///
-/// Only root may list the existing legacy tables; other users must request tables by name.
+/// Users other than root cannot list the existing legacy tables, so they have to name them.
 fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
-    let unknown = |error: io::Error| error.kind() == io::ErrorKind::PermissionDenied;
-    if flavour == Flavour::Legacy && fs::read(legacy_tables(family)).is_err_and(unknown) {
+    let is_denied = |error: io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+    if flavour == Flavour::Legacy && fs::read(legacy_tables(family)).is_err_and(is_denied) {
         let nat = run(&program, &["-t", "nat"], "")?;
         // A kernel without the mangle table has no rules in it; if rules are wanted, applying them reports the error.
         let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
@@ -298,7 +298,7 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let lacking = if capabilities::has_net_admin() {
+    let missing_capability = if capabilities::has_net_admin() {
         ""
     } else {
         "; the capability NET_ADMIN is missing"
@@ -306,7 +306,7 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
     Err(IptablesError::Refused {
         program: program.to_owned(),
         status: output.status.to_string(),
-        answer: String::from_utf8_lossy(&output.stderr).trim().to_owned() + lacking,
+        answer: String::from_utf8_lossy(&output.stderr).trim().to_owned() + missing_capability,
     })
 }
 

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::netlink::iptables_nft::IPTABLES_ANSWERS as ANSWERS;
+use crate::iptables_chains::{self, TABLES, TPROXY_REPLIES, is_own_chain};
 use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
 
 /// The output of `iptables-save` for the tables that tulle uses.
@@ -21,8 +21,8 @@ pub(crate) struct SavedRules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Line {
     table: &'static str,
-    /// `text` has no `-A CHAIN` prefix.
     chain: &'static str,
+    /// The rule without its `-A CHAIN` prefix.
     text: String,
 }
 
@@ -42,20 +42,20 @@ impl SavedRules {
     }
 
     /// A section that restores a table as it was, with the rules of other programs.
-    fn whole(&self, table: &str) -> String {
+    fn restore_section(&self, table: &str) -> String {
         let lines = self.lines(table).fold(String::new(), |lines, line| lines + line + "\n");
         format!("*{table}\n{lines}COMMIT\n")
     }
 
     /// Whether any chain or jump of tulle or Linkerd exists.
-    pub(crate) fn has_ours(&self) -> bool {
+    pub(crate) fn has_our_rules(&self) -> bool {
         TABLES
             .iter()
             .any(|(table, _)| !self.chains(table).is_empty() || self.jumps(table).next().is_some())
     }
 
     /// Whether one table contains any chain or jump of tulle or Linkerd.
-    fn has_ours_in(&self, table: &str) -> bool {
+    fn has_our_rules_in(&self, table: &str) -> bool {
         !self.chains(table).is_empty() || self.jumps(table).next().is_some()
     }
 
@@ -68,9 +68,9 @@ impl SavedRules {
     }
 
     /// Chains of other programs that translate destinations.
-    pub(crate) fn redirectors(&self) -> Vec<String> {
-        let strange = self.lines("nat").filter(|line| !is_own_chain(chain_of(line)));
-        let mut chains: Vec<String> = strange
+    pub(crate) fn foreign_dnat_chains(&self) -> Vec<String> {
+        let foreign = self.lines("nat").filter(|line| !is_own_chain(chain_of(line)));
+        let mut chains: Vec<String> = foreign
             .filter(|line| [" -j REDIRECT", " -j DNAT"].iter().any(|target| line.contains(target)))
             .map(|line| chain_of(line).to_owned())
             .collect();
@@ -114,7 +114,7 @@ pub(crate) fn apply(rules: &Rules, family: Family, saved: &SavedRules) -> String
         }
         if !wanted.is_empty() {
             section(&mut text, table, saved, &wanted);
-        } else if saved.has_ours_in(table) {
+        } else if saved.has_our_rules_in(table) {
             removal(&mut text, table, saved);
         }
     }
@@ -126,26 +126,26 @@ pub(crate) fn undo(script: &str, saved: &SavedRules) -> String {
     let written = TABLES
         .iter()
         .filter(|(table, _)| script.contains(&format!("*{table}\n")));
-    written.map(|(table, _)| saved.whole(table)).collect()
+    written.map(|(table, _)| saved.restore_section(table)).collect()
 }
 
 /// A script that removes all our rules; empty if there are none.
 pub(crate) fn remove(saved: &SavedRules) -> String {
     let mut text = String::new();
-    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
         removal(&mut text, table, saved);
     }
     text
 }
 
 /// A script that makes our chains accept new connections, while open connections stay translated.
-pub(crate) fn let_pass(saved: &SavedRules) -> String {
+pub(crate) fn bypass_script(saved: &SavedRules) -> String {
     let mut text = String::new();
-    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
         let chains: Vec<&str> = saved
             .chains(table)
             .into_iter()
-            .filter(|chain| *chain != ANSWERS)
+            .filter(|chain| *chain != TPROXY_REPLIES)
             .collect();
         let _ = writeln!(text, "*{table}");
         declare(&mut text, chains.iter().copied());
@@ -166,24 +166,24 @@ pub(crate) fn matches(rules: &Rules, family: Family, saved: &SavedRules) -> bool
 fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for line in wanted {
-        let there = expected.entry(line.chain).or_default();
+        let lines = expected.entry(line.chain).or_default();
         // A jump is inserted before the existing rules.
-        let index = if is_own_chain(line.chain) { there.len() } else { 0 };
-        there.insert(index, format!("-A {} {}", line.chain, line.text));
+        let index = if is_own_chain(line.chain) { lines.len() } else { 0 };
+        lines.insert(index, format!("-A {} {}", line.chain, line.text));
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
     for line in rules().filter(|line| is_own_chain(chain_of(line)) || is_own_chain(target_of(line))) {
         shown.entry(chain_of(line)).or_default().push(line.to_owned());
     }
-    let ahead = |jump: &str| {
+    let precedes_foreign_rules = |jump: &str| {
         let mut before = rules().filter(|line| chain_of(line) == chain_of(jump));
         before
             .by_ref()
             .take_while(|line| *line != jump)
             .all(|line| is_own_chain(target_of(line)))
     };
-    expected == shown && saved.jumps(table).all(ahead)
+    expected == shown && saved.jumps(table).all(precedes_foreign_rules)
 }
 
 fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
@@ -191,11 +191,11 @@ fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line])
     let of_table = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
         of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
-    let there = saved.chains(table);
-    let gone: Vec<&str> = unused.into_iter().filter(|chain| there.contains(chain)).collect();
+    let existing = saved.chains(table);
+    let deleted: Vec<&str> = unused.into_iter().filter(|chain| existing.contains(chain)).collect();
     // Writing to a String cannot fail; the same holds below.
     let _ = writeln!(text, "*{table}");
-    declare(text, used.into_iter().chain(gone.iter().copied()));
+    declare(text, used.into_iter().chain(deleted.iter().copied()));
     for jump in saved.jumps(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
@@ -204,7 +204,7 @@ fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line])
         let verb = if is_own_chain(line.chain) { "-A" } else { "-I" };
         let _ = writeln!(text, "{verb} {} {}", line.chain, line.text);
     }
-    for chain in gone {
+    for chain in deleted {
         let _ = writeln!(text, "-X {chain}");
     }
     text.push_str("COMMIT\n");
@@ -243,19 +243,24 @@ fn lines(rules: &Rules, family: Family) -> Vec<Line> {
     own.chain(jumps).collect()
 }
 
-fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
-    let (table, chain) = match rule.chain {
-        Chain::Inbound => ("nat", "PROXY_INIT_REDIRECT"),
-        Chain::Outbound => ("nat", "PROXY_INIT_OUTPUT"),
+/// The table and the name of a chain. Base chains of the rules are built-in chains here.
+fn location(chain: Chain) -> (&'static str, &'static str) {
+    match chain {
+        Chain::Inbound => ("nat", iptables_chains::INBOUND),
+        Chain::Outbound => ("nat", iptables_chains::OUTBOUND),
         Chain::Prerouting => ("nat", "PREROUTING"),
         Chain::Output => ("nat", "OUTPUT"),
-        Chain::TproxyInbound => ("mangle", "PROXY_INIT_TPROXY_INBOUND"),
-        Chain::Tproxy => ("mangle", "PROXY_INIT_TPROXY"),
-        Chain::TproxyReplies => ("mangle", ANSWERS),
-        Chain::UnredirectedInbound => ("mangle", "PROXY_INIT_UNREDIRECTED_IN"),
-        Chain::Unredirected => ("mangle", "PROXY_INIT_UNREDIRECTED"),
-        Chain::Invalid => ("mangle", "PROXY_INIT_INVALID"),
-    };
+        Chain::TproxyInbound => ("mangle", iptables_chains::TPROXY_INBOUND),
+        Chain::Tproxy => ("mangle", iptables_chains::TPROXY),
+        Chain::TproxyReplies => ("mangle", TPROXY_REPLIES),
+        Chain::UnredirectedInbound => ("mangle", iptables_chains::UNREDIRECTED_INBOUND),
+        Chain::Unredirected => ("mangle", iptables_chains::UNREDIRECTED),
+        Chain::Invalid => ("mangle", iptables_chains::INVALID),
+    }
+}
+
+fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
+    let (table, chain) = location(rule.chain);
     let line = |matches: &str, comment: &str| {
         let words = [
             matches.to_owned(),
@@ -270,7 +275,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
         }
     };
     let comment = rule.comment.as_str();
-    match rule.tests.as_slice() {
+    match rule.matches.as_slice() {
         [Match::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
             .map(|port| {
                 line(
@@ -279,7 +284,7 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
                 )
             })
             .collect(),
-        [Match::Ports { ports, .. }] => groups(ports)
+        [Match::Ports { ports, .. }] => multiport_groups(ports)
             .map(|group| {
                 line(
                     &format!("-p tcp -m multiport --dports {group}"),
@@ -291,13 +296,13 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
             .iter()
             .map(|net| line(&address(*side, net), &format!("{comment}-{net}")))
             .collect(),
-        tests => vec![line(&conditions(tests), comment)],
+        matches => vec![line(&conditions(matches), comment)],
     }
 }
 
-fn conditions(tests: &[Match]) -> String {
+fn conditions(matches: &[Match]) -> String {
     let (mut interface, mut tcp) = ("", "");
-    let words = tests.iter().map(|test| match test {
+    let words = matches.iter().map(|condition| match condition {
         Match::Tcp => {
             tcp = "-p tcp";
             String::new()
@@ -359,10 +364,7 @@ fn target(action: Action, family: Family) -> String {
         }
         Action::MarkConnection(mark) => format!("-j CONNMARK --set-xmark {mark:#x}/0xffffffff"),
         Action::MarkPacket(mark) => format!("-j MARK --set-xmark {mark:#x}/0xffffffff"),
-        Action::Jump(Chain::TproxyInbound) => "-j PROXY_INIT_TPROXY_INBOUND".to_owned(),
-        Action::Jump(Chain::UnredirectedInbound) => "-j PROXY_INIT_UNREDIRECTED_IN".to_owned(),
-        Action::Jump(Chain::Inbound) => "-j PROXY_INIT_REDIRECT".to_owned(),
-        Action::Jump(_) => "-j PROXY_INIT_OUTPUT".to_owned(),
+        Action::Jump(chain) => format!("-j {}", location(chain).1),
     }
 }
 
@@ -374,7 +376,7 @@ fn each_port(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
 }
 
 /// A multiport match has 15 slots; a range uses two.
-fn groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
+fn multiport_groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     let mut groups: Vec<(usize, Vec<String>)> = Vec::new();
     for port in each_port(ports) {
         let cost = if port.contains(':') { 2 } else { 1 };
@@ -400,45 +402,30 @@ fn target_of(line: &str) -> &str {
     target.and_then(|target| target.split(' ').next()).unwrap_or_default()
 }
 
-fn is_own_chain(chain: &str) -> bool {
-    TABLES.iter().any(|(_, chains)| chains.contains(&chain))
-}
-
-/// The tables that tulle uses, and its chains in them. The names are those of Linkerd, so that either tool can repair the
-/// rules of the other.
-const TABLES: [(&str, &[&str]); 2] = [
-    (
-        "mangle",
-        &[
-            "PROXY_INIT_TPROXY_INBOUND",
-            "PROXY_INIT_TPROXY",
-            ANSWERS,
-            "PROXY_INIT_UNREDIRECTED_IN",
-            "PROXY_INIT_UNREDIRECTED",
-            "PROXY_INIT_INVALID",
-        ],
-    ),
-    ("nat", &["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT"]),
-];
 /// Jumps from built-in chains to ours: the chain in the rules, the built-in chain, our chain's name, and the comment.
 const HOOKED_CHAINS: [(Chain, &str, &str, &str); 4] = [
     (
         Chain::Tproxy,
         "PREROUTING",
-        "PROXY_INIT_TPROXY",
+        iptables_chains::TPROXY,
         "install-proxy-init-tproxy",
     ),
-    (Chain::TproxyReplies, "OUTPUT", ANSWERS, "install-proxy-init-answers"),
+    (
+        Chain::TproxyReplies,
+        "OUTPUT",
+        TPROXY_REPLIES,
+        "install-proxy-init-tproxy-replies",
+    ),
     (
         Chain::Unredirected,
         "PREROUTING",
-        "PROXY_INIT_UNREDIRECTED",
+        iptables_chains::UNREDIRECTED,
         "install-proxy-init-unredirected",
     ),
     (
         Chain::Invalid,
         "PREROUTING",
-        "PROXY_INIT_INVALID",
+        iptables_chains::INVALID,
         "install-proxy-init-invalid",
     ),
 ];
@@ -447,7 +434,7 @@ const MULTIPORT_SLOTS: usize = 15;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Inbound, InboundMode, Invalid, Options};
+    use crate::options::{Inbound, InboundMode, InvalidPackets, Options};
     use crate::rules::build_rules;
     use crate::rules::tests::{example, ports};
 
@@ -503,7 +490,7 @@ COMMIT
             ]
         );
         assert!(!script.contains("DNAT"));
-        assert_eq!(saved.redirectors(), ["PREROUTING"]);
+        assert_eq!(saved.foreign_dnat_chains(), ["PREROUTING"]);
         assert_eq!(saved.redirect_ports(), [4143]);
         assert!(remove(&saved).ends_with("-X PROXY_INIT_OUTPUT\n-X PROXY_INIT_REDIRECT\nCOMMIT\n"));
         assert_eq!(remove(&SavedRules::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")), "");
@@ -512,20 +499,20 @@ COMMIT
     #[test]
     fn only_the_applied_rules_match() {
         let rules = build_rules(&Options {
-            invalid: Invalid::Drop,
+            invalid: InvalidPackets::Drop,
             ..example()
         });
         for family in [Family::V4, Family::V6] {
             let script = apply(&rules, family, &SavedRules::default());
-            assert!(!script.contains("TPROXY") && !script.contains("ANSWERS"), "{script}");
+            assert!(!script.contains("TPROXY"), "{script}");
             let saved = SavedRules::parse(&script.replace("-I ", "-A "));
             assert!(matches(&rules, family, &saved));
             assert!(!matches(&build_rules(&example()), family, &saved));
-            let whole = undo(&script, &saved);
-            assert_eq!(SavedRules::parse(&whole), saved);
-            let twice = whole.replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
+            let restored = undo(&script, &saved);
+            assert_eq!(SavedRules::parse(&restored), saved);
+            let twice = restored.replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
             assert!(!matches(&rules, family, &SavedRules::parse(&twice)));
-            let behind = whole.replace("-A OUTPUT", "-A OUTPUT -j ACCEPT\n-A OUTPUT");
+            let behind = restored.replace("-A OUTPUT", "-A OUTPUT -j ACCEPT\n-A OUTPUT");
             let script = apply(&rules, family, &SavedRules::parse(&behind));
             assert!(
                 script.starts_with("*nat\n") && script.contains("\n-I OUTPUT "),
@@ -549,17 +536,17 @@ COMMIT
             r#"*mangle
 :PROXY_INIT_TPROXY_INBOUND - [0:0]
 :PROXY_INIT_TPROXY - [0:0]
-:PROXY_INIT_ANSWERS - [0:0]
+:PROXY_INIT_TPROXY_REPLIES - [0:0]
 -A PROXY_INIT_TPROXY_INBOUND -p tcp -m multiport --dports 4190:4191,4567:4568 -m comment --comment "proxy-init/ignore-port-4190:4191,4567:4568" -j RETURN
--A PROXY_INIT_TPROXY_INBOUND -p tcp -m comment --comment "proxy-init/take-incoming" -j CONNMARK --set-xmark 0x2043/0xffffffff
+-A PROXY_INIT_TPROXY_INBOUND -p tcp -m comment --comment "proxy-init/mark-inbound" -j CONNMARK --set-xmark 0x2043/0xffffffff
 -A PROXY_INIT_TPROXY -i lo -m comment --comment "proxy-init/ignore-loopback" -j RETURN
--A PROXY_INIT_TPROXY -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/choose-incoming" -j PROXY_INIT_TPROXY_INBOUND
--A PROXY_INIT_TPROXY -p tcp -m connmark --mark 0x2043 -m conntrack --ctdir ORIGINAL -m comment --comment "proxy-init/hand-incoming-to-proxy-port" -j TPROXY --on-port 4143 --on-ip :: --tproxy-mark 0x0/0x0
+-A PROXY_INIT_TPROXY -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/match-inbound-syn" -j PROXY_INIT_TPROXY_INBOUND
+-A PROXY_INIT_TPROXY -p tcp -m connmark --mark 0x2043 -m conntrack --ctdir ORIGINAL -m comment --comment "proxy-init/tproxy-inbound" -j TPROXY --on-port 4143 --on-ip :: --tproxy-mark 0x0/0x0
 -A PROXY_INIT_TPROXY -p tcp -m connmark --mark 0x2043 -m conntrack --ctdir ORIGINAL -m comment --comment "proxy-init/drop-without-proxy" -j DROP
--A PROXY_INIT_ANSWERS -o lo -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype ! --src-type LOCAL -m comment --comment "proxy-init/remember-dialled-as-client" -j CONNMARK --set-xmark 0x2044/0xffffffff
--A PROXY_INIT_ANSWERS -p tcp -m connmark --mark 0x2044 -m conntrack --ctdir REPLY -m comment --comment "proxy-init/return-answers-to-proxy" -j MARK --set-xmark 0x2044/0xffffffff
+-A PROXY_INIT_TPROXY_REPLIES -o lo -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype ! --src-type LOCAL -m comment --comment "proxy-init/mark-connections-from-client-address" -j CONNMARK --set-xmark 0x2044/0xffffffff
+-A PROXY_INIT_TPROXY_REPLIES -p tcp -m connmark --mark 0x2044 -m conntrack --ctdir REPLY -m comment --comment "proxy-init/mark-replies-for-proxy" -j MARK --set-xmark 0x2044/0xffffffff
 -I PREROUTING -p tcp -m comment --comment "proxy-init/install-proxy-init-tproxy" -j PROXY_INIT_TPROXY
--I OUTPUT -p tcp -m comment --comment "proxy-init/install-proxy-init-answers" -j PROXY_INIT_ANSWERS
+-I OUTPUT -p tcp -m comment --comment "proxy-init/install-proxy-init-tproxy-replies" -j PROXY_INIT_TPROXY_REPLIES
 COMMIT
 "#
         );
@@ -568,17 +555,17 @@ COMMIT
         assert!(matches(&tproxy, Family::V6, &saved));
         let back = apply(&build_rules(&example()), Family::V6, &saved);
         assert!(back.starts_with("*nat\n:PROXY_INIT_REDIRECT "), "{back}");
-        assert!(back.ends_with("-X PROXY_INIT_ANSWERS\nCOMMIT\n"), "{back}");
+        assert!(back.ends_with("-X PROXY_INIT_TPROXY_REPLIES\nCOMMIT\n"), "{back}");
         // While connections drain, replies are still routed to the proxy.
-        let draining = let_pass(&saved);
+        let draining = bypass_script(&saved);
         assert!(
-            draining.contains(":PROXY_INIT_TPROXY ") && !draining.contains(ANSWERS),
+            draining.contains(":PROXY_INIT_TPROXY ") && !draining.contains(TPROXY_REPLIES),
             "{draining}"
         );
         // Two jumps from one chain are recognised in their final order.
         let dropping = build_rules(&Options {
             inbound_mode: InboundMode::Tproxy,
-            invalid: Invalid::Drop,
+            invalid: InvalidPackets::Drop,
             ..example()
         });
         let script = apply(&dropping, Family::V4, &SavedRules::default());
@@ -610,7 +597,7 @@ COMMIT
     fn ports_are_grouped_by_fifteen_slots() {
         let list: Vec<String> = (0..20).map(|n| format!("{}", 100 + 2 * n)).collect();
         let set = ports(&format!("{},1000-1010,2000-2010", list.join(",")));
-        let groups: Vec<String> = groups(&set).collect();
+        let groups: Vec<String> = multiport_groups(&set).collect();
         assert_eq!(groups[0].split(',').count(), 15);
         assert_eq!(groups[1], "130,132,134,136,138,1000:1010,2000:2010");
     }

@@ -9,13 +9,13 @@ use crate::rules::TPROXY_CLIENT_MARK;
 ///
 /// # Errors
 /// If the kernel cannot list connections.
-pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkError> {
+pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkError> {
     // Kernels before 5.15 ignore this filter, so the result is filtered again below.
     let translated = Attrs::new()
         .be32(STATUS, DESTINATION_TRANSLATED)
         .be32(STATUS_MASK, DESTINATION_TRANSLATED);
     let as_client = Attrs::new().be32(MARK, TPROXY_CLIENT_MARK).be32(MARK_MASK, u32::MAX);
-    let mut count = |attrs, needs: &dyn Fn(&Answer) -> Option<bool>| {
+    let mut count = |attrs, needs_rules: &dyn Fn(&Answer) -> Option<bool>| {
         let request = Message {
             kind: CONNTRACK << 8 | GET_CONNECTIONS,
             flags: 0,
@@ -26,7 +26,7 @@ pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkE
         let connections = socket.dump(&request)?;
         let open = connections
             .iter()
-            .filter(|connection| is_open(connection) == Some(true) && needs(connection) == Some(true));
+            .filter(|connection| is_open(connection) == Some(true) && needs_rules(connection) == Some(true));
         Ok(open.count())
     };
     let translated = count(translated, &|connection| is_translated(connection, ports))?;
@@ -39,13 +39,13 @@ pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkE
 fn is_open(connection: &Answer) -> Option<bool> {
     let tcp = attr::find(attr::find(&connection.attrs, PROTOCOL_INFO)?, TCP_INFO)?;
     let state = *attr::find(tcp, TCP_STATE)?.first()?;
-    Some(!OVER.contains(&state))
+    Some(!ENDED_STATES.contains(&state))
 }
 
 fn is_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
     let status = attr::find_be32(&connection.attrs, STATUS)?;
-    let answering = attr::find(attr::find(&connection.attrs, REPLY_TUPLE)?, TUPLE_PROTOCOL)?;
-    let port = attr::find_be16(answering, SOURCE_PORT)?;
+    let replies = attr::find(attr::find(&connection.attrs, REPLY_TUPLE)?, TUPLE_PROTOCOL)?;
+    let port = attr::find_be16(replies, SOURCE_PORT)?;
     Some(status & DESTINATION_TRANSLATED != 0 && ports.contains(&port))
 }
 
@@ -62,4 +62,4 @@ const TCP_INFO: u16 = 1;
 const TCP_STATE: u16 = 1;
 const DESTINATION_TRANSLATED: u32 = 1 << 5;
 /// TIME_WAIT and CLOSE: no more data follows.
-const OVER: [u8; 2] = [7, 8];
+const ENDED_STATES: [u8; 2] = [7, 8];

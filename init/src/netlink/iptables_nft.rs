@@ -1,5 +1,6 @@
 //! Rules outside our table: those of tulle and Linkerd made by iptables-nft, and redirects of other programs.
 
+use crate::iptables_chains::{self, is_own_chain};
 use crate::netlink::attr::{self, Attrs, parse};
 use crate::netlink::socket::{Answer, Message, NFTABLES, NetlinkError, Socket};
 use crate::netlink::table::{self, verdict};
@@ -23,7 +24,8 @@ pub(crate) fn xtables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, Netl
         let (Some(table), Some(chain)) = names(&answer, table::CHAIN_TABLE, table::CHAIN_NAME) else {
             continue;
         };
-        if !IPTABLES_CHAINS.contains(&chain) || !IPTABLES_TABLES.contains(&table) {
+        let is_own_table = iptables_chains::TABLES.iter().any(|(own, _)| *own == table);
+        if !is_own_chain(chain) || !is_own_table {
             continue;
         }
         match found
@@ -85,13 +87,17 @@ impl IptablesNftTable {
 
     /// Messages that make the chains accept everything, with a rule that keeps connection tracking active.
     pub(crate) fn accept_all(&self) -> Vec<Message> {
-        let passing = || self.chains.iter().filter(|chain| *chain != IPTABLES_ANSWERS);
-        let filled = passing().map(|chain| {
+        let bypassed = || {
+            self.chains
+                .iter()
+                .filter(|chain| *chain != iptables_chains::TPROXY_REPLIES)
+        };
+        let filled = bypassed().map(|chain| {
             let mut pass = table::conntrack_state(table::CT_NEW);
             pass.push(verdict(table::RETURN, None));
             table::rule_message(self.family, &self.table, chain, &pass, "draining")
         });
-        passing().map(|chain| self.empty(chain)).chain(filled).collect()
+        bypassed().map(|chain| self.empty(chain)).chain(filled).collect()
     }
 
     fn empty(&self, chain: &str) -> Message {
@@ -117,13 +123,13 @@ impl IptablesNftTable {
 ///
 /// # Errors
 /// If the kernel does not answer.
-pub fn redirectors(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
+pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
     let mut found = Vec::new();
     for answer in socket.dump(&table::list(table::GET_RULE, table::ANY_FAMILY, None))? {
         let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
             continue;
         };
-        let ours = table == TABLE || IPTABLES_CHAINS.contains(&chain);
+        let ours = table == TABLE || is_own_chain(chain);
         if !ours && expressions(&answer).any(|(name, data)| translates(name, data)) {
             let location = format!("chain {chain} of nftables table {table}");
             if !found.contains(&location) {
@@ -142,7 +148,7 @@ pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkErr
             continue;
         };
         let mut loaded = None;
-        for (name, data) in expressions(&answer).filter(|_| table == TABLE || IPTABLES_CHAINS.contains(&chain)) {
+        for (name, data) in expressions(&answer).filter(|_| table == TABLE || is_own_chain(chain)) {
             match name {
                 "immediate" => {
                     let value = attr::find(data, table::IMMEDIATE_DATA);
@@ -202,18 +208,6 @@ fn translates(name: &str, data: &[u8]) -> bool {
     }
 }
 
-/// The chains that tulle and Linkerd create with iptables, in any table.
-pub(crate) const IPTABLES_CHAINS: [&str; 6] = [
-    "PROXY_INIT_REDIRECT",
-    "PROXY_INIT_OUTPUT",
-    "PROXY_INIT_TPROXY_INBOUND",
-    "PROXY_INIT_TPROXY",
-    IPTABLES_ANSWERS,
-    "PROXY_INIT_INVALID",
-];
-/// Open connections need this chain until they end.
-pub(crate) const IPTABLES_ANSWERS: &str = "PROXY_INIT_ANSWERS";
-const IPTABLES_TABLES: [&str; 2] = ["nat", "mangle"];
 const NAT_TYPE: u16 = 1;
 const NAT_DESTINATION: u32 = 1;
 const TARGET_NAME: u16 = 1;

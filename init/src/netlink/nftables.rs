@@ -8,7 +8,7 @@ use crate::netlink::attr;
 use crate::netlink::iptables_nft::{self, IptablesNftTable};
 use crate::netlink::socket::{Message, NetlinkError, Socket};
 use crate::netlink::table::{self, Layout, Table};
-use crate::nft_script::TABLE;
+use crate::nft_script::{self, TABLE};
 use crate::rules::{Chain, Rules};
 
 /// The result of comparing the live rules with the wanted ones.
@@ -42,19 +42,14 @@ pub enum Change {
 /// If the kernel refuses all forms; the error is that of the full form, and the previous rules stay. Also if other
 /// processes keep changing rules until the wait is over.
 pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Applied, NetlinkError> {
-    let simpler = rules.without_local_test();
-    let forms = [Layout::Inet, Layout::Split]
-        .into_iter()
-        .flat_map(|layout| [(layout, Some(rules)), (layout, simpler.as_ref())])
-        .filter_map(|(layout, rules)| Some((layout, rules?)));
     let mut first = None;
-    for (layout, form) in forms {
-        match apply_form(socket, form, layout, wait) {
+    for form in forms(rules) {
+        match apply_form(socket, &form, wait) {
             Ok(change) => {
-                let no_fib = (form != rules).then_some(
+                let no_fib = (form.rules != *rules).then_some(
                     "this kernel cannot match local destinations (no fib expression): forwarded traffic is redirected too",
                 );
-                let no_inet = (layout == Layout::Split)
+                let no_inet = (form.layout == Layout::Split)
                     .then_some("this kernel does not support NAT in inet tables: one table per family is used");
                 let warnings = no_fib.into_iter().chain(no_inet).map(str::to_owned).collect();
                 return Ok(Applied { change, warnings });
@@ -66,24 +61,66 @@ pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Appli
     Err(first.unwrap_or(NetlinkError::ConcurrentChange))
 }
 
-fn apply_form(socket: &mut Socket, rules: &Rules, layout: Layout, wait: Duration) -> Result<Change, NetlinkError> {
-    let wanted = table::tables(rules, layout);
+/// One of the forms in which rules can be applied.
+#[derive(Debug)]
+struct Form {
+    rules: Rules,
+    layout: Layout,
+    /// The hash of the complete rules, of which `rules` may be a simplification.
+    hash: String,
+}
+
+impl Form {
+    fn tables(&self) -> Vec<Table> {
+        table::tables(&self.rules, self.layout, &self.hash)
+    }
+}
+
+/// All forms of the rules, the complete one first.
+fn forms(rules: &Rules) -> Vec<Form> {
+    let hash = nft_script::hash(rules);
+    let simpler = rules.without_local_match();
+    [Layout::Inet, Layout::Split]
+        .into_iter()
+        .flat_map(|layout| [(layout, Some(rules)), (layout, simpler.as_ref())])
+        .filter_map(|(layout, rules)| {
+            Some(Form {
+                rules: rules?.clone(),
+                layout,
+                hash: hash.clone(),
+            })
+        })
+        .collect()
+}
+
+fn apply_form(socket: &mut Socket, form: &Form, wait: Duration) -> Result<Change, NetlinkError> {
+    let wanted = form.tables();
     commit_with_retry(socket, wait, |socket| {
-        let present = present(socket)?;
-        if compare(socket, &wanted, &present)? == Live::Equal {
+        let families = families_with_our_table(socket)?;
+        if compare(socket, &wanted, &families)? == Live::Equal {
             return Ok(None);
         }
-        Ok(Some(table::replace(&wanted, &present)))
+        Ok(Some(table::replace(&wanted, &families)))
     })
 }
 
-/// Compares the live rules with these.
+/// Compares the live rules with these, in each form in which a run may have applied them.
+///
+/// The live rules contain the hash of the complete rules. So a simplification is not confused with other rules that are the
+/// same without a match.
 ///
 /// # Errors
 /// If the kernel does not answer.
 pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Live, NetlinkError> {
-    let present = present(socket)?;
-    compare(socket, &table::tables(rules, Layout::Inet), &present)
+    let families = families_with_our_table(socket)?;
+    let mut live = Live::Absent;
+    for form in forms(rules) {
+        live = compare(socket, &form.tables(), &families)?;
+        if live != Live::Different {
+            break;
+        }
+    }
+    Ok(live)
 }
 
 /// Removes our table, and our rules made by iptables-nft; returns where there were any.
@@ -93,9 +130,9 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Live, NetlinkError> {
 pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<Vec<String>, NetlinkError> {
     let mut removed = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (present, xtables) = found(socket, owner)?;
-        removed = names(&present, &xtables);
-        let tables = present.iter().map(|family| table::delete_table(*family));
+        let (families, xtables) = find_rules(socket, owner)?;
+        removed = names(&families, &xtables);
+        let tables = families.iter().map(|family| table::delete_table(*family));
         let messages: Vec<Message> = tables
             .chain(xtables.iter().flat_map(IptablesNftTable::removal))
             .collect();
@@ -114,26 +151,26 @@ pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<V
 pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (present, xtables) = found(socket, RuleOwner::All)?;
+        let (families, xtables) = find_rules(socket, RuleOwner::All)?;
         if ports.is_empty() {
             ports = iptables_nft::redirect_ports(socket)?;
         }
         let mut messages = Vec::new();
-        for family in &present {
+        for family in &families {
             messages.extend([table::delete_table(*family), table::new_table(*family)]);
             for chain in [Chain::Prerouting, Chain::Output] {
                 let hook = chain.hook(crate::options::DEFAULT_PRIORITY);
                 messages.push(table::chain(*family, chain.name(), hook.as_ref()));
                 let mut pass = table::conntrack_state(table::CT_NEW);
-                pass.push(table::verdict(table::ACCEPTED, None));
+                pass.push(table::verdict(table::VERDICT_ACCEPT, None));
                 messages.push(table::rule_message(*family, TABLE, chain.name(), &pass, "draining"));
             }
             // In tproxy mode nothing is translated, but replies must still be routed to the proxy.
-            let chains = of_ours(socket, table::GET_CHAIN, *family)?;
-            let answers =
+            let chains = objects_in_our_table(socket, table::GET_CHAIN, *family)?;
+            let is_tproxy_replies =
                 |chain: &Vec<u8>| attr::find_text(chain, table::CHAIN_NAME) == Some(Chain::TproxyReplies.name());
-            if chains.iter().any(answers) {
-                messages.extend(table::answers(*family));
+            if chains.iter().any(is_tproxy_replies) {
+                messages.extend(table::tproxy_replies(*family));
             }
         }
         messages.extend(xtables.iter().flat_map(IptablesNftTable::accept_all));
@@ -152,22 +189,22 @@ pub enum RuleOwner {
     All,
 }
 
-fn found(socket: &mut Socket, owner: RuleOwner) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
-    let present = if owner == RuleOwner::Xtables {
+fn find_rules(socket: &mut Socket, owner: RuleOwner) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
+    let families = if owner == RuleOwner::Xtables {
         Vec::new()
     } else {
-        present(socket)?
+        families_with_our_table(socket)?
     };
     let xtables = if owner == RuleOwner::Native {
         Vec::new()
     } else {
         iptables_nft::xtables(socket)?
     };
-    Ok((present, xtables))
+    Ok((families, xtables))
 }
 
-fn names(present: &[u8], xtables: &[IptablesNftTable]) -> Vec<String> {
-    let native = (!present.is_empty()).then(|| "native".to_owned());
+fn names(families: &[u8], xtables: &[IptablesNftTable]) -> Vec<String> {
+    let native = (!families.is_empty()).then(|| "native".to_owned());
     native
         .into_iter()
         .chain(xtables.iter().map(IptablesNftTable::name))
@@ -193,8 +230,8 @@ fn commit_with_retry(
     }
 }
 
-/// The families in which our table exists.
-fn present(socket: &mut Socket) -> Result<Vec<u8>, NetlinkError> {
+/// The families in which our table exists; `inet` counts as a family.
+fn families_with_our_table(socket: &mut Socket) -> Result<Vec<u8>, NetlinkError> {
     let tables = socket.dump(&table::list(table::GET_TABLE, table::ANY_FAMILY, None))?;
     let ours = tables
         .iter()
@@ -202,12 +239,15 @@ fn present(socket: &mut Socket) -> Result<Vec<u8>, NetlinkError> {
     Ok(ours.map(|table| table.family).collect())
 }
 
-fn compare(socket: &mut Socket, wanted: &[Table], present: &[u8]) -> Result<Live, NetlinkError> {
-    if present.is_empty() {
+fn compare(socket: &mut Socket, wanted: &[Table], families: &[u8]) -> Result<Live, NetlinkError> {
+    if families.is_empty() {
         return Ok(Live::Absent);
     }
-    let same_tables = wanted.len() == present.len() && wanted.iter().all(|table| present.contains(&table.family));
-    for table in wanted.iter().filter(|_| same_tables) {
+    let same_tables = wanted.len() == families.len() && wanted.iter().all(|table| families.contains(&table.family));
+    if !same_tables {
+        return Ok(Live::Different);
+    }
+    for table in wanted {
         let sets = table.sets.iter().map(|set| set.message.clone()).collect();
         let kinds = [
             (table::GET_CHAIN, table::CHAIN_NAME, table.chains.clone()),
@@ -215,7 +255,7 @@ fn compare(socket: &mut Socket, wanted: &[Table], present: &[u8]) -> Result<Live
             (table::GET_RULE, table::RULE_CHAIN, table.rules.clone()),
         ];
         for (kind, name, wanted) in kinds {
-            if !has_same_objects(of_ours(socket, kind, table.family)?, wanted, name) {
+            if !has_same_objects(objects_in_our_table(socket, kind, table.family)?, wanted, name) {
                 return Ok(Live::Different);
             }
         }
@@ -230,11 +270,11 @@ fn compare(socket: &mut Socket, wanted: &[Table], present: &[u8]) -> Result<Live
             }
         }
     }
-    Ok(if same_tables { Live::Equal } else { Live::Different })
+    Ok(Live::Equal)
 }
 
 /// The objects of one kind in our table.
-fn of_ours(socket: &mut Socket, kind: u16, family: u8) -> Result<Vec<Vec<u8>>, NetlinkError> {
+fn objects_in_our_table(socket: &mut Socket, kind: u16, family: u8) -> Result<Vec<Vec<u8>>, NetlinkError> {
     let all = socket.dump(&table::list(kind, family, Some(TABLE)))?;
     // The kernel lists chains of all tables; the first attribute of every object is its table.
     let ours = all
@@ -262,7 +302,7 @@ mod tests {
     use tulle_core::netns::Namespace;
 
     use super::*;
-    use crate::options::{Invalid, Options};
+    use crate::options::{InvalidPackets, Options, Scope};
     use crate::rules::build_rules;
     use crate::rules::tests::example;
 
@@ -276,21 +316,32 @@ mod tests {
         }
         let namespace = Namespace::create(&format!("ti-forms-{}", std::process::id())).unwrap();
         let rules = build_rules(&Options {
-            invalid: Invalid::Drop,
+            invalid: InvalidPackets::Drop,
             ..example()
         });
-        let simpler = rules.without_local_test().unwrap();
+        let other_scope = build_rules(&Options {
+            scope: Scope::All,
+            invalid: InvalidPackets::Drop,
+            ..example()
+        });
         let wait = Duration::from_secs(1);
         namespace
             .run(|| {
                 let mut socket = Socket::open().unwrap();
-                let mut apply = |rules: &Rules, layout| apply_form(&mut socket, rules, layout, wait).unwrap();
-                assert_eq!(apply(&rules, Layout::Split), Change::Applied);
-                assert_eq!(apply(&rules, Layout::Split), Change::Unchanged);
-                assert_eq!(apply(&simpler, Layout::Split), Change::Applied);
-                assert_eq!(apply(&simpler, Layout::Inet), Change::Applied);
-                assert_eq!(check(&mut socket, &simpler).unwrap(), Live::Equal);
-                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Different);
+                for form in forms(&rules) {
+                    assert_eq!(
+                        apply_form(&mut socket, &form, wait).unwrap(),
+                        Change::Applied,
+                        "{form:?}"
+                    );
+                    assert_eq!(
+                        apply_form(&mut socket, &form, wait).unwrap(),
+                        Change::Unchanged,
+                        "{form:?}"
+                    );
+                    assert_eq!(check(&mut socket, &rules).unwrap(), Live::Equal, "{form:?}");
+                    assert_eq!(check(&mut socket, &other_scope).unwrap(), Live::Different, "{form:?}");
+                }
                 assert_eq!(remove(&mut socket, wait, RuleOwner::All).unwrap(), ["native"]);
                 assert_eq!(check(&mut socket, &rules).unwrap(), Live::Absent);
             })

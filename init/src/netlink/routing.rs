@@ -17,9 +17,9 @@ use crate::rules::{Family, TPROXY_CLIENT_MARK};
 pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut change = Change::Unchanged;
-    for part in families.each().flat_map(parts) {
-        if !part.is_there(&mut socket)? {
-            socket.change(&part.message(part.new, CREATE))?;
+    for object in families.each().flat_map(routing_objects) {
+        if !object.exists(&mut socket)? {
+            socket.change(&object.message(object.new, CREATE))?;
             change = Change::Applied;
         }
     }
@@ -32,8 +32,8 @@ pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
 /// If the kernel does not answer.
 pub fn exists(families: Families) -> Result<bool, NetlinkError> {
     let mut socket = Socket::open_routing()?;
-    for part in families.each().flat_map(parts) {
-        if !part.is_there(&mut socket)? {
+    for object in families.each().flat_map(routing_objects) {
+        if !object.exists(&mut socket)? {
             return Ok(false);
         }
     }
@@ -48,14 +48,14 @@ pub fn remove() -> Result<Vec<String>, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut removed = Vec::new();
     for family in Families::Both.each() {
-        for part in parts(family) {
-            let there = match part.is_there(&mut socket) {
+        for object in routing_objects(family) {
+            let existed = match object.exists(&mut socket) {
                 Err(error) if error.is_unsupported() => false, // the kernel lacks this family
-                there => there?,
+                exists => exists?,
             };
-            if there {
-                socket.change(&part.message(part.delete, 0))?;
-                removed.push(format!("{} {}", part.name, family.name()));
+            if existed {
+                socket.change(&object.message(object.delete, 0))?;
+                removed.push(format!("{} {}", object.name, family.name()));
             }
         }
     }
@@ -82,18 +82,18 @@ struct RoutingObject {
     new: u16,
     delete: u16,
     list: u16,
-    /// The header after family, lengths and TOS: table, three bytes, and flags.
+    /// The end of `rtmsg`: table, protocol, scope, type, flags. Of `fib_rule_hdr`: table, two reserved bytes, action, flags.
     header: [u8; 8],
     attrs: Vec<(u16, u32)>,
 }
 
-fn parts(family: Family) -> [RoutingObject; 2] {
+fn routing_objects(family: Family) -> [RoutingObject; 2] {
     let rule = RoutingObject {
         family,
         name: "routing rule",
-        new: 32,
-        delete: 33,
-        list: 34,
+        new: RTM_NEWRULE,
+        delete: RTM_DELRULE,
+        list: RTM_GETRULE,
         header: [TABLE, 0, 0, TO_TABLE, 0, 0, 0, 0],
         attrs: vec![
             (RULE_PRIORITY, PRIORITY),
@@ -104,9 +104,9 @@ fn parts(family: Family) -> [RoutingObject; 2] {
     let route = RoutingObject {
         family,
         name: "route",
-        new: 24,
-        delete: 25,
-        list: 26,
+        new: RTM_NEWROUTE,
+        delete: RTM_DELROUTE,
+        list: RTM_GETROUTE,
         header: [TABLE, STATIC, HOST, LOCAL, 0, 0, 0, 0],
         attrs: vec![(ROUTE_INTERFACE, LOOPBACK)],
     };
@@ -126,12 +126,12 @@ impl RoutingObject {
         }
     }
 
-    fn is_there(&self, socket: &mut Socket) -> Result<bool, NetlinkError> {
+    fn exists(&self, socket: &mut Socket) -> Result<bool, NetlinkError> {
         let all = socket.dump(&self.message(self.list, 0))?;
-        Ok(all.iter().any(|shown| self.is(shown) == Some(true)))
+        Ok(all.iter().any(|shown| self.equals(shown) == Some(true)))
     }
 
-    fn is(&self, shown: &Answer) -> Option<bool> {
+    fn equals(&self, shown: &Answer) -> Option<bool> {
         let (header, attrs) = shown.attrs.split_at_checked(self.header.len())?;
         let same =
             |(kind, value): &(u16, u32)| attr::find(attrs, *kind).is_some_and(|shown| shown == value.to_ne_bytes());
@@ -146,6 +146,12 @@ const TABLE: u8 = 143;
 const PRIORITY: u32 = 100;
 /// The interface index of `lo` in every network namespace.
 const LOOPBACK: u32 = 1;
+const RTM_NEWROUTE: u16 = 24;
+const RTM_DELROUTE: u16 = 25;
+const RTM_GETROUTE: u16 = 26;
+const RTM_NEWRULE: u16 = 32;
+const RTM_DELRULE: u16 = 33;
+const RTM_GETRULE: u16 = 34;
 const TO_TABLE: u8 = 1;
 const STATIC: u8 = 4;
 const HOST: u8 = 254;

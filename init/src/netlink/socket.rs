@@ -315,7 +315,7 @@ impl Socket {
     fn send(&self, bytes: &[u8]) -> Result<(), NetlinkError> {
         let sent = send(self.fd.as_raw_fd(), bytes, MsgFlags::empty());
         sent.map(|_| ()).map_err(|source| NetlinkError::Socket {
-            doing: "asking",
+            doing: "sending to",
             subsystem: self.subsystem,
             source,
         })
@@ -327,7 +327,7 @@ impl Socket {
                 Err(Errno::EINTR) => {}
                 received => {
                     return received.map_err(|source| NetlinkError::Socket {
-                        doing: "hearing from",
+                        doing: "receiving from",
                         subsystem: self.subsystem,
                         source,
                     });

@@ -10,7 +10,7 @@ use tulle_core::ports::PortSet;
 
 use crate::netlink::attr::{self, Attrs};
 use crate::netlink::socket::{APPEND, CREATE, Message, NFTABLES};
-use crate::nft_script::{self, Hook, STATE_CHAIN, TABLE};
+use crate::nft_script::{Hook, STATE_CHAIN, TABLE};
 use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
 
 /// The number of tables that hold the rules.
@@ -41,20 +41,20 @@ pub(crate) struct Set {
     pub(crate) ranges: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// The tables for these rules.
-pub(crate) fn tables(rules: &Rules, layout: Layout) -> Vec<Table> {
+/// The tables for these rules; the hash is stored in each.
+pub(crate) fn tables(rules: &Rules, layout: Layout, hash: &str) -> Vec<Table> {
     match layout {
-        Layout::Inet => vec![table(INET, rules, rules.list.iter().collect())],
+        Layout::Inet => vec![table(INET, rules, rules.list.iter().collect(), hash)],
         Layout::Split => rules
             .present_families()
-            .map(|family| table(nfproto(family), rules, rules.of(family).collect()))
+            .map(|family| table(nfproto(family), rules, rules.of(family).collect(), hash))
             .collect(),
     }
 }
 
 /// A transaction that replaces our existing tables with these.
-pub(crate) fn replace(tables: &[Table], present: &[u8]) -> Vec<Message> {
-    let mut messages: Vec<Message> = present.iter().map(|family| delete_table(*family)).collect();
+pub(crate) fn replace(tables: &[Table], existing: &[u8]) -> Vec<Message> {
+    let mut messages: Vec<Message> = existing.iter().map(|family| delete_table(*family)).collect();
     for table in tables {
         messages.push(new_table(table.family));
         for set in &table.sets {
@@ -97,9 +97,9 @@ pub(crate) fn list_elements(family: u8, set: &str) -> Message {
     message(GET_ELEMENTS, 0, family, attrs, format!("a listing of set {set}"))
 }
 
-fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
-    let tests = list.iter().flat_map(|rule| &rule.tests);
-    let sets = tests
+fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
+    let matches = list.iter().flat_map(|rule| &rule.matches);
+    let sets = matches
         .filter_map(range_set)
         .zip(1..)
         .map(|(found, id)| set(family, found, id))
@@ -115,22 +115,16 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
         .into_iter()
         .flat_map(|chain| list.iter().filter(move |rule| rule.chain == chain))
         .map(|rule| {
-            let mut expressions = only_family(rule, family);
-            expressions.extend(rule.tests.iter().flat_map(|test| condition(test, rule.family)));
+            let mut expressions = family_condition(rule, family);
+            expressions.extend(rule.matches.iter().flat_map(|test| condition(test, rule.family)));
             expressions.push(expression("counter", Attrs::new()));
             expressions.extend(action(rule.action, family));
             let comment = format!("{COMMENT_PREFIX}{}", rule.comment);
             rule_message(family, TABLE, rule.chain.name(), &expressions, &comment)
         })
         .collect();
-    let unreached = [verdict(RETURN, None)];
-    messages.push(rule_message(
-        family,
-        TABLE,
-        STATE_CHAIN,
-        &unreached,
-        &nft_script::hash(rules),
-    ));
+    let state_rule = [verdict(RETURN, None)];
+    messages.push(rule_message(family, TABLE, STATE_CHAIN, &state_rule, hash));
     Table {
         family,
         sets,
@@ -140,18 +134,18 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
 }
 
 /// Only the chain that routes replies to the proxy.
-pub(crate) fn answers(family: u8) -> [Message; 2] {
+pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
     let hook = Chain::TproxyReplies.hook(0);
-    let mut back = condition(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
-    back.extend(action(Action::MarkPacket(rules::TPROXY_CLIENT_MARK), family));
+    let mut mark_replies = condition(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
+    mark_replies.extend(action(Action::MarkPacket(rules::TPROXY_CLIENT_MARK), family));
     [
         chain(family, Chain::TproxyReplies.name(), hook.as_ref()),
-        rule_message(family, TABLE, Chain::TproxyReplies.name(), &back, "draining"),
+        rule_message(family, TABLE, Chain::TproxyReplies.name(), &mark_replies, "draining"),
     ]
 }
 
 /// A table for both families needs a match on the family.
-fn only_family(rule: &Rule, table: u8) -> Vec<Attrs> {
+fn family_condition(rule: &Rule, table: u8) -> Vec<Attrs> {
     match rule.family {
         Some(family) if table == INET => vec![meta(META_NFPROTO), compare(EQUAL, &[nfproto(family)])],
         _ => Vec::new(),
@@ -184,7 +178,7 @@ pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
             .be32(HOOK_PRIORITY, u32::from_ne_bytes(hook.priority.to_ne_bytes()));
         attrs = attrs
             .nested(CHAIN_HOOK, &hook_attrs)
-            .be32(CHAIN_POLICY, ACCEPT)
+            .be32(CHAIN_POLICY, POLICY_ACCEPT)
             .text(CHAIN_TYPE, hook.kind);
     }
     let hook_name = hook.map(|hook| format!(" ({} at {} {})", hook.kind, hook.point_name, hook.priority));
@@ -295,7 +289,7 @@ pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec
 /// The elements of a set, split into messages whose lists stay far below 64 KiB.
 fn elements(family: u8, set: &Set) -> Vec<Message> {
     let bounds: Vec<(Vec<u8>, bool)> = bounds(&set.ranges).collect();
-    let lists = bounds.chunks(ELEMENTS_A_MESSAGE).map(|bounds| {
+    let lists = bounds.chunks(ELEMENTS_PER_MESSAGE).map(|bounds| {
         let list = bounds.iter().fold(Attrs::new(), |list, (key, ends)| {
             let flags = if *ends {
                 Attrs::new().be32(ELEMENT_FLAGS, INTERVAL_END)
@@ -418,7 +412,7 @@ fn action(action: Action, table: u8) -> Vec<Attrs> {
             vec![
                 load(&port.to_be_bytes()),
                 expression("tproxy", Attrs::new().be32(1, family.into()).be32(3, REGISTER)),
-                verdict(ACCEPTED, None),
+                verdict(VERDICT_ACCEPT, None),
             ]
         }
         Action::MarkConnection(mark) => vec![
@@ -575,7 +569,7 @@ pub(crate) const VERDICT_CHAIN: u16 = 2;
 
 const INTERVAL: u32 = 4;
 const INTERVAL_END: u32 = 1;
-const ELEMENTS_A_MESSAGE: usize = 500;
+const ELEMENTS_PER_MESSAGE: usize = 500;
 /// User data of a set in the form of `nft`: keys are big-endian (type 0), overlapping elements are merged (type 2).
 const AUTO_MERGE: [u8; 12] = {
     let [a, b, c, d] = 2_u32.to_ne_bytes();
@@ -614,8 +608,8 @@ const SYN: u8 = 2;
 const RST: u8 = 4;
 const ACK: u8 = 16;
 const DROP: i32 = 0;
-const ACCEPT: u32 = 1;
-pub(crate) const ACCEPTED: i32 = 1;
+const POLICY_ACCEPT: u32 = 1;
+pub(crate) const VERDICT_ACCEPT: i32 = 1;
 const JUMP: i32 = -3;
 pub(crate) const RETURN: i32 = -5;
 

@@ -9,73 +9,81 @@ use nix::sys::socket::{MsgFlags, recv};
 use socket2::{Domain, Protocol, Socket, Type};
 use tulle_core::netns::Namespace;
 
-use crate::scene::{APP, BACKENDS, Fixture, PROXY, ROOT, User, eventually, expect, families, flags, root, success};
+use crate::fixture::{
+    APP, BACKENDS, Client, Fixture, PROXY, ROOT, can_run, eventually, expect, families, flags, success,
+};
 
 #[test]
 fn connections_of_the_proxy_are_direct() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[9000]);
+    let fixture = Fixture::new(&[9000]);
     for backend in BACKENDS {
         for family in families() {
-            scene.apply(backend, &[]);
-            expect(&scene.pod, PROXY, (family.peer, 9000), "peer", backend);
+            fixture.apply(backend, &[]);
+            expect(&fixture.pod, PROXY, (family.peer, 9000), "peer", backend);
             expect(
-                &scene.pod,
-                User { gid: 7777, ..APP },
+                &fixture.pod,
+                Client { gid: 7777, ..APP },
                 (family.peer, 9000),
                 "outbound",
                 backend,
             );
-            scene.apply(backend, &["--proxy-gid", "7777"]);
+            fixture.apply(backend, &["--proxy-gid", "7777"]);
             expect(
-                &scene.pod,
-                User { gid: 7777, ..APP },
+                &fixture.pod,
+                Client { gid: 7777, ..APP },
                 (family.peer, 9000),
                 "peer",
                 backend,
             );
             // 0 is a valid id if it is given.
-            scene.apply(backend, &["--proxy-uid", "0"]);
-            expect(&scene.pod, ROOT, (family.peer, 9000), "peer", backend);
-            expect(&scene.pod, PROXY, (family.peer, 9000), "outbound", backend);
+            fixture.apply(backend, &["--proxy-uid", "0"]);
+            expect(&fixture.pod, ROOT, (family.peer, 9000), "peer", backend);
+            expect(&fixture.pod, PROXY, (family.peer, 9000), "outbound", backend);
         }
     }
 }
 
 #[test]
 fn connections_within_the_pod_are_direct() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080]);
+    let fixture = Fixture::new(&[8080]);
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
+        fixture.apply(backend, &[]);
         for family in families() {
             for user in [APP, ROOT, PROXY] {
                 for ip in family.loopbacks {
-                    expect(&scene.pod, user, (ip.parse::<IpAddr>().unwrap(), 8080), "app", backend);
+                    expect(
+                        &fixture.pod,
+                        user,
+                        (ip.parse::<IpAddr>().unwrap(), 8080),
+                        "app",
+                        backend,
+                    );
                 }
                 for ip in family.pod {
-                    expect(&scene.pod, user, (ip, 8080), "app", backend);
+                    expect(&fixture.pod, user, (ip, 8080), "app", backend);
                 }
             }
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend); // the rules are live
+            expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend); // the rules are live
         }
     }
 }
 
 #[test]
 fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
-    if !root() {
+    if !can_run() {
         return;
     }
     let ports = [4190, 4191, 4189, 4192, 7000, 6999, 7001, 7010, 7020, 7009, 7021, 7015];
-    let scene = Fixture::new(&ports);
+    let fixture = Fixture::new(&ports);
     for backend in BACKENDS {
         let skip = "7000,7010-7020";
-        scene.apply(
+        fixture.apply(
             backend,
             &["--inbound-ports-to-ignore", skip, "--outbound-ports-to-ignore", skip],
         );
@@ -83,9 +91,9 @@ fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
             for port in ports {
                 let skipped = port == 7000 || (7010..=7020).contains(&port);
                 let inbound = if skipped { "app" } else { "inbound" };
-                expect(&scene.peer, ROOT, (family.pod[0], port), inbound, backend);
+                expect(&fixture.peer, ROOT, (family.pod[0], port), inbound, backend);
                 let outbound = if skipped { "peer" } else { "outbound" };
-                expect(&scene.pod, APP, (family.peer, port), outbound, backend);
+                expect(&fixture.pod, APP, (family.peer, port), outbound, backend);
             }
         }
     }
@@ -94,19 +102,19 @@ fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
 /// Tap and admin are not redirected by default; if a list omits them, their ports are redirected.
 #[test]
 fn the_ports_of_tap_and_admin_are_direct_unless_a_list_says_otherwise() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[4190, 4191, 9191]);
+    let fixture = Fixture::new(&[4190, 4191, 9191]);
     for backend in BACKENDS {
         for family in families() {
-            scene.apply(backend, &[]);
+            fixture.apply(backend, &[]);
             for (port, server) in [(4190, "app"), (4191, "app"), (9191, "inbound")] {
-                expect(&scene.peer, ROOT, (family.pod[0], port), server, backend);
+                expect(&fixture.peer, ROOT, (family.pod[0], port), server, backend);
             }
-            scene.apply(backend, &["--inbound-ports-to-ignore", "4190,9191"]);
+            fixture.apply(backend, &["--inbound-ports-to-ignore", "4190,9191"]);
             for (port, server) in [(4190, "app"), (4191, "inbound"), (9191, "app")] {
-                expect(&scene.peer, ROOT, (family.pod[0], port), server, backend);
+                expect(&fixture.peer, ROOT, (family.pod[0], port), server, backend);
             }
         }
     }
@@ -115,22 +123,22 @@ fn the_ports_of_tap_and_admin_are_direct_unless_a_list_says_otherwise() {
 /// If IPv6 is not redirected, inbound IPv6 must not bypass the proxy either.
 #[test]
 fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080, 7000, 4191]);
+    let fixture = Fixture::new(&[8080, 7000, 4191]);
     let [v4, v6] = families();
     let off = |more: &[&'static str]| [&["--ipv6=false"][..], more].concat();
-    let other = User {
-        from: Some(v6.other_peer),
+    let other = Client {
+        source: Some(v6.other_peer),
         ..ROOT
     };
     let dropped = |ip: IpAddr| {
         let dial = || TcpStream::connect_timeout(&(ip, 8080).into(), Duration::from_millis(300));
-        scene.peer.run(dial).unwrap().unwrap_err().kind()
+        fixture.peer.run(dial).unwrap().unwrap_err().kind()
     };
     for backend in BACKENDS {
-        scene.apply(
+        fixture.apply(
             backend,
             &off(&[
                 "--inbound-ports-to-ignore",
@@ -139,71 +147,99 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
                 "fd78::/64",
             ]),
         );
-        expect(&scene.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
+        expect(&fixture.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
         for ip in v6.pod {
             assert_eq!(dropped(ip), io::ErrorKind::TimedOut, "{backend}");
         }
         for port in [7000, 4191] {
-            expect(&scene.peer, ROOT, (v6.pod[0], port), "app", backend);
+            expect(&fixture.peer, ROOT, (v6.pod[0], port), "app", backend);
         }
-        expect(&scene.peer, other, (v6.pod[0], 8080), "app", backend);
+        expect(&fixture.peer, other, (v6.pod[0], 8080), "app", backend);
         // Connections that the pod opens are not redirected: to other hosts, to its own address, over loopback.
-        expect(&scene.pod, APP, (v6.peer, 8080), "peer", backend);
-        expect(&scene.pod, APP, (v6.pod[0], 8080), "app", backend);
+        expect(&fixture.pod, APP, (v6.peer, 8080), "peer", backend);
+        expect(&fixture.pod, APP, (v6.pod[0], 8080), "app", backend);
         assert_eq!(
-            scene.code(&flags(backend, &off(&["--check"]))),
+            fixture.code(&flags(backend, &off(&["--check"]))),
             3,
             "other lists: {backend}"
         );
 
-        scene.apply(backend, &off(&["--ports-to-redirect", "8080"]));
+        fixture.apply(backend, &off(&["--ports-to-redirect", "8080"]));
         assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
-        expect(&scene.peer, ROOT, (v6.pod[0], 7000), "app", backend);
+        expect(&fixture.peer, ROOT, (v6.pod[0], 7000), "app", backend);
         assert_eq!(
-            scene.code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
+            fixture.code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
             0,
             "{backend}"
         );
 
-        scene.apply(backend, &off(&["--unredirected-ipv6=allow"]));
-        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "app", backend);
-        scene.apply(backend, &off(&[]));
+        fixture.apply(backend, &off(&["--unredirected-ipv6=allow"]));
+        expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "app", backend);
+        fixture.apply(backend, &off(&[]));
         assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
-        scene.apply(backend, &[]);
-        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "inbound", backend);
-        success(&scene.init(&["--clean"]));
-        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "app", backend);
+        fixture.apply(backend, &[]);
+        expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "inbound", backend);
+        success(&fixture.init(&["--clean"]));
+        expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "app", backend);
+    }
+}
+
+/// Rules that drop IPv6 are removed when another backend takes over, and by `--clean`.
+#[test]
+fn rules_that_drop_ipv6_do_not_outlive_their_backend() {
+    if !can_run() {
+        return;
+    }
+    let fixture = Fixture::new(&[8080]);
+    let ip = families()[1].pod[0];
+    for backend in BACKENDS {
+        for next in BACKENDS.into_iter().filter(|next| *next != backend) {
+            fixture.apply(backend, &["--ipv6=false"]);
+            fixture.apply(next, &[]);
+            expect(
+                &fixture.peer,
+                ROOT,
+                (ip, 8080),
+                "inbound",
+                &format!("{backend}, then {next}"),
+            );
+        }
+        fixture.apply(backend, &["--ipv6=false"]);
+        success(&fixture.init(&["--clean"]));
+        expect(&fixture.peer, ROOT, (ip, 8080), "app", backend);
+        let left = fixture.dump();
+        assert!(!left.contains("PROXY_INIT_"), "{backend}: {left}");
     }
 }
 
 /// Each interface has its own setting; `all` only contains the value that was last written to it.
 #[test]
 fn ipv6_of_one_interface_counts_although_it_was_turned_off_for_all() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080]);
-    scene.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
-    scene.sysctl("net/ipv6/conf/eth0/disable_ipv6", "0");
+    let fixture = Fixture::new(&[8080]);
+    fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
+    fixture.sysctl("net/ipv6/conf/eth0/disable_ipv6", "0");
     let v6 = families()[1];
-    scene
+    fixture
         .pod
         .ip(&format!("addr add {}/64 dev eth0 nodad\n", v6.pod[0]))
         .unwrap();
-    scene.apply("nft", &[]);
-    expect(&scene.peer, ROOT, (v6.pod[0], 8080), "inbound", "nft");
+    fixture.apply("nft", &[]);
+    expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "inbound", "nft");
 }
 
 /// Skip lists with networks of both families.
 #[test]
 fn skipped_networks_are_direct_in_both_families() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080]);
+    let fixture = Fixture::new(&[8080]);
     let networks = "10.78.0.0/24,fd78::/64,192.168.7.0/24";
     for backend in BACKENDS {
-        scene.apply(
+        fixture.apply(
             backend,
             &[
                 "--subnets-to-ignore",
@@ -213,35 +249,35 @@ fn skipped_networks_are_direct_in_both_families() {
             ],
         );
         for family in families() {
-            let other = User {
-                from: Some(family.other_peer),
+            let other = Client {
+                source: Some(family.other_peer),
                 ..ROOT
             };
-            expect(&scene.peer, other, (family.pod[0], 8080), "app", backend);
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
-            expect(&scene.pod, APP, (family.other_peer, 8080), "peer", backend);
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+            expect(&fixture.peer, other, (family.pod[0], 8080), "app", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&fixture.pod, APP, (family.other_peer, 8080), "peer", backend);
+            expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
         }
     }
 }
 
 #[test]
 fn datagrams_echo_requests_and_neighbour_discovery_pass() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[]);
+    let fixture = Fixture::new(&[]);
     for (backend, more) in BACKENDS
         .iter()
         .flat_map(|backend| [(*backend, &[][..]), (*backend, &["--drop-invalid"])])
     {
-        scene.apply(backend, more);
+        fixture.apply(backend, more);
         for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend); // the rules are live
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend); // the rules are live
+            expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
             for (from, to, ip) in [
-                (&scene.peer, &scene.pod, family.pod[0]),
-                (&scene.pod, &scene.peer, family.peer),
+                (&fixture.peer, &fixture.pod, family.pod[0]),
+                (&fixture.pod, &fixture.peer, family.peer),
             ] {
                 // The first packet must resolve its neighbour again.
                 let flushed = from.command("ip").args(["neigh", "flush", "dev", "eth0"]).output();
@@ -306,16 +342,16 @@ fn checksum(bytes: &[u8]) -> u16 {
 
 #[test]
 fn forwarded_traffic_is_taken_only_with_scope_all() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let mut scene = Fixture::new(&[9000]);
-    let inner = scene.inner();
+    let mut fixture = Fixture::new(&[9000]);
+    let inner = fixture.inner();
     for backend in BACKENDS {
         for family in families() {
-            scene.apply(backend, &[]);
+            fixture.apply(backend, &[]);
             expect(&inner, ROOT, (family.peer, 9000), "peer", backend);
-            scene.apply(backend, &["--inbound-scope", "all"]);
+            fixture.apply(backend, &["--inbound-scope", "all"]);
             expect(&inner, ROOT, (family.peer, 9000), "inbound", backend);
         }
     }
@@ -324,33 +360,33 @@ fn forwarded_traffic_is_taken_only_with_scope_all() {
 /// A segment without a connection is answered with a reset, unless such segments are dropped.
 #[test]
 fn invalid_segments_provoke_no_reset_when_dropped() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080]);
+    let fixture = Fixture::new(&[8080]);
     for backend in BACKENDS {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            scene.apply(backend, &[]);
+            fixture.apply(backend, &[]);
             // Strict tracking marks a segment without a connection as invalid instead of creating a connection for it.
-            scene.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
-            let before = resets(&scene);
-            stray_segment(&scene.peer, family.peer, to);
-            eventually("the reset", || resets(&scene) > before);
+            fixture.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
+            let before = resets(&fixture);
+            stray_segment(&fixture.peer, family.peer, to);
+            eventually("the reset", || resets(&fixture) > before);
 
-            scene.apply(backend, &["--drop-invalid"]);
-            let before = resets(&scene);
-            stray_segment(&scene.peer, family.peer, to);
+            fixture.apply(backend, &["--drop-invalid"]);
+            let before = resets(&fixture);
+            stray_segment(&fixture.peer, family.peer, to);
             // After a later connection has been served, a reset for the segment would have been sent.
-            expect(&scene.peer, ROOT, to, "inbound", backend);
-            assert_eq!(resets(&scene), before, "{backend}: {to}");
+            expect(&fixture.peer, ROOT, to, "inbound", backend);
+            assert_eq!(resets(&fixture), before, "{backend}: {to}");
         }
     }
 }
 
 /// The number of resets that the pod has sent.
-fn resets(scene: &Fixture) -> u64 {
-    let text = scene
+fn resets(fixture: &Fixture) -> u64 {
+    let text = fixture
         .pod
         .run(|| std::fs::read_to_string("/proc/thread-self/net/snmp"))
         .unwrap()

@@ -4,17 +4,17 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
-use crate::scene::{
-    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, ask, dial, echo, eventually, expect, families, flags,
-    open, root, success,
+use crate::fixture::{
+    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, ask, can_run, dial, echo, eventually, expect,
+    families, flags, open, success,
 };
 
 #[test]
 fn applying_twice_changes_nothing() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     for backend in BACKENDS {
         let more = [
             "--report",
@@ -23,17 +23,17 @@ fn applying_twice_changes_nothing() {
             "10.0.0.0/8,fd00::/8",
             "--drop-invalid",
         ];
-        assert_eq!(result(&scene.apply(backend, &more)), "applied", "{backend}");
-        let before = scene.dump();
-        assert_eq!(result(&scene.apply(backend, &more)), "unchanged", "{backend}");
-        assert_eq!(scene.dump(), before, "{backend}");
+        assert_eq!(result(&fixture.apply(backend, &more)), "applied", "{backend}");
+        let before = fixture.dump();
+        assert_eq!(result(&fixture.apply(backend, &more)), "unchanged", "{backend}");
+        assert_eq!(fixture.dump(), before, "{backend}");
         // Manual changes are repaired.
         match backend {
-            "nft" => scene.sh("nft flush chain inet l5d_init outbound"),
-            _ => scene.sh(&format!("{backend} -t nat -D PROXY_INIT_OUTPUT 1")),
+            "nft" => fixture.sh("nft flush chain inet l5d_init outbound"),
+            _ => fixture.sh(&format!("{backend} -t nat -D PROXY_INIT_OUTPUT 1")),
         };
-        assert_eq!(result(&scene.apply(backend, &more)), "applied", "{backend}");
-        assert_eq!(scene.dump(), before, "{backend}");
+        assert_eq!(result(&fixture.apply(backend, &more)), "applied", "{backend}");
+        assert_eq!(fixture.dump(), before, "{backend}");
     }
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn linkerd(program: &str) -> String {
 /// The tool uses the same kernel interface as the backend, or the other one.
 #[test]
 fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for (backend, tool) in [
@@ -78,10 +78,10 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         ("iptables-legacy", "iptables-nft"),
     ] {
         let case = format!("{backend}, {tool}");
-        let scene = Fixture::new(&[8080]);
+        let fixture = Fixture::new(&[8080]);
         let tools = [tool.to_owned(), tool.replace("ip", "ip6")];
         let expect_jumps = |tool: &str, count: usize| {
-            let saved = scene.sh(&format!("{tool}-save -t nat"));
+            let saved = fixture.sh(&format!("{tool}-save -t nat"));
             for jump in [
                 ("-A PREROUTING ", "-j PROXY_INIT_REDIRECT"),
                 ("-A OUTPUT ", "-j PROXY_INIT_OUTPUT"),
@@ -92,15 +92,15 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         };
         let expect_redirects = || {
             for family in families() {
-                expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", &case);
-                expect(&scene.pod, APP, (family.peer, 8080), "outbound", &case);
+                expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", &case);
+                expect(&fixture.pod, APP, (family.peer, 8080), "outbound", &case);
             }
         };
         for command in &tools {
-            scene.sh(&linkerd(command));
+            fixture.sh(&linkerd(command));
             expect_jumps(command, 1);
         }
-        scene.apply(backend, &[]);
+        fixture.apply(backend, &[]);
         for (command, family) in tools.iter().zip(["iptables", "ip6tables"]) {
             expect_jumps(command, usize::from(backend == tool));
             if backend != "nft" {
@@ -109,14 +109,14 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         }
         expect_redirects();
         for command in &tools {
-            scene.sh(&linkerd(command));
+            fixture.sh(&linkerd(command));
             expect_jumps(command, 1);
         }
         expect_redirects();
         // `--clean` removes Linkerd's rules too.
-        success(&scene.init(&["--clean"]));
+        success(&fixture.init(&["--clean"]));
         assert!(
-            !scene.dump().contains("PROXY_INIT") && !scene.dump().contains("l5d_init"),
+            !fixture.dump().contains("PROXY_INIT") && !fixture.dump().contains("l5d_init"),
             "{case}"
         );
     }
@@ -124,13 +124,13 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
 
 #[test]
 fn invalid_flags_are_refused_and_change_nothing() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
-        let before = scene.dump();
+        fixture.apply(backend, &[]);
+        let before = fixture.dump();
         for bad in [
             &["--incoming-proxy-port", "70000"][..],
             &["--outgoing-proxy-port", "0"],
@@ -145,14 +145,14 @@ fn invalid_flags_are_refused_and_change_nothing() {
             &["--firewall-bin-path", "/sbin/iptables"],
             &["--no-such-flag"],
         ] {
-            let output = scene.init(&flags(backend, bad));
+            let output = fixture.init(&flags(backend, bad));
             assert_eq!(output.status.code(), Some(1), "{bad:?}");
             let stderr = String::from_utf8_lossy(&output.stderr);
             assert!(stderr.contains(bad[0]), "{bad:?}: {stderr}");
         }
-        assert_eq!(scene.dump(), before, "{backend}");
+        assert_eq!(fixture.dump(), before, "{backend}");
     }
-    let output = scene.init(&flags(
+    let output = fixture.init(&flags(
         "nft",
         &["--inbound-ports-to-ignore", "70000,80", "--lenient", "--simulate"],
     ));
@@ -162,20 +162,20 @@ fn invalid_flags_are_refused_and_change_nothing() {
 
 #[test]
 fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
-    scene.apply("nft", &[]);
-    let before = scene.dump();
+    let fixture = Fixture::bare();
+    fixture.apply("nft", &[]);
+    let before = fixture.dump();
     // The kernel does not allow NAT chains at such an early priority.
-    let output = scene.init(&flags("nft", &["--priority", "-300"]));
+    let output = fixture.init(&flags("nft", &["--priority", "-300"]));
     assert_eq!(output.status.code(), Some(1));
     assert!(
         String::from_utf8_lossy(&output.stderr).contains("nat at prerouting -300"),
         "{output:?}"
     );
-    assert_eq!(scene.dump(), before);
+    assert_eq!(fixture.dump(), before);
 
     // One family is refused while the other is committed, and the commit must be undone. A failing undo is reported.
     for (backend, family) in [
@@ -184,8 +184,8 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
         ("iptables-legacy", "ip6tables"),
         ("iptables-legacy", "iptables"),
     ] {
-        scene.apply(backend, &["--drop-invalid"]);
-        let before = scene.dump();
+        fixture.apply(backend, &["--drop-invalid"]);
+        let before = fixture.dump();
         let refused = |refuses: &str| {
             let programs = tempfile::tempdir().unwrap();
             let broken = programs
@@ -199,7 +199,7 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
             fs::write(&broken, script).unwrap();
             fs::set_permissions(&broken, fs::Permissions::from_mode(0o755)).unwrap();
             let path = format!("{}:{}", programs.path().display(), std::env::var("PATH").unwrap());
-            let mut command = scene.pod.command(BIN);
+            let mut command = fixture.pod.command(BIN);
             let output = command
                 .args(flags(backend, &["-g", "7"]))
                 .env("PATH", path)
@@ -213,19 +213,19 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
             stderr.contains("failed") && !stderr.contains("could not be put back"),
             "{stderr}"
         );
-        assert_eq!(scene.dump(), before, "{backend}, {family}");
+        assert_eq!(fixture.dump(), before, "{backend}, {family}");
         let stderr = refused("*");
         assert!(stderr.contains("could not be put back"), "{stderr}");
-        scene.apply(backend, &["--drop-invalid"]);
-        assert_eq!(scene.dump(), before, "{backend}, {family}");
+        fixture.apply(backend, &["--drop-invalid"]);
+        assert_eq!(fixture.dump(), before, "{backend}, {family}");
     }
 }
 
 /// Opens connections in both directions and families.
-pub(crate) fn connections(scene: &Fixture, port: u16) -> Vec<(TcpStream, String)> {
+pub(crate) fn connections(fixture: &Fixture, port: u16) -> Vec<(TcpStream, String)> {
     let both = |family: Family| {
-        let (inbound, inward) = open(&scene.peer, ROOT, (family.pod[0], port).into()).unwrap();
-        let (outbound, outward) = open(&scene.pod, APP, (family.peer, port).into()).unwrap();
+        let (inbound, inward) = open(&fixture.peer, ROOT, (family.pod[0], port).into()).unwrap();
+        let (outbound, outward) = open(&fixture.pod, APP, (family.peer, port).into()).unwrap();
         [(inbound, inward.server), (outbound, outward.server)]
     };
     families().into_iter().flat_map(both).collect()
@@ -233,27 +233,27 @@ pub(crate) fn connections(scene: &Fixture, port: u16) -> Vec<(TcpStream, String)
 
 #[test]
 fn open_connections_survive_new_and_changed_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        let mut before = connections(&scene, 8080);
+        let fixture = Fixture::new(&[8080]);
+        let mut before = connections(&fixture, 8080);
         assert!(
             before
                 .iter()
                 .all(|(_, server)| ["app", "peer"].contains(&server.as_str())),
             "{before:?}"
         );
-        scene.apply(backend, &[]);
-        let mut between = connections(&scene, 8080);
+        fixture.apply(backend, &[]);
+        let mut between = connections(&fixture, 8080);
         assert!(
             between
                 .iter()
                 .all(|(_, server)| ["inbound", "outbound"].contains(&server.as_str())),
             "{between:?}"
         );
-        scene.apply(
+        fixture.apply(
             backend,
             &[
                 "-g",
@@ -264,7 +264,7 @@ fn open_connections_survive_new_and_changed_rules() {
                 "8080",
             ],
         );
-        let mut after = connections(&scene, 8080);
+        let mut after = connections(&fixture, 8080);
         assert!(
             after
                 .iter()
@@ -279,45 +279,45 @@ fn open_connections_survive_new_and_changed_rules() {
 
 #[test]
 fn cleaning_restores_the_previous_state_and_keeps_other_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        add_other_rules(&scene);
-        let before = scene.dump();
-        scene.apply(backend, &["--drop-invalid"]);
-        assert_eq!(without_ours(&scene.dump()), before, "{backend}");
+        let fixture = Fixture::new(&[8080]);
+        add_other_rules(&fixture);
+        let before = fixture.dump();
+        fixture.apply(backend, &["--drop-invalid"]);
+        assert_eq!(without_ours(&fixture.dump()), before, "{backend}");
         for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
         }
-        success(&scene.init(&["--clean=now"]));
-        assert_eq!(scene.dump(), before, "{backend}");
+        success(&fixture.init(&["--clean=now"]));
+        assert_eq!(fixture.dump(), before, "{backend}");
         for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "app", backend);
-            expect(&scene.pod, APP, (family.peer, 8080), "peer", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 8080), "app", backend);
+            expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
         }
-        let (code, report) = scene.report(&["--clean"]);
+        let (code, report) = fixture.report(&["--clean"]);
         assert_eq!((code, &report["result"]), (0, &"absent".into()));
-        assert_eq!(scene.dump(), before, "{backend}");
+        assert_eq!(fixture.dump(), before, "{backend}");
     }
 }
 
 /// Rules of other programs, in shared and in their own tables, for each kernel interface.
-fn add_other_rules(scene: &Fixture) {
+fn add_other_rules(fixture: &Fixture) {
     let rules = "-t nat -N SOMEBODY; T -t nat -A SOMEBODY -j RETURN; T -t nat -A OUTPUT -p udp -j SOMEBODY; \
                  T -t mangle -A PREROUTING -p udp -j ACCEPT; T -t nat -A PREROUTING -p udp -j ACCEPT; \
                  T -t filter -A INPUT -p udp --dport 9 -j DROP; T -t raw -A PREROUTING -p udp -j ACCEPT";
     for tool in ["iptables-nft", "ip6tables-nft", "iptables-legacy", "ip6tables-legacy"] {
-        scene.sh(&format!("T() {{ {tool} \"$@\"; }}; T {rules}"));
+        fixture.sh(&format!("T() {{ {tool} \"$@\"; }}; T {rules}"));
     }
     for tool in ["iptables-nft", "iptables-legacy"] {
-        scene.sh(&format!(
+        fixture.sh(&format!(
             "{tool} -t nat -A PREROUTING -p tcp --dport 1 -j DNAT --to-destination 10.250.0.1"
         ));
     }
-    scene.sh("nft 'table inet other { chain c { type nat hook output priority -90; tcp dport 2 counter redirect to :3; }; }'");
+    fixture.sh("nft 'table inet other { chain c { type nat hook output priority -90; tcp dport 2 counter redirect to :3; }; }'");
 }
 
 /// A dump without our rules.
@@ -334,24 +334,24 @@ fn without_ours(dump: &str) -> String {
 
 #[test]
 fn draining_lets_open_connections_end() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        scene.apply(backend, &[]);
-        let mut streams = connections(&scene, 8080);
+        let fixture = Fixture::new(&[8080]);
+        fixture.apply(backend, &[]);
+        let mut streams = connections(&fixture, 8080);
         assert!(
             streams
                 .iter()
                 .all(|(_, server)| ["inbound", "outbound"].contains(&server.as_str()))
         );
         thread::scope(|scope| {
-            let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
+            let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "20s"]));
             for family in families() {
-                let direct = || ask(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app";
+                let direct = || ask(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app";
                 eventually("new connections to be direct", direct);
-                expect(&scene.pod, APP, (family.peer, 8080), "peer", backend);
+                expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
             }
             assert!(!cleaning.is_finished(), "{backend}: did not wait");
             for (stream, server) in &mut streams {
@@ -366,14 +366,14 @@ fn draining_lets_open_connections_end() {
             );
         });
         assert!(
-            !scene.dump().contains("l5d_init") && !scene.dump().contains("PROXY_INIT"),
+            !fixture.dump().contains("l5d_init") && !fixture.dump().contains("PROXY_INIT"),
             "{backend}"
         );
         // Connections that do not end in time are reset, with a warning.
-        scene.apply(backend, &[]);
-        let (mut kept, _) = open(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+        fixture.apply(backend, &[]);
+        let (mut kept, _) = open(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
         echo(&mut kept, b"still here").unwrap();
-        let output = scene.init(&["--clean=drain", "--drain-timeout", "200ms"]);
+        let output = fixture.init(&["--clean=drain", "--drain-timeout", "200ms"]);
         success(&output);
         assert!(
             String::from_utf8_lossy(&output.stderr).contains("1 connections were still open"),
@@ -387,42 +387,42 @@ fn draining_lets_open_connections_end() {
 /// Our rules take precedence over existing rules of the other kernel interface, and over other rules in the same chain.
 #[test]
 fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let add_redirects = |tools: [&str; 2], scene: &Fixture| {
+    let add_redirects = |tools: [&str; 2], fixture: &Fixture| {
         for (tool, ip) in tools.iter().zip(["10.77.0.1", "fd77::1"]) {
-            scene.sh(&format!(
+            fixture.sh(&format!(
                 "{tool} -t nat -I OUTPUT -p tcp -d {ip} -j REDIRECT --to-port 15001"
             ));
-            scene.sh(&format!(
+            fixture.sh(&format!(
                 "{tool} -t nat -I PREROUTING -p tcp --dport 8080 -j REDIRECT --to-port 15001"
             ));
         }
     };
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
+        let fixture = Fixture::new(&[8080]);
         let expect_ours = || {
             for family in families() {
-                expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
-                expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+                expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
+                expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             }
         };
-        // The interface that registered last is evaluated first: the other one, then ours. In ours, the other rules come
-        // first.
-        let interfaces = [
+        // Add foreign rules through the other iptables flavour, then through the flavour of our backend, where they precede
+        // ours. The flavour whose rules were added last is evaluated first.
+        let flavours = [
             ["iptables-legacy", "ip6tables-legacy"],
             ["iptables-nft", "ip6tables-nft"],
         ];
-        let interfaces = if backend == "iptables-legacy" {
-            [interfaces[1], interfaces[0]]
+        let flavours = if backend == "iptables-legacy" {
+            [flavours[1], flavours[0]]
         } else {
-            interfaces
+            flavours
         };
-        for interface in interfaces {
-            add_redirects(interface, &scene);
+        for flavour in flavours {
+            add_redirects(flavour, &fixture);
         }
-        let output = scene.init(&flags(backend, &[]));
+        let output = fixture.init(&flags(backend, &[]));
         success(&output);
         let stderr = String::from_utf8_lossy(&output.stderr);
         for chain in ["PREROUTING", "OUTPUT"] {
@@ -434,15 +434,19 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
             }
         }
         expect_ours();
-        // A later rule in the same table is behind ours, or `--check` finds it and the next run puts ours first.
+        // With nftables, a rule that is added later is evaluated after ours. With iptables it can be inserted before ours;
+        // then `--check` reports it, and the next run moves ours to the front.
         if backend != "nft" {
             let own = [backend, &backend.replace("ip", "ip6")];
-            add_redirects(own, &scene);
-            let connected = scene.pod.run(|| dial(APP, (families()[0].peer, 8080).into())).unwrap();
+            add_redirects(own, &fixture);
+            let connected = fixture
+                .pod
+                .run(|| dial(APP, (families()[0].peer, 8080).into()))
+                .unwrap();
             assert!(connected.is_err(), "{backend}: {connected:?}");
-            assert_eq!(scene.code(&flags(backend, &["--check"])), 3, "{backend}");
-            scene.apply(backend, &[]);
-            assert_eq!(scene.code(&flags(backend, &["--check"])), 0, "{backend}");
+            assert_eq!(fixture.code(&flags(backend, &["--check"])), 3, "{backend}");
+            fixture.apply(backend, &[]);
+            assert_eq!(fixture.code(&flags(backend, &["--check"])), 0, "{backend}");
             expect_ours();
         }
     }
@@ -452,20 +456,20 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
 /// it.
 #[test]
 fn rules_with_precedence_over_ours_are_named_and_detected() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for (backend, first) in [("iptables-nft", "iptables-legacy"), ("iptables-legacy", "iptables-nft")] {
-        let scene = Fixture::bare();
-        scene.sh(&format!(
+        let fixture = Fixture::bare();
+        fixture.sh(&format!(
             "{backend} -t nat -A OUTPUT -j ACCEPT; {backend} -t nat -F OUTPUT"
         ));
-        scene.sh(&format!(
+        fixture.sh(&format!(
             "{first} -t nat -A OUTPUT -p tcp -d 192.0.2.0/24 -j REDIRECT --to-port 15001"
         ));
         let mut verified = flags(backend, &[]);
         verified.retain(|flag| *flag != "--verify=false");
-        let (code, report) = scene.report(&verified);
+        let (code, report) = fixture.report(&verified);
         assert_eq!(code, 95, "{report}");
         assert!(
             report["verified"]["ipv4"]
@@ -483,9 +487,9 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
         };
         assert!(warnings.contains(chain), "{report}");
         // The native chains are new, and precede later chains of others with a lower priority number.
-        let native = |more: &[&str]| scene.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
+        let native = |more: &[&str]| fixture.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
         assert_eq!(native(&[]), 0);
-        scene.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
+        fixture.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
         assert_eq!(native(&[]), 95);
         assert_eq!(native(&["--priority", "-101"]), 0);
     }
@@ -494,12 +498,12 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
 /// Connections of processes that run as the proxy's user are not redirected.
 #[test]
 fn processes_of_the_proxys_user_are_named() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     let uid = PROXY_UID.to_string();
-    let mut application = scene.pod.command("setpriv");
+    let mut application = fixture.pod.command("setpriv");
     application.args(["--reuid", &uid, "--clear-groups", "sleep", "60"]);
     let mut application = application.spawn().unwrap();
     let pid = application.id();
@@ -507,8 +511,8 @@ fn processes_of_the_proxys_user_are_named() {
     eventually("it runs as the proxy's user", || {
         fs::read_to_string(&comm).unwrap() == "sleep\n"
     });
-    let warned = || scene.report(&flags("nft", &[])).1["warnings"].to_string();
-    let (with, other) = (warned(), scene.report(&flags("nft", &["-u", "2103"])).1);
+    let warned = || fixture.report(&flags("nft", &[])).1["warnings"].to_string();
+    let (with, other) = (warned(), fixture.report(&flags("nft", &["-u", "2103"])).1);
     application.kill().unwrap();
     application.wait().unwrap();
     assert!(
@@ -521,21 +525,21 @@ fn processes_of_the_proxys_user_are_named() {
 
 #[test]
 fn concurrent_runs_agree() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
         for _ in 0..3 {
-            let scene = Fixture::bare();
+            let fixture = Fixture::bare();
             let other = flags(backend, &["-g", "7"]);
             let usual = flags(backend, &[]);
             thread::scope(|scope| {
                 let runs: Vec<_> = [&usual, &other, &usual, &other]
-                    .map(|flags| scope.spawn(|| scene.init(flags)))
+                    .map(|flags| scope.spawn(|| fixture.init(flags)))
                     .into();
                 runs.into_iter().for_each(|run| success(&run.join().unwrap()));
             });
-            let codes = [&usual, &other].map(|flags| scene.code(&[flags.as_slice(), &["--check"]].concat()));
+            let codes = [&usual, &other].map(|flags| fixture.code(&[flags.as_slice(), &["--check"]].concat()));
             assert!(matches!(codes, [0, 3] | [3, 0]), "{backend}: {codes:?}");
         }
     }
@@ -543,16 +547,16 @@ fn concurrent_runs_agree() {
 
 #[test]
 fn without_a_proxy_connections_are_refused_not_direct() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::bare();
-        crate::scene::serve(&scene.pod, "app", "[::]:8080");
-        crate::scene::serve(&scene.peer, "peer", "[::]:8080");
-        scene.apply(backend, &[]);
+        let fixture = Fixture::bare();
+        crate::fixture::serve(&fixture.pod, "app", "[::]:8080");
+        crate::fixture::serve(&fixture.peer, "peer", "[::]:8080");
+        fixture.apply(backend, &[]);
         for family in families() {
-            for (from, user, to) in [(&scene.peer, ROOT, family.pod[0]), (&scene.pod, APP, family.peer)] {
+            for (from, user, to) in [(&fixture.peer, ROOT, family.pod[0]), (&fixture.pod, APP, family.peer)] {
                 let to = SocketAddr::from((to, 8080));
                 let error = from.run(|| dial(user, to)).unwrap().unwrap_err();
                 assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{backend}: {to}");
@@ -563,36 +567,36 @@ fn without_a_proxy_connections_are_refused_not_direct() {
 
 #[test]
 fn check_distinguishes_equal_different_and_absent_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     let check: Vec<&str> = FLAGS.iter().copied().chain(["--check"]).collect();
     for backend in BACKENDS {
         let check = flags(backend, &["--check"]);
-        assert_eq!(scene.code(&check), 4, "{backend}");
-        scene.apply(backend, &[]);
-        let before = scene.dump();
-        assert_eq!(scene.code(&check), 0, "{backend}");
-        assert_eq!(scene.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
-        assert_eq!(scene.dump(), before, "{backend}");
+        assert_eq!(fixture.code(&check), 4, "{backend}");
+        fixture.apply(backend, &[]);
+        let before = fixture.dump();
+        assert_eq!(fixture.code(&check), 0, "{backend}");
+        assert_eq!(fixture.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
+        assert_eq!(fixture.dump(), before, "{backend}");
         // Differences in one family count too.
         assert_eq!(
-            scene.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
+            fixture.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
             3,
             "{backend}"
         );
         if backend != "nft" {
-            scene.sh(&format!(
+            fixture.sh(&format!(
                 "{} -t nat -D PROXY_INIT_OUTPUT 1",
                 backend.replace("ip", "ip6")
             ));
-            assert_eq!(scene.code(&check), 3, "{backend}");
+            assert_eq!(fixture.code(&check), 3, "{backend}");
         }
-        success(&scene.init(&["--clean"]));
+        success(&fixture.init(&["--clean"]));
     }
     // Without `--backend`, the backend that holds the rules is found.
-    assert_eq!(scene.code(&check), 4);
-    scene.apply("iptables-nft", &[]);
-    assert_eq!(scene.code(&check), 0);
+    assert_eq!(fixture.code(&check), 4);
+    fixture.apply("iptables-nft", &[]);
+    assert_eq!(fixture.code(&check), 0);
 }

@@ -14,10 +14,10 @@ use nix::unistd::Pid;
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
-use crate::lifecycle::{connections, linkerd};
-use crate::scene::{
-    APP, BACKENDS, BIN, Fixture, ROOT, User, ask, dial, echo, eventually, families, flags, root, serve, success,
+use crate::fixture::{
+    APP, BACKENDS, BIN, Client, Fixture, ROOT, ask, can_run, dial, echo, eventually, families, flags, serve, success,
 };
+use crate::lifecycle::{connections, linkerd};
 
 /// The connections of one client while rules changed.
 #[derive(Debug, Default)]
@@ -31,18 +31,18 @@ pub(crate) struct Observed {
 }
 
 /// Six clients connect in both directions and families, without pause, until the work is done.
-pub(crate) fn under_load(scene: &Fixture, port: u16, work: impl FnOnce()) -> Vec<Observed> {
+pub(crate) fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce()) -> Vec<Observed> {
     // Shortens the tracking of thousands of closed connections.
-    scene.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
+    fixture.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
     let stop = AtomicBool::new(false);
     let [v4, v6] = families();
-    let clients: [(&'static str, &Namespace, User, SocketAddr); 6] = [
-        ("ipv4 inbound", &scene.peer, ROOT, (v4.pod[0], port).into()),
-        ("ipv4 inbound", &scene.peer, ROOT, (v4.pod[1], port).into()),
-        ("ipv6 inbound", &scene.peer, ROOT, (v6.pod[0], port).into()),
-        ("ipv4 outbound", &scene.pod, APP, (v4.peer, port).into()),
-        ("ipv6 outbound", &scene.pod, APP, (v6.peer, port).into()),
-        ("ipv6 outbound", &scene.pod, APP, (v6.other_peer, port).into()),
+    let clients: [(&'static str, &Namespace, Client, SocketAddr); 6] = [
+        ("ipv4 inbound", &fixture.peer, ROOT, (v4.pod[0], port).into()),
+        ("ipv4 inbound", &fixture.peer, ROOT, (v4.pod[1], port).into()),
+        ("ipv6 inbound", &fixture.peer, ROOT, (v6.pod[0], port).into()),
+        ("ipv4 outbound", &fixture.pod, APP, (v4.peer, port).into()),
+        ("ipv6 outbound", &fixture.pod, APP, (v6.peer, port).into()),
+        ("ipv6 outbound", &fixture.pod, APP, (v6.other_peer, port).into()),
     ];
     thread::scope(|scope| {
         let stop = &stop;
@@ -55,7 +55,7 @@ pub(crate) fn under_load(scene: &Fixture, port: u16, work: impl FnOnce()) -> Vec
     })
 }
 
-fn dial_until(path: &'static str, user: User, to: SocketAddr, stop: &AtomicBool) -> Observed {
+fn dial_until(path: &'static str, user: Client, to: SocketAddr, stop: &AtomicBool) -> Observed {
     let mut observed = Observed {
         path,
         ..Observed::default()
@@ -102,13 +102,13 @@ pub(crate) fn repeat_for(limit: Duration, mut work: impl FnMut(usize)) -> usize 
 /// None of at least ten thousand connections bypasses the proxy or is reset, including those that stay open.
 #[test]
 fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        scene.apply(backend, &[]);
-        let mut streams = connections(&scene, 8080);
+        let fixture = Fixture::new(&[8080]);
+        fixture.apply(backend, &[]);
+        let mut streams = connections(&fixture, 8080);
         let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();
         let mut applied = 0;
         let started = Instant::now();
@@ -117,10 +117,10 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
             counts.len() < 4 || counts.values().any(|counts| counts[0] < CONNECTIONS / 4)
         };
         while few(&counts) && started.elapsed() < Duration::from_secs(60) {
-            let observed = under_load(&scene, 8080, || {
+            let observed = under_load(&fixture, 8080, || {
                 // The flags alternate, so that every run writes rules.
                 applied += repeat_for(Duration::from_secs(10), |n| {
-                    scene.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
+                    fixture.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
                     for (stream, server) in &mut streams {
                         echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
                     }
@@ -144,21 +144,21 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
 /// Shows that the harness detects a bypass: the commands of Linkerd's init cause some.
 #[test]
 fn linkerds_sequence_lets_connections_bypass_the_proxy() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for tool in ["iptables-nft", "iptables-legacy"] {
-        let scene = Fixture::new(&[8080]);
+        let fixture = Fixture::new(&[8080]);
         let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
-        scene.sh(&both);
-        let observed = under_load(&scene, 8080, || {
+        fixture.sh(&both);
+        let observed = under_load(&fixture, 8080, || {
             repeat_for(Duration::from_secs(2), |_| {
-                scene.sh(&both);
+                fixture.sh(&both);
             });
         });
         let sum = |part: fn(&Observed) -> usize| observed.iter().map(part).sum::<usize>();
         println!(
-            "T42 self-test, {tool}: {} proxied, {} bypassed",
+            "self-test, {tool}: {} proxied, {} bypassed",
             sum(|observed| observed.proxied),
             sum(|observed| observed.bypassed)
         );
@@ -169,21 +169,21 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
 /// A port that is skipped in some runs is served by the application or by the proxy; no connection fails.
 #[test]
 fn a_changing_skip_list_is_the_old_or_the_new_one() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        scene.apply(backend, &[]);
+        let fixture = Fixture::new(&[8080]);
+        fixture.apply(backend, &[]);
         let skip = [
             "--inbound-ports-to-ignore",
             "8080",
             "--outbound-ports-to-ignore",
             "8080",
         ];
-        let observed = under_load(&scene, 8080, || {
+        let observed = under_load(&fixture, 8080, || {
             repeat_for(Duration::from_secs(4), |n| {
-                scene.apply(backend, if n % 2 == 0 { &skip } else { &[] });
+                fixture.apply(backend, if n % 2 == 0 { &skip } else { &[] });
             });
         });
         let mut counts = BTreeMap::new();
@@ -199,16 +199,16 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
 /// Connections that are open when draining starts continue, and no new connection fails.
 #[test]
 fn draining_under_load_fails_no_connection() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = Fixture::new(&[8080]);
-        scene.apply(backend, &[]);
-        let mut streams = connections(&scene, 8080);
-        let observed = under_load(&scene, 8080, || {
+        let fixture = Fixture::new(&[8080]);
+        fixture.apply(backend, &[]);
+        let mut streams = connections(&fixture, 8080);
+        let observed = under_load(&fixture, 8080, || {
             thread::scope(|scope| {
-                let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
+                let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "20s"]));
                 repeat_for(Duration::from_secs(2), |_| {
                     for (stream, server) in &mut streams {
                         echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
@@ -225,7 +225,7 @@ fn draining_under_load_fails_no_connection() {
             });
             // After the rules are removed, too.
             repeat_for(Duration::from_millis(300), |_| {
-                ask(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+                ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
             });
         });
         let mut counts = BTreeMap::new();
@@ -235,14 +235,14 @@ fn draining_under_load_fails_no_connection() {
             counts.values().all(|[_, direct]| *direct > 500),
             "{backend}: {counts:?}"
         );
-        assert_eq!(scene.code(&flags(backend, &["--check"])), 4, "{backend}");
+        assert_eq!(fixture.code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
 
 /// A killed run leaves the old or the new rules; with iptables, this holds for each family.
 #[test]
 fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
-    if !root() {
+    if !can_run() {
         return;
     }
     // Scripts that are larger than a pipe's buffer, in both tables.
@@ -279,7 +279,7 @@ enum Kill {
 
 #[allow(clippy::print_stdout)] // prints measurements, as the tests do
 fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     let commands: &[&str] = match backend {
         "nft" => &["nft list ruleset"],
         "iptables-nft" => &["iptables-nft-save", "ip6tables-nft-save"],
@@ -289,13 +289,13 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
         // Programs that still write hold the lock.
         eventually("the programs to end", || {
             let name = <SocketAddrUnix as SocketAddrExt>::from_abstract_name("tulle-init").unwrap();
-            scene.pod.run(|| UnixListener::bind_addr(&name).is_ok()).unwrap()
+            fixture.pod.run(|| UnixListener::bind_addr(&name).is_ok()).unwrap()
         });
         let plain = |text: &str| {
             let lines = text.lines().filter(|line| !line.starts_with(['#', ':']));
             lines.collect::<Vec<_>>().join("\n")
         };
-        let saved = commands.iter().map(|command| scene.sh(command));
+        let saved = commands.iter().map(|command| fixture.sh(command));
         match kill {
             Kill::Init => saved.map(|text| plain(&text)).collect(),
             Kill::Programs => saved
@@ -305,17 +305,17 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
         }
     };
     // From here on, the tables that iptables creates on demand exist.
-    scene.apply(backend, &["--drop-invalid"]);
+    fixture.apply(backend, &["--drop-invalid"]);
     let mut whole = Duration::ZERO;
     let known = [1, 0].map(|variant: usize| {
         let started = Instant::now();
-        success(&scene.init(&variants[variant]));
+        success(&fixture.init(&variants[variant]));
         whole = started.elapsed();
         dumps()
     });
     let mut n_by_variant = [0; 2];
     for n in 0..kills {
-        let mut run = scene.pod.command(BIN);
+        let mut run = fixture.pod.command(BIN);
         let mut run = run
             .args(&variants[n % 2])
             .stderr(std::process::Stdio::null())
@@ -343,23 +343,23 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
 /// Replacing one backend's rules by another's leaves no gap, although both exist for a moment.
 #[test]
 fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
-    scene.proxy();
-    serve(&scene.pod, "app", "[::]:8080");
-    serve(&scene.peer, "peer", "[::]:8080");
-    success(&scene.init(&flags("nft", &[])));
+    let fixture = Fixture::bare();
+    fixture.proxy();
+    serve(&fixture.pod, "app", "[::]:8080");
+    serve(&fixture.peer, "peer", "[::]:8080");
+    success(&fixture.init(&flags("nft", &[])));
     assert_eq!(
-        ask(&scene.peer, ROOT, (families()[0].pod[0], 8080).into())
+        ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
             .unwrap()
             .server,
         "inbound"
     );
-    let observed = under_load(&scene, 8080, || {
+    let observed = under_load(&fixture, 8080, || {
         repeat_for(Duration::from_secs(4), |n| {
-            scene.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
+            fixture.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
         });
     });
     let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();

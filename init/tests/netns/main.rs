@@ -6,11 +6,11 @@
 #![allow(clippy::unwrap_used)] // clippy exempts only functions marked as tests
 
 mod direct;
+mod environments;
+mod fixture;
 mod lifecycle;
 mod load;
-mod places;
 mod pressure;
 mod redirected;
-mod scene;
 mod tproxy;
 mod validator;

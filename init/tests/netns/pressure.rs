@@ -10,8 +10,8 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
+use crate::fixture::{BACKENDS, FLAGS, Fixture, can_run, echo, families, flags, success};
 use crate::lifecycle::connections;
-use crate::scene::{BACKENDS, FLAGS, Fixture, echo, families, flags, root, success};
 
 /// The kernel drops packets of connections that it cannot track, so none bypasses the proxy. Rules can still be applied and
 /// removed.
@@ -19,33 +19,36 @@ use crate::scene::{BACKENDS, FLAGS, Fixture, echo, families, flags, root, succes
 /// The limit applies to the machine, but each namespace is counted separately, so other namespaces are not affected.
 #[test]
 fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080]);
+    let fixture = Fixture::new(&[8080]);
     let setting = |name: &str| -> u32 {
-        let text = scene.sh(&format!("cat /proc/sys/net/netfilter/{name}"));
+        let text = fixture.sh(&format!("cat /proc/sys/net/netfilter/{name}"));
         text.trim().parse().unwrap()
     };
-    scene.apply("nft", &[]);
-    let mut streams = connections(&scene, 8080);
+    fixture.apply("nft", &[]);
+    let mut streams = connections(&fixture, 8080);
     let limit = setting("nf_conntrack_max");
     let started = Instant::now();
-    track(&scene.pod, limit - setting("nf_conntrack_count") - CONNTRACK_TABLE_SIZE);
+    track(
+        &fixture.pod,
+        limit - setting("nf_conntrack_count") - FREE_CONNTRACK_ENTRIES,
+    );
     println!("{limit} connections were tracked after {:?}", started.elapsed());
     assert!(
-        limit - setting("nf_conntrack_count") <= CONNTRACK_TABLE_SIZE,
+        limit - setting("nf_conntrack_count") <= FREE_CONNTRACK_ENTRIES,
         "the tracked connections are missing"
     );
 
     // Until the table is full, connections are redirected to the proxy.
     let to = SocketAddr::from((families()[0].pod[0], 8080));
     let mut last = Vec::new();
-    while let Some((stream, server)) = try_dial(&scene.peer, to) {
+    while let Some((stream, server)) = try_dial(&fixture.peer, to) {
         assert_eq!(server, "inbound");
         last.push(stream);
         assert!(
-            last.len() <= 2 * CONNTRACK_TABLE_SIZE as usize,
+            last.len() <= 2 * FREE_CONNTRACK_ENTRIES as usize,
             "the table does not fill up"
         );
     }
@@ -53,9 +56,9 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
 
     for backend in BACKENDS {
         let started = Instant::now();
-        scene.apply(backend, &["-g", "7"]);
+        fixture.apply(backend, &["-g", "7"]);
         let applied = started.elapsed();
-        assert_eq!(scene.code(&flags(backend, &["-g", "7", "--check"])), 0, "{backend}");
+        assert_eq!(fixture.code(&flags(backend, &["-g", "7", "--check"])), 0, "{backend}");
         println!(
             "full, {backend}: applied after {applied:?}, compared after {:?}",
             started.elapsed() - applied
@@ -63,7 +66,7 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
         assert!(started.elapsed() < Duration::from_secs(5), "{backend}");
         thread::scope(|scope| {
             for family in families() {
-                for (namespace, ip) in [(&scene.peer, family.pod[0]), (&scene.pod, family.peer)] {
+                for (namespace, ip) in [(&fixture.peer, family.pod[0]), (&fixture.pod, family.peer)] {
                     scope.spawn(move || {
                         let met = try_dial(namespace, (ip, 8080).into());
                         assert!(met.is_none(), "{backend}: {ip}: {met:?}");
@@ -78,7 +81,7 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
 
     // Draining finds the few relevant connections among all.
     thread::scope(|scope| {
-        let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
+        let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "20s"]));
         for (stream, server) in &mut streams {
             echo(stream, &vec![7; 1 << 20]).unwrap_or_else(|error| panic!("draining: {server}: {error}"));
         }
@@ -93,12 +96,14 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
             "{output:?}"
         );
     });
-    assert_eq!(scene.code(&[&FLAGS[..], &["--check"]].concat()), 4);
+    assert_eq!(fixture.code(&[&FLAGS[..], &["--check"]].concat()), 4);
 }
 
-/// Returns the connection and the server's name, if a server answers within the time limit.
+/// Returns the connection and the server's name, if the connection is established in time; then the server must answer in
+/// time, too.
 fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)> {
     let stream = namespace.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap().ok()?;
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line).unwrap();
     let server = line.split(' ').next().unwrap_or_default().to_owned();
@@ -166,6 +171,6 @@ fn attr(kind: u16, data: &[u8]) -> Vec<u8> {
 }
 
 const NESTED: u16 = 1 << 15;
-/// Connections that still fit before the table is full.
-const CONNTRACK_TABLE_SIZE: u32 = 8;
+/// Entries of the table that the test leaves free for connections of its own.
+const FREE_CONNTRACK_ENTRIES: u32 = 8;
 const LIMIT: Duration = Duration::from_secs(1);

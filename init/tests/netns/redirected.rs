@@ -7,48 +7,48 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, SockaddrStor
 use nix::unistd::{Gid, getgroups, setgroups};
 use std::os::fd::AsRawFd;
 
-use crate::scene::{APP, BACKENDS, Fixture, ROOT, User, expect, families, flags, root, serve, success};
+use crate::fixture::{APP, BACKENDS, Client, Fixture, ROOT, can_run, expect, families, flags, serve, success};
 
 /// Both families, IPv4 clients of dual-stack listeners, ports without a listener, and ports that are skipped in the other
 /// direction.
 #[test]
 fn both_directions_arrive_at_the_proxy_with_what_was_dialled() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080, 9000, 4567, 53]);
+    let fixture = Fixture::new(&[8080, 9000, 4567, 53]);
     for backend in BACKENDS {
-        scene.apply(backend, &["--inbound-ports-to-ignore", "4567"]);
+        fixture.apply(backend, &["--inbound-ports-to-ignore", "4567"]);
         for family in families() {
             let [pod, second] = family.pod;
-            expect(&scene.peer, ROOT, (pod, 8080), "inbound", backend);
-            expect(&scene.peer, ROOT, (pod, 8081), "inbound", backend); // no application listens on this port
-            expect(&scene.peer, ROOT, (second, 8080), "inbound", backend);
-            expect(&scene.peer, ROOT, (pod, 53), "inbound", backend);
-            expect(&scene.pod, APP, (family.peer, 9000), "outbound", backend);
-            expect(&scene.pod, ROOT, (family.peer, 9000), "outbound", backend);
-            expect(&scene.pod, APP, (family.peer, 4567), "outbound", backend); // skipped for inbound only
-            expect(&scene.pod, APP, (family.peer, 53), "outbound", backend);
+            expect(&fixture.peer, ROOT, (pod, 8080), "inbound", backend);
+            expect(&fixture.peer, ROOT, (pod, 8081), "inbound", backend); // no application listens on this port
+            expect(&fixture.peer, ROOT, (second, 8080), "inbound", backend);
+            expect(&fixture.peer, ROOT, (pod, 53), "inbound", backend);
+            expect(&fixture.pod, APP, (family.peer, 9000), "outbound", backend);
+            expect(&fixture.pod, ROOT, (family.peer, 9000), "outbound", backend);
+            expect(&fixture.pod, APP, (family.peer, 4567), "outbound", backend); // skipped for inbound only
+            expect(&fixture.pod, APP, (family.peer, 53), "outbound", backend);
         }
     }
 }
 
 #[test]
 fn a_supplementary_group_is_not_the_skipped_group() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[9000]);
+    let fixture = Fixture::new(&[9000]);
     let groups = getgroups().unwrap();
     for backend in BACKENDS {
-        scene.apply(backend, &["-g", "5555"]);
+        fixture.apply(backend, &["-g", "5555"]);
         for family in families() {
             setgroups(&[Gid::from_raw(5555)]).unwrap();
-            expect(&scene.pod, APP, (family.peer, 9000), "outbound", backend);
+            expect(&fixture.pod, APP, (family.peer, 9000), "outbound", backend);
             setgroups(&groups).unwrap();
             expect(
-                &scene.pod,
-                User { gid: 5555, ..APP },
+                &fixture.pod,
+                Client { gid: 5555, ..APP },
                 (family.peer, 9000),
                 "peer",
                 backend,
@@ -59,12 +59,12 @@ fn a_supplementary_group_is_not_the_skipped_group() {
 
 #[test]
 fn with_a_list_only_listed_ports_are_redirected() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::new(&[8080, 8081, 8090, 8091, 8092]);
+    let fixture = Fixture::new(&[8080, 8081, 8090, 8091, 8092]);
     for backend in BACKENDS {
-        scene.apply(backend, &["--ports-to-redirect", "8080,8090-8091"]);
+        fixture.apply(backend, &["--ports-to-redirect", "8080,8090-8091"]);
         for family in families() {
             for (port, server) in [
                 (8080, "inbound"),
@@ -73,7 +73,7 @@ fn with_a_list_only_listed_ports_are_redirected() {
                 (8091, "inbound"),
                 (8092, "app"),
             ] {
-                expect(&scene.peer, ROOT, (family.pod[0], port), server, backend);
+                expect(&fixture.peer, ROOT, (family.pod[0], port), server, backend);
             }
         }
     }
@@ -81,29 +81,29 @@ fn with_a_list_only_listed_ports_are_redirected() {
 
 #[test]
 fn data_in_the_first_segment_arrives_at_the_proxy() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     // Enables TCP Fast Open for clients and all new listeners, without cookies.
-    for namespace in [&scene.pod, &scene.peer] {
+    for namespace in [&fixture.pod, &fixture.peer] {
         let set = namespace.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_fastopen", "1543"));
         set.unwrap().unwrap();
     }
-    scene.proxy();
+    fixture.proxy();
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
+        fixture.apply(backend, &[]);
         for family in families() {
             for (from, ip, server) in [
-                (&scene.peer, family.pod[0], "inbound"),
-                (&scene.pod, family.peer, "outbound"),
+                (&fixture.peer, family.pod[0], "inbound"),
+                (&fixture.pod, family.peer, "outbound"),
             ] {
                 let to = SocketAddr::from((ip, 8080));
-                let before = fast_opens(&scene);
+                let before = fast_opens(&fixture);
                 let answer = from.run(|| dial_with_data(to)).unwrap();
                 assert!(answer.starts_with(&format!("{server} {to} ")), "{backend}: {answer}");
                 assert_eq!(
-                    fast_opens(&scene),
+                    fast_opens(&fixture),
                     before + 1,
                     "{backend}: the data arrived in a later segment"
                 );
@@ -132,8 +132,8 @@ fn dial_with_data(to: SocketAddr) -> String {
     String::from_utf8(heard).unwrap()
 }
 
-fn fast_opens(scene: &Fixture) -> u64 {
-    let text = scene
+fn fast_opens(fixture: &Fixture) -> u64 {
+    let text = fixture
         .pod
         .run(|| std::fs::read_to_string("/proc/thread-self/net/netstat"))
         .unwrap()
@@ -152,13 +152,13 @@ fn fast_opens(scene: &Fixture) -> u64 {
 /// Prints durations for information.
 #[test]
 fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
-    if !root() {
+    if !can_run() {
         return;
     }
     // The first, a middle and the last entry of each list, and their neighbours.
     let skipped_ports = [10_000, 10_998, 11_998];
     let other_ports = [10_001, 10_999, 12_000];
-    let scene = Fixture::new(&[&skipped_ports[..], &other_ports, &[8080]].concat());
+    let fixture = Fixture::new(&[&skipped_ports[..], &other_ports, &[8080]].concat());
     let ports: Vec<String> = (0..1000).map(|n| (10_000 + 2 * n).to_string()).collect();
     let networks: Vec<String> = (0..500)
         .flat_map(|n| {
@@ -178,7 +178,7 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
     ];
     let others = ["10.100.0.129", "10.101.249.129", "fd00:fa:0:1::1", "fd00:1f4::1"];
     for ip in skipped.iter().chain(&others) {
-        scene.peer.ip(&format!("addr add {ip} dev lo\n")).unwrap();
+        fixture.peer.ip(&format!("addr add {ip} dev lo\n")).unwrap();
     }
     let (ports, networks) = (ports.join(","), networks.join(","));
     let lists = [
@@ -189,26 +189,26 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
     ];
     for backend in BACKENDS {
         // As a first run.
-        success(&scene.init(&["--clean"]));
+        success(&fixture.init(&["--clean"]));
         let millis = |more: &[&str]| {
-            let (code, report) = scene.report(&[&flags(backend, lists.as_flattened()), more].concat());
+            let (code, report) = fixture.report(&[&flags(backend, lists.as_flattened()), more].concat());
             assert_eq!(code, 0, "{report}");
             report["durations_ms"]["apply"].as_f64().unwrap()
         };
         println!(
-            "T12 {backend}: applied in {:.0} ms, again in {:.0} ms",
+            "apply time of {backend}: applied in {:.0} ms, again in {:.0} ms",
             millis(&["-g", "7"]),
             millis(&[])
         );
         for family in families() {
             let pod = family.pod[0];
             for port in skipped_ports {
-                expect(&scene.peer, ROOT, (pod, port), "app", backend);
-                expect(&scene.pod, APP, (family.peer, port), "peer", backend);
+                expect(&fixture.peer, ROOT, (pod, port), "app", backend);
+                expect(&fixture.pod, APP, (family.peer, port), "peer", backend);
             }
             for port in other_ports {
-                expect(&scene.peer, ROOT, (pod, port), "inbound", backend);
-                expect(&scene.pod, APP, (family.peer, port), "outbound", backend);
+                expect(&fixture.peer, ROOT, (pod, port), "inbound", backend);
+                expect(&fixture.pod, APP, (family.peer, port), "outbound", backend);
             }
             let addresses = |list: &[&str]| -> Vec<IpAddr> {
                 let all = list.iter().map(|ip| ip.parse::<IpAddr>().unwrap());
@@ -216,9 +216,12 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
             };
             for (list, inbound, outbound) in [(&skipped[..], "app", "peer"), (&others[..], "inbound", "outbound")] {
                 for ip in addresses(list) {
-                    let from = User { from: Some(ip), ..ROOT };
-                    expect(&scene.peer, from, (pod, 8080), inbound, backend);
-                    expect(&scene.pod, APP, (ip, 8080), outbound, backend);
+                    let client = Client {
+                        source: Some(ip),
+                        ..ROOT
+                    };
+                    expect(&fixture.peer, client, (pod, 8080), inbound, backend);
+                    expect(&fixture.pod, APP, (ip, 8080), outbound, backend);
                 }
             }
         }
@@ -228,17 +231,17 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
 /// A connection to the proxy's own port is delivered once.
 #[test]
 fn the_inbound_port_can_be_dialled_directly() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
-    let accepted = serve(&scene.pod, "inbound", "[::]:4143");
-    let elsewhere = serve(&scene.pod, "outbound", "127.0.0.1:4140");
+    let fixture = Fixture::bare();
+    let accepted = serve(&fixture.pod, "inbound", "[::]:4143");
+    let elsewhere = serve(&fixture.pod, "outbound", "127.0.0.1:4140");
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
+        fixture.apply(backend, &[]);
         for family in families() {
             let before = accepted.load(Ordering::Relaxed);
-            expect(&scene.peer, ROOT, (family.pod[0], 4143), "inbound", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 4143), "inbound", backend);
             assert_eq!(accepted.load(Ordering::Relaxed), before + 1, "{backend}");
         }
     }

@@ -11,48 +11,49 @@ use std::time::Duration;
 use socket2::{Domain, Socket, Type};
 use tulle_core::addr;
 
-use crate::scene::{
-    APP, BACKENDS, FLAGS, Fixture, ROOT, User, echo, eventually, expect, families, flags, open, root, serve, success,
+use crate::fixture::{
+    APP, BACKENDS, Client, FLAGS, Fixture, ROOT, can_run, echo, eventually, expect, families, flags, open, serve,
+    success,
 };
 
 /// Also with strict reverse path filters, and with SYN cookies for every handshake.
 #[test]
 fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = scene();
-    let taken = transparent_proxy(&scene);
+    let fixture = fixture();
+    let taken = transparent_proxy(&fixture);
     for name in ["all", "eth0", "lo"] {
-        scene.sysctl(&format!("net/ipv4/conf/{name}/rp_filter"), "1");
+        fixture.sysctl(&format!("net/ipv4/conf/{name}/rp_filter"), "1");
     }
     for (backend, cookies) in BACKENDS.iter().flat_map(|backend| [(backend, "1"), (backend, "2")]) {
-        scene.apply(backend, &TPROXY);
-        scene.sysctl("net/ipv4/tcp_syncookies", cookies);
+        fixture.apply(backend, &TPROXY);
+        fixture.sysctl("net/ipv4/tcp_syncookies", cookies);
         for family in families() {
-            let other = User {
-                from: Some(family.other_peer),
+            let other = Client {
+                source: Some(family.other_peer),
                 ..ROOT
             };
             for (user, ip) in [(ROOT, family.pod[0]), (ROOT, family.pod[1]), (other, family.pod[0])] {
                 let before = taken.load(Ordering::Relaxed);
                 // `expect` checks that the application sees this client's address.
-                expect(&scene.peer, user, (ip, 8080), "app", backend);
+                expect(&fixture.peer, user, (ip, 8080), "app", backend);
                 assert_eq!(taken.load(Ordering::Relaxed), before + 1, "{backend}: {ip}");
             }
             let before = taken.load(Ordering::Relaxed);
-            expect(&scene.peer, ROOT, (family.pod[0], 4191), "app", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 4191), "app", backend);
             for ip in family.loopbacks {
                 expect(
-                    &scene.pod,
+                    &fixture.pod,
                     APP,
                     SocketAddr::new(ip.parse().unwrap(), 8080),
                     "app",
                     backend,
                 );
             }
-            expect(&scene.pod, APP, (family.pod[0], 8080), "app", backend);
-            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+            expect(&fixture.pod, APP, (family.pod[0], 8080), "app", backend);
+            expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
             assert_eq!(taken.load(Ordering::Relaxed), before, "{backend}: these stay direct");
         }
     }
@@ -60,11 +61,11 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
 
 #[test]
 fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = scene();
-    let taken = transparent_proxy(&scene);
+    let fixture = fixture();
+    let taken = transparent_proxy(&fixture);
     for backend in BACKENDS {
         let lists = [
             "--ports-to-redirect",
@@ -72,15 +73,15 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
             "--subnets-to-ignore",
             "10.78.0.0/24,fd78::/64",
         ];
-        scene.apply(backend, &[&TPROXY[..], &lists].concat());
+        fixture.apply(backend, &[&TPROXY[..], &lists].concat());
         for family in families() {
-            let other = User {
-                from: Some(family.other_peer),
+            let other = Client {
+                source: Some(family.other_peer),
                 ..ROOT
             };
             for (user, port, n) in [(ROOT, 8080, 1), (ROOT, 9000, 0), (other, 8080, 0)] {
                 let before = taken.load(Ordering::Relaxed);
-                expect(&scene.peer, user, (family.pod[0], port), "app", backend);
+                expect(&fixture.peer, user, (family.pod[0], port), "app", backend);
                 assert_eq!(
                     taken.load(Ordering::Relaxed),
                     before + n,
@@ -94,26 +95,26 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
 /// Neither if there is no listener on the proxy's port, nor if the listener is not transparent.
 #[test]
 fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
-    let application = serve(&scene.pod, "app", "[::]:8080");
+    let fixture = Fixture::bare();
+    let application = serve(&fixture.pod, "app", "[::]:8080");
     let refused = |backend: &str| {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let dialled = scene.peer.run(|| TcpStream::connect_timeout(&to, SHORT)).unwrap();
+            let dialled = fixture.peer.run(|| TcpStream::connect_timeout(&to, SHORT)).unwrap();
             let error = dialled.map(|_| ()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{backend}: {to}: {error}");
         }
     };
     for backend in BACKENDS {
-        scene.apply(backend, &TPROXY);
+        fixture.apply(backend, &TPROXY);
         refused(backend);
     }
-    serve(&scene.pod, "inbound", "[::]:4143");
+    serve(&fixture.pod, "inbound", "[::]:4143");
     for backend in BACKENDS {
-        scene.apply(backend, &TPROXY);
+        fixture.apply(backend, &TPROXY);
         refused(backend);
     }
     assert_eq!(application.load(Ordering::Relaxed), 0);
@@ -122,55 +123,59 @@ fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
 /// Rules, routes and routing rules are added, repaired and removed together.
 #[test]
 fn routes_are_added_and_removed_with_the_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = scene();
-    transparent_proxy(&scene);
-    let bare = (scene.dump(), routes(&scene));
+    let fixture = fixture();
+    transparent_proxy(&fixture);
+    let bare = (fixture.dump(), routes(&fixture));
     for backend in BACKENDS {
         let wanted = flags(backend, &TPROXY);
         let check = [&wanted[..], &["--check"]].concat();
         let result = |flags: &[&str]| {
-            let (code, report) = scene.report(flags);
+            let (code, report) = fixture.report(flags);
             (code, report["result"].as_str().unwrap().to_owned())
         };
-        assert_eq!(scene.code(&check), 4, "{backend}");
+        assert_eq!(fixture.code(&check), 4, "{backend}");
         assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}");
-        let applied = (scene.dump(), routes(&scene));
-        assert_eq!(routes(&scene).matches("lookup 143").count(), 2, "{applied:?}");
-        assert_eq!(routes(&scene).matches("local default dev lo").count(), 2, "{applied:?}");
+        let applied = (fixture.dump(), routes(&fixture));
+        assert_eq!(routes(&fixture).matches("lookup 143").count(), 2, "{applied:?}");
+        assert_eq!(
+            routes(&fixture).matches("local default dev lo").count(),
+            2,
+            "{applied:?}"
+        );
         assert_eq!(result(&wanted), (0, "unchanged".to_owned()), "{backend}");
         for damage in ["ip -6 rule del lookup 143", "ip route flush table 143"] {
-            scene.sh(damage);
-            assert_eq!(scene.code(&check), 3, "{backend}: {damage}");
+            fixture.sh(damage);
+            assert_eq!(fixture.code(&check), 3, "{backend}: {damage}");
             assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}: {damage}");
-            assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}: {damage}");
-            assert_eq!(scene.code(&check), 0, "{backend}: {damage}");
+            assert_eq!((fixture.dump(), routes(&fixture)), applied, "{backend}: {damage}");
+            assert_eq!(fixture.code(&check), 0, "{backend}: {damage}");
         }
         // Switches to redirect mode and back.
-        scene.apply(backend, &[]);
-        assert_eq!(routes(&scene), bare.1, "{backend}");
+        fixture.apply(backend, &[]);
+        assert_eq!(routes(&fixture), bare.1, "{backend}");
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let redirected = scene.peer.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap();
+            let redirected = fixture.peer.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap();
             redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub accepts these as well
         }
-        scene.apply(backend, &TPROXY);
-        assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}");
-        success(&scene.init(&["--clean"]));
-        assert_eq!((scene.dump(), routes(&scene)), bare, "{backend}");
+        fixture.apply(backend, &TPROXY);
+        assert_eq!((fixture.dump(), routes(&fixture)), applied, "{backend}");
+        success(&fixture.init(&["--clean"]));
+        assert_eq!((fixture.dump(), routes(&fixture)), bare, "{backend}");
         for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "app", backend);
+            expect(&fixture.peer, ROOT, (family.pod[0], 8080), "app", backend);
         }
     }
     // The printed script has the same result.
-    let simulated = scene.init(&flags("nft", &[&TPROXY[..], &["--simulate"]].concat()));
+    let simulated = fixture.init(&flags("nft", &[&TPROXY[..], &["--simulate"]].concat()));
     let script = String::from_utf8(simulated.stdout).unwrap();
     let commands: Vec<&str> = script.lines().filter_map(|line| line.strip_prefix("# ")).collect();
-    scene.sh(&format!("nft -f - <<'END'\n{script}END\n{}", commands.join("\n")));
+    fixture.sh(&format!("nft -f - <<'END'\n{script}END\n{}", commands.join("\n")));
     assert_eq!(
-        scene.code(&flags("nft", &[&TPROXY[..], &["--check"]].concat())),
+        fixture.code(&flags("nft", &[&TPROXY[..], &["--check"]].concat())),
         0,
         "{script}"
     );
@@ -178,24 +183,24 @@ fn routes_are_added_and_removed_with_the_rules() {
 
 #[test]
 fn open_connections_survive_new_changed_and_draining_rules() {
-    if !root() {
+    if !can_run() {
         return;
     }
     for backend in BACKENDS {
-        let scene = scene();
-        let taken = transparent_proxy(&scene);
-        let dial = || families().map(|family| open(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0);
+        let fixture = fixture();
+        let taken = transparent_proxy(&fixture);
+        let dial = || families().map(|family| open(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0);
         let still = |streams: &mut [TcpStream], what: &str| {
             for stream in streams {
                 echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {what}: {error}"));
             }
         };
         let mut direct = dial();
-        scene.apply(backend, &TPROXY);
+        fixture.apply(backend, &TPROXY);
         still(&mut direct, "direct before");
         let mut kept = dial();
         assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}");
-        scene.apply(
+        fixture.apply(
             backend,
             &[&TPROXY[..], &["-g", "7", "--inbound-ports-to-ignore", "8080"]].concat(),
         );
@@ -203,9 +208,9 @@ fn open_connections_survive_new_changed_and_draining_rules() {
         drop(dial());
         assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}: the port is skipped now");
 
-        scene.apply(backend, &TPROXY);
+        fixture.apply(backend, &TPROXY);
         thread::scope(|scope| {
-            let drained = scope.spawn(|| scene.report(&["--clean=drain", "--drain-timeout", "20s"]));
+            let drained = scope.spawn(|| fixture.report(&["--clean=drain", "--drain-timeout", "20s"]));
             eventually("new connections to be direct", || {
                 let before = taken.load(Ordering::Relaxed);
                 drop(dial());
@@ -221,53 +226,53 @@ fn open_connections_survive_new_changed_and_draining_rules() {
                 "{backend}: {report}"
             );
         });
-        assert!(!routes(&scene).contains("143"), "{backend}");
+        assert!(!routes(&fixture).contains("143"), "{backend}");
         still(&mut direct, "direct to the end");
     }
 }
 
 #[test]
 fn verification_detects_replies_that_are_not_routed_back() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     let verified = |backend: &str| {
-        let (code, report) = scene.report(&[&FLAGS[..], &["--backend", backend], &TPROXY].concat());
+        let (code, report) = fixture.report(&[&FLAGS[..], &["--backend", backend], &TPROXY].concat());
         (code, report["verified"].clone())
     };
     for backend in BACKENDS {
         let redirected = serde_json::json!({"ipv4": "redirected", "ipv6": "redirected"});
         assert_eq!(verified(backend), (0, redirected), "{backend}");
         // A routing rule of another program that is evaluated first.
-        scene.sh("ip rule add priority 50 fwmark 0x2044 lookup main");
+        fixture.sh("ip rule add priority 50 fwmark 0x2044 lookup main");
         let (code, report) = verified(backend);
         assert_eq!((code, &report["ipv6"]), (95, &"redirected".into()), "{backend}");
         let verdict = report["ipv4"].as_str().unwrap();
         assert!(verdict.contains("are not routed back"), "{backend}: {verdict}");
-        scene.sh("ip rule del priority 50");
+        fixture.sh("ip rule del priority 50");
     }
 }
 
-fn scene() -> Fixture {
-    let scene = Fixture::bare();
+fn fixture() -> Fixture {
+    let fixture = Fixture::bare();
     for port in [8080, 9000, 4191] {
-        serve(&scene.pod, "app", &format!("[::]:{port}"));
-        serve(&scene.peer, "peer", &format!("[::]:{port}"));
+        serve(&fixture.pod, "app", &format!("[::]:{port}"));
+        serve(&fixture.peer, "peer", &format!("[::]:{port}"));
     }
-    serve(&scene.pod, "outbound", "127.0.0.1:4140");
-    serve(&scene.pod, "outbound", "[::1]:4140");
-    scene
+    serve(&fixture.pod, "outbound", "127.0.0.1:4140");
+    serve(&fixture.pod, "outbound", "[::1]:4140");
+    fixture
 }
 
 /// Routing rules, and the routes of our table, of both families.
-fn routes(scene: &Fixture) -> String {
-    scene.sh("for family in -4 -6; do ip $family rule; ip $family route show table 143 2>/dev/null || true; done")
+fn routes(fixture: &Fixture) -> String {
+    fixture.sh("for family in -4 -6; do ip $family rule; ip $family route show table 143 2>/dev/null || true; done")
 }
 
 /// A proxy that accepts connections to any address and connects them to the application, which it dials from the client's
 /// address.
-fn transparent_proxy(scene: &Fixture) -> Arc<AtomicUsize> {
+fn transparent_proxy(fixture: &Fixture) -> Arc<AtomicUsize> {
     let taken = Arc::new(AtomicUsize::new(0));
     let count = taken.clone();
     let start = || -> io::Result<()> {
@@ -286,7 +291,7 @@ fn transparent_proxy(scene: &Fixture) -> Arc<AtomicUsize> {
         });
         Ok(())
     };
-    scene.pod.run(start).unwrap().unwrap();
+    fixture.pod.run(start).unwrap().unwrap();
     taken
 }
 

@@ -8,7 +8,7 @@ use std::thread;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::scene::{BACKENDS, BIN, FLAGS, Fixture, eventually, root, success};
+use crate::fixture::{BACKENDS, BIN, FLAGS, Fixture, can_run, eventually, success};
 
 const V4: [&str; 4] = ["validate", "--timeout=2s", "--connect-addr", "10.99.0.1:1404"];
 const V6: [&str; 6] = [
@@ -26,49 +26,49 @@ fn stderr(output: &Output) -> String {
 
 #[test]
 fn the_validator_succeeds_with_rules_only() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     // The peer has the test address, and sends another answer.
-    scene
+    fixture
         .peer
         .ip("addr add 10.99.0.1/32 dev lo\naddr add fd99::1/128 dev lo nodad\n")
         .unwrap();
     for addr in ["10.99.0.1:1404", "[fd99::1]:20001"] {
-        let listener = scene.peer.run(|| TcpListener::bind(addr)).unwrap().unwrap();
+        let listener = fixture.peer.run(|| TcpListener::bind(addr)).unwrap().unwrap();
         thread::spawn(move || {
             for stream in listener.incoming() {
                 stream.unwrap().write_all(b"another server\n").unwrap();
             }
         });
     }
-    for trial in [&V4[..], &V6] {
-        let output = scene.init(trial);
+    for check in [&V4[..], &V6] {
+        let output = fixture.init(check);
         assert_eq!(output.status.code(), Some(95), "{output:?}");
         assert!(stderr(&output).contains("another server"), "{output:?}");
     }
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
-        for trial in [&V4[..], &V6] {
-            success(&scene.init(trial));
+        fixture.apply(backend, &[]);
+        for check in [&V4[..], &V6] {
+            success(&fixture.init(check));
         }
     }
     // Under the name of Linkerd's program, it runs `validate`.
     let directory = tempfile::tempdir().unwrap();
     let link = directory.path().join("linkerd2-network-validator");
     std::os::unix::fs::symlink(BIN, &link).unwrap();
-    success(&scene.pod.command(&link).args(&V4[1..]).output().unwrap());
+    success(&fixture.pod.command(&link).args(&V4[1..]).output().unwrap());
 }
 
 #[test]
 fn the_validator_reports_the_reason_of_a_failure() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     // No answer: the peer drops the packets.
-    scene
+    fixture
         .peer
         .command("nft")
         .args(["table inet t { chain c { type filter hook input priority 0; meta l4proto tcp drop; }; }"])
@@ -94,11 +94,11 @@ fn the_validator_reports_the_reason_of_a_failure() {
             "[2001:db8::2]:1404",
         ),
     ] {
-        let output = scene.init(&[&dial[..], &["--timeout", "300ms"]].concat());
+        let output = fixture.init(&[&dial[..], &["--timeout", "300ms"]].concat());
         assert_eq!(output.status.code(), Some(95));
         assert!(stderr(&output).contains("no answer within 300ms"), "{output:?}");
 
-        let mut run = scene.pod.command(BIN);
+        let mut run = fixture.pod.command(BIN);
         let run = run
             .args(dial)
             .args(["--timeout", "20s"])
@@ -106,7 +106,9 @@ fn the_validator_reports_the_reason_of_a_failure() {
             .spawn()
             .unwrap();
         // It handles signals before it listens.
-        eventually("the listener", || scene.sh("ss -ltn 'sport = :4140'").contains("4140"));
+        eventually("the listener", || {
+            fixture.sh("ss -ltn 'sport = :4140'").contains("4140")
+        });
         kill(Pid::from_raw(run.id().cast_signed()), Signal::SIGTERM).unwrap();
         let output = run.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(95));
@@ -114,16 +116,16 @@ fn the_validator_reports_the_reason_of_a_failure() {
 
         // Connects to a closed port of the pod's own address.
         let refused = dial[2].replace("77.0.1", "77.0.2").replace("::1", "::2");
-        let output = scene.init(&["validate", dial[3], "--connect-addr", &refused]);
+        let output = fixture.init(&["validate", dial[3], "--connect-addr", &refused]);
         assert_eq!(output.status.code(), Some(95));
         assert!(stderr(&output).contains("refused"), "{output:?}");
 
-        scene.sh(if away.starts_with('[') {
+        fixture.sh(if away.starts_with('[') {
             "ip -6 route del default"
         } else {
             "ip route del default"
         });
-        let output = scene.init(&["validate", dial[3], "--connect-addr", away]);
+        let output = fixture.init(&["validate", dial[3], "--connect-addr", away]);
         assert_eq!(output.status.code(), Some(95));
         assert!(
             stderr(&output).contains(&format!("there is no route to {away}")),
@@ -131,18 +133,18 @@ fn the_validator_reports_the_reason_of_a_failure() {
         );
     }
     for bad in [["validate", "--timeout=10"], ["validate", "--listen-addr=4140"]] {
-        assert_eq!(scene.code(&bad), 1, "{bad:?}");
+        assert_eq!(fixture.code(&bad), 1, "{bad:?}");
     }
 }
 
 #[test]
 fn verification_covers_each_family_that_has_a_route() {
-    if !root() {
+    if !can_run() {
         return;
     }
-    let scene = Fixture::bare();
+    let fixture = Fixture::bare();
     let verify = |more: &[&str]| {
-        let (code, report) = scene.report(&[&FLAGS[..], more].concat());
+        let (code, report) = fixture.report(&[&FLAGS[..], more].concat());
         (code, report["verified"].clone(), report["warnings"].to_string())
     };
     // A family that is not proven also causes a warning.
@@ -173,7 +175,7 @@ fn verification_covers_each_family_that_has_a_route() {
         assert!(!warnings.contains("not proven"), "{warnings}");
         // A chain of another program that takes precedence and redirects connections is detected.
         for (family, affected, other) in [("ip", "ipv4", "ipv6"), ("ip6", "ipv6", "ipv4")] {
-            scene.sh(&format!("nft '{}'", foreign(family)));
+            fixture.sh(&format!("nft '{}'", foreign(family)));
             let (code, verified, _) = verify(&named);
             assert_eq!(
                 (code, &verified[other]),
@@ -182,15 +184,15 @@ fn verification_covers_each_family_that_has_a_route() {
             );
             let verdict = verified[affected].as_str().unwrap();
             assert!(verdict.starts_with("not redirected: dialling "), "{backend}: {verdict}");
-            scene.sh(&format!("nft delete table {family} foreign"));
+            fixture.sh(&format!("nft delete table {family} foreign"));
         }
         skipped(&[&named[..], &["-u", "0"]].concat(), "ipv4", "runs as the proxy");
     }
-    scene.sh("ip -6 route del default");
+    fixture.sh("ip -6 route del default");
     skipped(&[], "ipv6", "no route");
     assert_eq!(verify(&[]).1["ipv4"], "redirected");
 
-    scene.proxy();
+    fixture.proxy();
     for backend in BACKENDS {
         skipped(&["--backend", backend], "ipv4", "in use");
     }

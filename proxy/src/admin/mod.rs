@@ -90,12 +90,12 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
         .route("/shutdown", move |req| {
             std::future::ready(shut_down(&req, shutdown_endpoint, &shutdown))
         })
-        .tls(move |stream| terminate(stream, creds.clone()))
+        .tls(move |stream| accept_tls(stream, creds.clone()))
         .authorize_with(guard)
 }
 
-/// Terminates TLS; the server sets the timeout.
-async fn terminate(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
+/// Accepts TLS; the admin server limits the time.
+async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
     let (tls, peer_tls) = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;

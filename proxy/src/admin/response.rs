@@ -9,13 +9,16 @@ use tulle_core::admin::{AdminRequest, text};
 pub(super) type AdminResponse = Response<Full<Bytes>>;
 
 pub(super) fn method_not_allowed(methods: &'static str) -> AdminResponse {
-    let mut rsp = text(StatusCode::METHOD_NOT_ALLOWED, format!("only {methods}\n"));
+    let mut rsp = text(
+        StatusCode::METHOD_NOT_ALLOWED,
+        format!("method not allowed, use one of: {methods}\n"),
+    );
     rsp.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
     rsp
 }
 
 pub(super) fn forbidden() -> AdminResponse {
-    text(StatusCode::FORBIDDEN, "only from this machine\n")
+    text(StatusCode::FORBIDDEN, "permitted only from this machine (loopback)\n")
 }
 
 /// Whether the Accept header names JSON explicitly.

@@ -58,7 +58,7 @@ pub enum Security {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
     /// Prefix of the names of its metrics.
-    pub client: &'static str,
+    pub metrics_prefix: &'static str,
     /// Timeout of TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
@@ -136,21 +136,21 @@ enum ConnectError {
     Resolve(DnsError),
     #[error("connecting to {addr} took longer than {limit:?}")]
     Timeout { addr: SocketAddr, limit: Duration },
-    #[error("connecting to {addr}: {source}")]
+    #[error("connecting to {addr} failed: {source}")]
     Io { addr: SocketAddr, source: std::io::Error },
-    #[error("connecting to {addr}: {source}")]
+    #[error("connecting to {addr} failed: {source}")]
     Tls {
         addr: SocketAddr,
         source: client::ConnectError,
     },
-    #[error("starting HTTP/2 with {addr}: {source}")]
+    #[error("starting HTTP/2 with {addr} failed: {source}")]
     Http { addr: SocketAddr, source: hyper::Error },
 }
 
 impl Connector {
     /// A channel to a service; dialled on the first call.
     pub(crate) fn channel(&self, target: ControlAddr, config: Config) -> Channel {
-        let (sender, connection) = watch::channel(Connection::Missing(None));
+        let (connection_tx, connection_rx) = watch::channel(Connection::Missing(None));
         let shared = Arc::new(Shared {
             authority: authority(&target.addr),
             scheme: match target.security {
@@ -161,7 +161,7 @@ impl Connector {
             failing: AtomicBool::new(false),
             retry: RetrySignal::default(),
             connection_wait_timeout: config.connection_wait_timeout,
-            metrics: ChannelMetrics::new(&self.metrics, config.client, &target),
+            metrics: ChannelMetrics::new(&self.metrics, config.metrics_prefix, &target),
             target,
         });
         let dialler = ConnectTask {
@@ -170,8 +170,11 @@ impl Connector {
             shared: shared.clone(),
         };
         // Ends with the last clone of the channel.
-        self.runtime.spawn(dialler.run(sender));
-        Channel { shared, connection }
+        self.runtime.spawn(dialler.run(connection_tx));
+        Channel {
+            shared,
+            connection: connection_rx,
+        }
     }
 }
 
@@ -195,7 +198,7 @@ impl Channel {
     async fn send(mut self, mut req: Request<Body>) -> Result<Response<Incoming>, Status> {
         let shared = self.shared.clone();
         set_uri(&mut req, &shared)?;
-        let mut connection = self.ready().await?;
+        let mut connection = self.connection_within_timeout().await?;
         shared.metrics.requests.inc();
         let started_at = Instant::now();
         let sent = connection.send_request(req).await;
@@ -205,15 +208,15 @@ impl Channel {
     }
 
     /// Waits for a working connection, without a limit.
-    pub(crate) async fn connected(&mut self) {
-        if self.connection().await.is_none() {
+    pub(crate) async fn wait_connected(&mut self) {
+        if self.wait_connection().await.is_none() {
             // The runtime is shutting down and drops this future.
             std::future::pending::<()>().await;
         }
     }
 
     /// Waits for a working connection; `None` if the runtime of the channel has ended.
-    async fn connection(&mut self) -> Option<SendRequest<Body>> {
+    async fn wait_connection(&mut self) -> Option<SendRequest<Body>> {
         let balancer = &self.shared.metrics.balancer;
         let mut waiting = None;
         loop {
@@ -226,15 +229,15 @@ impl Channel {
         }
     }
 
-    /// The connection for a call.
-    async fn ready(&mut self) -> Result<SendRequest<Body>, Status> {
+    /// The connection for a call, if there is one within the timeout of the channel.
+    async fn connection_within_timeout(&mut self) -> Result<SendRequest<Body>, Status> {
         let shared = self.shared.clone();
         let Shared {
             connection_wait_timeout: call_wait,
             target,
             ..
         } = &*shared;
-        match timeout(*call_wait, self.connection()).await {
+        match timeout(*call_wait, self.wait_connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {

@@ -33,7 +33,7 @@ pub struct ProfileScope {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{suffix:?} is not a DNS suffix; expected a comma list of DNS suffixes such as svc.cluster.local. or . for all"
+    "{suffix:?} is not a DNS suffix; expected a comma-separated list of DNS suffixes such as svc.cluster.local. or . for all"
 )]
 pub struct ParseSuffixesError {
     suffix: String,
@@ -194,11 +194,11 @@ impl Destinations {
         }
     }
 
-    fn watch_params(&self, what: String, refusals: &'static [Code]) -> WatchParams {
+    fn watch_params(&self, description: String, refusals: &'static [Code]) -> WatchParams {
         let Config { limits, backoff, .. } = &self.shared.config;
         WatchParams {
             channel: self.shared.channel.clone(),
-            description: what,
+            description,
             limits: *limits,
             backoff: *backoff,
             retry: RetrySignal::default(),

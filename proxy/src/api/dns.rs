@@ -1,5 +1,5 @@
-//! Resolves the addresses of the control plane: SRV records first, then address records, kept no longer than their TTL. Also
-//! resolves names for applications.
+//! Resolves the addresses of the control plane: SRV records first, then address records, cached for their TTL within
+//! the configured bounds (at least [`MIN_TTL`]). Also resolves names for applications.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -36,9 +36,9 @@ pub(crate) struct Resolver {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum DnsError {
-    #[error("reading the configuration of the resolver")]
+    #[error("the configuration of the resolver cannot be read")]
     Configuration(#[source] NetError),
-    #[error("looking up {name}")]
+    #[error("looking up {name} failed")]
     Lookup {
         name: Arc<str>,
         #[source]
@@ -299,7 +299,7 @@ mod tests {
             .resolve(&"missing.mesh.:8086".parse().unwrap())
             .await
             .unwrap_err();
-        assert_eq!(missing.to_string(), "looking up missing.mesh.");
+        assert_eq!(missing.to_string(), "looking up missing.mesh. failed");
         let counted = r#"control_dns_resolutions_total{client="dst.mesh.:8086",record_type="SRV",result="ok"} 1"#;
         assert!(registry.render().contains(counted), "{}", registry.render());
     }

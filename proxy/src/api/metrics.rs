@@ -39,7 +39,7 @@ impl Metrics {
 
     /// The series of a client's replicas for a service, and of the calls that wait for one.
     pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::Series> {
-        balancers::Families::without_gate(&self.registry, client).series(labels)
+        balancers::Families::without_fail_fast(&self.registry, client).series(labels)
     }
 }
 

@@ -83,7 +83,7 @@ impl Policies {
     pub(crate) fn inbound<T: Send + Sync + 'static>(
         &self,
         port: u16,
-        follow: WatchMode,
+        mode: WatchMode,
         retry: RetrySignal,
         mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
     ) -> watch::Receiver<WatchState<T>> {
@@ -105,7 +105,8 @@ impl Policies {
             INBOUND_REFUSAL_CODES,
             retry,
         );
-        if let WatchMode::Poll(interval) = follow {
+        if let WatchMode::Poll(interval) = mode {
+            // The stream is closed after its first message, and opened again after the interval.
             params.limits.idle = Some(Duration::ZERO);
             (params.backoff.min, params.backoff.max) = (interval, interval);
         }
@@ -144,14 +145,14 @@ impl Policies {
 
     fn watch_params(
         &self,
-        what: String,
+        description: String,
         backoff: Backoff,
         refusals: &'static [Code],
         retry: RetrySignal,
     ) -> WatchParams {
         WatchParams {
             channel: self.shared.channel.clone(),
-            description: what,
+            description,
             limits: self.shared.config.limits,
             backoff,
             retry,

@@ -16,12 +16,12 @@ impl RetrySignal {
         self.0.notify_one();
     }
 
-    /// Waits for `delay`. After an early attempt is requested, waits at most [`MIN_RETRY_DELAY`] in total.
+    /// Waits for `delay`. A request for an early attempt ends the wait, but not before [`MIN_RETRY_DELAY`].
     pub(super) async fn wait(&self, delay: Duration) {
-        let least = delay.min(MIN_RETRY_DELAY);
-        sleep(least).await;
+        let min_delay = delay.min(MIN_RETRY_DELAY);
+        sleep(min_delay).await;
         tokio::select! {
-            () = sleep(delay - least) => {}
+            () = sleep(delay - min_delay) => {}
             () = self.0.notified() => {}
         }
     }

@@ -128,7 +128,7 @@ pub(crate) fn connector(creds: Credentials, registry: &Registry) -> Connector {
 
 pub(crate) fn test_config() -> Config {
     Config {
-        client: "control_test",
+        metrics_prefix: "control_test",
         connect_timeout: Duration::from_secs(5),
         backoff: BACKOFF,
         connection_wait_timeout: Duration::from_secs(1),
@@ -370,7 +370,7 @@ async fn a_refused_target_is_retried_until_it_is_known() {
         };
         assert_eq!(
             refusal.to_string(),
-            format!("control plane refuses endpoints of web.shop:80 ({code:?}): scripted")
+            format!("the control plane refuses the endpoints of web.shop:80 ({code:?}): scripted")
         );
         // The second refusal is the same and does not notify the receiver.
         with_timeout(watch.changed()).await.unwrap();
@@ -488,7 +488,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     };
     let (ready, pending) = ("endpoint_state=\"ready\"", "endpoint_state=\"pending\"");
     let mut waiting = channel.clone();
-    let waiting = tokio::spawn(async move { waiting.connected().await });
+    let waiting = tokio::spawn(async move { waiting.wait_connected().await });
     counts(&[
         ("queue_length", "", 1),
         ("p2c_endpoints", "", 1),
@@ -498,7 +498,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     .await;
     let server = Server::start(addr, Some(creds), service).await;
     with_timeout(waiting).await.unwrap();
-    with_timeout(channel.connected()).await; // returns immediately
+    with_timeout(channel.wait_connected()).await; // returns immediately
     counts(&[
         ("queue_length", "", 0),
         ("queue_requests_total", "", 1),
@@ -528,7 +528,11 @@ async fn a_server_with_another_identity_gets_no_request() {
         .await
         .unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
-    assert!(status.message().contains("peer is [impostor."), "{}", status.message());
+    assert!(
+        status.message().contains("the peer has the identities [impostor."),
+        "{}",
+        status.message()
+    );
     assert!(script.requests.lock().is_empty());
 }
 

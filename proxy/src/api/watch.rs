@@ -27,9 +27,10 @@ pub(crate) enum WatchState<T> {
 
 /// A refusal instead of a value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("control plane refuses {what} ({code:?}): {message}")]
+#[error("the control plane refuses the {description} ({code:?}): {message}")]
 pub(crate) struct Refusal {
-    pub what: String,
+    /// What was requested, such as `policy of port 80`.
+    pub description: String,
     pub code: Code,
     pub message: String,
 }
@@ -63,8 +64,8 @@ pub(crate) struct WatchParams {
     pub backoff: Backoff,
     /// Shortens the backoff before the next stream.
     pub retry: RetrySignal,
-    /// Codes that count as answers while no value is known. Later they are ordinary errors: a known value is better than a
-    /// control plane that has lost it.
+    /// Codes that count as answers while no value is known. Later they are ordinary errors: a value that was received once is kept
+    /// even if the control plane refuses it later.
     pub refusal_codes: &'static [Code],
 }
 
@@ -83,16 +84,16 @@ where
     T: Send + Sync + 'static,
     O: Future<Output = Result<Response<Streaming<M>>, Status>> + Send,
 {
-    let (sender, receiver) = watch::channel(WatchState::Pending);
+    let (state_tx, state_rx) = watch::channel(WatchState::Pending);
     runtime.spawn(async move {
         let resuming = async {
             let (mut delays, mut delays_of_refused) = (params.backoff.start(), REFUSAL_BACKOFF.start());
             loop {
-                params.channel.connected().await;
+                params.channel.wait_connected().await;
                 let mut position = Position::First;
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {
-                    sender.send_replace(WatchState::Known(decode(position, message)));
+                    state_tx.send_replace(WatchState::Known(decode(position, message)));
                     position = Position::Later;
                 });
                 let ended = ended.await;
@@ -104,7 +105,7 @@ where
                     None => delays.next_delay(),
                     Some(refusal) => {
                         let is_transient = refusal.code == Code::FailedPrecondition;
-                        publish_refusal(&sender, refusal);
+                        publish_refusal(&state_tx, refusal);
                         match is_transient {
                             true => delays.next_delay(),
                             false => delays_of_refused.next_delay(),
@@ -117,16 +118,16 @@ where
         };
         // Dropping `resuming` drops the stream, which cancels it at the server.
         tokio::select! {
-            () = sender.closed() => {}
+            () = state_tx.closed() => {}
             () = resuming => {}
         }
     });
-    receiver
+    state_rx
 }
 
 /// Publishes a refusal if no value is known; the same refusal again notifies no receiver.
-fn publish_refusal<T>(sender: &watch::Sender<WatchState<T>>, refusal: Refusal) {
-    sender.send_if_modified(|watched| {
+fn publish_refusal<T>(state_tx: &watch::Sender<WatchState<T>>, refusal: Refusal) {
+    state_tx.send_if_modified(|watched| {
         let is_new = match watched {
             WatchState::Pending => true,
             WatchState::Known(_) => false,
@@ -171,8 +172,10 @@ async fn read_stream<M>(
                     "the first message did not arrive before the timeout",
                 ));
             }
-            None if end_of_life.is_some_and(|end| end <= Instant::now()) => return StreamEnd::Closed("old enough"),
-            None => return StreamEnd::Closed("silent for too long"),
+            None if end_of_life.is_some_and(|end| end <= Instant::now()) => {
+                return StreamEnd::Closed("its maximum lifetime is reached");
+            }
+            None => return StreamEnd::Closed("no message within the idle limit"),
         }
         seen = true;
         next_by = limits.idle.map(|idle| Instant::now() + idle);
@@ -193,7 +196,7 @@ fn earliest(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
 fn refusal(params: &WatchParams, ended: &StreamEnd) -> Option<Refusal> {
     match ended {
         StreamEnd::Failed(status) if params.refusal_codes.contains(&status.code()) => Some(Refusal {
-            what: params.description.clone(),
+            description: params.description.clone(),
             code: status.code(),
             message: status.message().to_owned(),
         }),
@@ -202,11 +205,11 @@ fn refusal(params: &WatchParams, ended: &StreamEnd) -> Option<Refusal> {
 }
 
 impl StreamEnd {
-    fn log(&self, what: &str, delay: Duration) {
+    fn log(&self, description: &str, delay: Duration) {
         match self {
-            Self::Closed(why) => debug!(what, why, ?delay, "watch stream closed, reopening it"),
+            Self::Closed(reason) => debug!(description, reason, ?delay, "watch stream closed, reopening it"),
             Self::Failed(status) => {
-                debug!(what, code = ?status.code(), message = status.message(), ?delay, "watch stream failed, reopening it");
+                debug!(description, code = ?status.code(), message = status.message(), ?delay, "watch stream failed, reopening it");
             }
         }
     }

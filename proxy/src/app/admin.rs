@@ -37,10 +37,10 @@ use crate::{
 };
 
 /// The tasks outside of the workers, on a thread of their own.
-pub(super) struct Admin {
+pub(super) struct AdminThread {
     pub(super) server: tulle_core::admin::Admin,
     pub(super) listener: TcpListener,
-    pub(super) identity: Identity,
+    pub(super) identity: IdentityTask,
     pub(super) tap: Option<(TcpListener, TapServer)>,
     pub(super) memory: Option<memory::MemoryMonitor>,
     pub(super) exporter: Option<Exporter>,
@@ -51,7 +51,7 @@ pub(super) struct Shutdown {
     /// Starts the drain of the workers.
     pub(super) drain: drain::Signal,
     /// Tells the workers that the drain is over.
-    pub(super) done: watch::Sender<bool>,
+    pub(super) done_tx: watch::Sender<bool>,
     /// Notified by the admin server.
     pub(super) requested: Arc<Notify>,
     pub(super) grace_period: Duration,
@@ -59,22 +59,22 @@ pub(super) struct Shutdown {
     pub(super) own_ports: Vec<u16>,
 }
 
-impl Admin {
+impl AdminThread {
     /// Runs until the process ends: after a shutdown request, it drains the workers.
     pub(super) async fn run(self, certificate_latch: Latch, registry: Registry, idle: Duration, shutdown: Shutdown) {
-        let (admin_drain, admin_ends) = drain::channel();
-        let (span_drain, spans_end) = drain::channel();
+        let (admin_drain, admin_drain_watch) = drain::channel();
+        let (span_drain, span_drain_watch) = drain::channel();
         tokio::spawn(self.identity.run(certificate_latch));
         if let Some(memory) = self.memory {
             tokio::spawn(memory.run());
         }
         if let Some(exporter) = self.exporter {
-            tokio::spawn(exporter.run(spans_end));
+            tokio::spawn(exporter.run(span_drain_watch));
         }
         if let Some((listener, tap)) = self.tap {
-            let (ends, registry) = (admin_ends.clone(), registry.clone());
+            let (drain_watch, registry) = (admin_drain_watch.clone(), registry.clone());
             tokio::spawn(async move {
-                if let Err(error) = tap.serve(listener, &registry, ends).await {
+                if let Err(error) = tap.serve(listener, &registry, drain_watch).await {
                     tracing::error!(%error, "the tap server cannot run");
                 }
             });
@@ -82,7 +82,7 @@ impl Admin {
         let (server, listener) = (self.server, self.listener);
         tokio::spawn(async move {
             match tokio::net::TcpListener::from_std(listener) {
-                Ok(listener) => server.serve(listener, admin_ends).await,
+                Ok(listener) => server.serve(listener, admin_drain_watch).await,
                 Err(error) => tracing::error!(%error, "the admin server cannot run"),
             }
         });
@@ -103,20 +103,20 @@ impl Admin {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // Probes and scrapes are answered until the end.
+        // Never signalled: the admin server answers probes and scrapes until the process ends.
         drop(admin_drain);
-        shutdown.done.send_replace(true);
+        shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;
     }
 }
 
 /// The task that keeps the credentials up to date.
-pub(super) enum Identity {
+pub(super) enum IdentityTask {
     Certifier(Box<Certifier>),
     Workload(WorkloadApiClient),
 }
 
-impl Identity {
+impl IdentityTask {
     pub(super) fn build(
         config: &Config,
         control: &ControlPlaneClients,
@@ -125,7 +125,8 @@ impl Identity {
     ) -> anyhow::Result<Self> {
         match (&config.identity.source, &control.identity) {
             (IdentitySource::ControlPlane { anchors, certify }, Some(channel)) => {
-                // Making the key also draws the first random bytes, which takes 24 ms once.
+                // Done here and not later, because the first random bytes take 24 ms, during which no task of the thread
+                // would run.
                 let key =
                     Key::load(certify.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
                 let (certify, anchors) = (certify.clone(), anchors.clone());
@@ -163,13 +164,13 @@ pub(super) fn pages(
     tcp: &tcp_metrics::Families,
     creds: &Credentials,
 ) -> Vec<admin::DebugPage> {
-    let (discover, ports) = (outbound.discover.clone(), inbound.port_policies.clone());
+    let (discovery, ports) = (outbound.discovery.clone(), inbound.port_policies.clone());
     let (tcp, creds) = (tcp.clone(), creds.clone());
     vec![
         admin::DebugPage::new(
             "/debug/destinations",
             "original destinations: policies, profiles, services and their endpoints",
-            move || discover.destination_statuses(),
+            move || discovery.destination_statuses(),
         ),
         admin::DebugPage::new(
             "/debug/policies",
@@ -197,7 +198,7 @@ pub(super) fn bind_exclusive(addr: &mut SocketAddr, what: &str) -> anyhow::Resul
     Ok(listener)
 }
 
-/// Waits for a shutdown request, then while the application still listens, up to [`APPLICATION_EXIT_TIMEOUT`].
+/// Waits for a shutdown request, and then as long as the application still listens, for at most [`APPLICATION_EXIT_TIMEOUT`].
 ///
 /// A second signal, or a request to the admin server, ends the wait immediately.
 async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {

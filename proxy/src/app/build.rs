@@ -5,7 +5,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tulle_core::{
-    connections::{ConnectionLimiter, FullLimitPolicy},
+    connections::{ConnectionLimiter, SelfEviction},
     log_limit::LogLimiter,
     metrics::{Labels, Registry},
 };
@@ -18,9 +18,9 @@ use crate::{
         dns::Resolver,
         policies::Policies,
     },
-    app::context::ProcessContext,
+    app::context::{ProcessContext, Tracers},
     balance::balancer::Strategy,
-    config::{self, Config, Direction, InboundMode, IngressMode, LoadBalancing, Visibility},
+    config::{self, Config, DirectionSettings, InboundMode, IngressMode, LoadBalancing, Visibility},
     gateway::OutboundGateway,
     http::{
         client::PoolConfig,
@@ -39,7 +39,7 @@ use crate::{
         gateway::Gateway,
         http_server_configs::HttpServerConfigs,
         metrics as inbound_metrics,
-        policy::{ActivePolicy, DefaultPolicies, PortPolicies, PortPoliciesConfig, UnknownPolicy},
+        policy::{ActivePolicy, DefaultPolicies, InitialPolicy, PortPolicies, PortPoliciesConfig},
         profiles::{self, Profiles},
     },
     metrics::{
@@ -56,13 +56,9 @@ use crate::{
         Mode, Outbound, backend::BackendFactory, destination::discovery::Discovery, endpoint::EndpointContext,
         metrics as outbound_metrics,
     },
-    policy::{
-        client::{ForwardParams, Queue},
-        server::DefaultPolicy,
-    },
+    policy::client::{LocalPolicyConfig, Queue},
     tap::TapRegistry,
     tls::credentials::Credentials,
-    trace::Tracer,
 };
 
 /// Channels to the control plane's services.
@@ -87,7 +83,7 @@ impl ControlPlaneClients {
             metrics,
             runtime: runtime.clone(),
         };
-        let connect = |client, target: &channel::ControlAddr, own_identity| {
+        let connect = |metrics_prefix, target: &channel::ControlAddr, own_identity| {
             let direction = match channel::is_loopback(&target.addr) {
                 true => &config.inbound.direction,
                 false => &config.outbound.direction,
@@ -95,7 +91,7 @@ impl ControlPlaneClients {
             connector.channel(
                 target.clone(),
                 channel::Config {
-                    client,
+                    metrics_prefix,
                     connect_timeout: direction.connect.timeout,
                     backoff: direction.connect.backoff,
                     connection_wait_timeout: channel::CONNECTION_WAIT_TIMEOUT,
@@ -159,7 +155,7 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) shortage: &'a MemoryPressure,
     /// Maximum number of open files of the process.
     pub(super) descriptors: usize,
-    pub(super) tracers: &'a [Option<Tracer>; 2],
+    pub(super) tracers: &'a Tracers,
 }
 
 impl ProxyBuilder<'_> {
@@ -184,12 +180,12 @@ impl ProxyBuilder<'_> {
             local_ips: config.inbound.local_ips.clone(),
             workers: self.workers,
             taps: self.taps.clone(),
-            tracer: self.tracers[1].clone(),
+            tracer: self.tracers.outbound.clone(),
             mode,
         };
-        let discover = self.discovery(direction, common);
+        let discovery = self.discovery(direction, common);
         Arc::new(Outbound {
-            orig_dst: self.context.orig_dst.clone(),
+            orig_dst_lookup: self.context.orig_dst.clone(),
             own_listeners: config
                 .outbound
                 .listen
@@ -197,7 +193,7 @@ impl ProxyBuilder<'_> {
                 .copied()
                 .chain(config.outbound.explicit_listen)
                 .collect(),
-            discover,
+            discovery,
             detect_timeout: direction.accept.detect_timeout,
             server: ServerConfig {
                 http1: http1_server(direction),
@@ -209,7 +205,7 @@ impl ProxyBuilder<'_> {
                 Visibility::Hidden => ErrorDetail::Omit,
             },
             families,
-            tracer: self.tracers[1].clone(),
+            tracer: self.tracers.outbound.clone(),
             mode,
             identity_name: self.creds.id().as_str().into(),
             log_limiter: LogLimiter::default(),
@@ -217,7 +213,7 @@ impl ProxyBuilder<'_> {
     }
 
     /// Discovery of destinations; it also updates the gauges of their endpoints.
-    fn discovery(&self, direction: &Direction, common: EndpointContext) -> Arc<Discovery> {
+    fn discovery(&self, direction: &DirectionSettings, common: EndpointContext) -> Arc<Discovery> {
         let unreadable = invalid_updates::Families::new(self.registry);
         let factory = BackendFactory {
             endpoint_context: Arc::new(common),
@@ -235,13 +231,13 @@ impl ProxyBuilder<'_> {
             capacity: direction.http_queue_capacity,
             failfast_timeout: direction.http_failfast_timeout,
         };
-        let discover = Discovery {
+        let discovery = Discovery {
             destinations: self.control.destinations.clone(),
             policies: self.control.policies.clone(),
             resolver: self.control.resolver.clone(),
             factory,
             invalid_updates: unreadable,
-            forward_params: ForwardParams {
+            local_policy_config: LocalPolicyConfig {
                 detect_timeout: direction.accept.detect_timeout,
                 queue,
             },
@@ -249,14 +245,14 @@ impl ProxyBuilder<'_> {
             runtime: self.control.runtime.clone(),
             cache: Mutex::default(),
         };
-        let discover = Arc::new(discover);
-        let measured = Arc::downgrade(&discover);
+        let discovery = Arc::new(discovery);
+        let measured = Arc::downgrade(&discovery);
         self.registry.before_render(move || {
-            if let Some(discover) = measured.upgrade() {
-                discover.factory.update_gauges();
+            if let Some(discovery) = measured.upgrade() {
+                discovery.factory.update_gauges();
             }
         });
-        discover
+        discovery
     }
 
     /// `outbound` handles the requests of the gateway.
@@ -268,7 +264,7 @@ impl ProxyBuilder<'_> {
             Arc::new(OutboundGateway { outbound, suffixes }) as Arc<dyn Gateway>
         });
         let direction = &config.inbound.direction;
-        let unknown = self.unknown_policy(direction.accept.detect_timeout);
+        let initial_policy = self.initial_policy(direction.accept.detect_timeout);
         let detect_timeout = direction.accept.detect_timeout;
         let own_port = config.inbound.listen.port();
         let mut watched_ports = config.inbound.watched_ports.clone();
@@ -290,7 +286,7 @@ impl ProxyBuilder<'_> {
             port_policies: Arc::new(PortPolicies::new(
                 self.control.policies.clone(),
                 PortPoliciesConfig {
-                    unknown_policy: unknown,
+                    initial_policy,
                     detect_timeout,
                     always_watched: watched_ports,
                     idle_timeout: direction.discovery_idle_timeout,
@@ -314,11 +310,11 @@ impl ProxyBuilder<'_> {
             service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),
-            tracer: self.tracers[0].clone(),
+            tracer: self.tracers.inbound.clone(),
             identity_name: self.creds.id().as_str().into(),
-            server_names: HostSeries::default(),
+            label_server_names: HostSeries::default(),
             log_limiter: LogLimiter::default(),
-            authority_hosts: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
+            label_authorities: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
             gateway,
             app_clients: AppClients {
                 connect: connect_config(direction, Some(own_port)),
@@ -331,21 +327,14 @@ impl ProxyBuilder<'_> {
         })
     }
 
-    /// What holds for a port whose policy the control plane has not sent.
-    fn unknown_policy(&self, detect_timeout: Duration) -> UnknownPolicy {
+    /// What applies to a port until the control plane sends its policy.
+    fn initial_policy(&self, detect_timeout: Duration) -> InitialPolicy {
         let config = self.config;
-        let policy = match config.inbound.default_policy {
-            config::DefaultPolicy::Deny => DefaultPolicy::Deny,
-            config::DefaultPolicy::AllAuthenticated => DefaultPolicy::AllAuthenticated,
-            config::DefaultPolicy::AllUnauthenticated => DefaultPolicy::AllUnauthenticated,
-            config::DefaultPolicy::ClusterAuthenticated => DefaultPolicy::ClusterAuthenticated,
-            config::DefaultPolicy::ClusterUnauthenticated => DefaultPolicy::ClusterUnauthenticated,
-            config::DefaultPolicy::Audit => DefaultPolicy::Audit,
-        };
+        let policy = config.inbound.default_policy;
         let networks = &config.control.cluster_networks;
-        match config.inbound.unknown_policy {
-            config::UnknownPolicy::Refuse => UnknownPolicy::Refuse,
-            config::UnknownPolicy::Default => UnknownPolicy::Default(DefaultPolicies {
+        match config.inbound.missing_policy_action {
+            config::MissingPolicyAction::Refuse => InitialPolicy::Refuse,
+            config::MissingPolicyAction::Default => InitialPolicy::Default(DefaultPolicies {
                 detect: ActivePolicy::new(policy.detect(detect_timeout, networks)),
                 opaque: ActivePolicy::new(policy.opaque(networks)),
                 opaque_ports: config.inbound.opaque_ports.clone(),
@@ -353,14 +342,9 @@ impl ProxyBuilder<'_> {
         }
     }
 
-    fn service_stack(&self, name: &'static str, direction: &Direction, is_logged: bool) -> ServiceStack {
+    fn service_stack(&self, name: &'static str, direction: &DirectionSettings, is_logged: bool) -> ServiceStack {
         // Each accepted connection has a second one, to the application or the peer. So each direction can use half of all files.
-        let connections = ConnectionLimiter::new(
-            name,
-            self.descriptors / 4,
-            FullLimitPolicy::CloseUnusedOnly,
-            self.registry,
-        );
+        let connections = ConnectionLimiter::new(name, self.descriptors / 4, SelfEviction::UnusedOnly, self.registry);
         let failures = Failures::new(self.registry, name);
         ServiceStack {
             access_log: self.access_log.filter(|_| is_logged).cloned(),
@@ -385,14 +369,14 @@ fn errors(registry: &Registry, direction: &'static str) -> ErrorMetrics {
     )
 }
 
-pub(super) fn accept_options(direction: &Direction) -> SocketOptions {
+pub(super) fn accept_options(direction: &DirectionSettings) -> SocketOptions {
     SocketOptions {
         keepalive: direction.accept.keepalive,
         user_timeout: direction.accept.user_timeout,
     }
 }
 
-fn connect_config(direction: &Direction, own_port: Option<u16>) -> connect::Config {
+fn connect_config(direction: &DirectionSettings, own_port: Option<u16>) -> connect::Config {
     let config = &direction.connect;
     let options = SocketOptions {
         keepalive: config.keepalive,
@@ -405,7 +389,7 @@ fn connect_config(direction: &Direction, own_port: Option<u16>) -> connect::Conf
     }
 }
 
-fn pool(direction: &Direction) -> PoolConfig {
+fn pool(direction: &DirectionSettings) -> PoolConfig {
     let pool = &direction.http1_pool;
     PoolConfig {
         idle_timeout: pool.idle_timeout,
@@ -418,7 +402,7 @@ fn pool(direction: &Direction) -> PoolConfig {
     }
 }
 
-fn http1_server(direction: &Direction) -> h1::server::Http1Config {
+fn http1_server(direction: &DirectionSettings) -> h1::server::Http1Config {
     let server = &direction.http1_server;
     h1::server::Http1Config {
         max_header_bytes: server.max_header_bytes,
@@ -427,7 +411,7 @@ fn http1_server(direction: &Direction) -> h1::server::Http1Config {
     }
 }
 
-fn http2_client(direction: &Direction) -> h2::Http2Config {
+fn http2_client(direction: &DirectionSettings) -> h2::Http2Config {
     let windows = direction.http2_client;
     h2::Http2Config {
         stream_window: windows.stream,
@@ -436,7 +420,7 @@ fn http2_client(direction: &Direction) -> h2::Http2Config {
     }
 }
 
-fn http2_server(direction: &Direction) -> h2::Http2Config {
+fn http2_server(direction: &DirectionSettings) -> h2::Http2Config {
     let server = &direction.http2_server;
     h2::Http2Config {
         stream_window: server.windows.stream,

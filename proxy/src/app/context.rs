@@ -1,17 +1,14 @@
 //! The environment of the process besides its configuration.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tokio::net::TcpStream;
-use tulle_core::addr::OrigDst;
 use tulle_core::logging::LogHandle;
 
 use crate::net::orig_dst;
+use crate::trace::Tracer;
 
-/// Looks up the original destination of an accepted connection, given its socket and its peer's address.
-pub type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> std::io::Result<OrigDst> + Send + Sync>;
+pub use crate::net::orig_dst::OrigDstLookup;
 
 /// The environment of the process besides its configuration.
 pub struct ProcessContext {
@@ -31,4 +28,11 @@ impl ProcessContext {
             orig_dst: Arc::new(orig_dst::lookup),
         }
     }
+}
+
+/// The tracers of both directions; `None` without a collector.
+#[derive(Default)]
+pub(super) struct Tracers {
+    pub(super) inbound: Option<Tracer>,
+    pub(super) outbound: Option<Tracer>,
 }

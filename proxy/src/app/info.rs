@@ -16,7 +16,7 @@ pub(super) fn register(registry: &Registry, unsupported: &[String]) -> Vec<Arc<G
         // Commit and date are empty, so that builds are reproducible.
         .with("git_sha", "")
         .with("date", "");
-    let is = registry.gauge("proxy_build_info", "Build information of this proxy");
+    let build_info = registry.gauge("proxy_build_info", "Build information of this proxy");
 
     let (suites, groups) = credentials::algorithms();
     let tls = Labels::new()
@@ -25,17 +25,20 @@ pub(super) fn register(registry: &Registry, unsupported: &[String]) -> Vec<Arc<G
         .with("tls_rand", "aws-lc-rs")
         .with("tls_key_provider", "aws-lc-rs")
         .with("tls_fips", false);
-    let with = registry.gauge("rustls_info", "Cipher suites and key exchanges of this proxy");
-    let no_effect = registry.gauge(
+    let rustls_info = registry.gauge("rustls_info", "Cipher suites and key exchanges of this proxy");
+    let unsupported_variable = registry.gauge(
         "tulle_unsupported_variable",
         "Variables that are set and have no effect",
     );
-    let no_effect = unsupported
+    let unsupported = unsupported
         .iter()
-        .map(|name| no_effect.get(&Labels::new().with("name", name)));
-    let info: Vec<_> = [is.get(&build), with.get(&tls)].into_iter().chain(no_effect).collect();
-    for gauge in &info {
+        .map(|name| unsupported_variable.get(&Labels::new().with("name", name)));
+    let gauges: Vec<_> = [build_info.get(&build), rustls_info.get(&tls)]
+        .into_iter()
+        .chain(unsupported)
+        .collect();
+    for gauge in &gauges {
         gauge.set(1);
     }
-    info
+    gauges
 }

@@ -23,8 +23,9 @@ use tulle_core::{
 pub use context::{OrigDstLookup, ProcessContext};
 
 use self::{
-    admin::{Admin, Identity, Shutdown, bind_exclusive, pages},
+    admin::{AdminThread, IdentityTask, Shutdown, bind_exclusive, pages},
     build::{ControlPlaneClients, ProxyBuilder},
+    context::Tracers,
     worker::{Worker, WorkerBalancers, WorkerListeners, bind_workers},
     worker_balancer::WorkerBalancer,
 };
@@ -41,7 +42,7 @@ use crate::{
     outbound::Outbound,
     tap::{TapRegistry, server::TapServer},
     tls::credentials::Credentials,
-    trace::{Tracer, export::Exporter},
+    trace::export::Exporter,
 };
 
 /// Number of I/O events that a worker processes before it polls for more. Data for the same peer is sent together after them,
@@ -60,7 +61,7 @@ pub struct App {
     inbound: Arc<Inbound>,
     sockets: Vec<WorkerListeners>,
     admin_runtime: Runtime,
-    admin: Admin,
+    admin: AdminThread,
     shutdown: Arc<Notify>,
     access_log: Option<AccessLog>,
     /// Held so that the info metrics stay registered.
@@ -94,8 +95,8 @@ impl App {
         let creds = Credentials::new(config.identity.id.clone(), &config.identity.server_name, anchors)
             .context("using trust anchors")?;
         let control = ControlPlaneClients::new(&config, &creds, &registry, runtime.handle());
-        let identity = Identity::build(&config, &control, &creds, &registry)?;
-        let http = http_metrics::Families::with_prefix(&registry, "");
+        let identity = IdentityTask::build(&config, &control, &creds, &registry)?;
+        let http = http_metrics::Families::with_prefix(&registry, "", "");
         let tcp = tcp_metrics::Families::new(&registry);
         let access_log = start_access_log(&config, &registry)?;
         let shortage = MemoryPressure::default();
@@ -132,7 +133,7 @@ impl App {
         let server = crate::admin::server(&config.admin, params);
         let tap_clients = config.tap.as_ref().map(|tap| tap.clients.clone()).unwrap_or_default();
         let tap_server = TapServer::new(tap_clients, taps, creds.clone());
-        let admin = Admin {
+        let admin = AdminThread {
             server,
             listener: admin_listener,
             identity,
@@ -179,12 +180,12 @@ impl App {
     /// # Errors
     /// A runtime could not be started.
     pub fn run(self) -> anyhow::Result<()> {
-        let (signal, drain) = drain::channel();
-        let (ended, ends) = watch::channel(false);
+        let (drain_signal, drain_watch) = drain::channel();
+        let (shutdown_done_tx, shutdown_done_rx) = watch::channel(false);
         let certificate_latch = self.readiness.latch("waiting for the first certificate");
         let shutdown = Shutdown {
-            drain: signal,
-            done: ended,
+            drain: drain_signal,
+            done_tx: shutdown_done_tx,
             requested: self.shutdown.clone(),
             grace_period: self.config.shutdown_grace_period,
             own_ports: self.own_ports(),
@@ -220,8 +221,8 @@ impl App {
                 inbound: self.inbound.clone(),
                 creds: self.creds.clone(),
                 balancers: worker_balancers.clone(),
-                drain: drain.clone(),
-                shutdown_done: ends.clone(),
+                drain: drain_watch.clone(),
+                shutdown_done: shutdown_done_rx.clone(),
             };
             let run = move || runtime.block_on(worker.run(sockets));
             threads.push(thread::Builder::new().name(format!("proxy-{index}")).spawn(run)?);
@@ -261,16 +262,16 @@ fn start_access_log(config: &Config, registry: &Registry) -> anyhow::Result<Opti
 }
 
 /// Starts tracing for inbound and outbound requests, if a collector is configured.
-fn start_tracing(
-    config: &Config,
-    control: &ControlPlaneClients,
-    registry: &Registry,
-) -> ([Option<Tracer>; 2], Option<Exporter>) {
+fn start_tracing(config: &Config, control: &ControlPlaneClients, registry: &Registry) -> (Tracers, Option<Exporter>) {
     match (&config.trace, &control.collector) {
         (Some(trace), Some(channel)) => {
-            let (tracers, exporter) = trace.start(channel.clone(), registry);
-            (tracers.map(Some), Some(exporter))
+            let ([inbound, outbound], exporter) = trace.start(channel.clone(), registry);
+            let tracers = Tracers {
+                inbound: Some(inbound),
+                outbound: Some(outbound),
+            };
+            (tracers, Some(exporter))
         }
-        _ => ([None, None], None),
+        _ => (Tracers::default(), None),
     }
 }

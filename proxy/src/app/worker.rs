@@ -12,7 +12,7 @@ use tulle_core::{addr::ClientAddr, capabilities, connections::ConnectionPermit, 
 
 use crate::{
     app::{build::accept_options, worker_balancer::WorkerBalancer},
-    config::{Config, Direction, InboundMode},
+    config::{Config, DirectionSettings, InboundMode},
     http::stack::admission::Admission,
     inbound::Inbound,
     net::{
@@ -118,7 +118,7 @@ impl Worker {
     where
         F: Future<Output = Option<CopyFuture>> + Send + 'static,
     {
-        let pause = ShortTimer::new(listen::BURST_MAX_WAIT)?;
+        let burst_timer = ShortTimer::new(listen::BURST_MAX_WAIT)?;
         let (index, drain) = (self.index, self.drain.clone());
         let AcceptContext { balancer, admission } = context;
         let (stop, until_all_are_served) = (drain.clone(), drain.guard());
@@ -130,12 +130,12 @@ impl Worker {
                     Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
                 };
                 let runtime = assignment.runtime().clone();
-                let activity = permit.as_ref().map(ConnectionPermit::activity);
+                let activity = permit.as_ref().map(ConnectionPermit::handle);
                 let serving = serve(assignment.worker, stream.with_permit(permit), addr, drain.clone());
                 let held = (drain.guard(), assignment);
                 let copy_activity = activity.clone();
-                // An async block would hold the future twice. A connection that only copies bytes continues in a smaller
-                // future.
+                // `map`, because an async block would reserve space for the future a second time. A connection that only
+                // copies bytes continues in a smaller future.
                 let served = runtime.spawn(serving.map(move |copy_future| {
                     let Some(copy_future) = copy_future else {
                         return drop(held);
@@ -149,7 +149,7 @@ impl Worker {
                     activity.set_task(served.abort_handle());
                 }
             };
-            listen::accept_loop(listener, pause, stop.signaled(), spawn).await;
+            listen::accept_loop(listener, burst_timer, stop.signaled(), spawn).await;
             drop(until_all_are_served);
         })
     }
@@ -165,7 +165,7 @@ pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Resul
     if config.inbound.mode == InboundMode::Tproxy {
         capabilities::enable_net_raw(); // workers are started by this thread and inherit it
     }
-    let bind = |addr: SocketAddr, direction: &Direction, what: &str| {
+    let bind = |addr: SocketAddr, direction: &DirectionSettings, what: &str| {
         listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
             .with_context(|| format!("listening on {addr} ({what})"))
     };

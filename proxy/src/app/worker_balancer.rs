@@ -60,10 +60,12 @@ impl WorkerBalancer {
 
     /// Handing over wakes another worker, which is not worthwhile for a small difference.
     fn choose(&self, accepted_by: usize) -> usize {
-        let open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
-        let own = open(accepted_by);
-        let least = (0..self.0.len()).min_by_key(|&index| open(index));
-        least.filter(|&index| own * 4 > open(index) * 5).unwrap_or(accepted_by)
+        let n_open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
+        let n_own = n_open(accepted_by);
+        let least_loaded = (0..self.0.len()).min_by_key(|&index| n_open(index));
+        least_loaded
+            .filter(|&index| n_own * 4 > n_open(index) * 5)
+            .unwrap_or(accepted_by)
     }
 }
 
@@ -105,8 +107,8 @@ mod tests {
             };
             assignments.push(balancer.assign(0, client).unwrap().0);
         }
-        let of_first = assignments.iter().filter(|assignment| assignment.worker == 0).count();
-        assert!((20..=23).contains(&of_first), "{of_first}");
+        let n_first = assignments.iter().filter(|assignment| assignment.worker == 0).count();
+        assert!((20..=23).contains(&n_first), "{n_first}");
         // Closed connections free their assignments.
         assignments.retain(|assignment| assignment.worker == 0);
         assert_eq!(balancer.choose(0), 1);

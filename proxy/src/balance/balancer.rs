@@ -13,7 +13,7 @@ use crate::balance::breaker::BreakerGroup;
 use crate::balance::candidate::Candidate;
 use crate::balance::endpoint_set::DiscoveryState;
 use crate::balance::p2c;
-use crate::metrics::balancers::{Gate, Series, UpdateOp};
+use crate::metrics::balancers::{QueueMode, Series, UpdateOp};
 use crate::policy::client::Queue;
 
 /// How an available endpoint is picked.
@@ -31,9 +31,10 @@ pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration, UnavailableReason),
+    QueueTimeout(Duration, UnavailableReason),
+    /// An earlier request has timed out in the queue, so this one has not waited.
     #[error("no endpoint is available")]
-    Unavailable(UnavailableReason),
+    FailingFast(UnavailableReason),
     #[error("the queue is full: {0} requests already wait for an endpoint")]
     QueueFull(usize),
 }
@@ -78,7 +79,7 @@ impl<E: Candidate> Balancer<E> {
 
     /// Adds metric series to record in. The balancer does not keep them alive.
     pub(crate) fn register_series(&self, series: &Arc<Series>) {
-        series.set_gate_timeout(self.queue.failfast_timeout.as_secs_f64());
+        series.set_queue_timeout(self.queue.failfast_timeout.as_secs_f64());
         let mut all = self.series.lock();
         all.retain(|other| other.strong_count() > 0);
         if !all
@@ -86,9 +87,9 @@ impl<E: Candidate> Balancer<E> {
             .filter_map(Weak::upgrade)
             .any(|other| other.has_same_labels(series))
         {
-            series.record_gate(match self.is_failing_fast.load(Ordering::Relaxed) {
-                true => Gate::Shut,
-                false => Gate::Open,
+            series.record_queue_mode(match self.is_failing_fast.load(Ordering::Relaxed) {
+                true => QueueMode::FailingFast,
+                false => QueueMode::Waiting,
             });
         }
         all.push(Arc::downgrade(series));
@@ -124,12 +125,12 @@ impl<E: Candidate> Balancer<E> {
         (self.snapshot.load_full(), self.is_failing_fast.load(Ordering::Relaxed))
     }
 
-    /// Opens the gate of the queue so that requests wait, or shuts it so that they fail fast.
+    /// Sets whether requests wait in the queue or fail fast.
     #[cold]
-    fn set_gate(&self, gate: Gate) {
-        let was_shut = self.is_failing_fast.swap(gate == Gate::Shut, Ordering::Relaxed);
-        if was_shut != (gate == Gate::Shut) {
-            self.for_each_series(|series| series.record_gate(gate));
+    fn set_queue_mode(&self, mode: QueueMode) {
+        let is_failing_fast = mode == QueueMode::FailingFast;
+        if self.is_failing_fast.swap(is_failing_fast, Ordering::Relaxed) != is_failing_fast {
+            self.for_each_series(|series| series.record_queue_mode(mode));
         }
     }
 
@@ -142,9 +143,9 @@ impl<E: Candidate> Balancer<E> {
     pub(crate) fn publish(&self, discovered: DiscoveryState<E>) {
         self.breaker_group.set_n_endpoints(discovered.endpoints().len());
         let discovered = Arc::new(discovered);
-        let before = self.snapshot.swap(discovered.clone());
+        let previous = self.snapshot.swap(discovered.clone());
         let kept: HashSet<_> = discovered.endpoints().iter().map(Arc::as_ptr).collect();
-        for gone in before.endpoints() {
+        for gone in previous.endpoints() {
             if !kept.contains(&Arc::as_ptr(gone)) {
                 gone.breaker().retire();
             }
@@ -175,7 +176,7 @@ impl<E: Candidate> Balancer<E> {
             picked => picked,
         };
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
-            self.set_gate(Gate::Open);
+            self.set_queue_mode(QueueMode::Waiting);
         }
         picked
     }
@@ -204,7 +205,7 @@ impl<E: Candidate> Balancer<E> {
     async fn wait_for_endpoint(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
         self.check_not_empty()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
-            return Err(PickError::Unavailable(self.unavailable_reason()));
+            return Err(PickError::FailingFast(self.unavailable_reason()));
         }
         // The queue is unlimited until discovery has answered: all requests wait for the same answer.
         let capacity = match &**self.snapshot.load() {
@@ -228,11 +229,11 @@ impl<E: Candidate> Balancer<E> {
             }
             self.check_not_empty()?;
             if now >= deadline {
-                self.set_gate(Gate::Shut);
+                self.set_queue_mode(QueueMode::FailingFast);
                 self.breaker_group.notify(); // wakes the other waiting requests, which fail too
             }
             if self.is_failing_fast.load(Ordering::Relaxed) {
-                return Err(PickError::FailFast(
+                return Err(PickError::QueueTimeout(
                     self.queue.failfast_timeout,
                     self.unavailable_reason(),
                 ));
@@ -510,12 +511,12 @@ mod tests {
         let start = Instant::now();
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::FailFast(FAILFAST, UnavailableReason::Unreachable(None))
+            PickError::QueueTimeout(FAILFAST, UnavailableReason::Unreachable(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::Unavailable(UnavailableReason::Unreachable(None))
+            PickError::FailingFast(UnavailableReason::Unreachable(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         let peers = peers(&balancer, 1);
@@ -596,7 +597,7 @@ mod tests {
         tokio::task::yield_now().await;
         assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 3);
         peers(&balancer, 1);
-        // `pick` checked before there were endpoints, and this is its second check.
+        // As a `pick` whose first attempt was before there were endpoints.
         assert!(balancer.wait_for_endpoint(&[], &series()).await.is_ok());
         for waiter in waiters {
             assert_eq!(waiter.await.unwrap(), Ok(()));
@@ -612,12 +613,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn endpoint_queue_and_gate_metrics_are_recorded() {
         let registry = Registry::new();
-        let of = |parent| Families::new(&registry, "http").series(&Labels::new().with("parent", parent));
-        let (one, other) = (of("one"), of("other"));
+        let series_of_parent = |parent| Families::new(&registry, "http").series(&Labels::new().with("parent", parent));
+        let (one, other) = (series_of_parent("one"), series_of_parent("other"));
         let balancer = balancer(Strategy::PeakEwma);
         balancer.register_series(&one);
-        let again = of("one");
-        balancer.register_series(&again);
+        let same_as_one = series_of_parent("one");
+        balancer.register_series(&same_as_one);
         let peers = peers(&balancer, 2);
         balancer.record_update(UpdateOp::Reset);
         balancer.register_series(&other);

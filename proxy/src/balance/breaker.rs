@@ -1,7 +1,8 @@
 //! Whether an endpoint is available: failure accrual, and the backoff after a failed dial.
 //!
-//! Both are gates. A shut gate lets one probe pass when its backoff is over. The result of the probe opens the gate, or shuts it
-//! for longer. Checking an open gate costs one atomic load; only a shut gate takes a lock.
+//! Each of them is an [`Availability`]: an unavailable endpoint gets one request, the probe, when its backoff is over. The result
+//! of the probe makes it available again, or starts a longer backoff. The check of an available endpoint costs one atomic load;
+//! only that of an unavailable one takes a lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -31,20 +32,20 @@ pub(crate) struct BreakerGroup(Arc<GroupState>);
 
 #[derive(Debug, Default)]
 struct GroupState {
-    /// Wakes the requests that wait for an endpoint when a gate opens or an endpoint is added.
+    /// Wakes the requests that wait for an endpoint when one becomes available or is added.
     changed: Notify,
     n_endpoints: AtomicU32,
     /// Number of endpoints that are ejected, plus number of endpoints that cannot be reached. An endpoint that is both counts
-    /// twice, so that fewer of the others are ejected.
+    /// twice: the count is then too high, and fewer of the others are ejected, which is the safe side.
     n_unavailable: AtomicU32,
 }
 
-/// The gates of one endpoint, shared by all workers.
+/// The circuit breaker of one endpoint, shared by all workers.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     start: Instant,
     group: BreakerGroup,
-    dial_gate: ProbeGate,
+    dial_availability: Availability,
     /// Whether the endpoint was removed from its balancer. It then counts neither as an endpoint nor as unavailable.
     is_retired: AtomicBool,
     dial_failure_cause: Mutex<Option<&'static str>>,
@@ -54,22 +55,22 @@ pub(crate) struct Breaker {
 #[derive(Debug)]
 struct Accrual {
     policy: FailureAccrual,
-    gate: ProbeGate,
+    availability: Availability,
     n_consecutive_failures: AtomicU32,
     window: Mutex<SuccessRateWindow>,
 }
 
-/// Lets requests pass while it is open; while it is shut, one probe after each backoff. Times are nanoseconds since the
-/// breaker's start, plus one.
+/// Admits requests while the endpoint is available; while it is unavailable, one probe after each backoff. Times are nanoseconds
+/// since the breaker's start, plus one.
 #[derive(Debug)]
-struct ProbeGate {
-    /// When the next probe may pass; 0 while the gate is open.
+struct Availability {
+    /// When the next probe is admitted; 0 while the endpoint is available.
     next_probe_at: AtomicU64,
-    state: Mutex<GateState>,
+    state: Mutex<AvailabilityState>,
 }
 
 #[derive(Debug)]
-struct GateState {
+struct AvailabilityState {
     backoff: BackoffDelays,
     delay: Duration,
     phase: Phase,
@@ -77,15 +78,16 @@ struct GateState {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    Open,
-    Shut,
+    Available,
+    Unavailable,
+    /// A probe is in flight.
     Probing,
 }
 
 impl Breaker {
     pub(crate) fn new(accrual: Option<FailureAccrual>, group: BreakerGroup, now: Instant) -> Self {
         let accrual = accrual.map(|policy| Accrual {
-            gate: ProbeGate::new(policy.backoff.steps),
+            availability: Availability::new(policy.backoff.steps),
             policy,
             n_consecutive_failures: AtomicU32::new(0),
             window: Mutex::default(),
@@ -93,7 +95,7 @@ impl Breaker {
         Self {
             start: now,
             group,
-            dial_gate: ProbeGate::new(DIAL_BACKOFF),
+            dial_availability: Availability::new(DIAL_BACKOFF),
             is_retired: AtomicBool::new(false),
             dial_failure_cause: Mutex::default(),
             accrual,
@@ -102,9 +104,9 @@ impl Breaker {
 
     /// Whether the endpoint is available. A request also needs [`Self::admit`].
     pub(crate) fn is_available(&self, now: Instant) -> bool {
-        self.dial_gate.allows(|| self.nanos_at(now))
+        self.dial_availability.allows(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
-                accrual.gate.allows(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+                accrual.availability.allows(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
             })
     }
 
@@ -116,36 +118,36 @@ impl Breaker {
 
     /// Admits one request to this endpoint, perhaps as the probe.
     ///
-    /// If no result of a probe is recorded, another probe passes after the same delay.
+    /// If no result of a probe is recorded, another probe is admitted after the same delay.
     #[must_use]
     pub(crate) fn admit(&self, now: Instant) -> bool {
         self.is_available(now)
-            && self.dial_gate.try_pass(|| self.nanos_at(now))
+            && self.dial_availability.try_admit(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
-                accrual.gate.try_pass(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+                accrual.availability.try_admit(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
             })
     }
 
     /// When an unavailable endpoint may be tried again.
     pub(crate) fn available_at(&self) -> Option<Instant> {
-        let until = self
-            .gates()
-            .map(|gate| gate.next_probe_at.load(Ordering::Relaxed))
+        let next_probe_at = self
+            .availabilities()
+            .map(|availability| availability.next_probe_at.load(Ordering::Relaxed))
             .max()?;
-        (until > 0).then(|| self.start + Duration::from_nanos(until - 1))
+        (next_probe_at > 0).then(|| self.start + Duration::from_nanos(next_probe_at - 1))
     }
 
     /// Records the outcome of a request and its `Retry-After`.
     ///
-    /// While the gate is shut, outcomes are ignored: their requests were sent before. While a probe is in flight, any outcome
-    /// counts as its result.
+    /// While the endpoint is ejected, outcomes are ignored: those requests were sent before its ejection. While a probe is in
+    /// flight, any outcome counts as its result.
     pub(crate) fn record_outcome(&self, outcome: RequestOutcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
-        let action = match accrual.gate.phase() {
-            Phase::Open => accrual.evaluate(outcome, self.nanos_at(now)),
-            Phase::Shut => GateAction::Keep,
-            Phase::Probing if accrual.is_failure(outcome) => GateAction::Shut,
-            Phase::Probing => GateAction::Open,
+        let action = match accrual.availability.phase() {
+            Phase::Available => accrual.evaluate(outcome, self.nanos_at(now)),
+            Phase::Unavailable => AccrualAction::Keep,
+            Phase::Probing if accrual.is_failure(outcome) => AccrualAction::Eject,
+            Phase::Probing => AccrualAction::Restore,
         };
         let Backoff { max, .. } = accrual.policy.backoff.steps;
         let retry_after = retry_after.filter(|_| accrual.policy.backoff.honors_retry_after);
@@ -154,18 +156,19 @@ impl Breaker {
             accrual.policy.min_ready_endpoints,
         );
         match action {
-            GateAction::Keep => {}
-            GateAction::Shut => {
-                if !accrual
-                    .gate
-                    .shut(self.nanos_at(now), min_delay, || self.try_mark_unavailable(min_ready))
-                {
-                    accrual.reset(); // too few other endpoints are ready
+            AccrualAction::Keep => {}
+            AccrualAction::Eject => {
+                let is_ejected = accrual
+                    .availability
+                    .make_unavailable(self.nanos_at(now), min_delay, || self.try_mark_unavailable(min_ready));
+                if !is_ejected {
+                    // Too few others are ready. Counts again from zero, so that not every further failure tries an ejection.
+                    accrual.reset();
                 }
             }
-            GateAction::Open => {
+            AccrualAction::Restore => {
                 accrual.reset();
-                accrual.gate.open(|| self.group.mark_available());
+                accrual.availability.make_available(|| self.group.mark_available());
                 self.group.notify();
             }
         }
@@ -174,37 +177,37 @@ impl Breaker {
     /// Whether failure accrual has ejected the endpoint.
     pub(crate) fn is_ejected(&self) -> bool {
         let accrual = self.accrual.as_ref();
-        accrual.is_some_and(|accrual| accrual.gate.phase() != Phase::Open)
+        accrual.is_some_and(|accrual| accrual.availability.phase() != Phase::Available)
     }
 
     /// Why the endpoint cannot be reached; `None` if it can.
     pub(crate) fn dial_failure_cause(&self) -> Option<&'static str> {
-        match self.dial_gate.phase() {
-            Phase::Open => None,
-            Phase::Shut | Phase::Probing => *self.dial_failure_cause.lock(),
+        match self.dial_availability.phase() {
+            Phase::Available => None,
+            Phase::Unavailable | Phase::Probing => *self.dial_failure_cause.lock(),
         }
     }
 
     /// Records a failed dial. The endpoint is unavailable until its backoff of 100 ms to 10 s is over.
     pub(crate) fn record_dial_failure(&self, cause: &'static str, now: Instant) {
         *self.dial_failure_cause.lock() = Some(cause);
-        self.dial_gate
-            .shut(self.nanos_at(now), Duration::ZERO, || self.try_mark_unavailable(0));
+        self.dial_availability
+            .make_unavailable(self.nanos_at(now), Duration::ZERO, || self.try_mark_unavailable(0));
     }
 
     pub(crate) fn record_connected(&self) {
-        if self.dial_gate.phase() != Phase::Open {
-            self.dial_gate.open(|| self.group.mark_available());
+        if self.dial_availability.phase() != Phase::Available {
+            self.dial_availability.make_available(|| self.group.mark_available());
             self.group.notify();
         }
     }
 
     /// Records that the endpoint was removed from its balancer, even if requests still use it.
     pub(crate) fn retire(&self) {
-        // Set before the gates are opened: a gate that shuts concurrently sees the flag, or is opened below.
+        // Set first: a concurrent `make_unavailable` sees the flag, or is undone below.
         self.is_retired.store(true, Ordering::Relaxed);
-        for gate in self.gates() {
-            gate.open(|| self.group.mark_available());
+        for availability in self.availabilities() {
+            availability.make_available(|| self.group.mark_available());
         }
     }
 
@@ -214,8 +217,8 @@ impl Breaker {
         !self.is_retired.load(Ordering::Relaxed) && self.group.try_mark_unavailable(min_ready)
     }
 
-    fn gates(&self) -> impl Iterator<Item = &ProbeGate> {
-        std::iter::once(&self.dial_gate).chain(self.accrual.as_ref().map(|accrual| &accrual.gate))
+    fn availabilities(&self) -> impl Iterator<Item = &Availability> {
+        std::iter::once(&self.dial_availability).chain(self.accrual.as_ref().map(|accrual| &accrual.availability))
     }
 
     fn nanos_at(&self, now: Instant) -> u64 {
@@ -226,20 +229,21 @@ impl Breaker {
 
 impl Drop for Breaker {
     fn drop(&mut self) {
-        for gate in self.gates() {
-            gate.open(|| self.group.mark_available());
+        for availability in self.availabilities() {
+            availability.make_available(|| self.group.mark_available());
         }
     }
 }
 
-enum GateAction {
+enum AccrualAction {
     Keep,
-    Shut,
-    Open,
+    Eject,
+    /// Ends the ejection.
+    Restore,
 }
 
 impl Accrual {
-    fn evaluate(&self, outcome: RequestOutcome, now: u64) -> GateAction {
+    fn evaluate(&self, outcome: RequestOutcome, now: u64) -> AccrualAction {
         let is_failure = outcome == RequestOutcome::Failure;
         let consecutive = match (outcome, self.n_consecutive_failures.load(Ordering::Relaxed)) {
             (RequestOutcome::Failure, _) => self
@@ -269,7 +273,11 @@ impl Accrual {
                     || (outcome != RequestOutcome::Success && rate.success_rate_is_below(success_rate, min_requests))
             }
         };
-        if trips { GateAction::Shut } else { GateAction::Keep }
+        if trips {
+            AccrualAction::Eject
+        } else {
+            AccrualAction::Keep
+        }
     }
 
     fn is_failure(&self, outcome: RequestOutcome) -> bool {
@@ -285,12 +293,12 @@ impl Accrual {
     }
 }
 
-impl ProbeGate {
+impl Availability {
     fn new(backoff: Backoff) -> Self {
-        let state = GateState {
+        let state = AvailabilityState {
             backoff: backoff.start(),
             delay: backoff.min,
-            phase: Phase::Open,
+            phase: Phase::Available,
         };
         Self {
             next_probe_at: AtomicU64::new(0),
@@ -300,7 +308,7 @@ impl ProbeGate {
 
     fn phase(&self) -> Phase {
         match self.next_probe_at.load(Ordering::Relaxed) {
-            0 => Phase::Open,
+            0 => Phase::Available,
             _ => self.state.lock().phase,
         }
     }
@@ -308,20 +316,20 @@ impl ProbeGate {
     fn allows(&self, now: impl FnOnce() -> u64) -> bool {
         match self.next_probe_at.load(Ordering::Relaxed) {
             0 => true,
-            until => until <= now(),
+            next_probe_at => next_probe_at <= now(),
         }
     }
 
-    fn try_pass(&self, now: impl FnOnce() -> u64) -> bool {
+    fn try_admit(&self, now: impl FnOnce() -> u64) -> bool {
         if self.next_probe_at.load(Ordering::Relaxed) == 0 {
             return true;
         }
         let mut state = self.state.lock();
-        let (until, now) = (self.next_probe_at.load(Ordering::Relaxed), now());
-        if until == 0 {
+        let (next_probe_at, now) = (self.next_probe_at.load(Ordering::Relaxed), now());
+        if next_probe_at == 0 {
             return true;
         }
-        if until > now {
+        if next_probe_at > now {
             return false;
         }
         state.phase = Phase::Probing;
@@ -329,28 +337,28 @@ impl ProbeGate {
         true
     }
 
-    /// Shuts the gate for the next backoff delay, at least `min_delay`. An open gate stays open if `allow` returns `false`; then
-    /// this returns `false`.
-    fn shut(&self, now: u64, min_delay: Duration, allow: impl FnOnce() -> bool) -> bool {
+    /// Makes the endpoint unavailable for the next backoff delay, at least `min_delay`. If it was available, `reserve` counts it
+    /// as unavailable. If `reserve` returns `false`, the endpoint stays available, and this returns `false`.
+    fn make_unavailable(&self, now: u64, min_delay: Duration, reserve: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
         // Several workers may record the same failure: only the first one extends the backoff.
-        if state.phase == Phase::Shut {
+        if state.phase == Phase::Unavailable {
             return true;
         }
-        if state.phase == Phase::Open && !allow() {
+        if state.phase == Phase::Available && !reserve() {
             return false;
         }
-        state.phase = Phase::Shut;
+        state.phase = Phase::Unavailable;
         state.delay = state.backoff.next_delay().max(min_delay);
         self.set_next_probe(now, state.delay);
         true
     }
 
-    /// Opens the gate; `then` is called if it was not open.
-    fn open(&self, then: impl FnOnce()) {
+    /// Makes the endpoint available; `release` is called if it was not, and undoes the `reserve` of [`Self::make_unavailable`].
+    fn make_available(&self, release: impl FnOnce()) {
         let mut state = self.state.lock();
-        if std::mem::replace(&mut state.phase, Phase::Open) != Phase::Open {
-            then();
+        if std::mem::replace(&mut state.phase, Phase::Available) != Phase::Available {
+            release();
         }
         state.backoff.reset();
         self.next_probe_at.store(0, Ordering::Relaxed);
@@ -376,7 +384,7 @@ impl BreakerGroup {
         self.0.n_endpoints.store(endpoints, Ordering::Relaxed);
     }
 
-    /// Number of endpoints that are not unavailable.
+    /// Number of endpoints that are ready.
     fn n_ready(&self) -> u32 {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         endpoints.saturating_sub(self.0.n_unavailable.load(Ordering::Relaxed))
@@ -385,11 +393,11 @@ impl BreakerGroup {
     /// Counts one more endpoint as unavailable, if at least `min_ready` others are ready. Returns whether it did.
     fn try_mark_unavailable(&self, min_ready: u32) -> bool {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
-        let one_more = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
+        let incremented = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
         let update = self
             .0
             .n_unavailable
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, incremented);
         update.is_ok()
     }
 
@@ -414,22 +422,23 @@ struct RequestCounts {
 impl SuccessRateWindow {
     /// Adds one outcome and returns the counts of the window.
     fn record(&mut self, is_success: bool, now: u64, length: Duration) -> RequestCounts {
-        let nanos = (length / WINDOW_SLOTS).as_nanos().max(1);
-        let step = u64::try_from(u128::from(now) / nanos)
+        let slot_nanos = (length / WINDOW_SLOTS).as_nanos().max(1);
+        let slot = u64::try_from(u128::from(now) / slot_nanos)
             .unwrap_or(u64::MAX)
             .max(self.current_slot);
-        for expired in (self.current_slot + 1..=step).rev().take(self.slots.len()) {
+        // Clears the slots since the last outcome, at most all.
+        for expired in (self.current_slot + 1..=slot).rev().take(self.slots.len()) {
             self.slots[(expired % u64::from(WINDOW_SLOTS)) as usize] = RequestCounts::default();
         }
-        self.current_slot = step;
-        let slot = &mut self.slots[(step % u64::from(WINDOW_SLOTS)) as usize];
-        slot.requests = slot.requests.saturating_add(1);
-        slot.successes = slot.successes.saturating_add(is_success.into());
+        self.current_slot = slot;
+        let counts = &mut self.slots[(slot % u64::from(WINDOW_SLOTS)) as usize];
+        counts.requests = counts.requests.saturating_add(1);
+        counts.successes = counts.successes.saturating_add(is_success.into());
         self.slots
             .iter()
-            .fold(RequestCounts::default(), |sum, slot| RequestCounts {
-                successes: sum.successes.saturating_add(slot.successes),
-                requests: sum.requests.saturating_add(slot.requests),
+            .fold(RequestCounts::default(), |sum, counts| RequestCounts {
+                successes: sum.successes.saturating_add(counts.successes),
+                requests: sum.requests.saturating_add(counts.requests),
             })
     }
 }
@@ -583,13 +592,13 @@ mod tests {
     }
 
     #[test]
-    fn one_probe_passes_after_the_backoff_and_its_success_opens_the_gate() {
+    fn one_probe_is_admitted_after_the_backoff_and_its_success_ends_the_ejection() {
         let (breaker, now) = breaker(Some(consecutive(1)));
         breaker.record_outcome(RequestOutcome::Failure, None, now);
         breaker.record_outcome(RequestOutcome::Success, None, now);
         assert!(
             !breaker.is_available(now),
-            "a request sent before the gate shut does not open it"
+            "a request sent before the ejection does not end it"
         );
         let later = now + SECOND;
         assert!(breaker.is_available(later));
@@ -687,7 +696,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_opened_gate_wakes_waiting_requests() {
+    async fn an_endpoint_that_becomes_available_wakes_waiting_requests() {
         let now = Instant::now();
         let group = BreakerGroup::default();
         let breaker = Breaker::new(None, group.clone(), now);

@@ -72,28 +72,28 @@ impl<E> EndpointSet<E> {
         update: EndpointUpdate,
         mut build: impl FnMut(&Arc<EndpointSpec>) -> Arc<E>,
     ) -> Option<DiscoveryState<E>> {
-        let before = std::mem::replace(&mut self.state, SyncState::Synced);
+        let previous_state = std::mem::replace(&mut self.state, SyncState::Synced);
         let changed = match update {
             EndpointUpdate::Add(specs) => {
-                let mut is_changed = before == SyncState::Resync && self.retain_listed(&specs);
+                let mut is_changed = previous_state == SyncState::Resync && self.retain_listed(&specs);
                 for spec in specs {
                     is_changed |= self.add(spec, &mut build);
                 }
                 // The first list is published even if it is empty: it ends the unknown state.
-                is_changed || before != SyncState::Synced
+                is_changed || previous_state != SyncState::Synced
             }
             EndpointUpdate::Remove(addrs) => {
-                self.state = before;
-                let before = self.entries.len();
+                self.state = previous_state;
+                let n_before = self.entries.len();
                 for addr in &addrs {
                     self.entries.remove(addr);
                 }
-                self.entries.len() < before
+                self.entries.len() < n_before
             }
             EndpointUpdate::NoEndpoints => {
                 self.state = SyncState::NoEndpoints;
                 self.entries.clear();
-                if before == SyncState::NoEndpoints {
+                if previous_state == SyncState::NoEndpoints {
                     return None;
                 }
                 return Some(DiscoveryState::NoEndpoints);
@@ -104,11 +104,11 @@ impl<E> EndpointSet<E> {
 
     /// Removes endpoints that are not in the list. Returns whether any was removed.
     fn retain_listed(&mut self, specs: &[EndpointSpec]) -> bool {
-        let before = self.entries.len();
+        let n_before = self.entries.len();
         let mut addrs: Vec<_> = specs.iter().map(|spec| spec.addr).collect();
         addrs.sort_unstable();
         self.entries.retain(|addr, _| addrs.binary_search(addr).is_ok());
-        self.entries.len() < before
+        self.entries.len() < n_before
     }
 
     fn add(&mut self, spec: EndpointSpec, build: &mut impl FnMut(&Arc<EndpointSpec>) -> Arc<E>) -> bool {

@@ -50,14 +50,14 @@ impl Load {
     ///
     /// Source: `PeakEwma` in `outbound.proto`; Linkerd sends a default RTT of 30 ms and a decay of 10 s.
     pub(crate) fn cost(&self, now: Instant) -> f64 {
-        let (estimate, pending) = (self.estimate(), self.in_flight());
-        if estimate.updated_at_ms == 0 && pending == 0 {
+        let (estimate, in_flight) = (self.estimate(), self.in_flight());
+        if estimate.updated_at_ms == 0 && in_flight == 0 {
             // Not measured yet: cost 0, so that one request measures it. At the default RTT, a new endpoint would look slower
             // than the others and get no request for half a minute.
             return 0.0;
         }
         let rtt = self.decayed(estimate, self.millis_at(now));
-        f64::from(rtt.max(MIN_RTT_SECONDS)) * (f64::from(pending) + 1.0)
+        f64::from(rtt.max(MIN_RTT_SECONDS)) * (f64::from(in_flight) + 1.0)
     }
 
     pub(crate) fn in_flight(&self) -> u32 {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn many_observations_within_a_millisecond_lose_no_time() {
+    fn observations_within_one_millisecond_do_not_slow_the_decay() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         load.observe(100 * MS, start);

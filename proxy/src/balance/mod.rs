@@ -1,6 +1,6 @@
 //! Selects an endpoint: discovered, available, least loaded.
 //!
-//! Discovery updates enter through [`endpoints`], which keeps unchanged endpoints. A [`balancer::Balancer`] publishes the result
+//! Discovery updates enter through [`endpoint_set`], which keeps unchanged endpoints. A [`balancer::Balancer`] publishes the result
 //! as a snapshot that every worker reads. A request picks an endpoint, holds a [`candidate::InFlightGuard`] until the response, and
 //! records its outcome in the endpoint's [`breaker::Breaker`].
 //! This module opens no sockets; callers dial. Only [`balancer`] waits.

@@ -20,48 +20,51 @@ impl Weights {
 
     /// Maps a random number to a choice, in proportion to the weights.
     pub(crate) fn choose(&self, random: u32) -> usize {
-        self.index_at(scale(random, self.total()))
+        self.index_at(self.point(random))
     }
 
     /// As [`Self::choose`], but among the available choices; `None` if none of them has a weight above zero.
     pub(crate) fn choose_available(&self, random: u32, is_available: impl Fn(usize) -> bool) -> Option<usize> {
-        let choice = self.choose(random);
+        let point = self.point(random);
+        let choice = self.index_at(point);
         if is_available(choice) {
             return Some(choice);
         }
         let available = || (0..self.sums.len()).filter(|index| self.weight(*index) > 0 && is_available(*index));
-        let total = available().map(|index| self.weight(index)).sum();
-        let mut remaining = scale(random, total);
+        let total_available: u64 = available().map(|index| self.weight(index)).sum();
+        // `random` is no longer uniform, because it led to `choice`. The position within that choice is.
+        let position = point - (u128::from(self.sum_before(choice)) << u32::BITS);
+        let mut remaining = (position * u128::from(total_available) / u128::from(self.weight(choice))) >> u32::BITS;
         available().find(|index| {
-            let weight = self.weight(*index);
+            let weight = u128::from(self.weight(*index));
             let is_hit = remaining < weight;
             remaining = remaining.saturating_sub(weight);
             is_hit
         })
     }
 
-    fn total(&self) -> u64 {
-        self.sums.last().copied().unwrap_or(0)
+    /// Scales a random number to a point below the total of the weights. Its lowest 32 bits are the fraction.
+    fn point(&self, random: u32) -> u128 {
+        u128::from(random) * u128::from(self.sums.last().copied().unwrap_or(0))
+    }
+
+    fn index_at(&self, point: u128) -> usize {
+        let point = (point >> u32::BITS) as u64; // below the total, which fits
+        self.sums.partition_point(|sum| *sum <= point)
     }
 
     fn weight(&self, index: usize) -> u64 {
-        self.sums[index] - index.checked_sub(1).map_or(0, |before| self.sums[before])
+        self.sums[index] - self.sum_before(index)
     }
 
-    fn index_at(&self, point: u64) -> usize {
-        self.sums.partition_point(|sum| *sum <= point)
+    fn sum_before(&self, index: usize) -> u64 {
+        index.checked_sub(1).map_or(0, |previous| self.sums[previous])
     }
 }
 
 /// The first available choice. If none is available, the first choice: the request then waits for it.
 pub(crate) fn first_available(choices: usize, is_available: impl Fn(usize) -> bool) -> usize {
     (0..choices).find(|index| is_available(*index)).unwrap_or(0)
-}
-
-/// Scales a random number to a number below `n`.
-fn scale(random: u32, n: u64) -> u64 {
-    // `random` is below 2^32, so the product divided by 2^32 is below `n`.
-    ((u128::from(random) * u128::from(n)) >> u32::BITS) as u64
 }
 
 #[cfg(test)]
@@ -95,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn unavailable_choices_leave_their_share_to_the_others() {
+    fn the_share_of_an_unavailable_choice_is_divided_among_the_others_by_weight() {
         let weights = Weights::new([2, 1, 1, 0]).unwrap();
         let mut hits = [0_u32; 4];
         for step in 0..1000_u32 {
@@ -105,13 +108,15 @@ mod tests {
             hits[choice] += 1;
         }
         assert_eq!((hits[0], hits[3]), (0, 0));
-        assert!(hits[1] > 200 && hits[2] > 200, "{hits:?}");
+        assert!(hits[1].abs_diff(hits[2]) <= 2, "{hits:?}");
         assert_eq!(
             weights.choose_available(5, |index| index == 3),
             None,
             "no weight, no requests"
         );
         assert_eq!(weights.choose_available(5, |_| false), None);
+        let large = Weights::new([u32::MAX; 3]).unwrap();
+        assert_eq!(large.choose_available(u32::MAX, |index| index < 2), Some(1));
     }
 
     #[test]

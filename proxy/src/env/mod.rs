@@ -1,4 +1,5 @@
-//! The only reader of environment variables: converts `LINKERD2_PROXY_*` to [`Config`], or reports all errors at once.
+//! The only reader of environment variables: converts `LINKERD2_PROXY_*`, `TULLE_*` and a few others to [`Config`], or reports all
+//! errors at once.
 //!
 //! Unknown variables are ignored, and an empty variable counts as not set.
 
@@ -19,12 +20,13 @@ use crate::api::channel::{ControlAddr, Security};
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
-    Accept, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server, Http2Server,
-    Http2Windows, Inbound, InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, Outbound, ResendPolicy,
-    UnknownPolicy, Visibility, Workers,
+    Accept, Config, Connect, Control, DirectionSettings, FlowControl, Http1Pool, Http1Server, Http2Server,
+    Http2Windows, Inbound, InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, MissingPolicyAction, Outbound,
+    ResendPolicy, Visibility, Workers,
 };
 use crate::env::values::ParseError;
 use crate::identity;
+use crate::policy::server::DefaultPolicy;
 use crate::tap;
 use crate::trace;
 
@@ -83,7 +85,10 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     };
     let outbound = outbound(env, ingress);
     let inbound = inbound(env);
-    if inbound.default_policy.needs_cluster_networks() && cluster_networks.is_empty() {
+    // Linkerd's proxy requires the networks for `audit` too, although that policy permits every network.
+    let policy = inbound.default_policy;
+    let needs_networks = policy.needs_cluster_networks() || policy == DefaultPolicy::Audit;
+    if needs_networks && cluster_networks.is_empty() {
         env.refuse(
             "INBOUND_DEFAULT_POLICY",
             "this policy needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
@@ -198,7 +203,8 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
             Some(()) => Visibility::Shown,
             None => Visibility::Hidden,
         },
-        unknown_policy: env.or_default::<UnknownPolicy>(INBOUND_UNKNOWN_POLICY, values::unknown_policy),
+        missing_policy_action: env
+            .or_default::<MissingPolicyAction>(INBOUND_UNKNOWN_POLICY, values::missing_policy_action),
         default_policy: env.or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
         watched_ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
         opaque_ports: env.or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
@@ -221,10 +227,10 @@ struct DirectionDefaults {
     max_idle_name: &'static str,
 }
 
-fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Direction {
+fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> DirectionSettings {
     let name = |rest: &str| format!("{dir}_{rest}");
     let windows = windows(env);
-    Direction {
+    DirectionSettings {
         accept: Accept {
             keepalive: env.get(&name("ACCEPT_KEEPALIVE"), values::duration),
             user_timeout: env.get(&name("ACCEPT_USER_TIMEOUT"), values::duration),

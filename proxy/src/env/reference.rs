@@ -27,7 +27,7 @@ struct DirectionVariable {
     /// The name after the direction.
     name: &'static str,
     /// Whether the name begins with `TULLE_PROXY_`.
-    is_own: bool,
+    is_tulle_only: bool,
     values: &'static str,
     inbound: Fallback,
     outbound: Fallback,
@@ -37,7 +37,7 @@ struct DirectionVariable {
 /// All variables: those of the process first, then those of both directions.
 pub fn variables() -> Vec<Variable> {
     let both = DIRECTIONS.iter().flat_map(|variable| {
-        let prefix = match variable.is_own {
+        let prefix = match variable.is_tulle_only {
             true => super::TULLE_PREFIX,
             false => super::LINKERD_PREFIX,
         };
@@ -241,13 +241,13 @@ const VARIABLES: &[Row] = &[
         super::names::probes::VARIABLE,
         "JSON list",
         NONE,
-        "Probes of the application that the proxy makes for the kubelet. The injector sets it.",
+        "Probes of the application that the proxy executes for the kubelet. The injector sets it.",
     ),
     (
         "CORES",
         COUNT,
-        Text("the value of `LINKERD2_PROXY_CORES_MIN`"),
-        "Older name of `LINKERD2_PROXY_CORES_MIN`.",
+        NONE,
+        "Older name of `LINKERD2_PROXY_CORES_MIN`, which applies if both are set.",
     ),
     (
         "CORES_MIN",
@@ -255,12 +255,18 @@ const VARIABLES: &[Row] = &[
         Value("1"),
         "Minimum number of worker threads; never more than there are CPUs.",
     ),
-    ("CORES_MAX", COUNT, NONE, "Number of worker threads."),
+    (
+        "CORES_MAX",
+        COUNT,
+        NONE,
+        "Number of worker threads, but not below `LINKERD2_PROXY_CORES_MIN`, and not above the number of CPUs. Without it and without \
+         the ratio, the minimum applies.",
+    ),
     (
         "CORES_MAX_RATIO",
         "number above 0, up to 1",
         NONE,
-        "Number of worker threads as a fraction of the CPUs. `LINKERD2_PROXY_CORES_MAX` takes precedence.",
+        "Number of worker threads, as a fraction of the CPUs. Without effect if `LINKERD2_PROXY_CORES_MAX` is set.",
     ),
     (
         "LOG",
@@ -302,7 +308,7 @@ const VARIABLES: &[Row] = &[
         super::MEMORY_LIMIT,
         "bytes",
         Text("the limit of the control group, if there is one"),
-        "From 90 % of this on, requests and connections are refused with the cause `memory-short`, until 85 %.",
+        "When 90 % of it is in use, requests and connections are refused with the cause `memory-short`, until the use falls below 85 %.",
     ),
     (
         "IDENTITY_DISABLED",
@@ -511,7 +517,8 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "DETECT_TIMEOUT",
         DURATION,
         [Value("10s"), Value("10s")],
-        "Maximum time to detect the protocol of a connection.",
+        "Maximum time to detect the protocol of a connection. For inbound connections also the maximum time for the first message \
+         of a TLS handshake, and for the rest of the handshake.",
     ),
     direction(
         "ACCEPT_KEEPALIVE",
@@ -534,7 +541,7 @@ const DIRECTIONS: &[DirectionVariable] = &[
     direction(
         "CONNECT_TIMEOUT",
         DURATION,
-        [Text("`4s`, also if a shorter time is set"), Value("1s")],
+        [Text("`4s`; shorter times count as `4s`"), Value("1s")],
         "Maximum time for TCP and TLS of a new connection.",
     ),
     direction(
@@ -553,13 +560,13 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "CONNECT_EXP_BACKOFF_MIN",
         DURATION,
         [Value("100ms"), Value("100ms")],
-        "First delay after a failed connection, together with the maximum.",
+        "First delay after a failed connection. It has an effect only if the maximum is set too.",
     ),
     direction(
         "CONNECT_EXP_BACKOFF_MAX",
         DURATION,
         [Value("10s"), Value("60s")],
-        "Maximum delay after a failed connection, together with the first.",
+        "Maximum delay after a failed connection. It has an effect only if the first delay is set too.",
     ),
     direction(
         "CONNECT_EXP_BACKOFF_JITTER",
@@ -591,26 +598,26 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "SERVER_HTTP2_INITIAL_STREAM_WINDOW_SIZE",
         WINDOW,
         [Text(STREAM_WINDOW), Text(STREAM_WINDOW)],
-        "Initial flow-control window of a stream, for servers; together with that of the connection.",
+        "Initial flow-control window of a stream, for servers. It has an effect only if that of the connection is set too.",
     ),
     direction(
         "SERVER_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE",
         WINDOW,
         [Text(CONNECTION_WINDOW), Text(CONNECTION_WINDOW)],
-        "Initial flow-control window of a connection, for servers; together with that of a stream.",
+        "Initial flow-control window of a connection, for servers. It has an effect only if that of a stream is set too.",
     ),
     direction("SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL", FLAG, [NONE, NONE], NO_EFFECT),
     direction(
         "SERVER_HTTP2_KEEP_ALIVE_INTERVAL",
         DURATION,
         [NONE, NONE],
-        "Interval of HTTP/2 pings to clients, together with the timeout.",
+        "Interval of HTTP/2 pings to clients. It has an effect only if the timeout is set too.",
     ),
     direction(
         "SERVER_HTTP2_KEEP_ALIVE_TIMEOUT",
         DURATION,
         [NONE, NONE],
-        "Maximum time for the answer to such a ping, together with the interval.",
+        "Maximum time for the response to such a ping. It has an effect only if the interval is set too.",
     ),
     direction(
         "SERVER_HTTP2_MAX_CONCURRENT_STREAMS",
@@ -621,7 +628,7 @@ const DIRECTIONS: &[DirectionVariable] = &[
     direction(
         "SERVER_HTTP2_MAX_FRAME_SIZE",
         "16384 to 16777215",
-        [LIBRARY, LIBRARY],
+        [Text(MAX_FRAME_SIZE), Text(MAX_FRAME_SIZE)],
         "Maximum size of an HTTP/2 frame from clients.",
     ),
     direction(
@@ -642,28 +649,28 @@ const DIRECTIONS: &[DirectionVariable] = &[
         [LIBRARY, LIBRARY],
         "Maximum number of buffered bytes of each stream to clients.",
     ),
-    own(
+    tulle_only(
         "HTTP1_MAX_HEAD_SIZE",
         COUNT,
         "65536",
         "Maximum size of an HTTP/1 request head, in bytes. Longer ones, and those of more than 4096 lines, fail with the cause \
          `head-too-long`.",
     ),
-    own(
+    tulle_only(
         "HTTP1_HEAD_TIMEOUT",
         DURATION,
         "30s",
         "Maximum time of a request head from its first byte (cause `head-timeout`), and for the first request of an HTTP/2 \
          connection.",
     ),
-    own(
+    tulle_only(
         "HTTP1_IDLE_TIMEOUT",
         DURATION,
         "1h",
         "Maximum time of an HTTP/1 or HTTP/2 connection without a request, and of a request without any transfer of its bodies \
          (cause `body-timeout`).",
     ),
-    own(
+    tulle_only(
         "RESEND",
         "`never`, `safe` or `idempotent`",
         "idempotent",
@@ -681,7 +688,7 @@ const fn direction(
 ) -> DirectionVariable {
     DirectionVariable {
         name,
-        is_own: false,
+        is_tulle_only: false,
         values,
         inbound,
         outbound,
@@ -689,7 +696,7 @@ const fn direction(
     }
 }
 
-const fn own(
+const fn tulle_only(
     name: &'static str,
     values: &'static str,
     default: &'static str,
@@ -697,7 +704,7 @@ const fn own(
 ) -> DirectionVariable {
     DirectionVariable {
         name,
-        is_own: true,
+        is_tulle_only: true,
         values,
         inbound: Value(default),
         outbound: Value(default),
@@ -710,6 +717,7 @@ const PORTS: &str = "ports and ranges, such as `25,8000-8100`";
 const NAME_DEFAULT: &str = "required, unless the address is loopback";
 const STREAM_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_STREAM_WINDOW_SIZE`";
 const CONNECTION_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE`";
+const MAX_FRAME_SIZE: &str = "`65536` for meshed clients, for others that of the HTTP/2 library";
 const HEADER_LIST: &str = "four times `TULLE_PROXY_…_HTTP1_MAX_HEAD_SIZE`";
 const NO_EFFECT: &str = "Accepted for compatibility; it has no effect.";
 const QUEUE_CAPACITY: &str =
@@ -718,77 +726,4 @@ const FAILFAST_TIMEOUT: &str =
     "Maximum time that a request waits for an endpoint. It has no effect for inbound requests.";
 
 #[cfg(test)]
-mod tests {
-    use std::cell::RefCell;
-    use std::collections::BTreeSet;
-
-    use super::super::tests::required;
-    use super::super::{Config, load};
-    use super::*;
-
-    /// Settings that read further variables.
-    const SCENARIOS: [&[(&str, &str)]; 3] = [
-        &[],
-        &[
-            ("LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR", "localhost:4317"),
-            ("LINKERD2_PROXY_TAP_SVC_NAME", "tap.local"),
-        ],
-        &[
-            ("LINKERD2_PROXY_IDENTITY_SPIRE_SOCKET", "unix:///spire"),
-            ("LINKERD2_PROXY_IDENTITY_SERVER_ID", "spiffe://root.local/web"),
-            ("LINKERD2_PROXY_IDENTITY_SERVER_NAME", "web.local"),
-        ],
-    ];
-
-    fn load_scenario(scenario: &[(&str, &str)], more: &[(String, String)], read: &RefCell<BTreeSet<String>>) -> Config {
-        let mut variables = required();
-        variables.extend(
-            scenario
-                .iter()
-                .map(|&(name, value)| (name.to_owned(), value.to_owned())),
-        );
-        variables.extend(more.iter().cloned());
-        let lookup = |name: &str| {
-            read.borrow_mut().insert(name.to_owned());
-            variables.get(name).cloned()
-        };
-        load(lookup).unwrap()
-    }
-
-    #[test]
-    fn every_variable_that_is_read_is_documented_and_no_other() {
-        let read = RefCell::default();
-        for scenario in SCENARIOS {
-            load_scenario(scenario, &[], &read);
-        }
-        let documented: BTreeSet<String> = variables().into_iter().map(|variable| variable.name).collect();
-        let read = read.into_inner();
-        let difference: Vec<_> = read.symmetric_difference(&documented).collect();
-        assert!(difference.is_empty(), "{difference:?}");
-    }
-
-    #[test]
-    fn documented_defaults_are_those_of_the_code() {
-        let defaults: Vec<(String, String)> = variables()
-            .into_iter()
-            .filter_map(|variable| match variable.default {
-                Value(default) => Some((variable.name, default.to_owned())),
-                Required | Text(_) => None,
-            })
-            .collect();
-        assert!(defaults.len() > 30, "{}", defaults.len());
-        for scenario in SCENARIOS {
-            let config =
-                |more: &[(String, String)]| format!("{:#?}", load_scenario(scenario, more, &RefCell::default()));
-            pretty_assert_same(&config(&[]), &config(&defaults));
-        }
-    }
-
-    /// Fails with the first line that differs.
-    fn pretty_assert_same(expected: &str, found: &str) {
-        for (expected, found) in expected.lines().zip(found.lines()) {
-            assert_eq!(expected, found);
-        }
-        assert_eq!(expected.lines().count(), found.lines().count());
-    }
-}
+mod tests;

@@ -66,7 +66,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.inbound.mode, InboundMode::Redirect);
     assert_eq!(config.outbound.informational_headers, Visibility::Shown);
     assert_eq!(config.inbound.default_policy, DefaultPolicy::AllUnauthenticated);
-    assert_eq!(config.inbound.unknown_policy, UnknownPolicy::Refuse);
+    assert_eq!(config.inbound.missing_policy_action, MissingPolicyAction::Refuse);
     assert_eq!(config.control.stream_limits, StreamLimits::default());
     let windows = Http2Windows {
         stream: 1 << 20,
@@ -184,7 +184,7 @@ fn values_of_a_chart_are_understood() {
     assert!(inbound.opaque_ports.contains(5432));
     assert_eq!(inbound.local_ips.len(), 2);
     assert_eq!(inbound.default_policy, DefaultPolicy::ClusterAuthenticated);
-    assert_eq!(inbound.unknown_policy, UnknownPolicy::Default);
+    assert_eq!(inbound.missing_policy_action, MissingPolicyAction::Default);
     assert_eq!(inbound.mode, InboundMode::Tproxy);
     assert_eq!(inbound.authority_labels, Visibility::Shown);
     let backoff = config.outbound.direction.connect.backoff;
@@ -304,12 +304,12 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
         (
             "DESTINATION_PROFILE_NETWORKS",
             "10.0.0.0/40",
-            "expected a comma list of CIDRs",
+            "expected a comma-separated list of CIDRs",
         ),
         (
             "DESTINATION_PROFILE_SUFFIXES",
             "svc..local",
-            "expected a comma list of DNS suffixes",
+            "expected a comma-separated list of DNS suffixes",
         ),
         ("INBOUND_DEFAULT_POLICY", "allow", "expected deny or all-authenticated"),
         (

@@ -10,14 +10,15 @@ use ipnet::IpNet;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::Identity;
 use tulle_core::logging::Format;
-use tulle_core::probes::DeclaredProbe;
+use tulle_core::probes::OriginalProbe;
 
 use crate::admin::{InvalidProbe, Probe};
 use crate::api::destination::Suffixes;
-use crate::config::{AccessLogDirections, DefaultPolicy, InboundMode, LoadBalancing, ResendPolicy, UnknownPolicy};
+use crate::config::{AccessLogDirections, InboundMode, LoadBalancing, MissingPolicyAction, ResendPolicy};
 use crate::http::stack::access_log;
 use crate::identity::anchors::TrustAnchorSource;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
+use crate::policy::server::DefaultPolicy;
 use crate::tls::credentials::TrustAnchors;
 
 /// What is wrong with a value, and what is accepted.
@@ -48,7 +49,7 @@ pub(super) fn number<T: FromStr>(value: &str) -> Result<T, ParseError> {
 
 /// Declared probes, in the JSON of the injector.
 pub(super) fn probes(value: &str) -> Result<Vec<Probe>, ParseError> {
-    let declared: Vec<DeclaredProbe> = serde_json::from_str(value).map_err(|error| {
+    let declared: Vec<OriginalProbe> = serde_json::from_str(value).map_err(|error| {
         format!(
             r#"expected probes such as [{{"container":"app","probe":"readiness","port":80,"timeoutSeconds":1,"tcpSocket":{{"port":80}}}}]: {error}"#
         )
@@ -150,7 +151,7 @@ pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, ParseError> {
     match addr.ip().to_canonical().is_loopback() {
         true => Ok(addr),
         false => Err(
-            "clients of this port act as this workload; expected a loopback address such as 127.0.0.1:15001".to_owned(),
+            "expected a loopback address such as 127.0.0.1:15001, because every client of this port acts with this workload's identity".to_owned(),
         ),
     }
 }
@@ -170,7 +171,7 @@ pub(super) fn networks(value: &str) -> Result<Vec<IpNet>, ParseError> {
 pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, ParseError> {
     let parse = |part: &str| {
         part.parse()
-            .map_err(|_| format!("expected a comma list of IP addresses, found {part:?}"))
+            .map_err(|_| format!("expected a comma-separated list of IP addresses, found {part:?}"))
     };
     list(value).map(parse).collect()
 }
@@ -193,10 +194,13 @@ pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, ParseError> {
     )
 }
 
-pub(super) fn unknown_policy(value: &str) -> Result<UnknownPolicy, ParseError> {
+pub(super) fn missing_policy_action(value: &str) -> Result<MissingPolicyAction, ParseError> {
     one_of(
         value,
-        &[("refuse", UnknownPolicy::Refuse), ("default", UnknownPolicy::Default)],
+        &[
+            ("refuse", MissingPolicyAction::Refuse),
+            ("default", MissingPolicyAction::Default),
+        ],
     )
 }
 

@@ -119,8 +119,8 @@ impl Body {
     }
 
     /// Makes this the body of an upgrade request.
-    pub(crate) fn with_client_tunnel(mut self, upgraded: oneshot::Receiver<TunnelEnd>) -> Self {
-        self.client_tunnel = Some(upgraded);
+    pub(crate) fn with_client_tunnel(mut self, tunnel_rx: oneshot::Receiver<TunnelEnd>) -> Self {
+        self.client_tunnel = Some(tunnel_rx);
         self
     }
 

@@ -17,9 +17,9 @@ use tokio::time::{Instant, timeout_at};
 use crate::{
     http::{
         body::Body,
-        error::{Error, Retry},
+        error::{Error, Resendable},
         h1::{
-            client::{self as http1, Exchange, FailedExchange, ResendTarget, ResponseHeadError},
+            client::{self as http1, Exchange, FailedExchange, ResendTarget, ResendableRequest, ResponseHeadError},
             pool::{ConnectionPool, ResendPolicy},
         },
         h2::{Http2Config, client as http2, flow_control::StreamWaiters},
@@ -77,7 +77,7 @@ pub(crate) enum ReadyConnection {
     Http1(http1::ClientConnection, Option<Arc<ConnectionPool>>),
     Http2(http2::StreamSender),
     /// For an extended CONNECT, a stream that carries another protocol (RFC 8441).
-    ExtendedConnect(Box<http2::SharedConnection>),
+    ExtendedConnect(Box<http2::ExtendedConnectSender>),
     /// The peer does not accept another extended CONNECT stream.
     ExtendedConnectUnsupported,
 }
@@ -85,9 +85,9 @@ pub(crate) enum ReadyConnection {
 /// The kind of connection that a request needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ConnectionUse {
+    /// HTTP/1: an idle connection of the pool, or a new one that joins it. HTTP/2: a stream of a shared connection.
     Pooled,
-    /// A new HTTP/1 connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 requests share
-    /// connections.
+    /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2: as [`Self::Pooled`].
     NewConnection,
     /// A stream of a shared HTTP/2 connection that carries another protocol. If the peer does not accept one, an HTTP/1
     /// request gets a new HTTP/1 connection.
@@ -117,11 +117,15 @@ impl EndpointClient {
     ///
     /// # Errors
     /// As [`EndpointClient::dial`].
-    pub(crate) async fn connection(&self, protocol: Protocol, reuse: ConnectionUse) -> Result<ReadyConnection, Error> {
-        match self.existing_connection(protocol, reuse).await {
+    pub(crate) async fn connection(
+        &self,
+        protocol: Protocol,
+        connection_use: ConnectionUse,
+    ) -> Result<ReadyConnection, Error> {
+        match self.existing_connection(protocol, connection_use).await {
             Some(ready) => Ok(ready),
             // Boxed: rare, for the first request or after a connection was closed.
-            None => Box::pin(self.dial(protocol, reuse)).await,
+            None => Box::pin(self.dial(protocol, connection_use)).await,
         }
     }
 
@@ -129,9 +133,9 @@ impl EndpointClient {
     pub(crate) async fn existing_connection(
         &self,
         protocol: Protocol,
-        reuse: ConnectionUse,
+        connection_use: ConnectionUse,
     ) -> Option<ReadyConnection> {
-        match (protocol, reuse) {
+        match (protocol, connection_use) {
             (_, ConnectionUse::ExtendedConnect) => Box::pin(self.extended_connect_connection()).await,
             (Protocol::Http1, ConnectionUse::NewConnection) => None,
             (Protocol::Http1, ConnectionUse::Pooled) => Some(ReadyConnection::Http1(
@@ -181,8 +185,10 @@ impl EndpointClient {
     async fn extended_connect_connection(&self) -> Option<ReadyConnection> {
         let connections = self.http2.lock().clone();
         for mut connection in connections {
-            if connection.accepts_extended_connect().await && !connection.is_closed() {
-                return Some(ReadyConnection::ExtendedConnect(Box::new(connection)));
+            if let Some(sender) = connection.extended_connect_sender().await
+                && !connection.is_closed()
+            {
+                return Some(ReadyConnection::ExtendedConnect(Box::new(sender)));
             }
         }
         None
@@ -197,8 +203,12 @@ impl EndpointClient {
     ///
     /// # Errors
     /// Dialling or the handshake fails, or no HTTP/2 stream becomes free in time. Nothing of the request was sent.
-    pub(crate) async fn dial(&self, protocol: Protocol, reuse: ConnectionUse) -> Result<ReadyConnection, Error> {
-        if reuse == ConnectionUse::ExtendedConnect {
+    pub(crate) async fn dial(
+        &self,
+        protocol: Protocol,
+        connection_use: ConnectionUse,
+    ) -> Result<ReadyConnection, Error> {
+        if connection_use == ConnectionUse::ExtendedConnect {
             self.dial_http2().await?;
             match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
@@ -209,7 +219,7 @@ impl EndpointClient {
             return self.dial_http2().await;
         }
         let connection = http1::ClientConnection::new((self.connect)(Protocol::Http1).await?);
-        let pool = (reuse == ConnectionUse::Pooled).then(|| self.pool.clone());
+        let pool = (connection_use == ConnectionUse::Pooled).then(|| self.pool.clone());
         Ok(ReadyConnection::Http1(connection, pool))
     }
 
@@ -229,17 +239,17 @@ impl EndpointClient {
     async fn dial_http2(&self) -> Result<ReadyConnection, Error> {
         let begun = Instant::now();
         loop {
-            let failed_before = self.failed_dials.lock().count;
+            let n_failed_before = self.failed_dials.lock().count;
             {
                 let _dial_guard = self.dial_lock.lock().await;
                 if let Some(ready) = self.existing_http2() {
                     return Ok(ready); // another request has dialled in the meantime
                 }
                 let FailedDials {
-                    count: n,
+                    count: n_failed,
                     last_cause: cause,
                 } = *self.failed_dials.lock();
-                if n != failed_before {
+                if n_failed != n_failed_before {
                     // The dial that this request waited for has failed.
                     return Err(Error::DialFailed { addr: self.addr, cause });
                 }
@@ -293,53 +303,53 @@ impl EndpointClient {
     /// Takes the request out of `req` and sends it on a connection of this client.
     ///
     /// # Errors
-    /// The request gets no response head. [`Error::retry`] says whether it can be sent again.
+    /// The request gets no response head. [`Error::resendable`] says whether it can be sent again.
     pub(crate) async fn send(&self, ready: ReadyConnection, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let pending_response = PendingResponse::register();
-        let answered = match ready {
+        let result = match ready {
             ReadyConnection::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool);
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.into_response(head)),
                     // Boxed: rare, and much larger than the rest of this future.
-                    Err(why) => Box::pin(self.resend(exchange, why)).await,
+                    Err(head_error) => Box::pin(self.resend(exchange, head_error)).await,
                 }
             }
             ReadyConnection::Http2(send) => http2::send(send, req, self.addr).await,
-            ReadyConnection::ExtendedConnect(shared) => Box::pin(self.send_extended_connect(*shared, req)).await,
+            ReadyConnection::ExtendedConnect(sender) => Box::pin(self.send_extended_connect(*sender, req)).await,
             ReadyConnection::ExtendedConnectUnsupported => Err(Error::ExtendedConnectUnsupported { addr: self.addr }),
         };
         pending_response.wait_for_release().await;
-        answered
+        result
     }
 
     /// Sends an extended CONNECT. If the shared connection has just closed, an HTTP/1 upgrade request is sent on a new
     /// HTTP/1 connection.
     async fn send_extended_connect(
         &self,
-        shared: http2::SharedConnection,
+        sender: http2::ExtendedConnectSender,
         req: &mut Request<Body>,
     ) -> Result<Response<Body>, Error> {
         if req.version() == Version::HTTP_2 {
-            return http2::send_extended_connect(shared, std::mem::take(req), self.addr).await;
+            return http2::send_extended_connect(sender, std::mem::take(req), self.addr).await;
         }
-        match http2::send_extended_connect(shared, http1_over_http2::to_extended_connect(req)?, self.addr).await {
+        match http2::send_extended_connect(sender, http1_over_http2::to_extended_connect(req)?, self.addr).await {
             Ok(mut rsp) => {
                 if websocket::is_tunnel_response(&rsp) {
                     websocket::set_handshake_response(req, &mut rsp);
                 } else {
-                    http1_over_http2::downgrade(&mut rsp);
+                    http1_over_http2::response_to_http1(&mut rsp);
                 }
                 Ok(rsp)
             }
             Err(error) if !self.can_resend(&error) => Err(error),
             Err(error) => {
                 let io = (self.connect)(Protocol::Http1).await;
-                let io = io.map_err(|failed| self.reconnect_error(&error, failed))?;
+                let io = io.map_err(|dial_error| self.reconnect_error(&error, dial_error))?;
                 let mut exchange = http1::ClientConnection::new(io).send(req, self.addr, None);
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.into_response(head)),
-                    Err(why) => Err(exchange.into_failure(why, self.resend_policy()).await.error),
+                    Err(head_error) => Err(exchange.into_failure(head_error, self.resend_policy()).await.error),
                 }
             }
         }
@@ -347,47 +357,61 @@ impl EndpointClient {
 
     /// Whether a WebSocket handshake, which is a GET, can be sent again.
     fn can_resend(&self, error: &Error) -> bool {
-        match error.retry() {
-            Retry::NeverSent => true,
-            Retry::IfIdempotent => self.resend_policy().allows(&Method::GET),
-            Retry::No => false,
+        match error.resendable() {
+            Resendable::Always => true,
+            Resendable::IfIdempotent => self.resend_policy().allows(&Method::GET),
+            Resendable::Never => false,
         }
     }
 
-    /// Sends a request again if the server has not read it, or if it can be processed twice.
-    async fn resend(&self, exchange: Exchange, why: ResponseHeadError) -> Result<Response<Body>, Error> {
+    /// Sends a request again to this endpoint if the server has not read it, or if it can be processed twice. Or else returns an
+    /// error that says whether the request can go to another endpoint.
+    async fn resend(&self, exchange: Exchange, head_error: ResponseHeadError) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
-        let FailedExchange {
-            error,
-            resend: resend_request,
-        } = exchange.into_failure(why, self.resend_policy()).await;
-        let Some(mut resend_request) = resend_request else {
-            return Err(error);
-        };
-        let io = match ((self.connect)(Protocol::Http1).await, resend_request.target) {
-            (Ok(io), ResendTarget::SameEndpoint) => io,
-            (Err(failed), ResendTarget::SameEndpoint) => return Err(self.reconnect_error(&error, failed)),
-            (Err(failed), ResendTarget::OtherEndpoint)
-                if failed.is_connection_refused() && resend_request.was_discarded().await =>
-            {
-                return Err(self.reconnect_error(&error, failed));
+        let FailedExchange { error, resend: request } = exchange.into_failure(head_error, self.resend_policy()).await;
+        match request {
+            None => Err(error),
+            Some(request) if request.target == ResendTarget::SameEndpoint => {
+                self.reconnect_and_resend(request, error, pool).await
             }
-            (Ok(_) | Err(_), ResendTarget::OtherEndpoint) => return Err(error),
-        };
-        let mut exchange = http1::ClientConnection::new(io).resend(resend_request, self.addr, pool);
+            Some(request) => Err(self.error_if_port_closed(request, error).await),
+        }
+    }
+
+    /// Dials only to learn whether the application still listens; the connection is not used. If the port is closed and the
+    /// request was discarded, the returned error allows another endpoint. Otherwise it is `error`.
+    async fn error_if_port_closed(&self, mut request: ResendableRequest, error: Error) -> Error {
+        match (self.connect)(Protocol::Http1).await {
+            Err(dial_error) if dial_error.is_connection_refused() && request.was_discarded().await => {
+                self.reconnect_error(&error, dial_error)
+            }
+            Ok(_) | Err(_) => error,
+        }
+    }
+
+    /// Sends a request that failed with `error` on a new connection.
+    async fn reconnect_and_resend(
+        &self,
+        request: ResendableRequest,
+        error: Error,
+        pool: Option<Arc<ConnectionPool>>,
+    ) -> Result<Response<Body>, Error> {
+        let io = (self.connect)(Protocol::Http1).await;
+        let io = io.map_err(|dial_error| self.reconnect_error(&error, dial_error))?;
+        let mut exchange = http1::ClientConnection::new(io).resend(request, self.addr, pool);
         match exchange.head().await {
             Ok(head) => Ok(exchange.into_response(head)),
-            Err(why) => Err(exchange.into_failure(why, self.resend_policy()).await.error),
+            Err(head_error) => Err(exchange.into_failure(head_error, self.resend_policy()).await.error),
         }
     }
 
     /// The error of a request that failed with `error` and whose resend failed to open a connection.
-    fn reconnect_error(&self, error: &Error, dial: Error) -> Error {
-        match error.retry() {
-            Retry::NeverSent => dial,
-            Retry::IfIdempotent | Retry::No => Error::ReconnectFailed {
+    fn reconnect_error(&self, error: &Error, dial_error: Error) -> Error {
+        match error.resendable() {
+            Resendable::Always => dial_error,
+            Resendable::IfIdempotent | Resendable::Never => Error::ReconnectFailed {
                 addr: self.addr,
-                cause: dial.cause(),
+                cause: dial_error.cause(),
             },
         }
     }
@@ -484,15 +508,15 @@ mod tests {
     }
 
     /// Whether the request can be sent to another endpoint after the second dial failed with `dial_error`.
-    async fn retry_after(
+    async fn resendable_when_redial_fails(
         close: impl AsyncFnOnce(TcpStream),
         dial_error: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
-    ) -> Retry {
+    ) -> Resendable {
         send_post(close, move |addr| Some(dial_error(addr)))
             .await
             .0
             .unwrap_err()
-            .retry()
+            .resendable()
     }
 
     fn refused(addr: SocketAddr) -> ConnectError {
@@ -536,12 +560,12 @@ mod tests {
         };
         let after_fin = reset_after_fin;
         for dial_error in [refused, timed_out, out_of_files] {
-            for retry in [
-                retry_after(reset, dial_error).await,
-                retry_after(after_fin, dial_error).await,
-                retry_after(after_read, dial_error).await,
+            for resendable in [
+                resendable_when_redial_fails(reset, dial_error).await,
+                resendable_when_redial_fails(after_fin, dial_error).await,
+                resendable_when_redial_fails(after_read, dial_error).await,
             ] {
-                assert_eq!(retry, Retry::No);
+                assert_eq!(resendable, Resendable::Never);
             }
         }
     }
@@ -569,16 +593,17 @@ mod tests {
                 "{sent:?}"
             );
         }
-        assert_ne!(retry_after(close_after_read, refused).await, Retry::NeverSent);
+        let resendable = resendable_when_redial_fails(close_after_read, refused).await;
+        assert_ne!(resendable, Resendable::Always);
     }
 
-    /// The application closes the connection before the request, and the client has not noticed yet.
+    /// The application closes the connection before the request, and this proxy has not noticed yet.
     #[tokio::test]
     async fn a_request_sent_after_the_server_closed_is_resent() {
         let closed = async |application: TcpStream| drop(application);
         let (sent, is_resent) = send_post(closed, |_| None).await;
         assert!(sent.is_ok() && is_resent, "{sent:?}");
-        assert_eq!(retry_after(closed, refused).await, Retry::NeverSent);
+        assert_eq!(resendable_when_redial_fails(closed, refused).await, Resendable::Always);
     }
 
     #[tokio::test]
@@ -590,12 +615,12 @@ mod tests {
         };
         let (sent, _) = send_request(get(), reset, |addr| Some(refused(addr))).await;
         let error = sent.unwrap_err();
-        assert_eq!(error.retry(), Retry::IfIdempotent);
+        assert_eq!(error.resendable(), Resendable::IfIdempotent);
         assert_eq!(error.cause_header(), "connection-closed; then=connect-refused");
         // While the port is open, the request itself may make the application close its connections.
         let (sent, is_resent) = send_request(get(), reset, |_| None).await;
         assert!(!is_resent);
-        assert_eq!(sent.unwrap_err().retry(), Retry::No);
+        assert_eq!(sent.unwrap_err().resendable(), Resendable::Never);
     }
 
     #[tokio::test]
@@ -702,6 +727,19 @@ mod tests {
             [ReadyConnection::ExtendedConnect(_), ReadyConnection::ExtendedConnect(_)]
         ));
         server.max_concurrent_streams(4);
+        assert!(matches!(
+            connections_to(&server).await,
+            [ReadyConnection::ExtendedConnect(_), ReadyConnection::ExtendedConnect(_)]
+        ));
+        server.max_concurrent_streams(2);
+        assert!(matches!(
+            connections_to(&server).await,
+            [
+                ReadyConnection::ExtendedConnect(_),
+                ReadyConnection::ExtendedConnectUnsupported
+            ]
+        ));
+        server.max_concurrent_streams(1);
         assert!(matches!(
             connections_to(&server).await,
             [

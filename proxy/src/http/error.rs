@@ -1,4 +1,4 @@
-//! Request errors: the side at fault, whether a retry is safe, and the status that the client gets.
+//! Request errors: the side at fault, whether the request can be sent again, and the status that the client gets.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -21,14 +21,14 @@ pub(crate) enum Side {
     Proxy,
 }
 
-/// Whether a failed attempt may be repeated.
+/// Whether the request of a failed attempt can be sent again without a permission to retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Retry {
-    /// The server has not processed the request, so any request can be sent again.
-    NeverSent,
+pub(crate) enum Resendable {
+    /// The server has not processed the request, even if it was sent, so any request can be sent again.
+    Always,
     /// The server may have processed the request, so only an idempotent one can be sent again.
     IfIdempotent,
-    No,
+    Never,
 }
 
 /// Why a request failed.
@@ -45,7 +45,7 @@ pub(crate) enum Error {
         /// Cause code.
         cause: &'static str,
     },
-    #[error("TLS handshake with {addr}")]
+    #[error("the TLS handshake with {addr} failed")]
     Tls {
         addr: SocketAddr,
         /// Cause code.
@@ -53,6 +53,7 @@ pub(crate) enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// HTTP/1, or HTTP/2 before the first request.
     #[error("connection to {addr} closed before a response")]
     ConnectionClosed {
         addr: SocketAddr,
@@ -67,8 +68,9 @@ pub(crate) enum Error {
         /// Cause code of the failed dial.
         cause: &'static str,
     },
+    /// The request may have been processed.
     #[error("HTTP/2 connection to {addr} ended before a response")]
-    ConnectionLost { addr: SocketAddr },
+    Http2ConnectionEnded { addr: SocketAddr },
     #[error("{addr} had no free HTTP/2 stream within {limit:?}")]
     StreamLimit {
         addr: SocketAddr,
@@ -78,8 +80,8 @@ pub(crate) enum Error {
     },
     #[error("HTTP/2 error")]
     H2(#[source] ::h2::Error),
-    #[error("reading the response")]
-    ReadResponse(#[source] std::io::Error),
+    #[error("I/O with the server failed")]
+    ServerIo(#[source] std::io::Error),
     #[error("invalid response: {0}")]
     InvalidResponse(&'static str),
     #[error("{addr} does not accept another extended CONNECT stream (RFC 8441)")]
@@ -87,7 +89,7 @@ pub(crate) enum Error {
     /// A retry was safe, but the body was too large to be kept for it.
     #[error(transparent)]
     TooLargeToRetry(Box<Self>),
-    #[error("receiving the request body")]
+    #[error("receiving the request body failed")]
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
     RequestCancelled,
@@ -110,9 +112,10 @@ pub(crate) enum Error {
     #[error("no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration, UnavailableReason),
+    QueueTimeout(Duration, UnavailableCause),
+    /// An earlier request has timed out in the queue, so this one has not waited.
     #[error("no endpoint is available")]
-    EndpointsUnavailable(UnavailableReason),
+    FailingFast(UnavailableCause),
     #[error("the route has no backends")]
     NoBackends,
     #[error("too many requests wait for an endpoint")]
@@ -131,7 +134,7 @@ pub(crate) enum Error {
     GatewayDomain(Arc<str>),
     #[error("the request has passed this gateway before")]
     GatewayLoop,
-    #[error("backend refuses: {0}")]
+    #[error("the policy has an invalid backend: {0}")]
     InvalidBackend(&'static str),
     #[error("the control plane has not sent the policy of this port")]
     PolicyUnknown,
@@ -165,13 +168,14 @@ pub(crate) enum Error {
     TooManyNames { limit: usize },
 }
 
-/// Why none of the endpoints is available.
+/// Why none of the endpoints is available. `balance::balancer::UnavailableReason` has the same variants; the two modules do not
+/// import each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum UnavailableReason {
+pub(crate) enum UnavailableCause {
     /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none was dialled.
     Unreachable { after: Option<&'static str> },
     /// Circuit breakers have ejected some endpoints.
-    BreakerOpen,
+    Ejected,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -261,10 +265,10 @@ impl Error {
             | Self::Tls { .. }
             | Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. }
+            | Self::Http2ConnectionEnded { .. }
             | Self::StreamLimit { .. }
             | Self::H2(_)
-            | Self::ReadResponse(_)
+            | Self::ServerIo(_)
             | Self::InvalidResponse(_)
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
@@ -280,8 +284,8 @@ impl Error {
             | Self::PolicyUnknown => Side::Proxy,
             Self::NoEndpoints
             | Self::NameUnresolved { .. }
-            | Self::FailFast(..)
-            | Self::EndpointsUnavailable(_)
+            | Self::QueueTimeout(..)
+            | Self::FailingFast(_)
             | Self::RouteNotFound
             | Self::GatewayDomain(_)
             | Self::GatewayLoop
@@ -322,16 +326,16 @@ impl Error {
         matches!(self, Self::H2(error) if error.is_go_away() && error.is_remote() && error.reason() == Some(Reason::NO_ERROR))
     }
 
-    pub(crate) fn retry(&self) -> Retry {
+    pub(crate) fn resendable(&self) -> Resendable {
         match self {
-            error if error.is_dial_error() => Retry::NeverSent,
-            error if error.is_unprocessed() => Retry::NeverSent,
-            Self::ConnectionClosed { sent: false, .. } | Self::StreamLimit { sent: false, .. } => Retry::NeverSent,
+            error if error.is_dial_error() => Resendable::Always,
+            error if error.is_unprocessed() => Resendable::Always,
+            Self::ConnectionClosed { sent: false, .. } | Self::StreamLimit { sent: false, .. } => Resendable::Always,
             Self::ConnectionClosed { reused: true, .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. } => Retry::IfIdempotent,
-            Self::H2(error) if error.is_io() || error.is_go_away() => Retry::IfIdempotent,
-            _ => Retry::No,
+            | Self::Http2ConnectionEnded { .. } => Resendable::IfIdempotent,
+            Self::H2(error) if error.is_io() || error.is_go_away() => Resendable::IfIdempotent,
+            _ => Resendable::Never,
         }
     }
 
@@ -351,7 +355,7 @@ impl Error {
                 cause: "connect-timeout",
                 ..
             }
-            | Self::FailFast(..) => error_status(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
+            | Self::QueueTimeout(..) => error_status(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::Timeout(kind) => error_status(
                 StatusCode::GATEWAY_TIMEOUT,
                 grpc::DEADLINE_EXCEEDED,
@@ -362,9 +366,9 @@ impl Error {
             | Self::Tls { .. }
             | Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. }
+            | Self::Http2ConnectionEnded { .. }
             | Self::H2(_)
-            | Self::ReadResponse(_)
+            | Self::ServerIo(_)
             | Self::InvalidResponse(_)
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
@@ -372,7 +376,7 @@ impl Error {
             | Self::InvalidBackend(_) => error_status(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints
             | Self::NoBackends
-            | Self::EndpointsUnavailable(_)
+            | Self::FailingFast(_)
             | Self::QueueFull
             | Self::StreamLimit { .. }
             | Self::MaxInFlight
@@ -422,10 +426,10 @@ impl Error {
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
-            | Self::EndpointsUnavailable(_)
+            | Self::FailingFast(_)
             | Self::NoEndpoints
             | Self::NoBackends => "loadshed",
-            Self::FailFast(..) => "failfast",
+            Self::QueueTimeout(..) => "failfast",
             Self::IdentityMismatch { .. } => "identity required",
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
@@ -438,9 +442,9 @@ impl Error {
             | Self::Tls { .. }
             | Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. }
+            | Self::Http2ConnectionEnded { .. }
             | Self::H2(_)
-            | Self::ReadResponse(_) => "i/o",
+            | Self::ServerIo(_) => "i/o",
             _ => "unexpected",
         }
     }
@@ -452,8 +456,8 @@ impl Error {
             Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
             Self::RateLimited { limit } => format!("{code}; limit={limit}"),
             Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
-            Self::FailFast(_, UnavailableReason::Unreachable { after: Some(after) })
-            | Self::EndpointsUnavailable(UnavailableReason::Unreachable { after: Some(after) }) => {
+            Self::QueueTimeout(_, UnavailableCause::Unreachable { after: Some(after) })
+            | Self::FailingFast(UnavailableCause::Unreachable { after: Some(after) }) => {
                 format!("{code}; after={after}")
             }
             Self::ReconnectFailed { cause, .. } => format!("{code}; then={cause}"),
@@ -469,7 +473,7 @@ impl Error {
             | Self::Tls { addr, .. }
             | Self::ConnectionClosed { addr, .. }
             | Self::ReconnectFailed { addr, .. }
-            | Self::ConnectionLost { addr }
+            | Self::Http2ConnectionEnded { addr }
             | Self::StreamLimit { addr, .. }
             | Self::ExtendedConnectUnsupported { addr } => Some(*addr),
             Self::TooLargeToRetry(error) => error.failed_addr(),
@@ -488,7 +492,7 @@ impl Error {
     fn route_label(&self) -> &'static str {
         match self {
             Self::TooLargeToRetry(error) => error.route_label(),
-            Self::FailFast(..) => "FAIL_FAST",
+            Self::QueueTimeout(..) => "FAIL_FAST",
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::StreamLimit { .. }
@@ -496,7 +500,7 @@ impl Error {
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
-            | Self::EndpointsUnavailable(_)
+            | Self::FailingFast(_)
             | Self::NoEndpoints
             | Self::NoBackends => "LOAD_SHED",
             Self::Timeout(TimeoutKind::Request(_)) => "REQUEST_TIMEOUT",
@@ -518,8 +522,8 @@ impl Error {
             | Self::Tls { .. }
             | Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. }
-            | Self::ReadResponse(_) => "IO",
+            | Self::Http2ConnectionEnded { .. }
+            | Self::ServerIo(_) => "IO",
             _ => "UNKNOWN",
         }
     }
@@ -532,12 +536,13 @@ impl Error {
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
             Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
-            | Self::ConnectionLost { .. }
+            | Self::Http2ConnectionEnded { .. }
             | Self::RequestCancelled => "connection-closed",
             Self::StreamLimit { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
-            Self::ReadResponse(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",
+            Self::ServerIo(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) => "bad-request",
+            // Published with an underscore, as `policy_unknown`; all other codes have hyphens.
             Self::AmbiguousPath => "ambiguous_path",
             Self::ExtendedConnectUnsupported { .. } => "no-extended-connect",
             Self::HeaderTooLarge { .. } => "head-too-long",
@@ -545,9 +550,10 @@ impl Error {
             Self::BodyIdleTimeout(_) => "body-timeout",
             Self::ClientClosed | Self::ClientIo(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
-            Self::FailFast(_, UnavailableReason::BreakerOpen)
-            | Self::EndpointsUnavailable(UnavailableReason::BreakerOpen) => "breaker-open",
-            Self::FailFast(..) | Self::EndpointsUnavailable(_) => "endpoints-unready",
+            Self::QueueTimeout(_, UnavailableCause::Ejected) | Self::FailingFast(UnavailableCause::Ejected) => {
+                "breaker-open"
+            }
+            Self::QueueTimeout(..) | Self::FailingFast(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }

@@ -24,8 +24,8 @@ pub(crate) fn get<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a H
 
 /// The authority of a request, from its target or its `host` header.
 pub(crate) fn authority<B>(req: &Request<B>) -> Option<Authority> {
-    let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
-    req.uri().authority().cloned().or_else(of_header)
+    let from_host = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
+    req.uri().authority().cloned().or_else(from_host)
 }
 
 /// The kinds of headers in a message that are removed before it is forwarded.
@@ -110,7 +110,7 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
         headers.remove(header::CONNECTION);
         for name in lines.iter().flat_map(|line| line.as_bytes().split(|b| *b == b',')) {
             if let Ok(name) = HeaderName::from_bytes(name.trim_ascii())
-                && !is_end_to_end(&name)
+                && !is_protected(&name)
             {
                 headers.remove(name);
             }
@@ -135,8 +135,9 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether a header is kept even if `connection` lists it: it is end-to-end, or is for a proxy.
-fn is_end_to_end(name: &HeaderName) -> bool {
+/// Whether a client cannot remove this header by listing it in `connection`, and cannot send it as a trailer: headers about the
+/// host and the framing, and `l5d-*` headers.
+fn is_protected(name: &HeaderName) -> bool {
     [
         header::HOST,
         header::CONTENT_LENGTH,
@@ -156,7 +157,7 @@ pub(crate) fn is_forwarded_trailer(name: &HeaderName) -> bool {
         KEEP_ALIVE,
         PROXY_CONNECTION,
     ];
-    !is_end_to_end(name) && !is_underscore_alias(name.as_str()) && !hop_by_hop.contains(name)
+    !is_protected(name) && !is_underscore_alias(name.as_str()) && !hop_by_hop.contains(name)
 }
 
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 (`h2c`) does not count: it is
@@ -176,7 +177,7 @@ pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
 }
 
 /// Removes the hop-by-hop headers except those of an upgrade: `upgrade`, and `connection` if it lists `upgrade`.
-pub(crate) fn strip_all_but_upgrade(headers: &mut HeaderMap) {
+pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
     let lists_upgrade = |line: &HeaderValue| {
         let mut names = line.as_bytes().split(|b| *b == b',');
         names.any(|name| name.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
@@ -358,11 +359,11 @@ pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
 /// The delay that a server requests before a retry: `retry-after` in seconds or as a date, or
 /// `grpc-retry-pushback-ms`.
 pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
-    if let Some(after) = headers.get(header::RETRY_AFTER) {
-        let after = after.to_str().ok()?.trim();
-        return match after.parse() {
+    if let Some(value) = headers.get(header::RETRY_AFTER) {
+        let value = value.to_str().ok()?.trim();
+        return match value.parse() {
             Ok(seconds) => Some(Duration::from_secs(seconds)),
-            Err(_) => httpdate::parse_http_date(after)
+            Err(_) => httpdate::parse_http_date(value)
                 .ok()?
                 .duration_since(SystemTime::now())
                 .ok(),
@@ -425,8 +426,8 @@ mod tests {
             Some(Duration::from_millis(1500))
         );
         let date = httpdate::fmt_http_date(SystemTime::now() + Duration::from_secs(60));
-        let until = parsed("retry-after", &date).unwrap();
-        assert!((50..=60).contains(&until.as_secs()), "{until:?}");
+        let delay = parsed("retry-after", &date).unwrap();
+        assert!((50..=60).contains(&delay.as_secs()), "{delay:?}");
         for (name, value) in [("retry-after", "soon"), ("grpc-retry-pushback-ms", "-1"), ("date", "7")] {
             assert_eq!(parsed(name, value), None, "{name}: {value}");
         }
@@ -555,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn strip_all_but_upgrade_keeps_only_the_upgrade() {
+    fn strip_hop_by_hop_except_upgrade_keeps_only_the_upgrade() {
         let mut given = headers(&[
             ("connection", "keep-alive, x-hop"),
             ("connection", "upgrade, l5d-client-id"),
@@ -564,11 +565,11 @@ mod tests {
             ("upgrade", "tcp"),
             ("l5d-client-id", "me"),
         ]);
-        strip_all_but_upgrade(&mut given);
+        strip_hop_by_hop_except_upgrade(&mut given);
         let expected = [("connection", "Upgrade"), ("upgrade", "tcp"), ("l5d-client-id", "me")];
         assert_eq!(given, headers(&expected));
         let mut unlisted = headers(&[("connection", "close"), ("upgrade", "tcp")]);
-        strip_all_but_upgrade(&mut unlisted);
+        strip_hop_by_hop_except_upgrade(&mut unlisted);
         assert_eq!(unlisted, headers(&[("upgrade", "tcp")]));
     }
 

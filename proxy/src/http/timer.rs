@@ -26,8 +26,8 @@ struct SleepEntry {
 
 thread_local! {
     /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the
-    /// wheel, and the first insertion also wakes the worker. The previous task can get one spurious wake-up; if it has ended,
-    /// its memory is freed only then.
+    /// wheel, and the first insertion also wakes the worker. The task that last polled a reused sleep can get one spurious
+    /// wake-up; if it has ended, its memory is freed only then.
     static SPARE: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };
 }
 

@@ -18,13 +18,13 @@ pub enum TrustAnchorSource {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AnchorsError {
-    #[error("reading trust anchors from {}", .path.display())]
+    #[error("the trust anchors in {} cannot be read", .path.display())]
     Read {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
-    #[error("using trust anchors from {}", .path.display())]
+    #[error("the trust anchors in {} cannot be used", .path.display())]
     Parse {
         path: PathBuf,
         #[source]

@@ -44,7 +44,7 @@ pub(crate) struct Certifier {
     anchors: TrustAnchorSource,
     /// The last valid content of the file.
     file_anchors: Option<TrustAnchors>,
-    /// The last bundle from a control plane that the proxy's anchors had verified.
+    /// The last bundle that the control plane sent over a connection verified with the proxy's own anchors.
     control_plane_anchors: Option<TrustAnchors>,
     /// Reports a file that cannot be used.
     unreadable: InvalidUpdateReporter,
@@ -60,21 +60,21 @@ pub(crate) struct Certifier {
 
 #[derive(Debug, thiserror::Error)]
 enum CertifyError {
-    #[error("reading the identity token from {}", .path.display())]
+    #[error("the identity token in {} cannot be read", .path.display())]
     Token {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("identity token in {} is empty", .path.display())]
+    #[error("the identity token in {} is empty", .path.display())]
     NoToken { path: PathBuf },
-    #[error("requesting a certificate ({:?}): {}", .0.code(), .0.message())]
+    #[error("the request for a certificate failed ({:?}): {}", .0.code(), .0.message())]
     Refused(Status),
     #[error("requesting a certificate took longer than {CERTIFY_TIMEOUT:?}")]
     Timeout,
-    #[error("using the trust anchors that came with the certificate")]
+    #[error("the trust anchors that came with the certificate cannot be used")]
     Anchors(#[source] CredentialsError),
-    #[error("using the certificate")]
+    #[error("the certificate cannot be used")]
     Certificate(#[source] CredentialsError),
 }
 
@@ -122,10 +122,10 @@ impl Certifier {
 
     /// Requests a certificate, renews it in time, and watches the file of trust anchors; never returns.
     ///
-    /// `uncertified` is dropped with the first certificate.
-    pub(crate) async fn run(mut self, uncertified: Latch) {
-        let mut uncertified = Some(uncertified);
-        let mut look_at_file = delayed_interval(ANCHORS_RELOAD_INTERVAL);
+    /// The proxy becomes ready when `ready_latch` is dropped, with the first certificate.
+    pub(crate) async fn run(mut self, ready_latch: Latch) {
+        let mut ready_latch = Some(ready_latch);
+        let mut reload_interval = delayed_interval(ANCHORS_RELOAD_INTERVAL);
         let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
         let mut delays = self.backoff();
         let mut due = Deadline::after(Duration::ZERO, self.clock);
@@ -134,32 +134,32 @@ impl Certifier {
             // Each branch only waits; certifying itself has a timeout.
             tokio::select! {
                 () = due.wait() => match self.certify().await {
-                    Ok(lifetime) => {
-                        uncertified = None;
+                    Ok(renewal_delay) => {
+                        ready_latch = None;
                         last_error = None;
                         delays.reset();
-                        due = Deadline::after(lifetime, self.clock);
+                        due = Deadline::after(renewal_delay, self.clock);
                     }
                     Err(error) => {
                         self.metrics.failed();
                         let delay = delays.next_delay();
                         debug!(error = %ErrorChain(&error), ?delay, "certification failed");
-                        if let Some(uncertified) = &uncertified {
-                            uncertified.set_reason(format!("no certificate yet: {}", ErrorChain(&error)));
+                        if let Some(ready_latch) = &ready_latch {
+                            ready_latch.hold(format!("no certificate yet: {}", ErrorChain(&error)));
                         }
                         if last_error.is_none() {
-                            warn!(error = %ErrorChain(&error), "certificate renewal failed, retrying");
+                            warn!(error = %ErrorChain(&error), "certificate request failed, retrying");
                         }
                         last_error = Some(error);
                         due = Deadline::after(delay, self.clock);
                     }
                 },
                 _ = log_interval.tick() => {
-                    if uncertified.is_some() && let Some(error) = &last_error {
+                    if ready_latch.is_some() && let Some(error) = &last_error {
                         warn!(error = %ErrorChain(error), "still waiting for a certificate");
                     }
                 }
-                _ = look_at_file.tick() => {
+                _ = reload_interval.tick() => {
                     if self.reload_anchors_file() {
                         // New trust anchors may mean that peers only accept a certificate of a new issuer.
                         due = Deadline::after(Duration::ZERO, self.clock);
@@ -169,7 +169,7 @@ impl Certifier {
         }
     }
 
-    /// Fast at first, because a whole mesh may start at once; after that by the configured interval.
+    /// The first retries are fast, because a whole mesh may start at once; the delay grows to `min_refresh`.
     fn backoff(&self) -> BackoffDelays {
         let max = self.config.min_refresh.max(MIN_CERTIFY_BACKOFF);
         Backoff {
@@ -187,13 +187,13 @@ impl Certifier {
             token: self.token().await?,
             certificate_signing_request: self.key.csr.clone(),
         };
-        let answer = timeout(CERTIFY_TIMEOUT, self.client.certify(req))
+        let response = timeout(CERTIFY_TIMEOUT, self.client.certify(req))
             .await
             .map_err(|_| CertifyError::Timeout)?;
-        let answer = answer.map_err(CertifyError::Refused)?.into_inner();
-        let anchors = self.anchors_from(&answer)?;
-        let intermediates = answer.intermediate_certificates.into_iter();
-        let chain = std::iter::once(answer.leaf_certificate)
+        let response = response.map_err(CertifyError::Refused)?.into_inner();
+        let anchors = self.anchors_from(&response)?;
+        let intermediates = response.intermediate_certificates.into_iter();
+        let chain = std::iter::once(response.leaf_certificate)
             .chain(intermediates)
             .map(CertificateDer::from)
             .collect();
@@ -229,13 +229,18 @@ impl Certifier {
     }
 
     /// The trust anchors after this response; only a control plane that the current anchors have verified may change them.
-    fn anchors_from(&mut self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+    fn anchors_from(&mut self, response: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
         let current = self.creds.anchors();
         let verified = matches!(self.security, Security::MutualTls(_));
-        if answer.trust_anchors.is_empty() || !verified {
+        if response.trust_anchors.is_empty() || !verified {
             return Ok(current);
         }
-        let certificates = answer.trust_anchors.iter().cloned().map(CertificateDer::from).collect();
+        let certificates = response
+            .trust_anchors
+            .iter()
+            .cloned()
+            .map(CertificateDer::from)
+            .collect();
         let sent = TrustAnchors::from_der(certificates).map_err(CertifyError::Anchors)?;
         if self.control_plane_anchors.as_ref() != Some(&sent) && sent != current {
             info!("the control plane sent new trust anchors");

@@ -31,13 +31,13 @@ enum KeyOrigin {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum KeyError {
-    #[error("making a key pair and signing request for {id}")]
+    #[error("no key pair and signing request for {id} can be made")]
     Generate {
         id: Identity,
         #[source]
         source: rcgen::Error,
     },
-    #[error("reading {}", .path.display())]
+    #[error("{} cannot be read", .path.display())]
     Read {
         path: PathBuf,
         #[source]
@@ -45,13 +45,13 @@ pub(crate) enum KeyError {
     },
     #[error("{} is there without {}, both or neither are needed", .found.display(), .missing.display())]
     IncompletePair { found: PathBuf, missing: PathBuf },
-    #[error("using {}, an ECDSA P-256 key in PKCS#8 DER is needed", .path.display())]
+    #[error("{} cannot be used, expected an ECDSA P-256 key in PKCS#8 DER", .path.display())]
     BadKey {
         path: PathBuf,
         #[source]
         source: rcgen::Error,
     },
-    #[error("using {}, a PKCS#10 signing request in DER is needed", .path.display())]
+    #[error("{} cannot be used, expected a PKCS#10 signing request in DER", .path.display())]
     BadRequest {
         path: PathBuf,
         #[source]
@@ -65,18 +65,18 @@ impl Key {
     /// The files in `dir` if they exist, else a new key pair.
     pub(crate) fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
         let Some(dir) = dir else { return Self::generate(id) };
-        let (key, csr) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
-        match (read(&key)?, read(&csr)?) {
+        let (key_path, csr_path) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
+        match (read(&key_path)?, read(&csr_path)?) {
             (None, None) => Self::generate(id),
             (Some(_), None) => Err(KeyError::IncompletePair {
-                found: key,
-                missing: csr,
+                found: key_path,
+                missing: csr_path,
             }),
             (None, Some(_)) => Err(KeyError::IncompletePair {
-                found: csr,
-                missing: key,
+                found: csr_path,
+                missing: key_path,
             }),
-            (Some(pkcs8), Some(request)) => Self::check(pkcs8, request, key, csr),
+            (Some(key_der), Some(csr_der)) => Self::check(key_der, csr_der, key_path, csr_path),
         }
     }
 
@@ -107,26 +107,28 @@ impl Key {
     }
 
     /// Checks that the files match: a request with another key would fail much later.
-    fn check(pkcs8: Vec<u8>, csr: Vec<u8>, key: PathBuf, request: PathBuf) -> Result<Self, KeyError> {
-        let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(pkcs8));
+    fn check(key_der: Vec<u8>, csr_der: Vec<u8>, key_path: PathBuf, csr_path: PathBuf) -> Result<Self, KeyError> {
+        let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(key_der));
         let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
             KeyError::BadKey {
-                path: key.clone(),
+                path: key_path.clone(),
                 source,
             }
         })?;
-        let parsed = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(&csr[..])).map_err(
-            |source| KeyError::BadRequest {
-                path: request.clone(),
+        let parsed = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(&csr_der[..]))
+            .map_err(|source| KeyError::BadRequest {
+                path: csr_path.clone(),
                 source,
-            },
-        )?;
+            })?;
         if parsed.public_key.der_bytes() != pair.der_bytes() {
-            return Err(KeyError::Mismatch { key, csr: request });
+            return Err(KeyError::Mismatch {
+                key: key_path,
+                csr: csr_path,
+            });
         }
         Ok(Self {
             pkcs8,
-            csr,
+            csr: csr_der,
             origin: KeyOrigin::Files,
         })
     }

@@ -46,6 +46,6 @@ impl Metrics {
 }
 
 fn timestamp(time: SystemTime) -> i64 {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+    let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX)
 }

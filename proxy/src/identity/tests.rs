@@ -286,7 +286,7 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
     assert_eq!(fixture.creds.generation(), 0);
     let reasons = fixture.readiness.reasons();
     assert!(
-        reasons[0].starts_with("no certificate yet: using the certificate: "),
+        reasons[0].starts_with("no certificate yet: the certificate cannot be used: "),
         "{reasons:?}"
     );
     *fixture.signing.authority.lock() = fixture.authority.clone();
@@ -307,9 +307,9 @@ async fn anchors_in_a_certificate_response_are_used_if_the_server_is_verified() 
         ..Setup::default()
     })
     .await;
-    let before = fixture.authority.anchors();
+    let initial_anchors = fixture.authority.anchors();
     with_timeout(fixture.creds.wait_certified()).await;
-    assert_ne!(fixture.creds.anchors(), before);
+    assert_ne!(fixture.creds.anchors(), initial_anchors);
 }
 
 #[tokio::test]
@@ -328,8 +328,10 @@ async fn anchors_of_file_and_control_plane_overlap() {
     skip(Duration::from_secs(11)).await;
     let all = added.union(&sent).unwrap();
     fixture.until(|fixture| fixture.creds.anchors() == all).await;
-    let before = fixture.creds.generation();
-    fixture.until(|fixture| fixture.creds.generation() > before).await;
+    let generation_before = fixture.creds.generation();
+    fixture
+        .until(|fixture| fixture.creds.generation() > generation_before)
+        .await;
     assert_eq!(fixture.creds.anchors(), all);
 }
 

@@ -72,9 +72,9 @@ enum FetchError {
     Der { what: &'static str },
     #[error(transparent)]
     ExtraAnchors(AnchorsError),
-    #[error("using the trust anchors from the Workload API")]
+    #[error("the trust anchors from the Workload API cannot be used")]
     Anchors(#[source] CredentialsError),
-    #[error("using the certificate from the Workload API")]
+    #[error("the certificate from the Workload API cannot be used")]
     Certificate(#[source] CredentialsError),
 }
 
@@ -97,10 +97,10 @@ impl WorkloadApiClient {
 
     /// Watches the API and the file of additional trust anchors; never returns.
     ///
-    /// `uncertified` is dropped with the first certificate.
-    pub(crate) async fn run(mut self, uncertified: Latch) {
+    /// The proxy becomes ready when `ready_latch` is dropped, with the first certificate.
+    pub(crate) async fn run(mut self, ready_latch: Latch) {
         let waiting = Arc::new(Mutex::new(PendingCertificate {
-            uncertified: Some(uncertified),
+            ready_latch: Some(ready_latch),
             error: None,
         }));
         let pending_logs = log_pending(waiting.clone());
@@ -113,13 +113,13 @@ impl WorkloadApiClient {
     async fn watch(&mut self, waiting: &Mutex<PendingCertificate>) {
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
-            let before = self.creds.generation();
+            let generation_before = self.creds.generation();
             let error = match self.stream(waiting).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
             self.metrics.failed();
-            if self.creds.generation() != before {
+            if self.creds.generation() != generation_before {
                 delays.reset();
             }
             let delay = delays.next_delay();
@@ -139,7 +139,7 @@ impl WorkloadApiClient {
             .map_err(|_| FetchError::Timeout {
                 path: self.socket.clone(),
             })??;
-        let mut look_at_file = delayed_interval(ANCHORS_RELOAD_INTERVAL);
+        let mut reload_interval = delayed_interval(ANCHORS_RELOAD_INTERVAL);
         loop {
             // Both branches are cancel-safe: a message is read completely or not at all.
             tokio::select! {
@@ -148,7 +148,7 @@ impl WorkloadApiClient {
                     self.install(update)?;
                     waiting.lock().succeeded();
                 }
-                _ = look_at_file.tick() => self.reload_anchors_file(),
+                _ = reload_interval.tick() => self.reload_anchors_file(),
             }
         }
     }
@@ -209,13 +209,13 @@ impl WorkloadApiClient {
 
 /// The errors that are reported while there is no certificate.
 struct PendingCertificate {
-    uncertified: Option<Latch>,
+    ready_latch: Option<Latch>,
     error: Option<String>,
 }
 
 impl PendingCertificate {
     fn succeeded(&mut self) {
-        self.uncertified = None;
+        self.ready_latch = None;
         self.error = None;
     }
 
@@ -224,8 +224,8 @@ impl PendingCertificate {
         if self.error.is_none() {
             warn!(error = %ErrorChain(error), "no certificate from the Workload API, retrying");
         }
-        if let Some(uncertified) = &self.uncertified {
-            uncertified.set_reason(format!("no certificate yet: {}", ErrorChain(error)));
+        if let Some(ready_latch) = &self.ready_latch {
+            ready_latch.hold(format!("no certificate yet: {}", ErrorChain(error)));
         }
         self.error = Some(ErrorChain(error).to_string());
     }
@@ -236,7 +236,7 @@ async fn log_pending(waiting: Arc<Mutex<PendingCertificate>>) {
     loop {
         log_interval.tick().await;
         let waiting = waiting.lock();
-        if waiting.uncertified.is_some()
+        if waiting.ready_latch.is_some()
             && let Some(error) = &waiting.error
         {
             warn!(error, "still waiting for a certificate");

@@ -82,9 +82,9 @@ impl Drop for Fixture {
 fn fixture(added: Option<&Authority>) -> Fixture {
     let dir = TempDir::new().unwrap();
     let socket = dir.path().join("api.sock");
-    let (streams, receiver) = mpsc::channel(8);
+    let (streams_tx, streams_rx) = mpsc::channel(8);
     let api = Api {
-        streams: Arc::new(Mutex::new(receiver)),
+        streams: Arc::new(Mutex::new(streams_rx)),
     };
     let listener = UnixListener::bind(&socket).unwrap();
     let server = tokio::spawn(serve(listener, api));
@@ -98,7 +98,7 @@ fn fixture(added: Option<&Authority>) -> Fixture {
     let workload = WorkloadApiClient::new(socket, added, creds.clone(), &registry);
     let workload = tokio::spawn(workload.run(readiness.latch("no certificate yet")));
     Fixture {
-        streams,
+        streams: streams_tx,
         creds,
         readiness,
         registry,
@@ -120,9 +120,9 @@ async fn serve(listener: UnixListener, api: Api) {
 impl Fixture {
     /// The stream of the proxy's next request.
     async fn stream(&self) -> mpsc::Sender<Update> {
-        let (sender, receiver) = mpsc::channel(8);
-        self.streams.send(receiver).await.unwrap();
-        sender
+        let (updates_tx, updates_rx) = mpsc::channel(8);
+        self.streams.send(updates_rx).await.unwrap();
+        updates_tx
     }
 
     async fn until(&self, condition: impl Fn(&Self) -> bool) {

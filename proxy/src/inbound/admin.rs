@@ -38,15 +38,15 @@ pub(crate) fn authorize_fn(inbound: &Arc<Inbound>) -> AuthorizeFn {
 impl Inbound {
     async fn authorize_admin(&self, caller: &Caller, head: request::Parts) -> Result<(), Error> {
         let client = canonical(caller.client).ip();
-        // Loopback is this workload, or a client whose request this proxy has authorized by the same policy before forwarding
-        // it.
+        // A request from loopback comes from this workload, or was forwarded by this proxy, which has authorized its client by the
+        // same policy.
         if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }
         let port = self.port_policies.get_or_watch(caller.local.port());
-        self.port_policies.wait_until_known(&port).await;
+        self.port_policies.wait_until_received(&port).await;
         let current = port.current();
-        if current.is_unknown {
+        if current.is_placeholder {
             self.port_policies.warn_unknown_policy(caller.local.port());
             return Err(Error::PolicyUnknown);
         }

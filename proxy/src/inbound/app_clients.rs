@@ -54,7 +54,7 @@ impl AppClients {
     pub(super) fn client(&self, worker: usize, addrs: &ConnectionAddrs) -> Arc<EndpointClient> {
         let app = self.target(addrs);
         let mut apps = self.by_worker[worker].lock();
-        if apps.len() >= MAX_IDLE_APP_CLIENTS && !apps.contains_key(&app) {
+        if apps.len() >= SWEEP_APP_CLIENTS_AT && !apps.contains_key(&app) {
             apps.retain(|_, client| Arc::strong_count(client) > 1);
         }
         apps.entry(app)
@@ -63,7 +63,7 @@ impl AppClients {
     }
 
     pub(super) fn target(&self, addrs: &ConnectionAddrs) -> AppTarget {
-        let client = match (self.source_address, addrs.client.0.ip()) {
+        let source_ip = match (self.source_address, addrs.client.0.ip()) {
             (SourceAddress::Proxy, _) => None,
             // A link-local address cannot be used without its scope id.
             (SourceAddress::Client, IpAddr::V6(ip)) if ip.is_unicast_link_local() => None,
@@ -71,7 +71,7 @@ impl AppClients {
         };
         AppTarget {
             addr: addrs.target,
-            source_ip: client,
+            source_ip,
         }
     }
 
@@ -84,13 +84,13 @@ impl AppClients {
     fn new_client(&self, app: AppTarget) -> EndpointClient {
         let AppTarget {
             addr: target,
-            source_ip: client,
+            source_ip,
         } = app;
         let (config, counts) = (self.connect, self.connection_metrics(target));
         let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
             let counts = counts.clone();
             Box::pin(async move {
-                let stream = connect::dial_from(client, target, &config)
+                let stream = connect::dial_from(source_ip, target, &config)
                     .await
                     .map_err(Error::from_connect)?;
                 Ok(Io::tcp(Tcp::new(stream)).count(counts))
@@ -100,6 +100,6 @@ impl AppClients {
     }
 }
 
-/// Maximum number of application clients, above which unused ones are removed. A client that scans ports would otherwise make
-/// the map grow without limit.
-const MAX_IDLE_APP_CLIENTS: usize = 64;
+/// Number of application clients from which on unused ones are removed for a new one. A client that scans ports would otherwise
+/// make the map grow without limit.
+const SWEEP_APP_CLIENTS_AT: usize = 64;

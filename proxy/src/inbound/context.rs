@@ -38,10 +38,10 @@ pub(crate) struct Inbound {
     pub(crate) taps: Arc<TapRegistry>,
     /// `None` if tracing is disabled.
     pub(crate) tracer: Option<Tracer>,
-    /// Server names (SNI and transport header) that can be metric labels.
-    pub(crate) server_names: HostSeries<()>,
-    /// Request authorities that can be metric labels; `None` if requests are not counted by authority.
-    pub(crate) authority_hosts: Option<HostSeries<Arc<str>>>,
+    /// Server names (SNI and transport header) that may be metric labels. A set of bounded size, without values.
+    pub(crate) label_server_names: HostSeries<()>,
+    /// Request authorities that may be metric labels, a set of bounded size; `None` if requests are not counted by authority.
+    pub(crate) label_authorities: Option<HostSeries<Arc<str>>>,
     /// `None` if this proxy is not a gateway.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Limits log lines about refused clients.

@@ -8,7 +8,7 @@ use tulle_core::networks::NetworkMatch;
 use crate::{
     inbound::policy::{FallbackOrigin, PortPolicies, PortPolicy},
     policy::{
-        authz::{Authentication, Authorization, IdentitySuffix},
+        authz::{Authentication, Authorization, IdentityPattern},
         route,
         server::ServerProtocol,
     },
@@ -65,13 +65,13 @@ impl PortStatus {
         Self {
             port: number,
             policy: policy.meta.to_string(),
-            source: match (port.is_known(), port.fallback_origin()) {
+            source: match (port.is_received(), port.fallback_origin()) {
                 (true, _) => "control plane",
                 (false, FallbackOrigin::LastKnown) => "control plane, last known; the current watch has no answer yet",
-                (false, FallbackOrigin::Unknown) => {
+                (false, FallbackOrigin::Placeholder) => {
                     "unknown: the control plane has not answered, and connections are refused"
                 }
-                (false, FallbackOrigin::Environment) => "environment default, until the control plane answers",
+                (false, FallbackOrigin::Configured) => "environment default, until the control plane answers",
             },
             protocol: match &policy.protocol {
                 ServerProtocol::Detect { .. } => "detect",
@@ -128,12 +128,12 @@ impl AuthorizationStatus {
         let clients = match &authorization.authentication {
             Authentication::Unauthenticated => vec!["unauthenticated".to_owned()],
             Authentication::TlsUnauthenticated => vec!["TLS without identity".to_owned()],
-            Authentication::TlsIdentities { identities, suffixes } => {
+            Authentication::TlsIdentities { identities, patterns } => {
                 let mut names: Vec<_> = identities.iter().map(ToString::to_string).collect();
                 names.sort_unstable();
-                names.extend(suffixes.iter().map(|suffix| match suffix {
-                    IdentitySuffix::Any => "any identity".to_owned(),
-                    IdentitySuffix::Dns(suffix) => format!("*{suffix}"),
+                names.extend(patterns.iter().map(|suffix| match suffix {
+                    IdentityPattern::Any => "any identity".to_owned(),
+                    IdentityPattern::Dns(suffix) => format!("*{suffix}"),
                 }));
                 names
             }

@@ -9,7 +9,7 @@ pub(crate) struct HttpServerConfigs {
     pub(crate) meshed: ServerConfig,
     /// For clients without an identity, if the policy permits them any request.
     pub(crate) unmeshed: ServerConfig,
-    /// For clients that the policy permits no request when they connect.
+    /// For clients to which the policy permits no request at the time they connect.
     pub(crate) unauthorized: ServerConfig,
 }
 
@@ -46,8 +46,8 @@ const MAX_UNMESHED_STREAMS: u32 = 1024;
 const MAX_UNAUTHORIZED_STREAMS: u32 = 16;
 const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 
-/// Flow-control window of a request body on an HTTP/2 connection of an unauthorized client, in bytes: the default of HTTP/2
-/// (RFC 9113, section 6.9.2). The window of the connection grows with the number of its request bodies.
+/// Flow-control windows of an HTTP/2 connection of an unauthorized client, and of each of its request bodies, in bytes: the default
+/// of HTTP/2 (RFC 9113, section 6.9.2).
 const MAX_UNAUTHORIZED_WINDOW_BYTES: u32 = (1 << 16) - 1;
 
 /// Maximum time that a connection of an unauthorized client has no complete request.

@@ -14,7 +14,7 @@ use crate::{
     },
     net::{detect_metrics, tcp_metrics},
     policy::{authz::Denied, meta::Meta, rate_limit::RateLimited},
-    tls::{status::ServerTls, verify::HandshakeFailure},
+    tls::{handshake_failure::HandshakeFailure, status::ServerTls},
 };
 
 #[derive(Clone)]
@@ -99,9 +99,9 @@ impl RouteSeries {
     }
 
     /// Records the end of a response, or that there is none.
-    pub(super) fn record_response(&self, upload: &RequestTiming, outcome: &ResponseOutcome, now: Instant) {
-        routes::observe(&self.request_duration, upload.started(), now);
-        routes::observe(&self.response_duration, upload.ended(), now);
+    pub(super) fn record_response(&self, timing: &RequestTiming, outcome: &ResponseOutcome, now: Instant) {
+        routes::observe(&self.request_duration, timing.started(), now);
+        routes::observe(&self.response_duration, timing.ended(), now);
         self.statuses.record(outcome);
     }
 }
@@ -270,7 +270,7 @@ pub(super) fn meta_labels<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str
     ]
 }
 
-/// Adds the non-empty labels of a resource.
+/// Adds `<prefix>_group`, `_kind` and `_name`.
 pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     let pairs = meta_labels(prefix, meta);
     pairs

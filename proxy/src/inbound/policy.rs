@@ -1,8 +1,8 @@
 //! The current policy of each port.
 //!
 //! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] ports are watched, the policy of a further port is polled.
-//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. A policy stays in force after its
-//! watch ends: it is remembered as long as the process runs, and applies again if the control plane is unreachable.
+//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its last policy is
+//! remembered as long as the process runs. It applies to new connections until a new watch has an answer.
 
 use std::{
     collections::HashMap,
@@ -36,12 +36,12 @@ use crate::{
     },
 };
 
-/// The policies of all ports that clients have dialled.
+/// The policies of the ports that clients have dialled, and of those that are always watched.
 pub(crate) struct PortPolicies {
     client: Policies,
     invalid_updates: invalid_updates::Families,
     /// Applies to a port until the control plane sends its policy.
-    unknown_policy: UnknownPolicy,
+    initial_policy: InitialPolicy,
     /// Detection timeout of policies that cannot be decoded.
     detect_timeout: Duration,
     /// Ports whose watch never ends.
@@ -55,8 +55,8 @@ pub(crate) struct PortPolicies {
     logged_at: Mutex<Option<Instant>>,
 }
 
-/// What applies to a port whose policy the control plane has not sent.
-pub(crate) enum UnknownPolicy {
+/// What applies to a port until the control plane sends its policy.
+pub(crate) enum InitialPolicy {
     /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
     /// The configured default applies immediately.
@@ -101,12 +101,12 @@ pub(crate) struct PortPolicy {
 /// The source of the policy that is in force until the control plane answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FallbackOrigin {
-    /// No source: every client is refused.
-    Unknown,
+    /// There is none: a placeholder refuses every client.
+    Placeholder,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
     /// The configured default.
-    Environment,
+    Configured,
 }
 
 /// A policy and its runtime state.
@@ -118,24 +118,24 @@ pub(crate) struct ActivePolicy {
     /// Whether rules depend on the request path.
     path_rules: PathRules,
     /// True for the placeholder of a policy that the control plane has not sent.
-    pub(super) is_unknown: bool,
+    pub(super) is_placeholder: bool,
 }
 
 impl ActivePolicy {
     pub(crate) fn new(policy: ServerPolicy) -> Arc<Self> {
-        Self::replacing(None, policy)
+        Self::updated_from(None, policy)
     }
 
-    /// Refuses every client.
-    fn unknown() -> Arc<Self> {
+    /// Refuses every client, until the control plane has sent a policy.
+    fn placeholder() -> Arc<Self> {
         Arc::new(Self {
-            is_unknown: true,
-            ..Self::with_limiter(ServerPolicy::unknown(), None)
+            is_placeholder: true,
+            ..Self::with_limiter(ServerPolicy::placeholder(), None)
         })
     }
 
-    /// Replaces a policy. An equal policy is kept; an equal rate limit keeps its state.
-    fn replacing(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
+    /// The policy that follows `previous`. An equal policy is kept; an equal rate limit keeps its state.
+    fn updated_from(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
         if let Some(previous) = previous.filter(|previous| previous.server_policy == policy) {
             return previous.clone();
         }
@@ -157,12 +157,10 @@ impl ActivePolicy {
                 .map_or(PathRules::None, ServerHttp::path_rules),
             server_policy,
             rate_limiter,
-            is_unknown: false,
+            is_placeholder: false,
         }
     }
-}
 
-impl ActivePolicy {
     /// Finds the rule of `http`, which must belong to this policy, that matches a request.
     ///
     /// # Errors
@@ -175,7 +173,7 @@ impl ActivePolicy {
         let normalized_path = match self.path_rules {
             PathRules::None => None,
             PathRules::ProbesOnly => path::normalize(head.path),
-            PathRules::Custom => Some(path::normalize(head.path).ok_or(Error::AmbiguousPath)?),
+            PathRules::UserDefined => Some(path::normalize(head.path).ok_or(Error::AmbiguousPath)?),
         };
         let Some(normalized_path) = normalized_path else {
             return Ok(route::find(&http.routes, &head));
@@ -192,7 +190,7 @@ impl ActivePolicy {
 }
 
 pub(crate) struct PortPoliciesConfig {
-    pub(crate) unknown_policy: UnknownPolicy,
+    pub(crate) initial_policy: InitialPolicy,
     pub(crate) detect_timeout: Duration,
     /// Ports whose watch never ends.
     pub(crate) always_watched: PortSet,
@@ -209,7 +207,7 @@ impl PortPolicies {
         let ports = Self {
             invalid_updates,
             client,
-            unknown_policy: config.unknown_policy,
+            initial_policy: config.initial_policy,
             detect_timeout: config.detect_timeout,
             always_watched: config.always_watched,
             idle_timeout: config.idle_timeout,
@@ -227,66 +225,67 @@ impl PortPolicies {
     /// limit protects the control plane from clients that scan ports: it serves one stream for each watched port.
     pub(super) fn get_or_watch(&self, port: u16) -> Arc<PortPolicy> {
         let now = Instant::now();
-        let mut state = self.table.lock();
-        if let Some(watched) = state.watched.get_mut(&port) {
+        let mut table = self.table.lock();
+        if let Some(watched) = table.watched.get_mut(&port) {
             watched.used_at = now;
             return watched.port.clone();
         }
-        if !self.always_watched.contains(port) && self.evict_watches(&mut state, now).is_none() {
-            return self.get_or_poll(&mut state, port, now);
+        if !self.always_watched.contains(port) && !self.make_room_for_watch(&mut table, now) {
+            return self.get_or_poll(&mut table, port, now);
         }
-        let remembered = state.last_known.get(&port).cloned();
+        let remembered = table.last_known.get(&port).cloned();
         let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, remembered, now));
         let watched = WatchedPort {
             port: port_policy.clone(),
             used_at: now,
         };
-        state.watched.insert(port, watched);
+        table.watched.insert(port, watched);
         port_policy
     }
 
     /// Returns the policy of a port that is polled while it has connections.
-    fn get_or_poll(&self, state: &mut PortTable, port: u16, now: Instant) -> Arc<PortPolicy> {
-        if let Some(polled) = state.polled.get(&port).and_then(Weak::upgrade) {
+    fn get_or_poll(&self, table: &mut PortTable, port: u16, now: Instant) -> Arc<PortPolicy> {
+        if let Some(polled) = table.polled.get(&port).and_then(Weak::upgrade) {
             return polled;
         }
-        state.polled.retain(|_, polled| polled.strong_count() > 0);
-        let n_polled = u32::try_from(state.polled.len()).unwrap_or(u32::MAX);
+        table.polled.retain(|_, polled| polled.strong_count() > 0);
+        let n_polled = u32::try_from(table.polled.len()).unwrap_or(u32::MAX);
         let interval = self.poll_interval.max(MIN_TIME_BETWEEN_POLLS.saturating_mul(n_polled));
-        let remembered = state.last_known.get(&port).cloned();
+        let remembered = table.last_known.get(&port).cloned();
         let port_policy = Arc::new(self.watch_port(port, WatchMode::Poll(interval), remembered, now));
-        state.polled.insert(port, Arc::downgrade(&port_policy));
+        table.polled.insert(port, Arc::downgrade(&port_policy));
         port_policy
     }
 
-    /// Ends idle watches, and one more if the limit is still reached. Returns `None` if no watch can end.
-    fn evict_watches(&self, state: &mut PortTable, now: Instant) -> Option<()> {
+    /// Ends idle watches, and one more if the limit is still reached. Returns whether another port can be watched.
+    fn make_room_for_watch(&self, table: &mut PortTable, now: Instant) -> bool {
         let can_end = |port: u16, watched: &WatchedPort| {
             !self.always_watched.contains(port) && Arc::strong_count(&watched.port) == 1
         };
-        let idle = state.watched.iter().filter(|(port, watched)| {
+        let idle = table.watched.iter().filter(|(port, watched)| {
             can_end(**port, watched) && now.duration_since(watched.used_at) >= self.idle_timeout
         });
         for port in idle.map(|(port, _)| *port).collect::<Vec<_>>() {
-            state.end_watch(port);
+            table.end_watch(port);
         }
-        let n_others = state
+        let n_on_demand = table
             .watched
             .keys()
             .filter(|port| !self.always_watched.contains(**port))
             .count();
-        if n_others >= MAX_ON_DEMAND_WATCHES {
-            let evictable = state.watched.iter().filter(|(port, watched)| can_end(**port, watched));
-            let (&port, _) = evictable.min_by_key(|(_, watched)| (watched.port.eviction_rank(), watched.used_at))?;
-            state.end_watch(port);
+        if n_on_demand >= MAX_ON_DEMAND_WATCHES {
+            let evictable = table.watched.iter().filter(|(port, watched)| can_end(**port, watched));
+            let evicted = evictable.min_by_key(|(_, watched)| (watched.port.eviction_rank(), watched.used_at));
+            let Some((&port, _)) = evicted else { return false };
+            table.end_watch(port);
         }
-        Some(())
+        true
     }
 
     /// Waits up to [`MAX_POLICY_WAIT`] for the policy of `port`.
     ///
     /// The caller then applies the current policy, which refuses every client if it is still unknown.
-    pub(super) async fn wait_until_known(&self, port: &PortPolicy) {
+    pub(super) async fn wait_until_received(&self, port: &PortPolicy) {
         if !self.must_wait(port) {
             return;
         }
@@ -294,26 +293,27 @@ impl PortPolicies {
         let began_at = match port.fallback_origin {
             // The last known policy delays connections only once: the time counts from the start of the watch.
             FallbackOrigin::LastKnown => port.watched_since,
-            FallbackOrigin::Unknown | FallbackOrigin::Environment => Instant::now(),
+            FallbackOrigin::Placeholder | FallbackOrigin::Configured => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
+        // Asks the watch or poll to retry, again and again, until a policy arrives, none can be expected, or the time is over.
         while self.must_wait(port) && Instant::now() < deadline {
             self.client.retry_soon(&port.retry_signal);
-            let until = deadline.min(Instant::now() + MIN_RETRY_DELAY);
-            let has_ended = matches!(timeout_at(until, policy.changed()).await, Ok(Err(_)));
-            if has_ended {
-                sleep_until(until).await; // the watch has ended, so `changed` returns immediately
+            let next_retry_at = deadline.min(Instant::now() + MIN_RETRY_DELAY);
+            let watch_has_ended = matches!(timeout_at(next_retry_at, policy.changed()).await, Ok(Err(_)));
+            if watch_has_ended {
+                sleep_until(next_retry_at).await; // `changed` has returned immediately
             }
         }
     }
 
-    /// Whether the current policy is unknown or possibly outdated, and the control plane may still send one.
+    /// Whether connections must wait: no policy is known, or a remembered one may be outdated and the control plane is reachable.
     fn must_wait(&self, port: &PortPolicy) -> bool {
-        !port.is_known()
+        !port.is_received()
             && match port.fallback_origin {
-                FallbackOrigin::Unknown => true,
+                FallbackOrigin::Placeholder => true,
                 FallbackOrigin::LastKnown => self.client.is_reachable(),
-                FallbackOrigin::Environment => false,
+                FallbackOrigin::Configured => false,
             }
     }
 
@@ -332,15 +332,15 @@ impl PortPolicies {
 
     /// Maps all watched and polled ports.
     pub(super) fn map_ports<T>(&self, map: impl Fn(u16, &PortPolicy) -> T) -> Vec<T> {
-        let state = self.table.lock();
-        let watched = state
+        let table = self.table.lock();
+        let watched = table
             .watched
             .iter()
             .map(|(number, watched)| (*number, watched.port.clone()));
-        let polled = state
+        let polled = table
             .polled
             .iter()
-            .filter(|(number, _)| !state.watched.contains_key(number));
+            .filter(|(number, _)| !table.watched.contains_key(number));
         let polled = polled.filter_map(|(number, port)| Some((*number, port.upgrade()?)));
         watched.chain(polled).map(|(number, port)| map(number, &port)).collect()
     }
@@ -354,41 +354,41 @@ impl PortPolicies {
     ) -> PortPolicy {
         let timeout = self.detect_timeout;
         let last = Mutex::new(remembered.clone());
-        let retry = RetrySignal::default();
+        let retry_signal = RetrySignal::default();
         let mut reporter = self
             .invalid_updates
             .reporter(UpdateKind::InboundPolicy, port.to_string());
         // A polled policy is remembered immediately, a watched one when its watch ends.
-        let state = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
-        let policy = self.client.inbound(port, mode, retry.clone(), move |update| {
+        let remember_in = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
+        let policy = self.client.inbound(port, mode, retry_signal.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
                 reporter.report(&error); // connections are refused until a valid policy arrives
                 ServerPolicy::invalid(timeout)
             });
             let mut last = last.lock();
-            let current = ActivePolicy::replacing(last.as_ref(), policy);
+            let current = ActivePolicy::updated_from(last.as_ref(), policy);
             *last = Some(current.clone());
-            if let Some(state) = &state {
-                state.lock().store_last_known(port, &current);
+            if let Some(table) = &remember_in {
+                table.lock().store_last_known(port, &current);
             }
             current
         });
-        let (fallback, origin) = match (remembered, &self.unknown_policy) {
+        let (fallback, origin) = match (remembered, &self.initial_policy) {
             (Some(remembered), _) => (remembered, FallbackOrigin::LastKnown),
-            (None, UnknownPolicy::Refuse) => (ActivePolicy::unknown(), FallbackOrigin::Unknown),
-            (None, UnknownPolicy::Default(defaults)) => {
+            (None, InitialPolicy::Refuse) => (ActivePolicy::placeholder(), FallbackOrigin::Placeholder),
+            (None, InitialPolicy::Default(defaults)) => {
                 let current = match defaults.opaque_ports.contains(port) {
                     true => defaults.opaque.clone(),
                     false => defaults.detect.clone(),
                 };
-                (current, FallbackOrigin::Environment)
+                (current, FallbackOrigin::Configured)
             }
         };
         PortPolicy {
             policy_rx: policy,
             fallback,
             fallback_origin: origin,
-            retry_signal: retry,
+            retry_signal,
             watched_since: now,
             learned_speakers: Default::default(),
         }
@@ -407,8 +407,8 @@ impl PortTable {
     }
 
     fn store_last_known(&mut self, port: u16, current: &Arc<ActivePolicy>) {
-        let shared = self.intern(current);
-        self.last_known.insert(port, shared);
+        let interned = self.intern(current);
+        self.last_known.insert(port, interned);
     }
 
     /// Returns an equal policy that is already stored, or stores this one. Policies with a rate limit are not shared, because
@@ -417,12 +417,12 @@ impl PortTable {
         if current.rate_limiter.is_some() {
             return current.clone();
         }
-        if let Some(same) = self
+        if let Some(equal) = self
             .interned
             .iter()
             .find(|other| other.server_policy == current.server_policy)
         {
-            return same.clone();
+            return equal.clone();
         }
         self.interned.retain(|other| Arc::strong_count(other) > 1);
         self.interned.push(current.clone());
@@ -439,7 +439,7 @@ impl PortPolicy {
     }
 
     /// Whether the control plane has sent a policy since this watch or poll began.
-    pub(super) fn is_known(&self) -> bool {
+    pub(super) fn is_received(&self) -> bool {
         matches!(&*self.policy_rx.borrow(), WatchState::Known(_))
     }
 
@@ -457,12 +457,12 @@ impl PortPolicy {
         }
     }
 
-    /// Waits until the policy in force is another one than `seen`.
-    pub(super) async fn wait_changed(&self, seen: &Arc<ActivePolicy>) -> Arc<ActivePolicy> {
+    /// Waits until the policy in force is another one than `previous`.
+    pub(super) async fn wait_changed(&self, previous: &Arc<ActivePolicy>) -> Arc<ActivePolicy> {
         let mut policy = self.policy_rx.clone();
         loop {
             let current = self.current();
-            if !Arc::ptr_eq(&current, seen) {
+            if !Arc::ptr_eq(&current, previous) {
                 return current;
             }
             if policy.changed().await.is_err() {
@@ -478,7 +478,7 @@ const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 /// Maximum number of watched ports, besides those that are always watched.
 const MAX_ON_DEMAND_WATCHES: usize = 256;
 
-/// Interval between polls of one port. A changed policy closes connections at most this late.
+/// Interval between polls of one port. A changed policy that denies a connection closes it within this time.
 const POLL_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Minimum average interval between polls of all ports. With many polled ports, each is polled less often.
@@ -593,7 +593,7 @@ mod tests {
         }
     }
 
-    fn ports_of(server: &Server, authority: &Authority, unknown: UnknownPolicy, idle: Duration) -> PortPolicies {
+    fn ports_of(server: &Server, authority: &Authority, initial_policy: InitialPolicy, idle: Duration) -> PortPolicies {
         let backoff = Backoff {
             min: Duration::from_secs(3600),
             max: Duration::from_secs(3600),
@@ -615,7 +615,7 @@ mod tests {
         let invalid_updates = invalid_updates::Families::new(&Registry::new());
         let limit = Duration::from_secs(10);
         let config = PortPoliciesConfig {
-            unknown_policy: unknown,
+            initial_policy,
             detect_timeout: limit,
             always_watched: PortSet::default(),
             idle_timeout: idle,
@@ -626,11 +626,11 @@ mod tests {
     /// Whether a client is authorized; `None` if the policy is unknown.
     async fn authorize_client(ports: &PortPolicies, number: u16) -> Option<bool> {
         let port = ports.get_or_watch(number);
-        ports.wait_until_known(&port).await;
+        ports.wait_until_received(&port).await;
         let current = port.current();
         let client = [10, 0, 0, 1].into();
         let authorized = authorize(&current.server_policy.authorizations, client, ConnTls::NotTerminated);
-        (!current.is_unknown).then_some(authorized.is_ok())
+        (!current.is_placeholder).then_some(authorized.is_ok())
     }
 
     #[tokio::test]
@@ -649,7 +649,7 @@ mod tests {
         let server = start(([127, 0, 0, 1], 0).into()).await;
         let addr = server.addr;
         // An idle timeout of zero: every port is idle immediately.
-        let ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::ZERO);
+        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
         for port in 1000..1300 {
             assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
         }
@@ -678,7 +678,7 @@ mod tests {
         let creds = authority.credentials(CONTROL);
         let addr = ([127, 0, 0, 1], 0).into();
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
-        let ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::from_secs(3600));
+        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
         assert_eq!(authorize_client(&ports, 1).await, Some(false));
         let n_even = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap() + 10;
         for port in 1..=n_even {
@@ -706,19 +706,19 @@ mod tests {
         let addr = ([127, 0, 0, 1], 0).into();
         let service = Service::default();
         let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service.clone())).await;
-        let mut ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::from_secs(3600));
+        let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
         ports.poll_interval = MIN_RETRY_DELAY;
         let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
         let held: Vec<_> = (1..=most).map(|port| ports.get_or_watch(port)).collect();
         for port in &held {
-            ports.wait_until_known(port).await;
+            ports.wait_until_received(port).await;
         }
         for port in 1000..1020 {
             assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
         }
         let (port, same) = (ports.get_or_watch(1000), ports.get_or_watch(1000));
         assert!(Arc::ptr_eq(&port, &same), "one poll for each port");
-        ports.wait_until_known(&port).await;
+        ports.wait_until_received(&port).await;
         let seen = port.current();
         service.is_inverted.store(true, Ordering::Relaxed);
         timeout(Duration::from_secs(5), port.wait_changed(&seen)).await.unwrap();
@@ -750,7 +750,7 @@ mod tests {
             opaque: permit_all(),
             opaque_ports: PortSet::default(),
         };
-        let ports = ports_of(&server, &authority, UnknownPolicy::Default(defaults), Duration::ZERO);
+        let ports = ports_of(&server, &authority, InitialPolicy::Default(defaults), Duration::ZERO);
         server.stop().await;
         let began_at = Instant::now();
         assert_eq!(authorize_client(&ports, 1).await, Some(true));
@@ -775,10 +775,10 @@ mod tests {
         let is_free = |current: &ActivePolicy| current.rate_limiter.as_ref().unwrap().check(None, now).is_ok();
         let first = ActivePolicy::new(limited(1, 1));
         assert!(is_free(&first) && !is_free(&first));
-        let same = ActivePolicy::replacing(Some(&first), limited(1, 1));
+        let same = ActivePolicy::updated_from(Some(&first), limited(1, 1));
         assert!(Arc::ptr_eq(&same, &first));
-        let changed = ActivePolicy::replacing(Some(&first), limited(1, 2));
+        let changed = ActivePolicy::updated_from(Some(&first), limited(1, 2));
         assert!(!Arc::ptr_eq(&changed, &first) && !is_free(&changed));
-        assert!(is_free(&ActivePolicy::replacing(Some(&first), limited(2, 2))));
+        assert!(is_free(&ActivePolicy::updated_from(Some(&first), limited(2, 2))));
     }
 }

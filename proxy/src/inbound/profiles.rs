@@ -70,6 +70,10 @@ pub(super) enum ClientTrust {
     Untrusted,
 }
 
+/// No further profile is watched until an unused one is evicted.
+#[derive(Debug)]
+pub(super) struct ProfileLimitReached;
+
 pub(super) struct ProfileRoutes {
     routes: Arc<[ProfileRoute]>,
     /// In the order of the routes; the last one is for requests that match no route.
@@ -94,7 +98,7 @@ impl Profiles {
     ) -> Arc<Self> {
         Arc::new(Self {
             destinations,
-            families: http_metrics::Families::with_prefix(registry, "route_"),
+            families: http_metrics::Families::with_prefix(registry, "route_", ", by route of the ServiceProfile"),
             invalid_updates: invalid_updates::Families::new(registry),
             timeouts,
             runtime,
@@ -102,34 +106,49 @@ impl Profiles {
         })
     }
 
-    /// Returns the watch of a name, and starts it on first use. Returns `None` if the name has no profile or the limit is
-    /// reached.
-    pub(super) fn get_or_watch(self: &Arc<Self>, name: &[u8], by: ClientTrust) -> Option<Arc<ProfileEntry>> {
+    /// Returns the watch of a name, and starts it on first use; `None` if the name cannot have a profile.
+    ///
+    /// # Errors
+    /// The name is not watched yet, and the limit is reached.
+    pub(super) fn get_or_watch(
+        self: &Arc<Self>,
+        name: &[u8],
+        trust: ClientTrust,
+    ) -> Result<Option<Arc<ProfileEntry>>, ProfileLimitReached> {
         let now = Instant::now();
-        let mut known = self.entries.lock();
-        if let Some(entry) = known.get(name) {
+        let mut entries = self.entries.lock();
+        if let Some(entry) = entries.get(name) {
             *entry.used_at.lock() = now;
-            return Some(entry.clone());
+            return Ok(Some(entry.clone()));
         }
-        let max_profiles = match by {
+        let parsed = str::from_utf8(name).ok().and_then(|name| name.parse().ok());
+        let Some(target) =
+            parsed.filter(|name: &NameAddr| self.destinations.may_have_profile(&Addr::Name(name.clone())))
+        else {
+            return Ok(None);
+        };
+        let max_profiles = match trust {
             ClientTrust::Trusted => MAX_PROFILES,
             ClientTrust::Untrusted => MAX_UNTRUSTED_PROFILES,
         };
-        if known.len() >= max_profiles {
-            return None;
+        if entries.len() >= max_profiles {
+            return Err(ProfileLimitReached);
         }
         let wait_timeout = match self.destinations.is_reachable() {
             true => self.timeouts.wait_timeout,
             false => Duration::ZERO,
         };
+        let Some(profile) = self.watch_profile(target) else {
+            return Ok(None);
+        };
         let entry = Arc::new(ProfileEntry {
-            profile: self.watch_profile(str::from_utf8(name).ok()?.parse().ok()?)?,
+            profile,
             wait_deadline: now + wait_timeout,
             used_at: Mutex::new(now),
         });
-        known.insert(name.into(), entry.clone());
+        entries.insert(name.into(), entry.clone());
         self.runtime.spawn(evict_when_idle(self.clone(), name.into()));
-        Some(entry)
+        Ok(Some(entry))
     }
 
     fn watch_profile(&self, name: NameAddr) -> Option<watch::Receiver<WatchState<Arc<ProfileRoutes>>>> {
@@ -171,13 +190,13 @@ async fn evict_when_idle(profiles: Arc<Profiles>, name: Box<[u8]>) {
     let mut evict_at = Instant::now() + profiles.timeouts.idle_timeout;
     loop {
         tokio::time::sleep_until(evict_at).await;
-        let (now, mut known) = (Instant::now(), profiles.entries.lock());
-        let Some(entry) = known.get(&name) else { return };
+        let (now, mut entries) = (Instant::now(), profiles.entries.lock());
+        let Some(entry) = entries.get(&name) else { return };
         let is_held = Arc::strong_count(entry) > 1;
         let used_at = if is_held { now } else { *entry.used_at.lock() };
         evict_at = used_at + profiles.timeouts.idle_timeout;
         if evict_at <= now {
-            known.remove(&name);
+            entries.remove(&name);
             return;
         }
     }
@@ -296,8 +315,8 @@ mod tests {
         let profiles = profiles();
         let waited = async |name: &str| {
             let start = Instant::now();
-            if let Some(named) = profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted) {
-                assert!(named.routes().await.is_none());
+            if let Ok(Some(entry)) = profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted) {
+                assert!(entry.routes().await.is_none());
             }
             start.elapsed()
         };
@@ -317,13 +336,16 @@ mod tests {
         for n in 2..=MAX_PROFILES {
             let name = format!("n{n}.shop.svc.cluster.local:80");
             let untrusted = profiles.get_or_watch(name.as_bytes(), ClientTrust::Untrusted);
-            assert_eq!(untrusted.is_some(), n < MAX_UNTRUSTED_PROFILES, "{n}");
+            assert_eq!(untrusted.is_ok(), n < MAX_UNTRUSTED_PROFILES, "{n}");
             assert_eq!(
-                profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted).is_some(),
+                profiles.get_or_watch(name.as_bytes(), ClientTrust::Trusted).is_ok(),
                 n < MAX_PROFILES,
                 "{n}"
             );
         }
+        // At the limit, a name out of scope is not one that may get a profile later.
+        let out_of_scope = profiles.get_or_watch(b"example.com:80", ClientTrust::Trusted);
+        assert!(matches!(out_of_scope, Ok(None)));
         let held = profiles.get_or_watch(b"web.shop.svc.cluster.local:80", ClientTrust::Untrusted);
         tokio::time::sleep(profiles.timeouts.idle_timeout * 2).await;
         assert_eq!(profiles.entries.lock().len(), 1);

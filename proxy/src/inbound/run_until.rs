@@ -1,4 +1,4 @@
-//! Runs a future until a stop future completes, which is rare.
+//! Runs a future until a stop future completes. Made for stop futures that are rarely woken.
 
 use std::{
     pin::Pin,
@@ -56,7 +56,7 @@ impl<S: Future<Output = ()>, D: Future> Future for RunUntil<S, D> {
         }
         let woken = this.woken.get_or_insert_with(|| {
             Arc::new(StopWaker {
-                is_woken: AtomicBool::new(true),
+                is_woken: AtomicBool::new(true), // so that the first poll also polls the stop future
                 task_waker: cx.waker().clone(),
             })
         });

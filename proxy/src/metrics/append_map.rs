@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-/// A map for a few keys. It only grows, so reading needs no lock, and its size is limited. Servers can choose some keys, so
-/// there may be many; keys beyond the limit are looked up each time.
+/// A map for a few keys. It only grows, so reading needs no lock, and its size is limited: some keys (status codes) come from
+/// servers, so their number has no other bound. Keys beyond the limit are looked up each time.
 pub(super) struct AppendOnlyMap<K, V> {
     first: Slot<K, V>,
 }

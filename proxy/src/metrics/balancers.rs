@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::SystemTime};
 
 use tokio::time::Instant;
-use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry, Seconds};
+use tulle_core::metrics::{Counter, Family, FloatGauge, Gauge, Histogram, Labels, Registry};
 
 /// Bucket upper bounds of waits, in seconds.
 const WAIT_SECONDS_BUCKETS: &[f64] = &[0.0005, 0.005, 0.05, 0.5, 1., 3.];
@@ -14,19 +14,20 @@ pub(crate) struct Families {
     endpoints: Family<Gauge>,
     known: Family<Gauge>,
     updates: Family<Counter>,
-    waiting: Family<Gauge>,
-    queued: Family<Counter>,
+    queue_length: Family<Gauge>,
+    queued_total: Family<Counter>,
     queue_latency: Family<Histogram>,
-    gate: Option<GateFamilies>,
+    queue_mode: Option<QueueModeFamilies>,
 }
 
+/// `queue_gate_*`: the gate is open while requests wait in the queue.
 #[derive(Clone)]
-struct GateFamilies {
+struct QueueModeFamilies {
     opened: Family<Counter>,
     shut: Family<Counter>,
-    opened_at: Family<Seconds>,
-    shut_at: Family<Seconds>,
-    timeout: Family<Seconds>,
+    opened_at: Family<FloatGauge>,
+    shut_at: Family<FloatGauge>,
+    timeout: Family<FloatGauge>,
 }
 
 /// The series of a balancer for one of its users.
@@ -36,19 +37,19 @@ pub(crate) struct Series {
     pending: Arc<Gauge>,
     known: Arc<Gauge>,
     updates: [Arc<Counter>; 3],
-    waiting: Arc<Gauge>,
-    waited: Arc<Counter>,
-    waits: Arc<Histogram>,
-    gate: Option<GateSeries>,
+    queue_length: Arc<Gauge>,
+    queued_total: Arc<Counter>,
+    queue_latency: Arc<Histogram>,
+    queue_mode: Option<QueueModeSeries>,
 }
 
 #[derive(Debug)]
-struct GateSeries {
+struct QueueModeSeries {
     opened: Arc<Counter>,
     shut: Arc<Counter>,
-    opened_at: Arc<Seconds>,
-    shut_at: Arc<Seconds>,
-    timeout: Arc<Seconds>,
+    opened_at: Arc<FloatGauge>,
+    shut_at: Arc<FloatGauge>,
+    timeout: Arc<FloatGauge>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,11 +60,12 @@ pub(crate) enum UpdateOp {
     Remove,
 }
 
-/// Whether requests wait for an endpoint, or fail immediately because an earlier one timed out (fail fast).
+/// What happens to requests while no endpoint is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Gate {
-    Open,
-    Shut,
+pub(crate) enum QueueMode {
+    Waiting,
+    /// They fail immediately, because an earlier one has timed out in the queue.
+    FailingFast,
 }
 
 /// A request that waits; it stops waiting when this is dropped.
@@ -77,22 +79,22 @@ impl Families {
     pub(crate) fn new(registry: &Registry, protocol: &str) -> Self {
         let prefix = format!("outbound_{protocol}");
         Self {
-            gate: Some(GateFamilies::new(registry, &prefix)),
-            ..Self::without_gate(registry, &prefix)
+            queue_mode: Some(QueueModeFamilies::new(registry, &prefix)),
+            ..Self::without_fail_fast(registry, &prefix)
         }
     }
 
     /// The families of balancers without fail-fast; their names begin with `prefix`.
-    pub(crate) fn without_gate(registry: &Registry, prefix: &str) -> Self {
+    pub(crate) fn without_fail_fast(registry: &Registry, prefix: &str) -> Self {
         let name = |name: &str| format!("{prefix}_balancer_{name}");
-        let counter = |of, help| registry.counter(&name(of), help);
-        let gauge = |of, help| registry.gauge(&name(of), help);
+        let counter = |suffix, help| registry.counter(&name(suffix), help);
+        let gauge = |suffix, help| registry.gauge(&name(suffix), help);
         Self {
             endpoints: gauge("endpoints", "Endpoints, by whether they are available"),
             known: gauge("p2c_endpoints", "Endpoints from discovery"),
             updates: counter("p2c_updates_total", "Endpoint updates from discovery"),
-            waiting: gauge("queue_length", "Requests or connections that wait for an endpoint now"),
-            queued: counter(
+            queue_length: gauge("queue_length", "Requests or connections that wait for an endpoint now"),
+            queued_total: counter(
                 "queue_requests_total",
                 "Requests or connections that had to wait because no endpoint was available",
             ),
@@ -101,7 +103,7 @@ impl Families {
                 "Seconds that requests or connections waited, whether or not an endpoint became available",
                 WAIT_SECONDS_BUCKETS,
             ),
-            gate: None,
+            queue_mode: None,
         }
     }
 
@@ -113,19 +115,19 @@ impl Families {
             pending: endpoints("pending"),
             known: self.known.get(labels),
             updates: ["Reset", "Add", "Remove"].map(updates),
-            waiting: self.waiting.get(labels),
-            waited: self.queued.get(labels),
-            waits: self.queue_latency.get(labels),
-            gate: self.gate.as_ref().map(|gate| gate.series(labels)),
+            queue_length: self.queue_length.get(labels),
+            queued_total: self.queued_total.get(labels),
+            queue_latency: self.queue_latency.get(labels),
+            queue_mode: self.queue_mode.as_ref().map(|families| families.series(labels)),
         })
     }
 }
 
-impl GateFamilies {
+impl QueueModeFamilies {
     fn new(registry: &Registry, prefix: &str) -> Self {
         let name = |name: &str| format!("{prefix}_balancer_{name}");
-        let counter = |of, help| registry.counter(&name(of), help);
-        let seconds = |of, help| registry.seconds(&name(of), help);
+        let counter = |suffix, help| registry.counter(&name(suffix), help);
+        let seconds = |suffix, help| registry.float_gauge(&name(suffix), help);
         Self {
             opened: counter("queue_gate_open_total", "Times that the queue began to accept requests"),
             shut: counter(
@@ -144,8 +146,8 @@ impl GateFamilies {
         }
     }
 
-    fn series(&self, labels: &Labels) -> GateSeries {
-        GateSeries {
+    fn series(&self, labels: &Labels) -> QueueModeSeries {
+        QueueModeSeries {
             opened: self.opened.get(labels),
             shut: self.shut.get(labels),
             opened_at: self.opened_at.get(labels),
@@ -157,12 +159,12 @@ impl GateFamilies {
 
 impl Series {
     pub(crate) fn has_same_labels(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.waited, &other.waited)
+        Arc::ptr_eq(&self.queued_total, &other.queued_total)
     }
 
-    pub(crate) fn set_gate_timeout(&self, seconds: f64) {
-        if let Some(gate) = &self.gate {
-            gate.timeout.set(seconds);
+    pub(crate) fn set_queue_timeout(&self, seconds: f64) {
+        if let Some(queue_mode) = &self.queue_mode {
+            queue_mode.timeout.set(seconds);
         }
     }
 
@@ -177,22 +179,22 @@ impl Series {
         self.updates[op as usize].inc();
     }
 
-    pub(crate) fn record_gate(&self, to: Gate) {
-        let Some(gate) = &self.gate else { return };
+    pub(crate) fn record_queue_mode(&self, mode: QueueMode) {
+        let Some(series) = &self.queue_mode else { return };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.unwrap_or_default().as_secs_f64();
-        let (count, since, other) = match to {
-            Gate::Open => (&gate.opened, &gate.opened_at, &gate.shut_at),
-            Gate::Shut => (&gate.shut, &gate.shut_at, &gate.opened_at),
+        let (count, since, other_since) = match mode {
+            QueueMode::Waiting => (&series.opened, &series.opened_at, &series.shut_at),
+            QueueMode::FailingFast => (&series.shut, &series.shut_at, &series.opened_at),
         };
         count.inc();
         since.set(now);
-        other.set(0.0);
+        other_since.set(0.0);
     }
 
     pub(crate) fn enter_queue(&self) -> QueueGuard<'_> {
-        self.waited.inc();
-        self.waiting.add(1);
+        self.queued_total.inc();
+        self.queue_length.add(1);
         QueueGuard {
             series: self,
             since: Instant::now(),
@@ -202,7 +204,7 @@ impl Series {
 
 impl Drop for QueueGuard<'_> {
     fn drop(&mut self) {
-        self.series.waiting.add(-1);
-        self.series.waits.observe(self.since.elapsed().as_secs_f64());
+        self.series.queue_length.add(-1);
+        self.series.queue_latency.observe(self.since.elapsed().as_secs_f64());
     }
 }

@@ -70,26 +70,26 @@ mod tests {
     #[test]
     fn hosts_are_case_insensitive_and_limited_in_number() {
         let hosts = HostSeries::default();
-        let of = |host: &str| hosts.get(host, HostSource::Trusted, str::to_owned);
-        assert_eq!(of("Web.test").as_deref(), Some("web.test"));
+        let get = |host: &str| hosts.get(host, HostSource::Trusted, str::to_owned);
+        assert_eq!(get("Web.test").as_deref(), Some("web.test"));
         assert_eq!(
-            of(&"x".repeat(MAX_HOST_BYTES)).map(|host| host.len()),
+            get(&"x".repeat(MAX_HOST_BYTES)).map(|host| host.len()),
             Some(MAX_HOST_BYTES)
         );
-        assert_eq!(of(&"x".repeat(MAX_HOST_BYTES + 1)), None);
+        assert_eq!(get(&"x".repeat(MAX_HOST_BYTES + 1)), None);
         for n in 0..MAX_TRUSTED_HOSTS - 2 {
-            assert!(of(&n.to_string()).is_some());
+            assert!(get(&n.to_string()).is_some());
         }
-        assert_eq!(of("one.more"), None);
-        assert_eq!(of("WEB.TEST").as_deref(), Some("web.test"));
+        assert_eq!(get("one.more"), None);
+        assert_eq!(get("WEB.TEST").as_deref(), Some("web.test"));
     }
 
     #[test]
     fn untrusted_hosts_do_not_use_up_the_limit_of_trusted_ones() {
         let hosts = HostSeries::default();
         let n_found = |source, names: std::ops::Range<usize>| {
-            let of = |n: usize| hosts.get(&n.to_string(), source, str::to_owned);
-            names.filter(|n| of(*n).is_some()).count()
+            let get = |n: usize| hosts.get(&n.to_string(), source, str::to_owned);
+            names.filter(|n| get(*n).is_some()).count()
         };
         assert_eq!(n_found(HostSource::Untrusted, 0..10_000), MAX_UNTRUSTED_HOSTS);
         assert_eq!(n_found(HostSource::Trusted, 10_000..20_000), MAX_TRUSTED_HOSTS);

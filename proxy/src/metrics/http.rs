@@ -77,15 +77,16 @@ impl ResponseEnd {
 }
 
 impl Families {
-    /// The families, with `prefix` before their names.
-    pub(crate) fn with_prefix(registry: &Registry, prefix: &str) -> Self {
+    /// The families, with `prefix` before their names, and `detail` after their help texts.
+    pub(crate) fn with_prefix(registry: &Registry, prefix: &str, detail: &str) -> Self {
         let name = |name| format!("{prefix}{name}");
+        let help = |help| format!("{help}{detail}");
         Self {
-            requests: registry.counter(&name("request_total"), "HTTP requests"),
-            responses: registry.counter(&name("response_total"), "HTTP responses, by how they ended"),
+            requests: registry.counter(&name("request_total"), &help("HTTP requests")),
+            responses: registry.counter(&name("response_total"), &help("HTTP responses, by how they ended")),
             latency: registry.histogram(
                 &name("response_latency_ms"),
-                "Milliseconds from a request's head to the first data of its response",
+                &help("Milliseconds from a request's head to the first data of its response"),
                 LATENCY_MS,
             ),
         }
@@ -149,7 +150,7 @@ mod tests {
     #[test]
     fn series_without_requests_are_not_exported() {
         let registry = Registry::new();
-        let series = Families::with_prefix(&registry, "").series(Labels::new().with("direction", "outbound"));
+        let series = Families::with_prefix(&registry, "", "").series(Labels::new().with("direction", "outbound"));
         assert_eq!(registry.render(), "");
         series.request();
         series.request();

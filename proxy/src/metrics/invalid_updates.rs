@@ -24,7 +24,7 @@ pub(crate) struct Families(Family<Counter>);
 
 /// Reports the invalid updates of one source.
 pub(crate) struct InvalidUpdateReporter {
-    message: UpdateKind,
+    kind: UpdateKind,
     target: String,
     counter: Arc<Counter>,
     logged_at: Option<Instant>,
@@ -34,15 +34,15 @@ impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self(registry.counter(
             "tulle_unreadable_updates_total",
-            "Updates of the control plane or of a file that cannot be decoded, by kind: the last valid one stays in use, but a port is closed",
+            "Updates of the control plane or of a file that cannot be decoded, by kind. The last valid one stays in force, except for an invalid inbound policy: then the port refuses all connections and requests",
         ))
     }
 
-    pub(crate) fn reporter(&self, message: UpdateKind, target: String) -> InvalidUpdateReporter {
+    pub(crate) fn reporter(&self, kind: UpdateKind, target: String) -> InvalidUpdateReporter {
         InvalidUpdateReporter {
-            message,
+            kind,
             target,
-            counter: self.0.get(&Labels::new().with("kind", message.label())),
+            counter: self.0.get(&Labels::new().with("kind", kind.label())),
             logged_at: None,
         }
     }
@@ -69,7 +69,7 @@ impl InvalidUpdateReporter {
         if self.logged_at.is_none_or(|at| now - at >= LOG_INTERVAL) {
             self.logged_at = Some(now);
             tracing::warn!(
-                kind = self.message.label(),
+                kind = self.kind.label(),
                 target = self.target,
                 reason,
                 "update cannot be decoded"

@@ -1,4 +1,5 @@
-//! Metrics of the requests of one route, or of one of its backends: durations, results and frame sizes.
+//! Building blocks of the metrics of routes and their backends: durations, results and frame sizes. The families are in
+//! `outbound/metrics/`.
 
 use std::{fmt::Display, sync::Arc};
 
@@ -39,7 +40,8 @@ impl StatusKind {
 pub(crate) struct Statuses {
     family: Family<Counter>,
     kind: StatusKind,
-    status: &'static str,
+    /// Name of the label that contains the status.
+    status_label: &'static str,
     /// Whether the error that ended an exchange is a label.
     has_error_label: bool,
 }
@@ -58,13 +60,13 @@ impl Statuses {
         registry: &Registry,
         name: &str,
         kind: StatusKind,
-        status: &'static str,
+        status_label: &'static str,
         has_error_label: bool,
     ) -> Self {
         Self {
             family: registry.counter(name, "Completed exchanges, by result"),
             kind,
-            status,
+            status_label,
             has_error_label,
         }
     }
@@ -104,7 +106,7 @@ impl StatusSeries {
         };
         let status = self.statuses.status_of(outcome);
         let counter = || {
-            let (name, text) = (self.statuses.status, self.statuses.text(status));
+            let (name, text) = (self.statuses.status_label, self.statuses.text(status));
             let mut labels = self.labels.clone().with(name, text);
             if self.statuses.has_error_label {
                 labels = labels.with("error", error.unwrap_or_default());

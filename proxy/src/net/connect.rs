@@ -34,7 +34,7 @@ pub(crate) struct Config {
 pub(crate) enum ConnectError {
     #[error("dialling {addr} took longer than {limit:?}")]
     Timeout { addr: SocketAddr, limit: Duration },
-    #[error("dialling {addr}")]
+    #[error("dialling {addr} failed")]
     Io {
         addr: SocketAddr,
         #[source]
@@ -159,7 +159,10 @@ mod tests {
             assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(expected));
         }
         let own_port = Some(addr.port());
-        let own = dial(addr, &Config { own_port, ..config }).await;
-        assert!(matches!(own, Err(ConnectError::OwnListener { .. })), "{own:?}");
+        let to_own_port = dial(addr, &Config { own_port, ..config }).await;
+        assert!(
+            matches!(to_own_port, Err(ConnectError::OwnListener { .. })),
+            "{to_own_port:?}"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Copies bytes both ways between two connections, in 32 KiB pieces. A buffer is held only while there is data.
+//! Copies bytes both ways between two connections, in chunks of up to 32 KiB. A buffer is held only while there is data.
 //!
 //! Half-closes and resets are passed on: a receiver must not mistake a broken connection for one that ended cleanly. 32 KiB is
 //! the measured optimum: it costs half the CPU of 8 KiB and fits the kernel's page fragments. The buffer is borrowed from the
@@ -15,8 +15,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::net::io::Io;
 
-/// The rest of a connection whose bytes are only copied. It is a separate future, so that the state of the earlier steps is
-/// freed.
+/// Serves a connection from the time on when its bytes are only copied. It is a separate future, so that the state of the
+/// earlier steps is freed.
 pub(crate) type CopyFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Bytes gathered before they are written.
@@ -29,12 +29,12 @@ thread_local! {
 /// A connection that can be closed with a reset, so that the peer does not see a clean end.
 pub(crate) trait ResetOnDrop {
     /// Makes the connection end with a reset when it is dropped.
-    fn reset(&self);
+    fn reset_on_drop(&self);
 }
 
 impl ResetOnDrop for Io {
-    fn reset(&self) {
-        Self::reset(self);
+    fn reset_on_drop(&self) {
+        Self::reset_on_drop(self);
     }
 }
 
@@ -43,6 +43,8 @@ struct CopyDirection {
     /// Bytes that were read and not yet written.
     unwritten: Vec<u8>,
     written: usize,
+    /// A read error that came after bytes which are not flushed yet.
+    read_error: Option<io::Error>,
     state: State,
 }
 
@@ -91,15 +93,10 @@ where
     type Output = io::Result<()>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self {
-            a,
-            b,
-            a_to_b: there,
-            b_to_a: back,
-        } = &mut *self;
-        let one = there.poll(cx, *a, *b)?;
-        let other = back.poll(cx, *b, *a)?;
-        match one.is_ready() && other.is_ready() {
+        let Self { a, b, a_to_b, b_to_a } = &mut *self;
+        let a_to_b_ended = a_to_b.poll(cx, *a, *b)?.is_ready();
+        let b_to_a_ended = b_to_a.poll(cx, *b, *a)?.is_ready();
+        match a_to_b_ended && b_to_a_ended {
             true => Poll::Ready(Ok(())),
             false => Poll::Pending,
         }
@@ -109,10 +106,10 @@ where
 impl<A: ResetOnDrop, B: ResetOnDrop> Drop for BidirectionalCopy<'_, A, B> {
     fn drop(&mut self) {
         if self.b_to_a.state != State::Done {
-            self.a.reset();
+            self.a.reset_on_drop();
         }
         if self.a_to_b.state != State::Done {
-            self.b.reset();
+            self.b.reset_on_drop();
         }
     }
 }
@@ -135,34 +132,41 @@ impl CopyDirection {
                     ready!(Pin::new(&mut *to).poll_flush(cx))?;
                     self.state = State::Copying;
                 }
-                State::Copying => ready!(self.poll_chunk(cx, from, to))?,
+                State::Copying => match self.read_error.take() {
+                    Some(error) => return Poll::Ready(Err(error)),
+                    None => ready!(self.poll_chunk(cx, from, to))?,
+                },
             }
         }
     }
 
-    /// Moves one piece: reads until the buffer is full or no more data is available, then writes.
+    /// Copies one chunk: reads until the buffer is full or no more data is available, then writes.
     fn poll_chunk<R, W>(&mut self, cx: &mut Context<'_>, from: &mut R, to: &mut W) -> Poll<io::Result<()>>
     where
         R: AsyncRead + Unpin,
         W: AsyncWrite + Unpin,
     {
         BUFFER.with_borrow_mut(|buffer| {
-            let mut piece = ReadBuf::new(buffer);
+            let mut chunk = ReadBuf::new(buffer);
             let mut ended = false;
-            while piece.remaining() > 0 {
-                let before = piece.filled().len();
-                match Pin::new(&mut *from).poll_read(cx, &mut piece) {
-                    Poll::Ready(Ok(())) if piece.filled().len() == before => {
+            while chunk.remaining() > 0 {
+                let n_before = chunk.filled().len();
+                match Pin::new(&mut *from).poll_read(cx, &mut chunk) {
+                    Poll::Ready(Ok(())) if chunk.filled().len() == n_before => {
                         ended = true;
                         break;
                     }
                     Poll::Ready(Ok(())) => {}
-                    Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
-                    Poll::Pending if before == 0 => return Poll::Pending,
+                    Poll::Ready(Err(error)) if n_before == 0 => return Poll::Ready(Err(error)),
+                    Poll::Ready(Err(error)) => {
+                        self.read_error = Some(error);
+                        break;
+                    }
+                    Poll::Pending if n_before == 0 => return Poll::Pending,
                     Poll::Pending => break,
                 }
             }
-            let mut rest = piece.filled();
+            let mut rest = chunk.filled();
             while !rest.is_empty() {
                 match Pin::new(&mut *to).poll_write(cx, rest) {
                     Poll::Ready(Ok(0)) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
@@ -216,7 +220,34 @@ mod tests {
     use crate::net::io::Tcp;
 
     impl ResetOnDrop for DuplexStream {
-        fn reset(&self) {}
+        fn reset_on_drop(&self) {}
+    }
+
+    /// Gives some bytes, then an error once, and then an end of stream, as a socket that was reset does.
+    struct BytesThenReset(Option<io::Error>, &'static [u8]);
+
+    impl AsyncRead for BytesThenReset {
+        fn poll_read(mut self: Pin<&mut Self>, _: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+            match std::mem::take(&mut self.1) {
+                b"" => Poll::Ready(self.0.take().map_or(Ok(()), Err)),
+                bytes => {
+                    buf.put_slice(bytes);
+                    Poll::Ready(Ok(()))
+                }
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn bytes_that_precede_a_reset_are_forwarded_before_it() {
+        let mut from = BytesThenReset(Some(io::ErrorKind::ConnectionReset.into()), b"last words");
+        let mut to = Vec::new();
+        let mut direction = CopyDirection::default();
+        let error = std::future::poll_fn(|cx| direction.poll(cx, &mut from, &mut to))
+            .await
+            .unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        assert_eq!(to, b"last words");
     }
 
     async fn pair() -> (TcpStream, Io) {
@@ -241,14 +272,22 @@ mod tests {
 
     #[tokio::test]
     async fn a_reset_is_passed_on_to_the_other_side() {
-        for of_client in [true, false] {
+        for is_client_broken in [true, false] {
             let (client, server, copying) = joined().await;
-            let (mut broken, mut other) = if of_client { (client, server) } else { (server, client) };
+            let (mut broken, mut other) = if is_client_broken {
+                (client, server)
+            } else {
+                (server, client)
+            };
             broken.write_all(b"half of it").await.unwrap();
             other.read_exact(&mut [0; 10]).await.unwrap();
             reset(broken);
             let end = other.read(&mut [0; 1]).await.unwrap_err();
-            assert_eq!(end.kind(), io::ErrorKind::ConnectionReset, "of the client: {of_client}");
+            assert_eq!(
+                end.kind(),
+                io::ErrorKind::ConnectionReset,
+                "client broken: {is_client_broken}"
+            );
             copying.await.unwrap().unwrap_err();
         }
     }

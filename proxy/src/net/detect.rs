@@ -28,6 +28,8 @@ pub(crate) enum Detection {
 
 /// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
+/// After so many bytes, a line that can be the start of a request counts as HTTP/1 without its end.
+const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
 /// Maximum bytes that detection reads. A longer request line counts as HTTP by its start.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;
 
@@ -45,7 +47,7 @@ pub(crate) fn classify(bytes: &[u8]) -> DetectedProtocol {
     let line = first_line(bytes);
     match httparse::Request::new(&mut []).parse(line) {
         Ok(_) if has_lowercase_method(line) => DetectedProtocol::NotHttp,
-        Ok(_) if line.ends_with(b"\n") || line.len() >= H2_PREFACE.len() => DetectedProtocol::Http1,
+        Ok(_) if line.ends_with(b"\n") || line.len() >= MIN_HTTP1_PREFIX_BYTES => DetectedProtocol::Http1,
         Ok(_) => DetectedProtocol::Incomplete,
         Err(_) => DetectedProtocol::NotHttp,
     }
@@ -58,8 +60,8 @@ fn has_lowercase_method(line: &[u8]) -> bool {
     word.iter().any(u8::is_ascii_lowercase)
 }
 
-/// Whether an incomplete HTTP/1 request has at least a complete method.
-pub(crate) fn has_method(bytes: &[u8]) -> bool {
+/// Whether the bytes are too few to be classified, but begin with a method and a space.
+pub(crate) fn is_partial_request_with_method(bytes: &[u8]) -> bool {
     classify(bytes) == DetectedProtocol::Incomplete
         && first_line(bytes).contains(&b' ')
         && !H2_PREFACE.starts_with(bytes)
@@ -83,13 +85,13 @@ pub(crate) async fn detect<IO: AsyncRead + Unpin>(
     bytes: &mut BytesMut,
     limit: Duration,
 ) -> io::Result<Detection> {
-    let looking = async {
+    let detecting = async {
         loop {
             if !bytes.is_empty() {
                 match classify(bytes) {
                     DetectedProtocol::Incomplete if bytes.len() < MAX_DETECT_BYTES => {}
                     DetectedProtocol::Incomplete => return Ok(Detection::Detected(DetectedProtocol::NotHttp)),
-                    verdict => return Ok(Detection::Detected(verdict)),
+                    protocol => return Ok(Detection::Detected(protocol)),
                 }
             }
             if read_some(io, bytes).await? == 0 {
@@ -101,7 +103,7 @@ pub(crate) async fn detect<IO: AsyncRead + Unpin>(
             }
         }
     };
-    tokio::time::timeout(limit, looking)
+    tokio::time::timeout(limit, detecting)
         .await
         .unwrap_or(Ok(Detection::TimedOut))
 }
@@ -127,7 +129,7 @@ mod tests {
 
     #[test]
     fn first_bytes_are_classified() {
-        for (bytes, verdict) in [
+        for (bytes, protocol) in [
             (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], DetectedProtocol::Http1),
             (b"GET /a/long/path/without/end", DetectedProtocol::Http1),
             (b"OPTIONS * HTTP/1.1\r\n", DetectedProtocol::Http1),
@@ -154,7 +156,7 @@ mod tests {
             (b"EHLO mail.example\r\n", DetectedProtocol::NotHttp),
             (b"\x00\x00\x00\x08\x04\xd2\x16\x2f", DetectedProtocol::NotHttp),
         ] {
-            assert_eq!(classify(bytes), verdict, "{:?}", String::from_utf8_lossy(bytes));
+            assert_eq!(classify(bytes), protocol, "{:?}", String::from_utf8_lossy(bytes));
         }
     }
 
@@ -184,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_method_is_known_by_the_space_after_it() {
-        for (bytes, has) in [
+        for (bytes, expected) in [
             (&b"GET /"[..], true),
             (b"\r\nGET ", true),
             (b"GET", false),
@@ -192,7 +194,12 @@ mod tests {
             (b"PRI * HT", false),
             (b"", false),
         ] {
-            assert_eq!(has_method(bytes), has, "{:?}", String::from_utf8_lossy(bytes));
+            assert_eq!(
+                is_partial_request_with_method(bytes),
+                expected,
+                "{:?}",
+                String::from_utf8_lossy(bytes)
+            );
         }
     }
 

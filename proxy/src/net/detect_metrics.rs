@@ -23,7 +23,18 @@ pub(crate) struct Series {
     families: Families,
     labels: Labels,
     durations: Arc<Histogram>,
-    results: [OnceLock<Arc<Counter>>; RESULTS.len()],
+    results: [OnceLock<Arc<Counter>>; DetectionResult::ALL.len()],
+}
+
+/// The values of the label `result`.
+#[derive(Clone, Copy)]
+enum DetectionResult {
+    Http1,
+    Http2,
+    NotHttp,
+    /// No byte arrived within the time limit.
+    ReadTimeout,
+    Error,
 }
 
 impl Families {
@@ -52,29 +63,40 @@ impl Families {
 impl Series {
     /// Counts a detection result; `None` means that reading failed.
     pub(crate) fn record(&self, first: Option<&FirstBytes>, took: Duration) {
-        let result = result(first);
+        let result = DetectionResult::new(first);
         self.durations.observe(took.as_secs_f64());
-        let counter = self.results[result].get_or_init(|| {
-            let labels = Labels::new().with("result", RESULTS[result]);
+        let counter = self.results[result as usize].get_or_init(|| {
+            let labels = Labels::new().with("result", result.as_str());
             self.families.results.get(&labels.extend(&self.labels))
         });
         counter.inc();
     }
 }
 
-/// Index of the result in the list of results.
-fn result(first: Option<&FirstBytes>) -> usize {
-    match first {
-        Some(FirstBytes::Client(_, DetectedProtocol::Http1, _)) => 0,
-        Some(FirstBytes::Client(_, DetectedProtocol::Http2, _)) => 1,
-        // No byte arrived within the time limit.
-        Some(FirstBytes::Client(seen, ..)) if seen.is_empty() => 3,
-        Some(FirstBytes::Client(..) | FirstBytes::Server { .. } | FirstBytes::Closed) => 2,
-        None => 4,
+impl DetectionResult {
+    /// In the order of the variants.
+    const ALL: [Self; 5] = [Self::Http1, Self::Http2, Self::NotHttp, Self::ReadTimeout, Self::Error];
+
+    fn new(first: Option<&FirstBytes>) -> Self {
+        match first {
+            Some(FirstBytes::Client(_, DetectedProtocol::Http1, _)) => Self::Http1,
+            Some(FirstBytes::Client(_, DetectedProtocol::Http2, _)) => Self::Http2,
+            Some(FirstBytes::Client(seen, ..)) if seen.is_empty() => Self::ReadTimeout,
+            Some(FirstBytes::Client(..) | FirstBytes::Server { .. } | FirstBytes::Closed) => Self::NotHttp,
+            None => Self::Error,
+        }
+    }
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Http1 => "http/1",
+            Self::Http2 => "http/2",
+            Self::NotHttp => "not_http",
+            Self::ReadTimeout => "read_timeout",
+            Self::Error => "error",
+        }
     }
 }
-
-const RESULTS: [&str; 5] = ["http/1", "http/2", "not_http", "read_timeout", "error"];
 
 #[cfg(test)]
 mod tests {
@@ -86,8 +108,9 @@ mod tests {
     fn detection_results_are_counted() {
         let registry = Registry::new();
         let series = Families::new(&registry, "inbound").series(Labels::new().with("srv_name", "web"));
-        let client =
-            |seen: &'static str, verdict| Some(FirstBytes::Client(Bytes::from_static(seen.as_bytes()), verdict, None));
+        let client = |seen: &'static str, protocol| {
+            Some(FirstBytes::Client(Bytes::from_static(seen.as_bytes()), protocol, None))
+        };
         for first in [
             client("GET /", DetectedProtocol::Http1),
             client("PRI *", DetectedProtocol::Http2),
@@ -99,7 +122,8 @@ mod tests {
             series.record(first.as_ref(), Duration::from_millis(5));
         }
         let page = registry.render();
-        for (result, n) in RESULTS.into_iter().zip([1, 1, 2, 1, 1]) {
+        for (result, n) in DetectionResult::ALL.into_iter().zip([1, 1, 2, 1, 1]) {
+            let result = result.as_str();
             let line = format!("inbound_tcp_detect_http_results_total{{result=\"{result}\",srv_name=\"web\"}} {n}\n");
             assert!(page.contains(&line), "{line}{page}");
         }

@@ -26,9 +26,9 @@ const CLIENT_WAIT: Duration = Duration::from_millis(15);
 /// The same, for a target whose clients have spoken first before.
 const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
 
-/// Minimum time to wait for a silent client if the server cannot be dialled, counted from the dial. It allows for one
-/// retransmission of a peer's first TLS bytes, and lets an HTTP client receive an error response.
-const MIN_WAIT_AFTER_DIAL_FAILURE: Duration = Duration::from_secs(1);
+/// If the dial fails, a silent client still has this time, counted from the start of the dial, to send its first bytes. It allows
+/// for one retransmission of a peer's first TLS bytes, and lets an HTTP client receive an error response.
+const WAIT_AFTER_DIAL_FAILURE: Duration = Duration::from_secs(1);
 
 /// Which side has spoken first on earlier connections to one target.
 #[derive(Debug, Default)]
@@ -50,6 +50,22 @@ pub(crate) enum FirstBytes {
 }
 
 impl FirstBytes {
+    /// The result of detection on the client's bytes, if the server has sent none. HTTP is recorded in `learned`.
+    fn from_client(detection: Detection, seen: BytesMut, server: Option<Io>, learned: &LearnedSpeaker) -> Self {
+        let protocol = match detection {
+            Detection::Detected(protocol) => protocol,
+            Detection::Closed => return Self::Closed,
+            // A slow HTTP client: the HTTP server has its own timeout and answers with an error.
+            Detection::TimedOut if detect::is_partial_request_with_method(&seen) => DetectedProtocol::Http1,
+            Detection::TimedOut => DetectedProtocol::NotHttp,
+        };
+        // Only HTTP proves that the client speaks first: other clients may have answered a greeting that was sent elsewhere.
+        if protocol != DetectedProtocol::NotHttp {
+            learned.record(CLIENT_FIRST);
+        }
+        Self::Client(seen.freeze(), protocol, server)
+    }
+
     /// Number of bytes that were read from the client.
     pub(crate) fn n_read(&self) -> usize {
         match self {
@@ -87,7 +103,7 @@ where
     if wait > Duration::ZERO {
         match detect::detect(client, &mut seen, wait).await? {
             Detection::TimedOut if wait < limit => {}
-            look => return Ok(learned.client_first(look, seen, None)),
+            detection => return Ok(FirstBytes::from_client(detection, seen, None, learned)),
         }
     }
     // Boxed: rare, and much larger than what a plain request needs.
@@ -104,8 +120,15 @@ pub(crate) async fn wait_for_client<C: AsyncRead + Unpin>(
     limit: Duration,
 ) -> io::Result<FirstBytes> {
     let mut seen = BytesMut::new();
-    let look = detect::detect(client, &mut seen, limit).await?;
-    Ok(learned.client_first(look, seen, None))
+    let detection = detect::detect(client, &mut seen, limit).await?;
+    Ok(FirstBytes::from_client(detection, seen, None, learned))
+}
+
+/// Which side has sent the first bytes.
+enum FirstSpeaker {
+    /// The client, or neither side. The server connection, if it was dialled.
+    Client(Detection, Option<Io>),
+    Server(Io),
 }
 
 async fn dial_and_wait<C, F>(
@@ -121,55 +144,60 @@ where
 {
     if !seen.is_empty() {
         // The client has sent part of a request, so the client speaks first.
-        let look = detect::detect(client, &mut seen, limit).await?;
-        return Ok(learned.client_first(look, seen, None));
+        let detection = detect::detect(client, &mut seen, limit).await?;
+        return Ok(FirstBytes::from_client(detection, seen, None, learned));
     }
     let mut server_bytes = BytesMut::new();
-    let min_deadline = Instant::now() + limit.min(MIN_WAIT_AFTER_DIAL_FAILURE);
-    let (look, server) = {
-        let mut looking = pin!(detect::detect(client, &mut seen, limit));
+    let give_up_at = Instant::now() + limit.min(WAIT_AFTER_DIAL_FAILURE);
+    let speaker = {
+        let mut detecting = pin!(detect::detect(client, &mut seen, limit));
         // The client may still send while the server is dialled.
         tokio::select! {
             biased;
-            look = &mut looking => (look?, None),
+            detection = &mut detecting => FirstSpeaker::Client(detection?, None),
             // Boxed: otherwise this future would hold several copies of it for the whole wait.
             dialled = Box::pin(dial()) => match dialled {
-                None => (wait_until(looking, min_deadline).await?, None),
+                None => FirstSpeaker::Client(detect_until(give_up_at, detecting).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;
-                    look = &mut looking => (look?, Some(server)),
+                    detection = &mut detecting => FirstSpeaker::Client(detection?, Some(server)),
                     read = detect::read_some(&mut server, &mut server_bytes) => match read {
-                        Ok(_) => (Detection::TimedOut, Some(server)),
-                        Err(broken) => match wait_until(looking, min_deadline).await? {
+                        // The server has closed, and the client was silent until now.
+                        Ok(0) => FirstSpeaker::Client(Detection::TimedOut, Some(server)),
+                        Ok(_) => FirstSpeaker::Server(server),
+                        Err(broken) => match detect_until(give_up_at, detecting).await? {
                             Detection::TimedOut => return Err(broken),
-                            look => (look, None),
+                            detection => FirstSpeaker::Client(detection, None),
                         },
                     },
                 },
             },
         }
     };
-    match server {
-        Some(server) if !server_bytes.is_empty() => {
+    match speaker {
+        FirstSpeaker::Server(server) => {
             learned.record(SERVER_FIRST);
             Ok(FirstBytes::Server {
                 server: server.prepend(server_bytes.freeze()),
                 client: seen.freeze(),
             })
         }
-        server => Ok(learned.client_first(look, seen, server)),
+        FirstSpeaker::Client(detection, server) => Ok(FirstBytes::from_client(detection, seen, server, learned)),
     }
 }
 
-async fn wait_until(looking: impl Future<Output = io::Result<Detection>>, until: Instant) -> io::Result<Detection> {
-    tokio::time::timeout_at(until, looking)
+async fn detect_until(
+    give_up_at: Instant,
+    detecting: impl Future<Output = io::Result<Detection>>,
+) -> io::Result<Detection> {
+    tokio::time::timeout_at(give_up_at, detecting)
         .await
         .unwrap_or(Ok(Detection::TimedOut))
 }
 
 impl LearnedSpeaker {
-    /// How long to wait for the client alone. The wait stays short even for a client-first target: the lesson may have been an
-    /// accident, or may have been caused on purpose by an unrelated client.
+    /// How long to wait for the client alone. The wait stays short even for a client-first target: what was learned may be wrong
+    /// by chance, or because another client caused it on purpose.
     fn client_wait(&self) -> Duration {
         match self.0.load(Ordering::Relaxed) {
             SERVER_FIRST => Duration::ZERO,
@@ -178,23 +206,8 @@ impl LearnedSpeaker {
         }
     }
 
-    fn record(&self, what: u8) {
-        self.0.store(what, Ordering::Relaxed);
-    }
-
-    fn client_first(&self, look: Detection, seen: BytesMut, server: Option<Io>) -> FirstBytes {
-        let verdict = match look {
-            Detection::Detected(verdict) => verdict,
-            Detection::Closed => return FirstBytes::Closed,
-            // A slow HTTP client: the HTTP server has its own timeout and answers with an error.
-            Detection::TimedOut if detect::has_method(&seen) => DetectedProtocol::Http1,
-            Detection::TimedOut => DetectedProtocol::NotHttp,
-        };
-        // Only HTTP proves that the client speaks first: other clients may have answered a greeting that was sent elsewhere.
-        if verdict != DetectedProtocol::NotHttp {
-            self.record(CLIENT_FIRST);
-        }
-        FirstBytes::Client(seen.freeze(), verdict, server)
+    fn record(&self, speaker: u8) {
+        self.0.store(speaker, Ordering::Relaxed);
     }
 }
 

@@ -17,7 +17,7 @@ use tokio::{
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
-use tulle_core::connections::{ActivityTracker, ConnectionPermit};
+use tulle_core::connections::{ConnectionHandle, ConnectionPermit};
 
 use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
 
@@ -26,8 +26,8 @@ use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
 pub(crate) struct Tcp {
     stream: TcpStream,
     prefix: Bytes,
-    /// Whether TLS on top buffers its writes, up to [`MAX_DEFERRED_BYTES`].
-    defers_writes: bool,
+    /// Whether TLS on top buffers its writes, up to [`MAX_BUFFERED_BYTES`].
+    write_buffering: bool,
     /// Whether the kernel delays partial packets until the connection ends.
     corked: bool,
     /// Whether a write returned a reset. The kernel reports a reset once, so a later read would only see the end of the stream.
@@ -39,8 +39,9 @@ pub(crate) struct Tcp {
 /// Flags that cork a send. A socket option would cost an extra system call.
 const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 
-/// Maximum bytes that TLS holds back. rustls would buffer more, but limits the number of records and may refuse a write.
-const MAX_DEFERRED_BYTES: usize = 48 * 1024;
+/// Maximum bytes that TLS buffers. Above this, rustls can reach its own limit of queued records and then accept fewer bytes than
+/// given.
+const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
 /// Any connection of the proxy, in either direction.
 pub(crate) struct Io {
@@ -70,7 +71,7 @@ impl Tcp {
         Self {
             stream,
             prefix,
-            defers_writes: false,
+            write_buffering: false,
             corked: false,
             was_reset: false,
             permit: None,
@@ -87,7 +88,7 @@ impl Tcp {
     }
 
     /// Makes the connection end with a reset when it is dropped.
-    pub(crate) fn reset(&self) {
+    pub(crate) fn reset_on_drop(&self) {
         if let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
             tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
         }
@@ -137,26 +138,27 @@ impl Tcp {
         }
     }
 
-    /// Whether `len` bytes are few enough to be held back.
-    fn must_defer(&self, len: usize) -> bool {
-        self.defers_writes && len < MAX_DEFERRED_BYTES
+    /// Whether TLS keeps these `len` bytes in its buffer. The write then returns `Pending` without a registered waker: rustls
+    /// keeps the bytes until the owner disables buffering and flushes.
+    fn must_buffer(&self, len: usize) -> bool {
+        self.write_buffering && len < MAX_BUFFERED_BYTES
     }
 }
 
 impl Io {
     pub(crate) fn tcp(tcp: Tcp) -> Self {
-        Self::of(Stream::Tcp(tcp))
+        Self::from_stream(Stream::Tcp(tcp))
     }
 
     pub(crate) fn tls_client(tls: client::TlsStream<Tcp>) -> Self {
-        Self::of(Stream::TlsClient(Box::new(tls)))
+        Self::from_stream(Stream::TlsClient(Box::new(tls)))
     }
 
     pub(crate) fn tls_server(tls: server::TlsStream<Tcp>) -> Self {
-        Self::of(Stream::TlsServer(Box::new(tls)))
+        Self::from_stream(Stream::TlsServer(Box::new(tls)))
     }
 
-    fn of(stream: Stream) -> Self {
+    fn from_stream(stream: Stream) -> Self {
         Self {
             stream,
             prefix: Bytes::new(),
@@ -179,8 +181,8 @@ impl Io {
     }
 
     /// Makes the connection end with a reset when it is dropped, so that the peer does not see a clean end.
-    pub(crate) fn reset(&self) {
-        self.transport().reset();
+    pub(crate) fn reset_on_drop(&self) {
+        self.transport().reset_on_drop();
     }
 
     /// Makes the kernel acknowledge received data immediately: some clients send no more until then.
@@ -207,21 +209,21 @@ impl Io {
         }
     }
 
-    /// Makes TLS buffer small writes until buffering is disabled again and the stream is flushed. No task is woken for buffered
-    /// or refused writes. No effect without TLS.
-    pub(crate) fn set_write_buffering(&mut self, held: bool) {
+    /// Makes TLS buffer small writes until buffering is disabled again and the stream is flushed. No task is woken for a buffered
+    /// write. No effect without TLS.
+    pub(crate) fn set_write_buffering(&mut self, is_enabled: bool) {
         match &mut self.stream {
             Stream::Tcp(_) => {}
-            Stream::TlsClient(tls) => tls.get_mut().0.defers_writes = held,
-            Stream::TlsServer(tls) => tls.get_mut().0.defers_writes = held,
+            Stream::TlsClient(tls) => tls.get_mut().0.write_buffering = is_enabled,
+            Stream::TlsServer(tls) => tls.get_mut().0.write_buffering = is_enabled,
         }
     }
 
     fn is_write_buffering(&self) -> bool {
         match &self.stream {
             Stream::Tcp(_) => false,
-            Stream::TlsClient(tls) => tls.get_ref().0.defers_writes,
-            Stream::TlsServer(tls) => tls.get_ref().0.defers_writes,
+            Stream::TlsClient(tls) => tls.get_ref().0.write_buffering,
+            Stream::TlsServer(tls) => tls.get_ref().0.write_buffering,
         }
     }
 
@@ -237,7 +239,7 @@ impl Io {
     }
 
     /// Whether a peer that has closed its write side has closed the whole connection; `None` if unknown. A TLS peer is a proxy,
-    /// and proxies never half-close.
+    /// and a proxy never half-closes a connection on which it sends HTTP/1 requests.
     pub(crate) fn is_closed_by_peer(&self) -> Option<bool> {
         match &self.stream {
             Stream::Tcp(Tcp { stream, .. }) => peer_socket::is_closed(stream),
@@ -257,12 +259,12 @@ impl Io {
         }
     }
 
-    /// The activity tracker of the permit, for an accepted connection.
-    pub(crate) fn activity(&self) -> Option<ActivityTracker> {
-        self.transport().permit.as_ref().map(ConnectionPermit::activity)
+    /// The handle of the permit, for an accepted connection.
+    pub(crate) fn handle(&self) -> Option<ConnectionHandle> {
+        self.transport().permit.as_ref().map(ConnectionPermit::handle)
     }
 
-    /// Whether this is a plain connection to `peer` on this host.
+    /// Whether this is a plain connection to `peer` on this host: a connection whose two addresses are equal stays on the host.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return false;
@@ -278,8 +280,9 @@ impl Io {
         }
     }
 
-    /// Whether data was written after the peer closed, and the peer answered with a reset.
-    pub(crate) fn wrote_after_peer_close(&self) -> bool {
+    /// Whether data was written after the peer closed, and the peer answered with a reset. Clears the error of the socket, so only
+    /// the first call can return true.
+    pub(crate) fn take_broken_pipe_error(&self) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return false;
         };
@@ -323,10 +326,10 @@ impl std::fmt::Debug for Io {
     }
 }
 
-fn concat_prefix(bytes: Bytes, of: Bytes) -> Bytes {
-    match of.is_empty() {
+fn concat_prefix(bytes: Bytes, prefix: Bytes) -> Bytes {
+    match prefix.is_empty() {
         true => bytes,
-        false => [bytes, of].concat().into(),
+        false => [bytes, prefix].concat().into(),
     }
 }
 
@@ -349,9 +352,9 @@ impl AsyncRead for Tcp {
         if deliver_prefix(&mut self.prefix, buf) {
             return Poll::Ready(Ok(()));
         }
-        let before = buf.filled().len();
+        let n_before = buf.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buf);
-        if buf.filled().len() > before {
+        if buf.filled().len() > n_before {
             self.mark_active();
         } else if self.was_reset && matches!(read, Poll::Ready(Ok(()))) {
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
@@ -362,13 +365,13 @@ impl AsyncRead for Tcp {
 
 impl AsyncWrite for Tcp {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        if self.must_defer(buf.len()) {
+        if self.must_buffer(buf.len()) {
             return Poll::Pending;
         }
-        if self.corked {
-            return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORK_FLAGS));
-        }
-        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        let written = match self.corked {
+            true => self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORK_FLAGS)),
+            false => Pin::new(&mut self.stream).poll_write(cx, buf),
+        };
         self.record_write(&written);
         written
     }
@@ -378,13 +381,13 @@ impl AsyncWrite for Tcp {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.must_defer(bufs.iter().map(|buf| buf.len()).sum()) {
+        if self.must_buffer(bufs.iter().map(|buf| buf.len()).sum()) {
             return Poll::Pending;
         }
-        if self.corked {
-            return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORK_FLAGS));
-        }
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        let written = match self.corked {
+            true => self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORK_FLAGS)),
+            false => Pin::new(&mut self.stream).poll_write_vectored(cx, bufs),
+        };
         self.record_write(&written);
         written
     }
@@ -418,11 +421,11 @@ impl AsyncRead for Io {
         if deliver_prefix(&mut self.prefix, buf) {
             return Poll::Ready(Ok(()));
         }
-        let before = buf.filled().len();
+        let n_before = buf.filled().len();
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_read(cx, buf)));
         self.record_error(&result);
         if let Some(counted) = &self.counted {
-            counted.metrics.read((buf.filled().len() - before) as u64);
+            counted.metrics.read((buf.filled().len() - n_before) as u64);
         }
         Poll::Ready(result)
     }
@@ -431,7 +434,7 @@ impl AsyncRead for Io {
 impl AsyncWrite for Io {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_write(cx, buf)));
-        self.wrote(&result);
+        self.record_write(&result);
         Poll::Ready(result)
     }
 
@@ -441,7 +444,7 @@ impl AsyncWrite for Io {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_write_vectored(cx, bufs)));
-        self.wrote(&result);
+        self.record_write(&result);
         Poll::Ready(result)
     }
 
@@ -465,7 +468,7 @@ impl AsyncWrite for Io {
 }
 
 impl Io {
-    fn wrote(&mut self, result: &io::Result<usize>) {
+    fn record_write(&mut self, result: &io::Result<usize>) {
         self.record_error(result);
         if let (Ok(n), Some(counted)) = (result, &self.counted) {
             counted.metrics.written(*n as u64);
@@ -484,18 +487,27 @@ mod tests {
 
     #[tokio::test]
     async fn a_reset_seen_by_a_write_is_an_error_for_the_reader() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (mut peer, _) = listener.accept().await.unwrap();
-        peer.write_all(b"half").await.unwrap();
-        SockRef::from(&peer).set_linger(Some(Duration::ZERO)).unwrap();
-        drop(peer);
-        ours.ready(Interest::ERROR).await.unwrap();
-        let mut ours = Io::tcp(Tcp::new(ours));
-        let written = ours.write_all(b"more of a request").await;
-        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
-        let mut all = Vec::new();
-        let read = ours.read_to_end(&mut all).await;
-        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionReset, "{all:?}");
+        for is_corked in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (mut peer, _) = listener.accept().await.unwrap();
+            peer.write_all(b"half").await.unwrap();
+            SockRef::from(&peer).set_linger(Some(Duration::ZERO)).unwrap();
+            drop(peer);
+            ours.ready(Interest::ERROR).await.unwrap();
+            let mut ours = Io::tcp(Tcp::new(ours));
+            if is_corked {
+                ours.cork();
+            }
+            let written = ours.write_all(b"more of a request").await;
+            assert_eq!(written.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+            let mut all = Vec::new();
+            let read = ours.read_to_end(&mut all).await;
+            assert_eq!(
+                read.unwrap_err().kind(),
+                io::ErrorKind::ConnectionReset,
+                "corked: {is_corked}, {all:?}"
+            );
+        }
     }
 }

@@ -26,13 +26,15 @@ use crate::net::{
 
 /// Backoff of an accept loop after the process ran out of descriptors or memory.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
-/// A burst: this many clients arrive with at most this mean interval, while the number of busy clients varies by at least
-/// [`BURST_MIN_BUSY_SPREAD`]. It ends when no client arrives for the idle time.
+/// A burst: this many clients arrive with at most [`BURST_MAX_MEAN_INTERVAL`] between them, while the number of pending
+/// responses varies by at least [`BURST_MIN_PENDING_SPREAD`].
 const BURST_SAMPLE_SIZE: usize = 32;
+/// Also the time without a new client after which a burst pauses. The next client resumes it.
 const BURST_MAX_MEAN_INTERVAL: Duration = Duration::from_micros(300);
-const BURST_MIN_BUSY_SPREAD: usize = 4;
+const BURST_MIN_PENDING_SPREAD: usize = 4;
+/// Time without a new client after which a burst is over.
 const BURST_RESET_AFTER: Duration = Duration::from_millis(2);
-/// Maximum time that clients of a burst wait for a response; if none has arrived by then, the burst is over. Waiting clients
+/// Maximum time that clients of a burst wait for a response; if none is released by then, the burst is over. Waiting clients
 /// are accepted together, with the data that they have sent by then. A wake-up for each client and each request would cost more
 /// than this wait.
 pub(crate) const BURST_MAX_WAIT: Duration = Duration::from_millis(1);
@@ -100,14 +102,14 @@ pub(crate) fn disable_quickack(listener: &std::net::TcpListener) {
 /// completed the handshake is reset.
 pub(crate) async fn accept_loop(
     listener: std::net::TcpListener,
-    pause: ShortTimer,
+    burst_timer: ShortTimer,
     stop: impl Future<Output = ()>,
     serve: impl Fn(AcceptedClient, ClientAddr),
 ) {
     let mut acceptor = Acceptor::new(&listener, serve);
     let accepting = async {
         loop {
-            let Err(error) = acceptor.accept(&pause).await;
+            let Err(error) = acceptor.accept(&burst_timer).await;
             tracing::warn!(%error, "accepting connections failed");
             acceptor.serve_ready(|_| true);
             tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
@@ -148,8 +150,8 @@ struct PendingClient {
 /// Whether the accept queue may hold more clients.
 #[derive(PartialEq, Eq)]
 enum QueueState {
-    Maybe,
-    No,
+    MayHoldMore,
+    Empty,
 }
 
 impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
@@ -163,53 +165,72 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
         }
     }
 
-    /// Serves clients as they arrive. If a response is pending, clients of a burst wait up to [`BURST_MAX_WAIT`] for it,
-    /// because its arrival wakes the worker anyway.
+    /// Accepts and serves clients: in a burst while responses are pending, by [`Self::burst_round`], otherwise by
+    /// [`Self::normal_round`].
     ///
     /// # Errors
     /// An accept error that concerns the listener.
-    async fn accept(&mut self, pause: &ShortTimer) -> io::Result<Infallible> {
-        let (responses, mut registration, mut throttle) = (self.responses.clone(), None, None);
+    async fn accept(&mut self, burst_timer: &ShortTimer) -> io::Result<Infallible> {
+        let (mut registration, mut throttle) = (None, None);
         loop {
             let now = Instant::now();
-            if self.burst.is_active(now) && responses.n_pending() > 0 {
+            if self.burst.is_active(now) && self.responses.n_pending() > 0 {
                 registration = None; // unregisters the listener, so that new clients do not wake the worker
-                let active = throttle.get_or_insert_with(|| responses.throttle());
-                active.release(RESPONSES_PER_RELEASE); // before the clients that arrive now are served
-                self.serve_ready(|waiting| {
-                    waiting.read_first_bytes() || now - waiting.since > BURST_MAX_CLIENT_SILENCE
-                });
-                tokio::select! {
-                    biased;
-                    () = responses.wait_arrival() => {}
-                    waited = pause.wait() => {
-                        waited?;
-                        self.burst = BurstDetector::new(Instant::now());
-                    }
-                }
-                self.accept_queued(&mut throttle).await?;
+                self.burst_round(now, burst_timer, &mut throttle).await?;
             } else {
                 throttle = None;
-                self.serve_ready(|_| true);
-                let registration = match &registration {
-                    Some(registration) => registration,
-                    None => registration.insert(register_readable(self.listener.as_fd())?),
-                };
-                let mut readable = registration.readable().await?;
-                self.accept_queued(&mut throttle).await?;
-                readable.clear_ready();
+                self.normal_round(&mut registration).await?;
             }
         }
+    }
+
+    /// Clients of a burst wait for a response, because its arrival wakes the worker anyway:
+    /// 1. releases the next [`RESPONSES_PER_RELEASE`] responses; the others are throttled;
+    /// 2. serves clients that have sent data or were silent too long;
+    /// 3. waits for the next released response, or [`BURST_MAX_WAIT`], which ends the burst;
+    /// 4. accepts all queued clients.
+    async fn burst_round(
+        &mut self,
+        now: Instant,
+        burst_timer: &ShortTimer,
+        throttle: &mut Option<ReleaseThrottle>,
+    ) -> io::Result<()> {
+        throttle
+            .get_or_insert_with(|| self.responses.throttle())
+            .release(RESPONSES_PER_RELEASE);
+        self.serve_ready(|pending| pending.read_first_bytes() || now - pending.since > BURST_MAX_CLIENT_SILENCE);
+        tokio::select! {
+            biased;
+            () = self.responses.wait_for_completion() => {}
+            waited = burst_timer.wait() => {
+                waited?;
+                self.burst = BurstDetector::new(Instant::now());
+            }
+        }
+        self.accept_queued(throttle).await
+    }
+
+    /// Serves every client as it arrives. Responses are not throttled.
+    async fn normal_round(&mut self, registration: &mut Option<AsyncFd<BorrowedFd<'l>>>) -> io::Result<()> {
+        self.serve_ready(|_| true);
+        let registration = match registration {
+            Some(registration) => registration,
+            None => registration.insert(register_readable(self.listener.as_fd())?),
+        };
+        let mut readable = registration.readable().await?;
+        self.accept_queued(&mut None).await?;
+        readable.clear_ready();
+        Ok(())
     }
 
     /// Accepts all queued clients. If there are many, the first ones and other tasks are served in between, because accepting
     /// all of them takes longer than a response should wait. Most clients have sent data by then, so their protocol is known at
     /// once; otherwise detection buffers for all of them would be allocated at the same time and not be returned to the system.
     async fn accept_queued(&mut self, throttle: &mut Option<ReleaseThrottle>) -> io::Result<()> {
-        while self.accept_batch()? == QueueState::Maybe {
+        while self.accept_batch()? == QueueState::MayHoldMore {
             *throttle = None;
-            self.serve_ready(|waiting| {
-                waiting.read_first_bytes();
+            self.serve_ready(|pending| {
+                pending.read_first_bytes();
                 true
             });
             tokio::task::yield_now().await;
@@ -218,10 +239,10 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
     }
 
     fn accept_batch(&mut self) -> io::Result<QueueState> {
-        let (now, before) = (Instant::now(), self.pending.len());
-        let filled = loop {
-            if self.pending.len() - before == ACCEPT_BATCH_SIZE {
-                break Ok(QueueState::Maybe);
+        let (now, n_before) = (Instant::now(), self.pending.len());
+        let queue_state = loop {
+            if self.pending.len() - n_before == ACCEPT_BATCH_SIZE {
+                break Ok(QueueState::MayHoldMore);
             }
             let accepted = self.listener.accept();
             match accepted.and_then(|(stream, addr)| stream.set_nonblocking(true).map(|()| (stream, addr))) {
@@ -233,26 +254,26 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
                     addr: ClientAddr(addr::canonical(addr)),
                     since: now,
                 }),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(QueueState::No),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(QueueState::Empty),
                 Err(error) if is_connection_error(&error) => {}
                 Err(error) => break Err(error),
             }
         };
         self.burst
-            .record(now, self.pending.len() - before, self.responses.n_pending());
-        filled
+            .record(now, self.pending.len() - n_before, self.responses.n_pending());
+        queue_state
     }
 
-    /// Serves the pending clients for which `may` is true.
-    fn serve_ready(&mut self, may: impl FnMut(&mut PendingClient) -> bool) {
-        for PendingClient { client, addr, .. } in self.pending.extract_if(.., may) {
+    /// Serves the pending clients for which `is_ready` is true.
+    fn serve_ready(&mut self, is_ready: impl FnMut(&mut PendingClient) -> bool) {
+        for PendingClient { client, addr, .. } in self.pending.extract_if(.., is_ready) {
             (self.serve)(client, addr);
         }
     }
 }
 
 impl PendingClient {
-    /// Whether this client can be served: it has sent data, or its connection has ended.
+    /// Reads what the client has sent. Returns whether it can be served: it has sent data, or its connection has ended.
     fn read_first_bytes(&mut self) -> bool {
         let mut space = [0; detect::MAX_DETECT_BYTES];
         match self.client.stream.read(&mut space) {
@@ -271,50 +292,51 @@ fn register_readable(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<
 
 /// Detects bursts of clients, by samples of [`BURST_SAMPLE_SIZE`] clients.
 struct BurstDetector {
+    /// Whether the last complete sample was a burst.
     is_burst: bool,
-    last: Instant,
-    /// The clients of the current sample: its start, their number, and the lowest and highest number of busy clients.
-    since: Instant,
-    n: usize,
-    min_busy: usize,
-    max_busy: usize,
+    last_arrival: Instant,
+    /// The current sample: its start, its number of clients, and the lowest and highest number of pending responses.
+    sample_start: Instant,
+    n_clients: usize,
+    min_pending: usize,
+    max_pending: usize,
 }
 
 impl BurstDetector {
     fn new(now: Instant) -> Self {
         Self {
             is_burst: false,
-            last: now,
-            since: now,
-            n: 0,
-            min_busy: usize::MAX,
-            max_busy: 0,
+            last_arrival: now,
+            sample_start: now,
+            n_clients: 0,
+            min_pending: usize::MAX,
+            max_pending: 0,
         }
     }
 
     /// Whether waiting for more clients is worthwhile.
     fn is_active(&self, now: Instant) -> bool {
-        self.is_burst && now - self.last < BURST_MAX_MEAN_INTERVAL
+        self.is_burst && now - self.last_arrival < BURST_MAX_MEAN_INTERVAL
     }
 
-    /// Records `n` clients that arrive now, while `busy` others are in use. A client that opens one connection after the other
-    /// is no burst, however many other connections stay open.
-    fn record(&mut self, now: Instant, n: usize, busy: usize) {
+    /// Records `n` clients that arrive now, while `n_pending` responses are pending. A client that opens one connection after
+    /// the other is no burst, however many requests of others are in progress, because their number hardly varies.
+    fn record(&mut self, now: Instant, n: usize, n_pending: usize) {
         if n == 0 {
             return;
         }
-        if now - self.last > BURST_RESET_AFTER {
+        if now - self.last_arrival > BURST_RESET_AFTER {
             *self = Self::new(now);
         }
-        self.last = now;
-        self.n += n;
-        self.min_busy = self.min_busy.min(busy);
-        self.max_busy = self.max_busy.max(busy + n);
-        if self.n >= BURST_SAMPLE_SIZE {
-            let is_one = now - self.since < BURST_MAX_MEAN_INTERVAL * self.n as u32
-                && self.max_busy - self.min_busy >= BURST_MIN_BUSY_SPREAD;
+        self.last_arrival = now;
+        self.n_clients += n;
+        self.min_pending = self.min_pending.min(n_pending);
+        self.max_pending = self.max_pending.max(n_pending + n);
+        if self.n_clients >= BURST_SAMPLE_SIZE {
+            let is_burst = now - self.sample_start < BURST_MAX_MEAN_INTERVAL * self.n_clients as u32
+                && self.max_pending - self.min_pending >= BURST_MIN_PENDING_SPREAD;
             *self = Self {
-                is_burst: is_one,
+                is_burst,
                 ..Self::new(now)
             };
         }
@@ -352,34 +374,39 @@ mod tests {
         bind(([127, 0, 0, 1], 0).into(), None, PortSharing::Exclusive, options).unwrap()
     }
 
-    /// Simulates 128 clients that arrive `at_once` at a time, every `after` microseconds, with `busy(i)` other clients in use;
-    /// returns when a burst is detected.
-    fn burst_of(at_once: usize, after: u64, busy: impl Fn(usize) -> usize) -> Vec<usize> {
+    /// Simulates 128 clients that arrive `at_once` at a time, every `interval` microseconds. When `n` clients have arrived,
+    /// `n_pending(n)` responses are pending. Returns the numbers of arrived clients at which a burst is active.
+    fn active_at(at_once: usize, interval: u64, n_pending: impl Fn(usize) -> usize) -> Vec<usize> {
         let mut now = Instant::now();
         let mut detector = BurstDetector::new(now);
-        let came = (1..=128 / at_once).map(|n| n * at_once);
-        came.filter(|n| {
-            now += Duration::from_micros(after);
-            detector.record(now, at_once, busy(*n));
-            detector.is_active(now)
-        })
-        .collect()
+        let arrivals = (1..=128 / at_once).map(|n| n * at_once);
+        arrivals
+            .filter(|n| {
+                now += Duration::from_micros(interval);
+                detector.record(now, at_once, n_pending(*n));
+                detector.is_active(now)
+            })
+            .collect()
     }
 
     #[test]
     fn a_burst_is_many_clients_at_short_intervals_with_varying_load() {
-        assert_eq!(burst_of(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
-        assert_eq!(burst_of(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
-        let one_by_one = burst_of(1, 200, |n| 10 + n % 2);
+        // A sample has 32 clients; it decides for the clients from its last one on until the end of the next sample.
+        assert_eq!(active_at(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
+        assert_eq!(active_at(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
+        let one_by_one = active_at(1, 200, |n| 10 + n % 2);
         assert!(one_by_one.is_empty(), "{one_by_one:?}");
-        let soon_more = |n| if n > 40 { n } else { 10 };
-        assert_eq!(burst_of(1, 200, soon_more), (64..=128).collect::<Vec<_>>());
-        let no_more = |n| if n > 40 { 10 } else { n };
-        assert_eq!(burst_of(1, 200, no_more), (32..96).collect::<Vec<_>>());
-        let slowly = burst_of(1, 400, |n| n);
-        assert!(slowly.is_empty(), "{slowly:?}");
-        let few = burst_of(8, 2400, |_| 10);
-        assert!(few.is_empty(), "{few:?}");
+        let load_varies_after_40 = |n| if n > 40 { n } else { 10 };
+        assert_eq!(active_at(1, 200, load_varies_after_40), (64..=128).collect::<Vec<_>>());
+        let load_is_constant_after_40 = |n| if n > 40 { 10 } else { n };
+        assert_eq!(
+            active_at(1, 200, load_is_constant_after_40),
+            (32..96).collect::<Vec<_>>()
+        );
+        let slow = active_at(1, 400, |n| n);
+        assert!(slow.is_empty(), "{slow:?}");
+        let slow_groups = active_at(8, 2400, |_| 10);
+        assert!(slow_groups.is_empty(), "{slow_groups:?}");
     }
 
     #[test]
@@ -411,20 +438,20 @@ mod tests {
     }
 
     /// Like [`acceptor`], with another maximum wait of a burst, in real time.
-    fn acceptor_on(listener: std::net::TcpListener, together: Duration) -> TestAcceptor {
-        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    fn acceptor_on(listener: std::net::TcpListener, max_wait: Duration) -> TestAcceptor {
+        let (stop_tx, stop_rx) = tokio::sync::oneshot::channel::<()>();
         let addr = listener.local_addr().unwrap();
-        let (sender, served) = tokio::sync::mpsc::unbounded_channel();
+        let (served_tx, served_rx) = tokio::sync::mpsc::unbounded_channel();
         let passed_on = Arc::<AtomicUsize>::default();
         let n = passed_on.clone();
         tokio::spawn(async move {
-            let serve = |client, _| sender.send((client, n.load(Ordering::Relaxed))).unwrap();
-            accept_loop(listener, ShortTimer::new(together).unwrap(), stopped.map(|_| ()), serve).await;
+            let serve = |client, _| served_tx.send((client, n.load(Ordering::Relaxed))).unwrap();
+            accept_loop(listener, ShortTimer::new(max_wait).unwrap(), stop_rx.map(|_| ()), serve).await;
         });
         TestAcceptor {
             addr,
-            stop,
-            served,
+            stop: stop_tx,
+            served: served_rx,
             passed_on,
         }
     }
@@ -456,10 +483,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn clients_outside_a_burst_and_without_pending_responses_are_served_at_once() {
         let mut acceptor = acceptor();
-        let answer = PendingResponse::register();
+        let response = PendingResponse::register();
         let _alone = acceptor.connect(b"hello");
         assert!(acceptor.next().await.0.is_empty());
-        drop(answer);
+        drop(response);
         let _burst = acceptor.serve_burst().await;
         let _another = acceptor.connect(b"hello");
         assert!(acceptor.next().await.0.is_empty());
@@ -469,7 +496,7 @@ mod tests {
     async fn a_burst_is_served_with_its_first_bytes() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let _answer = PendingResponse::register();
+        let _response = PendingResponse::register();
         let mut open = Vec::new();
         for n in 0..100_u8 {
             open.push(acceptor.connect(&[n; 5000]));
@@ -491,11 +518,11 @@ mod tests {
     async fn complete_responses(acceptor: &mut TestAcceptor) -> tokio::task::JoinSet<()> {
         let (release, mut passing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
         for _ in 0..3 * RESPONSES_PER_RELEASE {
-            let (answer, release, passed_on) =
+            let (response, release, passed_on) =
                 (PendingResponse::register(), release.clone(), acceptor.passed_on.clone());
             passing.spawn(async move {
                 release.notified().await;
-                answer.wait_for_release().await;
+                response.wait_for_release().await;
                 passed_on.fetch_add(1, Ordering::Relaxed);
             });
         }
@@ -551,7 +578,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_burst_ends_when_no_response_arrives_in_time() {
         let mut acceptor = acceptor_on(listening(SocketOptions::default()), Duration::from_micros(1));
-        let _answer = PendingResponse::register();
+        let _response = PendingResponse::register();
         for _ in 0..3 {
             let _burst = acceptor.serve_burst().await;
             let _silent = acceptor.connect(b"");
@@ -587,7 +614,7 @@ mod tests {
     async fn silent_burst_clients_are_served_after_a_timeout_a_close_or_without_pending_responses() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let answer = PendingResponse::register();
+        let response = PendingResponse::register();
         let closing = acceptor.connect(b"");
         let _sending = acceptor.connect(b"hello");
         assert_eq!(acceptor.next().await.0, "hello", "the silent client still waits");
@@ -597,12 +624,13 @@ mod tests {
         assert!(received.is_empty());
         assert_eq!(left.read(&mut [0]).await.unwrap(), 0);
 
-        let (_silent, mut speak) = (acceptor.connect(b""), Vec::new());
-        for passed in 0.. {
-            speak.push(acceptor.connect(b"hello"));
+        let (_silent, mut sending) = (acceptor.connect(b""), Vec::new());
+        // 200 µs pass in each round.
+        for round in 0.. {
+            sending.push(acceptor.connect(b"hello"));
             drop(PendingResponse::register());
             if acceptor.next().await.0.is_empty() {
-                assert_eq!(passed, BURST_MAX_CLIENT_SILENCE.as_micros() / 200 + 1);
+                assert_eq!(round, BURST_MAX_CLIENT_SILENCE.as_micros() / 200 + 1);
                 break;
             }
             tokio::time::advance(Duration::from_micros(200)).await;
@@ -612,7 +640,7 @@ mod tests {
         drop(PendingResponse::register());
         assert_eq!(acceptor.next().await.0, "hello");
         assert_eq!(acceptor.next().await.0, "hello");
-        drop(answer);
+        drop(response);
         assert!(acceptor.next().await.0.is_empty());
     }
 
@@ -620,7 +648,7 @@ mod tests {
     async fn queued_connections_are_served_after_stop() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let _answer = PendingResponse::register();
+        let _response = PendingResponse::register();
         let _pending = [acceptor.connect(b""), acceptor.connect(b"hello")];
         assert_eq!(acceptor.next().await.0, "hello");
         let _queued = acceptor.connect(b"");

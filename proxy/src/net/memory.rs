@@ -29,7 +29,7 @@ pub(crate) struct MemoryMonitor {
     usage: Usage,
     /// In bytes.
     limit: u64,
-    shortage: MemoryPressure,
+    pressure: MemoryPressure,
     pressure_gauge: Arc<Gauge>,
     /// Held so that the gauge stays in the metrics.
     _shown_limit: Arc<Gauge>,
@@ -46,7 +46,7 @@ enum Usage {
 
 impl MemoryMonitor {
     /// Monitors usage against `limit` in bytes, or else against the limit of the cgroup; `None` if there is neither.
-    pub(crate) fn new(limit: Option<u64>, shortage: MemoryPressure, registry: &Registry) -> Option<Self> {
+    pub(crate) fn new(limit: Option<u64>, pressure: MemoryPressure, registry: &Registry) -> Option<Self> {
         let (usage, limit) = match limit {
             Some(limit) => (Usage::Process, limit),
             None => {
@@ -58,15 +58,15 @@ impl MemoryMonitor {
         let limits = registry.gauge("tulle_memory_limit_bytes", "Memory that this process may use");
         let shown_limit = limits.get(&Labels::new());
         shown_limit.set(i64::try_from(limit).unwrap_or(i64::MAX));
-        let short = registry.gauge(
+        let pressure_gauges = registry.gauge(
             "tulle_memory_short",
             "1 while requests and connections are refused because memory is about to run out",
         );
         Some(Self {
             usage,
             limit,
-            shortage,
-            pressure_gauge: short.get(&Labels::new()),
+            pressure,
+            pressure_gauge: pressure_gauges.get(&Labels::new()),
             _shown_limit: shown_limit,
         })
     }
@@ -86,18 +86,18 @@ impl MemoryMonitor {
 
     /// Checks the usage once and returns it.
     fn check(&self) -> Option<u64> {
-        let was_short = self.shortage.is_active();
+        let was_active = self.pressure.is_active();
         let mut used = self.usage.read()?;
-        // Also while memory is short: otherwise the allocator keeps what finished requests free, and the shortage would never
-        // end. The proxy has little else to do then.
-        if is_above_threshold(used, self.limit, was_short) {
+        // Also while the pressure lasts: otherwise the allocator would keep the memory that finished requests have freed, and the
+        // pressure would never end. The proxy has little else to do then.
+        if is_pressure(used, self.limit, was_active) {
             trim_heap();
             used = self.usage.read()?;
         }
-        let is_short = is_above_threshold(used, self.limit, was_short);
-        if is_short != was_short {
+        let is_active = is_pressure(used, self.limit, was_active);
+        if is_active != was_active {
             let limit = self.limit;
-            match is_short {
+            match is_active {
                 true => tracing::warn!(
                     used,
                     limit,
@@ -105,17 +105,17 @@ impl MemoryMonitor {
                 ),
                 false => tracing::info!(used, limit, "memory is available again"),
             }
-            self.shortage.0.store(is_short, Ordering::Relaxed);
-            self.pressure_gauge.set(i64::from(is_short));
+            self.pressure.0.store(is_active, Ordering::Relaxed);
+            self.pressure_gauge.set(i64::from(is_active));
         }
         Some(used)
     }
 }
 
-/// Memory is short from 90 % of the limit on; a shortage ends when the usage is below 85 %.
-fn is_above_threshold(used: u64, limit: u64, was_short: bool) -> bool {
-    let of_limit = |percent| u128::from(limit) * percent <= u128::from(used) * 100;
-    of_limit(90) || (was_short && of_limit(85))
+/// Pressure begins when the usage reaches 90 % of the limit, and ends when the usage is below 85 %.
+fn is_pressure(used: u64, limit: u64, was_active: bool) -> bool {
+    let reaches = |percent| u128::from(limit) * percent <= u128::from(used) * 100;
+    reaches(90) || (was_active && reaches(85))
 }
 
 impl Usage {
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn memory_is_short_from_90_percent_until_usage_is_below_85_percent() {
-        for (used, was_short, expected) in [
+        for (used, was_active, expected) in [
             (0, false, false),
             (899, false, false),
             (900, false, true),
@@ -162,30 +162,26 @@ mod tests {
             (850, true, true),
             (849, true, false),
         ] {
-            assert_eq!(
-                is_above_threshold(used, 1000, was_short),
-                expected,
-                "{used} {was_short}"
-            );
+            assert_eq!(is_pressure(used, 1000, was_active), expected, "{used} {was_active}");
         }
     }
 
     #[cfg(target_env = "gnu")]
     #[test]
-    fn memory_freed_during_a_shortage_ends_it() {
+    fn memory_freed_under_pressure_ends_it() {
         const MUCH: usize = 256 << 20;
         const PIECE: usize = 64 << 10; // too small for malloc to map it separately
         let used = Usage::Process.read().unwrap();
         let limit = used + MUCH as u64;
-        let (registry, shortage) = (Registry::new(), MemoryPressure::default());
-        let watch = MemoryMonitor::new(Some(limit), shortage.clone(), &registry).unwrap();
+        let (registry, pressure) = (Registry::new(), MemoryPressure::default());
+        let watch = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
         let mut pieces: Vec<Vec<u8>> = (0..MUCH / PIECE).map(|_| vec![1; PIECE]).collect();
         watch.check();
-        assert!(shortage.is_active());
+        assert!(pressure.is_active());
         let last = pieces.pop(); // keeps the heap from shrinking by itself
         drop(pieces);
         watch.check();
-        assert!(!shortage.is_active(), "{:?} of {limit}", Usage::Process.read());
+        assert!(!pressure.is_active(), "{:?} of {limit}", Usage::Process.read());
         drop(last);
     }
 
@@ -205,10 +201,10 @@ mod tests {
     async fn the_process_is_measured_against_a_configured_limit() {
         for (limit, expected) in [(1, true), (u64::MAX, false)] {
             let registry = Registry::new();
-            let shortage = MemoryPressure::default();
-            let watch = MemoryMonitor::new(Some(limit), shortage.clone(), &registry).unwrap();
+            let pressure = MemoryPressure::default();
+            let watch = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
             assert!(watch.check().unwrap() > 1_000_000);
-            assert_eq!(shortage.is_active(), expected);
+            assert_eq!(pressure.is_active(), expected);
             let shown = format!("tulle_memory_short {}", i64::from(expected));
             assert!(registry.render().contains(&shown), "{}", registry.render());
         }

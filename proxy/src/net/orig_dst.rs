@@ -16,8 +16,9 @@ use nix::{
 use tokio::net::TcpStream;
 use tulle_core::addr::{self, OrigDst};
 
-/// Looks up the original destination. A function value, because connections need not come through redirect rules.
-pub(crate) type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
+/// Looks up the original destination of an accepted connection, given its socket and its peer's address. A function, because
+/// without redirect rules (tproxy, tests) it is not the kernel's connection tracking that is asked.
+pub type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
 
 /// Asks the kernel's connection tracking for the address that the peer dialled. A connection without an entry was not
 /// redirected, so its local address is the one that was dialled.

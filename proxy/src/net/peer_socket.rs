@@ -21,8 +21,8 @@ use crate::net::orig_dst;
 pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
     let peer = match stream.peer_addr() {
         Ok(peer) => canonical(peer),
-        // A socket that is closed with unread data sends a reset. The kernel then has no peer address for the proxy's socket.
-        // After a FIN, reading does not report the reset.
+        // The peer has sent a reset, because it closed with unread data. A read does not report a reset that follows a FIN, so
+        // this is the only sign.
         Err(error) if error.kind() == io::ErrorKind::NotConnected => return Some(true),
         Err(_) => return None,
     };
@@ -51,9 +51,9 @@ fn query_inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
     let fd = netlink.as_raw_fd();
     send(fd, &encode_request(from, to), MsgFlags::empty())?;
     // The kernel answers before `send` returns.
-    let mut answer = [0; 512];
-    let n = recv(fd, &mut answer, MsgFlags::empty())?;
-    parse_response(&answer[..n])
+    let mut response = [0; 512];
+    let n = recv(fd, &mut response, MsgFlags::empty())?;
+    parse_response(&response[..n])
 }
 
 /// Source: `linux/netlink.h` and `linux/inet_diag.h`, `struct nlmsghdr` and `struct inet_diag_req_v2`.
@@ -82,14 +82,14 @@ fn encode_request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
 }
 
 /// Source: as for [`encode_request`], `struct nlmsgerr` and `struct inet_diag_msg`.
-fn parse_response(answer: &[u8]) -> io::Result<Option<u32>> {
+fn parse_response(response: &[u8]) -> io::Result<Option<u32>> {
     let bad = || io::Error::from(io::ErrorKind::InvalidData);
-    let kind = answer
+    let kind = response
         .get(4..6)
         .and_then(|bytes| bytes.try_into().ok())
         .ok_or_else(bad)?;
     let number = |at: usize| {
-        let bytes = answer.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
+        let bytes = response.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
         bytes.ok_or_else(bad)
     };
     match u16::from_ne_bytes(kind) {

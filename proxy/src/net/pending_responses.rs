@@ -1,4 +1,5 @@
-//! Counts the responses that a worker waits for. The arrival of one wakes the worker, which can then also do other work.
+//! Counts the responses that a worker waits for, and releases them to their clients, a few at a time during a burst of clients.
+//! Each arrival of a response wakes the worker, which can then also do other work.
 
 use std::sync::{
     Arc,
@@ -9,12 +10,12 @@ use tokio::sync::{Notify, Semaphore};
 
 pub(crate) struct PendingResponses {
     n: AtomicUsize,
-    arrived: Notify,
+    completed: Notify,
     /// One permit for each response that may be passed on now.
     release_permits: Semaphore,
 }
 
-/// A pending response; it stops being pending when this is dropped.
+/// A response that is pending from its request until it is released to its client, or until this is dropped.
 pub(crate) struct PendingResponse(Arc<PendingResponses>);
 
 /// While this exists, responses are passed on a few at a time.
@@ -23,7 +24,7 @@ pub(crate) struct ReleaseThrottle(Arc<PendingResponses>);
 thread_local! {
     static BY_THIS_WORKER: Arc<PendingResponses> = Arc::new(PendingResponses {
         n: AtomicUsize::new(0),
-        arrived: Notify::new(),
+        completed: Notify::new(),
         release_permits: Semaphore::new(UNLIMITED_PERMITS),
     });
 }
@@ -40,9 +41,9 @@ impl PendingResponses {
         self.n.load(Ordering::Relaxed)
     }
 
-    /// Waits until a response has arrived or is no longer pending.
-    pub(crate) async fn wait_arrival(&self) {
-        self.arrived.notified().await;
+    /// Waits until a pending response is released to its client or given up.
+    pub(crate) async fn wait_for_completion(&self) {
+        self.completed.notified().await;
     }
 
     /// Starts passing responses on only through [`ReleaseThrottle::release`]. If there are several throttles, the latest call
@@ -74,15 +75,15 @@ impl Drop for ReleaseThrottle {
 
 impl PendingResponse {
     pub(crate) fn register() -> Self {
-        let awaited = PendingResponses::current();
-        awaited.n.fetch_add(1, Ordering::Relaxed);
-        Self(awaited)
+        let responses = PendingResponses::current();
+        responses.n.fetch_add(1, Ordering::Relaxed);
+        Self(responses)
     }
 
     /// Waits until this response, which has arrived, may be passed on.
     pub(crate) async fn wait_for_release(self) {
-        if let Ok(pass) = self.0.release_permits.acquire().await {
-            pass.forget();
+        if let Ok(permit) = self.0.release_permits.acquire().await {
+            permit.forget();
         }
     }
 }
@@ -90,7 +91,7 @@ impl PendingResponse {
 impl Drop for PendingResponse {
     fn drop(&mut self) {
         self.0.n.fetch_sub(1, Ordering::Relaxed);
-        self.0.arrived.notify_waiters();
+        self.0.completed.notify_waiters();
     }
 }
 
@@ -101,22 +102,22 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn every_waiter_is_notified_when_a_response_arrives() {
-        let awaited = PendingResponses::current();
-        assert_eq!(awaited.n_pending(), 0);
+    async fn every_waiter_is_notified_when_a_response_is_completed() {
+        let responses = PendingResponses::current();
+        assert_eq!(responses.n_pending(), 0);
         let (first, second) = (PendingResponse::register(), PendingResponse::register());
-        assert_eq!(awaited.n_pending(), 2);
-        let mut waiting = [Box::pin(awaited.wait_arrival()), Box::pin(awaited.wait_arrival())];
-        for waits in &mut waiting {
-            assert!(waits.now_or_never().is_none());
+        assert_eq!(responses.n_pending(), 2);
+        let mut waiters = [(); 2].map(|()| Box::pin(responses.wait_for_completion()));
+        for waiter in &mut waiters {
+            assert!(waiter.now_or_never().is_none());
         }
         drop(first);
-        assert_eq!(awaited.n_pending(), 1);
-        for waits in waiting {
-            assert!(waits.now_or_never().is_some());
+        assert_eq!(responses.n_pending(), 1);
+        for waiter in waiters {
+            assert!(waiter.now_or_never().is_some());
         }
         assert!(
-            awaited.wait_arrival().now_or_never().is_none(),
+            responses.wait_for_completion().now_or_never().is_none(),
             "the second is still pending"
         );
         drop(second);
@@ -124,24 +125,24 @@ mod tests {
 
     #[tokio::test]
     async fn throttled_responses_are_released_in_order() {
-        let awaited = PendingResponses::current();
-        let mut passing = [(); 6].map(|()| Box::pin(PendingResponse::register().wait_for_release()));
-        let mut passed = |mine: std::ops::Range<usize>| {
-            passing[mine]
+        let responses = PendingResponses::current();
+        let mut releases = [(); 6].map(|()| Box::pin(PendingResponse::register().wait_for_release()));
+        let mut is_released = |range: std::ops::Range<usize>| {
+            releases[range]
                 .iter_mut()
-                .map(|answer| answer.now_or_never().is_some())
+                .map(|release| release.now_or_never().is_some())
                 .collect::<Vec<_>>()
         };
-        assert_eq!(passed(0..1), [true]);
-        let throttle = awaited.throttle();
-        assert_eq!(passed(1..5), [false; 4]);
+        assert_eq!(is_released(0..1), [true]);
+        let throttle = responses.throttle();
+        assert_eq!(is_released(1..5), [false; 4]);
         throttle.release(2);
-        assert_eq!(passed(1..5), [true, true, false, false]);
+        assert_eq!(is_released(1..5), [true, true, false, false]);
         throttle.release(1);
-        assert_eq!(passed(5..6), [false], "others came before");
-        assert_eq!(passed(3..5), [true, false]);
+        assert_eq!(is_released(5..6), [false], "others came before");
+        assert_eq!(is_released(3..5), [true, false]);
         drop(throttle);
-        assert_eq!(passed(4..6), [true; 2]);
-        assert_eq!(awaited.n_pending(), 0);
+        assert_eq!(is_released(4..6), [true; 2]);
+        assert_eq!(responses.n_pending(), 0);
     }
 }

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_name_addresses_and_names() {
+    fn targets_can_be_addresses_or_host_names() {
         let v6 = [&b"\x05\x01\x00\x04"[..], &[0xfd], &[0; 14], &[1], b"\x00\x50"].concat();
         for (bytes, expected) in [
             (&b"\x05\x01\x00\x01\x0a\x00\x00\x01\x1f\x90"[..], "10.0.0.1:8080"),
@@ -189,8 +189,8 @@ mod tests {
             (b"\x05\x01\x00\x03\x03web\x00\x00", Some(4)),
             (b"\x04\x01\x00\x01\x0a\x00\x00\x01\x1f\x90", None),
         ] {
-            let answer = parse_request(bytes).unwrap_err().reply();
-            assert_eq!(answer.get(1).copied(), code, "{bytes:?}");
+            let reply = parse_request(bytes).unwrap_err().reply();
+            assert_eq!(reply.get(1).copied(), code, "{bytes:?}");
         }
     }
 }

@@ -26,7 +26,7 @@ pub(crate) struct ConnectionMetrics {
     read: Arc<Counter>,
     written: Arc<Counter>,
     /// Counts the same bytes by zone, if zones are known.
-    cost: Option<ZoneTraffic>,
+    zone_traffic: Option<ZoneTraffic>,
     /// Connections that ended without an error, which is the common case.
     closed_ok: OnceLock<Arc<Counter>>,
 }
@@ -50,17 +50,21 @@ impl Families {
     }
 
     pub(crate) fn series(&self, labels: Labels) -> Arc<ConnectionMetrics> {
-        self.with_cost(labels, None)
+        self.series_with_zone_traffic(labels, None)
     }
 
-    pub(crate) fn with_cost(&self, labels: Labels, cost: Option<ZoneTraffic>) -> Arc<ConnectionMetrics> {
+    pub(crate) fn series_with_zone_traffic(
+        &self,
+        labels: Labels,
+        zone_traffic: Option<ZoneTraffic>,
+    ) -> Arc<ConnectionMetrics> {
         Arc::new(ConnectionMetrics {
             families: self.clone(),
             open_total: self.open_total.get(&labels),
             open: self.open.get(&labels),
             read: self.read.get(&labels),
             written: self.written.get(&labels),
-            cost,
+            zone_traffic,
             closed_ok: OnceLock::new(),
             labels,
         })
@@ -101,15 +105,15 @@ impl ConnectionMetrics {
 
     pub(crate) fn read(&self, n: u64) {
         self.read.add(n);
-        if let Some(cost) = &self.cost {
-            cost.received.add(n);
+        if let Some(zone_traffic) = &self.zone_traffic {
+            zone_traffic.received.add(n);
         }
     }
 
     pub(super) fn written(&self, n: u64) {
         self.written.add(n);
-        if let Some(cost) = &self.cost {
-            cost.sent.add(n);
+        if let Some(zone_traffic) = &self.zone_traffic {
+            zone_traffic.sent.add(n);
         }
     }
 
@@ -119,10 +123,10 @@ impl ConnectionMetrics {
 
     pub(crate) fn closed(&self, errno: Option<i32>) {
         self.open.add(-1);
-        let by = |errno: &str| self.families.close_total.get(&self.labels.clone().with("errno", errno));
+        let counter = |errno: &str| self.families.close_total.get(&self.labels.clone().with("errno", errno));
         match errno {
-            None => self.closed_ok.get_or_init(|| by("")).inc(),
-            Some(errno) => by(&format!("{:?}", Errno::from_raw(errno))).inc(),
+            None => self.closed_ok.get_or_init(|| counter("")).inc(),
+            Some(errno) => counter(&format!("{:?}", Errno::from_raw(errno))).inc(),
         }
     }
 }

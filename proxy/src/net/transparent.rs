@@ -41,7 +41,7 @@ pub(crate) async fn connect(client: IpAddr, addr: SocketAddr) -> io::Result<TcpS
 async fn connect_from(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
-    // The same source port may lead to several applications.
+    // `SO_REUSEADDR`: one source port may be used at once for connections to several addresses of the application.
     socket.set_reuse_address(true)?;
     set_transparent(&socket)?;
     socket.bind(&from.into())?;

@@ -62,7 +62,8 @@ pub(crate) enum Backend {
 
 /// A service with its balancer. Its endpoints are watched until the last reference is dropped.
 pub(crate) struct BalancedService {
-    pub(super) service_name: Arc<str>,
+    /// Name and port of the service, such as `web.shop.svc.cluster.local:80`.
+    pub(super) authority: Arc<str>,
     pub(super) balancer: Arc<Balancer<Endpoint>>,
     params: BalancerParams,
     _endpoint_watch: watch::Receiver<WatchState<()>>,
@@ -137,8 +138,8 @@ impl BackendFactory {
     fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>, scope: &MetricScope<'_>) -> Backend {
         match &backend.target {
             BackendTarget::Fail => Backend::Fail,
-            BackendTarget::Forward(spec) => Backend::Forward(self.forward(spec)),
-            BackendTarget::Balance { path, load } => {
+            BackendTarget::Forward(spec) => Backend::Forward(self.fixed_endpoint(spec)),
+            BackendTarget::Balance { authority, load } => {
                 let params = BalancerParams {
                     load: *load,
                     queue: Queue {
@@ -147,18 +148,18 @@ impl BackendFactory {
                     },
                     accrual,
                 };
-                self.balanced_backend(path, params, scope, &backend.meta)
+                self.balanced_backend(authority, params, scope, &backend.meta)
             }
         }
     }
 
     /// The endpoint at a fixed address. Returns an existing one with its connections if it is still in use.
-    pub(super) fn forward(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
+    pub(super) fn fixed_endpoint(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
         let mut forwards = self.forwards.lock();
         let list = forwards.endpoints.entry(spec.addr).or_default();
         list.retain(|(_, endpoint)| endpoint.strong_count() > 0);
-        let same = list.iter().find(|(of, _)| of == spec);
-        if let Some(endpoint) = same.and_then(|(_, endpoint)| endpoint.upgrade()) {
+        let existing = list.iter().find(|(other, _)| other == spec);
+        if let Some(endpoint) = existing.and_then(|(_, endpoint)| endpoint.upgrade()) {
             return endpoint;
         }
         let load = Load::new(DEFAULT_LOAD_PARAMS, Instant::now());
@@ -169,10 +170,11 @@ impl BackendFactory {
         endpoint
     }
 
-    /// The balancer of a service by its name, with the load parameters of services without a policy.
-    pub(super) fn service(
+    /// The balancer of a service, with the load parameters of services without a policy. `authority` is the service's name and
+    /// port.
+    pub(super) fn service_backend(
         &self,
-        path: &Arc<str>,
+        authority: &Arc<str>,
         queue: Queue,
         accrual: Option<FailureAccrual>,
         scope: &MetricScope<'_>,
@@ -182,19 +184,19 @@ impl BackendFactory {
             queue,
             accrual,
         };
-        self.balanced_backend(path, params, scope, &Meta::of_service(path))
+        self.balanced_backend(authority, params, scope, &Meta::of_service(authority))
     }
 
     fn balanced_backend(
         &self,
-        path: &Arc<str>,
+        authority: &Arc<str>,
         params: BalancerParams,
         scope: &MetricScope<'_>,
         backend: &Meta,
     ) -> Backend {
         let families = &self.endpoint_context.families;
-        let series = families.balancer(scope, backend, path);
-        let balanced = self.get_or_create_service(path, params);
+        let series = families.balancer(scope, backend, authority);
+        let balanced = self.get_or_create_service(authority, params);
         balanced.balancer.register_series(&series);
         Backend::Balanced(balanced, series)
     }
@@ -206,13 +208,13 @@ impl BackendFactory {
         }
     }
 
-    fn get_or_create_service(&self, path: &Arc<str>, params: BalancerParams) -> Arc<BalancedService> {
-        let mut known = self.services.lock();
-        known.retain(|_, list| {
+    fn get_or_create_service(&self, authority: &Arc<str>, params: BalancerParams) -> Arc<BalancedService> {
+        let mut services = self.services.lock();
+        services.retain(|_, list| {
             list.retain(|balanced| balanced.strong_count() > 0);
             !list.is_empty()
         });
-        let list = known.entry(path.clone()).or_default();
+        let list = services.entry(authority.clone()).or_default();
         if let Some(found) = list
             .iter()
             .filter_map(Weak::upgrade)
@@ -220,17 +222,20 @@ impl BackendFactory {
         {
             return found;
         }
-        let made = Arc::new(self.create_service(path, params));
-        list.push(Arc::downgrade(&made));
-        made
+        let created = Arc::new(self.create_service(authority, params));
+        list.push(Arc::downgrade(&created));
+        created
     }
 
-    fn create_service(&self, path: &Arc<str>, params: BalancerParams) -> BalancedService {
+    fn create_service(&self, authority: &Arc<str>, params: BalancerParams) -> BalancedService {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
-        let (context, authority, updated_balancer) = (self.endpoint_context.clone(), path.clone(), balancer.clone());
+        let (context, updated_balancer) = (self.endpoint_context.clone(), balancer.clone());
+        let logical_authority = authority.clone();
         let mut endpoints = EndpointSet::default();
-        let mut reporter = self.invalid_updates.reporter(UpdateKind::Endpoint, path.to_string());
-        let endpoint_watch = self.destinations.endpoints(path, move |position, update| {
+        let mut reporter = self
+            .invalid_updates
+            .reporter(UpdateKind::Endpoint, authority.to_string());
+        let endpoint_watch = self.destinations.endpoints(authority, move |position, update| {
             if position == Position::First {
                 endpoints.resync();
             }
@@ -245,7 +250,13 @@ impl BackendFactory {
                     let now = Instant::now();
                     let breaker = Breaker::new(params.accrual, updated_balancer.breaker_group(), now);
                     let load = Load::new(params.load, now);
-                    Arc::new(Endpoint::new(&context, Some(&authority), spec.clone(), load, breaker))
+                    Arc::new(Endpoint::new(
+                        &context,
+                        Some(&logical_authority),
+                        spec.clone(),
+                        load,
+                        breaker,
+                    ))
                 })
             });
             match changed {
@@ -255,7 +266,7 @@ impl BackendFactory {
             }
         });
         BalancedService {
-            service_name: path.clone(),
+            authority: authority.clone(),
             balancer,
             params,
             _endpoint_watch: endpoint_watch,
@@ -330,13 +341,15 @@ impl Backend {
                     .await
                     .map_err(|error| match error {
                         PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::FailFast(limit, missing) => Error::FailFast(limit, unready_reason(missing)),
-                        PickError::Unavailable(missing) => Error::EndpointsUnavailable(unready_reason(missing)),
+                        PickError::QueueTimeout(limit, missing) => Error::QueueTimeout(limit, unready_reason(missing)),
+                        PickError::FailingFast(missing) => Error::FailingFast(unready_reason(missing)),
                         PickError::QueueFull(_) => Error::QueueFull,
                     })
             }
             Self::Forward(endpoint) => Ok(endpoint.clone()),
-            Self::Fail => Err(Error::InvalidBackend("the policy gives it no dispatcher")),
+            Self::Fail => Err(Error::InvalidBackend(
+                "it has no dispatcher, neither a Service nor an address",
+            )),
         }
     }
 
@@ -349,10 +362,10 @@ impl Backend {
     }
 }
 
-fn unready_reason(missing: UnavailableReason) -> error::UnavailableReason {
+fn unready_reason(missing: UnavailableReason) -> error::UnavailableCause {
     match missing {
-        UnavailableReason::Unreachable(after) => error::UnavailableReason::Unreachable { after },
-        UnavailableReason::Ejected => error::UnavailableReason::BreakerOpen,
+        UnavailableReason::Unreachable(after) => error::UnavailableCause::Unreachable { after },
+        UnavailableReason::Ejected => error::UnavailableCause::Ejected,
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct DestinationStatus {
 #[derive(Serialize)]
 struct ServiceStatus {
     name: Arc<str>,
-    /// `no answer yet`, `no endpoints` or `followed`.
+    /// `no answer yet`, `no endpoints` or `watching`.
     discovery: &'static str,
     fails_fast: bool,
     endpoints: Vec<EndpointStatus>,
@@ -81,31 +81,31 @@ impl DestinationStatus {
     fn from_destination(destination: &Destination, now: Instant) -> Self {
         let snapshot = destination.try_snapshot();
         let snapshot = snapshot.as_deref();
-        let mut found = PlanSummary::default();
+        let mut summary = PlanSummary::default();
         if let Some(snapshot) = snapshot {
-            found.add_plan(&snapshot.plan);
+            summary.add_plan(&snapshot.plan);
         }
         let idle = now.saturating_duration_since(*destination.used_at.lock());
         Self {
             address: destination.target.to_string(),
             policy: snapshot.map(|snapshot| snapshot.policy.meta.to_string()),
-            policy_error: destination.decode_errors.policy.lock().clone(),
-            profile_error: destination.decode_errors.profile.lock().clone(),
+            policy_error: destination.update_errors.policy.lock().clone(),
+            profile_error: destination.update_errors.profile.lock().clone(),
             protocol: snapshot.map(|snapshot| snapshot.plan.protocol().name()),
             profile: snapshot.and_then(|snapshot| snapshot.profile.as_ref()?.name.clone()),
             idle_seconds: idle.as_secs(),
             open_connections: destination.connection_metrics.get().map_or(0, |counts| counts.n_open()),
-            services: found
+            services: summary
                 .services
                 .iter()
                 .map(|service| ServiceStatus::from_balanced(service, now))
                 .collect(),
-            forwards: found
+            forwards: summary
                 .forwards
                 .iter()
                 .map(|endpoint| EndpointStatus::from_endpoint(endpoint, now))
                 .collect(),
-            routes: found.routes,
+            routes: summary.routes,
         }
     }
 }
@@ -185,7 +185,7 @@ impl ServiceStatus {
             DiscoveryState::Endpoints(endpoints) => ("watching", &**endpoints),
         };
         Self {
-            name: balanced.service_name.clone(),
+            name: balanced.authority.clone(),
             discovery,
             fails_fast,
             endpoints: endpoints

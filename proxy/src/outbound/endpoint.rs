@@ -39,7 +39,8 @@ pub(crate) struct EndpointContext {
     pub(crate) http2: h2::Http2Config,
     pub(crate) pool: PoolConfig,
     pub(crate) families: Families,
-    /// Addresses of this workload. Connections to them use no mTLS, because there is no proxy on the other side.
+    /// Addresses of this workload. Connections to them use no mTLS: they go to the application directly, not through the inbound
+    /// side.
     pub(crate) local_ips: BTreeSet<IpAddr>,
     pub(crate) workers: usize,
     pub(crate) taps: Arc<TapRegistry>,
@@ -73,9 +74,9 @@ impl Endpoint {
         load: Load,
         breaker: Breaker,
     ) -> Self {
-        let local = context.local_ips.contains(&spec.addr.ip()) || spec.addr.ip().is_loopback();
+        let is_local = context.local_ips.contains(&spec.addr.ip()) || spec.addr.ip().is_loopback();
         let tls = match &spec.tls {
-            _ if local => ClientTls::Plain(NoClientTls::Loopback),
+            _ if is_local => ClientTls::Plain(NoClientTls::Loopback),
             Some(tls) => ClientTls::Meshed(tls.identity.clone()),
             None if context.mode == Mode::Ingress && authority.is_none() => {
                 ClientTls::Plain(NoClientTls::IngressWithoutOverride)
@@ -83,13 +84,13 @@ impl Endpoint {
             None => ClientTls::Plain(NoClientTls::NotProvidedByServiceDiscovery),
         };
         let labels = endpoint_labels(authority, &spec, &tls);
-        let cost = context.families.connections.zone_traffic(spec.locality);
+        let zone_traffic = context.families.connections.zone_traffic(spec.locality);
         let counts = context
             .families
             .tcp
-            .with_cost(labels.clone().with("peer", "dst"), Some(cost));
-        let creds = (!local).then_some(&context.creds);
-        let spec = if local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
+            .series_with_zone_traffic(labels.clone().with("peer", "dst"), Some(zone_traffic));
+        let creds = (!is_local).then_some(&context.creds);
+        let spec = if is_local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {
                 hint: ProtocolHint::Unknown,
                 authority_override: None,
@@ -125,10 +126,11 @@ impl Endpoint {
         })
     }
 
-    /// The HTTP version in which a request of `version` is sent to this endpoint.
-    pub(super) fn protocol(&self, version: Version, must_stay_http1: bool) -> Protocol {
+    /// The HTTP version in which a request of `version` is sent to this endpoint. `requires_http1`: it cannot be converted to
+    /// HTTP/2.
+    pub(super) fn protocol(&self, version: Version, requires_http1: bool) -> Protocol {
         match version {
-            _ if must_stay_http1 => Protocol::Http1,
+            _ if requires_http1 => Protocol::Http1,
             Version::HTTP_2 => Protocol::Http2,
             _ if self.spec.hint == ProtocolHint::H2 => Protocol::Http2,
             _ => Protocol::Http1,

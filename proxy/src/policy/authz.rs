@@ -27,13 +27,13 @@ pub(crate) enum Authentication {
     /// TLS with a client certificate for one of these identities.
     TlsIdentities {
         identities: HashSet<Box<str>>,
-        suffixes: Vec<IdentitySuffix>,
+        patterns: Vec<IdentityPattern>,
     },
 }
 
 /// A set of identities.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum IdentitySuffix {
+pub(crate) enum IdentityPattern {
     /// Every identity that the trust anchors verify.
     Any,
     /// DNS names that end with this text, which starts with a dot.
@@ -50,7 +50,7 @@ pub(crate) enum ConnTls<'a> {
     },
 }
 
-/// Why no authorization matches: the reason of the one that came closest.
+/// Why no authorization permits a client: the reason of the one that came closest. A later variant is closer to a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
@@ -137,26 +137,26 @@ impl Authentication {
     pub(crate) fn any_identity() -> Self {
         Self::TlsIdentities {
             identities: HashSet::default(),
-            suffixes: vec![IdentitySuffix::Any],
+            patterns: vec![IdentityPattern::Any],
         }
     }
 
     fn permits(&self, tls: ConnTls<'_>) -> Result<(), Denied> {
-        let (identities, suffixes) = match (self, tls) {
+        let (identities, patterns) = match (self, tls) {
             (Self::Unauthenticated, _) => return Ok(()),
             (_, ConnTls::NotTerminated) => return Err(Denied::NoTls),
             (Self::TlsUnauthenticated, ConnTls::Terminated { .. }) => return Ok(()),
-            (Self::TlsIdentities { identities, suffixes }, ConnTls::Terminated { .. }) => (identities, suffixes),
+            (Self::TlsIdentities { identities, patterns }, ConnTls::Terminated { .. }) => (identities, patterns),
         };
         let ConnTls::Terminated { client: Some(client) } = tls else {
             return Err(Denied::NoIdentity);
         };
-        let permitted = identities.contains(client.as_str()) || suffixes.iter().any(|suffix| suffix.contains(client));
+        let permitted = identities.contains(client.as_str()) || patterns.iter().any(|pattern| pattern.matches(client));
         if permitted { Ok(()) } else { Err(Denied::Identity) }
     }
 }
 
-impl IdentitySuffix {
+impl IdentityPattern {
     /// Made from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
     pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
         if labels.is_empty() {
@@ -171,7 +171,7 @@ impl IdentitySuffix {
         Self::Dns(suffix.into())
     }
 
-    fn contains(&self, client: &Identity) -> bool {
+    fn matches(&self, client: &Identity) -> bool {
         match (self, client) {
             (Self::Any, _) => true,
             (Self::Dns(suffix), Identity::Dns(name)) => name.ends_with(&**suffix),
@@ -191,10 +191,10 @@ fn any_network() -> Vec<NetworkMatch> {
 mod tests {
     use super::*;
 
-    fn identities(names: &[&str], suffixes: Vec<IdentitySuffix>) -> Authentication {
+    fn identities(names: &[&str], patterns: Vec<IdentityPattern>) -> Authentication {
         Authentication::TlsIdentities {
             identities: names.iter().map(|name| (*name).into()).collect(),
-            suffixes,
+            patterns,
         }
     }
 
@@ -238,7 +238,7 @@ mod tests {
         let anonymous = ConnTls::Terminated { client: None };
         let as_dns = ConnTls::Terminated { client: Some(&dns) };
         let as_uri = ConnTls::Terminated { client: Some(&uri) };
-        let suffix = |labels: &[&str]| identities(&[], vec![IdentitySuffix::from_labels(labels)]);
+        let suffix = |labels: &[&str]| identities(&[], vec![IdentityPattern::from_labels(labels)]);
         for (authentication, expected) in [
             (Authentication::Unauthenticated, [Ok(()), Ok(()), Ok(()), Ok(())]),
             (
@@ -305,12 +305,12 @@ mod tests {
     }
 
     #[test]
-    fn a_suffix_matches_names_of_any_family_only_below_it() {
-        let suffix = IdentitySuffix::from_labels(&["cluster", "local"]);
-        let contains = |name: &str| suffix.contains(&name.parse().unwrap());
-        assert!(contains("a.cluster.local"));
-        assert!(!contains("cluster.local"));
-        assert!(!contains("spiffe://a.cluster.local"));
+    fn a_dns_suffix_matches_only_dns_names_below_it() {
+        let suffix = IdentityPattern::from_labels(&["cluster", "local"]);
+        let matches = |name: &str| suffix.matches(&name.parse().unwrap());
+        assert!(matches("a.cluster.local"));
+        assert!(!matches("cluster.local"));
+        assert!(!matches("spiffe://a.cluster.local"));
     }
 
     #[test]

@@ -46,14 +46,14 @@ pub(crate) struct ClientHttp {
 pub(crate) struct HttpTarget {
     pub(crate) backends: Distribution<Filter>,
     pub(crate) timeouts: Timeouts,
-    pub(crate) retry: Option<Retry>,
+    pub(crate) retry: Option<RetryPolicy>,
     /// Whether requests may set their own timeouts and retries in `l5d-*` headers.
-    pub(crate) request_headers: RequestOverrides,
+    pub(crate) header_overrides: HeaderOverrides,
 }
 
 /// Whether a request may override its route's timeouts and retries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum RequestOverrides {
+pub(crate) enum HeaderOverrides {
     #[default]
     Ignore,
     Allow,
@@ -62,7 +62,7 @@ pub(crate) enum RequestOverrides {
 /// How a backend is chosen for a request or connection; `F` is the filter type.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Distribution<F> {
-    /// No backend: every request is shed.
+    /// No backend: every request fails (`Error::NoBackends`).
     Empty,
     /// The first that has an available endpoint. Never an empty list.
     FirstAvailable(Arc<[RouteBackend<F>]>),
@@ -89,8 +89,8 @@ pub(crate) struct Backend {
 pub(crate) enum BackendTarget {
     /// One fixed address.
     Forward(Arc<EndpointSpec>),
-    /// The endpoints that discovery knows under `path`.
-    Balance { path: Arc<str>, load: LoadParams },
+    /// A service, by its name and port, such as `web.shop.svc.cluster.local:80`; `path` in the API.
+    Balance { authority: Arc<str>, load: LoadParams },
     /// No destination: requests get 502.
     Fail,
 }
@@ -130,7 +130,7 @@ pub(crate) struct Timeouts {
 
 /// When and how often a request is retried.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Retry {
+pub(crate) struct RetryPolicy {
     pub(crate) max_retries: u16,
     /// Longer request bodies are not buffered, so their requests are not retried.
     pub(crate) max_request_bytes: usize,
@@ -140,11 +140,12 @@ pub(crate) struct Retry {
     pub(crate) backoff: Option<RetryAfterBackoff>,
 }
 
-/// A response that matches any of these is retried.
+/// The responses that are retried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RetryConditions {
+    /// HTTP status codes.
     pub(crate) http: Vec<RangeInclusive<u16>>,
-    /// gRPC status codes. If a response has one, it counts instead of the HTTP status.
+    /// gRPC status codes. A response is retried if its HTTP status or its gRPC status matches.
     pub(crate) grpc: Vec<i32>,
 }
 
@@ -155,13 +156,13 @@ pub(crate) struct RetryAfterBackoff {
     pub(crate) honors_retry_after: bool,
 }
 
-/// When failing endpoints are taken out (circuit breaking).
+/// When failing endpoints are ejected (circuit breaking).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct FailureAccrual {
     pub(crate) kind: AccrualKind,
     /// Delay before an ejected endpoint is tried again.
     pub(crate) backoff: RetryAfterBackoff,
-    /// Minimum number of endpoints that are never ejected.
+    /// No endpoint is ejected if fewer than this number would then be ready.
     pub(crate) min_ready_endpoints: u32,
 }
 
@@ -227,10 +228,10 @@ pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
 
 impl ClientPolicy {
     /// Sends everything to one endpoint, for destinations without a policy from the control plane.
-    pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, params: ForwardParams) -> Self {
+    pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, config: LocalPolicyConfig) -> Self {
         let backend = Arc::new(Backend {
             meta: meta.clone(),
-            queue: params.queue,
+            queue: config.queue,
             target: BackendTarget::Forward(endpoint),
         });
         let http = Distribution::only(backend.clone());
@@ -239,7 +240,7 @@ impl ClientPolicy {
             filters: Vec::new(),
             backends: Distribution::only(backend),
         };
-        Self::catch_all(meta, Vec::new(), http, opaque, params.detect_timeout)
+        Self::catch_all(meta, Vec::new(), http, opaque, config.detect_timeout)
     }
 
     /// For a name that the control plane does not know: it has no backends.
@@ -253,15 +254,16 @@ impl ClientPolicy {
         Self::catch_all(meta, Vec::new(), Distribution::Empty, opaque, detect_timeout)
     }
 
-    /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
-    pub(crate) fn invalid(detect_timeout: Duration) -> Self {
+    /// For a policy that cannot be used, for this reason: HTTP requests get 500, connections are closed.
+    pub(crate) fn invalid(reason: String, detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
         let opaque = OpaqueRoute {
             meta: meta.clone(),
             filters: vec![OpaqueFilter::Unknown],
             backends: Distribution::Empty,
         };
-        Self::catch_all(meta, vec![Filter::Unknown], Distribution::Empty, opaque, detect_timeout)
+        let refuse = vec![Filter::Invalid(reason.into())];
+        Self::catch_all(meta, refuse, Distribution::Empty, opaque, detect_timeout)
     }
 
     fn catch_all(
@@ -275,7 +277,7 @@ impl ClientPolicy {
             backends,
             timeouts: Timeouts::default(),
             retry: None,
-            request_headers: RequestOverrides::default(),
+            header_overrides: HeaderOverrides::default(),
         };
         let rule = Rule {
             matches: Vec::new(),
@@ -313,9 +315,9 @@ impl<F> Distribution<F> {
     }
 }
 
-/// Configured parameters of a policy that the proxy makes itself.
+/// Settings of policies that this proxy makes itself, because the control plane has none that can be used.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ForwardParams {
+pub(crate) struct LocalPolicyConfig {
     pub(crate) detect_timeout: Duration,
     pub(crate) queue: Queue,
 }

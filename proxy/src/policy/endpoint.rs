@@ -62,8 +62,10 @@ pub(crate) const MAX_WINDOW: u32 = (1 << 31) - 1;
 /// The range that HTTP/2 allows for the largest frame, in bytes (RFC 9113, section 6.5.2).
 pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 
-/// HTTP/2 settings for one endpoint; an absent value means the client's default. Two settings of the API are left out.
-/// `while_idle` is always on, so that a dead peer is noticed before a request needs the connection. Windows do not adapt.
+/// HTTP/2 settings for one endpoint; an absent value means the client's default.
+///
+/// Two settings of the API are ignored: `while_idle`, which is always on, so that a dead peer is noticed before a request needs the
+/// connection; and `adaptive_flow_control`, which is always off.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Http2Params {
     /// Bytes.
@@ -71,7 +73,7 @@ pub(crate) struct Http2Params {
     /// Bytes.
     pub(crate) stream_window: Option<u32>,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// Streams reset by this side whose late frames are still ignored.
+    /// Maximum number of streams reset by this side that are remembered, so that late frames on them are ignored.
     pub(crate) max_concurrent_reset_streams: Option<u32>,
     /// Bytes.
     pub(crate) max_frame_size: Option<u32>,

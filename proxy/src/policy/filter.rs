@@ -2,6 +2,7 @@
 //!
 //! A filter either changes a head in place, or returns a response instead of forwarding the request.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 use std::sync::Arc;
 
@@ -15,8 +16,15 @@ pub(crate) enum Filter {
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
     Failure(FailureInjector),
-    /// An unknown filter. Skipping it could permit anything, so no request passes.
-    Unknown,
+    /// The policy or a filter of it cannot be applied, for this reason. Skipping it could permit anything, so no request passes.
+    Invalid(Cow<'static, str>),
+}
+
+impl Filter {
+    /// For a filter of a kind that this proxy does not know.
+    pub(crate) const fn unknown() -> Self {
+        Self::Invalid(Cow::Borrowed("unknown filter"))
+    }
 }
 
 /// Changes to headers, made in this order: add, set, remove.
@@ -74,7 +82,7 @@ pub(crate) enum FilterResponse {
     },
     Failure(Failure),
     /// The filters cannot be applied; the response is 500.
-    Invalid(&'static str),
+    Invalid(Cow<'static, str>),
 }
 
 /// A request, as filters need it.
@@ -105,7 +113,7 @@ pub(crate) fn apply_request(
                     return Err(FilterResponse::Failure(injector.failure.clone()));
                 }
             }
-            Filter::Unknown => return Err(FilterResponse::Invalid("unknown filter")),
+            Filter::Invalid(reason) => return Err(FilterResponse::Invalid(reason.clone())),
         }
     }
     Ok(())
@@ -154,16 +162,17 @@ impl Redirect {
             .authority()
             .map(|authority| authority.as_str())
             .or_else(|| head.headers.get(HOST)?.to_str().ok())
-            .ok_or(FilterResponse::Invalid("redirect of a request without a host"))?;
+            .ok_or(FilterResponse::Invalid("redirect of a request without a host".into()))?;
         let authority = authority.rsplit_once('@').map_or(authority, |(_, rest)| rest);
         let (host, port) = split_port(authority);
 
-        let from = head.uri.scheme().unwrap_or(&Scheme::HTTP);
-        let scheme = self.scheme.as_ref().unwrap_or(from);
-        // A port belongs to the scheme and host that it was given with; another scheme has another default port.
+        let request_scheme = head.uri.scheme().unwrap_or(&Scheme::HTTP);
+        let scheme = self.scheme.as_ref().unwrap_or(request_scheme);
+        // With the same scheme the request's port stays, also for another host. With another scheme it is dropped, because that
+        // scheme has another default port.
         let port = match self.port {
             Some(port) => Some(port),
-            None if self.scheme.is_none() || scheme == from => port,
+            None if self.scheme.is_none() || scheme == request_scheme => port,
             None => None,
         };
         let port = port.filter(|port| default_port(scheme) != Some(*port));
@@ -179,7 +188,7 @@ impl Redirect {
             Some(PathModifier::Prefix(replacement)) => {
                 let rest = head.prefix.and_then(|prefix| path.get(prefix..));
                 let rest = rest.ok_or(FilterResponse::Invalid(
-                    "redirect replaces a prefix, but no prefix was matched",
+                    "redirect replaces a prefix, but no prefix was matched".into(),
                 ))?;
                 location.push_str(&replace_prefix(replacement, rest));
             }
@@ -189,11 +198,11 @@ impl Redirect {
             location.push_str(query);
         }
 
-        if is_same(&location, head.uri, from, authority) {
+        if is_location_of_request(&location, head.uri, request_scheme, authority) {
             return Ok(());
         }
-        let location =
-            HeaderValue::try_from(location).map_err(|_| FilterResponse::Invalid("redirect to an invalid URI"))?;
+        let location = HeaderValue::try_from(location)
+            .map_err(|_| FilterResponse::Invalid("redirect to an invalid URI".into()))?;
         Err(FilterResponse::Redirect {
             status: self.status,
             location,
@@ -227,7 +236,7 @@ fn default_port(scheme: &Scheme) -> Option<u16> {
     }
 }
 
-fn is_same(location: &str, uri: &Uri, scheme: &Scheme, authority: &str) -> bool {
+fn is_location_of_request(location: &str, uri: &Uri, scheme: &Scheme, authority: &str) -> bool {
     let path_and_query = uri.path_and_query().map_or("/", |path| path.as_str());
     location
         .strip_prefix(scheme.as_str())
@@ -261,7 +270,7 @@ mod tests {
     }
 
     /// The location of a redirect of `uri`, or `None` if the request passes.
-    fn location(redirect: &Redirect, uri: &str, prefix: Option<usize>) -> Result<Option<String>, &'static str> {
+    fn location(redirect: &Redirect, uri: &str, prefix: Option<usize>) -> Result<Option<String>, String> {
         let mut req = Request::get(uri).body(()).unwrap();
         if !uri.contains("://") {
             req.headers_mut().insert(HOST, value("web:8080"));
@@ -278,7 +287,7 @@ mod tests {
                 assert_eq!(status, StatusCode::MOVED_PERMANENTLY);
                 Ok(Some(location.to_str().unwrap().to_owned()))
             }
-            Err(FilterResponse::Invalid(reason)) => Err(reason),
+            Err(FilterResponse::Invalid(reason)) => Err(reason.into_owned()),
             Err(answer) => panic!("{answer:?}"),
         }
     }
@@ -468,7 +477,7 @@ mod tests {
             prefix: None,
         };
         assert!(matches!(
-            apply_request(&[Filter::Unknown], &mut head, |_| 0),
+            apply_request(&[Filter::unknown()], &mut head, |_| 0),
             Err(FilterResponse::Invalid(_))
         ));
     }

@@ -31,9 +31,9 @@ impl Meta {
     }
 
     /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, an unknown resource.
-    pub(crate) fn of_service(path: &str) -> Arc<Self> {
+    pub(crate) fn of_service(authority: &str) -> Arc<Self> {
         let service = || {
-            let (host, port) = path.rsplit_once(':')?;
+            let (host, port) = authority.rsplit_once(':')?;
             let [name, namespace, "svc", ..] = *host.split('.').collect::<Vec<_>>() else {
                 return None;
             };
@@ -98,7 +98,7 @@ impl Meta {
         matches!(self, Self::Default(_))
     }
 
-    /// Whether this authorization permits every client and only logs them.
+    /// Whether this is the built-in authorization `audit`, which permits every client and logs it.
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)
     }
@@ -128,14 +128,14 @@ mod tests {
 
     #[test]
     fn services_are_known_by_their_names() {
-        for (path, expected) in [
+        for (authority, expected) in [
             ("web.shop.svc.cluster.local:80", "Service/web.shop:80"),
             ("web.shop.svc:80", "Service/web.shop:80"),
             ("web.shop:80", "default:unknown"),
             ("example.com:443", "default:unknown"),
             ("", "default:unknown"),
         ] {
-            assert_eq!(Meta::of_service(path).to_string(), expected, "{path}");
+            assert_eq!(Meta::of_service(authority).to_string(), expected, "{authority}");
         }
     }
 }

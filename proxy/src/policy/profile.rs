@@ -154,20 +154,20 @@ impl ResponseCondition {
 
 /// The state of a [`RetryBudget`], shared by all routes of a profile.
 ///
-/// Requests and retries count for `ttl`, in ten steps.
+/// Requests and retries count for `ttl`, which is divided into [`SLOTS`] steps. Steps are numbered from `start`.
 #[derive(Debug)]
 pub(crate) struct RetryBudgetState {
     config: RetryBudget,
     start: Instant,
     /// Length of a step, in nanoseconds.
-    step: u64,
-    account: Mutex<BudgetWindow>,
+    step_nanos: u64,
+    window: Mutex<BudgetWindow>,
 }
 
 #[derive(Debug, Default)]
 struct BudgetWindow {
-    /// The step of the newest slot, `slots[step % SLOTS]`.
-    step: u64,
+    /// The step of the newest slot, `slots[newest_step % SLOTS]`.
+    newest_step: u64,
     slots: [Slot; SLOTS as usize],
 }
 
@@ -182,39 +182,39 @@ impl RetryBudgetState {
         Self {
             config,
             start: now,
-            step: nanos(config.ttl / SLOTS).max(1),
-            account: Mutex::default(),
+            step_nanos: nanos(config.ttl / SLOTS).max(1),
+            window: Mutex::default(),
         }
     }
 
     /// Counts a request that is not a retry.
     pub(crate) fn deposit(&self, now: Instant) {
-        let step = self.step(now);
-        let mut account = self.account.lock();
-        let slot = account.current(step);
+        let step = self.step_at(now);
+        let mut window = self.window.lock();
+        let slot = window.slot_for(step);
         slot.requests = slot.requests.saturating_add(1);
     }
 
     /// Takes one retry from the budget; returns whether it was allowed.
     #[must_use]
     pub(crate) fn withdraw(&self, now: Instant) -> bool {
-        let step = self.step(now);
-        let mut account = self.account.lock();
-        account.current(step);
-        let (requests, retries) = account.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
+        let step = self.step_at(now);
+        let mut window = self.window.lock();
+        window.slot_for(step); // clears expired slots
+        let (requests, retries) = window.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
             (requests + f64::from(slot.requests), retries + f64::from(slot.retries))
         });
-        let free = f64::from(self.config.min_per_second) * self.config.ttl.as_secs_f64();
-        let balance = free + requests * f64::from(self.config.ratio) - retries;
-        let enough = balance >= 1.0;
-        if enough {
-            account.current(step).retries += 1;
+        let always_allowed = f64::from(self.config.min_per_second) * self.config.ttl.as_secs_f64();
+        let balance = always_allowed + requests * f64::from(self.config.ratio) - retries;
+        let is_allowed = balance >= 1.0;
+        if is_allowed {
+            window.slot_for(step).retries += 1;
         }
-        enough
+        is_allowed
     }
 
-    fn step(&self, now: Instant) -> u64 {
-        nanos(now.saturating_duration_since(self.start)) / self.step
+    fn step_at(&self, now: Instant) -> u64 {
+        nanos(now.saturating_duration_since(self.start)) / self.step_nanos
     }
 }
 
@@ -225,19 +225,19 @@ fn nanos(duration: Duration) -> u64 {
 
 impl BudgetWindow {
     /// The slot of a step; expired slots are cleared first.
-    fn current(&mut self, step: u64) -> &mut Slot {
+    fn slot_for(&mut self, step: u64) -> &mut Slot {
         let slots = u64::from(SLOTS);
         // A worker whose clock was read earlier must not clear newer slots.
-        let step = step.max(self.step);
-        for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
+        let step = step.max(self.newest_step);
+        for expired in (self.newest_step + 1..=step).rev().take(self.slots.len()) {
             self.slots[(expired % slots) as usize] = Slot::default();
         }
-        self.step = step;
+        self.newest_step = step;
         &mut self.slots[(step % slots) as usize]
     }
 }
 
-/// Number of steps in the time of a budget.
+/// Number of steps in the `ttl` of a budget.
 const SLOTS: u32 = 10;
 
 #[cfg(test)]
@@ -314,13 +314,13 @@ mod tests {
 
     #[test]
     fn requests_pay_for_retries_until_they_expire() {
-        let terms = RetryBudget {
+        let config = RetryBudget {
             ratio: 0.2,
             min_per_second: 0,
             ttl: Duration::from_secs(10),
         };
         let start = Instant::now();
-        let budget = RetryBudgetState::new(terms, start);
+        let budget = RetryBudgetState::new(config, start);
         assert!(!budget.withdraw(start));
         for _ in 0..10 {
             budget.deposit(start);
@@ -338,13 +338,13 @@ mod tests {
 
     #[test]
     fn some_retries_are_free() {
-        let terms = RetryBudget {
+        let config = RetryBudget {
             ratio: 0.0,
             min_per_second: 1,
             ttl: Duration::from_secs(2),
         };
         let now = Instant::now();
-        let budget = RetryBudgetState::new(terms, now);
+        let budget = RetryBudgetState::new(config, now);
         assert!(budget.withdraw(now));
         assert!(budget.withdraw(now));
         assert!(!budget.withdraw(now));

@@ -124,15 +124,15 @@ impl IdentityBuckets {
         if let Some(bucket) = self.buckets.read().get(client) {
             return bucket.take(now);
         }
-        let mut known = self.buckets.write();
-        if known.len() >= self.capacity && !known.contains_key(client) {
+        let mut buckets = self.buckets.write();
+        if buckets.len() >= self.capacity && !buckets.contains_key(client) {
             // A new bucket starts full, so removing a full one changes nothing.
-            known.retain(|_, bucket| bucket.full_at.load(Ordering::Relaxed) > now);
-            if known.len() >= self.capacity {
+            buckets.retain(|_, bucket| bucket.full_at.load(Ordering::Relaxed) > now);
+            if buckets.len() >= self.capacity {
                 return self.overflow.take(now);
             }
         }
-        known
+        buckets
             .entry(client.clone())
             .or_insert_with(|| Bucket::new(self.requests_per_second))
             .take(now)

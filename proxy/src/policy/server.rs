@@ -1,7 +1,6 @@
 //! The protocol of a port of this workload, and its authorizations.
 
 use std::net::IpAddr;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,36 +52,31 @@ pub(crate) struct ServerHttp {
     pub(crate) rate_limit: Option<Arc<RateLimit>>,
 }
 
-/// A named default policy, for ports whose policy the control plane has not sent yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DefaultPolicy {
+/// A named default policy. This proxy applies it to ports whose policy the control plane has not sent yet, if it is configured to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DefaultPolicy {
     Deny,
     AllAuthenticated,
+    #[default]
     AllUnauthenticated,
     ClusterAuthenticated,
     ClusterUnauthenticated,
+    /// Every client is permitted and logged.
     Audit,
-}
-
-/// The text is not the name of a default policy.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{text:?} is not a default policy; expected deny, all-authenticated, all-unauthenticated, \
-     cluster-authenticated, cluster-unauthenticated or audit"
-)]
-pub(crate) struct ParseDefaultPolicyError {
-    text: String,
 }
 
 impl ServerPolicy {
     /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
     pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
-        // Requests pass the route's authorization but not its filter, so that the response names the cause.
+        // The route authorizes every client, and its filter then refuses every request: the response is a 500 with its cause, not a
+        // 403.
         let authorizations: Arc<[_]> = [Authorization::anywhere(Authentication::Unauthenticated, meta.clone())].into();
         let rule = Rule {
             matches: Vec::new(),
-            filters: vec![Filter::Unknown],
+            filters: vec![Filter::Invalid(
+                "the proxy cannot decode the policy of this port; its log has the reason".into(),
+            )],
             payload: authorizations,
         };
         let route = Route {
@@ -104,8 +98,8 @@ impl ServerPolicy {
         }
     }
 
-    /// For a port whose policy is not known yet: HTTP requests get 503, other connections are closed.
-    pub(crate) fn unknown() -> Self {
+    /// For a port whose policy the control plane has not sent: HTTP requests get 503, other connections are closed.
+    pub(crate) fn placeholder() -> Self {
         let http = ServerHttp {
             routes: Arc::new([]),
             rate_limit: None,
@@ -113,7 +107,7 @@ impl ServerPolicy {
         Self {
             meta: Meta::default_named("unknown"),
             protocol: ServerProtocol::Detect {
-                timeout: UNKNOWN_DETECT_TIMEOUT,
+                timeout: PLACEHOLDER_DETECT_TIMEOUT,
                 http,
             },
             authorizations: Arc::new([]),
@@ -146,18 +140,21 @@ impl ServerPolicy {
 }
 
 /// Time to detect whether a client that is refused anyway speaks HTTP and can get an error response.
-const UNKNOWN_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
+const PLACEHOLDER_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
     /// Whether it restricts clients that the server authorizes: by a rate limit, by a user-defined route, by a filter, or
     /// because no route matches all requests.
     ///
-    /// The generated routes `default` and `probe` do not restrict them: each route's authorizations end with the server's.
+    /// The generated routes `default` and `probe` restrict nobody whom the server authorizes: a route can only add authorizations
+    /// to the server's.
     fn restricts_requests(&self) -> bool {
-        let is_written = |route: &Route<_>| !route.meta.is_default();
         let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
         self.rate_limit.is_some()
-            || self.routes.iter().any(|route| is_written(route) || has_filters(route))
+            || self
+                .routes
+                .iter()
+                .any(|route| is_user_defined(route) || has_filters(route))
             || !self.routes.iter().any(Route::matches_all_requests)
     }
 
@@ -167,15 +164,13 @@ impl ServerHttp {
             let mut matches = route.rules.iter().flat_map(|rule| &rule.matches);
             matches.any(RequestMatch::depends_on_path)
         };
-        let are_written = self
-            .routes
-            .iter()
-            .filter(looks_at_path)
-            .map(|route| !route.meta.is_default());
-        match are_written.max() {
-            None => PathRules::None,
-            Some(false) => PathRules::ProbesOnly,
-            Some(true) => PathRules::Custom,
+        let mut path_routes = self.routes.iter().filter(looks_at_path).peekable();
+        if path_routes.peek().is_none() {
+            PathRules::None
+        } else if path_routes.any(is_user_defined) {
+            PathRules::UserDefined
+        } else {
+            PathRules::ProbesOnly
         }
     }
 
@@ -189,13 +184,18 @@ impl ServerHttp {
     }
 }
 
+/// Whether the route comes from a resource of the user, and was not generated.
+fn is_user_defined<T>(route: &Route<T>) -> bool {
+    !route.meta.is_default()
+}
+
 /// Rules that depend on the path of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PathRules {
     None,
     /// Only the rules that the control plane generates for probes.
     ProbesOnly,
-    Custom,
+    UserDefined,
 }
 
 impl DefaultPolicy {
@@ -220,7 +220,7 @@ impl DefaultPolicy {
         }
     }
 
-    /// Whether it depends on the cluster's networks, which must then be configured.
+    /// Whether only clients in the cluster's networks are authorized.
     pub(crate) fn needs_cluster_networks(self) -> bool {
         matches!(self, Self::ClusterAuthenticated | Self::ClusterUnauthenticated)
     }
@@ -254,26 +254,6 @@ impl DefaultPolicy {
     }
 }
 
-impl FromStr for DefaultPolicy {
-    type Err = ParseDefaultPolicyError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        DEFAULT_POLICIES
-            .into_iter()
-            .find(|policy| policy.as_str() == text)
-            .ok_or_else(|| ParseDefaultPolicyError { text: text.to_owned() })
-    }
-}
-
-const DEFAULT_POLICIES: [DefaultPolicy; 6] = [
-    DefaultPolicy::Deny,
-    DefaultPolicy::AllAuthenticated,
-    DefaultPolicy::AllUnauthenticated,
-    DefaultPolicy::ClusterAuthenticated,
-    DefaultPolicy::ClusterUnauthenticated,
-    DefaultPolicy::Audit,
-];
-
 #[cfg(test)]
 mod tests {
     use http::Method;
@@ -282,7 +262,16 @@ mod tests {
     use crate::policy::matches::{HttpMatch, PathMatch};
     use crate::policy::meta::Resource;
 
-    fn written(name: &str) -> Arc<Meta> {
+    const DEFAULT_POLICIES: [DefaultPolicy; 6] = [
+        DefaultPolicy::Deny,
+        DefaultPolicy::AllAuthenticated,
+        DefaultPolicy::AllUnauthenticated,
+        DefaultPolicy::ClusterAuthenticated,
+        DefaultPolicy::ClusterUnauthenticated,
+        DefaultPolicy::Audit,
+    ];
+
+    fn user_defined(name: &str) -> Arc<Meta> {
         Arc::new(Meta::Resource(Resource {
             group: "policy.linkerd.io".into(),
             kind: "httproute".into(),
@@ -320,7 +309,7 @@ mod tests {
     fn only_rules_that_restrict_requests_require_http() {
         let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
         let mut redirected = root();
-        redirected.rules[0].filters = vec![Filter::Unknown];
+        redirected.rules[0].filters = vec![Filter::unknown()];
         let mut of_a_host = root();
         of_a_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
         let limit = Arc::new(RateLimit {
@@ -352,17 +341,17 @@ mod tests {
             ("a rate limit", vec![root()], Some(limit), true, PathRules::None),
             (
                 "a route for all requests",
-                vec![route(written("all"), PathMatch::prefix("/"))],
+                vec![route(user_defined("all"), PathMatch::prefix("/"))],
                 None,
                 true,
                 PathRules::None,
             ),
             (
                 "a route for some",
-                vec![root(), route(written("some"), PathMatch::prefix("/some"))],
+                vec![root(), route(user_defined("some"), PathMatch::prefix("/some"))],
                 None,
                 true,
-                PathRules::Custom,
+                PathRules::UserDefined,
             ),
         ] {
             let http = ServerHttp {
@@ -383,22 +372,10 @@ mod tests {
             assert_eq!(detect.requires_http(), demands_http, "{what}");
             assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
-        assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());
+        assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::placeholder().requires_http());
         for default in DEFAULT_POLICIES {
             assert!(!default.detect(Duration::ZERO, &[]).requires_http());
             assert!(!default.opaque(&[]).requires_http());
         }
-    }
-
-    #[test]
-    fn default_policies_are_known_by_name() {
-        for policy in DEFAULT_POLICIES {
-            assert_eq!(policy.as_str().parse(), Ok(policy));
-        }
-        let err = "all".parse::<DefaultPolicy>().unwrap_err().to_string();
-        assert!(
-            err.starts_with("\"all\" is not a default policy; expected deny"),
-            "{err}"
-        );
     }
 }

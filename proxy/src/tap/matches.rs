@@ -216,12 +216,12 @@ mod tests {
     use super::*;
     use crate::http::body::Body;
 
-    fn of(kind: kinds::Match) -> proto::Match {
+    fn match_kind(kind: kinds::Match) -> proto::Match {
         proto::Match { r#match: Some(kind) }
     }
 
     fn http(kind: kinds::http::Match) -> proto::Match {
-        of(kinds::Match::Http(kinds::Http { r#match: Some(kind) }))
+        match_kind(kinds::Match::Http(kinds::Http { r#match: Some(kind) }))
     }
 
     fn exact(text: &str) -> kinds::http::StringMatch {
@@ -271,29 +271,29 @@ mod tests {
             r#type: Some(http_types::http_method::Type::Unregistered(name.into())),
         };
         let (yes, no) = (
-            || of(Kind::Source(ports(4321, 0))),
-            || of(Kind::Destination(ports(0, 80))),
+            || match_kind(Kind::Source(ports(4321, 0))),
+            || match_kind(Kind::Destination(ports(0, 80))),
         );
         let seq = |matches: Vec<proto::Match>| kinds::Seq { matches };
         for (message, expected) in [
             (yes(), true),
             (no(), false),
-            (of(Kind::Destination(ports(8000, 9000))), true),
-            (of(Kind::Source(network("10.0.0.0", 24))), true),
-            (of(Kind::Destination(network("10.0.0.0", 24))), false),
-            (of(Kind::Source(network("fd00::", 8))), false),
-            (of(Kind::DestinationLabel(label("pod", "web-1"))), true),
-            (of(Kind::DestinationLabel(label("pod", "web-2"))), false),
-            (of(Kind::RouteLabel(label("route", "buy"))), false),
+            (match_kind(Kind::Destination(ports(8000, 9000))), true),
+            (match_kind(Kind::Source(network("10.0.0.0", 24))), true),
+            (match_kind(Kind::Destination(network("10.0.0.0", 24))), false),
+            (match_kind(Kind::Source(network("fd00::", 8))), false),
+            (match_kind(Kind::DestinationLabel(label("pod", "web-1"))), true),
+            (match_kind(Kind::DestinationLabel(label("pod", "web-2"))), false),
+            (match_kind(Kind::RouteLabel(label("route", "buy"))), false),
             (http(kinds::http::Match::Path(exact("/buy"))), true),
             (http(kinds::http::Match::Authority(exact("web.test"))), true),
             (http(kinds::http::Match::Method(method("POST"))), true),
             (http(kinds::http::Match::Method(method("GET"))), false),
-            (of(Kind::All(seq(vec![yes(), no()]))), false),
-            (of(Kind::All(seq(vec![]))), true),
-            (of(Kind::Any(seq(vec![yes(), no()]))), true),
-            (of(Kind::Any(seq(vec![]))), false),
-            (of(Kind::Not(Box::new(no()))), true),
+            (match_kind(Kind::All(seq(vec![yes(), no()]))), false),
+            (match_kind(Kind::All(seq(vec![]))), true),
+            (match_kind(Kind::Any(seq(vec![yes(), no()]))), true),
+            (match_kind(Kind::Any(seq(vec![]))), false),
+            (match_kind(Kind::Not(Box::new(no()))), true),
         ] {
             assert_eq!(fits(message.clone()), Ok(expected), "{message:?}");
         }
@@ -302,16 +302,18 @@ mod tests {
     #[test]
     fn invalid_conditions_are_refused() {
         use kinds::Match as Kind;
-        let deep = (0..=MAX_MATCH_DEPTH).fold(of(Kind::Source(ports(1, 1))), |inner, _| of(Kind::Not(Box::new(inner))));
+        let deep = (0..=MAX_MATCH_DEPTH).fold(match_kind(Kind::Source(ports(1, 1))), |inner, _| {
+            match_kind(Kind::Not(Box::new(inner)))
+        });
         for (message, expected) in [
             (proto::Match::default(), InvalidMatch::Missing("match")),
-            (of(Kind::Source(ports(0, 0))), InvalidMatch::Ports),
-            (of(Kind::Source(ports(9, 8))), InvalidMatch::Ports),
-            (of(Kind::Source(ports(1, 65_536))), InvalidMatch::Ports),
-            (of(Kind::Source(network("10.0.0.0", 0))), InvalidMatch::Network),
-            (of(Kind::Source(network("10.0.0.0", 33))), InvalidMatch::Network),
+            (match_kind(Kind::Source(ports(0, 0))), InvalidMatch::Ports),
+            (match_kind(Kind::Source(ports(9, 8))), InvalidMatch::Ports),
+            (match_kind(Kind::Source(ports(1, 65_536))), InvalidMatch::Ports),
+            (match_kind(Kind::Source(network("10.0.0.0", 0))), InvalidMatch::Network),
+            (match_kind(Kind::Source(network("10.0.0.0", 33))), InvalidMatch::Network),
             (
-                of(Kind::RouteLabel(label("route", ""))),
+                match_kind(Kind::RouteLabel(label("route", ""))),
                 InvalidMatch::Missing("key or value of a label"),
             ),
             (deep, InvalidMatch::Depth),

@@ -43,8 +43,7 @@ use crate::{
 
 #[derive(Default)]
 pub(crate) struct TapRegistry {
-    /// Upper bound of the random numbers that sample a request for any observer; most requests need no further check. 0 without
-    /// observers.
+    /// A request whose random number is above this is sampled by no observer, which is the usual case. 0 without observers.
     sample_threshold: AtomicU32,
     observers: ArcSwap<Vec<Arc<Observer>>>,
     /// Held while the list is changed.
@@ -59,7 +58,7 @@ struct Observer {
     matches: Match,
     /// Maximum number of requests to show.
     limit: u32,
-    shown: AtomicU32,
+    n_shown: AtomicU32,
     /// One of this many matching requests is shown.
     sample_every: u32,
     headers: bool,
@@ -122,24 +121,24 @@ impl TapRegistry {
 
     /// Adds an observer; returns its id for [`TapRegistry::remove`] and its events.
     pub(crate) fn add(&self, params: TapRequest) -> (u32, mpsc::Receiver<TapEvent>) {
-        let (events, shown) = mpsc::channel(MAX_QUEUED_EVENTS);
-        let number = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let (events, events_rx) = mpsc::channel(MAX_QUEUED_EVENTS);
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let observer = Arc::new(Observer {
-            id: number,
+            id,
             matches: params.matches,
             limit: params.limit,
-            shown: AtomicU32::new(0),
+            n_shown: AtomicU32::new(0),
             sample_every: params.sample_every.max(1),
             headers: params.headers,
             events,
         });
         self.change(|observers| observers.push(observer.clone()));
-        (number, shown)
+        (id, events_rx)
     }
 
     /// Removes an observer; events of requests that it already sees continue.
-    pub(crate) fn remove(&self, number: u32) {
-        self.change(|observers| observers.retain(|observer| observer.id != number));
+    pub(crate) fn remove(&self, id: u32) {
+        self.change(|observers| observers.retain(|observer| observer.id != id));
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Arc<Observer>>)) {
@@ -156,7 +155,7 @@ impl TapRegistry {
         let mut sinks = Vec::new();
         let mut finished = Vec::new();
         for observer in sampled.0.iter().filter(|observer| observer.matches.matches(&subject)) {
-            let stream = observer.shown.fetch_add(1, Ordering::Relaxed);
+            let stream = observer.n_shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= observer.limit {
                 finished.push(observer.id);
             }
@@ -171,8 +170,8 @@ impl TapRegistry {
                 });
             }
         }
-        for number in finished {
-            self.remove(number);
+        for id in finished {
+            self.remove(id);
         }
         if sinks.is_empty() {
             return None;
@@ -186,9 +185,9 @@ impl TapRegistry {
             grpc: None,
             end_sent: false,
         };
-        tapped.send(tapped.common.clone(), |show| {
+        tapped.send(tapped.common.clone(), |sink| {
             events::Event::RequestInit(RequestInit {
-                id: Some(show.id),
+                id: Some(sink.id),
                 method: Some(method(subject.method)),
                 scheme: subject.uri.scheme().map(|scheme| http_types::Scheme {
                     r#type: Some(match scheme.as_str() {
@@ -199,7 +198,7 @@ impl TapRegistry {
                 }),
                 authority: subject.authority().into_owned(),
                 path: subject.uri.path().to_owned(),
-                headers: show.headers.then(|| subject.all_headers()),
+                headers: sink.headers.then(|| subject.all_headers()),
             })
         });
         Some(Box::new(tapped))
@@ -218,16 +217,16 @@ impl TappedRequest {
     pub(crate) fn response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
         self.answered_at = Some(Instant::now());
         self.grpc = classify::grpc_status(rsp.headers());
-        self.send(self.common.clone(), |show| {
+        self.send(self.common.clone(), |sink| {
             let all = || match rsp.version() {
                 Version::HTTP_2 => headers([(":status", rsp.status().as_str().to_owned())], rsp.headers()),
                 _ => headers([], rsp.headers()),
             };
             events::Event::ResponseInit(ResponseInit {
-                id: Some(show.id),
+                id: Some(sink.id),
                 since_request_init: Some(wire_duration(self.began_at.elapsed())),
                 http_status: rsp.status().as_u16().into(),
-                headers: show.headers.then(all),
+                headers: sink.headers.then(all),
             })
         });
         rsp.map(|body| body.with_observer(Box::new(EndObserver(self))))
@@ -257,14 +256,14 @@ impl TappedRequest {
             return;
         }
         let common = std::mem::take(&mut self.common);
-        self.send(common, |show| {
+        self.send(common, |sink| {
             events::Event::ResponseEnd(ResponseEnd {
-                id: Some(show.id),
+                id: Some(sink.id),
                 since_request_init: Some(wire_duration(self.began_at.elapsed())),
                 since_response_init: self.answered_at.map(|at| wire_duration(at.elapsed())),
                 response_bytes: self.n_bytes,
                 eos: Some(Eos { end }),
-                trailers: trailers.filter(|_| show.headers).map(|trailers| headers([], trailers)),
+                trailers: trailers.filter(|_| sink.headers).map(|trailers| headers([], trailers)),
                 cause: cause.clone(),
             })
         });
@@ -273,16 +272,16 @@ impl TappedRequest {
     /// Sends an event to each observer that has room for it.
     fn send(&self, common: TapEvent, event: impl Fn(&EventSink) -> events::Event) {
         // The last observer gets the value itself, the others clones.
-        for (show, common) in self.sinks.iter().zip(repeat_n(common, self.sinks.len())) {
+        for (sink, common) in self.sinks.iter().zip(repeat_n(common, self.sinks.len())) {
             let http = Http {
-                event: Some(event(show)),
+                event: Some(event(sink)),
             };
             let whole = TapEvent {
                 event: Some(Event::Http(http)),
                 ..common
             };
             // A slow observer misses events: tap is a live view, not a record.
-            let _ = show.events.try_send(whole);
+            let _ = sink.events.try_send(whole);
         }
     }
 }

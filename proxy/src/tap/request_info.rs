@@ -128,15 +128,15 @@ mod tests {
         marked.set_sensitive(true);
         all.append("x-key", marked);
         let shown = headers([(":path", "/a value".to_owned())], &all).headers;
-        let of = |name: &str| -> Vec<&[u8]> {
-            let of_name = shown.iter().filter(|header| header.name == name);
-            of_name.map(|header| &header.value[..]).collect()
+        let values_of = |name: &str| -> Vec<&[u8]> {
+            let lines = shown.iter().filter(|header| header.name == name);
+            lines.map(|header| &header.value[..]).collect()
         };
         for name in ["authorization", "proxy-authorization", "cookie", "set-cookie"] {
-            assert_eq!(of(name), [REDACTED; 2], "{name}");
+            assert_eq!(values_of(name), [REDACTED; 2], "{name}");
         }
-        assert_eq!(of("x-key"), [REDACTED]);
-        assert_eq!(of("accept"), [b"a value"; 2]);
-        assert_eq!(of(":path"), [b"/a value"]);
+        assert_eq!(values_of("x-key"), [REDACTED]);
+        assert_eq!(values_of("accept"), [b"a value"; 2]);
+        assert_eq!(values_of(":path"), [b"/a value"]);
     }
 }

@@ -106,8 +106,8 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) {
         let is_permitted = client.ip().is_loopback();
         return http2(permit.track(stream), Service { taps, is_permitted }).await;
     }
-    let shaking = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
-    match tokio::time::timeout(HANDSHAKE_TIMEOUT, shaking).await {
+    let handshake = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
+    match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
         Ok(Ok((stream, peer))) => {
             let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
             let is_permitted = permitted.is_some();
@@ -171,7 +171,7 @@ impl Tap for Service {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
-        let (number, events) = self.taps.add(TapRequest {
+        let (id, events) = self.taps.add(TapRequest {
             matches,
             limit,
             sample_every: sample_one_in,
@@ -179,7 +179,7 @@ impl Tap for Service {
         });
         Ok(Response::new(EventStream {
             taps: self.taps.clone(),
-            number,
+            id,
             events,
         }))
     }
@@ -188,7 +188,7 @@ impl Tap for Service {
 /// The events of one tap; the tap ends when this is dropped.
 pub(crate) struct EventStream {
     taps: Arc<TapRegistry>,
-    number: u32,
+    id: u32,
     events: mpsc::Receiver<TapEvent>,
 }
 
@@ -202,7 +202,7 @@ impl Stream for EventStream {
 
 impl Drop for EventStream {
     fn drop(&mut self) {
-        self.taps.remove(self.number);
+        self.taps.remove(self.id);
     }
 }
 

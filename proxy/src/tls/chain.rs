@@ -1,7 +1,7 @@
 //! Verifies that a peer's certificates chain to the trust anchors.
 //!
-//! Peers reconnect with the same certificates, so verified chains are remembered while the credentials stay the same and each
-//! certificate is within its validity. For a remembered chain only the signature of the handshake, which proves that the peer
+//! Peers reconnect with the same certificates, so verified chains are cached while the credentials stay the same and each
+//! certificate is within its validity. For a cached chain only the signature of the handshake, which proves that the peer
 //! has the key, is verified: one signature instead of three.
 
 use std::collections::VecDeque;
@@ -21,11 +21,11 @@ use rustls::{
 };
 use tulle_core::issuer_constraints;
 
-use crate::tls::verify::{self, Validity};
+use crate::tls::certificate::{self, Validity};
 
-/// Maximum number of remembered chains: more than most workloads have peers. Each takes about 1 KiB.
+/// Maximum number of cached chains: more than most workloads have peers. Each takes about 1 KiB.
 const MAX_CACHED_CHAINS: usize = 128;
-/// Longer chains are not remembered, in bytes. A peer may present eight times as much.
+/// Maximum size of a cached chain, in bytes. rustls accepts certificate messages of up to 64 KiB.
 const MAX_CACHED_CHAIN_BYTES: usize = 8 * 1024;
 
 /// Verifies that a server's certificate chains to the trust anchors.
@@ -36,14 +36,14 @@ const MAX_CACHED_CHAIN_BYTES: usize = 8 * 1024;
 pub(super) struct ServerChainVerifier {
     anchors: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
-    known: VerifiedChains,
+    cache: VerifiedChains,
 }
 
 /// Verifies that the certificate of a client, if it presents one, chains to the trust anchors.
 #[derive(Debug)]
 pub(super) struct ClientChainVerifier {
     verifier: Arc<dyn ClientCertVerifier>,
-    known: VerifiedChains,
+    cache: VerifiedChains,
 }
 
 /// Verifies the proxy's own certificate as a peer with these anchors would.
@@ -55,11 +55,14 @@ pub(super) fn verify_own(
 ) -> Result<(), Error> {
     let algorithms = &provider.signature_verification_algorithms;
     verify_server(end_entity, intermediates, anchors, UnixTime::now(), algorithms)?;
-    may_sign(end_entity, intermediates)
+    check_issuer_constraints(end_entity, intermediates)
 }
 
-/// Whether the peer's intermediates may sign its certificate: the issuer of an external workload is limited to one identity.
-fn may_sign(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<(), Error> {
+/// Checks that no intermediate signs an identity that it is not limited to: the issuer of an external workload is limited to one.
+fn check_issuer_constraints(
+    end_entity: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Result<(), Error> {
     issuer_constraints::verify_issuers(end_entity, intermediates.iter().map(AsRef::as_ref))
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
@@ -108,7 +111,7 @@ impl VerifiedChains {
             return Ok(());
         }
         verify()?;
-        may_sign(end_entity, intermediates)?;
+        check_issuer_constraints(end_entity, intermediates)?;
         let length: usize = intermediates
             .iter()
             .chain([end_entity])
@@ -118,12 +121,12 @@ impl VerifiedChains {
         if length <= MAX_CACHED_CHAIN_BYTES
             && let Ok(chain) = Chain::new(end_entity, intermediates)
         {
-            let mut known = self.0.lock();
-            known.retain(|chain| !is_same_chain(chain));
-            if known.len() == MAX_CACHED_CHAINS {
-                known.pop_front();
+            let mut cache = self.0.lock();
+            cache.retain(|chain| !is_same_chain(chain));
+            if cache.len() == MAX_CACHED_CHAINS {
+                cache.pop_front();
             }
-            known.push_back(chain);
+            cache.push_back(chain);
         }
         Ok(())
     }
@@ -131,9 +134,9 @@ impl VerifiedChains {
 
 impl Chain {
     fn new(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<Self, Error> {
-        let mut validity = verify::parse_certificate(end_entity)?.validity;
+        let mut validity = certificate::parse(end_entity)?.validity;
         for certificate in intermediates {
-            let other = verify::parse_certificate(certificate)?.validity;
+            let other = certificate::parse(certificate)?.validity;
             validity.not_before = validity.not_before.max(other.not_before);
             validity.not_after = validity.not_after.min(other.not_after);
         }
@@ -159,7 +162,9 @@ impl Chain {
 
 impl fmt::Debug for VerifiedChains {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Known").field("chains", &self.0.lock().len()).finish()
+        f.debug_struct("VerifiedChains")
+            .field("chains", &self.0.lock().len())
+            .finish()
     }
 }
 
@@ -168,7 +173,7 @@ impl ServerChainVerifier {
         Self {
             anchors,
             algorithms: provider.signature_verification_algorithms,
-            known: VerifiedChains::default(),
+            cache: VerifiedChains::default(),
         }
     }
 }
@@ -185,7 +190,7 @@ impl ClientChainVerifier {
             .build()?;
         Ok(Self {
             verifier,
-            known: VerifiedChains::default(),
+            cache: VerifiedChains::default(),
         })
     }
 }
@@ -199,7 +204,7 @@ impl ServerCertVerifier for ServerChainVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.known.verify_cached(end_entity, intermediates, now, || {
+        self.cache.verify_cached(end_entity, intermediates, now, || {
             verify_server(end_entity, intermediates, &self.anchors, now, &self.algorithms)
         })?;
         Ok(ServerCertVerified::assertion())
@@ -247,7 +252,7 @@ impl ClientCertVerifier for ClientChainVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.known.verify_cached(end_entity, intermediates, now, || {
+        self.cache.verify_cached(end_entity, intermediates, now, || {
             self.verifier
                 .verify_client_cert(end_entity, intermediates, now)
                 .map(drop)
@@ -285,8 +290,8 @@ mod tests {
     use rustls::crypto::aws_lc_rs;
 
     use super::*;
+    use crate::tls::handshake_failure::HandshakeFailure;
     use crate::tls::tests::{Authority, in_an_hour};
-    use crate::tls::verify::HandshakeFailure;
 
     fn at(time: SystemTime) -> UnixTime {
         UnixTime::since_unix_epoch(time.duration_since(SystemTime::UNIX_EPOCH).unwrap())
@@ -294,13 +299,13 @@ mod tests {
 
     /// Whether the chain was verified rather than remembered.
     fn verify_was_called(
-        known: &VerifiedChains,
+        cache: &VerifiedChains,
         chain: &[CertificateDer<'_>],
         now: SystemTime,
         result: Result<(), Error>,
     ) -> bool {
         let called = Cell::new(false);
-        let outcome = known.verify_cached(&chain[0], &chain[1..], at(now), || {
+        let outcome = cache.verify_cached(&chain[0], &chain[1..], at(now), || {
             called.set(true);
             result.clone()
         });
@@ -315,21 +320,21 @@ mod tests {
         let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
         let longer = [chain[0].clone(), authority.root.der().clone()];
         let other = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-        let known = VerifiedChains::default();
+        let cache = VerifiedChains::default();
         for chain in [&chain[..], &longer, &other] {
-            assert!(verify_was_called(&known, chain, now, Ok(())));
-            assert!(!verify_was_called(&known, chain, now, Ok(())));
+            assert!(verify_was_called(&cache, chain, now, Ok(())));
+            assert!(!verify_was_called(&cache, chain, now, Ok(())));
         }
-        assert!(!verify_was_called(&known, &chain, now, Ok(())));
+        assert!(!verify_was_called(&cache, &chain, now, Ok(())));
     }
 
     #[test]
     fn refused_chains_are_not_remembered() {
         let chain = Authority::new().leaf(&["a.example.com"], in_an_hour()).chain;
-        let known = VerifiedChains::default();
+        let cache = VerifiedChains::default();
         let bad = Err(Error::InvalidCertificate(CertificateError::UnknownIssuer));
-        assert!(verify_was_called(&known, &chain, SystemTime::now(), bad.clone()));
-        assert!(verify_was_called(&known, &chain, SystemTime::now(), bad));
+        assert!(verify_was_called(&cache, &chain, SystemTime::now(), bad.clone()));
+        assert!(verify_was_called(&cache, &chain, SystemTime::now(), bad));
     }
 
     #[test]
@@ -341,13 +346,13 @@ mod tests {
             .chain;
         let short = authority.leaf(&["b.example.com"], in_an_hour()).chain;
         let chain = [long[0].clone(), short[0].clone()];
-        let known = VerifiedChains::default();
-        assert!(verify_was_called(&known, &chain, now, Ok(())));
+        let cache = VerifiedChains::default();
+        assert!(verify_was_called(&cache, &chain, now, Ok(())));
         for (minutes, has_to) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
             let offset = Duration::from_secs(60 * i64::unsigned_abs(minutes));
-            let then = if minutes < 0 { now - offset } else { now + offset };
+            let time = if minutes < 0 { now - offset } else { now + offset };
             assert_eq!(
-                verify_was_called(&known, &chain, then, Ok(())),
+                verify_was_called(&cache, &chain, time, Ok(())),
                 has_to,
                 "{minutes} minutes from now"
             );
@@ -400,16 +405,16 @@ mod tests {
     fn the_cache_is_bounded_and_skips_long_or_unreadable_chains() {
         let authority = Authority::new();
         let now = SystemTime::now();
-        let known = VerifiedChains::default();
+        let cache = VerifiedChains::default();
         let leaf = authority.leaf(&["a.example.com"], in_an_hour()).chain;
         let long = vec![leaf[0].clone(); MAX_CACHED_CHAIN_BYTES / leaf[0].len() + 1];
-        assert!(verify_was_called(&known, &long, now, Ok(())) && verify_was_called(&known, &long, now, Ok(())));
+        assert!(verify_was_called(&cache, &long, now, Ok(())) && verify_was_called(&cache, &long, now, Ok(())));
         let unread = [leaf[0].clone(), CertificateDer::from(vec![0; 10])];
-        assert!(verify_was_called(&known, &unread, now, Ok(())) && verify_was_called(&known, &unread, now, Ok(())));
+        assert!(verify_was_called(&cache, &unread, now, Ok(())) && verify_was_called(&cache, &unread, now, Ok(())));
         for _ in 0..=MAX_CACHED_CHAINS {
             let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-            assert!(verify_was_called(&known, &chain, now, Ok(())));
+            assert!(verify_was_called(&cache, &chain, now, Ok(())));
         }
-        assert_eq!(known.0.lock().len(), MAX_CACHED_CHAINS);
+        assert_eq!(cache.0.lock().len(), MAX_CACHED_CHAINS);
     }
 }

@@ -8,13 +8,14 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tulle_core::identity::Identity;
 
+use crate::tls::certificate;
 use crate::tls::credentials::{Alpn, Credentials};
-use crate::tls::verify::{self, HandshakeFailure};
+use crate::tls::handshake_failure::HandshakeFailure;
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum ConnectError {
-    #[error("using {server_name:?} as TLS server name, a DNS name is needed")]
+    #[error("{server_name:?} cannot be a TLS server name, expected a DNS name")]
     ServerName { server_name: String },
     #[error("TLS handshake with {server_id} failed ({failure})")]
     Handshake {
@@ -23,14 +24,14 @@ pub(crate) enum ConnectError {
         #[source]
         source: io::Error,
     },
-    #[error("peer is [{}] where {expected} is expected", .presented.join(", "))]
+    #[error("the peer has the identities [{}], expected {expected}", .presented.join(", "))]
     WrongIdentity { expected: Identity, presented: Vec<String> },
 }
 
 /// Encrypts `io` and verifies that the peer has the identity `server_id`.
 ///
 /// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing. The negotiated protocol is in
-/// [`alpn`]. The caller sets a timeout.
+/// [`alpn`]. Callers limit the time, together with that of the TCP connection.
 pub(crate) async fn connect<IO>(
     io: IO,
     creds: &Credentials,
@@ -48,7 +49,7 @@ where
         .connect(name, io)
         .await
         .map_err(|source| {
-            let failure = HandshakeFailure::of(&source);
+            let failure = HandshakeFailure::from_io_error(&source);
             ConnectError::Handshake {
                 server_id: server_id.clone(),
                 failure,
@@ -76,7 +77,7 @@ impl ConnectError {
 fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(), ConnectError> {
     let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
     let names = leaf
-        .and_then(|leaf| verify::parse_certificate(leaf).ok())
+        .and_then(|leaf| certificate::parse(leaf).ok())
         .map(|info| info.names)
         .unwrap_or_default();
     if names.contains(expected) {

@@ -7,14 +7,14 @@ use serde::Serialize;
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use crate::tls::{credentials::Credentials, verify};
+use crate::tls::{certificate, credentials::Credentials};
 
 /// The proxy's identity, certificates and trust anchors.
 #[derive(Serialize)]
 pub(crate) struct CertificateStatus {
     identity: String,
     server_name: String,
-    /// The proxy's certificate, then its issuers; empty before the first.
+    /// The proxy's certificate, then its issuers; empty until the first certificate is installed.
     chain: Vec<Certificate>,
     trust_anchors: Vec<Certificate>,
 }
@@ -35,7 +35,7 @@ impl Credentials {
         let now = OffsetDateTime::from(SystemTime::now());
         let all = |certificates: &[CertificateDer<'_>]| {
             let certificates = certificates.iter();
-            certificates.filter_map(|der| Certificate::of(der, now)).collect()
+            certificates.filter_map(|der| Certificate::from_der(der, now)).collect()
         };
         let (chain, anchors) = self.certificates();
         CertificateStatus {
@@ -48,9 +48,9 @@ impl Credentials {
 }
 
 impl Certificate {
-    fn of(der: &CertificateDer<'_>, now: OffsetDateTime) -> Option<Self> {
+    fn from_der(der: &CertificateDer<'_>, now: OffsetDateTime) -> Option<Self> {
         let (_, parsed) = X509Certificate::from_der(der).ok()?;
-        let info = verify::parse_certificate(der).ok()?;
+        let info = certificate::parse(der).ok()?;
         let (from, to) = (info.validity.not_before.into(), info.validity.not_after.into());
         let shown = |at: OffsetDateTime| at.format(&Rfc3339).unwrap_or_default();
         Some(Self {

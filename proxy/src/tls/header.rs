@@ -38,7 +38,7 @@ pub(crate) enum InvalidHeader {
     Preface,
     #[error("transport header of {length} bytes, at most {HEADER_LIMIT} are accepted")]
     TooLong { length: u32 },
-    #[error("decoding transport header")]
+    #[error("the transport header cannot be decoded")]
     Protobuf(#[source] prost::DecodeError),
     #[error("transport header with port {port}, 1 to 65535 is accepted")]
     Port { port: i32 },

@@ -4,14 +4,15 @@
 //! uses one snapshot. Authorization is not decided here, but by policy. There is no session resumption, because a resumed
 //! session would outlive the certificate that it was verified with.
 
+mod certificate;
 mod chain;
 pub(crate) mod client;
 pub(crate) mod credentials;
 mod debug;
+pub(crate) mod handshake_failure;
 pub(crate) mod header;
 pub(crate) mod server;
 pub(crate) mod status;
-pub(crate) mod verify;
 
 #[cfg(test)]
 pub(crate) mod tests;

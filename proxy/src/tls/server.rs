@@ -7,8 +7,9 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tulle_core::identity::Identity;
 
+use crate::tls::certificate;
 use crate::tls::credentials::{Alpn, Credentials};
-use crate::tls::verify::{self, HandshakeFailure};
+use crate::tls::handshake_failure::HandshakeFailure;
 
 /// The result of parsing the first bytes of a connection.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -54,7 +55,7 @@ pub(crate) const HELLO_LIMIT: usize = 16 * 1024;
 ///
 /// Returns as soon as the server name is complete. Never `Incomplete` for [`HELLO_LIMIT`] bytes or more.
 pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
-    let sni = match client_hello(&mut Handshake {
+    let sni = match parse_sni(&mut HandshakeReader {
         records: bytes,
         fragment: &[],
     }) {
@@ -69,23 +70,21 @@ pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
 }
 
 /// Terminates TLS. A client may have no certificate; if it presents one, the certificate must chain to the trust anchors and
-/// have an identity. The caller sets a timeout.
+/// have an identity. Callers limit the time, inbound connections by their `detect_timeout`.
 pub(crate) async fn accept<IO>(io: IO, creds: &Credentials, alpn: Alpn) -> Result<(TlsStream<IO>, PeerTls), AcceptError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
     let config = creds.server_config(alpn).ok_or(AcceptError::NotCertified)?;
     let stream = TlsAcceptor::from(config).accept(io).await.map_err(|source| {
-        let failure = HandshakeFailure::of(&source);
+        let failure = HandshakeFailure::from_io_error(&source);
         AcceptError::Handshake { failure, source }
     })?;
     let (_, session) = stream.get_ref();
     let client_id = match session.peer_certificates().and_then(<[_]>::first) {
         None => None,
         Some(leaf) => {
-            let names = verify::parse_certificate(leaf)
-                .map(|info| info.names)
-                .unwrap_or_default();
+            let names = certificate::parse(leaf).map(|info| info.names).unwrap_or_default();
             Some(names.into_iter().next().ok_or(AcceptError::NoIdentity)?)
         }
     };
@@ -110,12 +109,12 @@ enum ParseStop {
 }
 
 /// The handshake messages inside TLS records, without the record headers.
-struct Handshake<'a> {
+struct HandshakeReader<'a> {
     records: &'a [u8],
     fragment: &'a [u8],
 }
 
-impl Handshake<'_> {
+impl HandshakeReader<'_> {
     fn byte(&mut self) -> Result<u8, ParseStop> {
         self.fill()?;
         let (first, rest) = self.fragment.split_first().ok_or(ParseStop::Incomplete)?;
@@ -178,7 +177,7 @@ impl Handshake<'_> {
 }
 
 /// Parses a ClientHello up to its first host name; `None` if it has none.
-fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, ParseStop> {
+fn parse_sni(hello: &mut HandshakeReader<'_>) -> Result<Option<Vec<u8>>, ParseStop> {
     if hello.byte()? != CLIENT_HELLO {
         return Err(ParseStop::NotTls);
     }
@@ -186,30 +185,30 @@ fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, ParseStop>
     if left > HELLO_LIMIT {
         return Err(ParseStop::NotTls);
     }
-    consume(&mut left, VERSION_AND_RANDOM)?;
+    reserve_bytes(&mut left, VERSION_AND_RANDOM)?;
     hello.skip(VERSION_AND_RANDOM)?;
     // Session id, cipher suites and compression methods are byte strings with a length prefix.
     for width in [1, 2, 1] {
-        consume(&mut left, width as usize)?;
+        reserve_bytes(&mut left, width as usize)?;
         let length = hello.number(width)?;
-        consume(&mut left, length)?;
+        reserve_bytes(&mut left, length)?;
         hello.skip(length)?;
     }
     if left == 0 {
         return Ok(None);
     }
-    consume(&mut left, 2)?;
+    reserve_bytes(&mut left, 2)?;
     let mut extensions = hello.number(2)?;
     if extensions != left {
         return Err(ParseStop::NotTls);
     }
     while extensions > 0 {
-        consume(&mut extensions, 4)?;
+        reserve_bytes(&mut extensions, 4)?;
         let kind = hello.number(2)?;
         let length = hello.number(2)?;
-        consume(&mut extensions, length)?;
+        reserve_bytes(&mut extensions, length)?;
         if kind == EXTENSION_SERVER_NAME {
-            return server_name(hello, length);
+            return parse_server_name_extension(hello, length);
         }
         hello.skip(length)?;
     }
@@ -217,14 +216,14 @@ fn client_hello(hello: &mut Handshake<'_>) -> Result<Option<Vec<u8>>, ParseStop>
 }
 
 /// Parses the server name extension, `left` bytes long, up to its first host name.
-fn server_name(hello: &mut Handshake<'_>, mut left: usize) -> Result<Option<Vec<u8>>, ParseStop> {
-    consume(&mut left, 2)?;
+fn parse_server_name_extension(hello: &mut HandshakeReader<'_>, mut left: usize) -> Result<Option<Vec<u8>>, ParseStop> {
+    reserve_bytes(&mut left, 2)?;
     hello.skip(2)?;
     while left > 0 {
-        consume(&mut left, 3)?;
+        reserve_bytes(&mut left, 3)?;
         let kind = hello.byte()?;
         let length = hello.number(2)?;
-        consume(&mut left, length)?;
+        reserve_bytes(&mut left, length)?;
         if kind == NAME_TYPE_HOST_NAME {
             return hello.take(length).map(Some);
         }
@@ -233,8 +232,8 @@ fn server_name(hello: &mut Handshake<'_>, mut left: usize) -> Result<Option<Vec<
     Ok(None)
 }
 
-/// Subtracts `length` from the remaining bytes of an enclosing structure.
-fn consume(left: &mut usize, length: usize) -> Result<(), ParseStop> {
+/// Subtracts `length` bytes, which the caller reads or skips next, from those that are left of the enclosing structure.
+fn reserve_bytes(left: &mut usize, length: usize) -> Result<(), ParseStop> {
     *left = left.checked_sub(length).ok_or(ParseStop::NotTls)?;
     Ok(())
 }

@@ -84,6 +84,7 @@ impl ServerTls {
                 let id = client_id.as_ref().map_or("", Identity::as_str);
                 labels([("tls", "true"), ("client_id", id)])
             }
+            // The name that Linkerd's tap uses.
             Self::PassedThrough { sni } => labels([("tls", "passthru"), ("sni", sni)]),
             Self::Plain(why) => labels([("tls", why.as_str())]),
         }

@@ -16,9 +16,9 @@ use zeroize::Zeroizing;
 
 use crate::tls::client;
 use crate::tls::credentials::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
 use crate::tls::server::{self, HELLO_LIMIT, ParsedHello};
-use crate::tls::verify::HandshakeFailure;
 
 pub(crate) struct Authority {
     pub(crate) issuer: Issuer<'static, KeyPair>,
@@ -223,7 +223,7 @@ async fn a_valid_peer_with_another_name_is_not_connected_to() {
     assert_eq!(error.failure(), HandshakeFailure::WrongIdentity);
     assert_eq!(
         error.to_string(),
-        format!("peer is [other.example.com] where {SERVER} is expected")
+        format!("the peer has the identities [other.example.com], expected {SERVER}")
     );
 }
 
@@ -328,10 +328,10 @@ fn a_bad_leaf_changes_nothing() {
             ..ours.leaf(&[SERVER], in_an_hour())
         },
     ] {
-        let before = creds.client_config(Alpn::Unset);
+        let config_before = creds.client_config(Alpn::Unset);
         creds.install(leaf).unwrap_err();
         assert_eq!(creds.generation(), 1);
-        assert!(Arc::ptr_eq(&before, &creds.client_config(Alpn::Unset)));
+        assert!(Arc::ptr_eq(&config_before, &creds.client_config(Alpn::Unset)));
     }
 }
 
@@ -340,15 +340,15 @@ fn invalid_trust_anchors_are_refused_with_the_reason() {
     for (text, reason) in [
         (
             "",
-            "trust anchors are empty, at least one PEM CERTIFICATE block is needed",
+            "the trust anchors are empty, expected at least one PEM CERTIFICATE block",
         ),
         (
             "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-            "using certificate 1 of the trust anchors",
+            "certificate 1 of the trust anchors cannot be used",
         ),
         (
             "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
-            "trust anchors hold PRIVATE KEY where a CERTIFICATE block is accepted",
+            "the trust anchors have a PRIVATE KEY block, expected only CERTIFICATE blocks",
         ),
     ] {
         assert_eq!(TrustAnchors::from_pem(text).unwrap_err().to_string(), reason);
@@ -517,7 +517,7 @@ fn bad_headers_are_refused_with_their_reason() {
         ),
         (
             [&preface[..], &[0, 0, 0, 1, 0xff]].concat(),
-            "decoding transport header",
+            "the transport header cannot be decoded",
         ),
         (
             [&preface[..], &[0, 0, 0, 0]].concat(),

@@ -16,7 +16,7 @@ pub(crate) struct Context {
     /// The parent of the next span.
     pub(super) span: [u8; 8],
     pub(super) is_sampled: bool,
-    form: PropagationFormat,
+    format: PropagationFormat,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ enum PropagationFormat {
 
 impl Context {
     /// The context in the headers, if there is a valid one.
-    pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
+    pub(crate) fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let value = |name: &HeaderName| headers.get(name).map(HeaderValue::as_bytes);
         let mut parents = headers.get_all(&TRACEPARENT).iter();
         let parent = parents.next().filter(|_| parents.next().is_none()); // several values are ambiguous, so none is used
@@ -54,7 +54,7 @@ impl Context {
             trace,
             span: [0; 8],
             is_sampled,
-            form: PropagationFormat::W3c,
+            format: PropagationFormat::W3c,
         }
     }
 
@@ -66,7 +66,7 @@ impl Context {
                 headers.insert(name, value);
             }
         };
-        match self.form {
+        match self.format {
             PropagationFormat::W3c => {
                 let flags = u8::from(self.is_sampled);
                 put(
@@ -110,9 +110,9 @@ fn w3c(text: &[u8]) -> Option<Context> {
         trace: bytes(&head[..32])?,
         span: bytes(&head[33..49])?,
         is_sampled: flags & 1 == 1,
-        form: PropagationFormat::W3c,
+        format: PropagationFormat::W3c,
     }
-    .valid()
+    .if_valid()
 }
 
 /// A version, then fields in any order, each after its number: 0 is the trace, 1 the span, 2 the flags.
@@ -122,31 +122,31 @@ fn grpc(text: &[u8]) -> Option<Context> {
         return None;
     };
     let mut context = Context {
-        form: PropagationFormat::Grpc,
+        format: PropagationFormat::Grpc,
         ..Context::new_trace([0; 16], false)
     };
-    while let Some((&field, after)) = rest.split_first() {
+    while let Some((&field, remaining)) = rest.split_first() {
         rest = match field {
             0 => {
-                let (trace, after) = after.split_first_chunk()?;
+                let (trace, remaining) = remaining.split_first_chunk()?;
                 context.trace = *trace;
-                after
+                remaining
             }
             1 => {
-                let (span, after) = after.split_first_chunk()?;
+                let (span, remaining) = remaining.split_first_chunk()?;
                 context.span = *span;
-                after
+                remaining
             }
             2 => {
-                let (flags, after) = after.split_first()?;
+                let (flags, remaining) = remaining.split_first()?;
                 context.is_sampled = flags & 1 == 1;
-                after
+                remaining
             }
             // The length of an unknown field is unknown.
             _ => break,
         };
     }
-    context.valid()
+    context.if_valid()
 }
 
 /// A trace id of 8 bytes is the second half of one of 16.
@@ -163,14 +163,14 @@ fn b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
         trace,
         span: bytes(span)?,
         is_sampled,
-        form: PropagationFormat::B3,
+        format: PropagationFormat::B3,
     }
-    .valid()
+    .if_valid()
 }
 
 impl Context {
     /// Ids that are all zero are invalid.
-    fn valid(self) -> Option<Self> {
+    fn if_valid(self) -> Option<Self> {
         (self.trace != [0; 16] && self.span != [0; 8]).then_some(self)
     }
 }
@@ -214,13 +214,13 @@ pub(crate) fn forms() -> [Vec<HeaderName>; 3] {
 /// Checks that a context that is read and written is read the same again.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_round_trip(mut headers: HeaderMap) {
-    if let Some(context) = Context::of(&headers) {
+    if let Some(context) = Context::from_headers(&headers) {
         context.write([9; 8], &mut headers);
         let expected = Context {
             span: [9; 8],
             ..context
         };
-        assert_eq!(Context::of(&headers), Some(expected));
+        assert_eq!(Context::from_headers(&headers), Some(expected));
     }
 }
 
@@ -242,7 +242,7 @@ mod tests {
 
     /// Trace, span and whether it is sampled.
     fn parsed(lines: &[(&'static str, &str)]) -> Option<(String, String, bool)> {
-        let context = Context::of(&headers(lines))?;
+        let context = Context::from_headers(&headers(lines))?;
         Some((hex(&context.trace), hex(&context.span), context.is_sampled))
     }
 
@@ -281,9 +281,9 @@ mod tests {
     #[test]
     fn several_traceparents_are_ignored() {
         let parent = format!("00-{TRACE}-{SPAN}-01");
-        let one = ("traceparent", parent.as_str());
-        assert!(parsed(&[one]).is_some());
-        assert_eq!(parsed(&[one, one]), None);
+        let header = ("traceparent", parent.as_str());
+        assert!(parsed(&[header]).is_some());
+        assert_eq!(parsed(&[header, header]), None);
     }
 
     #[test]
@@ -345,7 +345,7 @@ mod tests {
         ] {
             let mut headers = headers(&lines);
             check_round_trip(headers.clone());
-            let context = Context::of(&headers).unwrap();
+            let context = Context::from_headers(&headers).unwrap();
             context.write([9; 8], &mut headers);
             assert_eq!(headers.contains_key("traceparent"), lines[0].0 == "traceparent");
             assert_eq!(headers.contains_key("tracestate"), lines[0].0 == "traceparent");

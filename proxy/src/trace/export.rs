@@ -60,16 +60,16 @@ impl Config {
         let counter = |name, help| registry.counter(name, help).get(&none);
         let dropped = registry.counter("tulle_trace_spans_dropped_total", "Spans that were not sent, by reason");
         let dropped = |reason| dropped.get(&none.clone().with("reason", reason));
-        let (spans, waiting) = mpsc::channel(MAX_QUEUE_SIZE);
+        let (spans_tx, spans_rx) = mpsc::channel(MAX_QUEUE_SIZE);
         let full = dropped("queue-full");
         let tracers = ["inbound", "outbound"].map(|direction| Tracer {
             direction,
             sampling: self.sampling,
-            spans: spans.clone(),
+            spans: spans_tx.clone(),
             dropped: full.clone(),
         });
         let exporter = Exporter {
-            spans: waiting,
+            spans: spans_rx,
             client: TraceServiceClient::new(channel),
             resource: self.resource(),
             metrics: Metrics {
@@ -159,9 +159,9 @@ impl Exporter {
         };
         self.metrics.requests.inc();
         match tokio::time::timeout(EXPORT_TIMEOUT, self.client.export(request)).await {
-            Ok(Ok(answer)) => {
+            Ok(Ok(response)) => {
                 self.metrics.spans.add(n);
-                if let Some(partial) = answer.into_inner().partial_success
+                if let Some(partial) = response.into_inner().partial_success
                     && partial.rejected_spans > 0
                 {
                     tracing::debug!(
@@ -174,7 +174,7 @@ impl Exporter {
             failed => {
                 self.metrics.export_failures.add(n);
                 self.metrics.streams.inc(); // reopened with the next batch
-                tracing::debug!(n, failed = ?failed.map(|answer| answer.map(|_| ())), "sending spans failed");
+                tracing::debug!(n, failed = ?failed.map(|response| response.map(|_| ())), "sending spans failed");
             }
         }
     }
@@ -237,15 +237,15 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn batches_are_sent_when_full_or_after_the_delay() {
-        let (sender, mut spans) = mpsc::channel(MAX_EXPORT_BATCH_SIZE + 1);
+        let (spans_tx, mut spans_rx) = mpsc::channel(MAX_EXPORT_BATCH_SIZE + 1);
         let start = Instant::now();
         let mut next = async || {
             let mut batch = Batch::default();
-            batch.fill(&mut spans).await;
+            batch.fill(&mut spans_rx).await;
             (batch.spans.len(), start.elapsed())
         };
         for _ in 0..=MAX_EXPORT_BATCH_SIZE {
-            sender.try_send(Span::default()).unwrap();
+            spans_tx.try_send(Span::default()).unwrap();
         }
         assert_eq!(next().await, (MAX_EXPORT_BATCH_SIZE, Duration::ZERO));
         assert_eq!(next().await, (1, SCHEDULE_DELAY));
@@ -255,11 +255,11 @@ mod tests {
                 name,
                 ..Span::default()
             };
-            sender.try_send(large).unwrap();
+            spans_tx.try_send(large).unwrap();
         }
         assert_eq!(next().await, (2, SCHEDULE_DELAY));
         assert_eq!(next().await, (1, 2 * SCHEDULE_DELAY));
-        drop(sender);
+        drop(spans_tx);
         assert_eq!(next().await, (0, 2 * SCHEDULE_DELAY));
     }
 

@@ -1,4 +1,5 @@
-//! Spans of requests that belong to a sampled trace: one for the inbound side, one for the outbound side.
+//! Spans of requests that belong to a sampled trace: a server span for a request that the proxy receives, a client span for one
+//! that it sends.
 //!
 //! A trace is continued if a request is marked as sampled, in any of the known formats. Other requests get no span, unless this
 //! proxy is configured to start traces. Spans go to [`export`], which sends them to a collector.
@@ -33,34 +34,35 @@ pub(crate) struct Tracer {
 }
 
 /// A request as a span of a trace.
-pub(crate) struct Span {
+pub(crate) struct RequestSpan {
     tracer: Tracer,
-    /// `None` after the span has been finished.
-    span: Option<trace::Span>,
+    /// The span as it is exported; `None` after it has been finished.
+    data: Option<trace::Span>,
 }
 
-/// The span of an authorized inbound request, if it belongs to a sampled trace. Unauthorized requests get no span.
-pub(crate) fn start_inbound(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
-    tracer?.inbound_span(req)
+/// Starts the span of a request that this proxy receives, if it belongs to a sampled trace. Not called for requests that the
+/// inbound side refuses.
+pub(crate) fn start_server_span(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<RequestSpan>> {
+    tracer?.server_span(req)
 }
 
-/// The span of a request that is sent to a server.
-pub(crate) fn start_outbound(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
-    tracer?.outbound_span(req)
+/// Starts the span of a request that this proxy sends, if it belongs to a sampled trace.
+pub(crate) fn start_client_span(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<RequestSpan>> {
+    tracer?.client_span(req)
 }
 
 /// Finishes the span when the response head has arrived or the request has failed.
 #[inline]
-pub(crate) fn finish(span: Option<Box<Span>>, result: &Result<Response<Body>, Error>) {
+pub(crate) fn finish(span: Option<Box<RequestSpan>>, result: &Result<Response<Body>, Error>) {
     if let Some(span) = span {
-        span.ended(result);
+        span.finish(result);
     }
 }
 
 impl Tracer {
     #[cold]
-    fn inbound_span(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
-        let context = match Context::of(req.headers()) {
+    fn server_span(&self, req: &mut Request<Body>) -> Option<Box<RequestSpan>> {
+        let context = match Context::from_headers(req.headers()) {
             Some(context) => context,
             None if self.sampling > 0.0 && !Context::is_marked_unsampled(req.headers()) => {
                 let is_sampled = fastrand::f64() < self.sampling;
@@ -77,12 +79,12 @@ impl Tracer {
     }
 
     #[cold]
-    fn outbound_span(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
-        let context = Context::of(req.headers())?;
+    fn client_span(&self, req: &mut Request<Body>) -> Option<Box<RequestSpan>> {
+        let context = Context::from_headers(req.headers())?;
         self.begin(SpanKind::Client, context, req)
     }
 
-    fn begin(&self, kind: SpanKind, context: Context, req: &mut Request<Body>) -> Option<Box<Span>> {
+    fn begin(&self, kind: SpanKind, context: Context, req: &mut Request<Body>) -> Option<Box<RequestSpan>> {
         if !context.is_sampled {
             return None;
         }
@@ -104,21 +106,21 @@ impl Tracer {
             attributes: attributes(self.direction, req),
             status: None,
         };
-        Some(Box::new(Span {
+        Some(Box::new(RequestSpan {
             tracer: self.clone(),
-            span: Some(span),
+            data: Some(span),
         }))
     }
 }
 
-impl Span {
+impl RequestSpan {
     #[cold]
-    fn ended(mut self: Box<Self>, result: &Result<Response<Body>, Error>) {
+    fn finish(mut self: Box<Self>, result: &Result<Response<Body>, Error>) {
         self.record(result.as_ref());
     }
 
     fn record(&mut self, result: Result<&Response<Body>, &Error>) {
-        let Some(mut span) = self.span.take() else { return };
+        let Some(mut span) = self.data.take() else { return };
         let mut add = |key: &str, value| span.attributes.push(attribute(key, value));
         let (status, cause) = match result {
             Ok(rsp) => (rsp.status(), None),
@@ -147,7 +149,7 @@ impl Span {
 }
 
 /// The client has disconnected.
-impl Drop for Span {
+impl Drop for RequestSpan {
     fn drop(&mut self) {
         self.record(Err(&Error::ClientClosed));
     }
@@ -175,13 +177,12 @@ fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
     let mut all = vec![
         attribute("direction", text(direction)),
         attribute("http.request.method", text(req.method().as_str())),
-        attribute("url.full", text(&full_url(uri))),
+        attribute("url.full", text(&url_without_secrets(uri))),
         attribute("url.path", text(uri.path())),
         attribute("network.transport", text("tcp")),
     ];
     let mut add = |key: &str, value: Option<Value>| all.extend(value.map(|value| attribute(key, value)));
     add("url.scheme", uri.scheme_str().map(text));
-    add("url.query", uri.query().map(text));
     let host = host(uri, headers);
     add("server.address", host.as_ref().map(|host| text(host.host())));
     let port = host.as_ref().and_then(|host| host.port_u16());
@@ -198,14 +199,14 @@ fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
 }
 
 fn host(uri: &Uri, headers: &HeaderMap) -> Option<http::uri::Authority> {
-    let of = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
-    of("x-forwarded-host")
+    let parse_header = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
+    parse_header("x-forwarded-host")
         .or_else(|| uri.authority().cloned())
-        .or_else(|| of("host"))
+        .or_else(|| parse_header("host"))
 }
 
-/// The URI without the user information between `//` and `@`, which may contain a password.
-fn full_url(uri: &Uri) -> String {
+/// The URI without its query and without the user information between `//` and `@`: both may contain credentials.
+fn url_without_secrets(uri: &Uri) -> String {
     let mut url = String::new();
     if let Some(scheme) = uri.scheme_str() {
         url = format!("{scheme}://");
@@ -214,7 +215,7 @@ fn full_url(uri: &Uri) -> String {
         let authority = authority.as_str();
         url.push_str(authority.rsplit_once('@').map_or(authority, |(_, host)| host));
     }
-    url.push_str(uri.path_and_query().map_or("", |path| path.as_str()));
+    url.push_str(uri.path());
     url
 }
 
@@ -240,8 +241,8 @@ fn new_span() -> [u8; 8] {
 
 /// Nanoseconds since the Unix epoch.
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Maximum length of an attribute, in bytes.
@@ -274,8 +275,8 @@ mod tests {
         req.body(Body::empty()).unwrap()
     }
 
-    fn span_data(span: &Span) -> &trace::Span {
-        span.span.as_ref().unwrap()
+    fn span_data(span: &RequestSpan) -> &trace::Span {
+        span.data.as_ref().unwrap()
     }
 
     const SAMPLED: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
@@ -289,15 +290,12 @@ mod tests {
     fn a_recorded_trace_is_continued_and_described() {
         let (tracer, mut sent) = tracer(0.0);
         let mut req = request(Some(SAMPLED));
-        let inbound_span = tracer.inbound_span(&mut req).unwrap();
-        let outbound_span = tracer.outbound_span(&mut req).unwrap();
-        assert_eq!(
-            span_data(&outbound_span).parent_span_id,
-            span_data(&inbound_span).span_id
-        );
+        let server_span = tracer.server_span(&mut req).unwrap();
+        let client_span = tracer.client_span(&mut req).unwrap();
+        assert_eq!(span_data(&client_span).parent_span_id, span_data(&server_span).span_id);
         let mut rsp = Response::new(Body::empty());
         *rsp.status_mut() = StatusCode::BAD_GATEWAY;
-        inbound_span.ended(&Ok(rsp));
+        server_span.finish(&Ok(rsp));
         let span = sent.try_recv().unwrap();
         assert_eq!(span.parent_span_id, 0x00f0_67aa_0ba9_02b7_u64.to_be_bytes());
         assert_eq!((span.name.as_str(), span.kind()), ("/a", SpanKind::Server));
@@ -305,28 +303,28 @@ mod tests {
         assert!(span.end_time_unix_nano >= span.start_time_unix_nano);
         for (key, expected) in [
             ("direction", text("outbound")),
-            ("url.full", text("http://web.test:8080/a?b=c")),
-            ("url.query", text("b=c")),
+            ("url.full", text("http://web.test:8080/a")),
             ("server.address", text("web.test")),
             ("server.port", Value::IntValue(8080)),
             ("http.response.status_code", Value::IntValue(502)),
         ] {
             assert_eq!(value(&span, key), Some(expected), "{key}");
         }
+        assert_eq!(value(&span, "url.query"), None, "may contain credentials");
     }
 
     #[test]
     fn a_request_whose_client_disconnects_has_a_span() {
         let (tracer, mut sent) = tracer(0.0);
-        drop(tracer.inbound_span(&mut request(Some(SAMPLED))).unwrap());
+        drop(tracer.server_span(&mut request(Some(SAMPLED))).unwrap());
         assert_eq!(
             value(&sent.try_recv().unwrap(), "error.type"),
             Some(text("client-left"))
         );
         tracer
-            .inbound_span(&mut request(Some(SAMPLED)))
+            .server_span(&mut request(Some(SAMPLED)))
             .unwrap()
-            .ended(&Err(Error::MaxInFlight));
+            .finish(&Err(Error::MaxInFlight));
         assert_eq!(value(&sent.try_recv().unwrap(), "error.type"), Some(text("overload")));
         assert!(sent.try_recv().is_err(), "the span is sent once");
     }
@@ -342,7 +340,7 @@ mod tests {
         for line in ["shop=1", "other=2"] {
             req.headers_mut().append("tracestate", line.parse().unwrap());
         }
-        drop(tracer.inbound_span(&mut req));
+        drop(tracer.server_span(&mut req));
         let span = sent.try_recv().unwrap();
         assert_eq!(
             (span.name.len(), span.trace_state.as_str()),
@@ -352,7 +350,7 @@ mod tests {
         assert!(prost::Message::encoded_len(&span) < 8 * MAX_ATTRIBUTE_BYTES);
         req.headers_mut()
             .append("tracestate", format!("long={}", "x".repeat(500)).parse().unwrap());
-        drop(tracer.inbound_span(&mut req));
+        drop(tracer.server_span(&mut req));
         assert_eq!(sent.try_recv().unwrap().trace_state, "");
     }
 
@@ -360,8 +358,8 @@ mod tests {
     fn spans_beyond_the_queue_limit_are_counted() {
         let (tracer, _sent) = tracer(0.0);
         for n in 0..3 {
-            let span = tracer.inbound_span(&mut request(Some(SAMPLED))).unwrap();
-            span.ended(&Err(Error::NoBackends));
+            let span = tracer.server_span(&mut request(Some(SAMPLED))).unwrap();
+            span.finish(&Err(Error::NoBackends));
             assert_eq!(tracer.dropped.get(), n, "the queue has room for one");
         }
     }
@@ -370,27 +368,27 @@ mod tests {
     fn only_a_sampling_proxy_starts_traces_and_propagates_the_decision() {
         let (never, _sent) = tracer(0.0);
         let mut plain = request(None);
-        assert!(never.inbound_span(&mut plain).is_none());
+        assert!(never.server_span(&mut plain).is_none());
         assert!(!plain.headers().contains_key("traceparent"));
         let mut not = request(Some(&SAMPLED.replace("-01", "-00")));
-        assert!(never.inbound_span(&mut not).is_none());
+        assert!(never.server_span(&mut not).is_none());
 
         let (always, _sent) = tracer(1.0);
         let mut req = request(None);
-        let span = always.inbound_span(&mut req).unwrap();
+        let span = always.server_span(&mut req).unwrap();
         assert!(span_data(&span).parent_span_id.is_empty());
-        let next = always.outbound_span(&mut req).unwrap();
+        let next = always.client_span(&mut req).unwrap();
         assert_eq!(span_data(&next).parent_span_id, span_data(&span).span_id);
-        assert!(always.inbound_span(&mut not).is_none(), "an earlier hop has decided");
+        assert!(always.server_span(&mut not).is_none(), "an earlier hop has decided");
 
         let mut refused = request(None);
         refused.headers_mut().insert("x-b3-sampled", "0".parse().unwrap());
-        assert!(always.inbound_span(&mut refused).is_none());
+        assert!(always.server_span(&mut refused).is_none());
         assert!(!refused.headers().contains_key("traceparent"));
 
         let (seldom, _sent) = tracer(f64::MIN_POSITIVE);
-        assert!(seldom.inbound_span(&mut plain).is_none());
-        assert!(!Context::of(plain.headers()).unwrap().is_sampled);
-        assert!(always.inbound_span(&mut plain).is_none());
+        assert!(seldom.server_span(&mut plain).is_none());
+        assert!(!Context::from_headers(plain.headers()).unwrap().is_sampled);
+        assert!(always.server_span(&mut plain).is_none());
     }
 }

@@ -30,6 +30,8 @@ enum Command {
     },
     /// Stops the cluster and removes everything it created, including leftovers of killed tests
     Down,
+    /// Fails if no cluster of `up` is running
+    Status,
     /// Runs kubectl on the first node; KUBECONFIG is set
     #[command(disable_help_flag = true)]
     Kubectl {
@@ -56,6 +58,12 @@ enum Command {
     Images {
         dir: PathBuf,
         /// Directory of the static binaries
+        binaries: PathBuf,
+    },
+    /// Writes the image of the workload of the conformance tests as a docker archive
+    EchoImage {
+        archive: PathBuf,
+        /// Directory of the static binaries `client` and `server`
         binaries: PathBuf,
     },
 }
@@ -97,10 +105,17 @@ fn run(command: Command) -> anyhow::Result<()> {
             );
             Ok(())
         }
+        Command::Status => {
+            ensure!(
+                cluster::is_running()?,
+                "no cluster is running; `./run cluster up` starts one"
+            );
+            Ok(())
+        }
         Command::Down => runtime.block_on(cluster::stop()),
-        Command::Kubectl { args } => enter("kubectl", &args),
-        Command::Exec { program, args } => enter(&program, &args),
-        Command::ApiServer { program, args } => runtime.block_on(beside_api_server(&program, &args)),
+        Command::Kubectl { args } => exec_on_first_node("kubectl", &args),
+        Command::Exec { program, args } => exec_on_first_node(&program, &args),
+        Command::ApiServer { program, args } => runtime.block_on(run_with_api_server(&program, &args)),
         Command::LoadImage { archive } => cluster::load_archive(&archive),
         Command::Images { dir, binaries } => {
             std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
@@ -117,11 +132,12 @@ fn run(command: Command) -> anyhow::Result<()> {
             }
             Ok(())
         }
+        Command::EchoImage { archive, binaries } => images::write(Image::Echo, &binaries, &archive),
     }
 }
 
 /// Starts an API server, runs a program, and stops the API server when the program exits.
-async fn beside_api_server(program: &Path, args: &[String]) -> anyhow::Result<()> {
+async fn run_with_api_server(program: &Path, args: &[String]) -> anyhow::Result<()> {
     let server = ApiServer::start().await?;
     let mut child = tokio::process::Command::new(program)
         .args(args)
@@ -140,7 +156,7 @@ async fn beside_api_server(program: &Path, args: &[String]) -> anyhow::Result<()
 }
 
 /// Replaces this process by a program on the first node.
-fn enter(program: &str, args: &[String]) -> anyhow::Result<()> {
+fn exec_on_first_node(program: &str, args: &[String]) -> anyhow::Result<()> {
     let error = cluster::command_on_first_node(program)?.args(args).exec();
     Err(error).with_context(|| format!("starting {program}"))
 }

@@ -20,5 +20,5 @@ pub async fn install_custom_resources(server: &ApiServer) -> anyhow::Result<()> 
     let definitions = Helm::new()?.template("tulle-crds", &["--set=installGatewayAPI=true"])?;
     fs::write(server.dir().join("crds.yaml"), definitions).context("writing a manifest")?;
     server.kubectl(&["apply", "--server-side", "-f", "crds.yaml"]).await?;
-    server.custom_resources_ready().await
+    server.wait_for_custom_resources().await
 }

@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime};
-use super::control_plane::{API_PORT, ComponentContext, default_account_made, ready};
+use super::control_plane::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::kubeconfig;
 use crate::programs;
 
@@ -86,7 +86,7 @@ impl ApiServer {
         server
             .wait_until("readiness", async || {
                 etcd.check_alive()?;
-                ready(&client).await
+                check_ready(&client).await
             })
             .await?;
         let mut controllers = match options.controllers {
@@ -95,7 +95,7 @@ impl ApiServer {
         };
         match &mut controllers {
             None => create_account(&Api::namespaced(client.clone(), "default"), "default").await?,
-            Some(controllers) => default_account_made(controllers, client.clone()).await?,
+            Some(controllers) => wait_for_default_account(controllers, client.clone()).await?,
         }
         Ok(Self {
             controllers,
@@ -182,7 +182,7 @@ impl ApiServer {
     ///
     /// # Errors
     /// Fails if one is not available after a minute.
-    pub async fn custom_resources_ready(&self) -> anyhow::Result<()> {
+    pub async fn wait_for_custom_resources(&self) -> anyhow::Result<()> {
         let definitions = Api::<CustomResourceDefinition>::all(self.client());
         let is_established = |definition: &CustomResourceDefinition| {
             let conditions = definition

@@ -21,7 +21,7 @@ use tulle_core::netns::{Namespace, VirtualNetwork};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime, START_TIMEOUT};
-use super::control_plane::{API_PORT, ComponentContext, default_account_made, ready};
+use super::control_plane::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::kubeconfig;
 use super::leftovers;
 use super::node::{self, Node, node_addr};
@@ -103,11 +103,11 @@ impl Cluster {
             (1..=MAX_NODES).contains(&count),
             "{count} nodes; expected 1 to {MAX_NODES}"
         );
-        let alone = lock_machine().await?;
+        let lock = lock_machine().await?;
         let dir = Path::new(DIR);
         ensure!(
-            !(dir.join(DETACHED_MARKER).exists() && leftovers::is_alive(dir)?),
-            "a cluster is running that was started to stay; `./run cluster down` ends it"
+            !is_running()?,
+            "a detached cluster is running; `./run cluster down` stops it"
         );
         leftovers::remove(dir).context("removing leftovers of an earlier cluster")?;
         fs::create_dir_all(dir).with_context(|| format!("creating {DIR}"))?;
@@ -147,21 +147,21 @@ impl Cluster {
             nodes,
             network: Some(virtual_network),
             images: 0,
-            _lock: alone,
+            _lock: lock,
         };
         cluster.start_components(&context, &pki).await?;
         print_progress("images");
         for image in [Image::Pause, Image::CoreDns].iter().chain(&options.images) {
             cluster.load(*image).await?;
         }
-        cluster.nodes_ready().await?;
+        cluster.wait_for_nodes().await?;
         print_progress("DNS");
         let manifest = dir.join("coredns.json");
         fs::write(&manifest, COREDNS).context("writing a manifest")?;
         cluster
             .kubectl(&["apply", "-f", &manifest.display().to_string()])
             .await?;
-        cluster.deployment_ready("kube-system", "coredns").await?;
+        cluster.wait_for_deployment("kube-system", "coredns").await?;
         Ok(cluster)
     }
 
@@ -173,7 +173,7 @@ impl Cluster {
             self.components.push(node.containerd(context)?);
         }
         server
-            .wait_until("readiness", async || ready(&self.client).await)
+            .wait_until("readiness", async || check_ready(&self.client).await)
             .await?;
         self.components.push(server);
         let mut controllers = context.controller_manager("*")?;
@@ -186,12 +186,12 @@ impl Cluster {
             self.components.push(kubelet);
             self.components.push(node.kube_proxy(context)?);
         }
-        default_account_made(&mut controllers, self.client()).await?;
+        wait_for_default_account(&mut controllers, self.client()).await?;
         self.components.push(controllers);
         Ok(())
     }
 
-    async fn nodes_ready(&mut self) -> anyhow::Result<()> {
+    async fn wait_for_nodes(&mut self) -> anyhow::Result<()> {
         print_progress("nodes");
         let objects = Api::<NodeObject>::all(self.client());
         for node in &self.nodes {
@@ -308,7 +308,7 @@ impl Cluster {
     ///
     /// # Errors
     /// Fails if the wait times out; the error contains `kubectl describe` of its pods.
-    pub async fn deployment_ready(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
+    pub async fn wait_for_deployment(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
         let deployments = Api::<Deployment>::namespaced(self.client(), namespace);
         let available = async || {
             let deployment = deployments.get(name).await?;
@@ -385,8 +385,17 @@ impl Drop for Cluster {
 pub async fn stop() -> anyhow::Result<()> {
     let dir = Path::new(DIR);
     // A detached cluster holds no lock. The cluster of a running test holds it until the test ends.
-    let _alone = lock_machine().await?;
+    let _lock = lock_machine().await?;
     leftovers::remove(dir)
+}
+
+/// Whether a cluster is running that [`Cluster::leave_running`] started.
+///
+/// # Errors
+/// Fails if the processes of this machine cannot be listed.
+pub fn is_running() -> anyhow::Result<bool> {
+    let dir = Path::new(DIR);
+    Ok(dir.join(DETACHED_MARKER).exists() && leftovers::is_alive(dir)?)
 }
 
 /// The command that runs a program on the first node of the running cluster as the administrator.
@@ -478,7 +487,7 @@ pub const MAX_NODES: u8 = 3;
 /// Directory of all files of a cluster. Other files are only those named here and the sockets of containerd.
 const DIR: &str = "/var/tmp/tulle-cluster";
 /// Distinguishes a detached cluster from one whose test was killed.
-const DETACHED_MARKER: &str = "started-to-stay";
+const DETACHED_MARKER: &str = "detached";
 const COREDNS: &str = include_str!("coredns.json");
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const DIAL_TIMEOUT: Duration = Duration::from_secs(5);

@@ -213,14 +213,14 @@ impl ComponentContext<'_> {
 }
 
 /// Checks whether the API server is ready, which includes its post-start hooks.
-pub(super) async fn ready(client: &kube::Client) -> anyhow::Result<()> {
+pub(super) async fn check_ready(client: &kube::Client) -> anyhow::Result<()> {
     let request = http::Request::get("/readyz").body(Vec::new())?;
     client.request_text(request).await?;
     Ok(())
 }
 
 /// Waits until pods of the default namespace can be created.
-pub(super) async fn default_account_made(controllers: &mut Component, client: kube::Client) -> anyhow::Result<()> {
+pub(super) async fn wait_for_default_account(controllers: &mut Component, client: kube::Client) -> anyhow::Result<()> {
     let accounts = Api::<ServiceAccount>::namespaced(client, "default");
     let made = async || {
         let account = accounts.get("default").await;

@@ -19,5 +19,5 @@ mod pki;
 
 pub use api_server::{ApiServer, Controllers, Options};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
-pub use cluster::{Cluster, ClusterOptions, MAX_NODES, command_on_first_node, load_archive, stop};
+pub use cluster::{Cluster, ClusterOptions, MAX_NODES, command_on_first_node, is_running, load_archive, stop};
 pub use node::Node;

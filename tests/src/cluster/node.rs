@@ -49,7 +49,7 @@ impl Node {
     ) -> anyhow::Result<Self> {
         let name = format!("node{number}");
         let addr = node_addr(number);
-        let namespace = virtual_network.add(Host {
+        let namespace = virtual_network.add_host_with_routes(Host {
             name: &name,
             addrs: &[&format!("{addr}/24")],
             // No host has this address, but the kubelet and the API server need a default route.
@@ -101,7 +101,7 @@ state = "{state}"
 [grpc]
   address = "{socket}"
 [plugins."io.containerd.grpc.v1.cri"]
-  # Who is root without the right to lower it could start no container otherwise.
+  # Without this, root without CAP_SYS_RESOURCE, which may not lower the OOM score, could not start containers.
   restrict_oom_score_adj = true
   sandbox_image = "{SANDBOX_IMAGE}"
   netns_mounts_under_state_dir = true
@@ -189,13 +189,16 @@ state = "{state}"
         self.start(context, "kubelet", command)
     }
 
-    /// Fails until the kubelet has created this socket, which is one of its last start steps that can fail.
+    /// Fails until the kubelet listens on its device plugin socket, one of its last start steps.
     pub(super) fn listens_for_device_plugins(&self) -> anyhow::Result<()> {
         let sockets = self
             .namespace
             .run(|| fs::read_to_string("/proc/thread-self/net/unix"))?
             .context("reading the sockets of a node")?;
-        ensure!(sockets.contains("/device-plugins/kubelet.sock"), "there is none yet");
+        ensure!(
+            sockets.contains("/device-plugins/kubelet.sock"),
+            "the kubelet has no device plugin socket yet"
+        );
         Ok(())
     }
 
@@ -298,7 +301,7 @@ pub(super) fn add_machine(
     addr: Ipv4Addr,
     nodes: usize,
 ) -> anyhow::Result<Arc<Namespace>> {
-    let host = virtual_network.add(Host {
+    let host = virtual_network.add_host_with_routes(Host {
         name,
         addrs: &[&format!("{addr}/24")],
         gateways: &[&node_addr(1).to_string()],

@@ -1,7 +1,7 @@
 //! Images as docker archives, built without a daemon and without a registry.
 //!
 //! The `Dockerfile` describes the images of users and `images/roots` lays out their files. The tests load the same
-//! files with the same settings. The same input gives the same bytes.
+//! files with the same settings. The same input gives the same bytes, except for the certificate in [`Image::Echo`].
 
 mod archive;
 mod dockerfile;
@@ -32,6 +32,8 @@ pub enum Image {
     CoreDns,
     /// The container that holds a pod's namespaces.
     Pause,
+    /// The workload of the conformance tests of the Gateway API.
+    Echo,
 }
 
 impl Image {
@@ -48,6 +50,7 @@ impl Image {
             Self::Bench | Self::Workload => format!("ghcr.io/tulle-mesh/bench:{VERSION}"),
             Self::CoreDns => "tulle.test/coredns:latest".to_owned(),
             Self::Pause => "tulle.test/pause:latest".to_owned(),
+            Self::Echo => ECHO.to_owned(),
         }
     }
 }
@@ -83,6 +86,19 @@ pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()
             Settings {
                 entrypoint: ["/bin/sleep", "infinity"].map(str::to_owned).to_vec(),
                 ..entrypoint("")
+            }
+        }
+        Image::Echo => {
+            for program in ["client", "server"] {
+                copy_file(&binaries.join(program), &root.join("bin").join(program))?;
+            }
+            let certificate =
+                rcgen::generate_simple_self_signed(["echo".to_owned()]).context("creating a certificate")?;
+            fs::write(root.join("cert.crt"), certificate.cert.pem()).context("writing a certificate")?;
+            fs::write(root.join("cert.key"), certificate.signing_key.serialize_pem()).context("writing a key")?;
+            Settings {
+                user: "1338".to_owned(),
+                ..entrypoint("/bin/server")
             }
         }
     };
@@ -153,3 +169,5 @@ fn copy_file(from: &Path, to: &Path) -> anyhow::Result<()> {
 }
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The image that the manifests of the conformance tests name. They run `client` in it, and name its certificate and key.
+const ECHO: &str = "gcr.io/k8s-staging-gateway-api/echo-advanced:v20240412-v1.0.0-394-g40c666fd";

@@ -147,7 +147,7 @@ metadata:
     fn spec(&self) -> Value {
         let kind = self.definition["spec"]["names"]["kind"]
             .as_str()
-            .expect("every kind has a plural name");
+            .expect("every definition has a kind");
         let versions = self.versions.iter().map(|version| {
             let mut all = self.definition["spec"]["versions"].as_array().into_iter().flatten();
             let found = all.find(|found| found["name"] == version.schema);

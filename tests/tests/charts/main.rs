@@ -3,9 +3,9 @@
 #![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
+mod contract;
 mod custom_resources;
 mod gateway_crds;
-mod golden;
 mod install;
 mod monitoring;
 mod objects;

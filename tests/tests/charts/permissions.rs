@@ -53,7 +53,7 @@ async fn start_with_chart(values: &[&str]) -> ApiServer {
 
 /// One access review. An empty name means all objects, and an empty namespace means the whole cluster.
 #[derive(Clone, Copy, Debug)]
-struct Question {
+struct AccessReview {
     account: &'static str,
     verb: &'static str,
     /// With its group, as in `leases.coordination.k8s.io`, and its subresource, as in `pods/exec`.
@@ -62,8 +62,8 @@ struct Question {
     name: &'static str,
 }
 
-impl Question {
-    async fn may(self, server: &ApiServer) -> bool {
+impl AccessReview {
+    async fn is_allowed(self, server: &ApiServer) -> bool {
         let (resource, group) = self.resource.split_once('.').unwrap_or((self.resource, ""));
         let (group, sub) = match group.split_once('/') {
             Some((group, sub)) => (group, sub),
@@ -254,21 +254,21 @@ async fn service_accounts_have_the_permissions_of_the_table() {
         (DESTINATION, &["patch"], VALIDATING, "", "another", false),
     ];
     let mut wrong = Vec::new();
-    let mut ask = async |question: Question, expected: bool| {
-        if question.may(&server).await != expected {
-            wrong.push(format!("{question:?}: expected {expected}"));
+    let mut ask = async |review: AccessReview, expected: bool| {
+        if review.is_allowed(&server).await != expected {
+            wrong.push(format!("{review:?}: expected {expected}"));
         }
     };
     for &(account, verbs, resource, namespace, name, expected) in rows {
         for &verb in verbs {
-            let question = Question {
+            let review = AccessReview {
                 account,
                 verb,
                 resource,
                 namespace,
                 name,
             };
-            ask(question, expected).await;
+            ask(review, expected).await;
         }
     }
     // Each account has access to its own Secrets by name, and no account to another's, to the issuer's, or to all Secrets.
@@ -281,16 +281,16 @@ async fn service_accounts_have_the_permissions_of_the_table() {
                 ("kube-system", ""),
                 ("shop", "linkerd-sp-validator-k8s-tls"),
             ]) {
-                let question = Question {
+                let review = AccessReview {
                     account,
                     verb,
                     resource: "secrets",
                     namespace,
                     name,
                 };
-                let keeps =
+                let is_expected =
                     namespace == "linkerd" && SECRETS.contains(&(account, name)) && SECRET_VERBS.contains(&verb);
-                ask(question, keeps).await;
+                ask(review, is_expected).await;
             }
         }
         // Requests that would allow privilege escalation.
@@ -307,14 +307,14 @@ async fn service_accounts_have_the_permissions_of_the_table() {
             ("create", "certificatesigningrequests.certificates.k8s.io"),
             ("*", "*"),
         ] {
-            let question = Question {
+            let review = AccessReview {
                 account,
                 verb,
                 resource,
                 namespace: "linkerd",
                 name: "",
             };
-            ask(question, false).await;
+            ask(review, false).await;
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
@@ -335,14 +335,14 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
     let server = start_with_chart(&values).await;
     for (account, name) in SECRETS {
         for verb in SECRET_VERBS {
-            let question = Question {
+            let review = AccessReview {
                 account,
                 verb,
                 resource: "secrets",
                 namespace: "linkerd",
                 name,
             };
-            assert!(!question.may(&server).await, "{question:?}");
+            assert!(!review.is_allowed(&server).await, "{review:?}");
         }
     }
 }
@@ -372,11 +372,11 @@ async fn a_component_creates_only_its_own_secrets() {
     forbidden(secrets.get("linkerd-identity-issuer").await);
 
     let (readiness, (signal, drain)) = (Readiness::new(), drain::channel());
-    let keepers = [Config::sp_validator, Config::policy_validator].map(|config| {
+    let controllers = [Config::sp_validator, Config::policy_validator].map(|config| {
         let config = config("linkerd".to_owned());
         let latch = readiness.latch(config.service);
-        let keeper = CertificateController::new(client.clone(), config, Arc::new(ServerCredentials::new()));
-        tokio::spawn(keeper.run(latch, drain.clone()))
+        let controller = CertificateController::new(client.clone(), config, Arc::new(ServerCredentials::new()));
+        tokio::spawn(controller.run(latch, drain.clone()))
     });
     eventually("certificates", async || readiness.is_ready().then_some(())).await;
     let all: Api<Secret> = Api::namespaced(server.client(), "linkerd");
@@ -384,7 +384,7 @@ async fn a_component_creates_only_its_own_secrets() {
     assert_eq!(made.type_.as_deref(), Some("kubernetes.io/tls"));
     drop(drain);
     signal.drain().await;
-    for keeper in keepers {
-        keeper.await.unwrap();
+    for controller in controllers {
+        controller.await.unwrap();
     }
 }

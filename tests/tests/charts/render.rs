@@ -418,7 +418,7 @@ fn pods_may_do_no_more_than_they_need() {
 }
 
 #[test]
-fn the_injector_never_looks_at_the_namespace_of_the_control_plane() {
+fn the_injector_webhook_excludes_the_namespace_of_the_control_plane() {
     let objects = render(&[]).unwrap();
     let configuration = find(
         &objects,
@@ -461,7 +461,7 @@ fn keys_are_in_their_secrets_only() {
 #[test]
 fn external_credentials_are_mounted_and_not_created() {
     let helm = Helm::new().unwrap();
-    let made = |values: &[&str]| {
+    let render_credentials = |values: &[&str]| {
         let objects = objects(&helm.template("tulle-control-plane", values).unwrap());
         let pod = &find(&objects, "Deployment", "linkerd-identity")["spec"]["template"]["spec"];
         let volumes = pod["volumes"].as_array().unwrap();
@@ -475,16 +475,16 @@ fn external_credentials_are_mounted_and_not_created() {
                 .iter()
                 .any(|volume| volume["configMap"]["name"] == "linkerd-identity-trust-roots")
         );
-        let is = |kind: &str, name: &str| {
+        let find_object = |kind: &str, name: &str| {
             let found = |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == name;
             objects.iter().find(found).cloned()
         };
         (
-            is("Secret", "linkerd-identity-issuer"),
-            is("ConfigMap", "linkerd-identity-trust-roots"),
+            find_object("Secret", "linkerd-identity-issuer"),
+            find_object("ConfigMap", "linkerd-identity-trust-roots"),
         )
     };
-    let (issuer, anchors) = made(REQUIRED_VALUES);
+    let (issuer, anchors) = render_credentials(REQUIRED_VALUES);
     assert_eq!(
         issuer.unwrap()["data"],
         json!({"crt.pem": "Y2VydGlmaWNhdGU=", "key.pem": "a2V5"})
@@ -494,8 +494,8 @@ fn external_credentials_are_mounted_and_not_created() {
         "--set=identity.externalCA=true",
         "--set=identity.issuer.scheme=kubernetes.io/tls",
     ];
-    assert_eq!(made(&own), (None, None));
-    let (issuer, anchors) = made(&[own[1], REQUIRED_VALUES[0]]);
+    assert_eq!(render_credentials(&own), (None, None));
+    let (issuer, anchors) = render_credentials(&[own[1], REQUIRED_VALUES[0]]);
     assert!(issuer.is_none() && anchors.is_some());
 }
 
@@ -532,16 +532,19 @@ fn pod_monitors_have_the_configured_namespaces_and_labels() {
         assert_eq!(monitors.len(), 3);
         monitors
     };
-    let looks = |values: &[&str]| {
+    let namespace_selector = |values: &[&str]| {
         let monitors = monitors(values);
         find(&monitors, "PodMonitor", "linkerd-controller")["spec"]["namespaceSelector"].clone()
     };
-    assert_eq!(looks(&[]), json!({"matchNames": ["linkerd"]}));
+    assert_eq!(namespace_selector(&[]), json!({"matchNames": ["linkerd"]}));
     let selector = "podMonitor.controller.namespaceSelector";
     let text = format!("--set-json={selector}=\"matchNames: ['{{{{ .Release.Namespace }}}}', linkerd-viz]\"");
-    assert_eq!(looks(&[&text]), json!({"matchNames": ["linkerd", "linkerd-viz"]}));
     assert_eq!(
-        looks(&[&format!("--set-json={selector}={{\"any\":true}}")]),
+        namespace_selector(&[&text]),
+        json!({"matchNames": ["linkerd", "linkerd-viz"]})
+    );
+    assert_eq!(
+        namespace_selector(&[&format!("--set-json={selector}={{\"any\":true}}")]),
         json!({"any": true})
     );
     let values = [

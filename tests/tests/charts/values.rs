@@ -28,16 +28,16 @@ fn every_value_of_linkerds_chart_is_accepted() {
 
 #[test]
 fn defaults_are_those_of_linkerd_except_documented_ones() {
-    let ours = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
-    let ours: Value = serde_yaml_ng::from_str(&ours).unwrap();
-    let [theirs, _] = linkerd_values();
-    for (path, theirs) in theirs {
-        let mine = path.split('.').fold(&ours, |within, name| &within[name]);
-        let differs = mine != &theirs && !(is_none(mine) && is_none(&theirs));
+    let values = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
+    let values: Value = serde_yaml_ng::from_str(&values).unwrap();
+    let [linkerds, _] = linkerd_values();
+    for (path, linkerds) in linkerds {
+        let ours = path.split('.').fold(&values, |within, name| &within[name]);
+        let differs = ours != &linkerds && !(is_empty(ours) && is_empty(&linkerds));
         assert_eq!(
             differs,
             DIFFERENT_DEFAULTS.contains(&path.as_str()),
-            "{path}: {mine}, Linkerd's {theirs}"
+            "{path}: {ours}, Linkerd's {linkerds}"
         );
     }
 }
@@ -133,7 +133,7 @@ fn write(dir: &tempfile::TempDir, values: &Values) -> String {
 }
 
 /// Charts write an empty value in several ways.
-fn is_none(value: &Value) -> bool {
+fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::Array(list) => list.is_empty(),

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use tulle_tests::programs::static_binaries_dir;
 
-use crate::scene::can_run;
+use crate::testbed::can_run;
 
 #[test]
 fn a_request_costs_no_more_than_its_baseline_and_nothing_for_disabled_features() {

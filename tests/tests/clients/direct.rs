@@ -5,53 +5,55 @@ use tulle_tests::credentials::{Leaf, Validity};
 
 use crate::openssl::Client;
 use crate::programs::ProgramOutput;
-use crate::scene::{HTTP, SERVER, Testbed, identity, scene};
+use crate::testbed::{HTTP, SERVER, Testbed, identity, start_testbed};
 
 #[test]
 fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_reason() {
-    let Some(scene) = scene(&["openssl"]) else { return };
+    let Some(testbed) = start_testbed(&["openssl"]) else {
+        return;
+    };
     let peer = identity("peer");
-    let valid = scene.credentials.leaf(&peer, Validity::Current);
-    let expired = scene.credentials.leaf(&peer, Validity::Expired);
-    let foreign = scene.credentials.foreign_leaf(&peer);
+    let valid = testbed.credentials.leaf(&peer, Validity::Current);
+    let expired = testbed.credentials.leaf(&peer, Validity::Expired);
+    let of_other_ca = testbed.credentials.foreign_leaf(&peer);
 
-    let output = ask(&scene, ALPN, Some(&valid));
+    let output = ask(&testbed, ALPN, Some(&valid));
     assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
     assert!(output.out.contains("ALPN protocol: transport.l5d.io/v1"), "{output:?}");
     let header = "inbound_tcp_transport_header_connections_total";
-    scene.wait_for_series(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
+    testbed.wait_for_series(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
 
     let mut refused = Vec::new();
     for (shown, reason) in [
         (None, "no_certificate"),
-        (Some(&foreign), "foreign_ca"),
+        (Some(&of_other_ca), "unknown_ca"),
         (Some(&expired), "expired"),
     ] {
-        let output = ask(&scene, ALPN, shown);
+        let output = ask(&testbed, ALPN, shown);
         assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:4143\""];
-        scene.wait_for_series("tulle_inbound_tls_failures_total", &target, "reason", &refused);
+        testbed.wait_for_series("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
     // A client whose ALPN does not announce the transport header is refused.
-    let output = ask(&scene, None, Some(&valid));
+    let output = ask(&testbed, None, Some(&valid));
     assert!(!output.out.contains("HTTP/"), "{output:?}");
     let cause = ["cause=\"bad-transport-header\""];
-    scene.wait_for_series("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
-    scene.wait_for_series(header, &[], "target_port", &[("8080", 1)]);
+    testbed.wait_for_series("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
+    testbed.wait_for_series(header, &[], "target_port", &[("8080", 1)]);
 }
 
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
 /// Requests the application's HTTP port from outside.
-fn ask(scene: &Testbed, alpn: Option<&'static str>, shown: Option<&Leaf>) -> ProgramOutput {
+fn ask(testbed: &Testbed, alpn: Option<&'static str>, shown: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),
         alpn,
         certificate: shown,
     };
-    client.connect_and_send(&scene.outside, &[&header(HTTP), REQUEST].concat())
+    client.connect_and_send(&testbed.outside, &[&header(HTTP), REQUEST].concat())
 }
 
 /// A transport header as bytes: preface, length, and a message with the port as field 1.

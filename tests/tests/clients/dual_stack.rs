@@ -14,19 +14,22 @@ use tulle_tests::hosts::admin_get;
 
 use crate::openssl;
 use crate::programs;
-use crate::scene::{
-    CONTROL, GRPC, HTTP, OUTSIDE, RESTRICTED, SERVER, SERVICE, Setup, Testbed, both, can_run, identity, scene, v6,
+use crate::testbed::{
+    CONTROL, GRPC, HTTP, OUTSIDE, RESTRICTED, SERVER, SERVICE, Setup, Testbed, both, can_run, identity, start_testbed,
+    v6,
 };
 
 /// Host names in the requests are IPv6 literals, as clients write them.
 #[test]
 fn a_service_is_reached_by_either_of_its_addresses() {
-    let Some(scene) = scene(&["curl"]) else { return };
+    let Some(testbed) = start_testbed(&["curl"]) else {
+        return;
+    };
     for ip in both(SERVICE) {
         for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
             let url = format!("http://{}/headers", SocketAddr::new(ip, HTTP));
             let args = ["-sS", flag, "-g", "-w", "\n%{http_version} %{http_code}", &url];
-            let response = programs::run(&scene.client, "curl", &args, b"");
+            let response = programs::run(&testbed.client, "curl", &args, b"");
             let (headers, facts) = response.out.rsplit_once('\n').unwrap_or_default();
             assert_eq!(facts, format!("{version} 200"), "{response:?}");
             // The header proves that both sidecars handled the request.
@@ -35,35 +38,37 @@ fn a_service_is_reached_by_either_of_its_addresses() {
         }
     }
     let host = format!("http://[{}]:{HTTP}/headers", v6(SERVICE));
-    let lines = scene.json_lines("server");
+    let lines = testbed.json_lines("server");
     assert!(lines.iter().any(|line| line["uri"] == host.as_str()), "{lines:?}");
 }
 
 #[test]
-fn where_ipv6_is_served_an_endpoint_with_both_families_is_reached_by_it() {
+fn with_enable_ipv6_a_dual_stack_endpoint_is_reached_by_ipv6() {
     if !can_run(&["curl"]) {
         return;
     }
-    let scene = Testbed::build(Setup {
+    let testbed = Testbed::build(Setup {
         control: &["-enable-ipv6"],
         ..Setup::default()
     });
     for (ip, n) in both(SERVICE).into_iter().zip(1..) {
-        let answer = get(&scene.client, None, (ip, HTTP).into());
+        let answer = get(&testbed.client, None, (ip, HTTP).into());
         assert!(answer.starts_with("HTTP/1.1 200"), "{ip}: {answer}");
         let target = format!("target_addr=\"{}\"", SocketAddr::from((v6(SERVER), HTTP)));
         let allowed = "inbound_http_authz_allow_total";
-        scene.wait_for_series(allowed, &[&target], "client_id", &[(&identity("client"), n)]);
+        testbed.wait_for_series(allowed, &[&target], "client_id", &[(&identity("client"), n)]);
     }
 }
 
 #[test]
 fn the_policy_of_a_port_applies_to_ipv6() {
-    let Some(scene) = scene(&["openssl"]) else { return };
+    let Some(testbed) = start_testbed(&["openssl"]) else {
+        return;
+    };
     let to = SocketAddr::from((v6(SERVER), HTTP));
-    assert!(get(&scene.outside, None, to).starts_with("HTTP/1.1 403"));
+    assert!(get(&testbed.outside, None, to).starts_with("HTTP/1.1 403"));
     let peer = identity("peer");
-    let valid = scene.credentials.leaf(&peer, Validity::Current);
+    let valid = testbed.credentials.leaf(&peer, Validity::Current);
     // On the application's port and on the proxy's inbound port.
     for (port, alpn, expected) in [
         (HTTP, None, "HTTP/1.1 200 OK"),
@@ -81,34 +86,35 @@ fn the_policy_of_a_port_applies_to_ipv6() {
             certificate: Some(&valid),
         };
         let response = client.connect_and_send(
-            &scene.outside,
+            &testbed.outside,
             b"GET / HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n",
         );
         assert!(response.out.contains(expected), "{port}: {response:?}");
     }
     let target = format!("target_addr=\"{to}\"");
-    scene.wait_for_series("tulle_inbound_denied_total", &[&target], "reason", &[("no-tls", 1)]);
+    testbed.wait_for_series("tulle_inbound_denied_total", &[&target], "reason", &[("no-tls", 1)]);
 }
 
 #[test]
 fn networks_of_either_family_are_permitted_and_excepted() {
-    let Some(scene) = scene(&[]) else { return };
-    scene.manifest("networks.yaml", NETWORKS);
-    let strangers = [Ipv4Addr::new(10, 79, 0, 41), Ipv4Addr::new(10, 79, 0, 42)];
-    for ip in strangers {
+    let Some(testbed) = start_testbed(&[]) else { return };
+    testbed.manifest("networks.yaml", NETWORKS);
+    let unmeshed = [Ipv4Addr::new(10, 79, 0, 41), Ipv4Addr::new(10, 79, 0, 42)];
+    for ip in unmeshed {
         let lines = format!("addr add {ip}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip));
-        scene.outside.ip(&lines).unwrap();
+        testbed.outside.ip(&lines).unwrap();
     }
-    let [excepted, other] = strangers;
+    let [excepted, other] = unmeshed;
     let response_to = |from: IpAddr| {
         let [v4, v6] = both(SERVER);
         let to = SocketAddr::new(if from.is_ipv4() { v4 } else { v6 }, GRPC);
-        get(&scene.outside, Some(from), to)
+        get(&testbed.outside, Some(from), to)
     };
     // The proxy may receive the manifest a moment late. Until then the port is for meshed clients.
     let deadline = Instant::now() + READ_TIMEOUT;
     while response_to(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
         assert!(Instant::now() < deadline, "no client is permitted");
+        thread::sleep(POLL_INTERVAL);
     }
     for (from, permitted) in [
         (IpAddr::from(OUTSIDE), true),
@@ -127,15 +133,15 @@ fn networks_of_either_family_are_permitted_and_excepted() {
 
 #[test]
 fn an_egress_network_for_ipv6_denies_only_its_own_addresses() {
-    let Some(scene) = scene(&[]) else { return };
+    let Some(testbed) = start_testbed(&[]) else { return };
     let [forbidden, neighbour] = ["2001:db8::1", "2001:db8:0:1::1"].map(|ip| ip.parse::<IpAddr>().unwrap());
     for ip in [forbidden, neighbour] {
-        scene
+        testbed
             .outside
             .ip(&format!("addr add {ip}/128 dev eth0 nodad\n"))
             .unwrap();
     }
-    let application = scene
+    let application = testbed
         .outside
         .run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, HTTP)))
         .unwrap()
@@ -148,12 +154,13 @@ fn an_egress_network_for_ipv6_denies_only_its_own_addresses() {
             let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n");
         }
     });
-    let answer = |ip| get(&scene.client, None, SocketAddr::new(ip, HTTP));
+    let answer = |ip| get(&testbed.client, None, SocketAddr::new(ip, HTTP));
     assert!(answer(forbidden).starts_with("HTTP/1.1 204"), "{}", answer(forbidden));
-    scene.manifest("egress.yaml", EGRESS);
+    testbed.manifest("egress.yaml", EGRESS);
     let deadline = Instant::now() + READ_TIMEOUT;
     while !answer(forbidden).starts_with("HTTP/1.1 403") {
         assert!(Instant::now() < deadline, "{}", answer(forbidden));
+        thread::sleep(POLL_INTERVAL);
     }
     assert!(answer(neighbour).starts_with("HTTP/1.1 204"), "{}", answer(neighbour));
 }
@@ -167,7 +174,7 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     let at = |port: u16| SocketAddr::from((v6(CONTROL), port)).to_string();
     let (identity_addr, destination, policy) = (at(port::IDENTITY), at(port::DESTINATION), at(port::POLICY));
     let own = both(SERVER).map(|ip| ip.to_string()).join(",");
-    let scene = Testbed::build(Setup {
+    let testbed = Testbed::build(Setup {
         variables: &[
             ("LINKERD2_PROXY_INBOUND_IPS", &own),
             ("LINKERD2_PROXY_IDENTITY_SVC_ADDR", &identity_addr),
@@ -185,9 +192,9 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     for ip in both(SERVER) {
         // On a port that requires an identity, clients without one may read only readiness. Clients on the same host
         // may read all pages.
-        let ready = get_path(&scene.client, None, (ip, port::ADMIN).into(), "/ready");
+        let ready = get_path(&testbed.client, None, (ip, port::ADMIN).into(), "/ready");
         assert!(ready.starts_with("HTTP/1.1 200"), "{ip}: {ready}");
-        let metrics = get_path(&scene.server, None, (ip, port::ADMIN).into(), "/metrics");
+        let metrics = get_path(&testbed.server, None, (ip, port::ADMIN).into(), "/metrics");
         assert!(metrics.starts_with("HTTP/1.1 200"), "{ip}: {metrics}");
         let series = format!("control_request_total{{addr=\"{policy}\"");
         assert!(metrics.contains(&series), "{series}: {metrics}");
@@ -197,7 +204,7 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
             alpn: None,
             certificate: None,
         };
-        let response = tap.connect_and_send(&scene.client, b"no HTTP/2\r\n\r\n");
+        let response = tap.connect_and_send(&testbed.client, b"no HTTP/2\r\n\r\n");
         assert!(response.certificate().starts_with("-----BEGIN"), "{ip}: {response:?}");
     }
 }
@@ -205,11 +212,13 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
 /// Charts give both loopback addresses to every proxy that may have IPv6.
 #[test]
 fn a_machine_without_ipv6_uses_ipv4() {
-    let Some(scene) = scene(&["curl"]) else { return };
-    let host = &scene.outside;
+    let Some(testbed) = start_testbed(&["curl"]) else {
+        return;
+    };
+    let host = &testbed.outside;
     let disabled = || std::fs::write("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1");
     host.run(disabled).unwrap().unwrap();
-    let mut sidecar = scene.start_sidecar("client", host, &scene.dir().join("tulle-proxy"), Setup::default());
+    let mut sidecar = testbed.start_sidecar("client", host, &testbed.dir().join("tulle-proxy"), Setup::default());
     sidecar
         .wait_for("certificate", |_| Ok(admin_get(host, "/ready").is_ok()))
         .unwrap();
@@ -221,7 +230,7 @@ fn a_machine_without_ipv6_uses_ipv4() {
         .run(|| TcpStream::connect((Ipv6Addr::LOCALHOST, port::OUTBOUND)))
         .unwrap();
     refused.unwrap_err();
-    let log = std::fs::read_to_string(scene.dir().join("sidecar-client.log")).unwrap();
+    let log = std::fs::read_to_string(testbed.dir().join("sidecar-client.log")).unwrap();
     assert!(log.contains("[::1]:4140"), "{log}");
 }
 
@@ -279,3 +288,4 @@ metadata: {name: documents, namespace: shop}
 spec: {trafficPolicy: Deny, networks: [{cidr: \"2001:db8::/64\"}]}
 ";
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);

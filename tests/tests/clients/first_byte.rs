@@ -10,13 +10,13 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
-use crate::scene::{SERVER, SERVER_SPEAKS_FIRST, Testbed, scene, service};
+use crate::testbed::{SERVER, SERVER_SPEAKS_FIRST, Testbed, service, start_testbed};
 
 #[test]
-fn a_server_that_speaks_first_is_heard_without_delay_by_the_first_client() {
-    let Some(scene) = scene(&[]) else { return };
-    let accepted = start_greeting_app(&scene);
-    let (mut stream, took) = scene
+fn the_greeting_of_a_server_speaks_first_protocol_arrives_without_delay() {
+    let Some(testbed) = start_testbed(&[]) else { return };
+    let accepted = start_greeting_app(&testbed);
+    let (mut stream, took) = testbed
         .client
         .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
         .unwrap();
@@ -26,7 +26,7 @@ fn a_server_that_speaks_first_is_heard_without_delay_by_the_first_client() {
     let mut back = [0; 5];
     stream.read_exact(&mut back).unwrap();
     assert_eq!(&back, b"hello");
-    let (_, again) = scene
+    let (_, again) = testbed
         .client
         .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
         .unwrap();
@@ -36,22 +36,22 @@ fn a_server_that_speaks_first_is_heard_without_delay_by_the_first_client() {
 
 #[test]
 fn an_unauthorized_client_never_makes_the_application_accept_a_connection() {
-    let Some(scene) = scene(&[]) else { return };
-    let accepted = start_greeting_app(&scene);
+    let Some(testbed) = start_testbed(&[]) else { return };
+    let accepted = start_greeting_app(&testbed);
     for words in [
         &b""[..],
         b"hello\n",
         b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
     ] {
-        assert_refused(&scene.outside, words);
+        assert_refused(&testbed.outside, words);
         assert_eq!(accepted.load(Ordering::SeqCst), 0);
     }
     let port = ["target_port=\"5000\""];
-    scene.wait_for_series("inbound_tcp_authz_deny_total", &port, "tls", &[("no_identity", 2)]);
-    scene.wait_for_series("inbound_http_authz_deny_total", &port, "tls", &[("no_identity", 1)]);
-    scene.wait_for_series("tulle_inbound_denied_total", &port, "reason", &[("no-tls", 3)]);
+    testbed.wait_for_series("inbound_tcp_authz_deny_total", &port, "tls", &[("no_identity", 2)]);
+    testbed.wait_for_series("inbound_http_authz_deny_total", &port, "tls", &[("no_identity", 1)]);
+    testbed.wait_for_series("tulle_inbound_denied_total", &port, "reason", &[("no-tls", 3)]);
     // The first connection that the application accepts is one from inside.
-    scene
+    testbed
         .client
         .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))
         .unwrap();
@@ -87,8 +87,8 @@ fn assert_refused(from: &Namespace, words: &[u8]) {
 }
 
 /// Starts an application that sends a greeting and then echoes. Counts connections.
-fn start_greeting_app(scene: &Testbed) -> Arc<AtomicUsize> {
-    let listener = scene
+fn start_greeting_app(testbed: &Testbed) -> Arc<AtomicUsize> {
+    let listener = testbed
         .server
         .run(|| TcpListener::bind((SERVER, SERVER_SPEAKS_FIRST)))
         .unwrap()

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use tulle_core::netns::Namespace;
 
 use crate::openssl::{self, Client};
-use crate::scene::{OPEN_TLS, OUTSIDE, SERVER, TLS, Testbed, identity, scene, service};
+use crate::testbed::{OPEN_TLS, OUTSIDE, SERVER, TLS, Testbed, identity, service, start_testbed};
 
 /// Checks that `openssl s_client` at `from` gets the certificate of the requested server name, and a response.
-fn check(scene: &Testbed, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>) {
-    let named = scene.credentials.foreign_leaf(NAME);
-    let other = scene.credentials.foreign_leaf("other.example");
-    let _server = openssl::server(scene, at, to.port(), NAME, [&named, &other]);
+fn check(testbed: &Testbed, from: &Namespace, to: SocketAddr, server_host: &Arc<Namespace>) {
+    let named = testbed.credentials.foreign_leaf(NAME);
+    let other = testbed.credentials.foreign_leaf("other.example");
+    let _server = openssl::server(testbed, server_host, to.port(), NAME, [&named, &other]);
     let client = Client {
         to,
         name: NAME,
@@ -26,7 +26,7 @@ fn check(scene: &Testbed, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>)
         output.out.contains("HTTP/1.0 200 ok") && output.out.contains("s_server"),
         "{output:?}"
     );
-    // Without that name the same path leads to the other certificate, so the name reaches the server.
+    // With another SNI the server presents its other certificate, so it receives the client's SNI.
     let output = Client {
         name: "unknown.example",
         ..client
@@ -37,10 +37,12 @@ fn check(scene: &Testbed, from: &Namespace, to: SocketAddr, at: &Arc<Namespace>)
 
 #[test]
 fn a_foreign_server_outside_the_mesh_shows_its_own_certificate() {
-    let Some(scene) = scene(&["openssl"]) else { return };
-    check(&scene, &scene.client, (OUTSIDE, TLS).into(), &scene.outside);
+    let Some(testbed) = start_testbed(&["openssl"]) else {
+        return;
+    };
+    check(&testbed, &testbed.client, (OUTSIDE, TLS).into(), &testbed.outside);
     // Checks that the connection passed the client's sidecar.
-    let metrics = scene.metrics(&scene.client);
+    let metrics = testbed.metrics(&testbed.client);
     let series = metrics.lines().find(|line| {
         line.starts_with("tcp_open_total{") && line.contains("10.79.0.40:8443") && line.contains("peer=\"src\"")
     });
@@ -49,9 +51,11 @@ fn a_foreign_server_outside_the_mesh_shows_its_own_certificate() {
 
 #[test]
 fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
-    let Some(scene) = scene(&["openssl"]) else { return };
-    check(&scene, &scene.client, service(TLS), &scene.server);
-    scene.wait_for_series(
+    let Some(testbed) = start_testbed(&["openssl"]) else {
+        return;
+    };
+    check(&testbed, &testbed.client, service(TLS), &testbed.server);
+    testbed.wait_for_series(
         ALLOWED,
         &["target_port=\"8443\""],
         "client_id",
@@ -61,10 +65,12 @@ fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
 
 #[test]
 fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits() {
-    let Some(scene) = scene(&["openssl"]) else { return };
-    check(&scene, &scene.outside, (SERVER, OPEN_TLS).into(), &scene.server);
+    let Some(testbed) = start_testbed(&["openssl"]) else {
+        return;
+    };
+    check(&testbed, &testbed.outside, (SERVER, OPEN_TLS).into(), &testbed.server);
     let names = [(NAME, 1), ("unknown.example", 1)];
-    scene.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
+    testbed.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 
 const NAME: &str = "pay.example";

@@ -5,21 +5,21 @@ use tulle_tests::hosts::command;
 use tulle_tests::programs::find;
 
 use crate::programs;
-use crate::scene::{GRPC, Testbed, identity, scene, service};
+use crate::testbed::{GRPC, Testbed, identity, service, start_testbed};
 
 #[test]
 fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
-    let Some(scene) = scene(&["grpc-interop-client", "grpc-interop-server"]) else {
+    let Some(testbed) = start_testbed(&["grpc-interop-client", "grpc-interop-server"]) else {
         return;
     };
-    let _server = server(&scene);
+    let _server = server(&testbed);
     let to = service(GRPC);
     let (host, port) = (to.ip().to_string(), to.port().to_string());
     let mut failed = Vec::new();
     for (case, flags) in CASES {
         let mut args = vec!["-server_host", &host, "-server_port", &port, "-test_case", case];
         args.extend(*flags);
-        let output = programs::run(&scene.client, "grpc-interop-client", &args, b"");
+        let output = programs::run(&testbed.client, "grpc-interop-client", &args, b"");
         println!("{case}: {}", if output.status.success() { "passed" } else { "failed" });
         if !output.status.success() {
             failed.push((case, output));
@@ -29,7 +29,7 @@ fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
     println!("{} cases passed", CASES.len());
     // All calls passed both sidecars: only the server's sidecar knows the client's identity, by mutual TLS with the
     // client's sidecar.
-    let counted = scene.series(
+    let counted = testbed.series(
         "inbound_http_authz_allow_total",
         &["target_port=\"10000\""],
         "client_id",
@@ -37,11 +37,11 @@ fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
     assert_eq!(counted.keys().collect::<Vec<_>>(), [&identity("client")]);
 }
 
-fn server(scene: &Testbed) -> Process {
+fn server(testbed: &Testbed) -> Process {
     let program = find("grpc-interop-server").unwrap();
-    let mut command = command(&scene.server, &[], &program);
+    let mut command = command(&testbed.server, &[], &program);
     command.args(["-port", &GRPC.to_string()]);
-    let mut server = scene.start("grpc-interop-server", command);
+    let mut server = testbed.start("grpc-interop-server", command);
     server.wait_for_ports(&[GRPC]).unwrap();
     server
 }

@@ -3,7 +3,7 @@
 use tulle_core::netns::Namespace;
 
 use crate::programs;
-use crate::scene::{H2C, HTTP, SERVER, scene, service};
+use crate::testbed::{H2C, HTTP, SERVER, service, start_testbed};
 
 /// Runs all h2spec cases and returns the failed ones.
 fn failures(host: &Namespace, ip: &str, port: u16) -> Vec<String> {
@@ -27,12 +27,14 @@ fn failures(host: &Namespace, ip: &str, port: u16) -> Vec<String> {
 
 #[test]
 fn both_servers_conform_to_http_2() {
-    let Some(scene) = scene(&["h2spec"]) else { return };
-    let outbound = failures(&scene.client, &service(H2C).ip().to_string(), H2C);
+    let Some(testbed) = start_testbed(&["h2spec"]) else {
+        return;
+    };
+    let outbound = failures(&testbed.client, &service(H2C).ip().to_string(), H2C);
     assert_eq!(outbound, [] as [&str; 0], "outbound");
-    let inbound = failures(&scene.outside, &SERVER.to_string(), H2C);
+    let inbound = failures(&testbed.outside, &SERVER.to_string(), H2C);
     assert_eq!(inbound, [] as [&str; 0], "inbound");
     // On a port with protocol detection, an invalid HTTP/2 preface is not HTTP/2.
-    let detected = failures(&scene.client, &service(HTTP).ip().to_string(), HTTP);
+    let detected = failures(&testbed.client, &service(HTTP).ip().to_string(), HTTP);
     assert_eq!(detected, ["× 2: Sends invalid connection preface"], "detected");
 }

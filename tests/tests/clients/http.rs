@@ -6,7 +6,7 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::programs;
-use crate::scene::{HTTP, OUTSIDE, SERVER, identity, scene, service};
+use crate::testbed::{HTTP, OUTSIDE, SERVER, identity, service, start_testbed};
 
 /// Asks the application which headers it received. Returns the version, the status and the body.
 fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
@@ -24,8 +24,10 @@ fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
 }
 
 fn check_curl(flag: &str, version: &str) {
-    let Some(scene) = scene(&["curl"]) else { return };
-    let (answered, status, headers) = curl(&scene.client, flag);
+    let Some(testbed) = start_testbed(&["curl"]) else {
+        return;
+    };
+    let (answered, status, headers) = curl(&testbed.client, flag);
     assert_eq!((&*answered, &*status), (version, "200"), "{headers}");
     // Both sidecars handled the request: only the server's sidecar knows the client's identity, by mutual TLS with the
     // client's sidecar.
@@ -35,9 +37,11 @@ fn check_curl(flag: &str, version: &str) {
 
 #[test]
 fn the_access_log_records_clients_and_requests() {
-    let Some(scene) = scene(&["curl"]) else { return };
-    curl(&scene.client, "--http1.1");
-    let lines = scene.json_lines("server");
+    let Some(testbed) = start_testbed(&["curl"]) else {
+        return;
+    };
+    curl(&testbed.client, "--http1.1");
+    let lines = testbed.json_lines("server");
     let [line] = &lines[..] else { panic!("{lines:?}") };
     let (client, target) = (identity("client"), format!("http://{}/headers", service(HTTP)));
     for (name, value) in [
@@ -54,22 +58,25 @@ fn the_access_log_records_clients_and_requests() {
 
 #[test]
 fn requests_permitted_by_audit_are_logged() {
-    let Some(scene) = scene(&["curl"]) else { return };
+    let Some(testbed) = start_testbed(&["curl"]) else {
+        return;
+    };
     let url = format!("http://{SERVER}:{HTTP}/");
     let ask = || {
         let args = ["-sS", "-o", "/dev/null", "-w", "%{http_code}", &url];
-        programs::run(&scene.outside, "curl", &args, b"").out
+        programs::run(&testbed.outside, "curl", &args, b"").out
     };
     assert_eq!(ask(), "403", "the default policy permits no client outside the mesh");
     // Manifests may take effect a moment late.
-    let until = |what: &str, holds: &dyn Fn() -> bool| {
+    let wait_until = |what: &str, holds: &dyn Fn() -> bool| {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds() {
             assert!(Instant::now() < deadline, "{what}");
+            std::thread::sleep(POLL_INTERVAL);
         }
     };
     let logged = |what: &str| {
-        let lines = scene.lines("server", |line| line.contains(what).then(|| line.to_owned()));
+        let lines = testbed.lines("server", |line| line.contains(what).then(|| line.to_owned()));
         for line in &lines {
             let (client, target) = (format!("client={OUTSIDE}:"), format!("target={SERVER}:{HTTP}"));
             assert!(
@@ -79,13 +86,13 @@ fn requests_permitted_by_audit_are_logged() {
         }
         lines.len()
     };
-    scene.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "HTTP/1"));
-    until("requests are permitted", &|| ask() == "200");
+    testbed.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "HTTP/1"));
+    wait_until("requests are permitted", &|| ask() == "200");
     assert_eq!(logged("request audited"), 1);
-    scene.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "opaque"));
-    until("connections are permitted", &|| {
+    testbed.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "opaque"));
+    wait_until("connections are permitted", &|| {
         ask() == "200"
-            && !scene
+            && !testbed
                 .series("inbound_tcp_authz_allow_total", &[], "authz_name")
                 .is_empty()
     });
@@ -103,6 +110,7 @@ spec:
   accessPolicy: audit
 ";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 #[test]
 fn curl_speaks_http_1_0() {
@@ -127,11 +135,13 @@ fn an_upgrade_to_h2c_is_answered_as_http_1_1() {
 
 #[test]
 fn no_request_of_h2load_fails() {
-    let Some(scene) = scene(&["h2load"]) else { return };
+    let Some(testbed) = start_testbed(&["h2load"]) else {
+        return;
+    };
     let n = requests();
     let (n_text, url) = (n.to_string(), format!("http://{}/", service(HTTP)));
     let output = programs::run(
-        &scene.client,
+        &testbed.client,
         "h2load",
         &["-n", &n_text, "-c", "10", "-m", "10", &url],
         b"",
@@ -151,7 +161,7 @@ fn no_request_of_h2load_fails() {
         "{output:?}"
     );
     // The server's sidecar has counted all requests, with the client's identity.
-    scene.wait_for_series(
+    testbed.wait_for_series(
         "inbound_http_authz_allow_total",
         &[],
         "client_id",

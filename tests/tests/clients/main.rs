@@ -10,7 +10,6 @@
 mod costs;
 mod direct;
 mod dual_stack;
-mod ending;
 mod first_byte;
 mod foreign_tls;
 mod grpc;
@@ -19,7 +18,8 @@ mod http;
 mod openssl;
 mod programs;
 mod redirected;
-mod scene;
+mod termination;
+mod testbed;
 mod tproxy;
 mod vm;
 mod websocket;

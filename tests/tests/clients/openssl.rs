@@ -10,7 +10,7 @@ use tulle_tests::hosts;
 use tulle_tests::programs::find;
 
 use crate::programs::{self, ProgramOutput};
-use crate::scene::Testbed;
+use crate::testbed::Testbed;
 
 /// One connection of `openssl s_client`.
 #[derive(Clone, Copy)]
@@ -55,7 +55,7 @@ impl ProgramOutput {
 
 /// Starts a TLS server that answers every request. It presents `named` to clients that request `name`, and `other` to all others.
 pub(crate) fn server(
-    scene: &Testbed,
+    testbed: &Testbed,
     host: &Arc<Namespace>,
     port: u16,
     name: &str,
@@ -69,7 +69,7 @@ pub(crate) fn server(
         .arg(&named.certificate)
         .arg("-key2")
         .arg(&named.key);
-    let mut process = scene.start(&format!("s_server-{port}"), command);
+    let mut process = testbed.start(&format!("s_server-{port}"), command);
     process.wait_for_ports(&[port]).unwrap();
     process
 }

@@ -1,4 +1,4 @@
-//! T80–T83 with the shipped proxy: applications see the addresses of their clients.
+//! The tproxy mode with the shipped proxy: applications see the addresses of their clients.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
@@ -13,7 +13,7 @@ use tulle_core::netns::Namespace;
 use tulle_tests::hosts::admin_get;
 use tulle_tests::programs;
 
-use crate::scene::{
+use crate::testbed::{
     CLIENT, GRPC, OPEN_TLS, OUTSIDE, SERVER, Setup, Testbed, both, can_run, identity, redirect, service, v6,
 };
 
@@ -24,8 +24,8 @@ fn applications_see_the_addresses_of_all_clients() {
         if !can_run(&[]) {
             return;
         }
-        let scene = Testbed::build(Setup {
-            rules: &["--inbound-mode", "tproxy", "--backend", backend],
+        let testbed = Testbed::build(Setup {
+            init_flags: &["--inbound-mode", "tproxy", "--backend", backend],
             ..TPROXY_SETUP
         });
         let other = Ipv4Addr::new(10, 79, 0, 41);
@@ -33,9 +33,9 @@ fn applications_see_the_addresses_of_all_clients() {
             "addr add {other}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n",
             v6(other)
         );
-        scene.outside.ip(&lines).unwrap();
+        testbed.outside.ip(&lines).unwrap();
         for port in [OPEN_TLS, GRPC] {
-            start_peer_addr_app(&scene.server, port);
+            start_peer_addr_app(&testbed.server, port);
         }
         // From outside, in both families. Requests alternate between clients, because a pooled connection of one client
         // may not be used for another.
@@ -44,12 +44,12 @@ fn applications_see_the_addresses_of_all_clients() {
                 let [v4, v6] = both(SERVER);
                 let to = SocketAddr::new(if client.is_ipv4() { v4 } else { v6 }, OPEN_TLS);
                 assert_eq!(
-                    ask(&scene.outside, Some(client), to, HTTP),
+                    ask(&testbed.outside, Some(client), to, HTTP),
                     client.to_string(),
                     "{backend}"
                 );
                 assert_eq!(
-                    ask(&scene.outside, Some(client), to, BYTES),
+                    ask(&testbed.outside, Some(client), to, BYTES),
                     client.to_string(),
                     "{backend}"
                 );
@@ -57,17 +57,17 @@ fn applications_see_the_addresses_of_all_clients() {
         }
         // Through the sidecar of a peer, which proves its identity and dials the proxy's own port.
         for to in [OPEN_TLS, GRPC].map(service) {
-            assert_eq!(ask(&scene.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
+            assert_eq!(ask(&testbed.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
         }
         let proven = format!("client_id=\"{}\"", identity("client"));
-        scene.wait_for_count("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
+        testbed.wait_for_count("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
         // Outbound connections use the proxy's own address, as without tproxy.
-        start_peer_addr_app(&scene.outside, OPEN_TLS);
-        let answer = ask(&scene.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
+        start_peer_addr_app(&testbed.outside, OPEN_TLS);
+        let answer = ask(&testbed.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
         assert_eq!(answer, SERVER.to_string(), "{backend}");
-        scene.wait_for_count("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
+        testbed.wait_for_count("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
         // Policy still applies: clients without an identity are refused on this port.
-        let refused = ask(&scene.outside, None, (SERVER, GRPC).into(), HTTP);
+        let refused = ask(&testbed.outside, None, (SERVER, GRPC).into(), HTTP);
         assert!(refused.starts_with("HTTP/1.1 403"), "{backend}: {refused}");
     }
 }
@@ -77,32 +77,32 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
     if !can_run(&["setcap"]) {
         return;
     }
-    let scene = Testbed::build(Setup::default());
+    let testbed = Testbed::build(Setup::default());
     let start = |file: &str, rights| {
         let setup = Setup {
             setpriv_args: rights,
             ..TPROXY_SETUP
         };
-        scene.start_sidecar("client", &scene.outside, &scene.dir().join(file), setup)
+        testbed.start_sidecar("client", &testbed.outside, &testbed.dir().join(file), setup)
     };
     // As in a container that adds the capability for a user that is not root.
     fs::copy(
         programs::built_binary("tulle-proxy").unwrap(),
-        scene.dir().join("of-image"),
+        testbed.dir().join("of-image"),
     )
     .unwrap();
     let mut setcap = Command::new("setcap");
     assert!(
         setcap
             .arg("cap_net_raw=p")
-            .arg(scene.dir().join("of-image"))
+            .arg(testbed.dir().join("of-image"))
             .status()
             .unwrap()
             .success()
     );
     let mut sidecar = start("of-image", &["--bounding-set=-all,+net_raw"]);
     sidecar
-        .wait_for("certificate", |_| Ok(admin_get(&scene.outside, "/ready").is_ok()))
+        .wait_for("certificate", |_| Ok(admin_get(&testbed.outside, "/ready").is_ok()))
         .unwrap();
     drop(sidecar);
     for file in ["tulle-proxy", "of-image"] {
@@ -118,22 +118,22 @@ fn redirect_rules_are_distinguished_from_tproxy_rules() {
     if !can_run(&[]) {
         return;
     }
-    let scene = Testbed::build(Setup {
-        rules: &["--inbound-mode", "tproxy"],
+    let testbed = Testbed::build(Setup {
+        init_flags: &["--inbound-mode", "tproxy"],
         ..TPROXY_SETUP
     });
-    start_peer_addr_app(&scene.server, OPEN_TLS);
-    redirect(&scene.server, &["--inbound-mode", "redirect"]);
-    let answer = ask(&scene.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
+    start_peer_addr_app(&testbed.server, OPEN_TLS);
+    redirect(&testbed.server, &["--inbound-mode", "redirect"]);
+    let answer = ask(&testbed.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
     assert_eq!(answer, "", "closed");
-    let log = fs::read_to_string(scene.dir().join("sidecar-server.log")).unwrap();
+    let log = fs::read_to_string(testbed.dir().join("sidecar-server.log")).unwrap();
     assert!(
         log.contains("run tulle-init with --inbound-mode tproxy, or unset the variable"),
         "{log}"
     );
     // Traffic from peers to the proxy's own port needs no redirect rules, but the return path does.
-    redirect(&scene.server, &["--inbound-mode", "tproxy"]);
-    assert_eq!(ask(&scene.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
+    redirect(&testbed.server, &["--inbound-mode", "tproxy"]);
+    assert_eq!(ask(&testbed.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
 }
 
 /// An application that returns the address of its client: as HTTP for an HTTP request, as a line otherwise.
@@ -195,7 +195,7 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
 /// A sidecar that keeps the client addresses, with only the capability for that.
 const TPROXY_SETUP: Setup<'static> = Setup {
     control: &["-enable-ipv6=false"],
-    rules: &[],
+    init_flags: &[],
     variables: &[("TULLE_PROXY_INBOUND_MODE", "tproxy")],
     setpriv_args: &[
         "--inh-caps=-all,+net_raw",

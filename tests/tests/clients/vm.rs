@@ -6,28 +6,30 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 
-use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_control::trust;
 use tulle_core::netns::Namespace;
+use tulle_tests::eventually::wait_until;
 use tulle_tests::hosts::admin_get;
 use tulle_tests::machine::{ExternalMachine, IDENTITY};
 
-use crate::scene::{self, CONTROL, HTTP, OUTSIDE, RESTRICTED, Testbed, identity, scene};
+use crate::testbed::{self, CONTROL, HTTP, OUTSIDE, RESTRICTED, Testbed, identity, start_testbed};
 
 /// The cluster IP of the machine's service.
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 2);
 
 #[test]
 fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
-    let Some(scene) = scene(&["setpriv"]) else { return };
-    let machine = machine(&scene);
+    let Some(testbed) = start_testbed(&["setpriv"]) else {
+        return;
+    };
+    let machine = machine(&testbed);
     let _application = machine.application().unwrap();
     let _workload_api = machine.start("tulle-workload-api.service").unwrap();
     let init = machine.unit("tulle-init.service");
     machine.run(&init["ExecStart"]).unwrap();
     let mut proxy = machine.start("tulle-proxy.service").unwrap();
-    let ready = |_: &Process| Ok(admin_get(&scene.outside, "/ready").is_ok());
+    let ready = |_: &Process| Ok(admin_get(&testbed.outside, "/ready").is_ok());
     proxy.wait_for("certificate, by its /ready", ready).unwrap();
     let check = machine
         .command(&format!("{} --check", init["ExecStart"]))
@@ -36,11 +38,11 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     assert_eq!(check.status.code(), Some(0), "the rules are in force");
 
     // The mesh calls the machine. Its port accepts meshed clients only, so a response proves mutual TLS.
-    let answer = ask(&scene.client, (SERVICE, 80).into());
+    let answer = ask(&testbed.client, (SERVICE, 80).into());
     let client = identity("client");
     assert!(answer.contains("200 OK"), "{answer}");
     assert!(answer.contains(&format!(r#""l5d-client-id":["{client}"]"#)), "{answer}");
-    let metrics = scene.metrics(&scene.client);
+    let metrics = testbed.metrics(&testbed.client);
     assert!(
         has(
             &metrics,
@@ -49,7 +51,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
         ),
         "{metrics}"
     );
-    let metrics = scene.metrics(&scene.outside);
+    let metrics = testbed.metrics(&testbed.outside);
     assert!(
         has(
             &metrics,
@@ -60,40 +62,40 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     );
 
     // The machine calls into the mesh, with an identity that policies permit.
-    let answer = ask(&scene.outside, scene::service(HTTP));
+    let answer = ask(&testbed.outside, testbed::service(HTTP));
     assert!(answer.contains("200 OK"), "{answer}");
     assert!(
         answer.contains(&format!(r#""l5d-client-id":["{IDENTITY}"]"#)),
         "{answer}"
     );
-    let answer = ask(&scene.outside, scene::service(RESTRICTED));
+    let answer = ask(&testbed.outside, testbed::service(RESTRICTED));
     assert!(answer.contains("403 Forbidden"), "{answer}");
-    scene.wait_for_series(
+    testbed.wait_for_series(
         "tulle_inbound_denied_total",
         &["target_port=\"8081\""],
         "reason",
         &[("identity", 1)],
     );
-    scene.manifest("vm-policy.yaml", machine.file("policy.yaml"));
-    scene.manifest("vm-may-use-guarded.yaml", PERMISSION);
+    testbed.manifest("vm-policy.yaml", machine.file("policy.yaml"));
+    testbed.manifest("vm-may-use-restricted.yaml", PERMISSION);
     wait_until("the policy permits the machine", || {
-        ask(&scene.outside, scene::service(RESTRICTED)).contains("200 OK")
+        ask(&testbed.outside, testbed::service(RESTRICTED)).contains("200 OK")
     });
-    let allowed = scene.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
+    let allowed = testbed.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
     assert_eq!(allowed.keys().collect::<Vec<_>>(), [IDENTITY]);
 
     // The machine takes over a new issuer while it serves traffic.
-    let before = renewals(&scene);
-    let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &scene.credentials.anchor).unwrap();
+    let before = renewals(&testbed);
+    let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &testbed.credentials.anchor).unwrap();
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {
         fs::write(machine.at("/etc/tulle/issuer").join(name), text).unwrap();
     }
     wait_until("the certificate is renewed", || {
-        let answer = ask(&scene.client, (SERVICE, 80).into());
+        let answer = ask(&testbed.client, (SERVICE, 80).into());
         assert!(answer.contains("200 OK"), "{answer}");
-        renewals(&scene) > before
+        renewals(&testbed) > before
     });
-    assert!(ask(&scene.outside, scene::service(HTTP)).contains("200 OK"));
+    assert!(ask(&testbed.outside, testbed::service(HTTP)).contains("200 OK"));
 
     drop(proxy);
     machine.run(&init["ExecStop"]).unwrap();
@@ -106,8 +108,10 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
 
 #[test]
 fn a_process_of_another_user_gets_no_identity() {
-    let Some(scene) = scene(&["setpriv"]) else { return };
-    let machine = machine(&scene);
+    let Some(testbed) = start_testbed(&["setpriv"]) else {
+        return;
+    };
+    let machine = machine(&testbed);
     let unit = machine.unit("tulle-workload-api.service");
     let other = unit["ExecStart"].replace("--uid 2102", "--uid 2103");
     let _workload_api = machine.serve_workload_api(&other).unwrap();
@@ -116,18 +120,18 @@ fn a_process_of_another_user_gets_no_identity() {
         let log = proxy.log_tail();
         log.contains("no identity for user 2102") && log.contains("no certificate from the Workload API")
     });
-    assert!(admin_get(&scene.outside, "/ready").is_err());
+    assert!(admin_get(&testbed.outside, "/ready").is_err());
 }
 
 /// The machine outside the mesh, and its manifests in the mesh.
-fn machine(scene: &Testbed) -> ExternalMachine {
-    let (host, root) = (scene.outside.clone(), scene.dir().join("machine"));
-    let machine = ExternalMachine::new(host, OUTSIDE, CONTROL, root, &scene.credentials.anchor).unwrap();
+fn machine(testbed: &Testbed) -> ExternalMachine {
+    let (host, root) = (testbed.outside.clone(), testbed.dir().join("machine"));
+    let machine = ExternalMachine::new(host, OUTSIDE, CONTROL, root, &testbed.credentials.anchor).unwrap();
     // A mesh from a directory needs an explicit address.
     let clustered = format!("spec:\n  clusterIP: {SERVICE}\n  selector:");
     let manifest = machine.file("external.yaml").replace("spec:\n  selector:", &clustered);
     assert!(manifest.contains("clusterIP"));
-    scene.manifest("external.yaml", &manifest);
+    testbed.manifest("external.yaml", &manifest);
     machine
 }
 
@@ -153,27 +157,19 @@ fn has(metrics: &str, family: &str, labels: &[&str]) -> bool {
         .any(|line| labels.iter().all(|label| line.contains(label)))
 }
 
-fn renewals(scene: &Testbed) -> u64 {
-    let metrics = scene.metrics(&scene.outside);
+fn renewals(testbed: &Testbed) -> u64 {
+    let metrics = testbed.metrics(&testbed.outside);
     let prefix = "control_identity_cert_refreshes_total{result=\"ok\"} ";
     let value = metrics.lines().find_map(|line| line.strip_prefix(prefix)).unwrap();
     value.parse().unwrap()
 }
 
-fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    while !condition() {
-        assert!(Instant::now() < deadline, "not true in time: {what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}
-
 const PERMISSION: &str = "\
 apiVersion: policy.linkerd.io/v1alpha1
 kind: AuthorizationPolicy
-metadata: {name: vm-may-use-guarded, namespace: shop}
+metadata: {name: vm-may-use-restricted, namespace: shop}
 spec:
-  targetRef: {group: policy.linkerd.io, kind: Server, name: guarded}
+  targetRef: {group: policy.linkerd.io, kind: Server, name: restricted}
   requiredAuthenticationRefs:
   - {group: policy.linkerd.io, kind: MeshTLSAuthentication, name: proxy-harness, namespace: simple-app}
 ";

@@ -7,12 +7,16 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_tungstenite::tungstenite::Message;
 
-use crate::scene::{HTTP, scene, service};
+use crate::testbed::{HTTP, service, start_testbed};
 
 #[tokio::test]
 async fn ten_thousand_messages_are_echoed_over_a_websocket() {
-    let Some(scene) = scene(&[]) else { return };
-    let stream = scene.client.run(|| StdStream::connect(service(HTTP))).unwrap().unwrap();
+    let Some(testbed) = start_testbed(&[]) else { return };
+    let stream = testbed
+        .client
+        .run(|| StdStream::connect(service(HTTP)))
+        .unwrap()
+        .unwrap();
     stream.set_nonblocking(true).unwrap();
     let stream = TcpStream::from_std(stream).unwrap();
     let url = format!("ws://{}/ws", service(HTTP));

@@ -13,7 +13,7 @@ use anyhow::{Context as _, ensure};
 use nix::sys::signal::{Signal, kill};
 use parking_lot::Mutex;
 use tokio::time::sleep;
-use tulle_bench::load::tally::{Latency, Report};
+use tulle_bench::load::stats::{Latency, Report};
 use tulle_control::trust;
 use tulle_tests::charts::path_of;
 
@@ -27,7 +27,7 @@ struct Chaos {
     /// Times over the limit, reported at the end, so that one run shows all of them.
     slow: Mutex<Vec<String>>,
     /// The p99.9 without sidecars in ms, by disturbance.
-    plain: Mutex<BTreeMap<String, f64>>,
+    baseline: Mutex<BTreeMap<String, f64>>,
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -36,7 +36,7 @@ async fn no_request_is_lost_when_components_restart() {
         meshed: MeshedCluster::start().await.unwrap(),
         full: env::var_os("TULLE_TEST_FULL").is_some(),
         slow: Mutex::default(),
-        plain: Mutex::default(),
+        baseline: Mutex::default(),
     };
     let meshed = &chaos.meshed;
     let namespaces: &[&'static str] = if chaos.full { &["plain", "meshed"] } else { &["meshed"] };
@@ -44,19 +44,20 @@ async fn no_request_is_lost_when_components_restart() {
         let manifest = APPLICATION.replace("@namespace", namespace);
         let mesh = if *namespace == "meshed" { "enabled" } else { "disabled" };
         meshed.apply(&manifest.replace("@mesh", mesh)).await.unwrap();
-        meshed.client_ready(namespace, "client").await.unwrap();
-        meshed.cluster.deployment_ready(namespace, "echo").await.unwrap();
+        meshed.set_up_client(namespace, "client").await.unwrap();
+        meshed.cluster.wait_for_deployment(namespace, "echo").await.unwrap();
     }
     for namespace in namespaces {
-        chaos.backends(namespace).await;
+        chaos.disturb_backends(namespace).await;
     }
-    chaos.control_plane().await;
+    chaos.disturb_control_plane().await;
     let slow = chaos.slow.into_inner();
     assert!(slow.is_empty(), "slower than they may be:\n{}", slow.join("\n"));
 }
 
 impl Chaos {
-    /// Runs load on one application during a disturbance, for `seconds`. Used without sidecars, as a baseline.
+    /// Runs load on one application during a disturbance, for `seconds`. Stores the result of the application without sidecars as
+    /// the baseline, and compares the meshed one with it.
     async fn during(
         &self,
         namespace: &'static str,
@@ -66,10 +67,10 @@ impl Chaos {
     ) {
         let p99_9 = self.load_during(namespace, what, seconds, disturb).await;
         if namespace == "plain" {
-            self.plain.lock().insert(what.to_owned(), p99_9);
+            self.baseline.lock().insert(what.to_owned(), p99_9);
         } else {
-            let plain = self.plain.lock().get(what).copied();
-            self.judge(what, p99_9, plain);
+            let plain = self.baseline.lock().get(what).copied();
+            self.check_latency(what, p99_9, plain);
         }
     }
 
@@ -79,7 +80,7 @@ impl Chaos {
         if self.full {
             let plain = self.load_during("plain", what, seconds, async { Ok(()) });
             let (meshed, plain) = tokio::join!(meshed, plain);
-            self.judge(what, meshed, Some(plain));
+            self.check_latency(what, meshed, Some(plain));
         } else {
             meshed.await;
         }
@@ -109,7 +110,7 @@ impl Chaos {
     }
 
     /// Records times over the limit, if times are bounded.
-    fn judge(&self, what: &str, p99_9: f64, plain: Option<f64>) {
+    fn check_latency(&self, what: &str, p99_9: f64, plain: Option<f64>) {
         let bound = f64::max(MAX_P99_9_MS, plain.unwrap_or_default() * MAX_BASELINE_RATIO);
         if self.full && p99_9 > bound {
             let plain = plain.map_or_else(String::new, |plain| format!(", {plain:.1} ms without sidecars"));
@@ -118,10 +119,10 @@ impl Chaos {
     }
 
     /// Disturbances of the application.
-    async fn backends(&self, namespace: &'static str) {
+    async fn disturb_backends(&self, namespace: &'static str) {
         let meshed = &self.meshed;
         let kubectl = async |line: &str| meshed.kubectl(&format!("-n {namespace} {line}")).await.map(drop);
-        let ready = async || meshed.cluster.deployment_ready(namespace, "echo").await;
+        let ready = async || meshed.cluster.wait_for_deployment(namespace, "echo").await;
 
         if self.full {
             self.during(namespace, "nothing", 10, async { Ok(()) }).await;
@@ -169,11 +170,11 @@ impl Chaos {
     }
 
     /// Disturbances of the control plane.
-    async fn control_plane(&self) {
+    async fn disturb_control_plane(&self) {
         let meshed = &self.meshed;
         let rollout = async || {
             meshed.kubectl("rollout restart deploy/echo -n meshed").await?;
-            meshed.cluster.deployment_ready("meshed", "echo").await
+            meshed.cluster.wait_for_deployment("meshed", "echo").await
         };
         for component in COMPONENTS {
             let kill = async {
@@ -201,14 +202,14 @@ impl Chaos {
         self.during_on_both("helm upgrade", 15, upgrade(&["--set=controllerLogLevel=debug"]))
             .await;
         // A change right after the control plane is back reaches proxies that have been reconnecting for a while.
-        // Linkerd's proxies reconnect less often than tulle's.
+        // With third-party proxies this change is left out: they reconnect too rarely.
         let seconds = if self.full { 30 } else { 15 };
         let gone = async {
             meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
             sleep(Duration::from_secs(seconds.into())).await;
             meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
             meshed.control_plane_ready().await?;
-            if meshed.has_foreign_proxies {
+            if meshed.has_third_party_proxies {
                 Ok(())
             } else {
                 rollout().await

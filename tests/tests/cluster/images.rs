@@ -27,7 +27,7 @@ fn unprivileged_container(name: &str, user: u32, command: &[&str]) -> Value {
 }
 
 /// The init container as the injector writes it; `mode` are the flags for a chart's `iptablesMode`.
-fn redirects(mode: &[&str]) -> Value {
+fn init_container(mode: &[&str]) -> Value {
     let ports = [
         "--incoming-proxy-port",
         "4143",
@@ -62,14 +62,14 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
         "--firewall-save-bin-path",
         "iptables-nft-save",
     ];
-    let keeping = |backend| ["--backend", backend, "--inbound-mode", "tproxy"];
-    let (nft_keeping, legacy_keeping) = (keeping("iptables-nft"), keeping("iptables-legacy"));
+    let tproxy_flags = |backend| ["--backend", backend, "--inbound-mode", "tproxy"];
+    let (nft_tproxy, legacy_tproxy) = (tproxy_flags("iptables-nft"), tproxy_flags("iptables-legacy"));
     let modes: [(&str, &[&str]); 5] = [
         ("nft", &nft),
         ("legacy", &[]),
         ("native", &["--backend", "native"]),
-        ("nft-tproxy", &nft_keeping),
-        ("legacy-tproxy", &legacy_keeping),
+        ("nft-tproxy", &nft_tproxy),
+        ("legacy-tproxy", &legacy_tproxy),
     ];
     for (name, mode) in modes {
         let validator = [
@@ -80,7 +80,6 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             "--listen-addr=0.0.0.0:4140",
             "--timeout=10s",
         ];
-        // No proxy becomes ready here, and its start fails because it has no configuration.
         let waits = ["/usr/lib/linkerd/linkerd-await", "--timeout=10ms", "--port=4191"];
         let sleeps = ["/bin/sleep", "0"];
         let entry = ["/usr/lib/linkerd/linkerd2-proxy-identity"];
@@ -91,7 +90,7 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             "spec": {
                 "restartPolicy": "Never",
                 "volumes": [{"name": "lock", "emptyDir": {}}],
-                "initContainers": [redirects(mode), unprivileged_container("validator", 65534, &validator)],
+                "initContainers": [init_container(mode), unprivileged_container("validator", 65534, &validator)],
                 "containers": [
                     unprivileged_container("await", 2102, &waits),
                     unprivileged_container("proxy", 2102, &entry),
@@ -134,6 +133,15 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
             logs += &format!("{container}: {}\n", log.unwrap_or_else(|error| error.to_string()));
         }
         waited.unwrap_or_else(|error| panic!("{error:#}\n{logs}"));
-        assert_eq!(codes, Some((vec![0, 0], vec![69, 64, 0])), "{name}:\n{logs}");
+        assert_eq!(
+            codes,
+            Some((vec![0, 0], vec![AWAIT_TIMEOUT, CONFIG_ERROR, 0])),
+            "{name}:\n{logs}"
+        );
     }
 }
+
+/// The exit code of `linkerd-await` if the proxy is not ready in time; no proxy becomes ready here.
+const AWAIT_TIMEOUT: i64 = 69;
+/// The exit code of a proxy without a configuration.
+const CONFIG_ERROR: i64 = 64;

@@ -172,7 +172,7 @@ async fn an_outage_is_audited(meshed: &MeshedCluster) {
         let findings = meshed.cluster.kubectl(&["get", "--raw", &path]).await?;
         let findings: AuditFindings = serde_json::from_str(&findings)?;
         ensure!(findings.audited_at.is_some(), "no audit yet");
-        let missing = findings.missing.iter();
+        let missing = findings.uninjected_pods.iter();
         let listed: BTreeSet<String> = missing.map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
         ensure!(listed == missed, "listed {listed:?}, missed {missed:?}");
         Ok(())

@@ -25,31 +25,31 @@ const ALLOWED_UNUSED_GRANTS: &[UnusedGrant] = &[
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "namespaces",
-        why: "only for a pod that is quicker than the watch",
+        why: "only if the watch has not delivered the object yet",
     },
     UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "replicasets",
-        why: "only for a pod that is quicker than the watch",
+        why: "only if the watch has not delivered the object yet",
     },
     UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "get",
         resource: "jobs",
-        why: "only for a pod that is quicker than the watch",
+        why: "only if the watch has not delivered the object yet",
     },
     UnusedGrant {
         account: "linkerd-identity",
         verb: "patch",
         resource: "events",
-        why: "only an event that repeats is counted",
+        why: "patch is sent only for a repeated event",
     },
     UnusedGrant {
         account: "linkerd-proxy-injector",
         verb: "patch",
         resource: "events",
-        why: "only an event that repeats is counted",
+        why: "patch is sent only for a repeated event",
     },
     UnusedGrant {
         account: "linkerd-destination",
@@ -70,7 +70,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     let cluster = Cluster::start(2).await.unwrap();
     let repository = Repository::start().await.unwrap();
     let files = tempfile::tempdir().unwrap();
-    let before = everything(&cluster).await;
+    let before = all_objects(&cluster).await;
     let run = async |block: &str| {
         let mut bash = Command::new("bash");
         // Only the URL of the chart repository differs from the page.
@@ -110,7 +110,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         begun.elapsed()
     );
     let metrics = MetricsSnapshot::read(&cluster).await.unwrap();
-    shows_what_the_tutorial_shows(&cluster).await;
+    check_tutorial_output(&cluster).await;
 
     run(application).await;
     let answered = async || {
@@ -130,7 +130,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     metrics::wait_for_all_changes(&cluster, &metrics).await;
     check_permissions(&cluster, files.path()).await;
     // The telemetry API is available again with another certificate.
-    telemetry::is_available(&cluster).await;
+    telemetry::wait_until_available(&cluster).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
     // Kubernetes itself creates these in a namespace, and other users may need the definitions.
@@ -139,14 +139,14 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         "ConfigMap/kube-root-ca.crt",
         "ServiceAccount/default",
     ];
-    let only = async |kept: &[&str]| {
-        let left = async || {
-            let after = everything(&cluster).await;
-            let left = after.difference(&before);
+    let assert_only_left = async |allowed: &[&str]| {
+        let is_cleaned_up = async || {
+            let after = all_objects(&cluster).await;
+            let remaining = after.difference(&before);
             let (definitions, others): (Vec<_>, Vec<_>) =
-                left.partition(|name| name.contains("gateway.networking.k8s.io"));
+                remaining.partition(|name| name.contains("gateway.networking.k8s.io"));
             let others: BTreeSet<&str> = others.iter().map(|name| name.split_once(' ').unwrap().1).collect();
-            ensure!(others == kept.iter().copied().collect(), "{others:?} are left");
+            ensure!(others == allowed.iter().copied().collect(), "{others:?} are left");
             ensure!(
                 definitions.len() == 4,
                 "definitions of the Gateway API: {definitions:?}"
@@ -154,19 +154,19 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
             Ok(())
         };
         let what = "only objects that are kept remain";
-        cluster.wait_until(what, left).await.unwrap();
+        cluster.wait_until(what, is_cleaned_up).await.unwrap();
     };
     let namespace = "kubectl delete namespace linkerd";
     let (uninstall, rest) = clean_up.split_once(namespace).expect("the namespace goes last");
     assert_eq!(rest.trim(), "");
     run(uninstall).await;
-    only(&of_namespace).await;
+    assert_only_left(&of_namespace).await;
     run(namespace).await;
-    only(&[]).await;
+    assert_only_left(&[]).await;
 }
 
 /// Checks the lines of the tutorials about logs, watches and leases.
-async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
+async fn check_tutorial_output(cluster: &Cluster) {
     let lease = "/namespaces/linkerd/leases/linkerd-destination-endpoint-write";
     let lines = async || {
         let logs = cluster.kubectl(LOGS).await?;
@@ -363,7 +363,7 @@ async fn exercise_control_plane(cluster: &Cluster) {
 }
 
 /// All objects that an installation can create, as namespace, kind and name.
-async fn everything(cluster: &Cluster) -> BTreeSet<String> {
+async fn all_objects(cluster: &Cluster) -> BTreeSet<String> {
     let kinds = "crd,clusterrole,clusterrolebinding,mutatingwebhookconfiguration,validatingwebhookconfiguration,\
                  namespace,role,rolebinding,lease,configmap,secret,serviceaccount,service,deployment,pdb,\
                  endpointslice";

@@ -27,7 +27,11 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     let mut meshed = MeshedCluster::start().await.unwrap();
     let host = meshed.cluster.add_machine("machine", ADDR).unwrap();
     meshed.apply(APPLICATION).await.unwrap();
-    meshed.cluster.deployment_ready("simple-app", "client").await.unwrap();
+    meshed
+        .cluster
+        .wait_for_deployment("simple-app", "client")
+        .await
+        .unwrap();
 
     let files = tempfile::tempdir().unwrap();
     // The proxy runs as another user.
@@ -96,7 +100,7 @@ async fn outlives_the_leader(meshed: &MeshedCluster) {
     meshed.kubectl(scale).await.unwrap();
     meshed
         .cluster
-        .deployment_ready("linkerd", "linkerd-destination")
+        .wait_for_deployment("linkerd", "linkerd-destination")
         .await
         .unwrap();
     let holder = async || {

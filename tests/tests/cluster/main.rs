@@ -5,6 +5,7 @@
 
 mod chaos;
 mod harness;
+mod how_to;
 mod images;
 mod injection;
 mod installation;

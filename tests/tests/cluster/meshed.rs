@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
 use tokio::time::Instant;
-use tulle_bench::load::tally::Report;
+use tulle_bench::load::stats::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
 use tulle_tests::cluster::Cluster;
@@ -26,14 +26,14 @@ pub(crate) struct MeshedCluster {
     pub(crate) helm: Helm,
     files: TempDir,
     /// Whether some proxies are not from this repository.
-    pub(crate) has_foreign_proxies: bool,
+    pub(crate) has_third_party_proxies: bool,
     /// The proxy image of clients, if it differs from the others.
     clients_image: Option<String>,
 }
 
 /// Which pods use the third-party proxy: servers, clients, or all.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum ForeignProxies {
+enum ThirdPartyProxies {
     Servers,
     Clients,
     Both,
@@ -59,7 +59,7 @@ impl MeshedCluster {
             helm: Helm::for_cluster(cluster.kubeconfig_outside())?,
             cluster,
             files,
-            has_foreign_proxies: false,
+            has_third_party_proxies: false,
             clients_image: None,
         };
         let image = meshed.proxy_image().await?;
@@ -92,22 +92,22 @@ impl MeshedCluster {
             return Ok(Vec::new());
         };
         let at = match env::var("TULLE_TEST_PROXY_AT").as_deref() {
-            Ok("servers") => ForeignProxies::Servers,
-            Ok("clients") => ForeignProxies::Clients,
-            Err(env::VarError::NotPresent) => ForeignProxies::Both,
+            Ok("servers") => ThirdPartyProxies::Servers,
+            Ok("clients") => ThirdPartyProxies::Clients,
+            Err(env::VarError::NotPresent) => ThirdPartyProxies::Both,
             other => bail!("TULLE_TEST_PROXY_AT is {other:?}, not servers or clients"),
         };
         let archive = Path::new(&archive);
         self.cluster.load_archive(archive).await?;
         let theirs = images::reference_of(archive)?;
         let ours = Image::Proxy.reference();
-        self.has_foreign_proxies = true;
+        self.has_third_party_proxies = true;
         self.clients_image = match at {
-            ForeignProxies::Servers => Some(ours),
-            ForeignProxies::Clients => Some(theirs.clone()),
-            ForeignProxies::Both => None,
+            ThirdPartyProxies::Servers => Some(ours),
+            ThirdPartyProxies::Clients => Some(theirs.clone()),
+            ThirdPartyProxies::Both => None,
         };
-        if at == ForeignProxies::Clients {
+        if at == ThirdPartyProxies::Clients {
             return Ok(Vec::new());
         }
         let (name, version) = theirs.rsplit_once(':').context("a tag of the image")?;
@@ -117,11 +117,11 @@ impl MeshedCluster {
         ])
     }
 
-    /// Waits for the Deployment of a client, which uses the third-party proxy if the run is configured so.
+    /// Sets the proxy image of this run for the Deployment of a client, and waits for the Deployment.
     ///
     /// # Errors
     /// Fails if the wait times out; the error describes its pods.
-    pub(crate) async fn client_ready(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
+    pub(crate) async fn set_up_client(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
         if let Some((image, version)) = self.clients_image.as_deref().and_then(|image| image.rsplit_once(':')) {
             let annotations = json!({
                 "config.linkerd.io/proxy-image": image,
@@ -132,20 +132,20 @@ impl MeshedCluster {
             let args = ["patch", "-n", namespace, &deployment, "-p", &patch];
             self.cluster.kubectl(&args).await?;
         }
-        self.cluster.deployment_ready(namespace, name).await
+        self.cluster.wait_for_deployment(namespace, name).await
     }
 
     /// Marks a port of a Service opaque. Third-party proxies need this for server-speaks-first protocols; ours detect them.
     ///
     /// # Errors
     /// Fails if the API server refuses.
-    pub(crate) async fn mark_opaque_for_foreign_proxies(
+    pub(crate) async fn mark_opaque_for_third_party_proxies(
         &self,
         namespace: &str,
         name: &str,
         port: u16,
     ) -> anyhow::Result<()> {
-        if !self.has_foreign_proxies {
+        if !self.has_third_party_proxies {
             return Ok(());
         }
         let annotations = json!({"config.linkerd.io/opaque-ports": port.to_string()});
@@ -188,7 +188,7 @@ impl MeshedCluster {
     pub(crate) async fn control_plane_ready(&self) -> anyhow::Result<()> {
         for component in COMPONENTS {
             let name = format!("linkerd-{component}");
-            self.cluster.deployment_ready("linkerd", &name).await?;
+            self.cluster.wait_for_deployment("linkerd", &name).await?;
         }
         Ok(())
     }
@@ -314,6 +314,7 @@ impl MeshedCluster {
         self.kubectl(&line).await
     }
 
+    /// The names of the pods that the selector selects.
     ///
     /// # Errors
     /// Fails if there are no pods.

@@ -42,9 +42,9 @@ impl MetricsSnapshot {
 /// Causes changes of the metrics that the tutorial leaves unchanged, and waits for all of them.
 pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnapshot) {
     let kubectl = async |args: &[&str]| cluster.kubectl(args).await.unwrap();
-    // Follows the profile of an address until the end of this function.
     let path = "jsonpath={.items[0].status.podIP}";
     let ip = kubectl(&["get", "pods", "-n", "quickstart", "-l", "app=web", "-o", path]).await;
+    // This load makes a proxy subscribe to the profile of the address until the function ends.
     let mut load = cluster.command("kubectl").unwrap();
     load.args([
         "exec",
@@ -60,7 +60,7 @@ pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnap
     .args([&format!("{ip}:8080"), "--rate=5", "--duration=300s"])
     .kill_on_drop(true);
     let _load = load.spawn().unwrap();
-    let followed = async || {
+    let is_subscribed = async || {
         let pages = MetricsSnapshot::read(cluster).await?;
         let series = format!("workload_subscribers{{ip=\"{ip}\",port=\"8080\"}}");
         ensure!(
@@ -71,7 +71,10 @@ pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnap
         );
         Ok(())
     };
-    cluster.wait_until("the address is followed", followed).await.unwrap();
+    cluster
+        .wait_until("a proxy subscribes to the address", is_subscribed)
+        .await
+        .unwrap();
 
     let file = cluster.dir().join("profile.yaml");
     fs::write(&file, OBJECTS).unwrap();

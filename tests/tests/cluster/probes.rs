@@ -168,7 +168,8 @@ fn rows() -> impl Iterator<Item = Row> {
     })
 }
 
-/// A later change of the application does not affect a startup probe that has succeeded.
+/// Whether the application's start differs from `Listens`. The others need no startup probe, because a probe that has succeeded
+/// is not repeated.
 fn starts_differently(application: Application) -> bool {
     !matches!(application, Application::StopsListening | Application::Hangs)
 }
@@ -350,8 +351,8 @@ const CLIENT: Client = Client {
 /// while they are replaced.
 async fn a_rollout_loses_nothing(meshed: &MeshedCluster) {
     meshed.apply(SHOP).await.unwrap();
-    meshed.client_ready("shop", "client").await.unwrap();
-    meshed.cluster.deployment_ready("shop", "web").await.unwrap();
+    meshed.set_up_client("shop", "client").await.unwrap();
+    meshed.cluster.wait_for_deployment("shop", "web").await.unwrap();
     let restart = async {
         meshed.kubectl("rollout restart -n shop deploy/web").await?;
         meshed

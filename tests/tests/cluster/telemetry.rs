@@ -15,7 +15,7 @@ use tulle_tests::programs;
 /// Reads all telemetry of an application whose client sends requests to `web` continuously.
 pub(crate) async fn check_telemetry(cluster: &Cluster) {
     let run = async |line: &str| run_tulle(cluster, line).await;
-    is_available(cluster).await;
+    wait_until_available(cluster).await;
     let stat = async || {
         let table = run("stat deploy -n quickstart").await?;
         let [success, rps] = cells(&table, &["web", "2/2"])?;
@@ -92,7 +92,7 @@ pub(crate) async fn check_telemetry(cluster: &Cluster) {
 }
 
 /// Waits until `tulle check` reports telemetry and the API server forwards requests to it.
-pub(crate) async fn is_available(cluster: &Cluster) {
+pub(crate) async fn wait_until_available(cluster: &Cluster) {
     let available = async || {
         // The command also fails for other checks.
         let report: Value = serde_json::from_slice(&output(cluster, "check --wait 0 -o json").await?.stdout)?;

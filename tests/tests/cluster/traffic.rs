@@ -12,7 +12,7 @@ const LOAD: Client = Client {
     deployment: "load",
     container: "http",
 };
-const STRANGER: Client = Client {
+const UNMESHED: Client = Client {
     namespace: "outside",
     deployment: "stranger",
     container: "http",
@@ -24,12 +24,12 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kubernetes-demo");
     meshed.apply_files(&manifests).await.unwrap();
     meshed
-        .mark_opaque_for_foreign_proxies("demo", "tcp", 5000)
+        .mark_opaque_for_third_party_proxies("demo", "tcp", 5000)
         .await
         .unwrap();
-    meshed.client_ready("demo", "load").await.unwrap();
+    meshed.set_up_client("demo", "load").await.unwrap();
     for (namespace, name) in [("demo", "web"), ("demo", "tcp"), ("outside", "stranger")] {
-        meshed.cluster.deployment_ready(namespace, name).await.unwrap();
+        meshed.cluster.wait_for_deployment(namespace, name).await.unwrap();
     }
     let status = "rollout status -n demo statefulset/ws --timeout=60s";
     meshed.kubectl(status).await.unwrap();
@@ -91,16 +91,16 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     // A client without an identity is refused, in the form of each protocol. The path of a probe is open to all clients.
     for target in ["web.demo:80/", "web.demo:9090/", "ws.demo:8080/"] {
         let report = meshed
-            .load(STRANGER, &format!("{target} --rate=20 --requests=20"))
+            .load(UNMESHED, &format!("{target} --rate=20 --requests=20"))
             .await
             .unwrap();
         assert_eq!(report.errors.get("status 403"), Some(&20), "{target}: {report:?}");
     }
     let bytes = "tcp.demo:5000 --protocol=tcp --reconnect --body-size=10 --rate=20 --requests=20";
-    let report = meshed.load(STRANGER, bytes).await.unwrap();
+    let report = meshed.load(UNMESHED, bytes).await.unwrap();
     assert_eq!((report.requests, report.failed), (20, 20), "{report:?}");
     let probe = meshed
-        .load(STRANGER, "web.demo:80/ready --rate=20 --requests=20")
+        .load(UNMESHED, "web.demo:80/ready --rate=20 --requests=20")
         .await
         .unwrap();
     assert_all_ok(&probe, "a probe");

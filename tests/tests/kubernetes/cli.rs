@@ -73,7 +73,7 @@ async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
 }
 
 #[track_caller]
-fn contains(text: &str, wanted: &[&str]) {
+fn assert_contains(text: &str, wanted: &[&str]) {
     for wanted in wanted {
         assert!(text.contains(wanted), "{wanted:?} is not in\n{text}");
     }
@@ -84,7 +84,7 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
     let server = ApiServer::start().await.unwrap();
     let ready = tulle(&server, "check --pre").await;
     assert!(ready.success, "{ready:?}");
-    contains(
+    assert_contains(
         &ready.out,
         &[
             "√ can create Deployments",
@@ -95,7 +95,7 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
 
     let empty = tulle(&server, "check --wait 0").await;
     assert!(!empty.success);
-    contains(
+    assert_contains(
         &empty.out,
         &[
             "× control plane Namespace exists",
@@ -115,7 +115,7 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
     let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
     let refused = run(&unprivileged, "check --pre", path()).await;
     assert!(!refused.success);
-    contains(
+    assert_contains(
         &refused.out,
         &[
             "× can create Secrets",
@@ -139,12 +139,12 @@ async fn an_unreachable_server_is_reported() {
     std::fs::write(&kubeconfig, text.replace(":6443", ":1")).unwrap();
     let finished = run(&kubeconfig, "check --wait 0", path()).await;
     assert!(!finished.success);
-    contains(
+    assert_contains(
         &finished.out,
         &["× can query the Kubernetes API", "fix: kubectl cluster-info"],
     );
     let finished = tulle(&server, "check --context nowhere").await;
-    contains(
+    assert_contains(
         &finished.out,
         &["× can initialize the client", "nowhere", "kubectl config get-contexts"],
     );
@@ -175,7 +175,7 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
             true => "√ can query the Kubernetes API",
             false => "× can query the Kubernetes API",
         };
-        contains(&finished.out, &[line]);
+        assert_contains(&finished.out, &[line]);
     }
     forwarding.abort();
 }
@@ -185,9 +185,9 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     let server = ApiServer::start().await.unwrap();
     let refused = tulle(&server, "install").await;
     assert!(!refused.success);
-    contains(&refused.err, &["tulle install --crds | kubectl apply -f -"]);
+    assert_contains(&refused.err, &["tulle install --crds | kubectl apply -f -"]);
     let refused = tulle(&server, "install --crds").await;
-    contains(&refused.err, &["--set installGatewayAPI=true"]);
+    assert_contains(&refused.err, &["--set installGatewayAPI=true"]);
 
     let crds = tulle(&server, "install --crds --set installGatewayAPI=true").await;
     assert!(crds.success, "{}", crds.err);
@@ -197,10 +197,10 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
 
     let installed = tulle(&server, "install --set controllerLogLevel=debug").await;
     assert!(installed.success, "{}", installed.err);
-    contains(&installed.err, &["made a trust anchor and an issuer"]);
+    assert_contains(&installed.err, &["made a trust anchor and an issuer"]);
     kubectl(&server, "apply -f -", &installed.out).await;
     let again = tulle(&server, "install").await;
-    contains(
+    assert_contains(
         &again.err,
         &["there is a control plane in namespace linkerd already", "tulle upgrade"],
     );
@@ -208,7 +208,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     // No node runs the pods, and no component creates the certificates of webhooks; everything else passes.
     let half = tulle(&server, "check --wait 0").await;
     assert!(!half.success);
-    contains(
+    assert_contains(
         &half.out,
         &[
             "√ control plane ClusterRoleBindings exist",
@@ -225,7 +225,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     // A pending check is printed only when its message changes.
     let waited = tulle(&server, "check --wait 3s").await;
     let mut progress: Vec<_> = waited.err.lines().filter(|line| line.starts_with("waiting")).collect();
-    contains(&progress.join("\n"), &["control plane pods are ready"]);
+    assert_contains(&progress.join("\n"), &["control plane pods are ready"]);
     let all = progress.len();
     progress.dedup();
     assert_eq!(progress.len(), all, "{}", waited.err);
@@ -243,7 +243,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     let replicas = "get deployment linkerd-destination -n linkerd -o jsonpath={.spec.replicas}";
     assert_eq!(kubectl(&server, replicas, "").await, "2");
     let log_level = kubectl(&server, "get configmap linkerd-config -n linkerd -o yaml", "").await;
-    contains(&log_level, &["controllerLogLevel: debug", "controllerReplicas: 2"]);
+    assert_contains(&log_level, &["controllerLogLevel: debug", "controllerReplicas: 2"]);
 
     assert_eq!(tulle(&server, "prune").await.out, "");
     kubectl(&server, "create service clusterip old -n linkerd --tcp=80", "").await;
@@ -254,7 +254,7 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     )
     .await;
     let pruned = tulle(&server, "prune").await;
-    contains(&pruned.out, &["kind: Service", "name: old"]);
+    assert_contains(&pruned.out, &["kind: Service", "name: old"]);
     assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
 
     // External credentials are still in use, and the objects that the chart created for them keep their labels.
@@ -295,7 +295,7 @@ spec: {containers: [{name: linkerd-proxy, image: none}]}
     kubectl(&server, "apply -f -", pod).await;
     let refused = tulle(&server, "uninstall").await;
     assert!(!refused.success);
-    contains(
+    assert_contains(
         &refused.err,
         &["1 pods have a proxy of this control plane (shop/web)", "--force"],
     );
@@ -310,7 +310,7 @@ spec: {containers: [{name: linkerd-proxy, image: none}]}
     })
     .await;
     let gone = tulle(&server, "upgrade").await;
-    contains(&gone.err, &["there is no control plane in namespace linkerd"]);
+    assert_contains(&gone.err, &["there is no control plane in namespace linkerd"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -322,10 +322,10 @@ async fn without_helm_the_error_names_a_fix() {
     )
     .await;
     assert!(!finished.success);
-    contains(
+    assert_contains(
         &finished.err,
         &[
-            "there is no helm on the PATH",
+            "helm, which renders the charts, is not on the PATH",
             "https://helm.sh/docs/intro/install",
             "helm install linkerd-crds tulle/tulle-crds",
             "helm install linkerd-control-plane tulle/tulle-control-plane",
@@ -345,7 +345,7 @@ async fn values_have_the_syntax_of_helm_and_unknown_values_are_refused() {
         .find(|document| document["metadata"]["name"] == "linkerd-config-overrides")
         .unwrap();
     let overrides = secret["stringData"]["linkerd-config-overrides"].as_str().unwrap();
-    contains(overrides, &["logLevel: a,b", "n: '1'", "BEGIN CERTIFICATE"]);
+    assert_contains(overrides, &["logLevel: a,b", "n: '1'", "BEGIN CERTIFICATE"]);
     let finished = run(
         Path::new("/dev/null"),
         "install --ignore-cluster --set proxy.colour=red",
@@ -362,9 +362,9 @@ async fn profiles_and_authorizations_match_the_api_server() {
     kubectl(&server, "apply -f -", &crds.out).await;
     server.create_namespace("shop").await.unwrap();
     let template = tulle(&server, "profile --template web -n shop --ignore-cluster").await;
-    contains(&kubectl(&server, "apply -f -", &template.out).await, &["created"]);
+    assert_contains(&kubectl(&server, "apply -f -", &template.out).await, &["created"]);
     let refused = tulle(&server, "profile --template web -n shop").await;
-    contains(
+    assert_contains(
         &refused.err,
         &["--ignore-cluster", "there is no control plane in namespace linkerd"],
     );
@@ -387,21 +387,21 @@ spec:
     kubectl(&server, "apply -f -", objects).await;
     for resource in ["pod/web -n shop", "po -n shop", "ns/shop"] {
         let finished = tulle(&server, &format!("authz {resource}")).await;
-        contains(
+        assert_contains(
             &finished.out,
             &["ROUTE   SERVER     AUTHORIZATION_POLICY", "*       web-http   friends"],
         );
     }
     let finished = tulle(&server, "authz deploy/web -n shop").await;
     assert!(!finished.success);
-    contains(
+    assert_contains(
         &finished.err,
         &["getting deployment web of namespace shop", "not found"],
     );
     let finished = tulle(&server, "metrics pod/web -n shop").await;
-    contains(&finished.err, &["pod/web of namespace shop has no pod with a proxy"]);
+    assert_contains(&finished.err, &["pod/web of namespace shop has no pod with a proxy"]);
     let finished = tulle(&server, "diagnostics endpoints web.shop.svc.cluster.local:80").await;
-    contains(
+    assert_contains(
         &finished.err,
         &[
             "namespace linkerd has no ready pod of linkerd-destination",
@@ -416,7 +416,7 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     server.create_namespace("linkerd").await.unwrap();
     let none = tulle(&server, "diagnostics controller-metrics").await;
     assert!(!none.success);
-    contains(
+    assert_contains(
         &none.err,
         &["namespace linkerd has no pod of a control plane; name another with -L"],
     );
@@ -464,7 +464,7 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     for (number, (pod, container, port)) in pages.into_iter().enumerate() {
         expected.push(format!("# POD {pod} ({} of 5)", number + 1));
         expected.push(format!("# CONTAINER {container}, port {port}"));
-        contains(
+        assert_contains(
             &finished.err,
             &[&format!("forwarding port {port} of pod linkerd/{pod}")],
         );

@@ -17,10 +17,10 @@ use tulle_control::app::App;
 use tulle_control::cmd::Command;
 use tulle_control::config::Config;
 use tulle_control::injection::values::Values;
-use tulle_control::injection::{self, Decision, InjectionOrigin, InjectionTarget, Workload};
+use tulle_control::injection::{self, Decision, InjectionOrigin, InjectionTarget, PodOwner};
 use tulle_control::injector_webhook::{self, Injector, audit, settings};
 use tulle_control::kubernetes::event_recorder::EventRecorder;
-use tulle_control::webhook::Handler as _;
+use tulle_control::webhook::ReviewHandler as _;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
@@ -38,7 +38,7 @@ struct InjectorFixture {
 
 #[tokio::test]
 async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
-    let scene = InjectorFixture::start(Controllers::All).await;
+    let fixture = InjectorFixture::start(Controllers::All).await;
     let pod = json!({"containers": [{"name": "app", "image": "app:1", "ports": [{"containerPort": 3306}]}]});
     let template = |restart: &str| {
         let mut spec = pod.clone();
@@ -52,14 +52,14 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     deployment.as_object_mut().unwrap().remove("serviceName");
     let job = json!({"template": template("Never")});
     let cron_job = json!({"schedule": "0 0 1 1 *", "jobTemplate": {"spec": job}});
-    scene.apply("apps/v1", "Deployment", "deploy", &deployment).await;
-    scene.apply("apps/v1", "DaemonSet", "daemon", &deployment).await;
-    scene.apply("apps/v1", "StatefulSet", "stateful", &set).await;
-    scene.apply("batch/v1", "Job", "job", &job).await;
-    scene.apply("batch/v1", "CronJob", "cron", &cron_job).await;
-    scene.apply("v1", "Pod", "bare", &pod).await;
+    fixture.create("apps/v1", "Deployment", "deploy", &deployment).await;
+    fixture.create("apps/v1", "DaemonSet", "daemon", &deployment).await;
+    fixture.create("apps/v1", "StatefulSet", "stateful", &set).await;
+    fixture.create("batch/v1", "Job", "job", &job).await;
+    fixture.create("batch/v1", "CronJob", "cron", &cron_job).await;
+    fixture.create("v1", "Pod", "bare", &pod).await;
     let from = ["create", "job", "cron-1", "-n", "shop", "--from=cronjob/cron"];
-    scene.server.kubectl(&from).await.unwrap();
+    fixture.server.kubectl(&from).await.unwrap();
 
     // The pods of a DaemonSet need nodes, and there are none.
     for (prefix, label) in [
@@ -69,7 +69,7 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
         ("cron-1-", None),
         ("bare", None),
     ] {
-        let pods = scene.pods("shop");
+        let pods = fixture.pods("shop");
         let pod = eventually(prefix, async || {
             let all = pods.list(&ListParams::default()).await.unwrap();
             all.into_iter()
@@ -110,16 +110,16 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
         ("CronJob", "cron"),
         ("Pod", "bare"),
     ] {
-        let note = scene.event("shop", kind, name, "Injected").await;
+        let note = fixture.event("shop", kind, name, "Injected").await;
         assert_eq!(note, "the sidecar proxy was injected", "{kind}");
     }
     // A misspelt annotation injects nothing, and an event reports it.
-    scene.server.create_namespace("plain").await.unwrap();
+    fixture.server.create_namespace("plain").await.unwrap();
     let misspelt = json!({"linkerd.io/injected": "enabled"});
-    scene.create_pod("plain", "typo", &misspelt, &pod).await.unwrap();
-    let note = scene.event("plain", "Pod", "typo", "InjectionSkipped").await;
+    fixture.create_pod("plain", "typo", &misspelt, &pod).await.unwrap();
+    let note = fixture.event("plain", "Pod", "typo", "InjectionSkipped").await;
     assert!(note.contains("the key is linkerd.io/inject"), "{note}");
-    let stored = scene.pods("plain").get("typo").await.unwrap();
+    let stored = fixture.pods("plain").get("typo").await.unwrap();
     assert!(stored.spec.unwrap().init_containers.is_none());
     assert_eq!(
         stored.metadata.annotations.unwrap()["config.linkerd.io/opaque-ports"],
@@ -129,13 +129,16 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     // A pod that cannot have a sidecar is admitted without one. A pod that its sidecar would not protect is refused.
     // Events report both.
     let windows = json!({"os": {"name": "windows"}, "containers": [{"name": "app", "image": "app"}]});
-    scene.create_pod("shop", "windows", &json!({}), &windows).await.unwrap();
-    let note = scene.event("shop", "Pod", "windows", "InjectionSkipped").await;
+    fixture
+        .create_pod("shop", "windows", &json!({}), &windows)
+        .await
+        .unwrap();
+    let note = fixture.event("shop", "Pod", "windows", "InjectionSkipped").await;
     assert!(note.contains("Windows"), "{note}");
-    let stored = scene.pods("shop").get("windows").await.unwrap();
+    let stored = fixture.pods("shop").get("windows").await.unwrap();
     assert!(stored.spec.unwrap().init_containers.is_none());
     let as_proxy = json!({"containers": [{"name": "app", "image": "app", "securityContext": {"runAsUser": 2102}}]});
-    let refused = scene
+    let refused = fixture
         .create_pod("shop", "as-proxy", &json!({}), &as_proxy)
         .await
         .unwrap_err();
@@ -144,18 +147,18 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
         refused.contains("runs as user 2102") && refused.contains("config.linkerd.io/proxy-uid"),
         "{refused}"
     );
-    let note = scene.event("shop", "Pod", "as-proxy", "InjectionRefused").await;
+    let note = fixture.event("shop", "Pod", "as-proxy", "InjectionRefused").await;
     assert!(note.contains("runs as user 2102"), "{note}");
 
     let ports = json!({"ports": [{"name": "http", "port": 80}, {"name": "db", "port": 33, "targetPort": 3306}]});
-    scene.apply("v1", "Service", "db", &ports).await;
-    let db = Api::<Service>::namespaced(scene.server.client(), "shop")
+    fixture.create("v1", "Service", "db", &ports).await;
+    let db = Api::<Service>::namespaced(fixture.server.client(), "shop")
         .get("db")
         .await
         .unwrap();
     assert_eq!(db.metadata.annotations.unwrap()["config.linkerd.io/opaque-ports"], "33");
 
-    let metrics = scene.admin("/metrics").await;
+    let metrics = fixture.admin("/metrics").await;
     let counted = |name: &str, owner: &str, rest: &str| {
         let start = format!("{name}{{owner_kind=\"{owner}\",namespace=\"shop\",annotation_at=\"namespace\"{rest}");
         assert!(
@@ -181,9 +184,9 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
 
 #[tokio::test]
 async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
-    let mut scene = InjectorFixture::start(Controllers::None).await;
+    let mut fixture = InjectorFixture::start(Controllers::None).await;
     for namespace in ["other", "kept-out"] {
-        scene.server.create_namespace(namespace).await.unwrap();
+        fixture.server.create_namespace(namespace).await.unwrap();
     }
     let label = [
         "label",
@@ -191,9 +194,9 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         "kept-out",
         "config.linkerd.io/admission-webhooks=disabled",
     ];
-    scene.server.kubectl(&label).await.unwrap();
+    fixture.server.kubectl(&label).await.unwrap();
     // Pods need a service account, and without controllers no component creates it.
-    scene.server.token("kube-system", "default", &[]).await.unwrap();
+    fixture.server.token("kube-system", "default", &[]).await.unwrap();
     let enabled = json!({"linkerd.io/inject": "enabled"});
     let spec = json!({"containers": [{"name": "app", "image": "app:1"}]});
     // The API server does not call the injector for these pods, or they need no sidecar.
@@ -214,7 +217,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         ("kept-out", "annotated", enabled.clone(), spec.clone()),
         ("kube-system", "annotated", enabled.clone(), spec.clone()),
     ] {
-        scene.create_pod(namespace, name, &annotations, &spec).await.unwrap();
+        fixture.create_pod(namespace, name, &annotations, &spec).await.unwrap();
     }
 
     let created = (0..300).map(|n| {
@@ -226,19 +229,19 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     });
     let mut created: Vec<_> = created.collect();
     let late = created.split_off(150);
-    scene.create_all(created, &spec).await;
-    let (tasks, n_created) = scene.create_in_background(late, &spec);
+    fixture.create_all(created, &spec).await;
+    let (tasks, n_created) = fixture.create_in_background(late, &spec);
     // Some pods are still being created.
     eventually("a few more pods", async || {
         (n_created.load(Ordering::Relaxed) >= 20).then_some(())
     })
     .await;
-    scene.kill();
+    fixture.kill();
     tasks.join_all().await;
 
     let mut missing = BTreeSet::new();
     for namespace in ["shop", "other"] {
-        for pod in scene.pods(namespace).list(&ListParams::default()).await.unwrap() {
+        for pod in fixture.pods(namespace).list(&ListParams::default()).await.unwrap() {
             let name = pod.metadata.name.unwrap();
             let is_injected = pod.spec.unwrap().init_containers.is_some();
             if name.starts_with("pod-") && !is_injected {
@@ -252,28 +255,28 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         missing.len()
     );
 
-    scene.restart().await;
-    let listed = scene.audit_findings().await;
+    fixture.restart().await;
+    let listed = fixture.audit_findings().await;
     assert_eq!(listed, missing);
-    let metrics = scene.admin("/metrics").await;
+    let metrics = fixture.admin("/metrics").await;
     let mut by_namespace: BTreeMap<&str, usize> = BTreeMap::new();
     for (namespace, _) in &missing {
         *by_namespace.entry(namespace).or_default() += 1;
     }
     for (namespace, n_pods) in by_namespace {
-        let line = format!("tulle_injection_missing_pods{{namespace=\"{namespace}\"}} {n_pods}");
+        let line = format!("tulle_uninjected_pods{{namespace=\"{namespace}\"}} {n_pods}");
         assert!(metrics.contains(&line), "no {line} in {metrics}");
     }
 
     // When the pods are deleted and created again, they have a sidecar and the list is empty.
     for (namespace, name) in &missing {
         let now = kube::api::DeleteParams::default().grace_period(0);
-        scene.pods(namespace).delete(name, &now).await.unwrap();
+        fixture.pods(namespace).delete(name, &now).await.unwrap();
         let annotations = if namespace == "other" { &enabled } else { &json!({}) };
-        scene.create_pod(namespace, name, annotations, &spec).await.unwrap();
+        fixture.create_pod(namespace, name, annotations, &spec).await.unwrap();
     }
     eventually("an audit that finds nothing", async || {
-        scene.audit_findings().await.is_empty().then_some(())
+        fixture.audit_findings().await.is_empty().then_some(())
     })
     .await;
 }
@@ -333,7 +336,7 @@ async fn every_form_of_sidecar_is_accepted_by_the_api_server() {
                 spec: pod.spec.as_ref().unwrap(),
                 namespace: "shop",
                 namespace_annotations: &BTreeMap::new(),
-                owner: Some(Workload {
+                owner: Some(PodOwner {
                     kind: "deployment".to_owned(),
                     name: "web".to_owned(),
                 }),
@@ -370,7 +373,7 @@ async fn invalid_reviews_are_refused_without_side_effects() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("shop").await.unwrap();
     let (signal, drain) = drain::channel();
-    let injector = opened(&server, drain).await;
+    let injector = open_injector(&server, drain).await;
     let review = |namespace: &str, object: Value| {
         let request = json!({
             "uid": "1", "kind": {"group": "", "version": "v1", "kind": "Pod"},
@@ -402,31 +405,31 @@ async fn invalid_reviews_are_refused_without_side_effects() {
         assert!(refused.to_string().contains(reason), "{reason}: {refused}");
         // The next review is answered normally.
         let answer = review("shop", pod(enabled.clone(), spec.clone())).await.unwrap();
-        assert_eq!((answer.denied(), answer.warnings().len()), (None, 0));
+        assert_eq!((answer.denial_reason(), answer.warnings().len()), (None, 0));
     }
     // Pods of these namespaces are needed to repair the mesh itself.
     for namespace in ["linkerd", "kube-system"] {
         let answer = review(namespace, pod(enabled.clone(), json!(17))).await.unwrap();
-        assert_eq!(answer.denied(), None);
+        assert_eq!(answer.denial_reason(), None);
         assert!(answer.warnings()[0].contains("spec cannot be read"), "{answer:?}");
     }
     let as_proxy = json!({"containers": [{"name": "app", "image": "app", "securityContext": {"runAsUser": 2102}}]});
     for (namespace, is_refused) in [("shop", true), ("kube-system", false)] {
         let answer = review(namespace, pod(enabled.clone(), as_proxy.clone())).await.unwrap();
-        assert_eq!(answer.denied().is_some(), is_refused, "{answer:?}");
+        assert_eq!(answer.denial_reason().is_some(), is_refused, "{answer:?}");
         let message = answer
-            .denied()
+            .denial_reason()
             .or_else(|| answer.warnings().first().map(String::as_str))
             .unwrap();
         assert!(message.contains("runs as user 2102"), "{message}");
     }
     let huge = json!({"linkerd.io/inject": "enabled", "config.linkerd.io/proxy-log-level": "x".repeat(5 << 20)});
     let answer = review("shop", pod(huge, spec.clone())).await.unwrap();
-    assert_eq!(answer.denied(), None);
+    assert_eq!(answer.denial_reason(), None);
     drop(signal);
 }
 
-async fn opened(server: &ApiServer, drain: drain::Watch) -> Injector {
+async fn open_injector(server: &ApiServer, drain: drain::Watch) -> Injector {
     let registry = Registry::new();
     let config = injector_webhook::Config {
         files: files(server),
@@ -472,21 +475,21 @@ impl InjectorFixture {
             injector.addrs().proxy_injector.unwrap(),
             injector.addrs().proxy_injector_admin.unwrap(),
         );
-        let mut scene = Self {
+        let mut fixture = Self {
             server,
             injector: Some(injector),
             webhook,
             admin,
         };
-        scene.register().await;
-        scene
+        fixture.register().await;
+        fixture
     }
 
     /// Registers the injector as a webhook, and waits until the API server calls it.
     async fn register(&mut self) {
         // A Service of this type is dialled by its name, without pods or a cluster network.
         let service = json!({"type": "ExternalName", "externalName": "localhost"});
-        self.apply_in(
+        self.create_in(
             "linkerd",
             ("v1", "Service"),
             "linkerd-proxy-injector",
@@ -510,7 +513,7 @@ impl InjectorFixture {
         });
         let body = json!({"webhooks": [webhook]});
         let (api, kind) = ("admissionregistration.k8s.io/v1", "MutatingWebhookConfiguration");
-        self.apply_in("", (api, kind), "linkerd-proxy-injector-webhook-config", &body)
+        self.create_in("", (api, kind), "linkerd-proxy-injector-webhook-config", &body)
             .await;
         self.wait_until_injecting().await;
     }
@@ -543,14 +546,14 @@ impl InjectorFixture {
         self.wait_until_injecting().await;
     }
 
-    /// The findings of the first audit after the injector's start.
+    /// The findings of the latest audit; waits for the first.
     async fn audit_findings(&self) -> BTreeSet<(String, String)> {
         let report: Value = eventually("an audit", async || {
             let report: Value = serde_json::from_str(&self.admin("/injection-audit").await).unwrap();
             report["auditedAt"].is_string().then_some(report)
         })
         .await;
-        let missing = report["missing"].as_array().unwrap().iter();
+        let missing = report["uninjectedPods"].as_array().unwrap().iter();
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         missing
             .map(|pod| (text(&pod["namespace"]), text(&pod["name"])))
@@ -616,12 +619,12 @@ impl InjectorFixture {
         Api::namespaced(self.server.client(), namespace)
     }
 
-    async fn apply(&self, api_version: &str, kind: &str, name: &str, spec: &Value) {
-        self.apply_in("shop", (api_version, kind), name, &json!({"spec": spec}))
+    async fn create(&self, api_version: &str, kind: &str, name: &str, spec: &Value) {
+        self.create_in("shop", (api_version, kind), name, &json!({"spec": spec}))
             .await;
     }
 
-    async fn apply_in(&self, namespace: &str, (api_version, kind): (&str, &str), name: &str, body: &Value) {
+    async fn create_in(&self, namespace: &str, (api_version, kind): (&str, &str), name: &str, body: &Value) {
         let mut object = body.clone();
         object["apiVersion"] = api_version.into();
         object["kind"] = kind.into();

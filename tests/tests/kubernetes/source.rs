@@ -7,7 +7,8 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::Cluster;
-use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use tulle_control::resources::service::EndpointsSource;
+use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, SourceError};
 use tulle_control::{destination, kubernetes as client};
 use tulle_core::drain;
@@ -52,10 +53,10 @@ async fn mesh(objects: &[Value]) -> Mesh {
         requirements: WatchRequirements {
             destination: true,
             policy: false,
-            endpoints_source: EndpointKind::EndpointSlices,
+            endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        kinds_readiness: Readiness::new(),
+        stale_kinds: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
     let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
@@ -116,7 +117,7 @@ impl Mesh {
             .into_inner()
     }
 
-    fn metric(&self, line: &str) -> bool {
+    fn has_metric_line(&self, line: &str) -> bool {
         self.registry.render().lines().any(|other| other == line)
     }
 }
@@ -306,7 +307,7 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
     });
     apply(&mesh.api, &server).await;
     assert!(next(&mut stream).await.opaque_protocol);
-    assert!(mesh.metric(r#"server_cache_size{cluster="local"} 1"#));
+    assert!(mesh.has_metric_line(r#"server_cache_size{cluster="local"} 1"#));
 
     // An object that cannot be decoded is left out; the others are not.
     let mut bad = server.clone();
@@ -319,7 +320,8 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
         .unwrap();
     assert!(!next(&mut stream).await.opaque_protocol);
     eventually("an empty cache", async || {
-        mesh.metric(r#"server_cache_size{cluster="local"} 0"#).then_some(())
+        mesh.has_metric_line(r#"server_cache_size{cluster="local"} 0"#)
+            .then_some(())
     })
     .await;
 }

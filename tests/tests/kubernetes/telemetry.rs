@@ -50,9 +50,9 @@ impl TelemetryFixture {
         let running = tokio::spawn(async move {
             app.run_until(std::future::pending()).await.unwrap();
         });
-        let scene = Self { server, port, running };
-        scene.register().await;
-        scene
+        let fixture = Self { server, port, running };
+        fixture.register().await;
+        fixture
     }
 
     /// As the chart does, except for the target of the Service, because there is no cluster network.
@@ -120,12 +120,12 @@ impl TelemetryFixture {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn telemetry_is_available_to_users_that_rbac_permits() {
-    let scene = TelemetryFixture::start().await;
-    let server = &scene.server;
+    let fixture = TelemetryFixture::start().await;
+    let server = &fixture.server;
     // The administrator authenticates with a certificate, which has no token.
     let admin = server.kubeconfig();
     let row = eventually("the pod is known", async || {
-        let (done, text) = scene.tulle(&admin, "stat pod -n shop").await;
+        let (done, text) = fixture.tulle(&admin, "stat pod -n shop").await;
         assert!(done, "{text}");
         text.lines().find(|line| line.starts_with("web ")).map(str::to_owned)
     });
@@ -134,7 +134,7 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
 
     let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
     let refused = async |line: &str, resource: &str| {
-        let (done, text) = scene.tulle(&unprivileged, line).await;
+        let (done, text) = fixture.tulle(&unprivileged, line).await;
         assert!(
             !done && text.contains("system:serviceaccount:default:nobody"),
             "{line}: {text}"
@@ -157,7 +157,7 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
         server.kubectl(&line.split(' ').collect::<Vec<_>>()).await.unwrap();
     }
     eventually("the binding is effective", async || {
-        let (done, _) = scene.tulle(&unprivileged, "edges -n shop").await;
+        let (done, _) = fixture.tulle(&unprivileged, "edges -n shop").await;
         done.then_some(())
     })
     .await;
@@ -168,13 +168,13 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_the_api_server_may_connect_and_no_other_certificate_of_the_cluster() {
-    let scene = TelemetryFixture::start().await;
+async fn only_the_front_proxy_certificate_of_the_api_server_is_accepted() {
+    let fixture = TelemetryFixture::start().await;
     let url = format!(
         "https://localhost:{}/apis/telemetry.tulle.dev/v1alpha1/namespaces/shop/workloads",
-        scene.port
+        fixture.port
     );
-    let pki = scene.server.ca().parent().unwrap().to_owned();
+    let pki = fixture.server.ca().parent().unwrap().to_owned();
     let ask = async |name: Option<&str>| {
         let mut curl = Command::new(find("curl").unwrap());
         curl.args([
@@ -194,7 +194,7 @@ async fn only_the_api_server_may_connect_and_no_other_certificate_of_the_cluster
         String::from_utf8(curl.output().await.unwrap().stdout).unwrap()
     };
     assert_eq!(ask(Some("front-proxy-client")).await, "200");
-    for stranger in [None, Some("admin")] {
-        assert_eq!(ask(stranger).await, "000", "{stranger:?}");
+    for name in [None, Some("admin")] {
+        assert_eq!(ask(name).await, "000", "{name:?}");
     }
 }

@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 use tulle_control::admission::{PolicyValidator, ProfileValidator};
-use tulle_control::webhook::certificate_controller::{CertificateController, Config, NotReady};
+use tulle_control::webhook::certificate_controller::{CertificateController, Config, UnreadyWhenUntrusted};
 use tulle_control::webhook::metrics::HttpMetrics;
 use tulle_control::webhook::rotation::RotationTimes;
 use tulle_control::webhook::server_credentials::ServerCredentials;
-use tulle_control::webhook::{Handler, Server};
+use tulle_control::webhook::{ReviewHandler, WebhookServer};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
@@ -54,20 +54,20 @@ impl WebhookFixture {
             tasks: JoinSet::new(),
             readiness: Readiness::new(),
         };
-        let at = Config {
+        let config = Config {
             server_name: "localhost".to_owned(),
             times,
             ..Config::policy_validator("linkerd".to_owned())
         };
-        let port = fixture.serve(PolicyValidator, at).await;
+        let port = fixture.serve(PolicyValidator, config).await;
         let groups = ["policy.linkerd.io", "gateway.networking.k8s.io"];
         fixture.register(POLICIES, &groups, port).await;
-        let at = Config {
+        let config = Config {
             server_name: "localhost".to_owned(),
             times,
             ..Config::sp_validator("linkerd".to_owned())
         };
-        let port = fixture.serve(ProfileValidator, at).await;
+        let port = fixture.serve(ProfileValidator, config).await;
         fixture.register(PROFILES, &["linkerd.io"], port).await;
         eventually("certificates", async || fixture.readiness.is_ready().then_some(())).await;
         // The API server reads configurations from its cache, and calls no webhook until they are there.
@@ -88,16 +88,16 @@ impl WebhookFixture {
         fixture
     }
 
-    async fn serve(&mut self, handler: impl Handler, config: Config) -> u16 {
+    async fn serve(&mut self, handler: impl ReviewHandler, config: Config) -> u16 {
         let creds = Arc::new(ServerCredentials::new());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let metrics = HttpMetrics::new(&self.registry);
-        let webhook = Server::new(config.service, creds.clone(), handler, metrics, &self.registry);
+        let webhook = WebhookServer::new(config.service, creds.clone(), handler, metrics, &self.registry);
         self.tasks.spawn(webhook.serve(listener, self.drain.clone()));
         let latch = self.readiness.latch(config.service);
-        let keeper = CertificateController::new(self.server.client(), config, creds);
-        self.tasks.spawn(keeper.run(latch, self.drain.clone()));
+        let controller = CertificateController::new(self.server.client(), config, creds);
+        self.tasks.spawn(controller.run(latch, self.drain.clone()));
         port
     }
 
@@ -348,7 +348,7 @@ async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_ca() {
+async fn a_supplied_certificate_makes_the_webhook_ready_once_the_ca_bundle_contains_its_ca() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
     let (signal, drain) = drain::channel();
@@ -373,16 +373,20 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_ca() {
         .signed_by(&key, &signer)
         .unwrap();
     let [pem, key] = [leaf.pem(), key.serialize_pem()].map(|text| ByteString(text.into_bytes()));
-    let given = json!({"metadata": {"name": SECRET}, "data": {"tls.crt": pem, "tls.key": key}});
-    let given = serde_json::from_value(given).unwrap();
-    fixture.secrets().create(&PostParams::default(), &given).await.unwrap();
+    let supplied = json!({"metadata": {"name": SECRET}, "data": {"tls.crt": pem, "tls.key": key}});
+    let supplied = serde_json::from_value(supplied).unwrap();
+    fixture
+        .secrets()
+        .create(&PostParams::default(), &supplied)
+        .await
+        .unwrap();
     fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
-    let at = Config {
+    let config = Config {
         server_name: "localhost".to_owned(),
-        not_ready: NotReady::AtAnyTime,
+        unready_when_untrusted: UnreadyWhenUntrusted::Always,
         ..Config::policy_validator("linkerd".to_owned())
     };
-    fixture.serve(PolicyValidator, at).await;
+    fixture.serve(PolicyValidator, config).await;
     let publish = async |bundle: &rcgen::Certificate| {
         let bundle = json!(ByteString(bundle.pem().into_bytes()));
         let name = POLICIES.replace("-webhook-config", ".linkerd.io");
@@ -405,19 +409,19 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_ca() {
     };
     why("has no CA bundle").await;
     publish(&other).await;
-    why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
+    why("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
     publish(&ca).await;
-    let is_refused = |n: u8| {
+    let refused_metric_is = |n: u8| {
         let line = format!("webhook_certificate_refused{{webhook=\"linkerd-policy-validator\"}} {n}\n");
         fixture.registry.render().contains(&line)
     };
     // The error is reported again when it recurs.
     for _ in 0..2 {
         eventually("readiness", async || fixture.readiness.is_ready().then_some(())).await;
-        assert!(is_refused(0));
+        assert!(refused_metric_is(0));
         publish(&other).await;
-        why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
-        assert!(is_refused(1));
+        why("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
+        assert!(refused_metric_is(1));
         publish(&ca).await;
     }
     eventually("readiness", async || fixture.readiness.is_ready().then_some(())).await;
@@ -568,16 +572,20 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         .delete(SECRET, &DeleteParams::default())
         .await
         .unwrap();
-    let given = Secret {
+    let supplied = Secret {
         metadata: kube::api::ObjectMeta {
             name: Some(SECRET.to_owned()),
             ..Default::default()
         },
         ..Secret::default()
     };
-    let given = fixture.secrets().create(&PostParams::default(), &given).await.unwrap();
+    let supplied = fixture
+        .secrets()
+        .create(&PostParams::default(), &supplied)
+        .await
+        .unwrap();
     fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
-    // When the Secret of the other webhook is back, this one has been checked as well.
+    // Both controllers check at the same interval. So when the other one has restored its Secret, this one has checked, too.
     fixture
         .secrets()
         .delete("linkerd-sp-validator-k8s-tls", &DeleteParams::default())
@@ -588,7 +596,7 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
     })
     .await;
     let now = fixture.secrets().get(SECRET).await.unwrap().metadata;
-    assert_eq!(now.resource_version, given.metadata.resource_version);
+    assert_eq!(now.resource_version, supplied.metadata.resource_version);
     assert_ne!(now.resource_version, version);
     assert_eq!(fixture.bundle().await, Value::Null);
     fixture.end().await;

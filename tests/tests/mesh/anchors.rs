@@ -20,7 +20,7 @@ fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_fai
         .workload("client")
         .workload("web")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let (failures, n_ok, ended) = (RefCell::new(Vec::new()), Cell::new(0), Cell::new(false));
             let load = async {
                 while !ended.get() {

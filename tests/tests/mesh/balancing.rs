@@ -17,7 +17,7 @@ fn round_robin_gives_every_replica_the_same_number_of_requests() {
         .replicas("web", 3);
     mesh.run(async |mesh: &Mesh| {
         for i in 0..3 {
-            apps::echo(mesh, &format!("web-{i}")).await;
+            apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut ask = async || client.fetch(request("/")).await.unwrap().text();
@@ -64,7 +64,7 @@ fn a_slow_replica_gets_fewer_requests() {
 fn a_replica_that_joins_gets_requests() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
-            apps::echo(mesh, &format!("web-{i}")).await;
+            apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let dst = mesh.service_addr("web", HTTP);
         let pod = mesh.manifest("pod-web-1");

@@ -57,7 +57,7 @@ async fn client(mesh: &Mesh) -> Http1 {
 }
 
 #[test]
-fn failures_in_a_row_take_an_endpoint_out_until_a_probe_succeeds() {
+fn failures_in_a_row_eject_an_endpoint_until_a_probe_succeeds() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 500ms";
@@ -83,7 +83,7 @@ fn failures_in_a_row_take_an_endpoint_out_until_a_probe_succeeds() {
 }
 
 #[test]
-fn a_low_success_rate_takes_an_endpoint_out() {
+fn a_low_success_rate_ejects_an_endpoint() {
     let annotations = "balancer.linkerd.io/failure-accrual: unified, \
         balancer.alpha.linkerd.io/failure-accrual-success-rate-threshold: '0.9', \
         balancer.alpha.linkerd.io/failure-accrual-success-rate-min-requests: '10'";
@@ -283,7 +283,7 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
 }
 
 #[test]
-fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
+fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
     let annotations = "retry.linkerd.io/http: 5xx, retry.linkerd.io/timeout: 200ms, \
         balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
@@ -310,7 +310,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
 }
 
 #[test]
-fn an_endpoint_that_causes_request_timeouts_is_taken_out() {
+fn an_endpoint_that_causes_request_timeouts_is_ejected() {
     let annotations = "timeout.linkerd.io/request: 200ms, \
         balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
@@ -330,7 +330,7 @@ fn an_endpoint_that_causes_request_timeouts_is_taken_out() {
 }
 
 #[test]
-fn an_endpoint_that_stalls_after_its_response_head_is_taken_out() {
+fn an_endpoint_that_stalls_after_its_response_head_is_ejected() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \

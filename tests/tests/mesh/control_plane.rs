@@ -16,7 +16,7 @@ use tulle_tests::policies;
 fn traffic_continues_without_the_control_plane_and_follows_it_when_it_is_back() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
-            apps::echo(mesh, &format!("web-{i}")).await;
+            apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let dst = mesh.service_addr("web", HTTP);
         assert_eq!(mesh.get("client", dst, "/").await.status, 200);
@@ -49,7 +49,7 @@ fn destinations_of_frequent_short_connections_stay_cached() {
         .workload("web")
         .env("OUTBOUND_DISCOVERY_IDLE_TIMEOUT", "500ms")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let dst = mesh.service_addr("web", HTTP);
             assert_eq!(mesh.get("client", dst, "/").await.status, 200);
             // Most of the time there is no connection, but pauses are shorter than the idle timeout, also while the control plane
@@ -74,7 +74,7 @@ fn destinations_stay_cached_while_the_control_plane_is_down() {
         .env("OUTBOUND_DISCOVERY_IDLE_TIMEOUT", "1s")
         .env("INBOUND_DISCOVERY_IDLE_TIMEOUT", "1s")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let dst = mesh.service_addr("web", HTTP);
             assert_eq!(mesh.get("client", dst, "/").await.status, 200);
             mesh.stop_control().await;
@@ -101,7 +101,7 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
         .workload("web")
         .manifest("deny", deny)
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let dst = mesh.service_addr("web", HTTP);
             eventually("the policy is known", async || {
                 (mesh.get("client", dst, "/").await.status == 403).then_some(())
@@ -122,7 +122,7 @@ fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
         .workload_env("OUTBOUND_DETECT_TIMEOUT", "300ms")
         .workload("web");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let _silent = TcpListener::bind(policies::ADDR).await.unwrap();
         let dst = mesh.service_addr("web", HTTP);
         let mut http1 = Http1::handshake(mesh.dial("client", dst).await).await;

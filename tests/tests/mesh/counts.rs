@@ -8,7 +8,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
 /// Waits until a metric has a value: an exchange is counted after its end, which the client may see earlier.
-async fn counts(mesh: &Mesh, workload: &str, name: &str, labels: &[&str], expected: f64) {
+async fn wait_for_metric(mesh: &Mesh, workload: &str, name: &str, labels: &[&str], expected: f64) {
     let what = format!("{name}{labels:?} of {workload} is {expected}");
     eventually(&what, async || {
         (mesh.metric(workload, name, labels).await == expected).then_some(())
@@ -40,7 +40,7 @@ spec:
 ";
     let mesh = mesh().workload("client").workload("web").manifest("routes", manifests);
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let route = ["route_name=\"in\"", "parent_name=\"web-http\"", "parent_port=\"8080\""];
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut ask = async || {
@@ -66,7 +66,7 @@ spec:
         ] {
             let labels = [&route[..], &[label]].concat();
             let each = if name.ends_with("_sum") { 5. } else { 1. };
-            counts(mesh, "web", name, &labels, n * each).await;
+            wait_for_metric(mesh, "web", name, &labels, n * each).await;
         }
         let route = ["parent_name=\"web\"", "route_name=\"out\"", "route_namespace=\"shop\""];
         let backend = [
@@ -84,7 +84,7 @@ spec:
             ("request_statuses_total", "error=\"\""),
         ] {
             let labels = [&route[..], &[label]].concat();
-            counts(mesh, "client", &format!("outbound_http_route_{name}"), &labels, n).await;
+            wait_for_metric(mesh, "client", &format!("outbound_http_route_{name}"), &labels, n).await;
         }
         for (name, label) in [
             ("requests_total", ""),
@@ -93,7 +93,7 @@ spec:
             ("response_statuses_total", "error=\"\""),
         ] {
             let labels = [&route[..], &backend, &[label]].concat();
-            counts(
+            wait_for_metric(
                 mesh,
                 "client",
                 &format!("outbound_http_route_backend_{name}"),
@@ -112,27 +112,27 @@ spec:
 #[test]
 fn connections_and_their_bytes_are_counted_on_both_sides() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         stream.write_all(&[b'x'; 1000]).await.unwrap();
         stream.read_exact(&mut [0; 1000]).await.unwrap();
-        let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
-        outsider.write_all(&[b'x'; 1000]).await.unwrap();
-        outsider.read_exact(&mut [0; 1000]).await.unwrap();
+        let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        unmeshed.write_all(&[b'x'; 1000]).await.unwrap();
+        unmeshed.read_exact(&mut [0; 1000]).await.unwrap();
         let plain = [
             "target_port=\"9000\"",
             "peer=\"src\"",
             "no_tls_reason=\"no_tls_from_remote\"",
         ];
         for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
-            counts(mesh, "web", name, &plain, 1000.).await;
+            wait_for_metric(mesh, "web", name, &plain, 1000.).await;
         }
         let port = "target_port=\"3306\"";
         for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
             for peer in ["peer=\"src\"", "peer=\"dst\""] {
                 let labels = [port, direction, peer];
                 for name in ["tcp_open_total", "tcp_open_connections"] {
-                    counts(mesh, workload, name, &labels, 1.).await;
+                    wait_for_metric(mesh, workload, name, &labels, 1.).await;
                 }
                 for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
                     let n = mesh.metric(workload, name, &labels).await;
@@ -143,8 +143,8 @@ fn connections_and_their_bytes_are_counted_on_both_sides() {
         drop(stream);
         for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
             for peer in ["peer=\"src\"", "peer=\"dst\""] {
-                counts(mesh, workload, "tcp_open_connections", &[port, direction, peer], 0.).await;
-                counts(mesh, workload, "tcp_close_total", &[port, direction, peer], 1.).await;
+                wait_for_metric(mesh, workload, "tcp_open_connections", &[port, direction, peer], 0.).await;
+                wait_for_metric(mesh, workload, "tcp_close_total", &[port, direction, peer], 1.).await;
             }
         }
     });

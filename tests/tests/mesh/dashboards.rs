@@ -9,7 +9,7 @@ use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
-/// The metrics of a query: words before a label selector, which every metric has.
+/// The metrics of a query: words before `{`, because every metric in the dashboards has a selector.
 fn metrics(expr: &str) -> impl Iterator<Item = String> {
     let is_of_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let before = expr.match_indices('{').map(move |(at, _)| &expr[..at]);
@@ -52,7 +52,7 @@ fn every_query_of_a_dashboard_is_answered() {
         .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
         .env("TULLE_PROXY_MEMORY_LIMIT", &(1_u64 << 40).to_string());
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         assert_eq!(
             mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
             200

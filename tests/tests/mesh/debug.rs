@@ -35,7 +35,7 @@ pub(crate) async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
 fn run_with_open_connection(test: impl AsyncFnOnce(&Mesh) + Send) {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         client.fetch(request("/")).await.unwrap();
         test(mesh).await;
@@ -128,7 +128,7 @@ fn a_blocked_worker_delays_no_pages_policies_or_certificates() {
         .env("IDENTITY_MIN_REFRESH", "100ms")
         .env("IDENTITY_MAX_REFRESH", "300ms");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut served = async || {
             timeout(Duration::from_millis(200), client.fetch(request2("/")))

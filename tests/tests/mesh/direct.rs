@@ -19,11 +19,11 @@ use tulle_tests::mesh::{HTTP, Mesh, identity, mesh};
 /// Connects to the inbound port of the proxy of `web` with the identity of a peer.
 async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
     let stream = TcpStream::connect((mesh.ip("web"), port::INBOUND)).await.unwrap();
-    secured(mesh, stream, &[b"transport.l5d.io/v1"]).await
+    tls_connect(mesh, stream, &[b"transport.l5d.io/v1"]).await
 }
 
 /// Performs a TLS handshake with the proxy of `web`, with these ALPN protocols.
-pub(crate) async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
+pub(crate) async fn tls_connect(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
     roots.add_parsable_certificates(anchors.map(Result::unwrap));
@@ -45,7 +45,7 @@ pub(crate) async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]])
 }
 
 /// Reads until the connection ends, by a close or a reset.
-async fn rest(stream: &mut TlsStream<TcpStream>) -> String {
+async fn read_to_end(stream: &mut TlsStream<TcpStream>) -> String {
     let mut read = Vec::new();
     let _ = stream.read_to_end(&mut read).await;
     String::from_utf8(read).unwrap()
@@ -58,7 +58,7 @@ fn header(length: usize, message: &[u8]) -> Vec<u8> {
 }
 
 /// The port as field 1 of a message; its value is a varint of two bytes.
-fn to(port: u16) -> [u8; 3] {
+fn port_field(port: u16) -> [u8; 3] {
     assert!((1 << 7..1 << 14).contains(&port));
     [1 << 3, (port & 0x7f) as u8 | 0x80, (port >> 7) as u8]
 }
@@ -68,13 +68,13 @@ const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r
 #[test]
 fn a_transport_header_may_arrive_byte_by_byte() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut peer = connect(mesh).await;
-        for byte in header(3, &to(HTTP)).into_iter().chain(REQUEST.iter().copied()) {
+        for byte in header(3, &port_field(HTTP)).into_iter().chain(REQUEST.iter().copied()) {
             peer.write_u8(byte).await.unwrap();
             peer.flush().await.unwrap();
         }
-        let response = rest(&mut peer).await;
+        let response = read_to_end(&mut peer).await;
         assert!(
             response.starts_with("HTTP/1.1 200 OK\r\n") && response.ends_with("web\n"),
             "{response}"
@@ -88,8 +88,8 @@ fn a_transport_header_may_arrive_byte_by_byte() {
 #[test]
 fn invalid_transport_headers_close_their_connections() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        let whole = header(3, &to(HTTP));
+        apps::start_echo(mesh, "web").await;
+        let whole = header(3, &port_field(HTTP));
         let wrong = [
             REQUEST.to_vec(),
             header((64 << 10) + 1, &[0; 100]), // longer than the maximum, so the proxy does not read it
@@ -104,7 +104,7 @@ fn invalid_transport_headers_close_their_connections() {
             if whole.starts_with(&wrong) {
                 peer.shutdown().await.unwrap();
             }
-            assert_eq!(rest(&mut peer).await, "", "{wrong:?}");
+            assert_eq!(read_to_end(&mut peer).await, "", "{wrong:?}");
             eventually("the connection is counted", async || {
                 let cause = ["cause=\"bad-transport-header\""];
                 (mesh.metric("web", "tulle_failures_total", &cause).await == f64::from(n)).then_some(())
@@ -120,8 +120,8 @@ fn invalid_transport_headers_close_their_connections() {
 fn a_transport_header_has_the_time_limit_of_a_handshake() {
     let mesh = mesh().workload("web").workload_env("INBOUND_DETECT_TIMEOUT", "500ms");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        let whole = header(3, &to(HTTP));
+        apps::start_echo(mesh, "web").await;
+        let whole = header(3, &port_field(HTTP));
         let mut silent = connect(mesh).await;
         let mut slow = connect(mesh).await;
         // Each byte arrives in time, but the whole header does not.
@@ -133,7 +133,7 @@ fn a_transport_header_has_the_time_limit_of_a_handshake() {
             }
         }
         for late in [&mut silent, &mut slow] {
-            assert_eq!(rest(late).await, "");
+            assert_eq!(read_to_end(late).await, "");
         }
         let cause = ["cause=\"detect-timeout\""];
         eventually("they are counted", async || {

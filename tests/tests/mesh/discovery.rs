@@ -18,7 +18,7 @@ status: {podIP: 10.66.0.11}
 ";
     let mesh = mesh().workload("client").workload("web").manifest("pod-ghost", ghost);
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let dst = SocketAddr::from((mesh.ip("web"), HTTP));
         assert_eq!(dst.to_string(), "10.66.0.11:8080");
         let going = async {

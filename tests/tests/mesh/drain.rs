@@ -11,8 +11,8 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
-/// Waits until the application of `web` processes a request.
-async fn in_flight(mesh: &Mesh, workload: &str) {
+/// Waits until the proxy of `workload` has counted a request.
+async fn wait_for_request(mesh: &Mesh, workload: &str) {
     eventually("the request is on its way", async || {
         (mesh.metric(workload, "request_total", &[]).await >= 1.).then_some(())
     })
@@ -22,9 +22,9 @@ async fn in_flight(mesh: &Mesh, workload: &str) {
 #[test]
 fn requests_in_flight_are_answered_by_a_draining_server() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let end = async {
-            in_flight(mesh, "web").await;
+            wait_for_request(mesh, "web").await;
             mesh.shut_down("web");
         };
         let (answer, ()) = join(mesh.get("client", mesh.service_addr("web", HTTP), "/delay/500"), end).await;
@@ -39,7 +39,7 @@ fn requests_in_flight_are_answered_by_a_draining_server() {
 #[test]
 fn a_draining_client_proxy_answers_and_closes() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut http1 = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut http2 = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let end = async {
@@ -64,7 +64,7 @@ fn a_draining_client_proxy_answers_and_closes() {
 fn a_replica_that_drains_under_load_fails_no_request() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
-            apps::echo(mesh, &format!("web-{i}")).await;
+            apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let during = async {
             let many = async |workload: &str, n: f64| {
@@ -90,7 +90,7 @@ fn open_streams_last_until_the_grace_period_ends_and_metrics_stay_readable() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.workload_env("SHUTDOWN_GRACE_PERIOD", "2s");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let (mut socket, _) = tokio_tungstenite::client_async("ws://web.test/ws", stream)

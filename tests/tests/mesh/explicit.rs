@@ -1,4 +1,4 @@
-//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four proxy_args.
+//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four ways.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -26,7 +26,7 @@ fn forward_proxy_mesh() -> Builder {
 
 async fn echo(mesh: &Mesh) {
     for workload in ["web", "legacy"] {
-        apps::echo(mesh, workload).await;
+        apps::start_echo(mesh, workload).await;
     }
 }
 
@@ -146,7 +146,7 @@ fn requests_of_one_connection_may_have_different_targets() {
 fn byte_streams_pass_whichever_side_sends_first() {
     forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        apps::server_speaks_first("web", mesh.app_addr("web", 9001)).await;
+        apps::start_greeting_server("web", mesh.app_addr("web", 9001)).await;
         for (host, port) in [("web", TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
             let (mut stream, code) = socks(&format!("{host}.shop.svc.cluster.local"), port).await;
             assert_eq!(code, 0, "{host} {port}");
@@ -209,7 +209,7 @@ fn loopback_and_link_local_targets_are_refused() {
     let mesh = mesh.env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh.run(async |mesh: &Mesh| {
         echo(mesh).await;
-        apps::echo_at("local", ([127, 0, 0, 1], HTTP).into()).await;
+        apps::start_echo_at("local", ([127, 0, 0, 1], HTTP).into()).await;
         let http = format!("http://{PROXY}");
         for target in [
             "127.0.0.1",
@@ -282,7 +282,7 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", "svc.cluster.local.,files.example.");
     mesh.run(async |mesh: &Mesh| {
         let [closed, open] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
-        apps::echo_at("files", (open, HTTP).into()).await;
+        apps::start_echo_at("files", (open, HTTP).into()).await;
         let dir = tempfile::tempdir().unwrap();
         write_hosts(dir.path(), &[closed, open]);
         let _server = dns(dir.path());
@@ -332,7 +332,7 @@ fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
     mesh.run(async |mesh: &Mesh| {
         let [old, new] = [9, 10].map(|last| SocketAddr::from(([10, 66, 9, last], HTTP)));
         for (name, addr) in [("old", old), ("new", new)] {
-            apps::echo_at(name, addr).await;
+            apps::start_echo_at(name, addr).await;
         }
         let dir = tempfile::tempdir().unwrap();
         let say = |addr: SocketAddr| write_hosts(dir.path(), &[addr.ip()]);

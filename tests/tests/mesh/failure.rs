@@ -63,7 +63,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
             let _silent = full_listener((UNMESHED_IP, HTTP).into()).await;
-            apps::echo(mesh, "legacy").await;
+            apps::start_echo(mesh, "legacy").await;
             mesh.write("half", &half_silent.replace("@legacy", &mesh.ip("legacy").to_string()));
             let half = ([10, 66, 2, 2], HTTP).into();
             // Also dial it before discovery has finished.
@@ -88,7 +88,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
 #[test]
 fn requests_that_wait_for_an_endpoint_get_the_connect_error_too() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         // Discovery now reports an identity that the certificate does not have.
         let pod = mesh.manifest("pod-web");
         let other = pod.replace("serviceAccountName: web", "serviceAccountName: other");
@@ -192,7 +192,7 @@ fn byte_streams_without_a_listener_are_closed() {
 #[test]
 fn requests_that_reached_no_application_go_to_another_endpoint() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for _ in 0..30 {
             let answer = client.fetch(request("/")).await.unwrap();
@@ -211,7 +211,7 @@ fn requests_that_reached_no_application_go_to_another_endpoint() {
 fn a_request_that_is_still_being_sent_goes_to_another_endpoint_too() {
     let mesh = mesh().env("TULLE_PROXY_BALANCER", "round-robin");
     mesh.workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let mut clients = Vec::new();
         for _ in 0..2 {
             let mut client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
@@ -238,7 +238,7 @@ fn a_request_that_is_still_being_sent_goes_to_another_endpoint_too() {
 #[test]
 fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for _ in 0..30 {
             let call = Request::post("http://web.test/tulle.bench.Echo/Unary")
@@ -308,7 +308,7 @@ fn an_application_that_closes_idle_connections_causes_no_failed_request() {
 #[test]
 fn requests_left_unread_by_an_ending_application_are_resent_if_repeatable() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;
         let ending = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();
@@ -331,7 +331,7 @@ fn requests_left_unread_by_an_ending_application_are_resent_if_repeatable() {
 #[test]
 fn a_request_that_an_ending_application_may_have_read_is_not_resent() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;
         let ending = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();
@@ -355,7 +355,7 @@ fn a_request_that_an_ending_application_may_have_read_is_not_resent() {
 #[test]
 fn a_request_that_its_application_aborts_is_not_sent_again() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web-1").await;
+        apps::start_echo(mesh, "web-1").await;
         let aborting = apps::serve_tcp(mesh.listen("web-0", HTTP).await, |stream| async move {
             let mut stream = answer_once(stream).await;
             stream.read_exact(&mut [0; 32]).await.unwrap();
@@ -405,7 +405,7 @@ async fn read_head(stream: &mut BufReader<TcpStream>) {
 #[test]
 fn a_slow_application_is_waited_for() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/delay/1500").await;
         assert_eq!(
             (answer.status.as_u16(), answer.text().as_str()),
@@ -415,7 +415,7 @@ fn a_slow_application_is_waited_for() {
 }
 
 #[test]
-fn a_long_body_that_reached_no_application_gets_the_peers_answer() {
+fn a_request_with_a_long_body_is_not_resent_and_gets_the_502_of_the_other_proxy() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         let req = Request::post("/echo")
             .header("host", "web.test")

@@ -116,7 +116,7 @@ fn each_direction_has_its_own_head_size_limit() {
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_MAX_HEAD_SIZE", "1000");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE", "3000");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         for (is_inbound, most) in [(false, 1000), (true, 3000)] {
             for (longer, status) in [(0, "200"), (1, "431")] {
                 let mut client = match is_inbound {
@@ -144,7 +144,7 @@ fn a_missing_head_times_out() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "200ms");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = dial(mesh).await;
         for part in ["GET / HTTP/1.1\r\nhost: web.test\r\n\r\n", "GET / HTTP/1.1\r\nhost: w"] {
             client.write_all(part.as_bytes()).await.unwrap();
@@ -164,7 +164,7 @@ fn an_incomplete_request_line_times_out_as_http() {
         mesh = mesh.env(&format!("{direction}_DETECT_TIMEOUT"), "200ms");
     }
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         for path in ["through the client's sidecar", "from outside the mesh"] {
             let mut client = match path {
                 "from outside the mesh" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
@@ -184,7 +184,7 @@ fn slow_heads_time_out_and_do_not_delay_other_clients() {
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "1s");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut clients = JoinSet::new();
         for n in 0..CLIENTS {
             let mut stream = match n % 2 {
@@ -232,7 +232,7 @@ fn a_connection_without_requests_is_closed_in_time() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "200ms");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = dial(mesh).await;
         client
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
@@ -243,7 +243,7 @@ fn a_connection_without_requests_is_closed_in_time() {
     });
 }
 
-/// Echoes the body for `/echo`; for other paths responds with its length at its end.
+/// Echoes the body for `/echo`; for other paths reads the whole body and responds with its length.
 async fn answer(req: Request<Incoming>) -> Response<AnyBody> {
     if req.uri().path() == "/echo" {
         return Response::new(any(req.into_body()));
@@ -310,13 +310,13 @@ fn an_upload_that_waits_for_its_response_does_not_time_out() {
 const EXPECT_CONTINUE_REQUEST: &[u8] =
     b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
 
-/// An application that reads a head, responds with `says` after one second, and then reads the body unless it refused it.
-async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
+/// An application that reads a head, responds with `response` after one second, and then reads the body unless `response` is a 4xx.
+async fn app(mesh: &Mesh, response: &'static [u8]) -> apps::App {
     apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         read_until(&mut stream, "\r\n\r\n").await;
         tokio::time::sleep(Duration::from_secs(1)).await;
-        stream.write_all(says).await.unwrap();
-        if !says.starts_with(b"HTTP/1.1 4") {
+        stream.write_all(response).await.unwrap();
+        if !response.starts_with(b"HTTP/1.1 4") {
             read_until(&mut stream, "hello").await;
             stream.write_all(OK).await.unwrap();
         }
@@ -359,15 +359,15 @@ fn expect_100_continue_is_decided_by_the_application() {
 fn a_client_disconnect_cancels_its_request() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (left, mut noticed) = mpsc::channel(1);
-        let (came, mut arrived) = mpsc::channel(1);
+        let (left_tx, mut left_rx) = mpsc::channel(1);
+        let (arrived_tx, mut arrived_rx) = mpsc::channel(1);
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let (came, left) = (came.clone(), left.clone());
+            let (arrived_tx, left_tx) = (arrived_tx.clone(), left_tx.clone());
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
-                came.send(()).await.unwrap();
+                arrived_tx.send(()).await.unwrap();
                 let read = stream.read(&mut [0]).await;
-                left.send(read.unwrap_or(0)).await.unwrap();
+                left_tx.send(read.unwrap_or(0)).await.unwrap();
             }
         });
         for ends_its_side_first in [false, true] {
@@ -376,12 +376,12 @@ fn a_client_disconnect_cancels_its_request() {
                 .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
                 .await
                 .unwrap();
-            arrived.recv().await.unwrap();
+            arrived_rx.recv().await.unwrap();
             if ends_its_side_first {
                 client.shutdown().await.unwrap();
             }
             drop(client);
-            assert_eq!(noticed.recv().await, Some(0));
+            assert_eq!(left_rx.recv().await, Some(0));
         }
     });
 }
@@ -436,7 +436,7 @@ fn an_upgrade_may_have_a_body() {
 fn a_client_that_half_closes_is_answered() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         for (head, body) in [
             ("GET / HTTP/1.0\r\n\r\n", "web\n"),
             ("GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n", "web\n"),
@@ -503,15 +503,15 @@ fn a_response_arrives_although_the_body_is_not_read() {
 fn a_reset_response_without_a_length_is_not_treated_as_complete() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (reset, reset_requested) = oneshot::channel::<()>();
-        let reset_requested = Mutex::new(Some(reset_requested));
+        let (reset_tx, reset_rx) = oneshot::channel::<()>();
+        let reset_rx = Mutex::new(Some(reset_rx));
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let reset_requested = reset_requested.lock().take().unwrap();
+            let reset_rx = reset_rx.lock().take().unwrap();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
-                reset_requested.await.unwrap();
+                reset_rx.await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
@@ -520,7 +520,7 @@ fn a_reset_response_without_a_length_is_not_treated_as_complete() {
             .await
             .unwrap();
         read_until(&mut client, "ok").await;
-        reset.send(()).unwrap();
+        reset_tx.send(()).unwrap();
         let mut text = Vec::new();
         let ended = client.read_to_end(&mut text).await;
         assert!(ended.is_err(), "{}", String::from_utf8_lossy(&text));
@@ -553,7 +553,7 @@ fn http10_clients_may_keep_their_connection_and_get_no_interim_responses() {
 fn connections_are_reused_after_bodies_of_every_form() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = dial(mesh).await;
         for body in [
             "content-length: 5\r\n\r\nhello",
@@ -624,7 +624,7 @@ impl CountingApp {
 }
 
 /// Runs a test on both sides of a proxy with these pool variables: `web` reached from outside, and `legacy` reached by `client`.
-fn run_with_keep_alive(variables: &[(&str, &str)], test: impl AsyncFn(&CountingApp, [Http1; 2]) + Send + Sync) {
+fn run_on_both_pools(variables: &[(&str, &str)], test: impl AsyncFn(&CountingApp, [Http1; 2]) + Send + Sync) {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     let mesh = variables.iter().fold(mesh, |mesh, (name, value)| mesh.env(name, value));
     mesh.run(async |mesh: &Mesh| {
@@ -650,7 +650,7 @@ fn the_number_of_idle_connections_to_an_application_is_limited() {
         ("OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
     ];
-    run_with_keep_alive(&variables, async |app: &CountingApp, [mut one, mut other]| {
+    run_on_both_pools(&variables, async |app: &CountingApp, [mut one, mut other]| {
         let (this, that) = tokio::join!(one.fetch(request("/together")), other.fetch(request("/together")));
         assert_eq!((this.unwrap().text(), that.unwrap().text()), ("ok".into(), "ok".into()));
         eventually("one of two is closed", async || (app.n_open() == 1).then_some(())).await;
@@ -672,7 +672,7 @@ fn idle_connections_to_an_application_are_closed_in_time() {
         ("INBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
     ];
-    run_with_keep_alive(&variables, async |app: &CountingApp, [mut one, silent]| {
+    run_on_both_pools(&variables, async |app: &CountingApp, [mut one, silent]| {
         drop(silent); // the proxy dialled for it to detect a server-speaks-first protocol
         one.fetch(request("/")).await.unwrap();
         let closed = eventually("the connection is closed", async || (app.n_open() == 0).then_some(()));
@@ -686,16 +686,16 @@ fn idle_connections_to_an_application_are_closed_in_time() {
 fn a_client_reset_during_an_upload_is_detected_after_the_response_has_started() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (left, mut noticed) = mpsc::channel(1);
+        let (left_tx, mut left_rx) = mpsc::channel(1);
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let left = left.clone();
+            let left_tx = left_tx.clone();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
                 // Reads until the connection fails.
                 while stream.read_u8().await.is_ok() {}
-                left.send(()).await.unwrap();
+                left_tx.send(()).await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
@@ -703,7 +703,7 @@ fn a_client_reset_during_an_upload_is_detected_after_the_response_has_started() 
         client.write_all(head).await.unwrap();
         read_until(&mut client, "ok").await;
         drop(client);
-        noticed.recv().await.unwrap();
+        left_rx.recv().await.unwrap();
     });
 }
 

@@ -16,7 +16,7 @@ use tulle_tests::client::{Http2, any, full, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, UNMESHED_IP, mesh};
 
-use crate::direct::secured;
+use crate::direct::tls_connect;
 
 const DATA: u8 = 0;
 pub(crate) const HEADERS: u8 = 1;
@@ -80,7 +80,7 @@ impl Frame {
     }
 
     /// The 32-bit number at an offset of the payload.
-    fn number(&self, at: usize) -> u32 {
+    fn u32_at(&self, at: usize) -> u32 {
         u32::from_be_bytes(self.payload[at..at + 4].try_into().unwrap())
     }
 
@@ -143,7 +143,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
     }
 
     /// Returns after the peer has processed everything that was sent.
-    async fn flush_with_ping(&mut self) {
+    async fn wait_until_processed(&mut self) {
         self.send([Frame::new(PING, 0, 0, b"settled?")]).await;
         let pong = self.next_of(PING).await;
         assert_eq!((pong.flags, &pong.payload[..]), (ACK, &b"settled?"[..]));
@@ -151,7 +151,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
 
     /// The reason in the peer's GOAWAY frame.
     async fn goaway_reason(&mut self) -> Reason {
-        self.next_of(GOAWAY).await.number(4).into()
+        self.next_of(GOAWAY).await.u32_at(4).into()
     }
 }
 
@@ -164,7 +164,7 @@ fn run_with_settings(settings: &[(&str, &str)], test: impl AsyncFnOnce(&Mesh, [T
         }
     }
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let outbound = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let inbound = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         test(mesh, [outbound, inbound]).await;
@@ -189,16 +189,16 @@ fn settings_of_the_environment_are_announced_and_enforced() {
                 assert_eq!(announced.get(&setting), Some(&value), "{announced:?}");
             }
             let window = client.next_of(WINDOW_UPDATE).await;
-            assert_eq!((window.stream, window.number(0)), (0, 200_000 - 65_535));
+            assert_eq!((window.stream, window.u32_at(0)), (0, 200_000 - 65_535));
 
             client.send([1, 3].map(|stream| Frame::request(stream, "/echo"))).await;
-            client.flush_with_ping().await;
+            client.wait_until_processed().await;
             client.send([Frame::request(5, "/echo")]).await;
             let refused = client.next_of(RST_STREAM).await;
-            assert_eq!((refused.stream, refused.number(0)), (5, Reason::REFUSED_STREAM.into()));
+            assert_eq!((refused.stream, refused.u32_at(0)), (5, Reason::REFUSED_STREAM.into()));
 
             client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_000])]).await;
-            client.flush_with_ping().await;
+            client.wait_until_processed().await;
             client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_001])]).await;
             assert_eq!(client.goaway_reason().await, Reason::FRAME_SIZE_ERROR);
         }
@@ -229,7 +229,7 @@ fn only_peers_may_send_larger_frames() {
     }
     run_with_settings(&[], async |mesh: &Mesh, connections| {
         let arrived = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
-        assert_eq!(announced(secured(mesh, arrived, &[]).await).await, Some(64 << 10));
+        assert_eq!(announced(tls_connect(mesh, arrived, &[]).await).await, Some(64 << 10));
         for stream in connections {
             assert_eq!(announced(stream).await, None);
         }
@@ -243,7 +243,7 @@ fn streams_reset_before_they_are_accepted_are_limited() {
         for stream in connections {
             let mut client = Frames::client_handshake(stream).await;
             let mut streams = (1..).step_by(2);
-            let mut hasty = |n| {
+            let mut requests_with_reset = |n| {
                 let cancel = u32::from(Reason::CANCEL).to_be_bytes();
                 let of_one = move |stream| {
                     let reset = Frame::new(RST_STREAM, 0, stream, &cancel);
@@ -252,10 +252,10 @@ fn streams_reset_before_they_are_accepted_are_limited() {
                 streams.by_ref().take(n).flat_map(of_one).collect::<Vec<_>>()
             };
             for _ in 0..3 {
-                client.send(hasty(3)).await;
-                client.flush_with_ping().await;
+                client.send(requests_with_reset(3)).await;
+                client.wait_until_processed().await;
             }
-            client.send(hasty(10)).await;
+            client.send(requests_with_reset(10)).await;
             assert_eq!(client.goaway_reason().await, Reason::ENHANCE_YOUR_CALM);
         }
     });
@@ -306,18 +306,18 @@ fn the_send_buffer_of_a_stream_is_limited() {
     });
 }
 
-/// A mesh whose proxies have this idle timeout.
-fn mesh_with_idle_timeout(timeout: &str) -> Builder {
+/// A mesh whose proxies have 300 ms for the timeout `TULLE_PROXY_*_HTTP1_<variable>`.
+fn mesh_with_short_timeout(variable: &str) -> Builder {
     let mesh = mesh().workload("client").workload("web");
     ["INBOUND", "OUTBOUND"].iter().fold(mesh, |mesh, direction| {
-        mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_{timeout}"), "300ms")
+        mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_{variable}"), "300ms")
     })
 }
 
 #[test]
 fn connections_without_requests_get_a_goaway() {
-    mesh_with_idle_timeout("IDLE_TIMEOUT").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    mesh_with_short_timeout("IDLE_TIMEOUT").run(async |mesh: &Mesh| {
+        apps::start_echo(mesh, "web").await;
         let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let mut busy = Frames::client_handshake(dial().await).await;
         let flags = END_HEADERS | END_STREAM;
@@ -326,7 +326,7 @@ fn connections_without_requests_get_a_goaway() {
             ..Frame::request(1, "/delay/3000")
         }])
         .await;
-        busy.flush_with_ping().await;
+        busy.wait_until_processed().await;
         for _ in 0..3 {
             let mut client = Http2::handshake(dial().await).await;
             assert_eq!(client.fetch(request2("/")).await.unwrap().status, 200);
@@ -354,15 +354,15 @@ fn connections_without_requests_get_a_goaway() {
 
 #[test]
 fn a_missing_first_request_times_out() {
-    mesh_with_idle_timeout("HEAD_TIMEOUT").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    mesh_with_short_timeout("HEAD_TIMEOUT").run(async |mesh: &Mesh| {
+        apps::start_echo(mesh, "web").await;
         let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let mut served = Http2::handshake(dial().await).await;
         assert_eq!(served.fetch(request2("/")).await.unwrap().status, 200);
-        for begins in [false, true] {
+        for sends_partial_head in [false, true] {
             for stream in [dial().await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
                 let mut client = Frames::client_handshake(stream).await;
-                if begins {
+                if sends_partial_head {
                     let flags = 0; // END_HEADERS is not set
                     client
                         .send([Frame {
@@ -427,7 +427,7 @@ fn floods_are_ended_and_others_are_served_meanwhile() {
 }
 
 /// An error code that is not defined by HTTP/2.
-const REASON: u32 = 0x7e57;
+const UNDEFINED_ERROR_CODE: u32 = 0x7e57;
 
 /// The HPACK byte for status 200, from the static table.
 pub(crate) const OK: u8 = 0x88;
@@ -629,7 +629,7 @@ fn a_stream_reset_keeps_its_error_code() {
                 let mut connection = h2::server::handshake(stream).await.unwrap();
                 while let Some(Ok((req, mut respond))) = connection.accept().await {
                     if req.uri().path() == "/at-once" {
-                        respond.send_reset(REASON.into());
+                        respond.send_reset(UNDEFINED_ERROR_CODE.into());
                         continue;
                     }
                     let reset = reset.clone();
@@ -637,7 +637,7 @@ fn a_stream_reset_keeps_its_error_code() {
                         let mut body = respond.send_response(Response::new(()), false).unwrap();
                         body.send_data("begun".into(), false).unwrap();
                         reset.notified().await;
-                        body.send_reset(REASON.into());
+                        body.send_reset(UNDEFINED_ERROR_CODE.into());
                     });
                 }
             }
@@ -652,7 +652,7 @@ fn a_stream_reset_keeps_its_error_code() {
             let error = send("/at-once").await.unwrap_err();
             assert_eq!(
                 (error.is_reset(), error.reason()),
-                (true, Some(REASON.into())),
+                (true, Some(UNDEFINED_ERROR_CODE.into())),
                 "{error}"
             );
 
@@ -662,7 +662,7 @@ fn a_stream_reset_keeps_its_error_code() {
             let error = body.data().await.unwrap().unwrap_err();
             assert_eq!(
                 (error.is_reset(), error.reason()),
-                (true, Some(REASON.into())),
+                (true, Some(UNDEFINED_ERROR_CODE.into())),
                 "{error}"
             );
         }

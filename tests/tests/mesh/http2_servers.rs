@@ -124,7 +124,7 @@ fn close_at_request(requests: &Arc<AtomicUsize>) -> impl Fn(TcpStream) -> BoxFut
 }
 
 #[test]
-fn an_endpoint_that_loses_connections_is_taken_out() {
+fn an_endpoint_that_loses_connections_is_ejected() {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \

@@ -23,8 +23,8 @@ const LIMITED: u16 = 20_002;
 const HTTP1: u16 = 20_003;
 const HTTP2: u16 = 20_004;
 const GRPC: u16 = 20_005;
-/// Policies of these ports have no rules for requests.
-const UNKNOWN: u16 = 20_006;
+// Policies of these ports have no rules for requests.
+const DETECT_WITHOUT_RULES: u16 = 20_006;
 const DEFAULT: u16 = 20_007;
 const DENIED: u16 = 20_008;
 const TLS: u16 = 20_009;
@@ -64,7 +64,7 @@ spec:
 fn opaque_service() -> String {
     let ports: Vec<_> = PORTS_WITH_REQUEST_RULES
         .iter()
-        .chain(&[UNKNOWN])
+        .chain(&[DETECT_WITHOUT_RULES])
         .map(|port| format!("{{name: p{port}, port: {port}, targetPort: {port}}}"))
         .collect();
     format!(
@@ -99,7 +99,7 @@ spec:
         server(HTTP1, "HTTP/1", "all-unauthenticated"),
         server(HTTP2, "HTTP/2", "all-unauthenticated"),
         server(GRPC, "gRPC", "all-unauthenticated"),
-        server(UNKNOWN, "unknown", "all-unauthenticated"),
+        server(DETECT_WITHOUT_RULES, "unknown", "all-unauthenticated"),
         server(DENIED, "unknown", "deny"),
         opaque_service(),
     ]
@@ -110,9 +110,9 @@ fn at(mesh: &Mesh, port: u16) -> SocketAddr {
     (mesh.ip("web"), port).into()
 }
 
-/// Reads until the connection ends.
-async fn answer(mut stream: TcpStream, words: &[u8]) -> Vec<u8> {
-    stream.write_all(words).await.unwrap();
+/// Sends bytes, and reads until the connection ends.
+async fn send_and_read_all(mut stream: TcpStream, bytes: &[u8]) -> Vec<u8> {
+    stream.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
     // A reset is also an end.
     let _ = stream.read_to_end(&mut answer).await;
@@ -149,10 +149,10 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
         ];
         for port in PORTS_WITH_REQUEST_RULES {
             for words in &words {
-                answer(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
+                send_and_read_all(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
             }
             // The client's proxy announces opaque bytes.
-            answer(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &odd).await;
+            send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &odd).await;
         }
         assert_eq!(n_dialled.load(Ordering::Relaxed), 0);
         assert!(
@@ -161,14 +161,16 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
                 >= 1.
         );
 
-        let listener = TcpListener::bind(at(mesh, UNKNOWN)).await.unwrap();
+        let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
         apps.push(apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         }));
-        let strangers = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNKNOWN)).await;
-        let peers = mesh.dial("client", ([10, 66, 2, 7], UNKNOWN).into()).await;
-        for mut stream in [strangers, peers] {
+        let unmeshed = mesh
+            .dial_inbound_as(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .await;
+        let peers = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
+        for mut stream in [unmeshed, peers] {
             stream.write_all(&odd).await.unwrap();
             read_until(&mut stream, "forged\r\n\r\n").await;
         }
@@ -184,7 +186,7 @@ fn a_connection_that_is_refused_is_reset() {
     mesh.run(async |mesh: &Mesh| {
         let bytes = b"not HTTP, and long enough to know\r\n";
         let hello = client_hello("elsewhere.test");
-        for (port, words) in [
+        for (port, sent) in [
             (ROUTED, &bytes[..]),
             (ROUTED, &hello),
             (ROUTED, &hello[..20]),
@@ -197,10 +199,10 @@ fn a_connection_that_is_refused_is_reset() {
             (DENIED, &hello),
         ] {
             let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
-            stream.write_all(words).await.unwrap();
+            stream.write_all(sent).await.unwrap();
             let ended = stream.read_to_end(&mut Vec::new()).await;
             let kind = ended.map_err(|error| error.kind());
-            assert_eq!(kind, Err(ErrorKind::ConnectionReset), "{port}, {} bytes", words.len());
+            assert_eq!(kind, Err(ErrorKind::ConnectionReset), "{port}, {} bytes", sent.len());
         }
     });
 }
@@ -234,15 +236,17 @@ fn requests_sent_as_opaque_bytes_are_authorized_as_requests() {
 fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let listener = TcpListener::bind(at(mesh, UNKNOWN)).await.unwrap();
+        let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
         let _app = apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         });
-        let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNKNOWN)).await;
+        let mut stream = mesh
+            .dial_inbound_as(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .await;
         stream.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         read_until(&mut stream, "know\n").await;
-        mesh.write("route", &route("late", UNKNOWN, "/"));
+        mesh.write("route", &route("late", DETECT_WITHOUT_RULES, "/"));
         let mut rest = Vec::new();
         // A reset is also an end.
         let _ = stream.read_to_end(&mut rest).await;
@@ -297,7 +301,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
         }
         let ask = async |port: u16, path: &str| {
             let head = format!("GET {path} HTTP/1.1\r\nhost: web\r\nconnection: close\r\n\r\n");
-            let received = answer(
+            let received = send_and_read_all(
                 mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await,
                 head.as_bytes(),
             )
@@ -348,7 +352,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
 }
 
 #[test]
-fn proxy_headers_are_accepted_from_peers_only_in_every_spelling() {
+fn proxy_headers_of_other_clients_are_removed_in_every_spelling() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let listener = mesh.listen("web", tulle_tests::mesh::HTTP).await;
@@ -365,8 +369,8 @@ fn proxy_headers_are_accepted_from_peers_only_in_every_spelling() {
             req.header("l5d-orig-proto", "HTTP/1.1").body(empty()).unwrap()
         };
         let port = tulle_tests::mesh::HTTP;
-        let mut outsider = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", port).await).await;
-        assert_eq!(outsider.fetch(forged()).await.unwrap().text(), "HTTP/2.0 ");
+        let mut unmeshed = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", port).await).await;
+        assert_eq!(unmeshed.fetch(forged()).await.unwrap().text(), "HTTP/2.0 ");
         let mut peer = Http1::handshake(mesh.dial("client", mesh.service_addr("web", port)).await).await;
         let mut req = request("/");
         for name in ["l5d-client-id", "l5d_client_id", "l5d-client_id"] {

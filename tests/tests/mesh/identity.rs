@@ -40,7 +40,7 @@ fn the_application_gets_the_identity_of_its_client() {
 #[test]
 fn an_unauthenticated_client_cannot_forge_an_identity() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let answer = client.fetch(request_with_forged_identity()).await.unwrap();
         let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
@@ -77,8 +77,8 @@ fn plaintext_is_counted_with_its_reason() {
         .workload("web")
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
-            apps::echo(mesh, "legacy").await;
+            apps::start_echo(mesh, "web").await;
+            apps::start_echo(mesh, "legacy").await;
             assert_eq!(
                 mesh.get("client", mesh.service_addr("legacy", HTTP), "/").await.status,
                 200
@@ -104,7 +104,7 @@ fn certificates_are_renewed_without_a_failed_request() {
         .workload("client")
         .workload("web")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let renewed = async || {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 let counts = [
@@ -139,9 +139,9 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
     let mesh = mesh.workload_env("IDENTITY_MIN_REFRESH", "100ms");
     mesh.run(async |mesh: &Mesh| {
         for workload in ["client", "web"] {
-            apps::echo(mesh, workload).await;
+            apps::start_echo(mesh, workload).await;
         }
-        let early = [
+        let waiting = [
             mesh.dial("web", mesh.service_addr("client", HTTP)).await,
             mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
         ];
@@ -159,14 +159,14 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
         assert_eq!(mesh.accept_queues("web").map(|(n, _)| n), [1, 1]);
 
         fs::copy(mesh.files().token("web", "web", NS).unwrap(), &token).unwrap();
-        for stream in early {
+        for stream in waiting {
             assert_eq!(client::get(stream, "/").await.status, 200);
         }
         assert_eq!(mesh.accept_queues("web").map(|(n, _)| n), [0, 0]);
     });
 }
 
-/// As a meshed Prometheus scrapes pods: the admin port is not redirected, and the pod has an identity.
+/// Like a meshed Prometheus: the admin port is not redirected, and the pod has an identity.
 #[test]
 fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     apps::run_with_pair(async |mesh: &Mesh| {
@@ -181,14 +181,14 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     });
 }
 
-/// As commands do that print the certificates of pods: they connect from the pod's loopback, without a client certificate.
+/// Like commands that print the certificates of pods: they connect from the pod's loopback, without a client certificate.
 #[test]
-fn a_handshake_with_the_admin_port_shows_the_certificate() {
+fn the_admin_port_presents_the_certificate_of_the_proxy() {
     apps::run_with_pair(async |mesh: &Mesh| {
-        let shaken = tls_handshake(mesh, port::ADMIN)
+        let stream = tls_handshake(mesh, port::ADMIN)
             .await
             .expect("the certificate names web");
-        let answer = Http1::handshake(shaken).await.fetch(client::request("/live")).await;
+        let answer = Http1::handshake(stream).await.fetch(client::request("/live")).await;
         assert_eq!(answer.unwrap().status, 200);
         // A client without a certificate gets the same pages as with plaintext.
         let mut http = Http1::handshake(tls_handshake(mesh, port::ADMIN).await.unwrap()).await;

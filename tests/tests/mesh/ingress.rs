@@ -17,7 +17,7 @@ fn ingress() -> Builder {
 
 async fn echo(mesh: &Mesh) {
     for workload in ["web", "other-0", "other-1", "legacy"] {
-        apps::echo(mesh, workload).await;
+        apps::start_echo(mesh, workload).await;
     }
 }
 
@@ -83,7 +83,7 @@ fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name
 }
 
 #[test]
-fn an_unmeshed_endpoint_that_was_only_dialled_is_counted_as_such() {
+fn a_request_without_an_override_to_an_unmeshed_endpoint_has_its_own_no_tls_reason() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
         assert_eq!(ask(mesh, "legacy", None).await.header("x-replica"), "legacy");
@@ -164,7 +164,7 @@ fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
         .workload("other")
         .run(async |mesh: &Mesh| {
             for workload in ["web", "other"] {
-                apps::echo(mesh, workload).await;
+                apps::start_echo(mesh, workload).await;
             }
             let answer = ask(mesh, "web", Some(&full("other"))).await;
             assert_eq!(answer.header("x-replica"), "web");

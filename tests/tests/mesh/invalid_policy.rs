@@ -48,7 +48,7 @@ fn an_invalid_update_denies_requests_and_closes_connections() {
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         policies.set_port_policy(Ok(allow_all_server()));
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let known = [r#"srv_name="open""#];
         eventually("the policy is known", async || {

@@ -23,10 +23,10 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
         .workload_env("TULLE_PROXY_MEMORY_LIMIT", &LIMIT.to_string())
         .workload("web")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            let hog = vec![1_u8; LIMIT];
+            let allocation = vec![1_u8; LIMIT];
             eventually("memory is short", async || {
                 (mesh.metric("client", "tulle_memory_short", &[]).await >= 1.0).then_some(())
             })
@@ -37,7 +37,7 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
             if let Ok(mut stream) = mesh.try_dial("client", mesh.service_addr("web", TCP)).await {
                 assert!(matches!(stream.read(&mut [0]).await, Ok(0) | Err(_)), "must be closed");
             }
-            drop(hog);
+            drop(allocation);
             eventually("memory is free again", async || {
                 (mesh.metric("client", "tulle_memory_short", &[]).await < 1.0).then_some(())
             })
@@ -58,20 +58,20 @@ const BODY: usize = 3 << 20;
 #[test]
 fn unread_responses_do_not_block_other_clients() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        let mut idlers = Vec::new();
+        apps::start_echo(mesh, "web").await;
+        let mut stalled_clients = Vec::new();
         for _ in 0..N_STALLED_CLIENTS {
-            let mut idler = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+            let mut stalled_client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let head = format!("GET /bytes/{BODY} HTTP/1.1\r\nhost: web.test\r\n\r\n");
-            idler.write_all(head.as_bytes()).await.unwrap();
-            read_until(&mut idler, "\r\n\r\n").await; // the rest is not read
-            idlers.push(idler);
+            stalled_client.write_all(head.as_bytes()).await.unwrap();
+            read_until(&mut stalled_client, "\r\n\r\n").await; // the rest is not read
+            stalled_clients.push(stalled_client);
             assert_large_response(mesh).await;
         }
         // All responses are still complete.
-        for mut idler in idlers {
+        for mut stalled_client in stalled_clients {
             let mut body = vec![0; BODY];
-            idler.read_exact(&mut body).await.unwrap();
+            stalled_client.read_exact(&mut body).await.unwrap();
         }
     });
 }
@@ -79,16 +79,17 @@ fn unread_responses_do_not_block_other_clients() {
 #[test]
 fn unread_uploads_do_not_block_other_clients() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let (n_held, held) = (Arc::new(AtomicUsize::new(0)), Arc::new(tokio::sync::Semaphore::new(0)));
-        let (seen, goes_on) = (n_held.clone(), held.clone());
+        let n_started = Arc::new(AtomicUsize::new(0));
+        let may_continue = Arc::new(tokio::sync::Semaphore::new(0));
+        let (app_n_started, app_may_continue) = (n_started.clone(), may_continue.clone());
         let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
-            let (seen, goes_on) = (seen.clone(), goes_on.clone());
+            let (n_started, may_continue) = (app_n_started.clone(), app_may_continue.clone());
             async move {
                 if req.method() == http::Method::GET {
                     return Response::new(full("well"));
                 }
-                seen.fetch_add(1, Ordering::Relaxed);
-                let _turn = goes_on.acquire().await.unwrap();
+                n_started.fetch_add(1, Ordering::Relaxed);
+                let _permit = may_continue.acquire().await.unwrap();
                 let n = req.into_body().collect().await.unwrap().to_bytes().len();
                 Response::new(full(n.to_string()))
             }
@@ -101,12 +102,12 @@ fn unread_uploads_do_not_block_other_clients() {
                 .unwrap();
             uploads.spawn(async move { client.fetch(post).await.unwrap().text() });
             eventually("the upload has begun", async || {
-                (n_held.load(Ordering::Relaxed) == n).then_some(())
+                (n_started.load(Ordering::Relaxed) == n).then_some(())
             })
             .await;
             assert_large_response(mesh).await;
         }
-        held.add_permits(N_STALLED_CLIENTS);
+        may_continue.add_permits(N_STALLED_CLIENTS);
         while let Some(n) = uploads.join_next().await {
             assert_eq!(n.unwrap(), BODY.to_string());
         }
@@ -136,12 +137,12 @@ fn the_listen_backlog_of_the_environment_is_used() {
 
 #[test]
 fn connections_to_many_ports_do_not_block_other_ports() {
-    const MOST_WATCHED: u16 = 256;
+    const MAX_WATCHED: u16 = 256;
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let at = |port| (mesh.ip("web"), port).into();
         let mut held = Vec::new();
-        for port in 20_000..=20_000 + MOST_WATCHED {
+        for port in 20_000..=20_000 + MAX_WATCHED {
             held.push(mesh.dial_inbound_as(UNMESHED_IP, "web", at(port)).await);
         }
         let listener = TcpListener::bind((mesh.ip("web"), 30_000)).await.unwrap();
@@ -158,13 +159,13 @@ fn connections_to_many_ports_do_not_block_other_ports() {
 #[test]
 fn connections_over_the_open_file_limit_are_closed() {
     const FILES: u64 = 800; // the proxies of the test use some of them
-    const MOST: usize = FILES as usize / 4;
+    const MAX_CONNECTIONS: usize = FILES as usize / 4;
     setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).unwrap(); // for the process of this test
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let connect = async || Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut held = Vec::new();
-        for _ in 0..MOST {
+        for _ in 0..MAX_CONNECTIONS {
             let mut client = connect().await;
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
             held.push(client);

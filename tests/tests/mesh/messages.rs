@@ -203,12 +203,12 @@ impl ObjectGenerator {
         }
     }
 
-    fn list(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
+    fn list_up_to(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
         let n = self.0.usize(..=most);
         (0..n).map(|_| item(self)).collect::<Vec<_>>().join(", ")
     }
 
-    fn some(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
+    fn non_empty_list(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
         let n = self.0.usize(1..=most);
         (0..n).map(|_| item(self)).collect::<Vec<_>>().join(", ")
     }
@@ -239,8 +239,8 @@ impl ObjectGenerator {
     }
 
     fn hosts(&mut self) -> String {
-        let hosts = self.list(2, |make| {
-            let host = make.one(&[
+        let hosts = self.list_up_to(2, |this| {
+            let host = this.one(&[
                 "a.b",
                 "*.c.d",
                 "web.shop",
@@ -305,10 +305,10 @@ impl ObjectGenerator {
     }
 
     fn http_match(&mut self) -> String {
-        let path = self.maybe(|make| format!("path: {{{}}}", make.matched(&["Exact", "PathPrefix"], Self::path)));
-        let headers = self.maybe(|make| format!("headers: [{}]", make.list(2, Self::header_match)));
-        let query = self.maybe(|make| format!("queryParams: [{}]", make.list(2, Self::header_match)));
-        let method = self.maybe(|make| format!("method: '{}'", make.one(&["GET", "PROPFIND", "get", "", "A B"])));
+        let path = self.maybe(|this| format!("path: {{{}}}", this.matched(&["Exact", "PathPrefix"], Self::path)));
+        let headers = self.maybe(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
+        let query = self.maybe(|this| format!("queryParams: [{}]", this.list_up_to(2, Self::header_match)));
+        let method = self.maybe(|this| format!("method: '{}'", this.one(&["GET", "PROPFIND", "get", "", "A B"])));
         format!("{{{path}{headers}{query}{method}}}")
     }
 
@@ -318,19 +318,24 @@ impl ObjectGenerator {
     }
 
     fn grpc_match(&mut self) -> String {
-        let method = self.maybe(|make| {
-            let (service, method) = (make.one(&["a.B", "", "é"]), make.one(&["Get", "", "a/b"]));
+        let method = self.maybe(|this| {
+            let (service, method) = (this.one(&["a.B", "", "é"]), this.one(&["Get", "", "a/b"]));
             format!("method: {{service: '{service}', method: '{method}'}}")
         });
-        let headers = self.maybe(|make| format!("headers: [{}]", make.list(2, Self::header_match)));
+        let headers = self.maybe(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
         format!("{{{method}{headers}}}")
     }
 
     fn modifier(&mut self) -> String {
-        let pair = |make: &mut Self| format!("{{name: \"{}\", value: \"{}\"}}", make.header(), make.value());
-        let set = self.maybe(|make| format!("set: [{}]", make.list(2, pair)));
-        let add = self.maybe(|make| format!("add: [{}]", make.list(2, pair)));
-        let remove = self.maybe(|make| format!("remove: [{}]", make.list(2, |make| format!("\"{}\"", make.header()))));
+        let pair = |this: &mut Self| format!("{{name: \"{}\", value: \"{}\"}}", this.header(), this.value());
+        let set = self.maybe(|this| format!("set: [{}]", this.list_up_to(2, pair)));
+        let add = self.maybe(|this| format!("add: [{}]", this.list_up_to(2, pair)));
+        let remove = self.maybe(|this| {
+            format!(
+                "remove: [{}]",
+                this.list_up_to(2, |this| format!("\"{}\"", this.header()))
+            )
+        });
         format!("{{{set}{add}{remove}}}")
     }
 
@@ -345,16 +350,16 @@ impl ObjectGenerator {
                 self.modifier()
             ),
             2 => {
-                let scheme = self.maybe(|make| format!("scheme: '{}'", make.one(&["http", "https", "ftp", "a b"])));
-                let host = self.maybe(|make| format!("hostname: '{}'", make.one(&["a.b", "a b", "", "a:1", "[::1]"])));
-                let port = self.maybe(|make| format!("port: {}", make.number()));
+                let scheme = self.maybe(|this| format!("scheme: '{}'", this.one(&["http", "https", "ftp", "a b"])));
+                let host = self.maybe(|this| format!("hostname: '{}'", this.one(&["a.b", "a b", "", "a:1", "[::1]"])));
+                let port = self.maybe(|this| format!("port: {}", this.number()));
                 let status =
-                    self.maybe(|make| format!("statusCode: {}", make.one(&["301", "302", "303", "308", "200", "99"])));
-                let path = self.maybe(|make| match make.0.bool() {
-                    true => format!("path: {{type: ReplaceFullPath, replaceFullPath: '{}'}}", make.path()),
+                    self.maybe(|this| format!("statusCode: {}", this.one(&["301", "302", "303", "308", "200", "99"])));
+                let path = self.maybe(|this| match this.0.bool() {
+                    true => format!("path: {{type: ReplaceFullPath, replaceFullPath: '{}'}}", this.path()),
                     false => format!(
                         "path: {{type: ReplacePrefixMatch, replacePrefixMatch: '{}'}}",
-                        make.path()
+                        this.path()
                     ),
                 });
                 format!("{{type: RequestRedirect, requestRedirect: {{{scheme}{host}{port}{status}{path}}}}}")
@@ -371,7 +376,7 @@ impl ObjectGenerator {
     /// Filters are rare, because a route with an unsupported filter has no other effect.
     fn filters(&mut self) -> String {
         match self.is_one_in(3) {
-            true => format!("filters: [{}], ", self.some(2, Self::filter)),
+            true => format!("filters: [{}], ", self.non_empty_list(2, Self::filter)),
             false => String::new(),
         }
     }
@@ -385,20 +390,20 @@ impl ObjectGenerator {
             "group: policy.linkerd.io, kind: EgressNetwork, ",
             "kind: Pod, ",
         ]);
-        let namespace = self.maybe(|make| format!("namespace: {}", make.one(&["shop", "front"])));
+        let namespace = self.maybe(|this| format!("namespace: {}", this.one(&["shop", "front"])));
         let weight =
-            self.maybe(|make| format!("weight: {}", make.one(&["0", "1", "2", "1000000", "4294967295", "-1"])));
+            self.maybe(|this| format!("weight: {}", this.one(&["0", "1", "2", "1000000", "4294967295", "-1"])));
         let (name, port, filters) = (self.name(), self.one(&["80", "90", "0", "65536"]), self.filters());
         format!("{{{kind}{namespace}{weight}name: {name}, port: {port}, {filters}}}")
     }
 
     fn rule(&mut self, matches: Option<fn(&mut Self) -> String>) -> String {
-        let matches = matches.map_or_else(String::new, |one| format!("matches: [{}], ", self.list(2, one)));
+        let matches = matches.map_or_else(String::new, |one| format!("matches: [{}], ", self.list_up_to(2, one)));
         let filters = self.filters();
-        let backends = self.maybe(|make| format!("backendRefs: [{}]", make.list(3, Self::backend)));
-        let timeouts = self.maybe(|make| {
-            let request = make.maybe(|make| format!("request: {}", make.duration()));
-            let backend = make.maybe(|make| format!("backendRequest: {}", make.duration()));
+        let backends = self.maybe(|this| format!("backendRefs: [{}]", this.list_up_to(3, Self::backend)));
+        let timeouts = self.maybe(|this| {
+            let request = this.maybe(|this| format!("request: {}", this.duration()));
+            let backend = this.maybe(|this| format!("backendRequest: {}", this.duration()));
             format!("timeouts: {{{request}{backend}}}")
         });
         format!("{{{matches}{filters}{backends}{timeouts}}}")
@@ -475,17 +480,17 @@ impl ObjectGenerator {
             ("gateway.networking.k8s.io/v1alpha2", "TLSRoute"),
             ("gateway.networking.k8s.io/v1alpha2", "TCPRoute"),
         ][self.0.usize(..5)];
-        let parents = self.some(2, |make| {
-            let port = make.maybe(|make| format!("port: {}", make.one(&["80", "90", "5432"])));
-            match make.0.u8(..4) {
+        let parents = self.non_empty_list(2, |this| {
+            let port = this.maybe(|this| format!("port: {}", this.one(&["80", "90", "5432"])));
+            match this.0.u8(..4) {
                 0 => format!("{{group: policy.linkerd.io, kind: EgressNetwork, name: out, namespace: front, {port}}}"),
                 1 => format!(
                     "{{group: policy.linkerd.io, kind: Server, name: {}}}",
-                    make.one(&["web", "vm"])
+                    this.one(&["web", "vm"])
                 ),
                 _ => format!(
                     "{{group: core, kind: Service, name: {}, namespace: shop, {port}}}",
-                    make.name()
+                    this.name()
                 ),
             }
         });
@@ -500,7 +505,7 @@ impl ObjectGenerator {
         };
         let rules = match self.is_one_in(10) {
             true => String::new(),
-            false => self.some(if matches.is_some() { 2 } else { 1 }, |make| make.rule(matches)),
+            false => self.non_empty_list(if matches.is_some() { 2 } else { 1 }, |this| this.rule(matches)),
         };
         let (namespace, annotations) = (self.one(&["shop", "shop", "front"]), self.annotations());
         // Some routes have the same age.
@@ -513,8 +518,8 @@ impl ObjectGenerator {
     }
 
     fn service(&mut self, name: &str, ip: &str) -> String {
-        let protocol = self.maybe(|make| {
-            let protocol = make.one(&["http", "HTTP", "kubernetes.io/h2c", "linkerd.io/opaque", "tcp", "x"]);
+        let protocol = self.maybe(|this| {
+            let protocol = this.one(&["http", "HTTP", "kubernetes.io/h2c", "linkerd.io/opaque", "tcp", "x"]);
             format!("appProtocol: {protocol}")
         });
         let annotations = self.annotations();
@@ -527,12 +532,12 @@ impl ObjectGenerator {
 
     fn egress_network(&mut self) -> String {
         let policy = self.one(&["Allow", "Deny"]);
-        let networks = self.maybe(|make| {
-            let networks = make.list(2, |make| {
-                let cidr = make.one(&["192.0.2.0/24", "0.0.0.0/0", "::/0", "192.0.2.1/33", "x"]);
+        let networks = self.maybe(|this| {
+            let networks = this.list_up_to(2, |this| {
+                let cidr = this.one(&["192.0.2.0/24", "0.0.0.0/0", "::/0", "192.0.2.1/33", "x"]);
                 format!(
                     "{{cidr: '{cidr}', except: [{}]}}",
-                    make.list(1, |make| make.one(&["192.0.2.0/25", "10.0.0.0/8"]).to_owned())
+                    this.list_up_to(1, |this| this.one(&["192.0.2.0/25", "10.0.0.0/8"]).to_owned())
                 )
             });
             format!("networks: [{networks}]")
@@ -550,12 +555,12 @@ impl ObjectGenerator {
             "vm" => "externalWorkloadSelector",
             _ => "podSelector",
         };
-        let protocol = self.maybe(|make| {
-            let protocol = make.one(&["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS", "x"]);
+        let protocol = self.maybe(|this| {
+            let protocol = this.one(&["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS", "x"]);
             format!("proxyProtocol: '{protocol}'")
         });
-        let access = self.maybe(|make| {
-            let policy = make.one(&[
+        let access = self.maybe(|this| {
+            let policy = this.one(&[
                 "deny",
                 "all-authenticated",
                 "all-unauthenticated",
@@ -573,15 +578,15 @@ impl ObjectGenerator {
     }
 
     fn authorization(&mut self, n: usize) -> String {
-        let identity = |make: &mut Self| {
-            let identity = make.one(&["*", "*.shop", "a.b", "no identity", "", "spiffe://root/a", "**"]);
+        let identity = |this: &mut Self| {
+            let identity = this.one(&["*", "*.shop", "a.b", "no identity", "", "spiffe://root/a", "**"]);
             format!("'{identity}'")
         };
-        let network = |make: &mut Self| {
-            let cidr = make.one(&["10.0.0.0/8", "::/0", "10.0.0.1", "10.0.0.0/33", "x"]);
+        let network = |this: &mut Self| {
+            let cidr = this.one(&["10.0.0.0/8", "::/0", "10.0.0.1", "10.0.0.0/33", "x"]);
             format!(
                 "{{cidr: '{cidr}', except: [{}]}}",
-                make.list(1, |make| make.one(&["10.1.0.0/16", "x"]).to_owned())
+                this.list_up_to(1, |this| this.one(&["10.1.0.0/16", "x"]).to_owned())
             )
         };
         let target = match self.0.bool() {
@@ -590,25 +595,25 @@ impl ObjectGenerator {
         };
         match self.0.u8(..4) {
             0 => {
-                let identities = self.maybe(|make| format!("identities: [{}]", make.list(2, identity)));
+                let identities = self.maybe(|this| format!("identities: [{}]", this.list_up_to(2, identity)));
                 let accounts = self.maybe(|_| "identityRefs: [{kind: ServiceAccount, name: a}]".to_owned());
                 format!(
                     "apiVersion: policy.linkerd.io/v1alpha1\nkind: MeshTLSAuthentication\n\
-                     metadata: {{name: who, namespace: shop}}\nspec: {{{identities}{accounts}}}\n"
+                     metadata: {{name: identities, namespace: shop}}\nspec: {{{identities}{accounts}}}\n"
                 )
             }
             1 => format!(
                 "apiVersion: policy.linkerd.io/v1alpha1\nkind: NetworkAuthentication\n\
-                 metadata: {{name: whence, namespace: shop}}\nspec: {{networks: [{}]}}\n",
-                self.list(2, network)
+                 metadata: {{name: networks, namespace: shop}}\nspec: {{networks: [{}]}}\n",
+                self.list_up_to(2, network)
             ),
             2 => {
-                let references = self.list(3, |make| {
+                let references = self.list_up_to(3, |this| {
                     let (kind, name) = [
-                        ("policy.linkerd.io, kind: MeshTLSAuthentication", "who"),
-                        ("policy.linkerd.io, kind: NetworkAuthentication", "whence"),
+                        ("policy.linkerd.io, kind: MeshTLSAuthentication", "identities"),
+                        ("policy.linkerd.io, kind: NetworkAuthentication", "networks"),
                         ("'', kind: ServiceAccount", "a"),
-                    ][make.0.usize(..3)];
+                    ][this.0.usize(..3)];
                     format!("{{group: {kind}, name: {name}}}")
                 });
                 format!(
@@ -621,9 +626,9 @@ impl ObjectGenerator {
                 let client = match self.0.u8(..3) {
                     0 => "unauthenticated: true, ".to_owned(),
                     1 => "meshTLS: {unauthenticatedTLS: true}, ".to_owned(),
-                    _ => format!("meshTLS: {{identities: [{}]}}, ", self.list(2, identity)),
+                    _ => format!("meshTLS: {{identities: [{}]}}, ", self.list_up_to(2, identity)),
                 };
-                let networks = self.maybe(|make| format!("networks: [{}]", make.list(2, network)));
+                let networks = self.maybe(|this| format!("networks: [{}]", this.list_up_to(2, network)));
                 format!(
                     "apiVersion: policy.linkerd.io/v1beta1\nkind: ServerAuthorization\n\
                      metadata: {{name: s{n}, namespace: shop}}\n\
@@ -634,12 +639,12 @@ impl ObjectGenerator {
     }
 
     fn rate_limit(&mut self) -> String {
-        let total = self.maybe(|make| format!("total: {{requestsPerSecond: {}}}", make.number()));
-        let identity = self.maybe(|make| format!("identity: {{requestsPerSecond: {}}}", make.number()));
-        let overrides = self.maybe(|make| {
+        let total = self.maybe(|this| format!("total: {{requestsPerSecond: {}}}", this.number()));
+        let identity = self.maybe(|this| format!("identity: {{requestsPerSecond: {}}}", this.number()));
+        let overrides = self.maybe(|this| {
             format!(
                 "overrides: [{{requestsPerSecond: {}, clientRefs: [{{kind: ServiceAccount, name: a}}]}}]",
-                make.number()
+                this.number()
             )
         });
         format!(
@@ -664,34 +669,34 @@ impl ObjectGenerator {
     }
 
     fn profile(&mut self) -> String {
-        let route = |make: &mut Self| {
-            let name = make.one(&["a", "GET /a", "é", "a\\nb"]);
-            let condition = make.condition(2);
-            let classes = make.maybe(|make| {
-                let class = |make: &mut Self| {
+        let route = |this: &mut Self| {
+            let name = this.one(&["a", "GET /a", "é", "a\\nb"]);
+            let condition = this.condition(2);
+            let classes = this.maybe(|this| {
+                let class = |this: &mut Self| {
                     let (min, max) = (
-                        make.one(&["0", "100", "500", "599", "600"]),
-                        make.one(&["0", "404", "599", "70000"]),
+                        this.one(&["0", "100", "500", "599", "600"]),
+                        this.one(&["0", "404", "599", "70000"]),
                     );
                     format!("{{condition: {{status: {{min: {min}, max: {max}}}}}, isFailure: true}}")
                 };
-                format!("responseClasses: [{}]", make.list(2, class))
+                format!("responseClasses: [{}]", this.list_up_to(2, class))
             });
-            let timeout = make.maybe(|make| format!("timeout: {}", make.duration()));
+            let timeout = this.maybe(|this| format!("timeout: {}", this.duration()));
             format!("{{name: \"{name}\", condition: {{{condition}}}, {classes}{timeout}isRetryable: true}}")
         };
-        let routes = self.maybe(|make| format!("routes: [{}]", make.list(3, route)));
-        let budget = self.maybe(|make| {
+        let routes = self.maybe(|this| format!("routes: [{}]", this.list_up_to(3, route)));
+        let budget = self.maybe(|this| {
             let (ratio, least, ttl) = (
-                make.one(&["0", "0.2", "1000.5", "-1", ".nan", "1e39"]),
-                make.one(&["0", "10", "4294967295", "-1"]),
-                make.duration(),
+                this.one(&["0", "0.2", "1000.5", "-1", ".nan", "1e39"]),
+                this.one(&["0", "10", "4294967295", "-1"]),
+                this.duration(),
             );
             format!("retryBudget: {{retryRatio: {ratio}, minRetriesPerSecond: {least}, ttl: {ttl}}}")
         });
-        let overrides = self.maybe(|make| {
-            let dst = |make: &mut Self| {
-                let authority = make.one(&[
+        let overrides = self.maybe(|this| {
+            let dst = |this: &mut Self| {
+                let authority = this.one(&[
                     "web-v2.shop.svc.cluster.local:80",
                     "web-v2.shop.svc.cluster.local.:80",
                     "web-v2.shop.svc.cluster.local",
@@ -705,10 +710,10 @@ impl ObjectGenerator {
                     "",
                     ":80",
                 ]);
-                let weight = make.one(&["0", "1", "500m", "0.5", "1k", "4294967295", "-1"]);
+                let weight = this.one(&["0", "1", "500m", "0.5", "1k", "4294967295", "-1"]);
                 format!("{{authority: '{authority}', weight: {weight}}}")
             };
-            format!("dstOverrides: [{}]", make.list(3, dst))
+            format!("dstOverrides: [{}]", this.list_up_to(3, dst))
         });
         format!(
             "apiVersion: linkerd.io/v1alpha2\nkind: ServiceProfile\n\
@@ -719,7 +724,7 @@ impl ObjectGenerator {
     fn workloads(&mut self) -> String {
         let account = self.one(&["web", "default", "Upper", "a.b", "é"]);
         let annotations = self.annotations();
-        let probe = self.maybe(|make| format!("readinessProbe: {{httpGet: {{path: '{}', port: 8080}}}}", make.path()));
+        let probe = self.maybe(|this| format!("readinessProbe: {{httpGet: {{path: '{}', port: 8080}}}}", this.path()));
         let identity = self.one(&[
             "vm.shop",
             "spiffe://root/vm",

@@ -8,7 +8,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
 /// Waits until a metric of `client` has this value.
-async fn counts(mesh: &Mesh, name: &str, labels: &[&str], expected: f64) {
+async fn wait_for_metric(mesh: &Mesh, name: &str, labels: &[&str], expected: f64) {
     eventually(&format!("{name} {labels:?} is {expected}"), async || {
         (mesh.metric("client", name, labels).await == expected).then_some(())
     })
@@ -16,41 +16,41 @@ async fn counts(mesh: &Mesh, name: &str, labels: &[&str], expected: f64) {
 }
 
 #[test]
-fn connections_are_counted_by_how_they_are_carried() {
+fn connections_are_counted_by_protocol() {
     let mesh = mesh().workload("client").workload("web").unmeshed("gone");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         client.fetch(request("/")).await.unwrap();
         let of_web = r#"parent_name="web""#;
         let protocols = "outbound_tcp_protocol_connections_total";
-        counts(mesh, protocols, &[r#"protocol="detect""#, of_web], 1.0).await;
+        wait_for_metric(mesh, protocols, &[r#"protocol="detect""#, of_web], 1.0).await;
         let found = "outbound_tcp_detect_http_results_total";
-        counts(mesh, found, &[r#"result="http/1""#, of_web], 1.0).await;
+        wait_for_metric(mesh, found, &[r#"result="http/1""#, of_web], 1.0).await;
 
         let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         bytes.write_all(b"hello").await.unwrap();
         let mut echoed = [0; 5];
         bytes.read_exact(&mut echoed).await.unwrap();
-        counts(mesh, protocols, &[r#"protocol="opaq""#, of_web], 1.0).await;
+        wait_for_metric(mesh, protocols, &[r#"protocol="opaq""#, of_web], 1.0).await;
         let (port, ip) = (
             format!("target_port=\"{OPAQUE}\""),
             mesh.service_addr("web", OPAQUE).ip(),
         );
         let of_route = [of_web, &port, &format!("target_ip=\"{ip}\"")];
-        counts(mesh, "outbound_tcp_route_open_total", &of_route, 1.0).await;
-        counts(mesh, "outbound_tcp_route_close_total", &of_route, 0.0).await;
+        wait_for_metric(mesh, "outbound_tcp_route_open_total", &of_route, 1.0).await;
+        wait_for_metric(mesh, "outbound_tcp_route_close_total", &of_route, 0.0).await;
         drop(bytes);
         let ended = [&of_route[..], &[r#"error="""#]].concat();
-        counts(mesh, "outbound_tcp_route_close_total", &ended, 1.0).await;
+        wait_for_metric(mesh, "outbound_tcp_route_close_total", &ended, 1.0).await;
 
         let mut refused = mesh.dial("client", mesh.service_addr("gone", OPAQUE)).await;
         assert_eq!(refused.read(&mut [0]).await.unwrap_or(0), 0);
         let failed = [r#"parent_name="gone""#, r#"error="unexpected""#];
-        counts(mesh, "outbound_tcp_route_close_total", &failed, 1.0).await;
+        wait_for_metric(mesh, "outbound_tcp_route_close_total", &failed, 1.0).await;
 
-        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        outsider.fetch(request("/")).await.unwrap();
+        let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        unmeshed.fetch(request("/")).await.unwrap();
         let labels = [r#"result="http/1""#, r#"srv_port="8080""#];
         let found = mesh.metric("web", "inbound_tcp_detect_http_results_total", &labels);
         assert_eq!(found.await, 1.0);
@@ -62,27 +62,27 @@ fn endpoints_and_bytes_are_counted() {
     let mesh = mesh().workload("client").replicas("web", 2);
     mesh.run(async |mesh: &Mesh| {
         for workload in ["web-0", "web-1"] {
-            apps::echo(mesh, workload).await;
+            apps::start_echo(mesh, workload).await;
         }
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         client.fetch(request("/")).await.unwrap();
         let of_web = r#"backend_name="web""#;
         let ready = [r#"endpoint_state="ready""#, of_web];
-        counts(mesh, "outbound_http_balancer_endpoints", &ready, 2.0).await;
-        counts(mesh, "outbound_http_balancer_p2c_endpoints", &[of_web], 2.0).await;
+        wait_for_metric(mesh, "outbound_http_balancer_endpoints", &ready, 2.0).await;
+        wait_for_metric(mesh, "outbound_http_balancer_p2c_endpoints", &[of_web], 2.0).await;
         let resets = [r#"op="Reset""#, of_web];
-        counts(mesh, "outbound_http_balancer_p2c_updates_total", &resets, 1.0).await;
+        wait_for_metric(mesh, "outbound_http_balancer_p2c_updates_total", &resets, 1.0).await;
         mesh.remove("pod-web-1");
-        counts(mesh, "outbound_http_balancer_endpoints", &ready, 1.0).await;
+        wait_for_metric(mesh, "outbound_http_balancer_endpoints", &ready, 1.0).await;
         let removals = [r#"op="Remove""#, of_web];
-        counts(mesh, "outbound_http_balancer_p2c_updates_total", &removals, 1.0).await;
+        wait_for_metric(mesh, "outbound_http_balancer_p2c_updates_total", &removals, 1.0).await;
         for op in ["Send", "Recv"] {
             let labels = [format!("op=\"{op}\""), r#"zone_locality="Unknown""#.to_owned()];
             let labels = [&*labels[0], &*labels[1]];
             let bytes = mesh.metric("client", "outbound_tcp_transfer_cost_bytes_total", &labels);
             assert!(bytes.await > 100.0, "{op}");
         }
-        counts(mesh, "tokio_rt_workers", &[], 1.0).await;
+        wait_for_metric(mesh, "tokio_rt_workers", &[], 1.0).await;
     });
 }
 
@@ -90,7 +90,7 @@ fn endpoints_and_bytes_are_counted() {
 fn run_with_hosts(env: &str, hosts: &[&str], test: impl AsyncFnOnce(&Mesh) + Send) {
     let mesh = mesh().workload("client").env("OUTBOUND_METRICS_HOSTNAME_LABELS", env);
     mesh.workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for host in hosts {
             let req = Request::get("/").header("host", *host).body(empty()).unwrap();
@@ -105,8 +105,8 @@ fn authority_labels_are_opt_in_and_bounded() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.workload_env("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        let counts = async |name: &str, authority: &str, expected: f64| {
+        apps::start_echo(mesh, "web").await;
+        let wait_for_count = async |name: &str, authority: &str, expected: f64| {
             eventually(&format!("{name} {authority} is {expected}"), async || {
                 let labels = [r#"direction="inbound""#, authority];
                 (mesh.metric("web", name, &labels).await == expected).then_some(())
@@ -141,15 +141,15 @@ fn authority_labels_are_opt_in_and_bounded() {
             ("", 5.0),
         ] {
             for name in ["request_total", "response_total", "response_latency_ms_count"] {
-                counts(name, authority, expected).await;
+                wait_for_count(name, authority, expected).await;
             }
         }
         for n in 0..1000 {
             ask(&format!("n{n}.test"), None).await;
         }
         // Clients without an identity have 64 label values; two were used before.
-        counts("request_total", "authority=", 66.0).await;
-        counts("request_total", "", 1005.0).await;
+        wait_for_count("request_total", "authority=", 66.0).await;
+        wait_for_count("request_total", "", 1005.0).await;
     });
 }
 
@@ -158,11 +158,11 @@ fn requests_are_counted_by_host_if_enabled() {
     let hosts = ["web.test", "WEB.test:80", "other.test"];
     run_with_hosts("true", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
-        counts(mesh, statuses, &[r#"hostname="web.test""#], 2.0).await;
-        counts(mesh, statuses, &[r#"hostname="other.test""#], 1.0).await;
+        wait_for_metric(mesh, statuses, &[r#"hostname="web.test""#], 2.0).await;
+        wait_for_metric(mesh, statuses, &[r#"hostname="other.test""#], 1.0).await;
     });
     run_with_hosts("false", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
-        counts(mesh, statuses, &[r#"hostname="""#], 3.0).await;
+        wait_for_metric(mesh, statuses, &[r#"hostname="""#], 3.0).await;
     });
 }

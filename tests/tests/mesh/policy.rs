@@ -57,7 +57,7 @@ fn authenticated() -> Builder {
 }
 
 /// True if the peer closes the connection without sending anything.
-async fn is_closed(stream: &mut TcpStream) -> bool {
+async fn ends_without_data(stream: &mut TcpStream) -> bool {
     // A reset is also an end.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
@@ -82,15 +82,15 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
         let mut http2 = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(http2.fetch(request2("/")).await.unwrap().status, 403);
         for port in [TCP, OPAQUE] {
-            let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
+            let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
             // The write fails if the connection was refused before.
-            let _sent = outsider.write_all(b"not HTTP, and long enough to know\n").await;
-            assert!(is_closed(&mut outsider).await, "port {port}");
+            let _sent = unmeshed.write_all(b"not HTTP, and long enough to know\n").await;
+            assert!(ends_without_data(&mut unmeshed).await, "port {port}");
         }
         // Detection must not dial the application for an unauthorized client that sends nothing.
         let mut silent = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
         silent.shutdown().await.unwrap();
-        assert!(is_closed(&mut silent).await);
+        assert!(ends_without_data(&mut silent).await);
         assert_eq!(dialled.load(Ordering::Relaxed), 0);
         assert_eq!(mesh.metric("web", "inbound_http_authz_deny_total", &[]).await, 2.);
     });
@@ -99,7 +99,7 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
 #[test]
 fn meshed_clients_are_authenticated() {
     authenticated().run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         assert_eq!(
             mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
             200
@@ -122,7 +122,7 @@ fn one_identity_is_permitted_and_another_is_refused() {
         .manifest("server", &server("web-http", HTTP, "deny"))
         .manifest("authorization", &permit("web-http", "client"))
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let dst = mesh.service_addr("web", HTTP);
             eventually("the policy is known", async || {
                 (mesh.get("client", dst, "/").await.status == 200).then_some(())
@@ -144,8 +144,8 @@ fn one_identity_is_permitted_and_another_is_refused() {
             );
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
             assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
-            let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-            assert_eq!(outsider.fetch(request("/")).await.unwrap().status, 403);
+            let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            assert_eq!(unmeshed.fetch(request("/")).await.unwrap().status, 403);
             let labels = [
                 r#"authz_kind="authorizationpolicy""#,
                 r#"authz_name="web-http""#,
@@ -163,7 +163,7 @@ fn one_identity_is_permitted_and_another_is_refused() {
 #[test]
 fn a_policy_change_to_deny_closes_open_connections() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         let mut plain = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
         for stream in [&mut bytes, &mut plain] {
@@ -172,7 +172,7 @@ fn a_policy_change_to_deny_closes_open_connections() {
         }
         mesh.write("server", &server("web-opaque", OPAQUE, "deny"));
         for stream in [&mut bytes, &mut plain] {
-            assert!(is_closed(stream).await);
+            assert!(ends_without_data(stream).await);
         }
         assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 2.);
     });
@@ -181,7 +181,7 @@ fn a_policy_change_to_deny_closes_open_connections() {
 #[test]
 fn requests_on_an_open_connection_follow_the_policy() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
         mesh.write("server", &server("web-http", HTTP, "deny"));
@@ -219,7 +219,7 @@ spec:
         .manifest("server", &server("web-http", HTTP, "deny"))
         .manifest("network", network)
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let get = async |from| {
                 client::get(mesh.dial_inbound(from, "web", HTTP).await, "/")
                     .await
@@ -243,7 +243,7 @@ fn a_probe_is_permitted_for_every_spelling_of_its_path() {
         .flag("--probe-networks=10.66.0.0/16")
         .workload("web")
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let pod = mesh.manifest("pod-web");
             for path in ["/up", "/up%7Eme", "/caf%c3%a9", "/a[1]", "/a//b"] {
                 let probe = format!("  - name: app\n    readinessProbe: {{httpGet: {{path: '{path}', port: http}}}}");
@@ -277,7 +277,7 @@ spec:
         .manifest("server", &server("web-http", HTTP, "all-unauthenticated"))
         .manifest("limit", limit)
         .run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
+            apps::start_echo(mesh, "web").await;
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             eventually("a request is over the limit", async || {
                 let status = client.fetch(request("/")).await.unwrap().status.as_u16();
@@ -340,7 +340,7 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
         }
         mesh.write("server", &server("web-http", HTTP, "deny"));
         for mut stream in open {
-            let cut = async { while !is_closed(&mut stream).await {} };
+            let cut = async { while !ends_without_data(&mut stream).await {} };
             tokio::time::timeout(Duration::from_secs(5), cut)
                 .await
                 .expect("the connection is closed");
@@ -366,7 +366,7 @@ fn a_response_without_a_length_is_reset_when_the_policy_changes_to_deny() {
 #[test]
 fn tls_is_not_looked_for_on_opaque_ports() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut bytes = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
         bytes.write_all(b"\x16\x03\x01").await.unwrap(); // the start of a TLS record
         bytes.read_exact(&mut [0; 3]).await.unwrap();

@@ -95,8 +95,9 @@ fn unmeshed_servers_that_close_kept_connections_at_random_fail_no_request() {
     run_against_closing_server("legacy", mesh_with_long_timeout().workload("client").unmeshed("legacy"));
 }
 
-/// The number of workloads, and how many of them are endpoints at a time.
+/// The number of workloads.
 const REPLICAS: usize = 5;
+/// How many of them are endpoints at a time.
 const READY: usize = 3;
 const REPLACEMENTS: usize = 20;
 
@@ -104,14 +105,14 @@ const REPLACEMENTS: usize = 20;
 async fn wait_until_unused(mesh: &Mesh, workload: &str) {
     let mut last = (f64::NAN, f64::NAN);
     eventually("the endpoint is removed", async || {
-        let at_it = mesh.metric(workload, "request_total", &[]).await;
-        let of_all = mesh
+        let requests_to_workload = mesh.metric(workload, "request_total", &[]).await;
+        let requests_of_client = mesh
             .metric("client", "tulle_http_requests_total", &["direction=\"outbound\""])
             .await;
-        if at_it != last.0 {
-            last = (at_it, of_all);
+        if requests_to_workload != last.0 {
+            last = (requests_to_workload, requests_of_client);
         }
-        (of_all > last.1 + 50.).then_some(())
+        (requests_of_client > last.1 + 50.).then_some(())
     })
     .await;
 }
@@ -134,7 +135,7 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                 false => mesh.remove(&name(n)),
             }
         }
-        // Two missing replicas at once are more than a request's retries can skip, so wait until discovery knows them.
+        // A request is resent once. While two endpoints have no application it can fail, so wait until discovery has removed them.
         let dst = mesh.service_addr("web", HTTP);
         eventually("unready endpoints are known", async || {
             for _ in 0..50 {

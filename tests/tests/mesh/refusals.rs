@@ -56,7 +56,7 @@ fn a_server_without_the_required_identity_gets_no_request() {
 }
 
 #[test]
-fn requests_beyond_those_in_flight_are_shed_until_a_response_has_ended() {
+fn requests_over_the_in_flight_limit_are_shed_until_a_response_has_ended() {
     let mesh = mesh().workload("web").workload("client");
     let mesh = mesh.workload_env("OUTBOUND_MAX_IN_FLIGHT", "1");
     mesh.run(async |mesh: &Mesh| {
@@ -140,7 +140,7 @@ spec:
 ";
     let mesh = mesh().workload("client").workload("web").manifest("known", manifests);
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let answer = eventually("the route is known", async || {
             let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/").await;
             (answer.status != 200).then_some(answer)
@@ -158,7 +158,7 @@ spec:
 }
 
 /// True if the peer closes the connection without sending anything.
-async fn is_closed(mut stream: TcpStream) -> bool {
+async fn request_is_closed(mut stream: TcpStream) -> bool {
     // The write fails if the connection is already closed.
     let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n").await;
     // A reset is also an end.
@@ -168,17 +168,17 @@ async fn is_closed(mut stream: TcpStream) -> bool {
 #[test]
 fn connections_for_other_workloads_are_closed() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         // The application dials its own proxy, which would dial itself in a loop.
-        assert!(is_closed(mesh.dial("client", (mesh.ip("client"), 4140).into()).await).await);
+        assert!(request_is_closed(mesh.dial("client", (mesh.ip("client"), 4140).into()).await).await);
         // Destinations that are not this workload, by mistake or to bypass a policy.
         for dst in [mesh.app_addr("client", HTTP), (UNMESHED_IP, HTTP).into()] {
             assert!(
-                is_closed(mesh.dial_inbound_as(UNMESHED_IP, "web", dst).await).await,
+                request_is_closed(mesh.dial_inbound_as(UNMESHED_IP, "web", dst).await).await,
                 "{dst}"
             );
         }
-        assert!(!is_closed(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await);
+        assert!(!request_is_closed(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await);
     });
 }
 
@@ -187,21 +187,21 @@ fn without_redirect_rules_only_peers_are_served() {
     let mesh = mesh().workload("client").workload("web").orig_dst_from_kernel();
     mesh.run(async |mesh: &Mesh| {
         for workload in ["client", "web"] {
-            apps::echo(mesh, workload).await;
+            apps::start_echo(mesh, workload).await;
         }
         assert_eq!(
             mesh.get("client", mesh.service_addr("web", HTTP), "/").await.text(),
             "web\n"
         );
-        assert!(is_closed(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
-        let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
-        outsider
+        assert!(request_is_closed(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
+        let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        unmeshed
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
         let mut received = Vec::new();
         // A reset is also an end.
-        let _ = outsider.read_to_end(&mut received).await;
+        let _ = unmeshed.read_to_end(&mut received).await;
         assert!(!received.starts_with(b"HTTP/"), "at most a TLS alert");
         eventually("the failure is counted", async || {
             (mesh.metric("web", "tulle_inbound_tls_failures_total", &[]).await >= 1.).then_some(())
@@ -213,7 +213,7 @@ fn without_redirect_rules_only_peers_are_served() {
 #[test]
 fn a_request_to_the_own_workload_uses_no_tls() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let answer = mesh.get("web", mesh.service_addr("web", HTTP), "/headers").await;
         let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
         assert!(seen["host"].is_array() && seen["l5d-client-id"].is_null(), "{seen}");
@@ -223,7 +223,7 @@ fn a_request_to_the_own_workload_uses_no_tls() {
         assert_eq!(
             requests(&["direction=\"inbound\""]).await,
             0.,
-            "the own workload must not count as a peer"
+            "a request of a workload to itself uses no TLS"
         );
     });
 }

@@ -90,17 +90,17 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
 #[test]
 fn a_reset_of_the_client_is_a_reset_for_the_application() {
     workloads().run(async |mesh: &Mesh| {
-        let (report, mut ended) = mpsc::channel(1);
+        let (end_tx, mut end_rx) = mpsc::channel(1);
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             for port in [TCP, OPAQUE] {
-                let report = report.clone();
+                let end_tx = end_tx.clone();
                 let app = apps::serve_tcp(mesh.listen(workload, port).await, move |mut stream| {
-                    let report = report.clone();
+                    let end_tx = end_tx.clone();
                     async move {
                         read_until(&mut stream, "\n").await;
                         stream.write_all(b"half of it").await.unwrap();
-                        report.send(end(&mut stream).await).await.unwrap();
+                        end_tx.send(end(&mut stream).await).await.unwrap();
                     }
                 });
                 apps.push(app);
@@ -111,7 +111,7 @@ fn a_reset_of_the_client_is_a_reset_for_the_application() {
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             reset(client);
-            assert_eq!(ended.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{path:?}");
+            assert_eq!(end_rx.recv().await, Some(Err(ErrorKind::ConnectionReset)), "{path:?}");
         }
     });
 }

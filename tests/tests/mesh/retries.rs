@@ -112,7 +112,7 @@ fn post(id: &str, body: impl Into<Bytes>) -> Request<AnyBody> {
 }
 
 /// `client` and `web`, with a route.
-fn routed(route: &str) -> Builder {
+fn mesh_with_route(route: &str) -> Builder {
     mesh().workload("client").workload("web").manifest("route", route)
 }
 
@@ -125,7 +125,7 @@ const TWO_RETRIES: &str = "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '
 
 #[test]
 fn a_retryable_response_is_retried_with_its_body() {
-    routed(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
         let mut client = client(mesh).await;
@@ -144,7 +144,7 @@ fn a_retryable_response_is_retried_with_its_body() {
 
 #[test]
 fn other_responses_are_not_retried_and_the_retry_limit_holds() {
-    routed(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |n| status(if n < 3 { 503 } else { 500 })).await;
         let mut client = client(mesh).await;
@@ -176,7 +176,7 @@ fn a_retry_goes_to_another_endpoint() {
 #[test]
 fn an_attempt_that_times_out_is_retried() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/timeout: 200ms";
-    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |n| match n {
             0 => std::future::pending().await,
@@ -194,7 +194,7 @@ fn an_attempt_that_times_out_is_retried() {
 #[test]
 fn a_request_has_one_deadline_for_all_its_attempts() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '1000'\ntimeout.linkerd.io/request: 500ms";
-    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |_| {
             tokio::time::sleep(Duration::from_millis(150)).await;
@@ -218,7 +218,7 @@ fn the_deadline_covers_the_body_of_the_response() {
         ("timeout.linkerd.io/response: 300ms", Version::HTTP_2),
         ("timeout.linkerd.io/idle: 300ms", Version::HTTP_11),
     ] {
-        routed(&route("HTTPRoute", annotation, "")).run(async |mesh: &Mesh| {
+        mesh_with_route(&route("HTTPRoute", annotation, "")).run(async |mesh: &Mesh| {
             let seen = RecordedRequests::default();
             let _app = server(mesh, "web", &seen, async |_| slow_response(1, Duration::ZERO, false)).await;
             let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
@@ -248,7 +248,7 @@ fn get2(id: &str) -> Request<AnyBody> {
 #[test]
 fn data_resets_only_the_idle_timeout() {
     let idle_timeout = route("HTTPRoute", "timeout.linkerd.io/idle: 300ms", "");
-    routed(&idle_timeout).run(async |mesh: &Mesh| {
+    mesh_with_route(&idle_timeout).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             slow_response(5, Duration::from_millis(100), true)
         })
@@ -256,7 +256,7 @@ fn data_resets_only_the_idle_timeout() {
         assert_eq!(client(mesh).await.fetch(get("x")).await.unwrap().body.len(), 5);
     });
     let strict = route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "");
-    routed(&strict).run(async |mesh: &Mesh| {
+    mesh_with_route(&strict).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             slow_response(9, Duration::from_millis(100), true)
         })
@@ -302,7 +302,7 @@ fn grpc_status(answer: &CollectedResponse) -> &str {
 #[test]
 fn grpc_statuses_are_retried_in_headers_and_trailers() {
     let route = route("GRPCRoute", "retry.linkerd.io/grpc: unavailable", "");
-    routed(&route).run(async |mesh: &Mesh| {
+    mesh_with_route(&route).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |n| match n {
             0 => reply(None, 14, true),
@@ -316,7 +316,7 @@ fn grpc_statuses_are_retried_in_headers_and_trailers() {
             ("0", 5, 2)
         );
     });
-    routed(&route).run(async |mesh: &Mesh| {
+    mesh_with_route(&route).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |n| match n {
             0 => reply(None, 14, false),
@@ -335,7 +335,7 @@ fn grpc_statuses_are_retried_in_headers_and_trailers() {
 #[test]
 fn a_grpc_stream_that_times_out_ends_with_a_status() {
     let route = route("GRPCRoute", "timeout.linkerd.io/idle: 300ms", "");
-    routed(&route).run(async |mesh: &Mesh| {
+    mesh_with_route(&route).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             let mut rsp = slow_response(1, Duration::ZERO, false);
             let kind = HeaderValue::from_static("application/grpc");
@@ -357,23 +357,23 @@ fn a_grpc_stream_that_times_out_ends_with_a_status() {
 
 #[test]
 fn l5d_retry_headers_override_the_route_where_allowed() {
-    let plain = route("HTTPRoute", "{}", "");
+    let plain = route("HTTPRoute", NO_ANNOTATIONS, "");
     for allowed in [true, false] {
         let builder = match allowed {
-            true => routed(&plain).flag("--allow-l5d-request-headers"),
-            false => routed(&plain),
+            true => mesh_with_route(&plain).flag("--allow-l5d-request-headers"),
+            false => mesh_with_route(&plain),
         };
         builder.run(async |mesh: &Mesh| {
             let seen = RecordedRequests::default();
             let heads = Arc::new(Mutex::new(Vec::new()));
-            let (noted, heard) = (seen.clone(), heads.clone());
+            let (app_seen, app_heads) = (seen.clone(), heads.clone());
             let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
-                let noted = noted.clone();
-                heard.lock().push(req.headers().clone());
+                let app_seen = app_seen.clone();
+                app_heads.lock().push(req.headers().clone());
                 async move {
                     match req.uri().path() {
                         "/hang" => std::future::pending().await,
-                        _ => status(if noted.note(req).await < 3 { 503 } else { 200 }),
+                        _ => status(if app_seen.note(req).await < 3 { 503 } else { 200 }),
                     }
                 }
             });
@@ -405,7 +405,7 @@ fn l5d_retry_headers_override_the_route_where_allowed() {
 #[test]
 fn retries_at_most_double_what_a_failing_server_gets() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '20'";
-    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |_| status(500)).await;
         let mut clients = JoinSet::new();
@@ -435,35 +435,37 @@ spec:
     condition: {pathRegex: /}
     isRetryable: true
 ";
-    // A route that would have no backend.
+    // A route that matches no request of this test, so that without the profile they get 404.
     let nowhere = route(
         "HTTPRoute",
-        "{}",
+        NO_ANNOTATIONS,
         "    matches: [{path: {type: Exact, value: /nowhere}}]",
     );
-    routed(&nowhere).manifest("profile", profile).run(async |mesh: &Mesh| {
-        let seen = RecordedRequests::default();
-        let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
-        let mut client = client(mesh).await;
-        eventually("the profile is known", async || {
-            let known = client.fetch(get("known")).await.unwrap().status;
-            (known != 404).then_some(())
-        })
-        .await;
-        for id in ["a", "b", "c", "d"] {
-            assert_eq!(client.fetch(get(id)).await.unwrap().status, 200);
-            assert_eq!(seen.count(id), 3);
-        }
-        let mut n_failed = 0;
-        for id in ["e", "f", "g"] {
-            n_failed += usize::from(client.fetch(get(id)).await.unwrap().status == 503);
-        }
-        assert_eq!(n_failed, 3, "the budget of ten retries in ten seconds is used up");
-        let skipped = mesh
-            .metric("client", "route_retryable_total", &["skipped=\"no_budget\""])
+    mesh_with_route(&nowhere)
+        .manifest("profile", profile)
+        .run(async |mesh: &Mesh| {
+            let seen = RecordedRequests::default();
+            let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
+            let mut client = client(mesh).await;
+            eventually("the profile is known", async || {
+                let known = client.fetch(get("known")).await.unwrap().status;
+                (known != 404).then_some(())
+            })
             .await;
-        assert!(skipped >= 3.0, "{skipped}");
-    });
+            for id in ["a", "b", "c", "d"] {
+                assert_eq!(client.fetch(get(id)).await.unwrap().status, 200);
+                assert_eq!(seen.count(id), 3);
+            }
+            let mut n_failed = 0;
+            for id in ["e", "f", "g"] {
+                n_failed += usize::from(client.fetch(get(id)).await.unwrap().status == 503);
+            }
+            assert_eq!(n_failed, 3, "the budget of ten retries in ten seconds is used up");
+            let skipped = mesh
+                .metric("client", "route_retryable_total", &["skipped=\"no_budget\""])
+                .await;
+            assert!(skipped >= 3.0, "{skipped}");
+        });
 }
 
 #[test]
@@ -478,15 +480,17 @@ spec:
 ";
     let mesh = mesh().workload("client").unmeshed("web").manifest("profile", profile);
     mesh.run(async |mesh: &Mesh| {
-        let (listener, rude) = (mesh.listen("web", HTTP).await, Arc::new(AtomicUsize::new(0)));
-        let to_end = rude.clone();
+        // The number of connections to close without a response.
+        let n_to_close = Arc::new(AtomicUsize::new(0));
+        let listener = mesh.listen("web", HTTP).await;
+        let remaining = n_to_close.clone();
         tokio::spawn(async move {
             loop {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 let mut head = Vec::new();
                 while !head.ends_with(b"\r\n\r\n") && stream.read_buf(&mut head).await.unwrap() > 0 {}
-                if to_end.load(Ordering::Relaxed) > 0 {
-                    to_end.fetch_sub(1, Ordering::Relaxed);
+                if remaining.load(Ordering::Relaxed) > 0 {
+                    remaining.fetch_sub(1, Ordering::Relaxed);
                     continue;
                 }
                 let answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
@@ -502,15 +506,15 @@ spec:
             (mesh.metric("client", "route_request_total", &all).await > 0.0).then_some(())
         })
         .await;
-        rude.store(2, Ordering::Relaxed);
+        n_to_close.store(2, Ordering::Relaxed);
         assert_eq!(client.fetch(post()).await.unwrap().status, 200);
-        assert_eq!(rude.load(Ordering::Relaxed), 0);
+        assert_eq!(n_to_close.load(Ordering::Relaxed), 0);
     });
 }
 
 #[test]
 fn timeouts_apply_to_clients_that_stop_reading() {
-    routed(&route("HTTPRoute", "timeout.linkerd.io/request: 500ms", "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", "timeout.linkerd.io/request: 500ms", "")).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             let piece = || Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 65_536])));
             Response::new(any(StreamBody::new(stream::repeat_with(piece))))
@@ -537,7 +541,7 @@ fn timeouts_apply_to_clients_that_stop_reading() {
 #[test]
 fn a_policy_change_does_not_refill_the_retry_budget() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '20'";
-    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |_| status(500)).await;
         let mut clients = JoinSet::new();
@@ -607,7 +611,7 @@ spec:
 
 #[test]
 fn a_received_body_is_not_cut_off_while_its_reader_pauses() {
-    routed(&route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "")).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
             Response::new(full(vec![b'x'; 200_000]))
         })
@@ -629,7 +633,7 @@ fn a_received_body_is_not_cut_off_while_its_reader_pauses() {
 
 #[test]
 fn no_retry_without_an_available_endpoint() {
-    routed(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
         let (seen, arrived, gone) = (
             RecordedRequests::default(),
             Arc::new(Notify::new()),
@@ -668,7 +672,7 @@ fn no_retry_without_an_available_endpoint() {
 #[test]
 fn retries_are_delayed_by_backoff() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '5'";
-    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+    mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();
         let _app = server(mesh, "web", &seen, async |_| status(500)).await;
         let mut client = client(mesh).await;
@@ -687,7 +691,7 @@ fn retries_are_delayed_by_backoff() {
 
 #[test]
 fn retry_after_is_respected_if_the_policy_says_so() {
-    for heeded in [true, false] {
+    for respects_hint in [true, false] {
         scripted_policies::run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
             let seen = RecordedRequests::default();
             let _app = server(mesh, "legacy", &seen, async |n| {
@@ -711,7 +715,7 @@ fn retry_after_is_respected_if_the_policy_says_so() {
                     }),
                     max_backoff: scripted_policies::seconds(2),
                     jitter_ratio: 0.0,
-                    respect_retry_after_hint: heeded,
+                    respect_retry_after_hint: respects_hint,
                 }),
             };
             let to_server = scripted_policies::forward(scripted_policies::endpoint((mesh.ip("legacy"), HTTP).into()));
@@ -728,10 +732,13 @@ fn retry_after_is_respected_if_the_policy_says_so() {
             // The server asks for a minute, but the policy limits the backoff to 2 s.
             assert_eq!(
                 start.elapsed() >= Duration::from_secs(2),
-                heeded,
+                respects_hint,
                 "{:?}",
                 start.elapsed()
             );
         });
     }
 }
+
+/// An empty YAML map in place of annotations.
+const NO_ANNOTATIONS: &str = "{}";

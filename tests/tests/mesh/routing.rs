@@ -22,11 +22,11 @@ spec:
 }
 
 /// Runs a test with `client`, `web` and `canary`, with these rules for `web`.
-fn routed(rules: &str, test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
+fn run_with_route(rules: &str, test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
     mesh.manifest("route", &route(rules)).run(async |mesh: &Mesh| {
         for workload in ["web", "canary"] {
-            apps::echo(mesh, workload).await;
+            apps::start_echo(mesh, workload).await;
         }
         let client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         test(mesh, client).await;
@@ -38,7 +38,7 @@ fn a_header_sends_requests_to_another_backend() {
     let rules = "  - matches: [{headers: [{name: x-canary, value: \"yes\"}]}]
     backendRefs: [{name: canary, port: 8080}]
   - backendRefs: [{name: web, port: 8080}]";
-    routed(rules, async |_: &Mesh, mut client: Http1| {
+    run_with_route(rules, async |_: &Mesh, mut client: Http1| {
         for (value, expected) in [("yes", "canary\n"), ("no", "web\n"), ("yes", "canary\n")] {
             let req = Request::get("/").header("host", "web.test").header("x-canary", value);
             assert_eq!(client.fetch(req.body(empty()).unwrap()).await.unwrap().text(), expected);
@@ -49,7 +49,7 @@ fn a_header_sends_requests_to_another_backend() {
 #[test]
 fn weights_divide_requests_among_backends() {
     let rules = "  - backendRefs: [{name: web, port: 8080, weight: 3}, {name: canary, port: 8080, weight: 1}]";
-    routed(rules, async |_: &Mesh, mut client: Http1| {
+    run_with_route(rules, async |_: &Mesh, mut client: Http1| {
         let mut n_canary = 0;
         for _ in 0..400 {
             n_canary += usize::from(client.fetch(request("/")).await.unwrap().text() == "canary\n");
@@ -69,7 +69,7 @@ fn a_redirect_is_answered_by_the_proxy() {
         statusCode: 301
         path: {type: ReplacePrefixMatch, replacePrefixMatch: /new}
   - backendRefs: [{name: web, port: 8080}]";
-    routed(rules, async |_: &Mesh, mut client: Http1| {
+    run_with_route(rules, async |_: &Mesh, mut client: Http1| {
         let answer = client.fetch(request("/old/page")).await.unwrap();
         assert_eq!(answer.status, 301);
         let location = answer.header("location");
@@ -94,7 +94,7 @@ fn filters_change_headers_of_requests_and_responses() {
         set: [{name: x-answer, value: \"42\"}]
         remove: [x-replica]
     backendRefs: [{name: web, port: 8080}]";
-    routed(rules, async |_: &Mesh, mut client: Http1| {
+    run_with_route(rules, async |_: &Mesh, mut client: Http1| {
         let req = Request::get("/headers")
             .header("host", "web.test")
             .header("x-set", "old");
@@ -121,7 +121,7 @@ fn a_route_that_appears_changes_requests_of_open_connections() {
         .workload("canary")
         .run(async |mesh: &Mesh| {
             for workload in ["web", "canary"] {
-                apps::echo(mesh, workload).await;
+                apps::start_echo(mesh, workload).await;
             }
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");

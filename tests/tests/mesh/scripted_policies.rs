@@ -79,10 +79,10 @@ pub(crate) fn rule(backend: Backend) -> http_route::Rule {
     };
     let kind =
         http_route::distribution::Kind::FirstAvailable(http_route::distribution::FirstAvailable { backends: vec![to] });
-    distributed(kind)
+    rule_with_distribution(kind)
 }
 
-fn distributed(kind: http_route::distribution::Kind) -> http_route::Rule {
+fn rule_with_distribution(kind: http_route::distribution::Kind) -> http_route::Rule {
     http_route::Rule {
         backends: Some(http_route::Distribution { kind: Some(kind) }),
         ..Default::default()
@@ -153,10 +153,18 @@ pub(crate) async fn wait_for_response(mesh: &Mesh, what: &str, expected: (u16, &
     .await
 }
 
+/// The client's `/debug/destinations` entry of an address.
+pub(crate) async fn destination_status(mesh: &Mesh, address: SocketAddr) -> serde_json::Value {
+    let all = crate::debug::json(mesh, "client", "/debug/destinations").await;
+    let mut all = all.as_array().unwrap().iter();
+    let found = all.find(|shown| shown["address"] == address.to_string());
+    found.unwrap().clone()
+}
+
 #[test]
 fn http_rules_of_a_policy_are_applied() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         let legacy = || forward(endpoint((mesh.ip("legacy"), HTTP).into()));
         let weighted = |weights: &[u32]| {
             let backends = weights.iter().map(|weight| http_route::WeightedRouteBackend {
@@ -166,7 +174,7 @@ fn http_rules_of_a_policy_are_applied() {
                 }),
                 weight: *weight,
             });
-            distributed(http_route::distribution::Kind::RandomAvailable(
+            rule_with_distribution(http_route::distribution::Kind::RandomAvailable(
                 http_route::distribution::RandomAvailable {
                     backends: backends.collect(),
                 },
@@ -183,7 +191,7 @@ fn http_rules_of_a_policy_are_applied() {
             ..rule(legacy())
         };
         let unknown = Backend { kind: None, ..legacy() };
-        let empty = distributed(http_route::distribution::Kind::Empty(Default::default()));
+        let empty = rule_with_distribution(http_route::distribution::Kind::Empty(Default::default()));
         let good = ("a valid policy", http1(rule(legacy())), (200, ""));
         for (what, policy, expected) in [
             good.clone(),
@@ -210,7 +218,7 @@ fn http_rules_of_a_policy_are_applied() {
 #[test]
 fn filters_of_a_backend_come_after_those_of_its_rule() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         let adding = |value: &str| http_route::Filter {
             kind: Some(http_route::filter::Kind::RequestHeaderModifier(RequestHeaderModifier {
                 add: Some(Headers {
@@ -230,7 +238,7 @@ fn filters_of_a_backend_come_after_those_of_its_rule() {
         let first = http_route::distribution::FirstAvailable { backends: vec![to] };
         let rule = http_route::Rule {
             filters: vec![adding("rule")],
-            ..distributed(http_route::distribution::Kind::FirstAvailable(first))
+            ..rule_with_distribution(http_route::distribution::Kind::FirstAvailable(first))
         };
         policies.set_destination_policy(Ok(http1(rule)));
         let answer = mesh.get("client", ORIG_DST, "/headers").await;
@@ -378,9 +386,20 @@ fn each_error_status_of_the_policy_service_is_handled() {
             policies.set_destination_policy(Err(code));
             let answer = mesh.get("client", addr, "/").await;
             assert_eq!((answer.status.as_u16(), answer.cause()), expected, "{code:?}");
+            let shown = destination_status(mesh, addr).await["policy_error"].clone();
+            if expected.0 == 500 {
+                let reason = answer.header("l5d-proxy-error");
+                assert!(reason.contains("the control plane refuses the destination"), "{reason}");
+                assert!(
+                    shown.as_str().is_some_and(|shown| reason.contains(shown)),
+                    "{shown}: {reason}"
+                );
+            } else {
+                assert_eq!(shown, serde_json::Value::Null);
+            }
         }
         // The proxy requests the policy again until it gets one, and keeps that one.
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         policies.set_destination_policy(Err(Code::Unavailable));
         let waiting = mesh.get("client", ORIG_DST, "/");
         let answering = async {
@@ -404,11 +423,11 @@ fn each_error_status_of_the_policy_service_is_handled() {
     });
 }
 
-/// A server that answers any input with the byte `who`.
-async fn identity_server(addr: SocketAddr, who: u8) -> App {
+/// A server that answers any input with this byte.
+async fn start_byte_server(addr: SocketAddr, byte: u8) -> App {
     apps::serve_tcp(TcpListener::bind(addr).await.unwrap(), move |mut stream| async move {
         stream.readable().await.unwrap();
-        stream.write_all(&[who]).await.unwrap();
+        stream.write_all(&[byte]).await.unwrap();
         let _ = stream.read_to_end(&mut Vec::new()).await;
     })
 }
@@ -431,7 +450,7 @@ pub(crate) fn client_hello(name: &str) -> Bytes {
 fn tls_routes_match_the_server_name() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
         let (one, other) = (([10, 66, 8, 1], 443).into(), ([10, 66, 8, 2], 443).into());
-        let _servers = [identity_server(one, b'1').await, identity_server(other, b'2').await];
+        let _servers = [start_byte_server(one, b'1').await, start_byte_server(other, b'2').await];
         let route = |snis, to, filters| {
             let to = tls_route::RouteBackend {
                 backend: Some(forward(endpoint(to))),
@@ -485,7 +504,7 @@ fn tls_routes_match_the_server_name() {
 #[test]
 fn the_authority_override_of_an_endpoint_is_sent() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         let other = WeightedAddr {
             authority_override: Some(AuthorityOverride {
                 authority_override: "other.test:81".into(),
@@ -566,7 +585,7 @@ fn a_transport_header_with_a_name_is_refused_without_a_gateway() {
     run_with_gateway(
         "",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            policies.set_destination_policy(Ok(http1(rule(forward(named(to_proxy, "other.test:81"))))));
+            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, "other.test:81"))))));
             assert_eq!(mesh.get("client", ORIG_DST, "/").await.status, 502);
             let refused = mesh.metric("web", "tulle_failures_total", &["cause=\"bad-transport-header\""]);
             assert!(refused.await >= 1.0);
@@ -575,7 +594,7 @@ fn a_transport_header_with_a_name_is_refused_without_a_gateway() {
 }
 
 /// The same endpoint, with an authority override.
-fn named(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
+fn with_authority(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
     WeightedAddr {
         authority_override: Some(AuthorityOverride {
             authority_override: name.into(),
@@ -589,9 +608,9 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            apps::echo(mesh, "other").await;
+            apps::start_echo(mesh, "other").await;
             let service = format!("other.shop.svc.cluster.local:{HTTP}");
-            policies.set_destination_policy(Ok(http1(rule(forward(named(to_proxy.clone(), &service))))));
+            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy.clone(), &service))))));
             let answer = mesh.get("client", ORIG_DST, "/headers").await;
             assert_eq!(answer.status, 200, "{answer:?}");
             let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
@@ -601,7 +620,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
             let passed = format!("by={gateway};for={client};host=\"{service}\";proto=https");
             assert_eq!(seen["forwarded"], serde_json::json!([passed]));
 
-            let elsewhere = named(to_proxy.clone(), "other.test:81");
+            let elsewhere = with_authority(to_proxy.clone(), "other.test:81");
             policies.set_destination_policy(Ok(http1(rule(forward(elsewhere)))));
             eventually("the names are known", async || {
                 let answer = mesh.get("client", ORIG_DST, "/").await;
@@ -616,7 +635,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
             ];
             assert!(mesh.metric("web", "inbound_http_errors_total", &counted).await >= 1.0);
 
-            policies.set_destination_policy(Ok(http1(rule(forward(named(to_proxy, &service))))));
+            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, &service))))));
             eventually("the name is asked for again", async || {
                 let mut again = request("/");
                 let passed = format!("by={gateway};for=x").parse().unwrap();
@@ -635,14 +654,14 @@ fn a_gateway_carries_bytes_to_the_names_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            apps::echo(mesh, "other").await;
+            apps::start_echo(mesh, "other").await;
             let bytes = |name: &str| {
                 let opaque = WeightedAddr {
                     protocol_hint: Some(ProtocolHint {
                         protocol: Some(protocol_hint::Protocol::Opaque(Default::default())),
                         opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
                     }),
-                    ..named(to_proxy.clone(), name)
+                    ..with_authority(to_proxy.clone(), name)
                 };
                 policy(Kind::Opaque(self::opaque(forward(opaque))))
             };
@@ -693,7 +712,7 @@ fn ports_use_the_protocol_of_their_policy() {
         let _http = apps::http(mesh.listen("web", 8888).await, |req| async move {
             Response::new(full(format!("{:?}", req.version())))
         });
-        let speak = async |what: &str, kind: Kind| {
+        let set_protocol = async |what: &str, kind: Kind| {
             let mut port_policy = server(kind);
             port_policy.labels.insert("name".into(), what.into());
             policies.set_port_policy(Ok(port_policy));
@@ -711,23 +730,23 @@ fn ports_use_the_protocol_of_their_policy() {
             })
             .await;
         };
-        speak("bytes", Kind::Opaque(Opaque {})).await;
+        set_protocol("bytes", Kind::Opaque(Opaque {})).await;
         assert_eq!(
             echoed_request(mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await).await,
             HEAD
         );
 
-        speak("http1", Kind::Http1(Http1::default())).await;
+        set_protocol("http1", Kind::Http1(Http1::default())).await;
         let mut client = Client1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(request("/")).await.unwrap().text(), "HTTP/1.1");
 
-        speak("http2", Kind::Http2(Http2::default())).await;
+        set_protocol("http2", Kind::Http2(Http2::default())).await;
         let mut client = Client2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "HTTP/2.0");
         let refused = echoed_request(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert!(!refused.contains("HTTP/1.1"), "{refused}");
 
-        speak("grpc", Kind::Grpc(Grpc::default())).await;
+        set_protocol("grpc", Kind::Grpc(Grpc::default())).await;
         let mut client = Client2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(call()).await.unwrap().text(), "HTTP/2.0");
     });
@@ -740,7 +759,7 @@ fn a_tls_port_accepts_nothing_else() {
         let policies = FakePolicyService::serve().await;
         let tls = inbound::proxy_protocol::Kind::Tls(Default::default());
         policies.set_port_policy(Ok(server(tls)));
-        let _app = identity_server(mesh.app_addr("web", OPAQUE), b'1').await;
+        let _app = start_byte_server(mesh.app_addr("web", OPAQUE), b'1').await;
         let answer = async |sent: &[u8]| {
             let mut stream = mesh.dial_inbound(UNMESHED_IP, "web", OPAQUE).await;
             stream.write_all(sent).await.unwrap();

@@ -68,7 +68,7 @@ fn overrides(port: u16) -> String {
 }
 
 /// Runs a test with `client` and three services; `web` has the profile.
-fn split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) + Send) {
+fn run_with_split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
     let mesh = mesh.workload("unused").manifest("profile", &profile(spec));
     mesh.run(async |mesh: &Mesh| {
@@ -88,7 +88,7 @@ async fn client(mesh: &Mesh) -> Http1 {
 
 #[test]
 fn attempts_are_split_by_weight() {
-    split(&overrides(HTTP), async |mesh: &Mesh, servers: [Server; 3], _| {
+    run_with_split(&overrides(HTTP), async |mesh: &Mesh, servers: [Server; 3], _| {
         let mut client = client(mesh).await;
         for _ in 0..1000 {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
@@ -102,7 +102,7 @@ fn attempts_are_split_by_weight() {
 
 #[test]
 fn connections_are_split_by_weight() {
-    split(&overrides(OPAQUE), async |mesh: &Mesh, servers: [Server; 3], _| {
+    run_with_split(&overrides(OPAQUE), async |mesh: &Mesh, servers: [Server; 3], _| {
         for _ in 0..200 {
             let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
             stream.write_all(b"hello").await.unwrap();
@@ -124,7 +124,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
     isRetryable: true
 ";
     let spec = overrides(HTTP) + retrying;
-    split(
+    run_with_split(
         &spec,
         async |mesh: &Mesh, servers: [Server; 3], status: Arc<AtomicU16>| {
             let mut client = client(mesh).await;
@@ -138,7 +138,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 assert_eq!(
                     (answer.status.as_u16(), answer.cause()),
                     (503, ""),
-                    "the servers say so"
+                    "the status is that of the servers"
                 );
             }
             let [web, canary, unused] = servers.map(|server| server.n_requests());
@@ -204,7 +204,7 @@ fn a_profile_timeout_covers_grpc_responses_that_stall_after_the_head() {
 }
 
 #[test]
-fn upgrades_go_by_their_profile_but_not_by_its_timeout() {
+fn upgrades_use_their_profile_but_not_its_timeout() {
     let spec = "  routes:
   - {name: chat, condition: {pathRegex: '/chat'}, timeout: 1s}
   - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
@@ -286,10 +286,10 @@ fn the_servers_sidecar_counts_by_the_profile_of_the_clients_sidecar() {
             .await;
         }
 
-        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut req = request("/broken");
         req.headers_mut().insert("l5d-dst-canonical", name.parse().unwrap());
-        assert_eq!(outsider.fetch(req).await.unwrap().status, 500);
+        assert_eq!(unmeshed.fetch(req).await.unwrap().status, 500);
         let counted = mesh.metric("web", "route_request_total", &[]).await;
         assert_eq!(
             counted, 3.0,
@@ -299,7 +299,7 @@ fn the_servers_sidecar_counts_by_the_profile_of_the_clients_sidecar() {
 }
 
 #[test]
-fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
+fn without_a_profile_header_of_a_proxy_the_authority_selects_the_profile() {
     let spec = "  routes:
   - name: broken
     condition: {pathRegex: /broken}
@@ -311,7 +311,7 @@ fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
-        let mut outsider = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let name = |service: &str| format!("{service}.shop.svc.cluster.local:{HTTP}");
         for (host, path) in [
             (name("web"), "/broken"),
@@ -322,7 +322,7 @@ fn without_a_profile_from_a_proxy_the_request_authority_selects_it() {
             (name("web").to_uppercase(), "/broken"),
         ] {
             let req = Request::get(path).header("host", &host).body(empty()).unwrap();
-            assert_eq!(outsider.fetch(req).await.unwrap().status, 500, "{host}");
+            assert_eq!(unmeshed.fetch(req).await.unwrap().status, 500, "{host}");
         }
         let dst: &str = &format!("dst=\"{}\"", name("web"));
         let expected: [(&str, &[&str], f64); 5] = [
@@ -377,7 +377,7 @@ fn services_of_a_split_are_found_by_every_form_of_their_names() {
         "canary.shop",
     ] {
         let spec = format!("  dstOverrides: [{{authority: '{authority}:{HTTP}', weight: 1}}]\n");
-        split(&spec, async |mesh: &Mesh, [web, canary, _]: [Server; 3], _| {
+        run_with_split(&spec, async |mesh: &Mesh, [web, canary, _]: [Server; 3], _| {
             for _ in 0..5 {
                 let answer = client(mesh).await.fetch(request("/")).await.unwrap();
                 assert_eq!(answer.status, 200, "{authority}: {}", answer.text());

@@ -97,7 +97,7 @@ async fn next_request_events(
 fn run_with_client(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         test(mesh, client).await;
     });
@@ -112,7 +112,7 @@ fn a_request_cancelled_before_its_response_is_shown_and_counted() {
         let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let request_task = tokio::spawn(async move { client.fetch(request("/")).await });
-        let left = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
+        let client_reset = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
         for events in [&mut inbound, &mut outbound] {
             let (_, event) = next(events).await;
             assert!(matches!(event, http::Event::RequestInit(_)), "{event:?}");
@@ -122,7 +122,7 @@ fn a_request_cancelled_before_its_response_is_shown_and_counted() {
             let (_, http::Event::ResponseEnd(end)) = next(events).await else {
                 panic!()
             };
-            assert_eq!(end.eos.unwrap().end, left);
+            assert_eq!(end.eos.unwrap().end, client_reset);
         }
         for (workload, name, label) in [
             ("client", "response_total", "error=\"client-left\""),
@@ -221,7 +221,7 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     let mesh = mesh.manifest("routes", &manifests.concat());
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         eventually("both sides know their routes", async || {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
@@ -281,7 +281,7 @@ spec:
         .env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     let mesh = mesh.manifest("profile", profile);
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut sides = Vec::new();
         for workload in ["client", "web"] {
@@ -323,11 +323,11 @@ fn grpc_events_have_their_status_and_queries_are_never_shown() {
 #[test]
 fn only_matching_requests_are_shown_up_to_the_limit() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
-        let observed = |request: &mut ObserveRequest| {
+        let set_match = |request: &mut ObserveRequest| {
             request.limit = 2;
             request.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
         };
-        let mut events = observe(mesh, "web", observed).await.unwrap();
+        let mut events = observe(mesh, "web", set_match).await.unwrap();
         for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
             client.fetch(request(path)).await.unwrap();
         }
@@ -341,11 +341,11 @@ fn only_matching_requests_are_shown_up_to_the_limit() {
 #[test]
 fn sampling_shows_a_part_of_the_requests() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
-        let sample = |request: &mut ObserveRequest| (request.limit, request.sample_one_in) = (50, 4);
-        let mut events = observe(mesh, "web", sample).await.unwrap();
-        let seen = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
+        let set_sampling = |request: &mut ObserveRequest| (request.limit, request.sample_one_in) = (50, 4);
+        let mut events = observe(mesh, "web", set_sampling).await.unwrap();
+        let counting = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
         let mut n_asked = 0;
-        while !seen.is_finished() {
+        while !counting.is_finished() {
             client.fetch(request("/")).await.unwrap();
             n_asked += 1;
         }
@@ -385,9 +385,9 @@ fn idle_unauthenticated_tap_clients_are_evicted() {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("web").run(async |mesh: &Mesh| {
         // Uses all connection slots for clients that speak HTTP/2 and answer pings, but send no requests.
-        let mut strangers = Vec::new();
+        let mut unmeshed_clients = Vec::new();
         for _ in 0..64 {
-            strangers.push(tap(mesh, "web", UNMESHED_IP).await);
+            unmeshed_clients.push(tap(mesh, "web", UNMESHED_IP).await);
         }
         eventually("a connection slot is free again", async || {
             observe(mesh, "web", |_| ()).await.ok()

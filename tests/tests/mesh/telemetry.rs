@@ -58,7 +58,7 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
         .unmeshed("plain");
     let mesh = mesh.workload("shy").workload_env("TAP_SVC_NAME", &identity("watcher"));
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         let load = async {
             loop {
                 for service in ["web", "broken"] {
@@ -231,7 +231,7 @@ fn a_tap_selects_by_destination_and_reports_sidecars_that_refuse() {
         let mut errors = BufReader::new(shy.stderr.take().unwrap()).lines();
         let error = errors.next_line().await.unwrap().unwrap();
         assert!(
-            error.starts_with("tulle: pod/shy is not watched: its sidecar refused: only "),
+            error.starts_with("tulle: pod/shy is not watched: its sidecar rejected the tap: only "),
             "{error}"
         );
     });

@@ -68,8 +68,8 @@ fn http10_responses_end_with_their_connection() {
 fn connections_pass_to_and_from_workloads_without_a_proxy() {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "web").await;
+        apps::start_echo(mesh, "legacy").await;
         assert_eq!(
             mesh.get("client", mesh.service_addr("legacy", HTTP), "/").await.text(),
             "legacy\n"
@@ -130,20 +130,20 @@ fn grpc_calls_end_with_their_trailers() {
 fn grpc_streams_alternate_in_both_directions() {
     apps::run_with_pair(async |mesh: &Mesh| {
         let mut client = Http2::handshake(http(mesh).await).await;
-        let (send, sent) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
+        let (frame_tx, frame_rx) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
         let rsp = client
-            .send(call("Bidi", any(StreamBody::new(ReceiverStream::new(sent)))))
+            .send(call("Bidi", any(StreamBody::new(ReceiverStream::new(frame_rx)))))
             .await;
         let mut body = rsp.unwrap().into_body();
         for n in 0..20 {
             let word = format!("word {n}!");
-            send.send(Ok(Frame::data(message(word.as_bytes())))).await.unwrap();
+            frame_tx.send(Ok(Frame::data(message(word.as_bytes())))).await.unwrap();
             let mut reply = BytesMut::new();
             while !reply.windows(word.len()).any(|part| part == word.as_bytes()) {
                 reply.extend_from_slice(&body.frame().await.unwrap().unwrap().into_data().unwrap());
             }
         }
-        drop(send);
+        drop(frame_tx);
         let trailers = body.collect().await.unwrap().trailers().cloned().unwrap();
         assert_eq!(trailers["grpc-status"], "0");
     });
@@ -303,7 +303,7 @@ fn a_hundred_websocket_messages_pass() {
 #[test]
 fn bytes_pass_until_both_sides_have_ended() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+        apps::start_echo(mesh, "web").await;
         for port in [TCP, OPAQUE] {
             let mut client = mesh.dial("client", mesh.service_addr("web", port)).await;
             let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n % 241) as u8).collect();
@@ -326,14 +326,14 @@ fn bytes_pass_until_both_sides_have_ended() {
 }
 
 #[test]
-fn a_server_that_speaks_first_is_heard_before_detection_ends() {
+fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends() {
     mesh()
         .workload("client")
         .workload("web")
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
             for workload in ["web", "legacy"] {
-                apps::server_speaks_first(workload, (mesh.ip(workload), TCP).into()).await;
+                apps::start_greeting_server(workload, (mesh.ip(workload), TCP).into()).await;
             }
             for dst in [mesh.service_addr("web", TCP), mesh.service_addr("legacy", TCP)] {
                 for _ in 0..2 {
@@ -344,8 +344,8 @@ fn a_server_that_speaks_first_is_heard_before_detection_ends() {
                     read_until(&mut client, "and back").await;
                 }
             }
-            let mut outsider = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
-            tokio::time::timeout(DETECTION / 4, read_until(&mut outsider, "hello from web\n"))
+            let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+            tokio::time::timeout(DETECTION / 4, read_until(&mut unmeshed, "hello from web\n"))
                 .await
                 .unwrap();
         });

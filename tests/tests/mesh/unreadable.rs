@@ -7,21 +7,14 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh};
 use tulle_tests::policies::FakePolicyService;
 
-use crate::debug::json;
-use crate::scripted_policies::{ORIG_DST, endpoint, forward, http1, rule, run_with_policies, wait_for_response};
-
-/// The `/debug/destinations` entry of the address that the client dials.
-async fn shown(mesh: &Mesh) -> serde_json::Value {
-    let all = json(mesh, "client", "/debug/destinations").await;
-    let mut all = all.as_array().unwrap().iter();
-    let found = all.find(|shown| shown["address"] == ORIG_DST.to_string());
-    found.unwrap().clone()
-}
+use crate::scripted_policies::{
+    ORIG_DST, destination_status, endpoint, forward, http1, rule, run_with_policies, wait_for_response,
+};
 
 #[test]
 fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         let legacy = || endpoint((mesh.ip("legacy"), HTTP).into());
         let queueless = || {
             http1(rule(Backend {
@@ -42,14 +35,17 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
 
         policies.set_destination_policy(Ok(http1(rule(forward(legacy())))));
         wait_for_response(mesh, "good", (200, "")).await;
-        assert_eq!(shown(mesh).await["policy_error"], serde_json::Value::Null);
+        assert_eq!(
+            destination_status(mesh, ORIG_DST).await["policy_error"],
+            serde_json::Value::Null
+        );
 
         policies.set_destination_policy(Ok(queueless()));
         counted(2.0).await;
         for _ in 0..10 {
             assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
         }
-        let error = shown(mesh).await["policy_error"].clone();
+        let error = destination_status(mesh, ORIG_DST).await["policy_error"].clone();
         assert!(error.as_str().is_some_and(|error| error.contains("queue")), "{error}");
 
         // An endpoint with an unsupported identity is not reached in plaintext.
@@ -58,7 +54,7 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
         policies.set_destination_policy(Ok(http1(rule(forward(unsupported)))));
         counted(3.0).await;
         assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
-        let error = shown(mesh).await["policy_error"].clone();
+        let error = destination_status(mesh, ORIG_DST).await["policy_error"].clone();
         assert!(
             error.as_str().is_some_and(|error| error.contains("identity")),
             "{error}"

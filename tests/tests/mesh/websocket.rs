@@ -198,7 +198,7 @@ fn an_aborted_connection_is_not_reported_as_a_close_frame() {
 }
 
 /// Connections that the proxy of `web` has accepted from peers.
-async fn connections(mesh: &Mesh) -> f64 {
+async fn n_peer_connections(mesh: &Mesh) -> f64 {
     let of_peers = [r#"direction="inbound""#, r#"peer="src""#, r#"tls="true""#];
     mesh.metric("web", "tcp_open_total", &of_peers).await
 }
@@ -216,7 +216,7 @@ fn sockets_share_one_connection_between_the_sidecars() {
             }
         });
         join_all(all).await;
-        assert_eq!(connections(mesh).await, 1.);
+        assert_eq!(n_peer_connections(mesh).await, 1.);
         let to_app = [r#"direction="inbound""#, r#"peer="dst""#];
         assert_eq!(mesh.metric("web", "tcp_open_total", &to_app).await, 20.);
         for workload in ["client", "web"] {
@@ -232,22 +232,22 @@ fn sockets_share_one_connection_between_the_sidecars() {
 
 #[test]
 fn sockets_have_separate_connections_without_http2_upgrade() {
-    let stays = meshed().flag("--enable-h2-upgrade=false");
-    stays.run(async |mesh: &Mesh| {
+    let builder = meshed().flag("--enable-h2-upgrade=false");
+    builder.run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
         for mut socket in join_all((0..3).map(|_| connect(mesh))).await {
             socket.send(Message::text("hello")).await.unwrap();
             assert_eq!(next(&mut socket).await, Message::text("hello"));
         }
-        assert_eq!(connections(mesh).await, 3.);
+        assert_eq!(n_peer_connections(mesh).await, 3.);
     });
 }
 
 const UPGRADE_REQUEST: &str = "GET /chat?a=b HTTP/1.1\r\nhost: web.test\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n\
                      sec-websocket-version: 13\r\nsec-websocket-protocol: chat\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
 
-/// The response to a client's WebSocket request for which `app` sends `answer`.
-async fn upgrade_response(mesh: &Mesh, end: &'static str, answer: &'static str) -> String {
+/// The response to a client's WebSocket request for which the application sends `app_response`, up to `read_until_text`.
+async fn upgrade_response(mesh: &Mesh, read_until_text: &'static str, app_response: &'static str) -> String {
     let app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
         assert!(head.starts_with("GET /chat?a=b HTTP/1.1\r\n"), "{head}");
@@ -263,11 +263,11 @@ async fn upgrade_response(mesh: &Mesh, end: &'static str, answer: &'static str) 
             !head.contains("dGhlIHNhbXBsZSBub25jZQ=="),
             "the proxies make their own handshake: {head}"
         );
-        stream.write_all(answer.as_bytes()).await.unwrap();
+        stream.write_all(app_response.as_bytes()).await.unwrap();
     });
     let mut client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
     client.write_all(UPGRADE_REQUEST.as_bytes()).await.unwrap();
-    let received_head = read_until(&mut client, end).await;
+    let received_head = read_until(&mut client, read_until_text).await;
     app.kill().await;
     received_head
 }
@@ -296,7 +296,7 @@ fn a_refused_upgrade_is_passed_on_unchanged() {
             received_head.starts_with("HTTP/1.1 200 OK\r\n") && !received_head.contains("upgrade"),
             "{received_head}"
         );
-        assert_eq!(connections(mesh).await, 1.);
+        assert_eq!(n_peer_connections(mesh).await, 1.);
     });
 }
 
@@ -401,14 +401,14 @@ fn an_extended_connect_passes_where_the_application_takes_it() {
         }
         let rsp = ask_extended(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(rsp.status(), 200);
-        assert_eq!(connections(mesh).await, 1.);
+        assert_eq!(n_peer_connections(mesh).await, 1.);
     });
 }
 
 #[test]
 fn an_extended_connect_is_refused_where_the_application_has_not_announced_it() {
     meshed().unmeshed("legacy").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "legacy").await;
+        apps::start_echo(mesh, "legacy").await;
         let _app = apps::http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
         for (app, direction) in [("web", "inbound"), ("legacy", "outbound")] {
             let rsp = ask_extended(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await;

@@ -68,7 +68,8 @@ fn documented_values(yaml: &str) -> Vec<ChartValue> {
         if !meaning.is_empty() {
             values.push(ChartValue {
                 path: path.iter().map(|(_, key)| key.clone()).collect(),
-                default: default.trim().to_owned(),
+                // A block of several lines has no default that fits in a cell.
+                default: default.trim().trim_start_matches(['|', '>']).to_owned(),
                 meaning: std::mem::take(&mut meaning),
             });
         }

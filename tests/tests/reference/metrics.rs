@@ -45,7 +45,7 @@ const LOOPBACK: &str = "-destination-addr 127.0.0.1:0 -identity-addr 127.0.0.1:0
     127.0.0.1:0 -sp-validator-addr 127.0.0.1:0 -telemetry-addr 127.0.0.1:0 -metrics-addr 127.0.0.1:0 -sp-validator-metrics-addr 127.0.0.1:0 \
     -admin-addr 127.0.0.1:0";
 
-/// Of all services of the control plane.
+/// The metrics of all services of the control plane.
 async fn control_plane_metrics(server: &ApiServer) -> BTreeSet<Description> {
     let dir = server.dir();
     let anchor = tulle_control::trust::create_anchor("root", tulle_control::trust::ANCHOR_LIFETIME).unwrap();
@@ -93,7 +93,7 @@ async fn control_plane_metrics(server: &ApiServer) -> BTreeSet<Description> {
     metrics
 }
 
-/// Of a proxy with all optional features.
+/// The metrics of a proxy with all optional features.
 fn proxy_metrics(server: &ApiServer) -> BTreeSet<Description> {
     let anchors = server.dir().join("ca.crt");
     let identity = "proxy.default.serviceaccount.identity.linkerd.cluster.local";
@@ -118,6 +118,8 @@ fn proxy_metrics(server: &ApiServer) -> BTreeSet<Description> {
     .into();
     let config = env::load(|name| variables.get(name).map(|value| (*value).to_owned())).unwrap();
     let app = App::build(config, ProcessContext::with_redirect(None, BTreeMap::new())).unwrap();
+    // The proxy registers these when it has started its runtimes.
+    tulle_core::metrics::runtime_metrics(app.metrics(), Vec::new());
     app.metrics().descriptions().into_iter().collect()
 }
 

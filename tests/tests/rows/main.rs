@@ -1,5 +1,5 @@
-//! Runs the tables of the control plane with an API server where the tests of `tulle-control` use a directory: every
-//! manifest passes admission, defaults and watches before the control plane answers.
+//! Runs the table tests of `tulle-control` again, with an API server instead of a directory as the source. `manifest_store`
+//! replaces their module of that name.
 
 #![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute

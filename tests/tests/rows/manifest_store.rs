@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use tulle_control::cluster::{Config, EndpointsSource};
+use tulle_control::cluster::Config;
 use tulle_control::kubernetes as client;
 use tulle_control::resources::event::EventWriter;
 use tulle_control::source::kubernetes;
-use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
@@ -67,13 +67,10 @@ impl ManifestStore {
             requirements: WatchRequirements {
                 destination: true,
                 policy: true,
-                endpoints_source: match config.endpoints_source {
-                    EndpointsSource::EndpointSlices => EndpointKind::EndpointSlices,
-                    EndpointsSource::Endpoints => EndpointKind::Endpoints,
-                },
+                endpoints_source: config.endpoints_source,
             },
             log_addr: ":8086".to_owned(),
-            kinds_readiness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
         let source = kubernetes::run(client, config, writer, registry.clone(), drain);
         async { source.await.unwrap() }

@@ -13,8 +13,9 @@ use serde_yaml_ng::Deserializer;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tulle_control::resources::event::EventWriter;
+use tulle_control::resources::service::EndpointsSource;
 use tulle_control::resources::{Kind, Scope};
-use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
@@ -56,34 +57,35 @@ impl TestObjects {
         for document in &documents {
             self.create_prerequisites(server, document).await?;
         }
-        // The API server sets the creation time itself, in whole seconds.
-        let mut by_age: BTreeMap<String, Vec<Value>> = BTreeMap::new();
+        // Objects of one age must get the same creation time, which the API server sets itself, in whole seconds: create each
+        // group within one second, again if the second changes, and wait for the next second between groups.
+        let mut groups: BTreeMap<String, Vec<Value>> = BTreeMap::new();
         for mut document in documents {
             let metadata = document["metadata"].as_object_mut().context("metadata")?;
             let created = metadata.remove("creationTimestamp");
             let created = created.and_then(|time| time.as_str().map(str::to_owned));
-            by_age
+            groups
                 .entry(created.unwrap_or_else(|| "later".to_owned()))
                 .or_default()
                 .push(document);
         }
         let mut uids = BTreeMap::new();
-        for group in by_age.values() {
+        for group in groups.values() {
             loop {
                 let (n_before, second) = (self.objects.len(), Timestamp::now().as_second());
                 for document in group {
                     self.create(document, &mut uids).await?;
                 }
-                let is_one_age = Timestamp::now().as_second() == second;
-                if !is_one_age {
+                let has_one_time = Timestamp::now().as_second() == second;
+                if !has_one_time {
                     for (api, name) in self.objects.split_off(n_before) {
                         delete(&api, &name).await?;
                     }
                 }
-                while Timestamp::now().as_second() == second && by_age.len() > 1 {
+                while Timestamp::now().as_second() == second && groups.len() > 1 {
                     sleep(Duration::from_millis(10)).await;
                 }
-                if is_one_age {
+                if has_one_time {
                     break;
                 }
             }
@@ -190,7 +192,7 @@ impl TestObjects {
             controller_namespace: "linkerd".to_owned(),
             lease_holder: "rows".to_owned(),
             lease_owner_deployment: "linkerd-destination".to_owned(),
-            slices: None,
+            write_slices: false,
             statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: tulle_control::cluster::Config::default().cluster_networks,
                 global_egress_namespace: tulle_control::cluster::Config::default().global_egress_namespace,
@@ -207,10 +209,10 @@ impl TestObjects {
             requirements: WatchRequirements {
                 destination: false,
                 policy: true,
-                endpoints_source: EndpointKind::EndpointSlices,
+                endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            kinds_readiness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
         let watching = kubernetes::run(self.client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });
@@ -268,7 +270,7 @@ fn complete_pod(pod: &mut Value) {
     if containers.is_empty() {
         containers.push(json!({"name": "app"}));
     }
-    // The injector adds these fields, and the pods of rows have them implicitly.
+    // In a cluster the injector adds these fields; rows leave them out.
     if is_meshed && !init.iter().chain(&containers).any(|one| one["name"] == "linkerd-proxy") {
         let env = [("INBOUND", port::INBOUND), ("ADMIN", port::ADMIN), ("CONTROL", port::TAP)].map(|(name, port)| {
             json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": format!("0.0.0.0:{port}")})
@@ -291,7 +293,7 @@ fn complete_pod(pod: &mut Value) {
 async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
     // Background deletion, because deletion of jobs would otherwise wait for the garbage collector, which does not run.
     let now = DeleteParams::background().grace_period(0);
-    // The API server deletes the Endpoints of a Service with it.
+    // The object may be gone: Endpoints are deleted with their Service.
     let Some(object) = api.get_opt(name).await? else {
         return Ok(());
     };

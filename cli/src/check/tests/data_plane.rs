@@ -104,8 +104,8 @@ fn each_missed_pod_has_a_restart_command_for_its_owner() {
 #[test]
 fn audit_findings_of_the_injector_are_reported_while_they_apply() {
     let audit = |names: &[&str]| {
-        let missing = names.iter().map(|name| json!({ "namespace": "shop", "name": name }));
-        let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "missing": missing.collect::<Vec<_>>() });
+        let pods = names.iter().map(|name| json!({ "namespace": "shop", "name": name }));
+        let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "uninjectedPods": pods.collect::<Vec<_>>() });
         Some(Ok(serde_json::from_value(found).unwrap()))
     };
     // The injector decides with its own data. Here no annotation requests injection.
@@ -242,18 +242,33 @@ fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
     assert_finding(
         &snapshot_of_shop(&[service(json!({})), sidecar]),
         Outcome::Warning,
-        &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
+        &[
+            "kubectl annotate --overwrite service db -n shop config.linkerd.io/opaque-ports=25,587,3306,4444,4567,4568,5432,6379,9300,11211,13306",
+        ],
     );
     assert_finding(
         &snapshot_of_shop(&[service(json!({})), pod(&[(OPAQUE, "3300-3310")])]),
         Outcome::Warning,
-        &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
+        &[
+            "kubectl annotate --overwrite service db -n shop config.linkerd.io/opaque-ports=25,587,3306,4444,4567,4568,5432,6379,9300,11211,13306",
+        ],
     );
     assert_finding(
-        &snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[])]),
+        &snapshot_of_shop(&[service(json!({ OPAQUE: "25, 13307" })), pod(&[(OPAQUE, "3306")])]),
         Outcome::Warning,
-        &["pod shop/db does not take port 3306 for opaque"],
+        &["kubectl annotate --overwrite service db -n shop config.linkerd.io/opaque-ports=25,13307,13306"],
     );
+    assert_finding(
+        &snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "25")])]),
+        Outcome::Warning,
+        &[
+            "port 3306 is opaque in service db but not in pod shop/db: annotate the pod template with",
+            "\"25,3306\"",
+        ],
+    );
+    // Without an annotation, the default of the cluster applies, which contains 3306.
+    let by_default = snapshot_of_shop(&[service(json!({ OPAQUE: "13306" })), pod(&[])]);
+    assert_eq!(findings(&by_default), []);
 }
 
 #[test]

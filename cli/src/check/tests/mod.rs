@@ -15,10 +15,10 @@ use super::*;
 
 const DAY: u64 = 86_400;
 
-fn scope(mode: Mode) -> Scope {
+pub(super) fn scope(mode: Mode) -> Scope {
     Scope {
         mode,
-        control_plane: "linkerd".to_owned(),
+        control_plane_namespace: "linkerd".to_owned(),
         namespace: None,
         expected_version: None,
         cni_namespace: "linkerd-cni".to_owned(),
@@ -283,7 +283,7 @@ fn an_empty_cluster_needs_an_installation() {
 #[test]
 fn a_namespace_other_than_linkerd_is_named_in_every_command() {
     let mut snapshot = cluster(Mode::Installed, &[crd("httproutes.gateway.networking.k8s.io", "v1")]);
-    snapshot.scope.control_plane = "mesh".to_owned();
+    snapshot.scope.control_plane_namespace = "mesh".to_owned();
     for (_, text) in findings(&snapshot) {
         assert!(text.contains("-L mesh"), "{text}");
     }
@@ -528,7 +528,7 @@ fn the_served_certificate_of_a_webhook_takes_precedence_over_its_secret() {
 }
 
 #[test]
-fn a_webhook_without_a_certificate_creates_one_at_start() {
+fn a_missing_webhook_certificate_is_reported_with_a_restart_as_its_fix() {
     let mut objects = installed(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "linkerd-policy-validator-k8s-tls");
     assert_finding(

@@ -97,10 +97,10 @@ fn identity(identity: &Identity) -> Value {
 
 fn rate_limit(limit: &HttpLocalRateLimit) -> Value {
     let rate = |limit: &http_local_rate_limit::Limit| json!(limit.requests_per_second);
-    let of = |of: &http_local_rate_limit::Override| {
-        let clients = of.clients.as_ref().map_or(&[][..], |clients| &clients.identities);
+    let override_json = |rule: &http_local_rate_limit::Override| {
+        let clients = rule.clients.as_ref().map_or(&[][..], |clients| &clients.identities);
         object([
-            ("requestsPerSecond", optional(of.limit.as_ref(), rate)),
+            ("requestsPerSecond", optional(rule.limit.as_ref(), rate)),
             ("clients", list(clients, identity)),
         ])
     };
@@ -108,7 +108,7 @@ fn rate_limit(limit: &HttpLocalRateLimit) -> Value {
         ("metadata", metadata(limit.metadata.as_ref())),
         ("total", optional(limit.total.as_ref(), rate)),
         ("identity", optional(limit.identity.as_ref(), rate)),
-        ("overrides", list(&limit.overrides, of)),
+        ("overrides", list(&limit.overrides, override_json)),
     ])
 }
 

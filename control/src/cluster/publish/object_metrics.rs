@@ -11,7 +11,7 @@ use crate::resources::event::Event;
 use crate::resources::meta::Name;
 use crate::resources::route::ParentKind;
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unserved::{self, UnservedPart};
+use crate::resources::unsupported::{self, UnsupportedPart};
 use crate::resources::{Kind, Object};
 
 /// Counts stored objects by kind, policy objects also by namespace, and the addresses and routes of Services.
@@ -24,16 +24,16 @@ pub(in crate::cluster) struct ObjectMetrics {
     /// Keys of Services with routes.
     routes: HashMap<LookupKey, GaugeGuard>,
     /// Unsupported parts by object.
-    unserved: HashMap<(Kind, Name), Vec<(UnservedPart, GaugeGuard)>>,
+    unsupported: HashMap<(Kind, Name), Vec<(UnsupportedPart, GaugeGuard)>>,
     /// By Server: parts of routes and rate limits that the Server does not support.
-    unserved_due_to_server: HashMap<Name, Vec<UnservedDueToServer>>,
+    unsupported_by_server: HashMap<Name, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
     unreadable: HashMap<(Kind, Name), (String, GaugeGuard)>,
 }
 
 /// A part of an object that its Server does not support.
-struct UnservedDueToServer {
-    part: (Kind, Name, UnservedPart),
+struct PartUnsupportedByServer {
+    part: (Kind, Name, UnsupportedPart),
     _gauge_guard: GaugeGuard,
 }
 
@@ -72,46 +72,46 @@ impl ObjectMetrics {
     }
 
     /// Updates the metric of unsupported parts of an object. Returns the parts that were not reported before.
-    pub(in crate::cluster) fn update_unserved(
+    pub(in crate::cluster) fn update_unsupported_parts(
         &mut self,
         metrics: &Metrics,
         event: &Event,
-    ) -> Vec<(Kind, Name, UnservedPart)> {
+    ) -> Vec<(Kind, Name, UnsupportedPart)> {
         let (id, found) = match event {
             Event::Applied(object) => (
                 (object.kind(), object.meta().name.clone()),
-                unserved::unserved_parts(object),
+                unsupported::unsupported_parts(object),
             ),
             Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
             // The last readable version stays in effect, with its unsupported parts.
             Event::Unreadable(_) | Event::Synced => return Vec::new(),
         };
-        let before = self.unserved.remove(&id).unwrap_or_default();
-        let is_new = |one: &&UnservedPart| !before.iter().any(|(old, _)| old == *one);
+        let before = self.unsupported.remove(&id).unwrap_or_default();
+        let is_new = |part: &&UnsupportedPart| !before.iter().any(|(old, _)| old == *part);
         let new = found
             .iter()
             .filter(is_new)
-            .map(|one| (id.0, id.1.clone(), one.clone()))
+            .map(|part| (id.0, id.1.clone(), part.clone()))
             .collect();
         if !found.is_empty() {
-            let counted = found.into_iter().map(|one| {
-                let guard = metrics.unserved_guard(id.0, &id.1, one.field);
-                (one, guard)
+            let counted = found.into_iter().map(|part| {
+                let guard = metrics.unsupported_guard(id.0, &id.1, part.field);
+                (part, guard)
             });
             let counted = counted.collect();
-            self.unserved.insert(id, counted);
+            self.unsupported.insert(id, counted);
         }
         new
     }
 
-    /// Updates the metric of parts that routes and rate limits lose because of their Server. Returns the parts that were not
-    /// reported before.
-    pub(in crate::cluster) fn update_unserved_servers(
+    /// Updates the metric of parts of routes and rate limits that their Server does not support. Returns the parts that were
+    /// not reported before.
+    pub(in crate::cluster) fn update_parts_unsupported_by_servers(
         &mut self,
         metrics: &Metrics,
         store: &Store,
         changed_keys: &HashSet<LookupKey>,
-    ) -> Vec<(Kind, Name, UnservedPart)> {
+    ) -> Vec<(Kind, Name, UnsupportedPart)> {
         let mut servers: HashSet<Name> = HashSet::new();
         for key in changed_keys {
             match key {
@@ -127,21 +127,21 @@ impl ObjectMetrics {
         }
         let mut new = Vec::new();
         for name in servers {
-            let before = self.unserved_due_to_server.remove(&name).unwrap_or_default();
+            let before = self.unsupported_by_server.remove(&name).unwrap_or_default();
             let Some(Object::Server(server)) = store.object(Kind::Server, &name) else {
                 continue;
             };
             let routes = LookupKey::Routes(ParentKind::Server, name.clone());
             let limits = LookupKey::Namespace(Kind::RateLimitPolicy, name.namespace.clone());
-            let found = unserved::unserved_due_to_server(server, store.find(&routes).chain(store.find(&limits)));
-            let is_new = |one: &&(Kind, Name, UnservedPart)| !before.iter().any(|old| old.part == **one);
+            let found = unsupported::unsupported_by_server(server, store.find(&routes).chain(store.find(&limits)));
+            let is_new = |part: &&(Kind, Name, UnsupportedPart)| !before.iter().any(|old| old.part == **part);
             new.extend(found.iter().filter(is_new).cloned());
             if !found.is_empty() {
-                let counted = found.into_iter().map(|what| UnservedDueToServer {
-                    _gauge_guard: metrics.unserved_guard(what.0, &what.1, what.2.field),
-                    part: what,
+                let counted = found.into_iter().map(|part| PartUnsupportedByServer {
+                    _gauge_guard: metrics.unsupported_guard(part.0, &part.1, part.2.field),
+                    part,
                 });
-                self.unserved_due_to_server.insert(name, counted.collect());
+                self.unsupported_by_server.insert(name, counted.collect());
             }
         }
         new

@@ -83,7 +83,12 @@ impl<T> SharedResponse<T> {
         }
         let bytes = encode()?;
         // Remove encodings whose previous value was dropped: no subscriber has it any more.
-        all.retain(|encoded| encoded.previous.as_ref().is_none_or(|after| after.strong_count() > 0));
+        all.retain(|encoded| {
+            encoded
+                .previous
+                .as_ref()
+                .is_none_or(|previous| previous.strong_count() > 0)
+        });
         // Most values have two encodings: one for new subscribers and one relative to the previous value.
         all.reserve_exact(1);
         all.push(CachedEncoding {
@@ -105,13 +110,13 @@ impl<T: PartialEq> PartialEq for SharedResponse<T> {
 
 impl<T> CachedEncoding<T> {
     fn matches(&self, key: &EncodingKey<'_, T>) -> bool {
-        let after = match (&self.previous, key.previous) {
+        let is_same_previous = match (&self.previous, key.previous) {
             (None, None) => true,
             // The weak reference keeps the allocation, so the address is not reused for another value.
             (Some(ours), Some(theirs)) => std::ptr::eq(ours.as_ptr(), Arc::as_ptr(theirs)),
             (Some(_), None) | (None, Some(_)) => false,
         };
-        after && self.encoder == key.encoder && self.zone.as_deref() == key.zone
+        is_same_previous && self.encoder == key.encoder && self.zone.as_deref() == key.zone
     }
 }
 

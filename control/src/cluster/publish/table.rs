@@ -15,7 +15,8 @@ use crate::cluster::views::view::View;
 
 pub(in crate::cluster) struct ViewTable<V: View> {
     entries: HashMap<Arc<V::Key>, Entry<V::Value>>,
-    readers: HashMap<LookupKey, HashSet<Arc<V::Key>>>,
+    /// The keys whose values were computed from a fact.
+    dependents: HashMap<LookupKey, HashSet<Arc<V::Key>>>,
 }
 
 struct Entry<T> {
@@ -29,7 +30,7 @@ impl<V: View> Default for ViewTable<V> {
     fn default() -> Self {
         Self {
             entries: HashMap::new(),
-            readers: HashMap::new(),
+            dependents: HashMap::new(),
         }
     }
 }
@@ -51,7 +52,10 @@ impl<V: View> ViewTable<V> {
         let metrics = V::metrics(metrics, key, &value);
         let key = Arc::new(key.clone());
         for dependency in &dependencies {
-            self.readers.entry(dependency.clone()).or_default().insert(key.clone());
+            self.dependents
+                .entry(dependency.clone())
+                .or_default()
+                .insert(key.clone());
         }
         V::update_metrics(&metrics, &value);
         metrics.add_subscriber();
@@ -71,7 +75,7 @@ impl<V: View> ViewTable<V> {
     pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changed_keys: &HashSet<LookupKey>) {
         let stale: HashSet<Arc<V::Key>> = changed_keys
             .iter()
-            .filter_map(|dependency| self.readers.get(dependency))
+            .filter_map(|dependency| self.dependents.get(dependency))
             .flatten()
             .cloned()
             .collect();
@@ -82,10 +86,13 @@ impl<V: View> ViewTable<V> {
             let (mut value, dependencies) = compute::<V>(store, config, &key);
             let old = std::mem::replace(&mut entry.dependencies, dependencies);
             for dependency in difference(&old, &entry.dependencies) {
-                remove_reader(&mut self.readers, dependency, &key);
+                remove_dependent(&mut self.dependents, dependency, &key);
             }
             for dependency in difference(&entry.dependencies, &old) {
-                self.readers.entry(dependency.clone()).or_default().insert(key.clone());
+                self.dependents
+                    .entry(dependency.clone())
+                    .or_default()
+                    .insert(key.clone());
             }
             let changed = {
                 let old = entry.value.borrow();
@@ -111,14 +118,14 @@ impl<V: View> ViewTable<V> {
             && let Some(entry) = self.entries.remove(key)
         {
             for dependency in &entry.dependencies {
-                remove_reader(&mut self.readers, dependency, key);
+                remove_dependent(&mut self.dependents, dependency, key);
             }
         }
     }
 
     #[cfg(test)]
     pub(in crate::cluster) fn is_empty(&self) -> bool {
-        self.entries.is_empty() && self.readers.is_empty()
+        self.entries.is_empty() && self.dependents.is_empty()
     }
 }
 
@@ -137,11 +144,15 @@ fn difference<'a>(dependencies: &'a [LookupKey], others: &'a [LookupKey]) -> imp
         .filter(|dependency| others.binary_search(dependency).is_err())
 }
 
-fn remove_reader<K: Eq + Hash>(readers: &mut HashMap<LookupKey, HashSet<Arc<K>>>, dependency: &LookupKey, key: &K) {
-    if let Some(keys) = readers.get_mut(dependency) {
+fn remove_dependent<K: Eq + Hash>(
+    dependents: &mut HashMap<LookupKey, HashSet<Arc<K>>>,
+    dependency: &LookupKey,
+    key: &K,
+) {
+    if let Some(keys) = dependents.get_mut(dependency) {
         keys.remove(key);
         if keys.is_empty() {
-            readers.remove(dependency);
+            dependents.remove(dependency);
         }
     }
 }

@@ -6,17 +6,18 @@ use std::sync::Arc;
 
 use tulle_core::names::{annotation, label};
 
-use crate::cluster::config::{Config, EndpointsSource, H2Upgrade, Ipv6};
+use crate::cluster::config::{Config, H2Upgrade, Ipv6};
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{external_endpoint, has_address_conflict, pod_endpoint};
 use crate::model::endpoints::{
-    Endpoint, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope, Workload,
+    Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope,
 };
 use crate::resources::meta::{Meta, Name};
 use crate::resources::service::{
-    Address, AddressTarget, InternalTrafficPolicy, NotReadyAddresses, Readiness, Service, ServiceKind, Subset,
+    Address, AddressTarget, EndpointReadiness, EndpointsSource, InternalTrafficPolicy, NotReadyAddresses, Service,
+    ServiceKind, Subset,
 };
 
 /// A service port, or one pod of a headless service.
@@ -53,8 +54,8 @@ impl View for EndpointsView {
                 continue;
             };
             for address in subset.addresses.iter().filter(|address| matches_key(address, key)) {
-                let mirror = MirrorSource { meta, port: key.port };
-                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &mirror) {
+                let without_target = AddressWithoutTarget { meta, port: key.port };
+                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &without_target) {
                     let target_map = match (state, service.not_ready_addresses) {
                         (EndpointState::Terminating, NotReadyAddresses::Omitted) => &mut terminating,
                         (EndpointState::Terminating, NotReadyAddresses::Published) | (EndpointState::Active, _) => {
@@ -138,8 +139,8 @@ fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
 }
 
 fn matches_key(address: &Address, key: &Key) -> bool {
-    let named = key.hostname.is_none() || address.hostname == key.hostname;
-    named && address.ready != Readiness::NotReady
+    let matches_hostname = key.hostname.is_none() || address.hostname == key.hostname;
+    matches_hostname && address.ready != EndpointReadiness::NotReady
 }
 
 /// An endpoint is terminating if its slice says so or if its pod is being deleted. The pod is checked too, because slices
@@ -155,11 +156,11 @@ fn resolve_endpoint(
     config: &Config,
     address: &Address,
     port: u16,
-    mirror: &MirrorSource<'_>,
+    without_target: &AddressWithoutTarget<'_>,
 ) -> Option<(Endpoint, EndpointState)> {
     let mut state = match address.ready {
-        Readiness::Terminating => EndpointState::Terminating,
-        Readiness::Ready | Readiness::NotReady => EndpointState::Active,
+        EndpointReadiness::Terminating => EndpointState::Terminating,
+        EndpointReadiness::Ready | EndpointReadiness::NotReady => EndpointState::Active,
     };
     let mut endpoint = match &address.target {
         AddressTarget::Pod(name) => {
@@ -176,7 +177,7 @@ fn resolve_endpoint(
             }
             external_endpoint(reader, config, workload, address.ip, port)
         }
-        AddressTarget::Unset => mirror.endpoint(config, address.ip, port),
+        AddressTarget::Unset => without_target.endpoint(config, address.ip, port),
         AddressTarget::UnsupportedKind => return None,
     };
     endpoint.node = endpoint.node.or_else(|| address.node.clone());
@@ -186,14 +187,14 @@ fn resolve_endpoint(
     Some((endpoint, state))
 }
 
-/// The object that lists an address without a workload, and the requested port. The address can be that of a gateway to
-/// another cluster.
-struct MirrorSource<'a> {
+/// Context of an address without `targetRef`: the metadata of the object that lists it, and the requested port. Mirrored
+/// Services list the gateway of the other cluster in this way.
+struct AddressWithoutTarget<'a> {
     meta: &'a Meta,
     port: u16,
 }
 
-impl MirrorSource<'_> {
+impl AddressWithoutTarget<'_> {
     fn endpoint(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
         let mut endpoint = Endpoint::from_addr((ip, port).into());
         let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
@@ -232,9 +233,9 @@ fn apply_ip_family(config: &Config, addresses: &mut BTreeMap<std::net::SocketAdd
     match config.ipv6 {
         Ipv6::Drop => addresses.retain(|addr, _| addr.is_ipv4()),
         Ipv6::Serve => {
-            let ipv6_workloads: HashSet<Workload> = addresses
+            let ipv6_workloads: HashSet<EndpointWorkload> = addresses
                 .values()
-                .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != Workload::Unknown)
+                .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != EndpointWorkload::Unknown)
                 .map(|endpoint| endpoint.workload.clone())
                 .collect();
             addresses.retain(|addr, endpoint| addr.is_ipv6() || !ipv6_workloads.contains(&endpoint.workload));

@@ -12,12 +12,12 @@ use tulle_core::networks::NetworkMatch;
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
-use crate::cluster::views::routes::{self, ServerRoute};
+use crate::cluster::views::routes::{self, ServerRoute, failure_filter};
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::WorkloadRef;
 use crate::model::inbound::{
-    Authorization, AuthorizationReference, ClientAuthentication, Identities, Protocol, RateLimit, Route, Routes, Rule,
-    Server as Model, ServerReference,
+    Authorization, AuthorizationReference, ClientAuthentication, Identities, InboundPolicy, Protocol, RateLimit, Route,
+    Routes, Rule, ServerReference,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
@@ -36,39 +36,47 @@ use crate::resources::route::{self as raw, RouteKind, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    pub workload: Workload,
+    pub workload: WorkloadId,
     pub port: u16,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Workload {
+pub enum WorkloadId {
     Pod(Name),
     External(Name),
+}
+
+impl WorkloadId {
+    pub fn name(&self) -> &Name {
+        match self {
+            Self::Pod(name) | Self::External(name) => name,
+        }
+    }
 }
 
 pub(in crate::cluster) struct InboundView;
 
 impl View for InboundView {
     type Key = Key;
-    type Value = Option<Model>;
+    type Value = Option<InboundPolicy>;
 
-    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
-        let (subject, probes) = match &key.workload {
-            Workload::Pod(name) => {
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<InboundPolicy> {
+        let (workload, probes) = match &key.workload {
+            WorkloadId::Pod(name) => {
                 let pod = reader.pod(name)?;
                 (WorkloadRef::Pod(pod), pod.probe_paths(key.port))
             }
-            Workload::External(name) => (WorkloadRef::External(reader.external_workload(name)?), BTreeSet::new()),
+            WorkloadId::External(name) => (WorkloadRef::External(reader.external_workload(name)?), BTreeSet::new()),
         };
         let view = PortContext {
             reader,
             config,
-            workload: subject,
+            workload,
             port: key.port,
             probes: &probes,
         };
-        Some(match &subject.servers(reader, key.port)[..] {
-            [server, others @ ..] => Model {
+        Some(match &workload.servers(reader, key.port)[..] {
+            [server, others @ ..] => InboundPolicy {
                 overridden_servers: others.iter().map(|other| other.meta.name.name.clone()).collect(),
                 ..view.server_policy(server)
             },
@@ -76,14 +84,13 @@ impl View for InboundView {
         })
     }
 
-    fn metrics(metrics: &Metrics, key: &Key, _value: &Option<Model>) -> EntryMetrics {
-        let (Workload::Pod(name) | Workload::External(name)) = &key.workload;
-        metrics.inbound(&name.namespace)
+    fn metrics(metrics: &Metrics, key: &Key, _value: &Option<InboundPolicy>) -> EntryMetrics {
+        metrics.inbound(&key.workload.name().namespace)
     }
 
-    fn update_metrics(metrics: &EntryMetrics, value: &Option<Model>) {
+    fn update_metrics(metrics: &EntryMetrics, value: &Option<InboundPolicy>) {
         match value {
-            Some(Model {
+            Some(InboundPolicy {
                 reference: ServerReference::Server(by),
                 overridden_servers: overridden,
                 ..
@@ -103,10 +110,10 @@ struct PortContext<'a> {
 }
 
 impl PortContext<'_> {
-    fn unselected_port_policy(&self) -> Model {
+    fn unselected_port_policy(&self) -> InboundPolicy {
         let policy = self.default_policy();
         let protocol = self.protocol(None);
-        Model {
+        InboundPolicy {
             reference: ServerReference::Default(policy.as_str()),
             protocol,
             authorizations: self.default_authorizations(policy),
@@ -120,19 +127,19 @@ impl PortContext<'_> {
     }
 
     /// The default policy of the workload's annotations, or of the cluster. An invalid annotation denies all clients, because
-    /// the intended restriction is unknown.
+    /// the intended restriction is unknown: an entry in the list of ports that is not understood could mean this port.
     fn default_policy(&self) -> DefaultPolicy {
         let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
             Some(text) => text.parse().unwrap_or(DefaultPolicy::Deny),
             None => self.config.default_policy,
         };
-        let Some(needs_identity) = self
+        let Some(identity_ports) = self
             .workload
             .annotated_ports(annotation::REQUIRE_IDENTITY_INBOUND_PORTS)
         else {
             return policy;
         };
-        if needs_identity.to_set().contains(self.port) {
+        if identity_ports.to_set().contains(self.port) {
             match &mut policy {
                 DefaultPolicy::Allow { clients, .. } => *clients = DefaultClients::Authenticated,
                 // `audit` would allow unauthenticated clients.
@@ -144,7 +151,7 @@ impl PortContext<'_> {
                 }
                 DefaultPolicy::Deny => {}
             }
-        } else if !needs_identity.unknown.is_empty() {
+        } else if !identity_ports.unknown.is_empty() {
             policy = DefaultPolicy::Deny;
         }
         policy
@@ -161,7 +168,7 @@ impl PortContext<'_> {
         }
     }
 
-    fn server_policy(&self, server: &Server) -> Model {
+    fn server_policy(&self, server: &Server) -> InboundPolicy {
         let protocol = self.protocol(Some(server));
         if server.unreadable.is_some() {
             return self.unreadable_server_policy(server, protocol);
@@ -181,7 +188,7 @@ impl PortContext<'_> {
                 Routes::Opaque
             }
         };
-        Model {
+        InboundPolicy {
             reference: ServerReference::Server(server.meta.name.name.clone()),
             protocol,
             authorizations,
@@ -191,9 +198,10 @@ impl PortContext<'_> {
         }
     }
 
-    /// Authorizes only probes. The unreadable part of the Server may restrict the clients that its authorizations permit.
-    fn unreadable_server_policy(&self, server: &Server, protocol: Protocol) -> Model {
-        Model {
+    /// Authorizes no client: the unreadable part of the Server may restrict the clients that its authorizations permit. With an
+    /// HTTP protocol, the probes of the pod are still permitted.
+    fn unreadable_server_policy(&self, server: &Server, protocol: Protocol) -> InboundPolicy {
+        InboundPolicy {
             reference: ServerReference::Server(server.meta.name.name.clone()),
             protocol,
             authorizations: Vec::new(),
@@ -255,7 +263,7 @@ impl PortContext<'_> {
             ServerClient::NoClient => return None,
         };
         let networks = authorization.networks.clone();
-        let networks = networks.unwrap_or_else(|| full_network(&self.config.cluster_networks));
+        let networks = networks.unwrap_or_else(|| without_exceptions(&self.config.cluster_networks));
         // Proxies reject a message with an authorization that has no networks.
         (!networks.is_empty()).then(|| Authorization {
             reference: object_reference("serverauthorization", &authorization.meta.name),
@@ -297,7 +305,7 @@ impl PortContext<'_> {
                 };
                 let networks = match from {
                     DefaultNetworks::All => all_networks(),
-                    DefaultNetworks::Cluster => full_network(&self.config.cluster_networks),
+                    DefaultNetworks::Cluster => without_exceptions(&self.config.cluster_networks),
                 };
                 (clients, networks)
             }
@@ -347,23 +355,23 @@ impl PortContext<'_> {
         if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::GatewayHttp) {
             return vec![self.failing_route(route, failure, HttpMatch::match_all())];
         }
-        for of_server in attached {
-            if let Rules::Http(rules) = &of_server.route.rules {
+        for server_route in attached {
+            if let Rules::Http(rules) = &server_route.route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::http_matches(rule),
-                    filters: routes::inbound_http_filters(of_server, rule),
+                    filters: routes::inbound_http_filters(server_route, rule),
                 });
-                found.push(self.route(of_server.route, rules.collect()));
+                found.push(self.route(server_route.route, rules.collect()));
             }
         }
         let found = if found.is_empty() { self.default_routes() } else { found };
-        self.fail_on_unserved_rate_limit(server, RouteKind::GatewayHttp, found)
+        self.replace_filters_if_rate_limit_unsupported(server, RouteKind::GatewayHttp, found)
     }
 
     /// A route that answers all requests of the Server with an error, because the requests that `route` restricts are unknown.
-    fn failing_route<M>(&self, route: &raw::Route, failure: Filter, everything: M) -> Route<M> {
+    fn failing_route<M>(&self, route: &raw::Route, failure: Filter, match_all: M) -> Route<M> {
         let rule = Rule {
-            matches: vec![everything],
+            matches: vec![match_all],
             filters: vec![failure],
         };
         Route {
@@ -377,19 +385,19 @@ impl PortContext<'_> {
         if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::Grpc) {
             return vec![self.failing_route(route, failure, GrpcMatch::default())];
         }
-        for of_server in attached {
-            if let Rules::Grpc(rules) = &of_server.route.rules {
+        for server_route in attached {
+            if let Rules::Grpc(rules) = &server_route.route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::grpc_matches(rule),
-                    filters: routes::inbound_grpc_filters(of_server, rule),
+                    filters: routes::inbound_grpc_filters(server_route, rule),
                 });
-                found.push(self.route(of_server.route, rules.collect()));
+                found.push(self.route(server_route.route, rules.collect()));
             }
         }
         if found.is_empty() {
             found.push(default_route(GrpcMatch::default()));
         }
-        self.fail_on_unserved_rate_limit(server, RouteKind::Grpc, found)
+        self.replace_filters_if_rate_limit_unsupported(server, RouteKind::Grpc, found)
     }
 
     fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
@@ -416,7 +424,7 @@ impl PortContext<'_> {
                 hosts: Vec::new(),
                 authorizations: vec![Authorization {
                     reference: AuthorizationReference::Default("probe"),
-                    networks: full_network(&self.config.probe_networks),
+                    networks: without_exceptions(&self.config.probe_networks),
                     authentication: ClientAuthentication::Unauthenticated,
                 }],
                 rules: vec![Rule {
@@ -434,24 +442,24 @@ impl PortContext<'_> {
         limits.min_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()))
     }
 
-    /// The routes of a Server. If its rate limit is not supported, all of them answer with an error.
-    fn fail_on_unserved_rate_limit<M>(
+    /// Returns the routes. If the Server's rate limit is unreadable or not supported, each rule answers with an error.
+    fn replace_filters_if_rate_limit_unsupported<M>(
         &self,
         server: &Server,
         protocol: RouteKind,
-        mut found: Vec<Route<M>>,
+        mut routes: Vec<Route<M>>,
     ) -> Vec<Route<M>> {
         let Some(limit) = self.oldest_rate_limit(server) else {
-            return found;
+            return routes;
         };
-        let unread = limit.unreadable.as_ref().map(ToString::to_string);
-        if let Some(reason) = unread.or_else(|| acceptance::rate_limit_unsupported_reason(server.protocol)) {
+        let unreadable = limit.unreadable.as_ref().map(ToString::to_string);
+        if let Some(reason) = unreadable.or_else(|| acceptance::rate_limit_unsupported_reason(server.protocol)) {
             let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
-            for rule in found.iter_mut().flat_map(|route| &mut route.rules) {
-                rule.filters = vec![routes::failure_filter(protocol, message.clone())];
+            for rule in routes.iter_mut().flat_map(|route| &mut route.rules) {
+                rule.filters = vec![failure_filter(protocol, message.clone())];
             }
         }
-        found
+        routes
     }
 
     fn rate_limit(&self, server: &Server) -> Option<RateLimit> {
@@ -481,13 +489,13 @@ impl PortContext<'_> {
     }
 }
 
-fn default_route<M>(everything: M) -> Route<M> {
+fn default_route<M>(match_all: M) -> Route<M> {
     Route {
         reference: Reference::Default("default"),
         hosts: Vec::new(),
         authorizations: Vec::new(),
         rules: vec![Rule {
-            matches: vec![everything],
+            matches: vec![match_all],
             filters: Vec::new(),
         }],
     }
@@ -501,14 +509,14 @@ fn object_reference(kind: &'static str, name: &Name) -> AuthorizationReference {
     }
 }
 
-fn full_network(networks: &[IpNet]) -> Vec<NetworkMatch> {
+fn without_exceptions(networks: &[IpNet]) -> Vec<NetworkMatch> {
     networks.iter().copied().map(NetworkMatch::from).collect()
 }
 
 fn all_networks() -> Vec<NetworkMatch> {
     let v4 = IpNet::V4(ipnet::Ipv4Net::default());
     let v6 = IpNet::V6(ipnet::Ipv6Net::default());
-    full_network(&[v4, v6])
+    without_exceptions(&[v4, v6])
 }
 
 /// Timeout of protocol detection in the proxy.

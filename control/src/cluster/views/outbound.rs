@@ -114,8 +114,9 @@ impl OutboundContext<'_> {
         let grpc = self.grpc_routes(&parent);
         let tls = self.stream_routes(&parent, RouteKind::Tls);
         let tcp = self.stream_routes(&parent, RouteKind::Tcp);
+        // "opaq" is the name that Linkerd uses in metrics.
         let opaque = parent.default_stream("opaq");
-        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
+        let tcp_or_default = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
         let http_or_default = |http: Vec<_>| {
             if http.is_empty() {
                 vec![parent.default_http("http")]
@@ -134,8 +135,8 @@ impl OutboundContext<'_> {
             Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
             Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
             Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
-            Some(_) => Protocol::Opaque(opaque_or_tcp(tcp)),
-            None if is_opaque => Protocol::Opaque(opaque_or_tcp(tcp)),
+            Some(_) => Protocol::Opaque(tcp_or_default(tcp)),
+            None if is_opaque => Protocol::Opaque(tcp_or_default(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),
             None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
             None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
@@ -230,11 +231,11 @@ impl OutboundContext<'_> {
         let mut tls = self.stream_routes(&parent, RouteKind::Tls);
         let tcp = self.stream_routes(&parent, RouteKind::Tcp);
         let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
-        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
+        let tcp_or_default = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
         // An EgressNetwork has no named ports.
         let is_opaque = is_marked_opaque(self.config, &network.meta, addr.port(), |_| Vec::new());
         let protocol = if is_opaque {
-            Protocol::Opaque(opaque_or_tcp(tcp))
+            Protocol::Opaque(tcp_or_default(tcp))
         } else if !grpc.is_empty() {
             grpc.push(parent.egress_grpc(allow));
             Protocol::Grpc(grpc)
@@ -300,13 +301,13 @@ impl OutboundContext<'_> {
                 continue;
             }
             served.push(route);
-            let backends = match (&rules[..], route_admission::unserved_reason(route, parent.kind)) {
+            let backends = match (&rules[..], route_admission::unsupported_reason(route, parent.kind)) {
                 ([rule], None) => self.backends(route, &rule.backend_refs, parent),
                 (_, reason) => {
                     let reason = reason.as_deref().unwrap_or("it cannot be served");
                     let message = format!("{} {}: {reason}", kind.kind(), route.meta.name);
-                    let refusal = failing_backend(Reference::Default("invalid"), kind, &message);
-                    Distribution::FirstAvailable(Box::new(refusal))
+                    let failing = failing_backend(Reference::Default("invalid"), kind, &message);
+                    Distribution::FirstAvailable(Box::new(failing))
                 }
             };
             found.push(StreamRoute {
@@ -355,15 +356,15 @@ impl OutboundContext<'_> {
             backend.filters.extend(filters);
             backends.push((backend, reference.weight));
         }
-        // If all weights are 0, no backend can be selected, and proxies crash.
+        // Linkerd's proxy panics if all weights are 0.
         let total: u64 = backends.iter().map(|(_, weight)| u64::from(*weight)).sum();
         if total == 0 || total > u64::from(u32::MAX) {
-            let refusal = failing_backend(
+            let failing = failing_backend(
                 Reference::Default("invalid"),
                 route.kind,
                 "the backend weights add up to 0 or to more than 4294967295",
             );
-            return Distribution::FirstAvailable(Box::new(refusal));
+            return Distribution::FirstAvailable(Box::new(failing));
         }
         Distribution::Weighted(backends)
     }
@@ -480,7 +481,7 @@ impl<'a> ParentDefaults<'a> {
 
     /// Denies all traffic: the unreadable part of the EgressNetwork may forbid what its routes permit.
     fn unreadable_network_policy(self, reason: &str) -> Policy {
-        let refusal = Filter::FailHttp {
+        let failure = Filter::FailHttp {
             status: 500,
             message: format!("EgressNetwork {}: {reason}", self.name),
         };
@@ -488,7 +489,7 @@ impl<'a> ParentDefaults<'a> {
         Policy {
             protocol: Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
-                http: vec![self.default_route(name, HttpMatch::match_all(), None, vec![refusal])],
+                http: vec![self.default_route(name, HttpMatch::match_all(), None, vec![failure])],
                 opaque: self.egress_stream(false, "", "tcp-egress-unreadable"),
             },
             accrual: self.accrual,
@@ -504,11 +505,11 @@ impl<'a> ParentDefaults<'a> {
         if allow {
             return self.default_http("http-egress-allow");
         }
-        let refusal = Filter::FailHttp {
+        let failure = Filter::FailHttp {
             status: 403,
             message: NOT_ALLOWED_MESSAGE.to_owned(),
         };
-        self.default_route("http-egress-deny", HttpMatch::match_all(), None, vec![refusal])
+        self.default_route("http-egress-deny", HttpMatch::match_all(), None, vec![failure])
     }
 
     fn egress_grpc(&self, allow: bool) -> Route<GrpcMatch> {
@@ -516,17 +517,17 @@ impl<'a> ParentDefaults<'a> {
             let retry = self.grpc_retry.clone();
             return self.default_route("grpc-egress-allow", GrpcMatch::default(), retry, Vec::new());
         }
-        let refusal = Filter::FailGrpc {
+        let failure = Filter::FailGrpc {
             code: 7,
             message: NOT_ALLOWED_MESSAGE.to_owned(),
         };
-        self.default_route("grpc-egress-deny", GrpcMatch::default(), None, vec![refusal])
+        self.default_route("grpc-egress-deny", GrpcMatch::default(), None, vec![failure])
     }
 
     fn default_route<M>(
         &self,
         name: &'static str,
-        everything: M,
+        match_all: M,
         retry: Option<Retry>,
         filters: Vec<Filter>,
     ) -> Route<M> {
@@ -534,7 +535,7 @@ impl<'a> ParentDefaults<'a> {
             reference: Reference::Default(name),
             hosts: Vec::new(),
             rules: vec![Rule {
-                matches: vec![everything],
+                matches: vec![match_all],
                 filters,
                 backends: Distribution::FirstAvailable(Box::new(self.default.clone())),
                 timeouts: self.timeouts,

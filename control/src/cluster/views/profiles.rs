@@ -13,7 +13,7 @@ use crate::cluster::views::workload::{
     service_is_opaque,
 };
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
-use crate::model::profile::{DstOverride, Opacity, Profile, RetryBudget, ServiceProfile as ServiceModel};
+use crate::model::profile::{DstOverride, Profile, RetryBudget, ServiceProfile as ServiceModel};
 use crate::resources::interning::intern;
 use crate::resources::meta::Name;
 use crate::resources::service::{AddressTarget, Service, ServiceKind};
@@ -121,7 +121,7 @@ fn service_profile(
         namespace: name.namespace.clone(),
         service: name.name.clone(),
         port,
-        opacity: opacity(service_is_opaque(config, service, port)),
+        is_opaque: service_is_opaque(config, service, port),
         source: None,
         routes: Vec::new(),
         budget: RetryBudget::default(),
@@ -159,10 +159,6 @@ fn find_service_profile<'a>(
         .or_else(|| in_namespace(&service.namespace))
 }
 
-fn opacity(opaque: bool) -> Opacity {
-    if opaque { Opacity::Opaque } else { Opacity::Detect }
-}
-
 fn instance_profile(reader: &Reader<'_>, config: &Config, service: &Name, hostname: &str, port: u16) -> Profile {
     let Some(service) = reader.service(service) else {
         return Profile::ServiceMissing;
@@ -184,14 +180,13 @@ fn instance_profile(reader: &Reader<'_>, config: &Config, service: &Name, hostna
 /// address.
 fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> Profile {
     let (ip, port) = (addr.ip(), addr.port());
-    let ambiguous = |what: &str| Profile::Ambiguous(format!("several {what} have the address {addr}"));
     let alive = |pod: &&&Arc<Pod>| pod.phase != Some(PodPhase::Terminated) && !pod.meta.terminating;
     let pods = reader.pods_at(ip);
     let pods: Vec<_> = pods.iter().filter(alive).collect();
     match *pods {
         [] => {}
         [pod] => return pod_profile(reader, config, pod, addr),
-        [..] => return ambiguous("pods"),
+        [..] => return Profile::Ambiguous(format!("several pods have the address {ip}")),
     }
     let host_port_pods = reader.pods_on_host(ip);
     let host_port_pods: Vec<_> = host_port_pods
@@ -202,7 +197,7 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
     match *host_port_pods {
         [] => {}
         [pod] => return pod_profile(reader, config, pod, addr),
-        [..] => return ambiguous("pods' hosts"),
+        [..] => return Profile::Ambiguous(format!("several pods use the host port {addr}")),
     }
     let mut workloads = reader.external_workloads_at(ip).into_iter();
     let workload =
@@ -230,18 +225,16 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
     let node = pod.node.as_deref().and_then(|node| reader.node(&Name::new("", node)));
     endpoint.zone = node.and_then(|node| node.zone.clone());
-    let opaque = WorkloadRef::Pod(pod).is_opaque(reader, config, addr.port());
     Profile::Endpoint {
         endpoint,
-        opacity: opacity(opaque),
+        is_opaque: WorkloadRef::Pod(pod).is_opaque(reader, config, addr.port()),
     }
 }
 
 fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
-    let opaque = endpoint.protocol == Some(ProtocolHint::Opaque);
     Profile::Endpoint {
+        is_opaque: endpoint.protocol == Some(ProtocolHint::Opaque),
         endpoint,
-        opacity: opacity(opaque),
     }
 }
 
@@ -250,7 +243,7 @@ fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
     endpoint.http2 = Http2Params::Unset;
     Profile::Endpoint {
         endpoint,
-        opacity: opacity(config.default_opaque_ports.contains(addr.port())),
+        is_opaque: config.default_opaque_ports.contains(addr.port()),
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn attached_routes<'a>(
     port: Option<u16>,
 ) -> Vec<&'a Arc<Route>> {
     let routes = reader.routes_of(kind, parent);
-    let serves = |route: &Route| {
+    let applies = |route: &Route| {
         route.parents.iter().any(|reference| {
             reference.kind == kind
                 && reference.name == *parent
@@ -35,23 +35,27 @@ pub(super) fn attached_routes<'a>(
                 && is_attached(reader, config, route, reference, &routes)
         })
     };
-    routes.iter().filter(|route| serves(route)).copied().collect()
+    routes.iter().filter(|route| applies(route)).copied().collect()
 }
 
 /// A route that references a Server of its namespace.
 pub(super) struct ServerRoute<'a> {
     pub(super) route: &'a Arc<Route>,
-    /// The reason why the route is not accepted.
-    pub(super) refusal: Option<RouteRejection>,
+    /// The reason why the route is not accepted. `None` if it is.
+    pub(super) rejection: Option<RouteRejection>,
 }
 
 impl ServerRoute<'_> {
     /// The filter that makes all requests of a rejected route fail.
-    fn refusal_filter(&self) -> Option<Filter> {
-        match &self.refusal {
+    fn rejection_filter(&self) -> Option<Filter> {
+        match &self.rejection {
             // Unsupported parts are handled per rule.
             None | Some(RouteRejection::Unsupported(_)) => None,
-            Some(refusal) => Some(route_failure_filter(self.route, self.route.kind, &refusal.to_string())),
+            Some(rejection) => Some(route_failure_filter(
+                self.route,
+                self.route.kind,
+                &rejection.to_string(),
+            )),
         }
     }
 }
@@ -61,34 +65,36 @@ impl ServerRoute<'_> {
 /// Acceptance is computed here, because the status may not be written yet. Leaving out such a route would let other rules
 /// serve its requests.
 pub(super) fn server_routes<'a>(reader: &Reader<'a>, config: &Config, server: &Name) -> Vec<ServerRoute<'a>> {
-    let evaluated = |route: &'a Arc<Route>| {
+    let check = |route: &'a Arc<Route>| {
         let parents = route.parents.iter();
-        let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == *server;
-        let mut evaluated: Vec<_> = parents
-            .filter(names)
+        let is_server = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == *server;
+        let mut rejections: Vec<_> = parents
+            .filter(is_server)
             .map(|parent| acceptance::check_route(reader, acceptance_settings(config), route, parent, []).err())
             .collect();
         // A route that references the Server twice is served if one reference is accepted.
-        evaluated.sort_by_key(Option::is_some);
-        evaluated
+        rejections.sort_by_key(Option::is_some);
+        rejections
             .into_iter()
             .next()
-            .map(|refusal| ServerRoute { route, refusal })
+            .map(|rejection| ServerRoute { route, rejection })
     };
     let routes = reader.routes_of(ParentKind::Server, server);
-    let own = routes
+    let routes_of_namespace = routes
         .into_iter()
         .filter(|route| *route.meta.namespace() == server.namespace);
-    own.filter_map(evaluated).collect()
+    routes_of_namespace.filter_map(check).collect()
 }
 
 /// The first route whose kind does not fit the Server's protocol.
 pub(super) fn find_protocol_mismatch<'r, 'a>(routes: &'r [ServerRoute<'a>]) -> Option<&'r ServerRoute<'a>> {
-    let is_of_other = |route: &&ServerRoute<'_>| matches!(route.refusal, Some(RouteRejection::ProtocolMismatch(_)));
-    routes.iter().find(is_of_other)
+    let is_protocol_mismatch =
+        |route: &&ServerRoute<'_>| matches!(route.rejection, Some(RouteRejection::ProtocolMismatch(_)));
+    routes.iter().find(is_protocol_mismatch)
 }
 
-/// Whether the route is accepted by its status, or would be if the status were written.
+/// Whether the parent accepts the route: by the route's status, or for a source without statuses, by the rules of the status
+/// controller. On Kubernetes a route without a status is not attached.
 ///
 /// Routes with unsupported parts are attached: leaving them out would let other rules serve their requests.
 fn is_attached(
@@ -100,12 +106,11 @@ fn is_attached(
 ) -> bool {
     match parent.acceptance {
         Acceptance::Accepted | Acceptance::Unsupported => true,
-        Acceptance::Refused => false,
-        Acceptance::NoStatus => {
+        Acceptance::Rejected => false,
+        Acceptance::NotReported => {
             let competing_routes = competing_routes.iter().map(|competing| &***competing);
-            let evaluated =
-                acceptance::check_route(reader, acceptance_settings(config), route, parent, competing_routes);
-            matches!(evaluated, Ok(()) | Err(RouteRejection::Unsupported(_)))
+            let checked = acceptance::check_route(reader, acceptance_settings(config), route, parent, competing_routes);
+            matches!(checked, Ok(()) | Err(RouteRejection::Unsupported(_)))
         }
     }
 }
@@ -224,29 +229,30 @@ fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
 
 /// Filters of an HTTPRoute rule. A rule that is not supported gets one filter that makes its requests fail.
 pub(super) fn http_filters(route: &Route, rule: &raw::Rule<raw::HttpMatch>, parent: ParentKind) -> Vec<Filter> {
-    let served = route_admission::check_http_rule(rule, route.kind, parent);
-    filters_or_failure_filter(route, &rule.filters, served)
+    let support = route_admission::check_http_rule(rule, route.kind, parent);
+    filters_or_failure_filter(route, &rule.filters, support)
 }
 
 /// Filters of a GRPCRoute rule. A rule that is not supported gets one filter that makes its requests fail.
 pub(super) fn grpc_filters(route: &Route, rule: &raw::Rule<raw::GrpcMatch>, parent: ParentKind) -> Vec<Filter> {
-    let served = route_admission::check_grpc_rule(rule, route.kind, parent);
-    filters_or_failure_filter(route, &rule.filters, served)
+    let support = route_admission::check_grpc_rule(rule, route.kind, parent);
+    filters_or_failure_filter(route, &rule.filters, support)
 }
 
 /// Filters of a backend. Filters that are not supported are replaced by one that makes the requests fail.
 pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: ParentKind) -> Vec<Filter> {
-    let mut all = filters.iter();
-    let served = all.try_for_each(|one| route_admission::check_filter_support(one, route.kind, parent));
-    filters_or_failure_filter(route, filters, served)
+    let mut filters_to_check = filters.iter();
+    let support =
+        filters_to_check.try_for_each(|filter| route_admission::check_filter_support(filter, route.kind, parent));
+    filters_or_failure_filter(route, filters, support)
 }
 
-fn filters_or_failure_filter(route: &Route, filters: &[raw::Filter], served: Result<(), String>) -> Vec<Filter> {
-    let served = match &route.unreadable {
-        Some(unread) => Err(unread.reason.clone()),
-        None => served,
+fn filters_or_failure_filter(route: &Route, filters: &[raw::Filter], support: Result<(), String>) -> Vec<Filter> {
+    let support = match &route.unreadable {
+        Some(unreadable) => Err(unreadable.reason.clone()),
+        None => support,
     };
-    match served {
+    match support {
         Ok(()) => filters.iter().filter_map(filter).collect(),
         Err(reason) => vec![route_failure_filter(route, route.kind, &reason)],
     }
@@ -258,18 +264,18 @@ fn route_failure_filter(route: &Route, protocol: RouteKind, reason: &str) -> Fil
 }
 
 /// Filters of an HTTPRoute rule attached to a Server.
-pub(super) fn inbound_http_filters(of_server: &ServerRoute<'_>, rule: &raw::Rule<raw::HttpMatch>) -> Vec<Filter> {
-    match of_server.refusal_filter() {
+pub(super) fn inbound_http_filters(server_route: &ServerRoute<'_>, rule: &raw::Rule<raw::HttpMatch>) -> Vec<Filter> {
+    match server_route.rejection_filter() {
         Some(failure) => vec![failure],
-        None => http_filters(of_server.route, rule, ParentKind::Server),
+        None => http_filters(server_route.route, rule, ParentKind::Server),
     }
 }
 
 /// Filters of a GRPCRoute rule attached to a Server.
-pub(super) fn inbound_grpc_filters(of_server: &ServerRoute<'_>, rule: &raw::Rule<raw::GrpcMatch>) -> Vec<Filter> {
-    match of_server.refusal_filter() {
+pub(super) fn inbound_grpc_filters(server_route: &ServerRoute<'_>, rule: &raw::Rule<raw::GrpcMatch>) -> Vec<Filter> {
+    match server_route.rejection_filter() {
         Some(failure) => vec![failure],
-        None => grpc_filters(of_server.route, rule, ParentKind::Server),
+        None => grpc_filters(server_route.route, rule, ParentKind::Server),
     }
 }
 
@@ -279,34 +285,36 @@ pub(super) fn find_route_failing_all_requests<'a>(
     routes: &[ServerRoute<'a>],
     protocol: RouteKind,
 ) -> Option<(&'a Arc<Route>, Filter)> {
-    if let Some(ServerRoute { route, refusal }) = find_protocol_mismatch(routes) {
-        let reason = refusal.as_ref().map(ToString::to_string).unwrap_or_default();
+    if let Some(ServerRoute { route, rejection }) = find_protocol_mismatch(routes) {
+        let reason = rejection.as_ref().map(ToString::to_string).unwrap_or_default();
         return Some((route, route_failure_filter(route, protocol, &reason)));
     }
     let route = find_unreadable_match(routes)?;
-    let reason = route_admission::unserved_reason(route, ParentKind::Server);
+    let reason = route_admission::unsupported_reason(route, ParentKind::Server);
     let reason = reason.as_deref().unwrap_or("it cannot be served");
     Some((route, route_failure_filter(route, protocol, reason)))
 }
 
 /// The first route whose matches cannot be read, so that the requests it applies to are unknown.
 fn find_unreadable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
-    let is_unknown = |unread: Option<&raw::UnreadablePart>| {
-        unread.is_some_and(|unread| unread.affected_requests == raw::AffectedRequests::Unknown)
-    };
-    let has_unknown = |route: &&Arc<Route>| {
-        let rules_are_unknown = match &route.rules {
-            raw::Rules::Http(rules) => rules
-                .iter()
-                .any(|rule| is_unknown(rule.unreadable.as_ref()) || route_admission::check_http_matches(rule).is_err()),
-            raw::Rules::Grpc(rules) => rules
-                .iter()
-                .any(|rule| is_unknown(rule.unreadable.as_ref()) || route_admission::check_grpc_matches(rule).is_err()),
+    let is_unreadable =
+        |part: Option<&raw::UnreadablePart>| part.is_some_and(|unreadable| !unreadable.matches_are_readable);
+    let has_unreadable_match = |route: &&Arc<Route>| {
+        let in_rules = match &route.rules {
+            raw::Rules::Http(rules) => rules.iter().any(|rule| {
+                is_unreadable(rule.unreadable.as_ref()) || route_admission::check_http_matches(rule).is_err()
+            }),
+            raw::Rules::Grpc(rules) => rules.iter().any(|rule| {
+                is_unreadable(rule.unreadable.as_ref()) || route_admission::check_grpc_matches(rule).is_err()
+            }),
             raw::Rules::Stream(_) => false,
         };
-        rules_are_unknown || is_unknown(route.unreadable.as_ref())
+        in_rules || is_unreadable(route.unreadable.as_ref())
     };
-    routes.iter().map(|of_server| of_server.route).find(has_unknown)
+    routes
+        .iter()
+        .map(|server_route| server_route.route)
+        .find(has_unreadable_match)
 }
 
 /// A filter that answers with an error, in the form of the route's kind.

@@ -9,7 +9,7 @@ use tulle_core::names::{annotation, label, port as proxy_port};
 
 use crate::cluster::config::{Config, H2Upgrade, TransportMode};
 use crate::cluster::store::reader::Reader;
-use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint, TlsIdentity, Workload};
+use crate::model::endpoints::{Endpoint, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
 use crate::resources::interning::intern;
 use crate::resources::meta::{Meta, Name, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
@@ -119,7 +119,7 @@ pub(super) fn is_marked_opaque(config: &Config, meta: &Meta, port: u16, declared
 /// The endpoint of a pod's port; `None` if the pod is meshed and its proxy container is missing or invalid.
 pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
     let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
-    endpoint.workload = Workload::Pod {
+    endpoint.workload = EndpointWorkload::Pod {
         namespace: pod.meta.namespace().clone(),
         name: pod.meta.name.name.clone(),
     };
@@ -183,17 +183,14 @@ pub(super) fn external_endpoint(
 ) -> Endpoint {
     let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
     let name = &workload.meta.name;
-    endpoint.workload = Workload::External {
+    endpoint.workload = EndpointWorkload::External {
         namespace: name.namespace.clone(),
         name: name.name.clone(),
     };
     endpoint.labels = vec![("external_workload".into(), name.name.clone())];
-    let (kind, owner) = owner(reader, &workload.meta);
-    // Without an owner, the label `external_workload` is enough.
-    if kind != "pod" {
-        endpoint.labels.push((kind, owner));
-    }
+    endpoint.labels.extend(owner(reader, &workload.meta));
     let opaque = WorkloadRef::External(workload).is_opaque(reader, config, port);
+    // As in Linkerd, `config.h2_upgrade` does not apply to external workloads.
     endpoint.protocol = Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 });
     if opaque || config.transport == TransportMode::TransportHeader {
         let named = workload
@@ -218,38 +215,39 @@ pub(super) fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
 }
 
 fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str>)> {
-    let own = [
+    let copied_labels = [
         ("control_plane_ns", label::CONTROL_PLANE_NS),
         ("pod_template_hash", label::POD_TEMPLATE_HASH),
     ];
-    let own = own
+    let copied_labels = copied_labels
         .into_iter()
         .filter_map(|(label, key)| Some((label.into(), intern(pod.meta.label(key)?))));
+    let pod_label = || ("pod".into(), pod.meta.name.name.clone());
     let mut labels = vec![
-        ("pod".into(), pod.meta.name.name.clone()),
+        pod_label(),
         ("serviceaccount".into(), pod.service_account.clone()),
-        owner(reader, &pod.meta),
+        owner(reader, &pod.meta).unwrap_or_else(pod_label),
     ];
-    labels.extend(own);
+    labels.extend(copied_labels);
     labels.shrink_to_fit();
     labels
 }
 
-/// The label and name of a workload's owner, or `pod` and the workload's own name if the owner is unknown.
-pub(super) fn owner(reader: &Reader<'_>, meta: &Meta) -> (Cow<'static, str>, Arc<str>) {
-    let own = || ("pod".into(), meta.name.name.clone());
-    let Some(owner) = &meta.owner else { return own() };
+/// The label and name of a workload's owner, or of the owner of that owner. `None` without an owner, or if its kind has no
+/// label.
+pub(super) fn owner(reader: &Reader<'_>, meta: &Meta) -> Option<(Cow<'static, str>, Arc<str>)> {
+    let owner = meta.owner.as_ref()?;
     let name = Name::new(meta.namespace().clone(), owner.name.clone());
-    let above = match &*owner.kind {
+    let parent_owner = match &*owner.kind {
         "Job" => reader.job(&name).and_then(|job| job.meta.owner.as_ref()),
         "ReplicaSet" => reader
             .replica_set(&name)
             .and_then(|set| set.meta.owner.as_ref())
-            .filter(|above| ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&&*above.kind)),
+            .filter(|parent| ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&&*parent.kind)),
         _ => None,
     };
-    let Owner { kind, name } = above.unwrap_or(owner);
-    owner_label(kind).map_or_else(own, |label| (label, name.clone()))
+    let Owner { kind, name } = parent_owner.unwrap_or(owner);
+    Some((owner_label(kind)?, name.clone()))
 }
 
 /// The label of an owner's kind. Custom kinds become labels too, unless the label has another meaning.
@@ -283,7 +281,7 @@ pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkl
     let all = reader.external_workloads_at(ip);
     is_pod_or_service_ip(reader, ip)
         || workload
-            .conflicting_older_workload(all.into_iter().map(|one| &**one))
+            .conflicting_older_workload(all.into_iter().map(|workload| &**workload))
             .is_some()
 }
 

@@ -49,20 +49,20 @@ pub struct Sidecar {
 /// The objects that [`list`] needs. Pods, external workloads and Services of all namespaces, because their addresses are
 /// compared; owners of the namespace only.
 pub(in crate::cluster) fn input_objects(store: &Store, namespace: Option<&str>) -> Vec<Object> {
-    let is_there = |object: &&Object| match object {
+    let is_needed = |object: &&Object| match object {
         Object::Pod(_) | Object::ExternalWorkload(_) | Object::Service(_) => true,
         Object::ReplicaSet(owner) | Object::Job(owner) => {
             namespace.is_none_or(|namespace| *namespace == **owner.meta.namespace())
         }
         _ => false,
     };
-    store.all().filter(is_there).cloned().collect()
+    store.all().filter(is_needed).cloned().collect()
 }
 
 /// The members in a namespace, or in all namespaces, sorted by name.
 pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option<&str>) -> Vec<WorkloadMember> {
     let reader = Reader::new(store);
-    let holders = namespaces_by_ip(store);
+    let namespaces_by_ip = namespaces_by_ip(store);
     let mut members = Vec::new();
     let mut services: HashMap<_, Vec<_>> = HashMap::new();
     for object in store.all() {
@@ -75,7 +75,7 @@ pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option
                 let mut member = external_member(&reader, workload);
                 member.sidecar = member
                     .sidecar
-                    .filter(|sidecar| belongs_to_namespace(workload, sidecar, &holders));
+                    .filter(|sidecar| belongs_to_namespace(workload, sidecar, &namespaces_by_ip));
                 members.push((member, &workload.meta.labels));
             }
             Object::Service(service) if !service.selector.is_empty() => {
@@ -104,7 +104,7 @@ pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option
 type NamespacesByIp<'a> = HashMap<IpAddr, Vec<&'a Arc<str>>>;
 
 fn namespaces_by_ip(store: &Store) -> NamespacesByIp<'_> {
-    let mut holders = NamespacesByIp::new();
+    let mut namespaces_by_ip = NamespacesByIp::new();
     for object in store.all() {
         let ips = match object {
             Object::Pod(pod) => &pod.ips[..],
@@ -113,32 +113,33 @@ fn namespaces_by_ip(store: &Store) -> NamespacesByIp<'_> {
             _ => continue,
         };
         for ip in ips {
-            holders.entry(*ip).or_default().push(object.meta().namespace());
+            namespaces_by_ip.entry(*ip).or_default().push(object.meta().namespace());
         }
     }
-    holders
+    namespaces_by_ip
 }
 
 /// Whether address and identity of an external workload belong to its own namespace. A user who can create external
 /// workloads in one namespace must not read the traffic of other namespaces through them.
-fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, holders: &NamespacesByIp<'_>) -> bool {
+fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespaces_by_ip: &NamespacesByIp<'_>) -> bool {
     let namespace = workload.meta.namespace();
     let ip = sidecar.admin_addr.ip().to_canonical();
     if is_local_or_multicast(ip) {
         return false;
     }
-    if holders
+    if namespaces_by_ip
         .get(&ip)
-        .is_some_and(|held| held.iter().any(|holder| *holder != namespace))
+        .is_some_and(|namespaces| namespaces.iter().any(|other| *other != namespace))
     {
         return false;
     }
     let Some(TlsIdentity::Dns { name, .. }) = &sidecar.identity else {
         return true;
     };
+    // The identity of a service account is `<account>.<namespace>.serviceaccount.…`.
     let mut parts = name.split('.').skip(1);
-    let (of, kind) = (parts.next(), parts.next());
-    kind != Some("serviceaccount") || of == Some(&**namespace)
+    let (account_namespace, kind) = (parts.next(), parts.next());
+    kind != Some("serviceaccount") || account_namespace == Some(&**namespace)
 }
 
 fn pod_member(reader: &Reader<'_>, config: &Config, pod: &Pod) -> WorkloadMember {
@@ -153,7 +154,7 @@ fn pod_member(reader: &Reader<'_>, config: &Config, pod: &Pod) -> WorkloadMember
     WorkloadMember {
         name: pod.meta.name.clone(),
         kind: MemberKind::Pod,
-        owner: owner(reader, &pod.meta),
+        owner: owner(reader, &pod.meta).unwrap_or_else(|| ("pod".into(), pod.meta.name.name.clone())),
         services: Vec::new(),
         sidecar,
     }
@@ -169,14 +170,11 @@ fn external_member(reader: &Reader<'_>, workload: &ExternalWorkload) -> Workload
         tap_addr: SocketAddr::new(*ip, port("linkerd-control", port::TAP)),
         identity: Some(external_identity(workload)),
     });
-    let owner = match owner(reader, &workload.meta) {
-        (kind, _) if kind == "pod" => ("external_workload".into(), workload.meta.name.name.clone()),
-        owner => owner,
-    };
+    let itself = || ("external_workload".into(), workload.meta.name.name.clone());
     WorkloadMember {
         name: workload.meta.name.clone(),
         kind: MemberKind::External,
-        owner,
+        owner: owner(reader, &workload.meta).unwrap_or_else(itself),
         services: Vec::new(),
         sidecar,
     }
@@ -207,7 +205,7 @@ spec:
     fn external_workloads_outside_their_namespace_have_no_sidecar() {
         let (mine, theirs): (Arc<str>, Arc<str>) = ("mine".into(), "theirs".into());
         let held = |ip: &str, by| (ip.parse().unwrap(), vec![by]);
-        let holders = NamespacesByIp::from([held("10.0.0.1", &mine), held("10.0.0.2", &theirs)]);
+        let namespaces_by_ip = NamespacesByIp::from([held("10.0.0.1", &mine), held("10.0.0.2", &theirs)]);
         let own = "vm.mine.serviceaccount.identity.linkerd.cluster.local";
         for (ip, identity, expected) in [
             ("10.0.0.1", own, true),
@@ -232,7 +230,7 @@ spec:
                 identity: Some(external_identity(&workload)),
             };
             assert_eq!(
-                belongs_to_namespace(&workload, &sidecar, &holders),
+                belongs_to_namespace(&workload, &sidecar, &namespaces_by_ip),
                 expected,
                 "{ip} {identity}"
             );

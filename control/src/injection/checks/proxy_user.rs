@@ -5,12 +5,12 @@ use k8s_openapi::api::core::v1::{Container, PodSpec};
 use tulle_core::names::annotation;
 
 use crate::injection::values::Values;
-use crate::resources::workload::running_containers;
+use crate::resources::workload::long_running_containers;
 
 /// The error if an application container runs as the proxy's user or group. `None` if it does not, or if only the image sets
 /// the user.
 pub(in crate::injection) fn application_error(values: &Values, spec: &PodSpec) -> Option<String> {
-    running_containers(spec).find_map(|container| {
+    long_running_containers(spec).find_map(|container| {
         let SharedId { what, id, field, key } = shared_id(values, spec, container)?;
         let name = &container.name;
         Some(format!(
@@ -47,13 +47,13 @@ struct SharedId {
 
 /// The pod's security context applies to fields that the container does not set.
 fn shared_id(values: &Values, spec: &PodSpec, container: &Container) -> Option<SharedId> {
-    let (own, of_pod) = (container.security_context.as_ref(), spec.security_context.as_ref());
-    let user = own
-        .and_then(|own| own.run_as_user)
-        .or_else(|| of_pod.and_then(|pod| pod.run_as_user));
-    let group = own
-        .and_then(|own| own.run_as_group)
-        .or_else(|| of_pod.and_then(|pod| pod.run_as_group));
+    let (container, pod) = (container.security_context.as_ref(), spec.security_context.as_ref());
+    let user = container
+        .and_then(|container| container.run_as_user)
+        .or_else(|| pod.and_then(|pod| pod.run_as_user));
+    let group = container
+        .and_then(|container| container.run_as_group)
+        .or_else(|| pod.and_then(|pod| pod.run_as_group));
     let (uid, gid) = (values.proxy.uid, values.proxy.gid);
     if user == Some(uid) {
         return Some(SharedId {

@@ -143,11 +143,10 @@ pub(in crate::injection) fn init(values: &Values, target: &InjectionTarget<'_>) 
 fn init_args(values: &Values) -> Vec<String> {
     let (init, proxy) = (&values.proxy_init, &values.proxy);
     let mut args: Vec<String> = Vec::new();
+    // Without these arguments our init container uses netlink. Linkerd's image, if an annotation sets it, has its own default.
     let programs = match init.iptables_mode {
         IptablesMode::Nft => Some(["iptables-nft", "iptables-nft-save"]),
-        // Always passed, because our init container uses netlink without a mode.
         IptablesMode::Legacy => Some(["iptables-legacy", "iptables-legacy-save"]),
-        // Our init container uses netlink then. Linkerd's image, if an annotation sets it, accepts these arguments too.
         IptablesMode::Native => None,
     };
     if let Some([restore, save]) = programs {
@@ -193,7 +192,7 @@ fn init_args(values: &Values) -> Vec<String> {
 fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> SecurityContext {
     let init = &values.proxy_init;
     let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
-    // Policies that require dropped capabilities require it of every container.
+    // Copies the capabilities of the first container, because Pod Security checks every container.
     let first = target.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
     let first_capabilities = security

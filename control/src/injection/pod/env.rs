@@ -41,8 +41,8 @@ pub(in crate::injection) fn variables(inputs: PodInputs<'_>, rewritten: &[Rewrit
     set_identity(&mut env, config, values);
     env.set_unless_empty("ACCESS_LOG", &values.proxy.access_log);
     env.set_unless_empty("SHUTDOWN_GRACE_PERIOD", &values.proxy.shutdown_grace_period);
-    if let Some(declared) = probes::env_value(rewritten) {
-        env.set_unprefixed(names::probes::VARIABLE, declared);
+    if let Some(originals) = probes::original_probes_variable(rewritten) {
+        env.set_unprefixed(names::probes::VARIABLE, originals);
     }
     let added = values.proxy.additional_env.iter().chain(&values.proxy.experimental_env);
     env.0.extend(added.cloned());
@@ -180,18 +180,18 @@ fn set_tracing(
     let account = &collector.mesh_identity;
     let name = service_account_identity(config, values, &account.service_account_name, &account.namespace);
     env.set("TRACE_COLLECTOR_SVC_NAME", name);
-    let of_sidecar = [
+    let sidecar_labels = [
         ("k8s.pod.ip", "$(_pod_ip)"),
         ("k8s.pod.uid", "$(_pod_uid)"),
         ("k8s.container.name", "$(_pod_containerName)"),
     ];
-    let of_chart = tracing.labels.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    let of_pod = annotations
+    let chart_labels = tracing.labels.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    let pod_labels = annotations
         .iter()
         .filter_map(|(key, value)| Some((key.strip_prefix(annotation::TRACE_RESOURCE_PREFIX)?, value.as_str())));
     // For duplicate keys, the first position and the last value apply.
     let mut attributes: Vec<(&str, &str)> = Vec::new();
-    for (key, value) in of_sidecar.into_iter().chain(of_chart).chain(of_pod) {
+    for (key, value) in sidecar_labels.into_iter().chain(chart_labels).chain(pod_labels) {
         match attributes.iter_mut().find(|(other, _)| *other == key) {
             Some(known) => known.1 = value,
             None => attributes.push((key, value)),

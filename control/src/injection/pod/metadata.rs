@@ -89,17 +89,17 @@ pub(in crate::injection) fn skipped_metadata(config: &Config, target: &Injection
 /// Annotations that restrict access to the pod and that it does not have: from its namespace or the chart. The control plane
 /// computes the policy of a port from the annotations of the pod.
 fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
-    let of_chart = &config.values.proxy.require_identity_on_inbound_ports;
-    let of_chart = (!of_chart.is_empty()).then_some(of_chart);
+    let chart_ports = &config.values.proxy.require_identity_on_inbound_ports;
+    let chart_ports = (!chart_ports.is_empty()).then_some(chart_ports);
     let keys = [
         (annotation::DEFAULT_INBOUND_POLICY, None),
-        (annotation::REQUIRE_IDENTITY_INBOUND_PORTS, of_chart),
+        (annotation::REQUIRE_IDENTITY_INBOUND_PORTS, chart_ports),
     ];
     let absent = keys
         .into_iter()
         .filter(|(key, _)| target.annotations().is_none_or(|pod| !pod.contains_key(*key)));
-    let values = absent.filter_map(|(key, of_chart)| {
-        let value = target.namespace_annotations.get(key).or(of_chart)?;
+    let values = absent.filter_map(|(key, chart_value)| {
+        let value = target.namespace_annotations.get(key).or(chart_value)?;
         Some((key.to_owned(), value.clone()))
     });
     values.collect()
@@ -113,20 +113,20 @@ fn opaque_ports(config: &Config, target: &InjectionTarget<'_>) -> Option<(String
         return None;
     }
     let namespace_value = target.namespace_annotations.get(key).cloned();
-    let of_containers = || ports::pod_opaque_ports(&config.values.proxy.opaque_ports, target.spec);
+    let container_ports = || ports::pod_opaque_ports(&config.values.proxy.opaque_ports, target.spec);
     namespace_value
-        .or_else(of_containers)
+        .or_else(container_ports)
         .map(|ports| (key.to_owned(), ports))
 }
 
 fn is_inheritable(key: &str) -> bool {
-    let is_ours = key == annotation::INJECT
+    let is_mesh_annotation = key == annotation::INJECT
         || key == annotation::DISABLE_TAP
         || key.starts_with("config.linkerd.io/")
         || key.starts_with("config.tulle.dev/")
         || key == annotation::ALPHA_ENABLE_NATIVE_SIDECAR
         || key == annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS;
-    is_ours && !NOT_INHERITED.contains(&key)
+    is_mesh_annotation && !NOT_INHERITED.contains(&key)
 }
 
 /// A valid label value: at most 63 characters. Names have up to 253.

@@ -1,8 +1,8 @@
 //! Rewrites probes that a sidecar would break.
 //!
 //! The proxy accepts the kubelet's connection even if the application does not listen, and a policy cannot permit `grpc` and
-//! HTTPS probes without permitting other requests. These probes are sent to the proxy's admin port, and the proxy makes the
-//! original probe; `TULLE_PROXY_PROBES` declares the original probes. Plain `httpGet` probes are unchanged: the policy of
+//! HTTPS probes without permitting other requests. These probes are sent to the proxy's admin port, and the proxy executes
+//! the original probe, which `TULLE_PROXY_PROBES` contains. Plain `httpGet` probes are unchanged: the policy of
 //! their port permits them.
 
 use std::num::{NonZeroU16, NonZeroU32};
@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::{Container, ContainerPort, HTTPGetAction, PodSpe
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde_json::{Map, Value};
 use tulle_core::names;
-use tulle_core::probes::{DeclaredProbe, Handler, Header, Kind, Port, Scheme};
+use tulle_core::probes::{Handler, Header, Kind, OriginalProbe, Port, Scheme};
 
 use crate::injection::target::PROXY_CONTAINER;
 use crate::injection::values::Values;
@@ -23,7 +23,7 @@ pub(in crate::injection) struct RewrittenProbe {
     /// The list in the spec that has the container, and the index in it.
     pub(in crate::injection) list: &'static str,
     pub(in crate::injection) index: usize,
-    pub(in crate::injection) declared: DeclaredProbe,
+    pub(in crate::injection) original: OriginalProbe,
 }
 
 /// The probes of a pod that are sent to the proxy.
@@ -45,25 +45,27 @@ pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> V
             if is_early && kind != Kind::Readiness {
                 continue;
             }
-            let declared = probe(container, kind).and_then(|probe| declare_probe(container, kind, probe));
-            rewritten_probes.extend(declared.map(|declared| RewrittenProbe { list, index, declared }));
+            let original = probe(container, kind).and_then(|probe| to_original_probe(container, kind, probe));
+            rewritten_probes.extend(original.map(|original| RewrittenProbe { list, index, original }));
         }
     }
     rewritten_probes
 }
 
 /// Value of the proxy's variable; `None` without rewritten probes.
-pub(in crate::injection) fn env_value(rewritten_probes: &[RewrittenProbe]) -> Option<String> {
-    let declared: Vec<_> = rewritten_probes.iter().map(|one| &one.declared).collect();
-    let json = serde_json::to_string(&declared).ok().filter(|_| !declared.is_empty())?;
+pub(in crate::injection) fn original_probes_variable(rewritten_probes: &[RewrittenProbe]) -> Option<String> {
+    let originals: Vec<_> = rewritten_probes.iter().map(|rewritten| &rewritten.original).collect();
+    let json = serde_json::to_string(&originals)
+        .ok()
+        .filter(|_| !originals.is_empty())?;
     // The kubelet expands `$(name)` in values of variables.
     Some(json.replace('$', "\\u0024"))
 }
 
 /// The action of a rewritten probe.
-pub(in crate::injection) fn probe_action(values: &Values, declared: &DeclaredProbe) -> HTTPGetAction {
+pub(in crate::injection) fn probe_action(values: &Values, original: &OriginalProbe) -> HTTPGetAction {
     HTTPGetAction {
-        path: Some(declared.path()),
+        path: Some(original.path()),
         port: IntOrString::Int(values.proxy.ports.admin.into()),
         ..HTTPGetAction::default()
     }
@@ -71,17 +73,20 @@ pub(in crate::injection) fn probe_action(values: &Values, declared: &DeclaredPro
 
 /// Restores the original probes of a pod's spec from the variable of its proxy container.
 pub fn restore_probes(spec: &mut Map<String, Value>) {
-    let declared = declared_probes(spec);
+    let originals = original_probes(spec);
     for list in CONTAINER_LISTS {
         let containers = spec.get_mut(list).and_then(Value::as_array_mut);
         for container in containers.into_iter().flatten() {
-            let of_container = declared.iter().filter(|one| container["name"] == *one.container);
-            for one in of_container.collect::<Vec<_>>() {
-                let probe = container.get_mut(one.probe.field()).and_then(Value::as_object_mut);
-                let calls_proxy =
-                    |probe: &Map<String, Value>| probe.get("httpGet").is_some_and(|get| get["path"] == *one.path());
+            let matching = originals
+                .iter()
+                .filter(|original| container["name"] == *original.container);
+            for original in matching.collect::<Vec<_>>() {
+                let probe = container.get_mut(original.kind.field()).and_then(Value::as_object_mut);
+                let calls_proxy = |probe: &Map<String, Value>| {
+                    probe.get("httpGet").is_some_and(|get| get["path"] == *original.path())
+                };
                 if let Some(probe) = probe.filter(|probe| calls_proxy(probe))
-                    && let Ok(Value::Object(handler)) = serde_json::to_value(&one.handler)
+                    && let Ok(Value::Object(handler)) = serde_json::to_value(&original.handler)
                 {
                     probe.remove("httpGet");
                     probe.extend(handler);
@@ -92,7 +97,7 @@ pub fn restore_probes(spec: &mut Map<String, Value>) {
 }
 
 /// The original probes that the proxy container of a pod's spec declares.
-fn declared_probes(spec: &Map<String, Value>) -> Vec<DeclaredProbe> {
+fn original_probes(spec: &Map<String, Value>) -> Vec<OriginalProbe> {
     let containers = CONTAINER_LISTS.iter().filter_map(|list| spec.get(*list)?.as_array());
     let mut proxies = containers
         .flatten()
@@ -100,8 +105,8 @@ fn declared_probes(spec: &Map<String, Value>) -> Vec<DeclaredProbe> {
     let variables = proxies.next().and_then(|proxy| proxy["env"].as_array());
     let mut variables = variables.into_iter().flatten();
     let found = variables.find(|variable| variable["name"] == names::probes::VARIABLE);
-    let declared = found.and_then(|variable| serde_json::from_str(variable["value"].as_str()?).ok());
-    declared.unwrap_or_default()
+    let originals = found.and_then(|variable| serde_json::from_str(variable["value"].as_str()?).ok());
+    originals.unwrap_or_default()
 }
 
 fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
@@ -113,9 +118,9 @@ fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
     probe.as_ref()
 }
 
-/// The declaration of a probe. `None` for probes that stay with the kubelet: other kinds, probes of another host, and invalid
-/// probes.
-fn declare_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<DeclaredProbe> {
+/// The original probe, as the proxy makes it. `None` for probes that stay with the kubelet: other kinds, probes of another host,
+/// and invalid probes.
+fn to_original_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<OriginalProbe> {
     let has_other_host = |host: &Option<String>| host.as_ref().is_some_and(|host| !host.is_empty());
     let (port, handler) = if let Some(tcp) = &probe.tcp_socket
         && !has_other_host(&tcp.host)
@@ -124,7 +129,7 @@ fn declare_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<Dec
         (
             port,
             Handler::TcpSocket {
-                port: as_declared(&tcp.port)?,
+                port: to_port(&tcp.port)?,
             },
         )
     } else if let Some(grpc) = &probe.grpc {
@@ -135,14 +140,14 @@ fn declare_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<Dec
         && get.scheme.as_deref() == Some("HTTPS")
         && !has_other_host(&get.host)
     {
-        (port_number(container, &get.port)?, https(get)?)
+        (port_number(container, &get.port)?, https_handler(get)?)
     } else {
         return None;
     };
     let timeout = probe.timeout_seconds.and_then(|seconds| u32::try_from(seconds).ok());
-    Some(DeclaredProbe {
+    Some(OriginalProbe {
         container: container.name.clone(),
-        probe: kind,
+        kind,
         port,
         // The API's default is 1 s.
         timeout_seconds: timeout.and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MIN),
@@ -150,7 +155,7 @@ fn declare_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<Dec
     })
 }
 
-fn https(get: &HTTPGetAction) -> Option<Handler> {
+fn https_handler(get: &HTTPGetAction) -> Option<Handler> {
     let headers = get.http_headers.iter().flatten();
     let is_sendable = |name: &str, value: &str| {
         let is_host = name.eq_ignore_ascii_case("host");
@@ -163,7 +168,7 @@ fn https(get: &HTTPGetAction) -> Option<Handler> {
     is_usable.then_some(())?;
     Some(Handler::HttpGet {
         path: get.path.clone(),
-        port: as_declared(&get.port)?,
+        port: to_port(&get.port)?,
         scheme: Scheme::Https,
         http_headers: headers
             .map(|header| Header {
@@ -187,7 +192,7 @@ fn port_number(container: &Container, port: &IntOrString) -> Option<NonZeroU16> 
     u16::try_from(number).ok().and_then(NonZeroU16::new)
 }
 
-fn as_declared(port: &IntOrString) -> Option<Port> {
+fn to_port(port: &IntOrString) -> Option<Port> {
     match port {
         IntOrString::Int(number) => Some(Port::Number(u16::try_from(*number).ok().and_then(NonZeroU16::new)?)),
         IntOrString::String(name) => Some(Port::Name(name.clone())),

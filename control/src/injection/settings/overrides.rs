@@ -1,7 +1,7 @@
 //! Applies the annotations of a pod to the values.
 //!
-//! An invalid value is ignored with a warning and the chart's value applies. An invalid value of an annotation that restricts
-//! access refuses the pod.
+//! An invalid value is ignored with a warning and the chart's value applies. In a list of ports, the valid entries apply if
+//! there are any. A pod with an invalid value of an annotation that restricts access is denied.
 
 use std::time::Duration;
 
@@ -19,6 +19,19 @@ use crate::resources::workload::resolve_ports;
 
 /// The accepted values, as the end of an error message.
 type Expected = &'static str;
+
+/// Why a value does not apply.
+enum InvalidValue {
+    Expected(Expected),
+    /// Another setting prevents it: a sentence with the reason and the fix.
+    Prevented(&'static str),
+}
+
+impl From<Expected> for InvalidValue {
+    fn from(expected: Expected) -> Self {
+        Self::Expected(expected)
+    }
+}
 
 /// Problems with annotations, one sentence each.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -39,7 +52,8 @@ pub(in crate::injection) fn apply_annotations(
     let mut problems = AnnotationProblems::default();
     // Variables of the namespace are added first, even if the pod has its own list, so that those of the pod win.
     if let Some(text) = namespace.get(annotation::PROXY_ADDITIONAL_ENV) {
-        problems.record(annotation::PROXY_ADDITIONAL_ENV, text, add_env(values, text));
+        let added = add_env(values, text).map_err(InvalidValue::from);
+        problems.record(annotation::PROXY_ADDITIONAL_ENV, text, added);
     }
     // Keys are sorted: alpha names come before stable ones, so the stable ones win.
     for (key, text) in pod {
@@ -50,7 +64,9 @@ pub(in crate::injection) fn apply_annotations(
                     PortNames::OfContainers => resolve_ports(&list, spec),
                     PortNames::None => list.resolve(|_| Vec::new()),
                 };
-                *ports = resolved.to_string();
+                if !resolved.ranges.is_empty() || resolved.unknown.is_empty() {
+                    *ports = resolved.to_string();
+                }
                 resolved
                     .unknown
                     .iter()
@@ -108,15 +124,17 @@ fn unknown_port(key: &str, part: &str, names: PortNames) -> String {
 }
 
 impl AnnotationProblems {
-    fn record(&mut self, key: &str, text: &str, outcome: Result<(), Expected>) {
-        let Err(expected) = outcome else { return };
+    fn record(&mut self, key: &str, text: &str, outcome: Result<(), InvalidValue>) {
+        let reason = match outcome {
+            Ok(()) => return,
+            Err(InvalidValue::Expected(expected)) => format!("expected {expected}"),
+            Err(InvalidValue::Prevented(reason)) => reason.to_owned(),
+        };
         match RESTRICTING_ANNOTATIONS.contains(&key) {
             true => self
                 .restriction_errors
-                .push(format!("{key}: {text:?} is not understood; expected {expected}")),
-            false => self
-                .ignored
-                .push(format!("{key}: {text:?} is ignored; expected {expected}")),
+                .push(format!("{key}: {text:?} is not understood; {reason}")),
+            false => self.ignored.push(format!("{key}: {text:?} is ignored; {reason}")),
         }
     }
 
@@ -130,7 +148,7 @@ impl AnnotationProblems {
 }
 
 /// Applies one annotation. Unknown keys change nothing.
-fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
+fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
         annotation::PROXY_IMAGE => proxy.image.name = non_empty(text)?,
@@ -165,13 +183,13 @@ fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), Ex
         annotation::PROXY_EPHEMERAL_STORAGE_LIMIT => proxy.resources.ephemeral_storage.limit = quantity(text)?,
         annotation::PROXY_UID => proxy.uid = uid(text)?,
         annotation::PROXY_GID => proxy.gid = gid(text)?,
-        _ => apply_behavior_annotation(values, key, text)?,
+        _ => apply_behaviour_annotation(values, key, text)?,
     }
     Ok(())
 }
 
-/// Applies an annotation that changes the behavior of the proxy.
-fn apply_behavior_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
+/// Applies an annotation that changes the behaviour of the proxy.
+fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
         annotation::PROXY_ADMIN_SHUTDOWN => proxy.enable_shutdown_endpoint = enabled(text)?,
@@ -188,7 +206,9 @@ fn apply_behavior_annotation(values: &mut Values, key: &str, text: &str) -> Resu
         annotation::INBOUND_MODE => {
             let mode = InboundMode::try_from(text.to_owned()).map_err(|_| "redirect or tproxy")?;
             if mode == InboundMode::Tproxy && values.cni_enabled {
-                return Err("redirect, which is what a CNI plugin does: tproxy needs the value cniEnabled to be false");
+                return Err(InvalidValue::Prevented(
+                    "a CNI plugin supports only redirect; tproxy needs the value cniEnabled=false",
+                ));
             }
             proxy.inbound_mode = mode;
         }
@@ -213,7 +233,9 @@ fn apply_behavior_annotation(values: &mut Values, key: &str, text: &str) -> Resu
         annotation::CLOSE_WAIT_TIMEOUT => {
             let timeout = duration(text)?;
             if !values.proxy_init.run_as_root {
-                return Err("the value proxyInit.runAsRoot to be true: only root may set this timeout");
+                return Err(InvalidValue::Prevented(
+                    "only root may set this timeout; it needs the value proxyInit.runAsRoot=true",
+                ));
             }
             values.proxy_init.close_wait_timeout_secs = timeout.as_secs();
         }

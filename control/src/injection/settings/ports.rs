@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::ports::PortSet;
 
 use crate::resources::port_list::PortList;
-use crate::resources::workload::{resolve_ports, running_containers};
+use crate::resources::workload::{long_running_containers, resolve_ports};
 
 /// Value of the opaque-ports annotation: the exposed ports that are opaque by default. `None` if there are none.
 pub(in crate::injection) fn pod_opaque_ports(default: &str, spec: &PodSpec) -> Option<String> {
@@ -35,7 +35,7 @@ pub(in crate::injection) fn service_opaque_ports(default: &str, ports: &[Service
 ///
 /// The proxy requests the policies of these ports at its start.
 pub(in crate::injection) fn inbound_ports(spec: &PodSpec) -> String {
-    let probes = running_containers(spec).flat_map(|container| {
+    let probes = long_running_containers(spec).flat_map(|container| {
         let probes = [
             &container.liveness_probe,
             &container.readiness_probe,
@@ -61,7 +61,7 @@ fn http_port(probe: &Probe) -> Option<u16> {
 
 /// The ports of all containers that run as long as the pod.
 fn container_ports(spec: &PodSpec) -> impl Iterator<Item = u16> {
-    let ports = running_containers(spec).flat_map(|container| container.ports.iter().flatten());
+    let ports = long_running_containers(spec).flat_map(|container| container.ports.iter().flatten());
     ports.filter_map(|port| u16::try_from(port.container_port).ok())
 }
 

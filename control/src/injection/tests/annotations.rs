@@ -237,6 +237,29 @@ fn the_annotation_of_the_pod_wins() {
 }
 
 #[test]
+fn a_list_of_ports_without_a_valid_entry_leaves_that_of_the_chart() {
+    let chart = "{proxyInit: {ignoreInboundPorts: '25', ignoreOutboundPorts: '25'}, proxy: {opaquePorts: '25'}}";
+    let injected = |key: &str, ports: &str| {
+        let case = Case::pod("")
+            .values(chart)
+            .annotate(&[(&format!("config.linkerd.io/{key}"), ports)]);
+        case.patched(&case.outcome())
+    };
+    let unchanged = Case::pod("").values(chart).injected();
+    for key in ["skip-inbound-ports", "skip-outbound-ports", "opaque-ports"] {
+        assert_eq!(injected(key, "90-80, 70000").0["spec"], unchanged.0["spec"], "{key}");
+        // The valid entries of a list apply, and an empty list is valid.
+        assert_eq!(
+            injected(key, "26, 90-80").0["spec"],
+            injected(key, "26").0["spec"],
+            "{key}"
+        );
+        assert_ne!(injected(key, "26").0["spec"], unchanged.0["spec"], "{key}");
+        assert_ne!(injected(key, "").0["spec"], unchanged.0["spec"], "{key}");
+    }
+}
+
+#[test]
 fn invalid_values_are_ignored_with_a_warning() {
     let plain = Case::pod("").injected();
     let (spec, anything) = (plain.0["spec"].clone(), "expected ");
@@ -330,8 +353,11 @@ fn invalid_values_that_restrict_access_refuse_the_pod() {
         ] {
             let outcome = case.outcome();
             assert_eq!(outcome.decision, Decision::Skip(vec![SkipReason::InvalidRestriction]));
-            let refusal = outcome.refusal.clone().unwrap();
-            assert!(refusal.starts_with(&key) && refusal.contains(reason), "{refusal}");
+            let denial_reason = outcome.denial_reason.clone().unwrap();
+            assert!(
+                denial_reason.starts_with(&key) && denial_reason.contains(reason),
+                "{denial_reason}"
+            );
             // If the caller does not refuse the pod, it has no sidecar.
             assert_eq!(case.patched(&outcome).container(PROXY_CONTAINER), &Value::Null);
         }

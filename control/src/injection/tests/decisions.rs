@@ -118,13 +118,13 @@ fn pod_specs_can_prevent_injection() {
 #[test]
 fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
     let app = |rest: &str| format!("spec: {{containers: [{{name: app, image: a, {rest}}}]}}");
-    let refusal = |case: Case| {
+    let denial_reason = |case: Case| {
         let outcome = case.outcome();
         assert_eq!(
             outcome.decision == Decision::Skip(vec![SkipReason::RunsAsProxyUser]),
-            outcome.refusal.is_some()
+            outcome.denial_reason.is_some()
         );
-        outcome.refusal
+        outcome.denial_reason
     };
     let side =
         "spec: {initContainers: [{name: side, image: a, restartPolicy: Always, securityContext: {runAsUser: 2102}}]}";
@@ -134,12 +134,12 @@ fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
         side.to_owned(),
         of_pod.to_owned(),
     ] {
-        let text = refusal(Case::pod(&yaml)).unwrap();
+        let text = denial_reason(Case::pod(&yaml)).unwrap();
         for part in ["2102", "runAsUser", "config.linkerd.io/proxy-uid"] {
             assert!(text.contains(part), "{text}");
         }
         let other = [(annotation::PROXY_UID, "2103")];
-        assert_eq!(refusal(Case::pod(&yaml).annotate(&other)), None, "{yaml}");
+        assert_eq!(denial_reason(Case::pod(&yaml).annotate(&other)), None, "{yaml}");
     }
     for yaml in [
         app("securityContext: {runAsUser: 1000}"),
@@ -147,14 +147,14 @@ fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
         "{spec: {securityContext: {runAsUser: 2102}, containers: [{name: app, securityContext: {runAsUser: 1}}]}}"
             .to_owned(),
     ] {
-        assert_eq!(refusal(Case::pod(&yaml)), None, "{yaml}");
+        assert_eq!(denial_reason(Case::pod(&yaml)), None, "{yaml}");
     }
     let of_group = Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
-    assert!(refusal(of_group).unwrap().contains("config.linkerd.io/proxy-gid"));
+    assert!(denial_reason(of_group).unwrap().contains("config.linkerd.io/proxy-gid"));
     // An init container can bypass the proxy, which is not running yet, but causes a warning.
     let setup = Case::pod("spec: {initContainers: [{name: setup, image: a, securityContext: {runAsUser: 2102}}]}");
     let outcome = setup.outcome();
-    assert_eq!(outcome.refusal, None);
+    assert_eq!(outcome.denial_reason, None);
     assert!(
         outcome.warnings[0].contains("\"setup\" runs as user 2102"),
         "{:?}",
@@ -164,7 +164,7 @@ fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
 
 #[test]
 fn an_invalid_service_account_name_is_refused_with_both_fixes() {
-    let refusal = |fields: &str| Case::pod(&format!("spec: {{{fields}}}")).outcome().refusal;
+    let denial_reason = |fields: &str| Case::pod(&format!("spec: {{{fields}}}")).outcome().denial_reason;
     for fields in [
         "serviceAccountName: web.v2".to_owned(),
         "serviceAccountName: null, serviceAccount: web.v2".to_owned(),
@@ -176,7 +176,7 @@ fn an_invalid_service_account_name_is_refused_with_both_fixes() {
             Decision::Skip(vec![SkipReason::ServiceAccount]),
             "{fields}"
         );
-        let text = outcome.refusal.unwrap();
+        let text = outcome.denial_reason.unwrap();
         for part in [
             "run the pod as a service account whose name",
             "linkerd.io/inject: disabled",
@@ -184,17 +184,21 @@ fn an_invalid_service_account_name_is_refused_with_both_fixes() {
             assert!(text.contains(part), "{text}");
         }
     }
-    assert!(refusal("serviceAccountName: web.v2").unwrap().contains("\"web.v2\""));
+    assert!(
+        denial_reason("serviceAccountName: web.v2")
+            .unwrap()
+            .contains("\"web.v2\"")
+    );
     for fields in [
         "serviceAccountName: web-v2",
         "serviceAccountName: null",
         "serviceAccountName: ''",
     ] {
-        assert_eq!(refusal(fields), None, "{fields}");
+        assert_eq!(denial_reason(fields), None, "{fields}");
     }
     // A pod outside the mesh needs no identity.
     let outside = Case::pod("{metadata: {annotations: null}, spec: {serviceAccountName: web.v2}}").outcome();
-    assert_eq!(outside.refusal, None);
+    assert_eq!(outside.denial_reason, None);
 }
 
 #[test]

@@ -18,7 +18,7 @@ pub(super) struct Case {
     pub(super) config: Config,
     pub(super) manifest: Value,
     pub(super) namespace: Annotations,
-    pub(super) owner: Option<Workload>,
+    pub(super) owner: Option<PodOwner>,
 }
 
 impl Case {
@@ -55,7 +55,7 @@ impl Case {
     }
 
     pub(super) fn owner(mut self, kind: &str, name: &str) -> Self {
-        self.owner = Some(Workload {
+        self.owner = Some(PodOwner {
             kind: kind.to_owned(),
             name: name.to_owned(),
         });

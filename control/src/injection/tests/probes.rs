@@ -2,7 +2,7 @@
 
 use super::*;
 
-const CLASSIC: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
+const NOT_NATIVE: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
 
 /// A pod whose container `app` has this readiness probe.
 fn probed(probe: &str) -> Case {
@@ -145,12 +145,12 @@ fn every_kind_of_probe_of_every_container_is_rewritten() {
     assert_eq!(native.container("app")["startupProbe"]["httpGet"]["port"], 5191);
     assert_eq!(declared(&native).as_array().unwrap().len(), 6);
     // A sidecar that is not native does not run while init containers start, and would wait for them.
-    let classic = Case::pod(ALL_PROBES).annotate(&[CLASSIC]).injected();
+    let not_native = Case::pod(ALL_PROBES).annotate(&[NOT_NATIVE]).injected();
     assert_eq!(
-        asks(&classic),
+        asks(&not_native),
         "/probes/side/readiness /probes/app/startup /probes/app/readiness /probes/app/liveness"
     );
-    for case in [Case::pod(ALL_PROBES), Case::pod(ALL_PROBES).annotate(&[CLASSIC])] {
+    for case in [Case::pod(ALL_PROBES), Case::pod(ALL_PROBES).annotate(&[NOT_NATIVE])] {
         let mut pod = case.injected().0;
         restore_probes(pod["spec"].as_object_mut().unwrap());
         let restored = Injected(pod);

@@ -1,10 +1,10 @@
 use super::*;
 
-const CLASSIC: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
+const NOT_NATIVE: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
 const NO_AWAIT: (&str, &str) = (annotation::PROXY_AWAIT, "disabled");
 const DEBUG: (&str, &str) = (annotation::ENABLE_DEBUG_SIDECAR, "true");
 const IMAGE: (&str, &str) = (annotation::DEBUG_IMAGE, "example.test/debug");
-const OWN_INIT: &str = "spec: {initContainers: [{name: own, image: own}]}";
+const POD_WITH_INIT_CONTAINERS: &str = "spec: {initContainers: [{name: own, image: own}]}";
 
 #[test]
 fn the_order_of_containers_depends_on_the_sidecar_mode() {
@@ -18,30 +18,34 @@ fn the_order_of_containers_depends_on_the_sidecar_mode() {
     let check = |case: Case, init: &str, containers: &str| {
         assert_eq!(names(case), (init.to_owned(), containers.to_owned()));
     };
-    check(Case::pod(OWN_INIT), "linkerd-init linkerd-proxy own", "app");
     check(
-        Case::pod(OWN_INIT).annotate(&[DEBUG, IMAGE]),
+        Case::pod(POD_WITH_INIT_CONTAINERS),
+        "linkerd-init linkerd-proxy own",
+        "app",
+    );
+    check(
+        Case::pod(POD_WITH_INIT_CONTAINERS).annotate(&[DEBUG, IMAGE]),
         "linkerd-init linkerd-proxy own",
         "app linkerd-debug",
     );
     check(
-        Case::pod(OWN_INIT).annotate(&[CLASSIC]),
+        Case::pod(POD_WITH_INIT_CONTAINERS).annotate(&[NOT_NATIVE]),
         "own linkerd-init",
         "linkerd-proxy app",
     );
     check(
-        Case::pod(OWN_INIT).annotate(&[CLASSIC, NO_AWAIT, DEBUG, IMAGE]),
+        Case::pod(POD_WITH_INIT_CONTAINERS).annotate(&[NOT_NATIVE, NO_AWAIT, DEBUG, IMAGE]),
         "own linkerd-init",
         "app linkerd-debug linkerd-proxy",
     );
     let cni = "cniEnabled: true";
     check(
-        Case::pod(OWN_INIT).values(cni),
+        Case::pod(POD_WITH_INIT_CONTAINERS).values(cni),
         "linkerd-network-validator linkerd-proxy own",
         "app",
     );
     check(
-        Case::pod(OWN_INIT).values(cni).annotate(&[CLASSIC]),
+        Case::pod(POD_WITH_INIT_CONTAINERS).values(cni).annotate(&[NOT_NATIVE]),
         "own linkerd-network-validator",
         "linkerd-proxy app",
     );
@@ -49,8 +53,8 @@ fn the_order_of_containers_depends_on_the_sidecar_mode() {
 
 #[test]
 fn a_classic_sidecar_makes_its_application_wait_by_a_hook() {
-    let classic = Case::pod("").annotate(&[CLASSIC]).injected();
-    let proxy = classic.container(PROXY_CONTAINER);
+    let not_native = Case::pod("").annotate(&[NOT_NATIVE]).injected();
+    let proxy = not_native.container(PROXY_CONTAINER);
     assert_eq!(
         proxy["lifecycle"],
         parse("postStart: {exec: {command: [/usr/lib/linkerd/linkerd-await, --timeout=2m, --port=4191]}}")
@@ -59,7 +63,7 @@ fn a_classic_sidecar_makes_its_application_wait_by_a_hook() {
         (&proxy["startupProbe"], &proxy["restartPolicy"]),
         (&Value::Null, &Value::Null)
     );
-    let without_await = Case::pod("").annotate(&[CLASSIC, NO_AWAIT]).injected();
+    let without_await = Case::pod("").annotate(&[NOT_NATIVE, NO_AWAIT]).injected();
     assert_eq!(without_await.container(PROXY_CONTAINER)["lifecycle"], Value::Null);
     let native = Case::pod("").injected();
     let proxy = native.container(PROXY_CONTAINER);

@@ -79,7 +79,7 @@ impl Election {
                 unchanged_since: before.unwrap_or(asked_at).max(earliest),
             });
         }
-        match self.acquirable_at() {
+        match self.takeover_at() {
             Some(free_at) if asked_at < free_at => LeaseDecision::Wait,
             _ => LeaseDecision::Acquire,
         }
@@ -117,14 +117,14 @@ impl Election {
             };
         }
         let next = tried_at + self.timing.retry_interval.mul_f64(1.0 + JITTER * spread);
-        match self.acquirable_at() {
+        match self.takeover_at() {
             Some(free_at) if free_at > tried_at => next.min(free_at),
             _ => next,
         }
     }
 
-    /// Returns when another candidate can acquire the lease. `None` if it is free or held by this candidate.
-    fn acquirable_at(&self) -> Option<Instant> {
+    /// Returns when this candidate may take over a lease that another one holds. `None` if it is free or held by this one.
+    fn takeover_at(&self) -> Option<Instant> {
         let seen = self.observed.as_ref()?;
         if seen.record.holder.is_empty() || seen.record.holder == self.holder {
             return None;

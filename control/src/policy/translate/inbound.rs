@@ -14,8 +14,8 @@ use tulle_proto::inbound::{
 use tulle_proto::meta::Metadata;
 
 use crate::model::inbound::{
-    Authorization, AuthorizationReference, ClientAuthentication, Identities, Protocol, RateLimit, Route, Routes,
-    Server as Model, ServerReference,
+    Authorization, AuthorizationReference, ClientAuthentication, Identities, InboundPolicy, Protocol, RateLimit, Route,
+    Routes, ServerReference,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
@@ -25,7 +25,7 @@ use crate::policy::translate::{
 };
 use crate::resources::policy::reference::POLICY_GROUP;
 
-pub(in crate::policy) fn server(server: &Model) -> Server {
+pub(in crate::policy) fn server(server: &InboundPolicy) -> Server {
     let (group, kind, name) = match &server.reference {
         ServerReference::Default(policy) => ("", "default", *policy),
         ServerReference::Server(name) => (POLICY_GROUP, "server", &**name),
@@ -46,7 +46,7 @@ fn labels(group: &str, kind: &str, name: &str) -> BTreeMap<String, String> {
         .into()
 }
 
-fn protocol(server: &Model) -> proxy_protocol::Kind {
+fn protocol(server: &InboundPolicy) -> proxy_protocol::Kind {
     let http_routes = || match &server.routes {
         Routes::Http(routes) => routes.iter().map(http_route).collect(),
         Routes::Grpc(_) | Routes::Opaque => Vec::new(),

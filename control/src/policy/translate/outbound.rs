@@ -13,7 +13,7 @@ use tulle_proto::outbound::{
 use crate::model::outbound as model;
 use crate::model::outbound::{Distribution, Policy, Protocol, RetryConditions};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
-use crate::policy::config::{Config, RequestHeaders};
+use crate::policy::config::{Config, L5dHeaders};
 use crate::policy::translate::{
     backend, grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers,
     response_headers, stream,
@@ -79,7 +79,7 @@ fn http_route(route: &model::Route<HttpMatch>, config: Config) -> HttpRoute {
         request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(http_retry),
-        allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
+        allow_l5d_request_headers: config.l5d_headers == L5dHeaders::Honor,
     };
     HttpRoute {
         metadata: Some(metadata(&route.reference)),
@@ -151,7 +151,7 @@ fn grpc_route(route: &model::Route<GrpcMatch>, config: Config) -> GrpcRoute {
         request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(grpc_retry),
-        allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
+        allow_l5d_request_headers: config.l5d_headers == L5dHeaders::Honor,
     };
     GrpcRoute {
         metadata: Some(metadata(&route.reference)),
@@ -213,7 +213,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
         max_request_bytes: MAX_RETRY_REQUEST_BYTES,
         conditions: Some(grpc_route::retry::Conditions {
             cancelled,
-            deadine_exceeded: deadline_exceeded,
+            deadine_exceeded: deadline_exceeded, // (sic) the name in Linkerd's proto
             resource_exhausted,
             internal,
             unavailable,

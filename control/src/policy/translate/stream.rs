@@ -14,7 +14,7 @@ macro_rules! stream_rule {
     ($route:expr, $family:ident) => {{
         use $family::distribution::{Empty, FirstAvailable, Kind, RandomAvailable};
         use $family::filter::Kind as FilterKind;
-        let route_backend = |sent: &model::Backend| {
+        let route_backend = |model_backend: &model::Backend| {
             let failure = |filter: &Filter| match filter {
                 Filter::FailStream { message } => Some($family::Filter {
                     kind: Some(FilterKind::Invalid(Invalid {
@@ -24,8 +24,8 @@ macro_rules! stream_rule {
                 _ => None,
             };
             $family::RouteBackend {
-                backend: Some(backend(sent)),
-                filters: sent.filters.iter().filter_map(failure).collect(),
+                backend: Some(backend(model_backend)),
+                filters: model_backend.filters.iter().filter_map(failure).collect(),
             }
         };
         let (kind, filters) = match &$route.action {
@@ -40,8 +40,8 @@ macro_rules! stream_rule {
                 (Kind::FirstAvailable(FirstAvailable { backends }), Vec::new())
             }
             StreamAction::Forward(Distribution::Weighted(backends)) => {
-                let weighted = |(sent, weight): &(model::Backend, u32)| $family::WeightedRouteBackend {
-                    backend: Some(route_backend(sent)),
+                let weighted = |(model_backend, weight): &(model::Backend, u32)| $family::WeightedRouteBackend {
+                    backend: Some(route_backend(model_backend)),
                     weight: *weight,
                 };
                 let backends = backends.iter().map(weighted).collect();

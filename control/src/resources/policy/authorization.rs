@@ -49,7 +49,7 @@ impl AuthorizationPolicy {
         let mut client = None;
         for reference in &raw.spec.required_authentication_refs {
             let name = reference.resolve(meta.namespace());
-            let taken = if reference.is_kind(POLICY_GROUP, "NetworkAuthentication") {
+            let is_duplicate = if reference.is_kind(POLICY_GROUP, "NetworkAuthentication") {
                 network.replace(name).is_some()
             } else if reference.is_kind(POLICY_GROUP, "MeshTLSAuthentication") {
                 client.replace(RequiredAuthentication::MeshTls(name)).is_some()
@@ -61,7 +61,7 @@ impl AuthorizationPolicy {
                     "MeshTLSAuthentication, NetworkAuthentication, ServiceAccount",
                 ));
             };
-            if taken {
+            if is_duplicate {
                 return Err(
                     "spec.requiredAuthenticationRefs may name one NetworkAuthentication, and one of \
                             MeshTLSAuthentication and ServiceAccount"

@@ -11,14 +11,14 @@ pub(super) struct Freshness {
     kind: String,
     /// 1 while the API server cannot be read and the last known state is in use.
     stale: Arc<Gauge>,
-    kinds: Readiness,
+    stale_kinds: Readiness,
     /// Held while the kind is stale.
     latch: Option<Latch>,
 }
 
 impl Freshness {
-    /// Creates the state of a kind that is not listed yet. `kinds` collects the reasons of all kinds.
-    pub(super) fn new(registry: &Registry, kinds: &Readiness, kind: Kind) -> Self {
+    /// Creates the state of a kind that is not listed yet. `stale_kinds` collects the reasons of all kinds.
+    pub(super) fn new(registry: &Registry, stale_kinds: &Readiness, kind: Kind) -> Self {
         let kind = kind.info().plural();
         let help = "1 while the last known state of a kind is served because the API server cannot be read.";
         let stale = registry
@@ -26,10 +26,10 @@ impl Freshness {
             .get(&Labels::new().with("kind", &kind));
         stale.set(1);
         Self {
-            latch: Some(kinds.latch(format!("{kind}: not listed yet"))),
+            latch: Some(stale_kinds.latch(format!("{kind}: not listed yet"))),
             kind,
             stale,
-            kinds: kinds.clone(),
+            stale_kinds: stale_kinds.clone(),
         }
     }
 
@@ -38,8 +38,8 @@ impl Freshness {
         self.stale.set(1);
         let reason = format!("{}: {reason}", self.kind);
         match &self.latch {
-            Some(latch) => latch.set_reason(reason),
-            None => self.latch = Some(self.kinds.latch(reason)),
+            Some(latch) => latch.hold(reason),
+            None => self.latch = Some(self.stale_kinds.latch(reason)),
         }
     }
 

@@ -2,6 +2,7 @@
 
 use tulle_core::names::label;
 
+use crate::resources::service::EndpointsSource;
 use crate::resources::{KINDS, Kind};
 
 /// The services of the process, and the kind from which endpoints are read.
@@ -9,14 +10,7 @@ use crate::resources::{KINDS, Kind};
 pub struct WatchRequirements {
     pub destination: bool,
     pub policy: bool,
-    pub endpoints_source: EndpointKind,
-}
-
-/// The kind from which endpoints are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EndpointKind {
-    EndpointSlices,
-    Endpoints,
+    pub endpoints_source: EndpointsSource,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +24,6 @@ pub(super) struct WatchedKind {
 /// How much of each object is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ObjectDetail {
-    Omitted,
     Metadata,
     Full,
 }
@@ -39,33 +32,30 @@ pub(super) enum ObjectDetail {
 pub(super) fn watched_kinds(requirements: &WatchRequirements) -> Vec<WatchedKind> {
     let mut watched = Vec::new();
     for kind in KINDS.iter().map(|info| info.kind) {
-        let destination = match requirements.destination {
-            true => destination_detail(kind, requirements.endpoints_source),
-            false => ObjectDetail::Omitted,
-        };
-        let policy = match requirements.policy {
-            true => policy_detail(kind),
-            false => ObjectDetail::Omitted,
-        };
-        let detail = destination.max(policy);
-        if detail == ObjectDetail::Omitted {
+        let destination = requirements
+            .destination
+            .then(|| destination_detail(kind, requirements.endpoints_source))
+            .flatten();
+        let policy = requirements.policy.then(|| policy_detail(kind)).flatten();
+        let Some(detail) = destination.max(policy) else {
             continue;
-        }
+        };
         watched.push(WatchedKind {
             kind,
             detail,
             // The policy service needs meshed pods only. The destination service needs all pods.
-            required_label: (kind == Kind::Pod && destination == ObjectDetail::Omitted)
-                .then_some(label::CONTROL_PLANE_NS),
+            required_label: (kind == Kind::Pod && destination.is_none()).then_some(label::CONTROL_PLANE_NS),
         });
     }
     watched
 }
 
-fn destination_detail(kind: Kind, endpoints_source: EndpointKind) -> ObjectDetail {
-    match (kind, endpoints_source) {
-        (Kind::Endpoints, EndpointKind::EndpointSlices) => ObjectDetail::Metadata,
-        (Kind::EndpointSlice, EndpointKind::Endpoints) => ObjectDetail::Omitted,
+/// How the destination service watches a kind. `None` if it does not.
+fn destination_detail(kind: Kind, endpoints_source: EndpointsSource) -> Option<ObjectDetail> {
+    Some(match (kind, endpoints_source) {
+        // Only for the metrics of Endpoints, which Linkerd has with either source.
+        (Kind::Endpoints, EndpointsSource::EndpointSlices) => ObjectDetail::Metadata,
+        (Kind::EndpointSlice, EndpointsSource::Endpoints) => return None,
         (
             Kind::Endpoints
             | Kind::EndpointSlice
@@ -77,11 +67,12 @@ fn destination_detail(kind: Kind, endpoints_source: EndpointKind) -> ObjectDetai
             _,
         ) => ObjectDetail::Full,
         (Kind::Node | Kind::ReplicaSet | Kind::Job, _) => ObjectDetail::Metadata,
-        _ => ObjectDetail::Omitted,
-    }
+        _ => return None,
+    })
 }
 
-fn policy_detail(kind: Kind) -> ObjectDetail {
+/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes.
+fn policy_detail(kind: Kind) -> Option<ObjectDetail> {
     match kind {
         Kind::Endpoints
         | Kind::EndpointSlice
@@ -89,8 +80,22 @@ fn policy_detail(kind: Kind) -> ObjectDetail {
         | Kind::Namespace
         | Kind::ReplicaSet
         | Kind::Job
-        | Kind::ServiceProfile => ObjectDetail::Omitted,
-        _ => ObjectDetail::Full,
+        | Kind::ServiceProfile => None,
+        Kind::Service
+        | Kind::Pod
+        | Kind::ExternalWorkload
+        | Kind::Server
+        | Kind::ServerAuthorization
+        | Kind::AuthorizationPolicy
+        | Kind::MeshTlsAuthentication
+        | Kind::NetworkAuthentication
+        | Kind::RateLimitPolicy
+        | Kind::EgressNetwork
+        | Kind::PolicyHttpRoute
+        | Kind::GatewayHttpRoute
+        | Kind::GrpcRoute
+        | Kind::TlsRoute
+        | Kind::TcpRoute => Some(ObjectDetail::Full),
     }
 }
 
@@ -98,7 +103,7 @@ fn policy_detail(kind: Kind) -> ObjectDetail {
 mod tests {
     use super::*;
 
-    fn watched(destination: bool, policy: bool, endpoints_source: EndpointKind) -> Vec<String> {
+    fn watched(destination: bool, policy: bool, endpoints_source: EndpointsSource) -> Vec<String> {
         let requirements = WatchRequirements {
             destination,
             policy,
@@ -133,8 +138,8 @@ mod tests {
             "servers",
             "serviceprofiles",
         ];
-        assert_eq!(watched(true, false, EndpointKind::EndpointSlices), expected);
-        let without_slices = watched(true, false, EndpointKind::Endpoints);
+        assert_eq!(watched(true, false, EndpointsSource::EndpointSlices), expected);
+        let without_slices = watched(true, false, EndpointsSource::Endpoints);
         assert!(without_slices.contains(&"endpoints".to_owned()));
         assert!(!without_slices.contains(&"endpointslices".to_owned()));
     }
@@ -142,14 +147,14 @@ mod tests {
     #[test]
     fn no_secret_is_watched() {
         for (destination, policy) in [(true, false), (false, true), (true, true)] {
-            let all = watched(destination, policy, EndpointKind::EndpointSlices);
+            let all = watched(destination, policy, EndpointsSource::EndpointSlices);
             assert!(!all.iter().any(|line| line.starts_with("secrets")), "{all:?}");
         }
     }
 
     #[test]
     fn policy_alone_watches_meshed_pods_and_no_endpoints() {
-        let alone = watched(false, true, EndpointKind::EndpointSlices);
+        let alone = watched(false, true, EndpointsSource::EndpointSlices);
         assert!(
             alone.contains(&"pods with linkerd.io/control-plane-ns".to_owned()),
             "{alone:?}"
@@ -158,6 +163,6 @@ mod tests {
         for none in ["endpoints", "endpointslices", "nodes", "serviceprofiles"] {
             assert!(!alone.iter().any(|line| line.starts_with(none)), "{none} in {alone:?}");
         }
-        assert!(watched(true, true, EndpointKind::EndpointSlices).contains(&"pods".to_owned()));
+        assert!(watched(true, true, EndpointsSource::EndpointSlices).contains(&"pods".to_owned()));
     }
 }

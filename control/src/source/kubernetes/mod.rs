@@ -25,8 +25,9 @@ use tulle_core::readiness::Readiness;
 
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
+use crate::resources::service::EndpointsSource;
 use crate::source::kubernetes::freshness::Freshness;
-use crate::source::kubernetes::kinds::{EndpointKind, WatchRequirements, WatchedKind};
+use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::reflector::{KindMetrics, Reflector};
 
@@ -37,7 +38,7 @@ pub struct Config {
     /// The address of the destination service in log lines.
     pub log_addr: String,
     /// Collects the reasons why kinds are stale.
-    pub kinds_readiness: Readiness,
+    pub stale_kinds: Readiness,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -61,8 +62,8 @@ pub async fn run(
     let watched = kinds::watched_kinds(&config.requirements);
     if config.requirements.destination {
         let kind_name = match config.requirements.endpoints_source {
-            EndpointKind::EndpointSlices => "EndpointSlice",
-            EndpointKind::Endpoints => "Endpoints",
+            EndpointsSource::EndpointSlices => "EndpointSlice",
+            EndpointsSource::Endpoints => "Endpoints",
         };
         let component = "endpoints-watcher";
         debug!(addr = config.log_addr, component, "Watching {kind_name} resources");
@@ -71,13 +72,16 @@ pub async fn run(
     let mut tasks = JoinSet::new();
     let mut unlisted: Vec<Kind> = Vec::new();
     // Kinds without objects also get a series.
-    let _cache_size_gauges: Vec<_> = watched.iter().map(|one| one.kind.cache_size_gauge(&registry)).collect();
+    let _cache_size_gauges: Vec<_> = watched
+        .iter()
+        .map(|watched| watched.kind.cache_size_gauge(&registry))
+        .collect();
     for watched in watched {
         let WatchedKind { kind, .. } = watched;
         unlisted.push(kind);
         let metrics = KindMetrics {
             lag: InformerLag::new(&registry, kind),
-            freshness: Freshness::new(&registry, &config.kinds_readiness, kind),
+            freshness: Freshness::new(&registry, &config.stale_kinds, kind),
         };
         let reflector = Reflector::new(client.clone(), watched, writer.clone(), metrics, listed.clone());
         tasks.spawn(async move {

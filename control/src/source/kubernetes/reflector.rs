@@ -35,7 +35,7 @@ pub(super) struct Reflector {
     freshness: Freshness,
     /// Receives the kind after its first list. `None` afterwards.
     first_list: Option<mpsc::Sender<Kind>>,
-    /// Consecutive rounds in which discovery omitted the kind.
+    /// Number of consecutive rounds in which the kind was absent. A round is one list and one look at discovery.
     absent_rounds: u32,
     /// The reported objects, each with a hash of its resource version.
     known_versions: AHashMap<Name, u64>,
@@ -159,7 +159,7 @@ impl Reflector {
                         self.set_presence(Presence::Absent);
                         self.mark_listed().await;
                     } else {
-                        self.mark_missing();
+                        self.mark_absent();
                     }
                     let pause = if self.first_list.is_some() {
                         ABSENT_KIND_STARTUP_BACKOFF
@@ -192,7 +192,7 @@ impl Reflector {
     }
 
     /// Marks the kind as stale. Its objects stay until discovery has omitted it `ABSENT_ROUNDS_BEFORE_DELETE` times.
-    fn mark_missing(&mut self) {
+    fn mark_absent(&mut self) {
         if self.absent_rounds == 1 && !self.known_versions.is_empty() {
             warn!(
                 kind = self.kind_name(),
@@ -226,12 +226,12 @@ impl Reflector {
 
     /// Lists the newest API version that is served. Reports all differences in one batch.
     async fn list(&mut self) -> Result<ListOutcome, Error> {
-        for version in self.watched.kind.info().versions {
-            match self.list_version(version).await {
+        for api_version in self.watched.kind.info().versions {
+            match self.list_version(api_version).await {
                 Err(Error::Status { status, .. }) if status == StatusCode::NOT_FOUND => {}
                 Err(err) => return Err(err),
                 Ok(resource_version) => {
-                    self.api_version = version;
+                    self.api_version = api_version;
                     return Ok(ListOutcome::Complete(resource_version));
                 }
             }
@@ -243,7 +243,7 @@ impl Reflector {
     }
 
     /// Returns whether discovery has the kind in a supported version. A 404 for all of discovery is an error: only a
-    /// successful response without the kind shows that it is gone.
+    /// successful response without the kind shows that it is absent.
     async fn is_in_discovery(&self) -> Result<bool, Error> {
         let info = self.watched.kind.info();
         let served = match info.group {
@@ -259,7 +259,7 @@ impl Reflector {
         for version in info
             .versions
             .iter()
-            .filter(|&&version| served.iter().any(|one| one == version))
+            .filter(|&&version| served.iter().any(|served| served == version))
         {
             let path = request::api_path(info.group, version);
             let bytes = self
@@ -273,12 +273,12 @@ impl Reflector {
         Ok(false)
     }
 
-    async fn list_version(&mut self, version: &str) -> Result<String, Error> {
+    async fn list_version(&mut self, api_version: &str) -> Result<String, Error> {
         let (mut known, mut events) = (AHashMap::new(), Vec::new());
         let mut token = String::new();
         loop {
             let page = (!token.is_empty()).then_some(token.as_str());
-            let request = self.watched.list_request(version, page).map_err(Error::Request)?;
+            let request = self.watched.list_request(api_version, page).map_err(Error::Request)?;
             let bytes = self.read_response(request).await?;
             let page: ListPage<'_> = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
             for object in page.items.into_iter().flatten() {
@@ -290,13 +290,13 @@ impl Reflector {
                         continue;
                     }
                 };
-                let Some((name, version)) = self.name_and_version(&item.head) else {
+                let Some((name, version_hash)) = self.name_and_version_hash(&item.head) else {
                     continue;
                 };
-                if self.known_versions.get(&name) != Some(&version) {
+                if self.known_versions.get(&name) != Some(&version_hash) {
                     events.push(self.decode_event(&name, &item));
                 }
-                known.insert(name, version);
+                known.insert(name, version_hash);
             }
             token = page.metadata.r#continue;
             if token.is_empty() {
@@ -308,8 +308,8 @@ impl Reflector {
 
     /// Reports these events, and the deletion of all objects that are not in `known`.
     fn apply_list(&mut self, known: AHashMap<Name, u64>, mut events: Vec<Event>) {
-        let gone = self.known_versions.keys().filter(|name| !known.contains_key(*name));
-        events.extend(gone.map(|name| Event::Deleted(self.watched.kind, name.clone())));
+        let deleted = self.known_versions.keys().filter(|name| !known.contains_key(*name));
+        events.extend(deleted.map(|name| Event::Deleted(self.watched.kind, name.clone())));
         self.known_versions = known;
         debug!(
             kind = self.kind_name(),
@@ -422,9 +422,9 @@ impl Reflector {
     ) -> Result<Option<WatchEnd>, Error> {
         let change: WatchEvent<'_> = serde_json::from_slice(line).map_err(Error::Decode)?;
         if change.r#type == WatchEventType::Error {
-            let refusal: StatusError = serde_json::from_str(change.object.get()).unwrap_or_default();
-            let status = StatusCode::from_u16(refusal.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            let message = refusal.message;
+            let error: StatusError = serde_json::from_str(change.object.get()).unwrap_or_default();
+            let status = StatusCode::from_u16(error.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            let message = error.message;
             return match status {
                 StatusCode::GONE => Ok(Some(WatchEnd::Relist)),
                 status => Err(Error::Status { status, message }),
@@ -439,7 +439,7 @@ impl Reflector {
             return Ok(None);
         }
         position.changed_at = Instant::now();
-        let Some((name, version)) = self.name_and_version(&item.head) else {
+        let Some((name, version)) = self.name_and_version_hash(&item.head) else {
             return Ok(None);
         };
         if change.r#type == WatchEventType::Deleted {
@@ -459,7 +459,7 @@ impl Reflector {
     }
 
     /// Returns the name of an object and a hash of its resource version. `None` if the object has no name.
-    fn name_and_version(&mut self, head: &ObjectHead<'_>) -> Option<(Name, u64)> {
+    fn name_and_version_hash(&mut self, head: &ObjectHead<'_>) -> Option<(Name, u64)> {
         if head.name.is_empty() {
             return None;
         }
@@ -532,8 +532,8 @@ impl Reflector {
             .and_then(Result::ok)
             .map(|body| body.to_bytes())
             .unwrap_or_default();
-        let refusal: StatusError = serde_json::from_slice(&bytes).unwrap_or_default();
-        let message = refusal.message;
+        let error: StatusError = serde_json::from_slice(&bytes).unwrap_or_default();
+        let message = error.message;
         Err(Error::Status { status, message })
     }
 }

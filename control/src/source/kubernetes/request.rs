@@ -41,7 +41,7 @@ impl WatchedKind {
         let path = format!("{}/{}?{query}", api_path(info.group, version), info.plural());
         let accept = match self.detail {
             ObjectDetail::Metadata => format!("application/json;as={metadata};g=meta.k8s.io;v=v1"),
-            ObjectDetail::Full | ObjectDetail::Omitted => "application/json".to_owned(),
+            ObjectDetail::Full => "application/json".to_owned(),
         };
         Request::get(path).header(ACCEPT, accept).body(Body::empty())
     }

@@ -61,8 +61,8 @@ struct ApiResource {
 impl ApiGroupList {
     /// Returns the versions of a group, which are none if the group does not exist.
     pub(super) fn group_versions(self, name: &str) -> Vec<String> {
-        let of_name = self.groups.into_iter().filter(|group| group.name == name);
-        of_name
+        let matching_groups = self.groups.into_iter().filter(|group| group.name == name);
+        matching_groups
             .flat_map(|group| group.versions)
             .map(|version| version.version)
             .collect()
@@ -156,7 +156,7 @@ impl<'a> RawObject<'a> {
     /// Decodes the object and removes the parts that are not used.
     pub(super) fn decode(&self, kind: Kind, detail: ObjectDetail) -> Result<Object, serde_json::Error> {
         let text = match detail {
-            ObjectDetail::Full | ObjectDetail::Omitted => self.without_managed_fields(self.text),
+            ObjectDetail::Full => self.without_managed_fields(self.text),
             // The API server returns a `PartialObjectMetadata`. It is decoded as an object that has only metadata.
             ObjectDetail::Metadata => format!("{{\"metadata\":{}}}", self.without_managed_fields(self.metadata)).into(),
         };

@@ -24,7 +24,7 @@ use tulle_core::metrics::Registry;
 use super::*;
 use crate::resources::Object;
 
-const GONE_ROUNDS: usize = reflector::ABSENT_ROUNDS_BEFORE_DELETE as usize;
+const ABSENT_ROUNDS: usize = reflector::ABSENT_ROUNDS_BEFORE_DELETE as usize;
 
 /// A response: chunks of the body, then an action.
 struct ScriptedResponse {
@@ -177,12 +177,12 @@ fn start_with_discovery(
         requirements: WatchRequirements {
             destination: false,
             policy: true,
-            endpoints_source: EndpointKind::EndpointSlices,
+            endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        kinds_readiness: Readiness::new(),
+        stale_kinds: Readiness::new(),
     };
-    let (kinds, registry) = (config.kinds_readiness.clone(), Registry::new());
+    let (kinds, registry) = (config.stale_kinds.clone(), Registry::new());
     let counted = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
@@ -351,7 +351,7 @@ fn one_server_then_404(n: usize, uri: &str) -> ScriptedResponse {
 #[tokio::test(start_paused = true)]
 async fn kinds_are_empty_while_their_crd_is_not_installed() {
     // Each round tries all API versions.
-    const AT_START: usize = 4 * GONE_ROUNDS;
+    const AT_START: usize = 4 * ABSENT_ROUNDS;
     let source = start_scripted(|n, uri| match n {
         0..AT_START => text_response(404, "404 page not found"),
         _ if n < AT_START + 3 && uri.contains("watch=true") => {
@@ -405,7 +405,7 @@ async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
             text_response(200, "<html>a login page</html>")
         }),
         ("it omits the kind only in some rounds", |n, uri| {
-            discovery_response(uri, n % GONE_ROUNDS == 0)
+            discovery_response(uri, n % ABSENT_ROUNDS == 0)
         }),
     ];
     for (what, discovery) in never {

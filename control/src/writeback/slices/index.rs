@@ -10,7 +10,7 @@ use tulle_core::names::label;
 
 use crate::resources::labels::Selector;
 use crate::resources::meta::Name;
-use crate::resources::service::{EndpointSlice as Pruned, Service, ServiceKind};
+use crate::resources::service::{EndpointSlice as DecodedSlice, Service, ServiceKind};
 use crate::resources::workload::ExternalWorkload;
 use crate::writeback::slices::write_tracker::WriteTracker;
 
@@ -73,7 +73,7 @@ impl SliceIndex {
         old.map(|old| self.selecting_services(&old)).unwrap_or_default()
     }
 
-    pub(super) fn slice_applied(&mut self, slice: &Pruned) -> BTreeSet<Name> {
+    pub(super) fn slice_applied(&mut self, slice: &DecodedSlice) -> BTreeSet<Name> {
         let name = &slice.meta.name;
         let service = slice.meta.label(label::SERVICE_NAME);
         let (Some(managed), Some(service)) = (&slice.managed_object, service) else {
@@ -106,7 +106,7 @@ impl SliceIndex {
             }
         }
         match slice {
-            Some(slice) if !self.tracker.is_own_deletion(&service, &slice) => BTreeSet::from([service]),
+            Some(slice) if !self.tracker.record_observed_deletion(&service, &slice) => BTreeSet::from([service]),
             _ => BTreeSet::new(),
         }
     }

@@ -59,6 +59,7 @@ struct State {
 
 #[derive(Debug, thiserror::Error)]
 enum SyncError {
+    /// In the words of Linkerd, whose informers are the reflectors here.
     #[error("EndpointSlice informer cache is out of date")]
     Stale,
     #[error("{verb} the EndpointSlice {slice}")]
@@ -88,8 +89,8 @@ impl Controller {
     }
 
     pub(super) fn handles(event: &Event) -> bool {
-        let wanted = |kind| matches!(kind, Kind::Service | Kind::ExternalWorkload | Kind::EndpointSlice);
-        event.kind().is_some_and(wanted)
+        let handles_kind = |kind| matches!(kind, Kind::Service | Kind::ExternalWorkload | Kind::EndpointSlice);
+        event.kind().is_some_and(handles_kind)
     }
 
     fn apply(&self, events: Vec<Event>) {
@@ -190,12 +191,12 @@ impl Controller {
             let next_at = {
                 let mut state = self.0.state.lock();
                 let queue = state.queue.as_mut();
-                let taken = queue.and_then(|queue| {
-                    let taken = queue.pop(Instant::now());
+                let next = queue.and_then(|queue| {
+                    let next = queue.pop(Instant::now());
                     self.record_queue_depth(queue);
-                    taken
+                    next
                 });
-                if let Some((service, waited)) = taken {
+                if let Some((service, waited)) = next {
                     self.0.metrics.record_start(waited);
                     return service;
                 }
@@ -254,6 +255,7 @@ impl Controller {
                 return Ok(());
             };
             if state.index.tracker.is_stale(name, &slices) {
+                // The log message of Linkerd.
                 warn!("detected EndpointSlice informer cache is out of date when processing {name}");
                 return Err(SyncError::Stale);
             }

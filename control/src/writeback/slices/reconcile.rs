@@ -3,7 +3,7 @@
 //! Pure and idempotent: after a plan is applied, the next one is empty. It minimizes writes, not the number of slices:
 //! an endpoint stays in its slice, and new endpoints fill the gaps.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use tracing::error;
 use tulle_core::names::label;
 
 use crate::resources::service::{
-    IpFamily, NonTcpProtocol, PortRef, Readiness, SLICE_MANAGED_BY_VALUE, Service, ServiceKind, ServicePort,
+    EndpointReadiness, IpFamily, NonTcpProtocol, PortRef, SLICE_MANAGED_BY_VALUE, Service, ServiceKind, ServicePort,
 };
 use crate::resources::workload::{ContainerPort, ExternalWorkload};
 
@@ -64,7 +64,11 @@ pub(super) fn reconcile(service: &Service, workloads: &[Arc<ExternalWorkload>], 
     let mut groups: BTreeMap<(IpFamily, Ports), SliceGroup<'_>> = BTreeMap::new();
     for slice in slices {
         match ip_family(slice).filter(|family| families.contains(family) && is_owned(slice, service)) {
-            Some(family) => groups.entry((family, ports_of(slice))).or_default().slices.push(slice),
+            Some(family) => groups
+                .entry((family, slice_ports(slice)))
+                .or_default()
+                .slices
+                .push(slice),
             None => plan.delete.push(slice.clone()),
         }
     }
@@ -79,15 +83,16 @@ pub(super) fn reconcile(service: &Service, workloads: &[Arc<ExternalWorkload>], 
     }
     let labels = slice_labels(service);
     for ((family, ports), group) in groups {
-        let unplaced = plan.update_slices(service, &labels, group);
-        plan.create.extend(unplaced.into_iter().map(|endpoints| EndpointSlice {
-            metadata: new_metadata(service, &labels),
-            address_type: address_type(family).to_owned(),
-            ports: Some(ports.iter().map(SlicePort::to_kubernetes).collect()),
-            endpoints,
-        }));
+        let new_slices = plan.update_slices(service, &labels, group);
+        plan.create
+            .extend(new_slices.into_iter().map(|endpoints| EndpointSlice {
+                metadata: new_metadata(service, &labels),
+                address_type: address_type(family).to_owned(),
+                ports: Some(ports.iter().map(SlicePort::to_kubernetes).collect()),
+                endpoints,
+            }));
     }
-    plan.reuse_names(service);
+    plan.convert_to_updates(service);
     if service.meta.terminating {
         plan.create.clear();
     }
@@ -99,74 +104,52 @@ impl Plan {
         self.create.is_empty() && self.update.is_empty() && self.delete.is_empty()
     }
 
-    /// Updates the existing slices of one group. Returns the endpoints for new slices.
+    /// Updates the existing slices of one group. Returns the endpoints of each new slice.
     fn update_slices(
         &mut self,
         service: &Service,
         labels: &BTreeMap<String, String>,
         group: SliceGroup<'_>,
     ) -> Vec<Vec<Endpoint>> {
-        let SliceGroup {
-            desired: mut wanted,
-            slices,
-        } = group;
-        let mut updates = Vec::new();
-        let mut unchanged: Vec<SliceUpdate<'_>> = Vec::new();
+        let SliceGroup { mut desired, slices } = group;
+        let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
         for slice in slices {
-            let mut endpoints = Vec::with_capacity(slice.endpoints.len());
-            for endpoint in &slice.endpoints {
-                // Removes duplicate endpoints, and truncates slices that other clients have made too long.
-                if endpoints.len() < MAX_ENDPOINTS_PER_SLICE
-                    && let Some(wanted) = target_workload(endpoint, service).and_then(|name| wanted.remove(name))
-                {
-                    endpoints.push(wanted);
-                }
-            }
-            let draft = SliceUpdate { slice, endpoints };
-            if draft.endpoints.is_empty() {
+            let endpoints = take_endpoints_of_slice(slice, service, &mut desired);
+            let is_same = endpoints == slice.endpoints && slice.metadata.labels.as_ref() == Some(labels);
+            if endpoints.is_empty() {
                 self.delete.push(slice.clone());
-            } else if draft.endpoints == slice.endpoints && slice.metadata.labels.as_ref() == Some(labels) {
-                unchanged.push(draft);
+            } else if is_same {
+                unchanged.push(SliceUpdate { slice, endpoints });
             } else {
-                updates.push(draft);
+                changed.push(SliceUpdate { slice, endpoints });
             }
         }
-        let mut unplaced: Vec<Endpoint> = wanted.into_values().rev().collect();
-        // Fills the fullest slices first, so that small slices can become empty and be deleted.
-        updates.sort_by_key(|draft| std::cmp::Reverse(draft.endpoints.len()));
-        for draft in &mut updates {
-            draft.fill(&mut unplaced);
-        }
-        // The endpoints that do not fill a new slice go to the fullest slice that has room for all of them.
-        let rest = unplaced.len() % MAX_ENDPOINTS_PER_SLICE;
-        let fits = |draft: &SliceUpdate<'_>| draft.endpoints.len() + rest <= MAX_ENDPOINTS_PER_SLICE;
-        let closest = (0..unchanged.len())
-            .filter(|index| rest > 0 && fits(&unchanged[*index]))
-            .max_by_key(|index| unchanged[*index].endpoints.len());
-        if let Some(closest) = closest {
-            let mut draft = unchanged.swap_remove(closest);
-            draft.endpoints.extend(unplaced.drain(..rest));
-            updates.push(draft);
-        }
-        for SliceUpdate { slice, endpoints } in updates {
-            let mut slice = slice.clone();
+        let mut new_endpoints: VecDeque<Endpoint> = desired.into_values().collect();
+        fill_changed_slices(&mut changed, &mut new_endpoints);
+        changed.extend(add_rest_to_unchanged_slice(unchanged, &mut new_endpoints));
+        for SliceUpdate { slice, endpoints } in changed {
+            let mut slice = EndpointSlice::clone(slice);
             slice.metadata.labels = Some(labels.clone());
             slice.endpoints = endpoints;
             self.update.push(slice);
         }
-        unplaced.reverse();
-        unplaced
+        let new_endpoints = Vec::from(new_endpoints);
+        new_endpoints
             .chunks(MAX_ENDPOINTS_PER_SLICE)
             .map(<[Endpoint]>::to_vec)
             .collect()
     }
 
-    /// Replaces a delete and a create by one update of the existing slice.
-    fn reuse_names(&mut self, service: &Service) {
+    /// Replaces each pair of a delete and a create by one update of the existing slice. The type of addresses of a slice cannot
+    /// change, and only slices of this Service are updated.
+    fn convert_to_updates(&mut self, service: &Service) {
         let (create, update) = (&mut self.create, &mut self.update);
         self.delete.retain(|old| {
-            let fits = |new: &EndpointSlice| new.address_type == old.address_type && is_owned(old, service);
-            let Some(index) = create.iter().rposition(fits) else {
+            if !is_owned(old, service) {
+                return true;
+            }
+            let has_same_type = |new: &EndpointSlice| new.address_type == old.address_type;
+            let Some(index) = create.iter().rposition(has_same_type) else {
                 return true;
             };
             let mut new = create.remove(index);
@@ -180,22 +163,56 @@ impl Plan {
     }
 }
 
-impl SliceUpdate<'_> {
-    fn fill(&mut self, unplaced: &mut Vec<Endpoint>) {
-        while self.endpoints.len() < MAX_ENDPOINTS_PER_SLICE
-            && let Some(endpoint) = unplaced.pop()
+/// Takes the desired endpoints of the workloads that the slice has already. Leaves out duplicates, and the end of a slice that
+/// another client has made too long.
+fn take_endpoints_of_slice(slice: &EndpointSlice, service: &Service, desired: &mut Endpoints) -> Vec<Endpoint> {
+    let mut endpoints = Vec::with_capacity(slice.endpoints.len());
+    for endpoint in &slice.endpoints {
+        if endpoints.len() < MAX_ENDPOINTS_PER_SLICE
+            && let Some(endpoint) = target_workload(endpoint, service).and_then(|name| desired.remove(name))
         {
-            self.endpoints.push(endpoint);
+            endpoints.push(endpoint);
         }
     }
+    endpoints
+}
+
+/// Adds new endpoints to the slices that are written anyway. The fullest slices are filled first, so that small slices can become
+/// empty and be deleted.
+fn fill_changed_slices(changed: &mut [SliceUpdate<'_>], new_endpoints: &mut VecDeque<Endpoint>) {
+    changed.sort_by_key(|update| std::cmp::Reverse(update.endpoints.len()));
+    for update in changed {
+        let free = MAX_ENDPOINTS_PER_SLICE.saturating_sub(update.endpoints.len());
+        let n_added = free.min(new_endpoints.len());
+        update.endpoints.extend(new_endpoints.drain(..n_added));
+    }
+}
+
+/// Adds the endpoints that do not fill a new slice to the fullest unchanged slice that has room for all of them. Returns its
+/// update.
+fn add_rest_to_unchanged_slice<'a>(
+    mut unchanged: Vec<SliceUpdate<'a>>,
+    new_endpoints: &mut VecDeque<Endpoint>,
+) -> Option<SliceUpdate<'a>> {
+    let n_rest = new_endpoints.len() % MAX_ENDPOINTS_PER_SLICE;
+    if n_rest == 0 {
+        return None;
+    }
+    let fullest = (0..unchanged.len())
+        .filter(|index| unchanged[*index].endpoints.len() + n_rest <= MAX_ENDPOINTS_PER_SLICE)
+        .max_by_key(|index| unchanged[*index].endpoints.len())?;
+    let mut update = unchanged.swap_remove(fullest);
+    let rest = new_endpoints.split_off(new_endpoints.len() - n_rest);
+    update.endpoints.extend(rest);
+    Some(update)
 }
 
 /// Returns the name of the workload of an endpoint.
 fn target_workload<'a>(endpoint: &'a Endpoint, service: &Service) -> Option<&'a str> {
     let target = endpoint.target_ref.as_ref()?;
-    let ours = target.kind.as_deref() == Some(WORKLOAD_KIND)
+    let is_workload = target.kind.as_deref() == Some(WORKLOAD_KIND)
         && target.namespace.as_deref() == Some(&**service.meta.namespace());
-    target.name.as_deref().filter(|_| ours)
+    target.name.as_deref().filter(|_| is_workload)
 }
 
 fn is_owned(slice: &EndpointSlice, service: &Service) -> bool {
@@ -218,7 +235,7 @@ fn address_type(family: IpFamily) -> &'static str {
     }
 }
 
-fn ports_of(slice: &EndpointSlice) -> Ports {
+fn slice_ports(slice: &EndpointSlice) -> Ports {
     let ports = slice.ports.iter().flatten();
     ports
         .map(|port| SlicePort {
@@ -243,13 +260,13 @@ impl SlicePort {
 
 /// Resolves the ports of the Service for one workload. Ports that the workload does not declare are omitted.
 fn resolve_ports(service: &Service, workload: &ExternalWorkload) -> Ports {
-    let tcp = service.ports.iter().map(|port| (None, port));
-    let other = service
+    let tcp_ports = service.ports.iter().map(|port| (None, port));
+    let non_tcp_ports = service
         .non_tcp_ports
         .iter()
         .map(|(protocol, port)| (Some(*protocol), port));
     let mut ports = Ports::new();
-    for (protocol, port) in tcp.chain(other) {
+    for (protocol, port) in tcp_ports.chain(non_tcp_ports) {
         let Some(declared) = declared_port(workload, protocol, port) else {
             let ServicePort { port, target, .. } = port;
             let (service, workload) = (&service.meta.name, &workload.meta.name);
@@ -296,7 +313,7 @@ fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFami
     if addresses.is_empty() {
         return None;
     }
-    let ready = workload.ready == Some(Readiness::Ready);
+    let ready = workload.ready == Some(EndpointReadiness::Ready);
     let name = &*workload.meta.name.name;
     let zone = workload.meta.label(label::ZONE).filter(|zone| !zone.is_empty());
     Some(Endpoint {
@@ -345,8 +362,8 @@ fn is_dns_label(name: &str) -> bool {
 
 /// Returns the labels of the Service, with those that mark the slice as ours.
 fn slice_labels(service: &Service) -> BTreeMap<String, String> {
-    let of_service = service.meta.labels.iter();
-    let mut labels: BTreeMap<_, _> = of_service
+    let service_labels = service.meta.labels.iter();
+    let mut labels: BTreeMap<_, _> = service_labels
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect();
     labels.insert(label::SERVICE_NAME.to_owned(), service.meta.name.name.to_string());

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::reconcile::MAX_ENDPOINTS_PER_SLICE;
 use super::*;
 use crate::resources;
-use crate::resources::service::{EndpointSlice as Pruned, Service};
+use crate::resources::service::{EndpointSlice as DecodedSlice, Service};
 use crate::resources::workload::ExternalWorkload;
 
 fn service(spec: Value) -> Arc<Service> {
@@ -412,16 +412,14 @@ fn a_modified_slice_is_restored() {
 /// A state of the Service and its workloads.
 #[derive(Clone, Debug)]
 struct Step {
-    /// The state of each of 40 groups of ten workloads: absent, or one of three variants.
+    /// The state of each of 40 groups of ten workloads: absent, one of three variants, or unchanged.
     variants: Vec<u8>,
     headless: bool,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let step = (prop::collection::vec(0u8..5, 40), any::<bool>()).prop_map(|(tens, headless)| Step {
-        variants: tens,
-        headless,
-    });
+    let step =
+        (prop::collection::vec(0u8..5, 40), any::<bool>()).prop_map(|(variants, headless)| Step { variants, headless });
     prop::collection::vec(step, 1..6)
 }
 
@@ -435,13 +433,13 @@ impl Step {
 
     fn workloads(&self) -> Vec<Workload> {
         let mut workloads = Vec::new();
-        for (ten, variant) in self.variants.iter().enumerate() {
-            for mut workload in workloads_in(ten * 10..ten * 10 + 10) {
+        for (group, variant) in self.variants.iter().enumerate() {
+            for mut workload in workloads_in(group * 10..group * 10 + 10) {
                 match variant {
                     0 => continue,
                     1 => workload.ready = false,
                     2 => workload.ports = json!([{"name": "web", "port": 9090}]),
-                    3 => workload.ips.push(format!("2001:db8::{:x}", ten + 1)),
+                    3 => workload.ips.push(format!("2001:db8::{:x}", group + 1)),
                     _ => {}
                 }
                 workloads.push(workload);
@@ -488,8 +486,8 @@ proptest! {
     }
 }
 
-fn names(concerned: &BTreeSet<Name>) -> Vec<&str> {
-    concerned.iter().map(|name| &*name.name).collect()
+fn names(affected: &BTreeSet<Name>) -> Vec<&str> {
+    affected.iter().map(|name| &*name.name).collect()
 }
 
 fn named_service(name: &str, selector: Value) -> Arc<Service> {
@@ -554,7 +552,7 @@ fn a_workload_change_affects_the_services_that_select_it() {
     assert!(index.workload_deleted(&Name::new("shop", "vm")).is_empty());
 }
 
-fn decode_slice(name: &str, labels: Value, generation: i64) -> Pruned {
+fn decode_slice(name: &str, labels: Value, generation: i64) -> DecodedSlice {
     let manifest = json!({
         "metadata": {"name": name, "namespace": "shop", "uid": name, "labels": labels, "generation": generation},
         "addressType": "IPv4", "endpoints": [],
@@ -640,8 +638,8 @@ fn workloads_of_other_namespaces_are_left_out() {
     for namespace in ["default", "sho", "shop-2", "shops"] {
         let mut elsewhere = workload("there", "192.0.2.2").build();
         Arc::make_mut(&mut elsewhere).meta.name = Name::new(namespace, "there");
-        let concerned = index.workload_applied(&elsewhere);
-        assert!(concerned.is_empty(), "{namespace}: {concerned:?}");
+        let affected = index.workload_applied(&elsewhere);
+        assert!(affected.is_empty(), "{namespace}: {affected:?}");
     }
     let inputs = index.reconcile_inputs(&Name::new("shop", "web")).unwrap();
     let workloads = inputs.workloads.iter().map(|workload| workload.meta.name.to_string());

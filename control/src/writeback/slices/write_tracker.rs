@@ -58,8 +58,8 @@ impl WriteTracker {
         }
     }
 
-    /// Records that a slice is deleted. Returns whether we deleted it.
-    pub(super) fn is_own_deletion(&mut self, service: &Name, slice: &EndpointSlice) -> bool {
+    /// Records that the watch has reported the deletion of a slice. Returns whether we deleted it.
+    pub(super) fn record_observed_deletion(&mut self, service: &Name, slice: &EndpointSlice) -> bool {
         let Some(slices) = self.0.get_mut(service) else {
             return false;
         };
@@ -108,7 +108,7 @@ mod tests {
             tracker.is_stale(&service, &[slice("a", 2), slice("b", 1)]),
             "a still exists"
         );
-        assert!(tracker.is_own_deletion(&service, &slice("a", 2)));
+        assert!(tracker.record_observed_deletion(&service, &slice("a", 2)));
         assert!(!tracker.is_stale(&service, &[slice("b", 1)]));
         tracker.remove_service(&service);
         assert!(!tracker.is_stale(&service, &[]));
@@ -124,7 +124,7 @@ mod tests {
         assert!(!tracker.is_external_change(&service, &slice("a", 2)), "our own write");
         assert!(tracker.is_external_change(&service, &slice("a", 3)));
         assert!(
-            !tracker.is_own_deletion(&service, &slice("a", 2)),
+            !tracker.record_observed_deletion(&service, &slice("a", 2)),
             "deleted by another client"
         );
         tracker.record_delete(&service, &slice("a", 3));

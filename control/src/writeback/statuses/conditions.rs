@@ -19,18 +19,22 @@ pub(super) enum RateLimitRejection<'a> {
 }
 
 pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Option<i64>) -> Condition {
-    let Err(refusal) = result else {
+    let Err(rejection) = result else {
         return condition_true(ACCEPTED, generation);
     };
-    let reason = match refusal {
-        RouteRejection::NoParent
+    let reason = match rejection {
+        RouteRejection::ParentNotFound
+        | RouteRejection::UnsupportedParentKind
+        | RouteRejection::ParentHasNoSections
+        | RouteRejection::NoPort
+        | RouteRejection::OverlapsClusterNetworks
         | RouteRejection::NoClusterIp
         | RouteRejection::OtherNamespace
         | RouteRejection::ProtocolMismatch(_) => NO_MATCHING_PARENT,
         RouteRejection::MoreSpecificRoute | RouteRejection::OlderRoute(_) => ROUTE_REASON_CONFLICTED,
         RouteRejection::UnsupportedParentField(_) | RouteRejection::Unsupported(_) => UNSUPPORTED_VALUE,
     };
-    condition_false(ACCEPTED, reason, refusal.to_string(), generation)
+    condition_false(ACCEPTED, reason, rejection.to_string(), generation)
 }
 
 /// The `ResolvedRefs` condition: whether all backends of a route exist.
@@ -60,8 +64,8 @@ pub(super) fn egress_network_condition(
         return condition_true(ACCEPTED, generation);
     }
     let message =
-        "networks overlap with clusterNetworks: denied traffic stays denied, also inside the cluster, and no \
-                   route allows it; use networks outside the cluster"
+        "spec.networks overlaps clusterNetworks, so the routes of this EgressNetwork are ignored, and traffic that \
+                   it denies stays denied, also inside the cluster; use networks outside the cluster"
             .to_owned();
     condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
 }
@@ -72,7 +76,10 @@ pub(super) fn rate_limit_condition(rejection: Option<RateLimitRejection<'_>>, ge
         Some(RateLimitRejection::Unreadable(reason)) => {
             condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason.to_owned(), generation)
         }
-        Some(RateLimitRejection::NoServer) => condition_false(ACCEPTED, "NoMatchingTarget", String::new(), generation),
+        Some(RateLimitRejection::NoServer) => {
+            let message = "the Server in spec.targetRef does not exist".to_owned();
+            condition_false(ACCEPTED, "NoMatchingTarget", message, generation)
+        }
         Some(RateLimitRejection::Protocol(reason)) => condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason, generation),
         Some(RateLimitRejection::OlderRateLimit(name)) => {
             let message = format!("{name} is older");
@@ -82,15 +89,15 @@ pub(super) fn rate_limit_condition(rejection: Option<RateLimitRejection<'_>>, ge
 }
 
 /// Returns the condition of an external workload. It exists only if some of its addresses conflict or have conflicted.
-pub(super) fn external_workload_condition(taken: &[(IpAddr, ObjectId)], had_condition: bool) -> Option<Condition> {
-    if taken.is_empty() {
+pub(super) fn external_workload_condition(conflicts: &[(IpAddr, ObjectId)], had_condition: bool) -> Option<Condition> {
+    if conflicts.is_empty() {
         // The status of external workloads has no observed generation.
         return had_condition.then(|| condition_true(ACCEPTED, None));
     }
-    let taken = taken
+    let conflicts = conflicts
         .iter()
         .map(|(ip, id)| format!("{ip} is an address of {} {}", id.kind.info().name, id.name));
-    let message = format!("{}; it is not served", taken.collect::<Vec<_>>().join(", "));
+    let message = format!("{}; it is not served", conflicts.collect::<Vec<_>>().join(", "));
     Some(condition_false(ACCEPTED, "AddressTaken", message, None))
 }
 

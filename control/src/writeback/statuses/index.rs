@@ -122,27 +122,13 @@ impl StatusIndex {
                     .unwrap_or_default();
                 self.update_addresses(&id, &old, &addresses)
             }
-            Object::ExternalWorkload(workload) => {
-                let before = self.external_workloads.insert(id.name.clone(), workload.clone());
-                let has_same_claim = before.as_ref().is_some_and(|before| {
-                    (&before.ports, before.meta.created_at) == (&workload.ports, workload.meta.created_at)
-                });
-                let old = before.as_ref().map(|before| before.ips.clone()).unwrap_or_default();
-                let mut affected = self.update_addresses(&id, &old, &workload.ips);
-                if !has_same_claim {
-                    affected.extend(self.workloads_at(&workload.ips));
-                }
-                let oldest = before.iter().chain([workload]).map(|one| one.meta.age_order()).min();
-                affected.retain(|id| self.is_younger_than(&id.name, oldest));
-                affected.insert(id);
-                affected
-            }
+            Object::ExternalWorkload(workload) => self.apply_external_workload(id, workload),
             _ => BTreeSet::new(),
         }
     }
 
-    /// Records that the current version of an object cannot be read, which its status reports. The status of dependent
-    /// objects does not change.
+    /// Records that the current version of an object cannot be read. A placeholder is applied like an object, so that its status
+    /// reports the reason, except that the placeholder of a Server, which has no status, does not replace a known Server.
     pub(super) fn apply_unreadable(&mut self, unreadable: &Unreadable) -> BTreeSet<ObjectId> {
         match &unreadable.placeholder {
             Some(Object::Server(_)) if self.servers.contains_key(&unreadable.name) => BTreeSet::new(),
@@ -174,7 +160,7 @@ impl StatusIndex {
                 let ips = old.as_ref().map(|old| old.ips.clone()).unwrap_or_default();
                 let mut affected = self.update_addresses(id, &ips, &[]);
                 let age = old.as_ref().map(|old| old.meta.age_order());
-                affected.retain(|id| self.is_younger_than(&id.name, age));
+                affected.retain(|id| self.is_younger(&id.name, age));
                 affected
             }
             Kind::EgressNetwork => {
@@ -213,15 +199,36 @@ impl StatusIndex {
         self.workloads_at(old.iter().chain(new))
     }
 
-    /// Returns whether an external workload is younger than this age. Only younger ones can conflict.
-    fn is_younger_than(&self, name: &Name, than: Option<(i64, &Name)>) -> bool {
+    /// Returns whether an external workload is younger than `age`. Only younger ones can get or lose an address by a change of the
+    /// workload with this age.
+    fn is_younger(&self, name: &Name, age: Option<(i64, &Name)>) -> bool {
         let workload = self.external_workloads.get(name);
-        workload.is_some_and(|workload| Some(workload.meta.age_order()) > than)
+        workload.is_some_and(|workload| Some(workload.meta.age_order()) > age)
     }
 
     fn workloads_at<'a>(&self, ips: impl IntoIterator<Item = &'a IpAddr>) -> BTreeSet<ObjectId> {
         let at = ips.into_iter().filter_map(|ip| self.objects_by_ip.get(ip)).flatten();
         at.filter(|id| id.kind == Kind::ExternalWorkload).cloned().collect()
+    }
+
+    fn apply_external_workload(&mut self, id: ObjectId, workload: &Arc<ExternalWorkload>) -> BTreeSet<ObjectId> {
+        let before = self.external_workloads.insert(id.name.clone(), workload.clone());
+        let old_ips = before.as_ref().map(|before| before.ips.clone()).unwrap_or_default();
+        let mut affected = self.update_addresses(&id, &old_ips, &workload.ips);
+        // Ports and age decide which workload gets an address.
+        let has_same_precedence = before.as_ref().is_some_and(|before| {
+            (&before.ports, before.meta.created_at) == (&workload.ports, workload.meta.created_at)
+        });
+        if !has_same_precedence {
+            affected.extend(self.workloads_at(&workload.ips));
+        }
+        let older_age = match &before {
+            Some(before) => before.meta.age_order().min(workload.meta.age_order()),
+            None => workload.meta.age_order(),
+        };
+        affected.retain(|id| self.is_younger(&id.name, Some(older_age)));
+        affected.insert(id);
+        affected
     }
 
     fn apply_route(&mut self, id: ObjectId, route: &Arc<Route>) -> BTreeSet<ObjectId> {
@@ -355,10 +362,10 @@ impl StatusIndex {
             }
             Kind::ExternalWorkload => {
                 let workload = self.external_workloads.get(&id.name)?;
-                let ours = workload.conditions.iter().find(|condition| is_managed(condition));
+                let our_condition = workload.conditions.iter().find(|condition| is_managed(condition));
                 // A condition that cannot be decoded is written again.
-                let ours = ours.and_then(|ours| serde_json::from_value(ours.clone()).ok());
-                (&workload.meta, Status::Workload(ours), Vec::new())
+                let decoded = our_condition.and_then(|condition| serde_json::from_value(condition.clone()).ok());
+                (&workload.meta, Status::Workload(decoded), Vec::new())
             }
             _ => {
                 let route = self.routes.get(id)?;
@@ -415,8 +422,8 @@ impl StatusIndex {
             return Some(owner.clone());
         }
         let all = ids.iter().filter_map(|id| self.external_workloads.get(&id.name));
-        let holder = workload.conflicting_older_workload(all.map(|one| &**one))?;
-        Some(ObjectId::new(Kind::ExternalWorkload, holder.meta.name.clone()))
+        let older = workload.conflicting_older_workload(all.map(|workload| &**workload))?;
+        Some(ObjectId::new(Kind::ExternalWorkload, older.meta.name.clone()))
     }
 
     fn route_status(&self, route: &Route) -> Vec<ParentStatus> {
@@ -490,7 +497,7 @@ impl StatusIndex {
         let oldest = competing
             .filter_map(|id| self.rate_limits.get(&id.name))
             .min_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
-        let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
+        let oldest_name = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
         let protocol = self.servers.get(&server.name).map(|server| server.protocol);
         let rejection = match (protocol, protocol.and_then(acceptance::rate_limit_unsupported_reason)) {
             _ if limit.unreadable.is_some() => limit
@@ -499,8 +506,8 @@ impl StatusIndex {
                 .map(conditions::RateLimitRejection::Unreadable),
             (None, _) => Some(conditions::RateLimitRejection::NoServer),
             (Some(_), Some(reason)) => Some(conditions::RateLimitRejection::Protocol(reason)),
-            (Some(_), None) if *holder != limit.meta.name => {
-                Some(conditions::RateLimitRejection::OlderRateLimit(holder))
+            (Some(_), None) if *oldest_name != limit.meta.name => {
+                Some(conditions::RateLimitRejection::OlderRateLimit(oldest_name))
             }
             (Some(_), None) => None,
         };

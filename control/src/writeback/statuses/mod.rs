@@ -87,8 +87,8 @@ impl Controller {
     }
 
     pub(super) fn handles(event: &Event) -> bool {
-        let wanted = |kind| {
-            let is_other_kind = matches!(
+        let handles_kind = |kind: Kind| {
+            let is_non_route_kind = matches!(
                 kind,
                 Kind::Service
                     | Kind::Server
@@ -97,9 +97,9 @@ impl Controller {
                     | Kind::Pod
                     | Kind::ExternalWorkload
             );
-            is_other_kind || kind.is_route()
+            is_non_route_kind || kind.is_route()
         };
-        event.kind().is_some_and(wanted)
+        event.kind().is_some_and(handles_kind)
     }
 
     fn apply(&self, events: Vec<Event>) {
@@ -148,11 +148,11 @@ impl Controller {
                         never = self.resync_periodically() => match never {},
                         never = self.run_worker() => match never {},
                     };
-                    let left = self.0.state.lock().queue.take();
+                    let dropped_queue = self.0.state.lock().queue.take();
                     self.0
                         .metrics
                         .drops
-                        .add(left.map_or(0, |queue| queue.waiting.len() as u64));
+                        .add(dropped_queue.map_or(0, |queue| queue.waiting.len() as u64));
                 }
                 Role::Follower => role = leadership.changed().await,
             }

@@ -21,8 +21,8 @@ impl TestIndex {
 
     fn apply(&mut self, kind: Kind, manifest: Value) -> Vec<String> {
         let object = resources::decode(kind, manifest).unwrap();
-        let concerned = self.0.apply(&object);
-        concerned.iter().map(|id| id.name.name.to_string()).collect()
+        let affected = self.0.apply(&object);
+        affected.iter().map(|id| id.name.name.to_string()).collect()
     }
 
     fn service(&mut self, name: &str, cluster_ip: &str) -> Vec<String> {
@@ -175,8 +175,8 @@ fn the_oldest_route_for_the_same_connections_is_accepted() {
     let mut index = TestIndex::new();
     index.service("web", "10.96.0.7");
     apply_route(&mut index, tcp, metadata("shop", "b", 1), spec(Some(80), &[]));
-    let concerned = apply_route(&mut index, tcp, metadata("shop", "a", 2), spec(Some(80), &[]));
-    assert_eq!(concerned, ["a", "b"]);
+    let affected = apply_route(&mut index, tcp, metadata("shop", "a", 2), spec(Some(80), &[]));
+    assert_eq!(affected, ["a", "b"]);
     apply_route(&mut index, tcp, metadata("shop", "c", 1), spec(None, &[]));
     apply_route(&mut index, tcp, metadata("shop", "d", 3), spec(Some(81), &[]));
     // Clients do not see this route together with those of the Service's namespace.
@@ -231,7 +231,10 @@ fn a_route_without_a_matching_parent_is_not_accepted() {
         first_condition(&index, kind, "shop", "r")
     };
     let other = json!({"group": POLICY, "kind": "Server", "name": "srv", "namespace": "other"});
-    assert_eq!(condition_of(Kind::PolicyHttpRoute, other), "False NoMatchingParent: ");
+    assert_eq!(
+        condition_of(Kind::PolicyHttpRoute, other),
+        "False NoMatchingParent: the parent does not exist"
+    );
     assert!(condition_of(Kind::PolicyHttpRoute, server_ref("srv")).starts_with("True"));
     assert_eq!(
         condition_of(Kind::PolicyHttpRoute, server_ref("opaque")),
@@ -243,6 +246,18 @@ fn a_route_without_a_matching_parent_is_not_accepted() {
     let network = |namespace: &str| json!({"group": POLICY, "kind": "EgressNetwork", "name": "net", "namespace": namespace, "port": 443});
     assert!(condition_of(Kind::TcpRoute, network("shop")).starts_with("True"));
     assert!(condition_of(Kind::TcpRoute, network("linkerd-egress")).starts_with("True"));
+    let mut without_port = network("shop");
+    without_port.as_object_mut().unwrap().remove("port");
+    assert_eq!(
+        condition_of(Kind::TcpRoute, without_port),
+        "False NoMatchingParent: the parentRef of an EgressNetwork has no port; add it"
+    );
+    let mut with_section = network("shop");
+    with_section["sectionName"] = json!("a");
+    assert!(
+        condition_of(Kind::TcpRoute, with_section)
+            .starts_with("False NoMatchingParent: the parentRef has a sectionName")
+    );
     index.apply(
         Kind::EgressNetwork,
         json!({"metadata": {"name": "net", "namespace": "third"}, "spec": {"trafficPolicy": "Allow"}}),
@@ -441,8 +456,8 @@ fn the_more_specific_protocol_wins_the_same_port() {
     let accepted = |index: &TestIndex, kind, name: &str| index.conditions_of(kind, name)[0].contains("Accepted=True");
     index.route(Kind::GatewayHttpRoute, "http", json!([service_ref("web")]), json!([]));
     assert!(accepted(&index, Kind::GatewayHttpRoute, "http"));
-    let concerned = index.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
-    assert_eq!(concerned, ["http", "grpc"], "ordered by kind");
+    let affected = index.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
+    assert_eq!(affected, ["http", "grpc"], "ordered by kind");
     assert!(accepted(&index, Kind::GrpcRoute, "grpc"));
     assert_eq!(
         index.conditions_of(Kind::GatewayHttpRoute, "http")[0],
@@ -485,7 +500,7 @@ fn routes_of_a_network_are_accepted_with_it() {
     assert_eq!(own["reason"], "EgressReasonNetworkOverlap");
     let message = own["message"].as_str().unwrap();
     assert!(
-        message.starts_with("networks overlap with clusterNetworks: "),
+        message.starts_with("spec.networks overlaps clusterNetworks, so "),
         "{message}"
     );
 }
@@ -516,8 +531,8 @@ fn the_oldest_rate_limit_of_a_server_is_accepted() {
     assert_eq!(reason(&index, "young"), "False NoMatchingTarget");
     assert_eq!(index.server("srv"), ["young"]);
     assert_eq!(reason(&index, "young"), "True Accepted");
-    let concerned = index.apply(Kind::RateLimitPolicy, limit("old", "2026-01-01T00:00:00Z"));
-    assert_eq!(concerned, ["old", "young"]);
+    let affected = index.apply(Kind::RateLimitPolicy, limit("old", "2026-01-01T00:00:00Z"));
+    assert_eq!(affected, ["old", "young"]);
     assert_eq!(reason(&index, "old"), "True Accepted");
     assert_eq!(reason(&index, "young"), "False RateLimitReasonAlreadyExists");
     index
@@ -614,8 +629,8 @@ fn a_change_concerns_only_what_depends_on_it() {
     assert_eq!(index.service("web", "None"), ["a", "b"]);
     let statuses = json!([{"parentRef": service_ref("api"), "controllerName": "x", "conditions": []}]);
     let parents = json!([service_ref("api")]);
-    let concerned = index.route_with(Kind::GrpcRoute, ("c", "2"), (parents, json!([])), statuses);
-    assert_eq!(concerned, ["c"], "the other routes of the parent are not affected");
+    let affected = index.route_with(Kind::GrpcRoute, ("c", "2"), (parents, json!([])), statuses);
+    assert_eq!(affected, ["c"], "the other routes of the parent are not affected");
 }
 
 /// A controller whose API server never responds.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use http::uri::Authority;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use tulle_core::probes::{DeclaredProbe, Handler, Header, Kind};
+use tulle_core::probes::{Handler, Header, Kind, OriginalProbe};
 
 use super::connection::{ProbeError, dial};
 use super::grpc;
@@ -59,10 +59,10 @@ impl Probe {
     }
 }
 
-impl TryFrom<DeclaredProbe> for Probe {
+impl TryFrom<OriginalProbe> for Probe {
     type Error = InvalidProbe;
 
-    fn try_from(declared: DeclaredProbe) -> Result<Self, InvalidProbe> {
+    fn try_from(declared: OriginalProbe) -> Result<Self, InvalidProbe> {
         let path = declared.path();
         let check = match declared.handler {
             Handler::TcpSocket { .. } => ProbeAction::Connect,
@@ -85,7 +85,7 @@ impl TryFrom<DeclaredProbe> for Probe {
         };
         Ok(Self {
             container: declared.container,
-            kind: declared.probe,
+            kind: declared.kind,
             path,
             port: NonZeroU16::get(declared.port),
             timeout: Duration::from_secs(declared.timeout_seconds.get().into()),

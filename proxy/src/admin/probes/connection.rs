@@ -13,19 +13,19 @@ use tokio::net::TcpStream;
 pub(super) enum ProbeError {
     #[error("probing {addr} took longer than {limit:?}")]
     Timeout { addr: SocketAddr, limit: Duration },
-    #[error("dialling {addr}")]
+    #[error("dialling {addr} failed")]
     Dial {
         addr: SocketAddr,
         #[source]
         source: io::Error,
     },
-    #[error("TLS handshake with {addr}")]
+    #[error("the TLS handshake with {addr} failed")]
     Tls {
         addr: SocketAddr,
         #[source]
         source: io::Error,
     },
-    #[error("HTTP with {addr}")]
+    #[error("the HTTP request to {addr} failed")]
     Http {
         addr: SocketAddr,
         #[source]

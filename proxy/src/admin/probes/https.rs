@@ -80,19 +80,19 @@ async fn send_request(
 ) -> Result<Response<()>, ProbeError> {
     let stream = connection::dial(addr).await?;
     if request_target.scheme == Scheme::HTTP {
-        return http1(get, addr, request_target, user_agent, stream).await;
+        return send_http1(get, addr, request_target, user_agent, stream).await;
     }
     // SNI does not allow addresses, so none is sent.
     let name = ServerName::from(addr.ip());
     let tls = TlsConnector::from(TLS_CONFIG.clone()).connect(name, stream).await;
     let tls = tls.map_err(|source| ProbeError::Tls { addr, source })?;
     match tls.get_ref().1.alpn_protocol() == Some(HTTP2) {
-        true => http2(get, addr, request_target, user_agent, tls).await,
-        false => http1(get, addr, request_target, user_agent, tls).await,
+        true => send_http2(get, addr, request_target, user_agent, tls).await,
+        false => send_http1(get, addr, request_target, user_agent, tls).await,
     }
 }
 
-async fn http1<IO>(
+async fn send_http1<IO>(
     get: &HttpGetAction,
     addr: SocketAddr,
     request_target: &RequestTarget,
@@ -118,7 +118,7 @@ where
     exchange.await.map_err(|source| ProbeError::Http { addr, source })
 }
 
-async fn http2<IO>(
+async fn send_http2<IO>(
     get: &HttpGetAction,
     addr: SocketAddr,
     request_target: &RequestTarget,
@@ -182,8 +182,8 @@ impl RequestTarget {
     }
 
     fn authority(&self, addr: SocketAddr) -> Authority {
-        let of_addr = || Authority::try_from(addr.to_string()).expect("an address is an authority");
-        self.host.clone().unwrap_or_else(of_addr)
+        let probed_addr = || Authority::try_from(addr.to_string()).expect("an address is an authority");
+        self.host.clone().unwrap_or_else(probed_addr)
     }
 
     /// The target of a redirect from the probed host.
@@ -427,7 +427,7 @@ mod tests {
             target: PathAndQuery::from_static("/a/b?c"),
             host: Some(Authority::from_static("web.test")),
         };
-        let at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| RequestTarget {
+        let target_at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| RequestTarget {
             scheme,
             port,
             target: PathAndQuery::from_static(target),
@@ -435,21 +435,37 @@ mod tests {
         };
         let host = Some("web.test");
         for (status, location, expected) in [
-            (302, Some("/login"), Some(at(Scheme::HTTPS, 8443, "/login", host))),
-            (301, Some("login?x"), Some(at(Scheme::HTTPS, 8443, "/a/login?x", host))),
-            (307, Some("?x"), Some(at(Scheme::HTTPS, 8443, "/a/b?x", host))),
+            (
+                302,
+                Some("/login"),
+                Some(target_at(Scheme::HTTPS, 8443, "/login", host)),
+            ),
+            (
+                301,
+                Some("login?x"),
+                Some(target_at(Scheme::HTTPS, 8443, "/a/login?x", host)),
+            ),
+            (307, Some("?x"), Some(target_at(Scheme::HTTPS, 8443, "/a/b?x", host))),
             (
                 302,
                 Some("/login?next=https://a.test/b"),
-                Some(at(Scheme::HTTPS, 8443, "/login?next=https://a.test/b", host)),
+                Some(target_at(Scheme::HTTPS, 8443, "/login?next=https://a.test/b", host)),
             ),
             (
                 308,
                 Some("https://10.0.0.1/x#y"),
-                Some(at(Scheme::HTTPS, 443, "/x", None)),
+                Some(target_at(Scheme::HTTPS, 443, "/x", None)),
             ),
-            (303, Some("http://10.0.0.1:81"), Some(at(Scheme::HTTP, 81, "/", None))),
-            (302, Some("//10.0.0.1:82/x"), Some(at(Scheme::HTTPS, 82, "/x", None))),
+            (
+                303,
+                Some("http://10.0.0.1:81"),
+                Some(target_at(Scheme::HTTP, 81, "/", None)),
+            ),
+            (
+                302,
+                Some("//10.0.0.1:82/x"),
+                Some(target_at(Scheme::HTTPS, 82, "/x", None)),
+            ),
             (302, Some("https://web.test/login"), None),
             (302, Some("https://10.0.0.2:8443/login"), None),
             (302, None, None),

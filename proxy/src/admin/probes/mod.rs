@@ -1,10 +1,12 @@
 //! `/probes/CONTAINER/KIND`: probes of the application that the proxy runs instead of the kubelet.
 //!
-//! A connection from the kubelet would end at the proxy, which accepts it even if the application does not listen. The proxy
-//! cannot distinguish a `grpc` or HTTPS probe from other requests if a policy denies those. Therefore the injector points such
-//! probes here. Only declared probes are run, at the address that the kubelet asked, with the probe's own timeout; the response
-//! is the result of the probe. Requests that arrive while the same probe is running share its result, so that the application
-//! gets one probe at a time.
+//! A connection from the kubelet would end at the proxy, which accepts it even if the application does not listen. If a policy
+//! denies unauthenticated requests, it would deny `grpc` and HTTPS probes too, because the proxy cannot tell them from other
+//! requests. Therefore the injector points such probes here.
+//!
+//! Only declared probes are run, at the address that the kubelet asked, with the probe's own timeout; the response is the result
+//! of the probe. Requests that arrive while the same probe is running share its result, so that the application gets one probe
+//! at a time.
 
 mod check;
 mod connection;
@@ -76,7 +78,7 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
             failed: made.get(&labels.with("outcome", "failure")),
             probe: Arc::new(probe),
         });
-        admin.probe(served.probe.path.clone(), move |req| answer(served.clone(), req))
+        admin.public_route(served.probe.path.clone(), move |req| answer(served.clone(), req))
     })
 }
 

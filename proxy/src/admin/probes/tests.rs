@@ -17,7 +17,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tulle_core::drain;
-use tulle_core::probes::{DeclaredProbe, Handler, Header, Kind, Port, Scheme};
+use tulle_core::probes::{Handler, Header, Kind, OriginalProbe, Port, Scheme};
 use tulle_core::readiness::Readiness;
 use tulle_proto::health::health_check_response::ServingStatus;
 use tulle_proto::health::health_server::{Health, HealthServer};
@@ -33,10 +33,10 @@ struct TestAdmin {
 }
 
 impl TestAdmin {
-    async fn of(handler: Handler, port: u16) -> Self {
-        let declared = DeclaredProbe {
+    async fn with_handler(handler: Handler, port: u16) -> Self {
+        let declared = OriginalProbe {
             container: "app".to_owned(),
-            probe: Kind::Readiness,
+            kind: Kind::Readiness,
             port: NonZeroU16::new(port).unwrap(),
             timeout_seconds: NonZeroU32::MIN,
             handler,
@@ -59,7 +59,7 @@ impl TestAdmin {
         let handler = Handler::TcpSocket {
             port: Port::Number(NonZeroU16::new(port).unwrap()),
         };
-        Self::of(handler, port).await
+        Self::with_handler(handler, port).await
     }
 
     async fn grpc(service: Option<&str>, port: u16) -> Self {
@@ -67,7 +67,7 @@ impl TestAdmin {
             port: NonZeroU16::new(port).unwrap(),
             service: service.map(str::to_owned),
         };
-        Self::of(handler, port).await
+        Self::with_handler(handler, port).await
     }
 
     async fn https(path: &str, headers: &[(&str, &str)], port: u16) -> Self {
@@ -81,7 +81,7 @@ impl TestAdmin {
             scheme: Scheme::Https,
             http_headers: headers.collect(),
         };
-        Self::of(handler, port).await
+        Self::with_handler(handler, port).await
     }
 
     /// Sends the probe request of the kubelet.

@@ -56,7 +56,7 @@ pub(crate) struct ResendableRequest {
     message: encode::OutgoingMessage<Body>,
     method: Method,
     pub(crate) target: ResendTarget,
-    /// The connection, if the server ended it with FIN and a reset may follow.
+    /// The connection, if the server ended it with FIN. A reset may follow.
     closed_io: Option<Box<Io>>,
 }
 
@@ -78,7 +78,7 @@ pub(crate) enum ResendTarget {
     SameEndpoint,
     /// Another endpoint only, if the kernel discarded the request and the port is closed. While the port is open, the
     /// request itself may be what makes the application close connections.
-    OtherEndpoint,
+    OtherEndpointIfPortClosed,
 }
 
 /// Why there is no response head.
@@ -185,7 +185,7 @@ impl Exchange {
     /// The connection ends before a response head, the request body fails, or the response is not valid HTTP/1.
     pub(crate) async fn head(&mut self) -> Result<ResponseHead, ResponseHeadError> {
         let head = poll_fn(|cx| self.poll_head(cx)).await?;
-        if self.is_sending && head::ends_http(head.response.status(), &self.method) {
+        if self.is_sending && head::switches_protocol(head.response.status(), &self.method) {
             // Boxed because it is rare. The new protocol starts after the end of the request.
             Box::pin(poll_fn(|cx| self.message.poll_write(cx, &mut *self.connection.io))).await?;
             self.is_sending = false;
@@ -208,34 +208,42 @@ impl Exchange {
     }
 
     /// Converts a missing response head to an error, with the request if it may be sent again. `resend` selects the
-    /// requests that may be processed twice.
+    /// requests that may be processed twice. The first case that applies decides:
+    ///
+    /// | Case | May be sent again |
+    /// |---|---|
+    /// | The connection was idle before, the request has no body and may be processed twice | to the same endpoint |
+    /// | A local application has not read the request | to the same endpoint |
+    /// | A local application may have read it, and it may be processed twice | if the port is closed, to another endpoint |
+    /// | Any other | no |
     ///
     /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can
     /// no longer be read with a reset. A reset alone proves nothing, because an application can cause one after it has
     /// read everything (`SO_LINGER` of 0).
-    pub(crate) async fn into_failure(self, why: ResponseHeadError, resend: ResendPolicy) -> FailedExchange {
-        if let ResponseHeadError::Error(error) = why {
+    pub(crate) async fn into_failure(self, head_error: ResponseHeadError, resend: ResendPolicy) -> FailedExchange {
+        if let ResponseHeadError::Error(error) = head_error {
             return FailedExchange { error, resend: None };
         }
         let (addr, ClientConnection { io, reused }) = (self.addr, self.connection);
-        let has_begun = self.message.has_begun();
+        let was_written = self.message.has_begun();
         let is_local = io.is_local(addr.ip());
-        let may_repeat = resend.allows(&self.method);
+        let may_process_twice = resend.allows(&self.method);
         // A server may close an idle connection at any time.
-        let is_resendable = may_repeat && reused && self.has_no_body && self.pool.is_some();
-        let has_ended = matches!(why, ResponseHeadError::Eof);
+        let is_idle_close = may_process_twice && reused && self.has_no_body && self.pool.is_some();
+        let got_fin = matches!(head_error, ResponseHeadError::Eof);
         // An interim response proves that the application has read the request.
-        let may_have_missed = has_ended && is_local && self.head_progress.n_interims == 0 && !is_resendable;
+        let got_interim = self.head_progress.n_interims > 0;
+        let may_be_discarded = got_fin && is_local && !got_interim && !is_idle_close;
         let message = self.message.into_resendable(Body::empty());
         let is_unread = match &message {
-            Some(message) => !has_begun || (may_have_missed && arrived_after_close(&io, message.n_unsent()).await),
+            Some(message) => !was_written || (may_be_discarded && arrived_after_close(&io, message.n_unsent()).await),
             None => false,
         };
-        let target = if is_resendable || (is_unread && is_local) {
+        let target = if is_idle_close || (is_unread && is_local) {
             Some(ResendTarget::SameEndpoint)
         } else {
-            (may_repeat && !is_unread && is_local && self.head_progress.n_interims == 0)
-                .then_some(ResendTarget::OtherEndpoint)
+            (may_process_twice && !is_unread && is_local && !got_interim)
+                .then_some(ResendTarget::OtherEndpointIfPortClosed)
         };
         FailedExchange {
             error: Error::ConnectionClosed {
@@ -247,7 +255,7 @@ impl Exchange {
                 message,
                 method: self.method,
                 target,
-                closed_io: has_ended.then_some(io),
+                closed_io: got_fin.then_some(io),
             }),
         }
     }
@@ -265,19 +273,19 @@ impl Exchange {
         if let Some(pool) = &pool {
             pool.set_server_keep_alive(headers::keep_alive_timeout(response.headers()));
         }
-        let upgraded = head::ends_http(response.status(), &self.method);
-        let (io, mut read_buffer, mut upload) = (self.connection.io, self.read_buffer, self.message);
-        let source = if upgraded {
+        let is_switching = head::switches_protocol(response.status(), &self.method);
+        let (io, mut read_buffer, mut request_message) = (self.connection.io, self.read_buffer, self.message);
+        let source = if is_switching {
             ResponseIo::Upgraded(Some(io.prepend(std::mem::take(&mut read_buffer))))
         } else if self.is_sending {
             let (read, mut write) = tokio::io::split(*io);
-            let (mut write_half_tx, uploaded) = oneshot::channel();
+            let (mut write_half_tx, write_half_rx) = oneshot::channel();
             tokio::spawn(async move {
-                let upload = tokio::select! {
-                    upload = poll_fn(|cx| upload.poll_write(cx, &mut write)) => upload,
-                    () = upload_grace_over(&mut write_half_tx) => Err(Error::RequestCancelled),
+                let written = tokio::select! {
+                    written = poll_fn(|cx| request_message.poll_write(cx, &mut write)) => written,
+                    () = wait_grace_after_response(&mut write_half_tx) => Err(Error::RequestCancelled),
                 };
-                match upload {
+                match written {
                     // If the response has already ended, this closes the connection.
                     Ok(()) => drop(write_half_tx.send(write)),
                     Err(error) => {
@@ -288,7 +296,7 @@ impl Exchange {
                     }
                 }
             });
-            ResponseIo::ReadHalf { read, uploaded }
+            ResponseIo::ReadHalf { read, write_half_rx }
         } else {
             ResponseIo::Whole(io)
         };
@@ -304,7 +312,7 @@ impl Exchange {
             return response.map(|()| Body::full(read_buffer));
         }
         received.read_buffer = read_buffer;
-        if framing.is_end() && !upgraded {
+        if framing.is_end() && !is_switching {
             received.finish();
             return response.map(|()| Body::empty());
         }
@@ -313,11 +321,12 @@ impl Exchange {
 }
 
 /// Maximum time that the request body is still sent after its response has ended.
-const UPLOAD_GRACE: Duration = Duration::from_secs(1);
+const REQUEST_BODY_GRACE: Duration = Duration::from_secs(1);
 
-async fn upload_grace_over<T>(response: &mut oneshot::Sender<T>) {
-    response.closed().await;
-    tokio::time::sleep(UPLOAD_GRACE).await;
+/// Waits until [`REQUEST_BODY_GRACE`] has passed since the response body was dropped, and with it the receiver of the write half.
+async fn wait_grace_after_response<T>(write_half_tx: &mut oneshot::Sender<T>) {
+    write_half_tx.closed().await;
+    tokio::time::sleep(REQUEST_BODY_GRACE).await;
 }
 
 /// Maximum time to wait, after the application's FIN, until it closes the connection and the kernel discards unread
@@ -333,7 +342,7 @@ async fn arrived_after_close(io: &Io, len: usize) -> bool {
 /// Whether the kernel reports that bytes written after the peer's FIN were discarded.
 async fn was_discarded(io: &Io) -> bool {
     let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_broken()).await;
-    io.wrote_after_peer_close()
+    io.take_broken_pipe_error()
 }
 
 /// Reads until a final response head is complete. Forwards interim responses.
@@ -377,7 +386,7 @@ fn poll_head(
             Err(error) if read_buffer.is_empty() && is_reset(&error) => {
                 return Poll::Ready(Err(ResponseHeadError::Reset));
             }
-            Err(error) => return Poll::Ready(Err(Error::ReadResponse(error).into())),
+            Err(error) => return Poll::Ready(Err(Error::ServerIo(error).into())),
         }
     }
 }
@@ -407,11 +416,11 @@ pub(crate) struct ResponseBody {
 
 enum ResponseIo {
     Whole(Box<Io>),
-    /// A task still writes the request body to the other half, at most [`UPLOAD_GRACE`] longer than this body exists.
-    /// It returns that half through `uploaded` when the request body is written.
+    /// A task still writes the request body to the other half, at most [`REQUEST_BODY_GRACE`] longer than this body
+    /// exists. It returns that half through `write_half_rx` when the request body is written.
     ReadHalf {
         read: ReadHalf<Io>,
-        uploaded: oneshot::Receiver<WriteHalf<Io>>,
+        write_half_rx: oneshot::Receiver<WriteHalf<Io>>,
     },
     /// No longer HTTP; the tunnel takes the connection.
     Upgraded(Option<Io>),
@@ -434,8 +443,11 @@ impl ResponseBody {
         };
         match source {
             Some(ResponseIo::Whole(io)) => pool.put(io),
-            Some(ResponseIo::ReadHalf { read, mut uploaded }) => {
-                if let Ok(write) = uploaded.try_recv() {
+            Some(ResponseIo::ReadHalf {
+                read,
+                mut write_half_rx,
+            }) => {
+                if let Ok(write) = write_half_rx.try_recv() {
                     pool.put(Box::new(read.unsplit(write)));
                 }
             }
@@ -484,12 +496,12 @@ impl ReceivedBody for ResponseBody {
                 }
                 Ok(0) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::ReadResponse(io::ErrorKind::UnexpectedEof.into()))));
+                    return Poll::Ready(Some(Err(Error::ServerIo(io::ErrorKind::UnexpectedEof.into()))));
                 }
                 Ok(_) => {}
                 Err(error) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::ReadResponse(error))));
+                    return Poll::Ready(Some(Err(Error::ServerIo(error))));
                 }
             }
         }

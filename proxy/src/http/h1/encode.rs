@@ -55,22 +55,25 @@ enum BodyFraming {
 
 /// A message that is being written: encoded bytes, then the rest of the body.
 pub(crate) struct OutgoingMessage<B> {
-    head_buffer: PooledBuffer,
-    /// Body bytes that are written without a copy, after `head_buffer`.
+    /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
+    staged: PooledBuffer,
+    /// Body bytes that are written without a copy, after `staged`.
     data: ChunkQueue,
-    /// Bytes after `data`.
-    tail: &'static [u8],
+    /// The end of the chunk in `data`. It is written together with `data`; without `data` it is moved to `staged`.
+    after_data: &'static [u8],
     body: B,
     framing: BodyFraming,
     /// Whether the end of the body is encoded.
     is_encoded: bool,
-    /// End of the body after the unwritten data: trailers or an error.
-    ending: Option<Result<HeaderMap, Error>>,
+    /// End of the body that is encoded when `data` is written: trailers or an error.
+    deferred_end: Option<Result<HeaderMap, Error>>,
     /// Whether any byte was written.
     has_begun: bool,
     /// Copy of the message, if one short write sent all of it.
     resend_copy: PooledBuffer,
     body_wait: BodyWait,
+    /// The error for a failed write: [`Error::ServerIo`] for a request, [`Error::ClientIo`] for a response.
+    io_error: fn(io::Error) -> Error,
 }
 
 enum BodyWait {
@@ -146,7 +149,7 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     OutgoingMessage {
         framing,
         is_encoded: ended,
-        ending: None,
+        deferred_end: None,
         body_wait,
         ..new_message(out, body)
     }
@@ -196,7 +199,7 @@ pub(crate) fn encode_response<B: SendableBody>(
     let message = OutgoingMessage {
         framing,
         is_encoded: ended,
-        ending: None,
+        io_error: Error::ClientIo,
         ..new_message(out, body)
     };
     (message, reuse)
@@ -211,16 +214,17 @@ pub(crate) fn encode_interim(rsp: &Response<()>, out: &mut BytesMut) {
 
 fn new_message<B>(out: PooledBuffer, body: B) -> OutgoingMessage<B> {
     OutgoingMessage {
-        head_buffer: out,
+        staged: out,
         data: ChunkQueue::default(),
-        tail: b"",
+        after_data: b"",
         body,
         framing: BodyFraming::Length(0),
         is_encoded: true,
-        ending: None,
+        deferred_end: None,
         has_begun: false,
         resend_copy: PooledBuffer::default(),
         body_wait: BodyWait::Never,
+        io_error: Error::ServerIo,
     }
 }
 
@@ -279,7 +283,10 @@ impl OutgoingMessage<Body> {
 }
 
 impl<B: SendableBody> OutgoingMessage<B> {
-    /// Writes the available data; ready when the whole message is written.
+    /// Writes the available data; ready when the whole message is written. Repeats these steps:
+    /// 1. encodes what is available, or waits for a short body;
+    /// 2. if everything encoded is written: encodes the deferred end, or flushes and finishes;
+    /// 3. writes once.
     ///
     /// # Errors
     /// Writing fails, the body fails, or its length differs from `content-length`. The message is truncated then.
@@ -291,37 +298,38 @@ impl<B: SendableBody> OutgoingMessage<B> {
         loop {
             match self.poll_encode(cx)? {
                 Poll::Ready(()) => {}
-                Poll::Pending if self.head_buffer.is_empty() => {
-                    ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(Error::ReadResponse)?;
+                // `data` is empty too, otherwise nothing is polled.
+                Poll::Pending if self.staged.is_empty() => {
+                    ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(self.io_error)?;
                     return Poll::Pending;
                 }
                 Poll::Pending => ready!(self.body_wait.poll_timeout(cx)),
             }
             if self.is_written() {
-                if let Some(ending) = self.ending.take() {
-                    self.encode_end(Some(&ending?))?;
+                if let Some(deferred_end) = self.deferred_end.take() {
+                    self.encode_end(Some(&deferred_end?))?;
                     continue;
                 }
                 if self.is_encoded {
-                    return Pin::new(&mut *io).poll_flush(cx).map_err(Error::ReadResponse);
+                    return Pin::new(&mut *io).poll_flush(cx).map_err(self.io_error);
                 }
                 continue;
             }
             let n = if self.data.is_empty() {
-                ready!(Pin::new(&mut *io).poll_write(cx, &self.head_buffer))
+                ready!(Pin::new(&mut *io).poll_write(cx, &self.staged))
             } else {
                 let mut parts = [io::IoSlice::new(&[]); MAX_CHUNKS_PER_WRITE + 2];
-                parts[0] = io::IoSlice::new(&self.head_buffer);
+                parts[0] = io::IoSlice::new(&self.staged);
                 let n = 1 + self.data.fill_slices(&mut parts[1..=MAX_CHUNKS_PER_WRITE]);
-                parts[n] = io::IoSlice::new(self.tail);
+                parts[n] = io::IoSlice::new(self.after_data);
                 ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts[..=n]))
             };
-            let n = n.map_err(Error::ReadResponse)?;
+            let n = n.map_err(self.io_error)?;
             if n == 0 {
-                return Poll::Ready(Err(Error::ReadResponse(io::ErrorKind::WriteZero.into())));
+                return Poll::Ready(Err((self.io_error)(io::ErrorKind::WriteZero.into())));
             }
-            if self.is_resendable() && n == self.head_buffer.len() {
-                self.resend_copy = std::mem::take(&mut self.head_buffer);
+            if self.is_resendable() && n == self.staged.len() {
+                self.resend_copy = std::mem::take(&mut self.staged);
                 self.has_begun = true;
                 continue;
             }
@@ -336,9 +344,9 @@ impl<B: SendableBody> OutgoingMessage<B> {
     /// As for [`Self::poll_write`].
     pub(crate) fn poll_encode(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         while !self.is_encoded
-            && self.ending.is_none()
+            && self.deferred_end.is_none()
             && self.data.is_empty()
-            && self.head_buffer.len() < MAX_INLINE_BODY_BYTES
+            && self.staged.len() < MAX_INLINE_BODY_BYTES
         {
             let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
             self.encode(cx, frame.transpose()?)?;
@@ -347,23 +355,23 @@ impl<B: SendableBody> OutgoingMessage<B> {
     }
 
     fn advance(&mut self, n: usize) {
-        let of_out = n.min(self.head_buffer.len());
-        self.head_buffer.advance(of_out);
-        let of_tail = self.data.advance(n - of_out);
-        self.tail = &self.tail[of_tail..];
+        let n_staged = n.min(self.staged.len());
+        self.staged.advance(n_staged);
+        let n_after_data = self.data.advance(n - n_staged);
+        self.after_data = &self.after_data[n_after_data..];
         if self.data.is_empty() {
-            // Copy the rest of the tail, because a tail is written only after data.
-            self.head_buffer.put_slice(std::mem::take(&mut self.tail));
+            // No data is left, so the next write would not include the rest of `after_data`.
+            self.staged.put_slice(std::mem::take(&mut self.after_data));
         }
     }
 
     /// Encoded bytes that are not written yet.
     pub(crate) fn n_unsent(&self) -> usize {
-        self.head_buffer.len() + self.data.len() + self.tail.len()
+        self.staged.len() + self.data.len() + self.after_data.len()
     }
 
     fn is_written(&self) -> bool {
-        self.head_buffer.is_empty() && self.data.is_empty()
+        self.staged.is_empty() && self.data.is_empty()
     }
 
     fn encode(&mut self, cx: &mut Context<'_>, frame: Option<http_body::Frame<Bytes>>) -> Result<(), Error> {
@@ -376,7 +384,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
                     if self.data.is_empty() {
                         return self.encode_end(trailers.as_ref());
                     }
-                    self.ending = trailers.map(Ok);
+                    self.deferred_end = trailers.map(Ok);
                     return self.encode_data();
                 }
                 None => {
@@ -396,7 +404,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
                 Poll::Ready(Some(Ok(frame))) => Some(frame.into_data()),
                 Poll::Ready(None) => None,
                 Poll::Ready(Some(Err(error))) => {
-                    self.ending = Some(Err(error));
+                    self.deferred_end = Some(Err(error));
                     return self.encode_data();
                 }
                 Poll::Pending => return self.encode_data(),
@@ -404,7 +412,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
         }
     }
 
-    /// Frames `data`, and moves it to `head_buffer` if it is short.
+    /// Frames `data`, and moves it to `staged` if it is short.
     fn encode_data(&mut self) -> Result<(), Error> {
         let len = self.data.len();
         if len == 0 {
@@ -413,15 +421,15 @@ impl<B: SendableBody> OutgoingMessage<B> {
         match &mut self.framing {
             BodyFraming::Length(left) => *left = left.checked_sub(len as u64).ok_or(Error::ContentLengthMismatch)?,
             BodyFraming::Chunked => {
-                let _ = write!((&mut *self.head_buffer).writer(), "{len:x}\r\n");
-                self.tail = b"\r\n";
+                let _ = write!((&mut *self.staged).writer(), "{len:x}\r\n");
+                self.after_data = b"\r\n";
             }
             BodyFraming::UntilClose => {}
         }
         if len <= MAX_INLINE_BODY_BYTES {
             let data = std::mem::take(&mut self.data);
-            self.head_buffer.put_slice(&data.first);
-            self.head_buffer.put_slice(std::mem::take(&mut self.tail));
+            self.staged.put_slice(&data.first);
+            self.staged.put_slice(std::mem::take(&mut self.after_data));
         }
         Ok(())
     }
@@ -431,9 +439,9 @@ impl<B: SendableBody> OutgoingMessage<B> {
         match self.framing {
             BodyFraming::Length(0) | BodyFraming::UntilClose => {}
             BodyFraming::Length(_) => return Err(Error::ContentLengthMismatch),
-            BodyFraming::Chunked if trailers.is_none() && !self.data.is_empty() => self.tail = b"\r\n0\r\n\r\n",
+            BodyFraming::Chunked if trailers.is_none() && !self.data.is_empty() => self.after_data = b"\r\n0\r\n\r\n",
             BodyFraming::Chunked => {
-                let out = &mut self.head_buffer;
+                let out = &mut self.staged;
                 out.put_slice(b"0\r\n");
                 if let Some(trailers) = trailers {
                     put_headers(out, trailers);
@@ -446,7 +454,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
 
     /// Whether the message is completely encoded, short, and not written yet.
     fn is_resendable(&self) -> bool {
-        !self.has_begun && self.is_encoded && self.data.is_empty() && self.head_buffer.len() <= MAX_RESENDABLE_BYTES
+        !self.has_begun && self.is_encoded && self.data.is_empty() && self.staged.len() <= MAX_RESENDABLE_BYTES
     }
 
     /// Whether the end of the body is encoded.
@@ -520,9 +528,9 @@ impl ChunkQueue {
     /// Removes the first `n` bytes. Returns how many of them are not in this queue.
     fn advance(&mut self, mut n: usize) -> usize {
         while n > 0 && !self.first.is_empty() {
-            let of_first = n.min(self.first.len());
-            self.first.advance(of_first);
-            n -= of_first;
+            let n_first = n.min(self.first.len());
+            self.first.advance(n_first);
+            n -= n_first;
             if self.first.is_empty() {
                 self.first = self.rest.pop_front().unwrap_or_default();
             }
@@ -599,9 +607,9 @@ mod tests {
         B: http_body::Body<Data = Bytes, Error = std::convert::Infallible> + Unpin,
     {
         let (mut ours, mut theirs) = tokio::io::duplex(100_000);
-        let mut upload = encode_request(req.map(|body| body.map_err(|never| match never {})));
-        poll_fn(|cx| upload.poll_write(cx, &mut ours)).await.unwrap();
-        assert!(upload.is_done());
+        let mut message = encode_request(req.map(|body| body.map_err(|never| match never {})));
+        poll_fn(|cx| message.poll_write(cx, &mut ours)).await.unwrap();
+        assert!(message.is_done());
         drop(ours);
         let mut text = String::new();
         theirs.read_to_string(&mut text).await.unwrap();
@@ -661,35 +669,54 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_head_waits_for_a_short_body_for_a_limited_time() {
         let (mut ours, mut theirs) = tokio::io::duplex(100_000);
-        let (send, body) = tokio::sync::oneshot::channel();
+        let (body_tx, body_rx) = tokio::sync::oneshot::channel();
         let post = Request::post("/").header("content-length", "3");
-        let mut upload = encode_request(post.body(Late(Some(body))).unwrap());
+        let mut message = encode_request(post.body(Late(Some(body_rx))).unwrap());
         let mut read = async || {
             let mut buf = [0; 100];
             let n = theirs.read(&mut buf).await.unwrap();
             String::from_utf8_lossy(&buf[..n]).into_owned()
         };
         let begun = tokio::time::Instant::now();
-        let writing = poll_fn(|cx| upload.poll_write(cx, &mut ours));
+        let writing = poll_fn(|cx| message.poll_write(cx, &mut ours));
         let reading = async {
             assert_eq!(read().await, "POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\n");
             assert!(begun.elapsed() >= BODY_WAIT_TIMEOUT);
-            send.send(Bytes::from_static(b"hey")).unwrap();
+            body_tx.send(Bytes::from_static(b"hey")).unwrap();
             assert_eq!(read().await, "hey");
         };
         let (written, ()) = tokio::join!(writing, reading);
         written.unwrap();
-        assert!(upload.into_resendable(Late(None)).is_none());
+        assert!(message.into_resendable(Late(None)).is_none());
     }
 
     #[tokio::test]
     async fn a_short_message_written_at_once_can_be_resent() {
         let (mut ours, _theirs) = tokio::io::duplex(100_000);
         let body = |text| Full::new(Bytes::from_static(text)).map_err(|never| match never {});
-        let mut upload = encode_request(Request::post("/").body(body(b"hey")).unwrap());
-        poll_fn(|cx| upload.poll_write(cx, &mut ours)).await.unwrap();
-        let again = upload.into_resendable(body(b"")).unwrap();
-        assert_eq!(&**again.head_buffer, b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nhey");
+        let mut message = encode_request(Request::post("/").body(body(b"hey")).unwrap());
+        poll_fn(|cx| message.poll_write(cx, &mut ours)).await.unwrap();
+        let again = message.into_resendable(body(b"")).unwrap();
+        assert_eq!(&**again.staged, b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nhey");
+    }
+
+    #[tokio::test]
+    async fn a_failed_read_from_the_server_is_not_blamed_on_the_client() {
+        let reset = Error::ServerIo(io::ErrorKind::ConnectionReset.into());
+        let failed_body = StreamBody::new(stream::iter([Err::<Frame<Bytes>, _>(reset)]));
+        let request_line = RequestLine {
+            version: Version::HTTP_11,
+            method: &Method::GET,
+        };
+        let (mut ours, theirs) = tokio::io::duplex(100);
+        let (mut message, _) = encode_response(Response::new(failed_body), request_line, ConnectionReuse::KeepAlive);
+        let error = poll_fn(|cx| message.poll_write(cx, &mut ours)).await.unwrap_err();
+        assert!(matches!(error, Error::ServerIo(_)), "{error:?}");
+        drop(theirs);
+        let body = Empty::new().map_err(|never| match never {});
+        let (mut message, _) = encode_response(Response::new(body), request_line, ConnectionReuse::KeepAlive);
+        let error = poll_fn(|cx| message.poll_write(cx, &mut ours)).await.unwrap_err();
+        assert!(matches!(error, Error::ClientIo(_)), "{error:?}");
     }
 
     #[tokio::test]

@@ -100,7 +100,8 @@ impl Framing {
                         *chunk = ChunkState::Size;
                     }
                     ChunkState::Trailers(seen) => {
-                        // Trailers also end with an empty line right after the last chunk.
+                        // Without trailers the body ends with CRLF directly after the last chunk, which `may_be_complete`
+                        // does not find.
                         let may_end = *seen < 2 || may_be_complete(read_buffer, *seen);
                         *seen = read_buffer.len();
                         let trailers = if may_end { parse_trailers(read_buffer)? } else { None };
@@ -196,7 +197,7 @@ fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static
     }
 }
 
-/// Whether the bytes after the first `seen` can complete a head: they end an empty line.
+/// Whether an empty line, which completes a head, ends within the bytes after the first `seen`.
 pub(crate) fn may_be_complete(bytes: &[u8], seen: usize) -> bool {
     let new = &bytes[seen.saturating_sub(3)..];
     new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")

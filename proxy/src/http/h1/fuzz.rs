@@ -111,26 +111,26 @@ pub(crate) fn encode_request_variants(whole: &ParsedMessage<(Method, String)>) -
 }
 
 /// Encodes a response to a request of this version and method, with its interim responses, in each possible framing.
-pub(crate) fn encode_response_variants(answer: &ParsedResponse, version: Version, method: &Method) -> Vec<Bytes> {
-    let mut before = BytesMut::new();
-    for (status, headers) in &answer.interims {
+pub(crate) fn encode_response_variants(response: &ParsedResponse, version: Version, method: &Method) -> Vec<Bytes> {
+    let mut interims = BytesMut::new();
+    for (status, headers) in &response.interims {
         let mut rsp = Response::new(());
         *rsp.status_mut() = *status;
         *rsp.headers_mut() = headers.clone();
-        encode::encode_interim(&rsp, &mut before);
+        encode::encode_interim(&rsp, &mut interims);
     }
     let encode = |(headers, body)| {
         let mut rsp = Response::new(body);
-        *rsp.status_mut() = answer.last.head;
+        *rsp.status_mut() = response.last.head;
         *rsp.headers_mut() = headers;
         let (message, _) = encode::encode_response(
             rsp,
             encode::RequestLine { version, method },
             encode::ConnectionReuse::KeepAlive,
         );
-        [&before[..], &encoded(message)].concat().into()
+        [&interims[..], &encoded(message)].concat().into()
     };
-    body_variants(&answer.last).into_iter().map(encode).collect()
+    body_variants(&response.last).into_iter().map(encode).collect()
 }
 
 /// The possible framings of a message: each one as headers and body.

@@ -193,7 +193,7 @@ pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<
         .ok_or("its status is not a number from 100 to 999")?;
     *response.headers_mut() = parse_headers(bytes, parsed.headers)?;
     consume(bytes, used);
-    let (framing, is_unambiguous) = framing_of_response(&response, method)?;
+    let (framing, may_reuse_connection) = framing_of_response(&response, method)?;
     match framing {
         // Forward only the framing header that applies.
         Framing::Chunked(_) => drop(response.headers_mut().remove(header::CONTENT_LENGTH)),
@@ -204,7 +204,7 @@ pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<
     }
     let persistent = is_persistent(response.version(), response.headers());
     Ok(Some(ResponseHead {
-        keep_alive: is_unambiguous && framing != Framing::UntilClose && persistent,
+        keep_alive: may_reuse_connection && framing != Framing::UntilClose && persistent,
         response,
         framing,
     }))
@@ -268,17 +268,17 @@ fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     if hosts.next().is_some() {
         return Err("the request has two hosts".into());
     }
-    let of_authority = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:[]%".contains(byte);
-    if host.is_some_and(|host| !host.as_bytes().iter().all(of_authority)) {
+    let is_authority_char = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:[]%".contains(byte);
+    if host.is_some_and(|host| !host.as_bytes().iter().all(is_authority_char)) {
         return Err("the host is not a valid authority".into());
     }
-    let of_target = match request.uri().authority() {
+    let target_authority = match request.uri().authority() {
         Some(authority) if request.uri().scheme().is_some() => authority.as_str(),
         _ => return Ok(()),
     };
-    let of_target = of_target.rsplit('@').next().unwrap_or(of_target);
-    if host.is_none_or(|host| host != of_target) {
-        let host = HeaderValue::from_str(of_target).map_err(|_| "the request target is invalid")?;
+    let target_host = target_authority.rsplit('@').next().unwrap_or(target_authority);
+    if host.is_none_or(|host| host != target_host) {
+        let host = HeaderValue::from_str(target_host).map_err(|_| "the request target is invalid")?;
         request.headers_mut().insert(header::HOST, host);
     }
     Ok(())
@@ -314,8 +314,10 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     Ok(framing)
 }
 
-/// Source: RFC 9112 §6.1 and §6.3. The second value is false for a message with both framing headers and for a chunked
-/// HTTP/1.0 message: its end is certain, but its connection is not reused.
+/// The framing, and whether the connection may be reused. It is not reused after a message with both framing headers and after a
+/// chunked HTTP/1.0 message, although their end is certain.
+///
+/// Source: RFC 9112 §6.1 and §6.3.
 fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), HeadError> {
     if has_no_body(response.status(), method) {
         return Ok((Framing::None, true));
@@ -331,8 +333,8 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
     match (codings.next(), codings.next()) {
         (None, _) => Ok((length.map_or(Framing::UntilClose, Framing::Length), true)),
         (Some(coding), None) if coding.eq_ignore_ascii_case(b"chunked") => {
-            let is_known = response.version() == Version::HTTP_11;
-            Ok((Framing::Chunked(ChunkState::Size), length.is_none() && is_known))
+            let allows_chunked = response.version() == Version::HTTP_11;
+            Ok((Framing::Chunked(ChunkState::Size), length.is_none() && allows_chunked))
         }
         // The header is hop-by-hop: without it, the receiver could not decode another coding.
         _ => Err("the transfer-encoding is not exactly chunked".into()),
@@ -348,8 +350,8 @@ pub(super) fn has_no_body(status: StatusCode, method: &Method) -> bool {
         || (*method == Method::CONNECT && status.is_success())
 }
 
-/// Whether a response ends HTTP on its connection, by an upgrade or a CONNECT tunnel.
-pub(super) fn ends_http(status: StatusCode, method: &Method) -> bool {
+/// Whether the connection carries another protocol after a response: by an upgrade or a CONNECT tunnel.
+pub(super) fn switches_protocol(status: StatusCode, method: &Method) -> bool {
     status == StatusCode::SWITCHING_PROTOCOLS || (*method == Method::CONNECT && status.is_success())
 }
 
@@ -478,10 +480,14 @@ mod tests {
     #[test]
     fn a_response_head_over_the_maximum_is_refused() {
         let start = "HTTP/1.1 200 OK\r\na: ";
-        let of = |len: usize| start.to_owned() + &"b".repeat(len - start.len() - 4) + "\r\n\r\n";
-        assert!(parse_response(&of(MAX_RESPONSE_HEAD_BYTES)).unwrap().is_some());
+        let head_of_length = |len: usize| start.to_owned() + &"b".repeat(len - start.len() - 4) + "\r\n\r\n";
+        assert!(
+            parse_response(&head_of_length(MAX_RESPONSE_HEAD_BYTES))
+                .unwrap()
+                .is_some()
+        );
         assert_eq!(
-            parse_response(&of(MAX_RESPONSE_HEAD_BYTES + 1)).unwrap_err(),
+            parse_response(&head_of_length(MAX_RESPONSE_HEAD_BYTES + 1)).unwrap_err(),
             HeadError::TooLarge
         );
     }
@@ -647,10 +653,10 @@ mod tests {
 
     #[test]
     fn heads_with_many_headers_are_parsed_up_to_the_limit() {
-        let with = |n: usize| parse_request(&format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(n)));
-        let head = with(1000).unwrap().unwrap();
+        let parse_with_headers = |n: usize| parse_request(&format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(n)));
+        let head = parse_with_headers(1000).unwrap().unwrap();
         assert_eq!(head.request.headers().get_all("a").iter().count(), 1000);
-        assert_eq!(with(MAX_HEADERS + 1).unwrap_err(), HeadError::TooLarge);
+        assert_eq!(parse_with_headers(MAX_HEADERS + 1).unwrap_err(), HeadError::TooLarge);
     }
 
     #[test]

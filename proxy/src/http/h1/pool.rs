@@ -82,13 +82,13 @@ impl ServerKeepAlive {
 
     /// Age at which an idle connection is no longer used; `None` if unknown.
     fn max_idle_age(&self, now: Instant) -> Option<Duration> {
-        let closed = || self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
-        let keep_alive_timeout = self.announced.or_else(|| closed().map(|(age, _)| age))?;
+        let recent = || self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
+        let keep_alive_timeout = self.announced.or_else(|| recent().map(|(age, _)| age))?;
         Some(keep_alive_timeout - KEEP_ALIVE_MARGIN.min(keep_alive_timeout / 2))
     }
 }
 
-/// Connections are not used in this last part of the server's keep-alive timeout; below 2 s, in its second half.
+/// Connections are not used in this last part of the server's keep-alive timeout. For a timeout below 2 s it is half of it.
 const KEEP_ALIVE_MARGIN: Duration = Duration::from_secs(1);
 /// Minimum age of a closed idle connection that counts as an observation.
 const MIN_OBSERVED_IDLE_AGE: Duration = Duration::from_millis(100);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn idle_connections_are_closed_before_their_server_does() {
+    async fn idle_connections_are_closed_before_the_server_closes_them() {
         let (pool, connect) = pool().await;
         pool.set_server_keep_alive(Some(Duration::from_secs(4)));
         let (io, _server) = connect().await;

@@ -10,8 +10,8 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
-/// Maximum bytes per read. With the HTTP/2 frame, four TLS records and headers, they can be forwarded in one packet of
-/// 64 KiB.
+/// Maximum bytes per read: with the overhead of an HTTP/2 frame, of four TLS records and of the TCP headers, they still fit into
+/// one packet of 64 KiB.
 pub(super) const READ_BUFFER_BYTES: usize = 60 * 1024;
 /// Reads of at least this size take the buffer; shorter ones are copied out of it.
 const MIN_ZERO_COPY_BYTES: usize = 8 * 1024;

@@ -50,18 +50,18 @@ impl RequestBody {
 
     /// Ready when, for `limit`, no byte of the request was received and no byte of the response was written.
     fn poll_idle_timeout(
-        until: &mut Option<Instant>,
+        deadline: &mut Option<Instant>,
         limit: Duration,
         cx: &mut Context<'_>,
         connection: &mut ServerConnection,
     ) -> Poll<()> {
         loop {
-            let mut at = until.unwrap_or_else(|| Instant::now() + limit);
+            let mut new_deadline = deadline.unwrap_or_else(|| Instant::now() + limit);
             if let Some(wrote_at) = connection.wrote_at.take() {
-                at = at.max(wrote_at + limit);
+                new_deadline = new_deadline.max(wrote_at + limit);
             }
-            *until = Some(at);
-            connection.timer.set(at);
+            *deadline = Some(new_deadline);
+            connection.timer.set(new_deadline);
             ready!(connection.timer.poll(cx));
             if connection.wrote_at.is_none() {
                 return Poll::Ready(());

@@ -52,7 +52,7 @@ pub(crate) struct Http1Config {
     pub(crate) idle_timeout: Duration,
 }
 
-/// Why the server reads no further request.
+/// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
 enum ConnectionEnd {
     /// The client closed the connection, the connection is idle for too long, or the proxy drains.
     Closed,
@@ -108,11 +108,11 @@ where
                 service.record_encoded_target();
             }
             let (exchange, request) = PendingExchange::start(head, &connection, config.idle_timeout);
-            let answered = {
+            let result = {
                 let mut response_future = pin!(service.call(request));
                 poll_fn(|cx| exchange.poll_response(cx, &connection, response_future.as_mut())).await
             };
-            let write_result = match answered {
+            let write_result = match result {
                 Ok(rsp) => exchange.write_response(&connection, rsp, drain).await,
                 Err(error) => Err(ConnectionEnd::Failed(error)),
             };
@@ -126,12 +126,12 @@ where
                 write_error(connection, service.error_response(&error, ErrorFormat::http1())).await
             }
             ConnectionEnd::Failed(error) => Err(error),
-            ConnectionEnd::Upgraded(client) => {
+            ConnectionEnd::Upgraded(tunnel_tx) => {
                 // The body has ended, so nothing else holds the connection.
                 if let Some(connection) = Arc::into_inner(connection) {
                     let ServerConnection { io, read_buffer, .. } = connection.into_inner();
                     // The tunnel may have been dropped.
-                    let _ = client.send(TunnelEnd::Connection(io.prepend(read_buffer)));
+                    let _ = tunnel_tx.send(TunnelEnd::Connection(io.prepend(read_buffer)));
                 }
                 Ok(())
             }
@@ -145,7 +145,7 @@ async fn write_error(connection: SharedConnection, rsp: Response<Body>) -> Resul
     connection.lock().request_state = RequestBodyState::Abandoned;
     let (mut message, _) = encode::encode_response(rsp, UNPARSED_REQUEST, ConnectionReuse::Close);
     let written = poll_fn(|cx| message.poll_write(cx, &mut ConnectionIo(&connection))).await;
-    written.map_err(as_client_error)?;
+    written?;
     close(connection).await
 }
 
@@ -165,11 +165,11 @@ impl PendingExchange {
             request,
             framing,
             keep_alive,
-            expects_continue: expects,
+            expects_continue,
             target_encoded: _,
         } = head;
         let (version, method) = (request.version(), request.method().clone());
-        let (upgrade, upgraded) = match headers::is_upgrade_request(&request) {
+        let (upgrade_tx, upgrade_rx) = match headers::is_upgrade_request(&request) {
             true => Some(oneshot::channel()).unzip(),
             false => (None, None),
         };
@@ -177,12 +177,12 @@ impl PendingExchange {
             let body = match framing {
                 Framing::None | Framing::Length(0) => Body::empty(),
                 _ => {
-                    let received = RequestBody::new(connection, framing, expects, idle_timeout);
+                    let received = RequestBody::new(connection, framing, expects_continue, idle_timeout);
                     Body::received(Box::new(received))
                 }
             };
-            match upgraded {
-                Some(upgraded) => body.with_client_tunnel(upgraded),
+            match upgrade_rx {
+                Some(upgrade_rx) => body.with_client_tunnel(upgrade_rx),
                 None => body,
             }
         });
@@ -190,7 +190,7 @@ impl PendingExchange {
             version,
             method,
             keep_alive,
-            upgrade_tx: upgrade,
+            upgrade_tx,
         };
         (exchange, request)
     }
@@ -213,7 +213,7 @@ impl PendingExchange {
             connection.lock().write_interim(cx, &rsp, self.version);
         }
         match polled {
-            Poll::Ready(answered) => Poll::Ready(answered),
+            Poll::Ready(result) => Poll::Ready(result),
             Poll::Pending => connection
                 .lock()
                 .poll_client_closed(cx, self.watches_for_close())
@@ -228,28 +228,21 @@ impl PendingExchange {
         rsp: Response<Body>,
         drain: &drain::Watch,
     ) -> Result<(), ConnectionEnd> {
-        let upgrades = head::ends_http(rsp.status(), &self.method);
+        let is_switching = head::switches_protocol(rsp.status(), &self.method);
         let asks_to_close = rsp
             .headers()
             .get(header::CONNECTION)
             .is_some_and(|value| value == "close");
-        let closes = {
+        let is_body_lost = {
             let mut connection = connection.lock();
-            if connection.request_state == RequestBodyState::AwaitingContinue {
-                // With a successful response, the application may still read a body that the client sends without
-                // permission. With any other, the body is not read; if it arrives, it must not be parsed as a request.
-                connection.request_state = match rsp.status().is_success() {
-                    true => RequestBodyState::Body,
-                    false => RequestBodyState::Abandoned,
-                };
-            }
-            let is_lost = matches!(
+            connection.answer_without_continue(rsp.status());
+            matches!(
                 connection.request_state,
                 RequestBodyState::Abandoned | RequestBodyState::Incomplete
-            );
-            !upgrades && (!self.keep_alive || asks_to_close || is_lost || drain.is_signaled())
+            )
         };
-        let reuse = if closes {
+        let must_close = !is_switching && (!self.keep_alive || asks_to_close || is_body_lost || drain.is_signaled());
+        let reuse = if must_close {
             ConnectionReuse::Close
         } else {
             ConnectionReuse::KeepAlive
@@ -261,11 +254,11 @@ impl PendingExchange {
         let (message, reuse) = encode::encode_response(rsp, request_line, reuse);
         let is_last = reuse == ConnectionReuse::Close;
         write_message(connection, message, self.watches_for_close(), is_last).await?;
-        if upgrades {
-            let upgrade = self
+        if is_switching {
+            let upgrade_tx = self
                 .upgrade_tx
                 .filter(|_| connection.lock().request_state == RequestBodyState::Complete);
-            return Err(upgrade.map_or(ConnectionEnd::Closed, ConnectionEnd::Upgraded));
+            return Err(upgrade_tx.map_or(ConnectionEnd::Closed, ConnectionEnd::Upgraded));
         }
         poll_fn(|cx| connection.lock().poll_body_done(cx)).await;
         match (reuse, connection.lock().request_state) {
@@ -296,14 +289,14 @@ fn write_message(
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             Poll::Ready(Ok(())) | Poll::Pending => message.poll_write(cx, &mut ConnectionIo(connection)),
         };
-        let written = match polled {
-            Poll::Ready(written) => written,
-            Poll::Pending => Err(match message.poll_deadline(cx) {
-                Poll::Ready(late) => late,
-                Poll::Pending => ready!(connection.lock().poll_client_closed(cx, check_close)),
-            }),
-        };
-        Poll::Ready(written.map_err(|error| ConnectionEnd::Failed(as_client_error(error))))
+        if let Poll::Ready(written) = polled {
+            return Poll::Ready(written.map_err(ConnectionEnd::Failed));
+        }
+        if let Poll::Ready(timeout) = message.poll_deadline(cx) {
+            return Poll::Ready(Err(ConnectionEnd::Failed(timeout)));
+        }
+        let closed = connection.lock().poll_client_closed(cx, check_close);
+        closed.map(|error| Err(ConnectionEnd::Failed(error)))
     })
 }
 
@@ -317,16 +310,8 @@ impl Drop for ResponseWrite<'_> {
     fn drop(&mut self) {
         let Self { connection, message } = self;
         if message.ends_with_connection() && message.has_begun() && !message.is_done() {
-            connection.lock().io.reset(); // a FIN would look like the end of the body
+            connection.lock().io.reset_on_drop(); // a FIN would look like the end of the body
         }
-    }
-}
-
-/// Attributes write errors to the client; errors of the response body stay unchanged.
-fn as_client_error(error: Error) -> Error {
-    match error {
-        Error::ReadResponse(source) => Error::ClientIo(source),
-        other => other,
     }
 }
 
@@ -336,10 +321,10 @@ async fn close(connection: SharedConnection) -> Result<(), Error> {
         let connection = connection.lock();
         connection.request_state == RequestBodyState::Complete && connection.read_buffer.is_empty()
     };
-    // The service may still hold the request body.
-    let is_dropped_next = Arc::strong_count(&connection) == 1;
+    // If the service still holds the request body, the body holds the connection: dropping ours sends no FIN, so it is shut down.
+    let is_sole_owner = Arc::strong_count(&connection) == 1;
     let closed = match is_done {
-        true if is_dropped_next => poll_fn(|cx| connection.lock().io.poll_close_notify(cx)).await,
+        true if is_sole_owner => poll_fn(|cx| connection.lock().io.poll_close_notify(cx)).await,
         true => ConnectionIo(&connection).shutdown().await,
         false => linger::close(&mut ConnectionIo(&connection)).await,
     };
@@ -417,14 +402,14 @@ impl HeadReader<'_> {
         if read_buffer.is_empty() || (seen > 0 && !framing::may_be_complete(read_buffer, seen)) {
             return self.check_size(read_buffer.len()).map(|()| None);
         }
-        let before = read_buffer.len();
+        let n_before = read_buffer.len();
         let head = head::parse_request_head(read_buffer).map_err(|bad| match bad {
             HeadError::TooLarge => self.size_error(),
             HeadError::Invalid(what) => Error::InvalidRequest(what),
         })?;
         let used = match head {
-            Some(_) => before.saturating_sub(read_buffer.len()),
-            None => before,
+            Some(_) => n_before.saturating_sub(read_buffer.len()),
+            None => n_before,
         };
         self.check_size(used).map(|()| head)
     }
@@ -483,8 +468,8 @@ mod tests {
                 n_scanned: 0,
                 is_draining: false,
             };
-            let (end, ended) = oneshot::channel::<()>();
-            let mut drain_signal = pin!(async { drop(ended.await) });
+            let (drain_tx, drain_rx) = oneshot::channel::<()>();
+            let mut drain_signal = pin!(async { drop(drain_rx.await) });
             if is_drain {
                 poll_fn(|cx| {
                     assert!(
@@ -495,7 +480,7 @@ mod tests {
                     Poll::Ready(())
                 })
                 .await;
-                end.send(()).unwrap();
+                drain_tx.send(()).unwrap();
             }
             // The runtime polls its sockets only when this task waits, so it does not report these bytes before the
             // first poll.

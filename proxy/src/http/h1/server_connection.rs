@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::{Buf as _, Bytes, BytesMut};
-use http::{Response, Version};
+use http::{Response, StatusCode, Version};
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
@@ -60,8 +60,8 @@ pub(super) enum RequestBodyState {
 }
 
 impl ServerConnection {
-    /// Ready when the client no longer waits: the connection failed, or the kernel reports it as closed. A client that
-    /// only sent FIN still gets its response.
+    /// Ready when the client no longer waits for its response: the connection failed, or the kernel reports it as closed. A
+    /// client that only sent FIN still gets its response.
     pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);
@@ -83,8 +83,8 @@ impl ServerConnection {
             match ready!(read_buffer::poll_read_into(cx, &mut self.io, &mut self.read_buffer)) {
                 Ok(0) if self.io.is_closed_by_peer() == Some(true) => return Poll::Ready(Error::ClientClosed),
                 Ok(0) => {
-                    let pause = self.close_poll.map_or(FIRST_CLOSE_POLL, |(_, pause)| pause);
-                    self.close_poll = Some((Instant::now() + pause, MAX_CLOSE_POLL_INTERVAL.min(pause * 4)));
+                    let delay = self.close_poll.map_or(FIRST_CLOSE_POLL, |(_, delay)| delay);
+                    self.close_poll = Some((Instant::now() + delay, MAX_CLOSE_POLL_INTERVAL.min(delay * 4)));
                 }
                 Ok(_) => return Poll::Pending, // bytes of the next request
                 Err(error) => return Poll::Ready(Error::ClientIo(error)),
@@ -105,6 +105,18 @@ impl ServerConnection {
         self.request_state = next_state;
         if let Some(server) = self.server_waker.take() {
             server.wake();
+        }
+    }
+
+    /// Decides what happens to a request body for which no `100 Continue` was sent before the final response.
+    pub(super) fn answer_without_continue(&mut self, status: StatusCode) {
+        if self.request_state == RequestBodyState::AwaitingContinue {
+            // With a successful response, the application may still read a body that the client sends although it got no
+            // `100 Continue`. With any other, the body is not read; if it arrives, it must not be parsed as a request.
+            self.request_state = match status.is_success() {
+                true => RequestBodyState::Body,
+                false => RequestBodyState::Abandoned,
+            };
         }
     }
 

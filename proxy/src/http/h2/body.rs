@@ -67,8 +67,8 @@ impl IdleTimeout {
             if progress.take_sent() {
                 self.deadline = None;
             }
-            let at = *self.deadline.get_or_insert_with(|| Instant::now() + limit);
-            self.timer.set(at);
+            let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + limit);
+            self.timer.set(deadline);
             ready!(self.timer.poll(cx));
             if !progress.take_sent() {
                 return Poll::Ready(Error::BodyIdleTimeout(limit));
@@ -117,10 +117,7 @@ impl StreamBody {
             }
             Some(Err(error)) => Poll::Ready(Some(Err(self.map_error(error)))),
             None => match ready!(self.stream.poll_trailers(cx)) {
-                Ok(Some(trailers))
-                    if matches!(self.origin, BodyOrigin::Client(_))
-                        || trailers.keys().any(|name| !headers::is_forwarded_trailer(name)) =>
-                {
+                Ok(Some(trailers)) if trailers.keys().any(|name| !headers::is_forwarded_trailer(name)) => {
                     let sent = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
                     let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
                     Poll::Ready(Some(Ok(Frame::trailers(sent.collect()))))

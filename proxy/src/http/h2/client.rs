@@ -35,7 +35,7 @@ use crate::{
             flow_control::{FlowControlWindows, StreamToken, StreamWaiters},
             keep_alive::wait_ping_timeout,
             send_body::BodySender,
-            upgraded_stream::UpgradedStream,
+            upgraded_stream::{UpgradedStream, UpgradedStreamCounter, UpgradedStreamGuard},
             write_batch::{BatchedIo, WriteBatch, batch_writes},
         },
         headers,
@@ -80,14 +80,20 @@ pub(crate) struct SharedConnection {
     /// True when the peer's settings are received.
     settings_rx: watch::Receiver<bool>,
     limit: Arc<StreamLimit>,
-    /// Its references count the streams that carry other protocols.
-    extended_connect_count: Arc<()>,
+    upgraded_streams: UpgradedStreamCounter,
     /// When the connection was opened or last needed.
     used_at: Instant,
 }
 
-/// Tokens that belong to no stream: that of the windows and that of [`SharedConnection`].
-const N_CONNECTION_TOKENS: usize = 2;
+/// A reserved stream for another protocol.
+pub(crate) struct ExtendedConnectSender {
+    send: SendRequest<Bytes>,
+    token: StreamToken,
+    guard: UpgradedStreamGuard,
+}
+
+/// Clones of the token of a connection without streams: that of the windows and that of [`SharedConnection`].
+const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 
 impl SharedConnection {
     /// Whether the connection accepts no further request.
@@ -99,7 +105,7 @@ impl SharedConnection {
 
     /// Number of streams that are open or about to open.
     pub(crate) fn n_streams(&self) -> usize {
-        self.token.n_tokens().saturating_sub(N_CONNECTION_TOKENS)
+        self.token.n_tokens().saturating_sub(N_TOKENS_WITHOUT_STREAMS)
     }
 
     /// Whether the peer permits another stream.
@@ -137,22 +143,28 @@ impl SharedConnection {
         self.n_streams() == 0 && self.used_at.elapsed() > SURPLUS_CONNECTION_TIMEOUT
     }
 
-    /// Whether the peer's settings permit another stream for another protocol. Waits up to [`STREAM_TIMEOUT`] for the
+    /// Reserves a stream for another protocol, if the peer's settings permit one more. Waits up to [`STREAM_TIMEOUT`] for the
     /// settings: a busy peer may need longer for them than for its TLS handshake.
-    pub(crate) async fn accepts_extended_connect(&mut self) -> bool {
+    pub(crate) async fn extended_connect_sender(&mut self) -> Option<ExtendedConnectSender> {
         let received = async { self.settings_rx.wait_for(|received| *received).await.is_ok() };
         let received = timeout(STREAM_TIMEOUT, received).await;
-        let send = &self.send;
+        if received != Ok(true) || !self.send.is_extended_connect_protocol_enabled() {
+            return None;
+        }
         // These streams live long, so they may use only half of the streams that the peer permits.
-        let has_room = Arc::strong_count(&self.extended_connect_count) < send.current_max_send_streams() / 2;
-        received == Ok(true) && has_room && send.is_extended_connect_protocol_enabled()
+        let max_streams = self.send.current_max_send_streams() / 2;
+        Some(ExtendedConnectSender {
+            guard: self.upgraded_streams.try_acquire(max_streams)?,
+            send: self.send.clone(),
+            token: self.token.clone(),
+        })
     }
 }
 
 /// Stream limit of `h2` before the peer's settings arrive: higher than any limit a peer can send.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
-/// Maximum time a request waits for a free stream if its endpoint can have no further connection, and for the settings that
-/// permit streams.
+/// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum wait for the peer's
+/// settings.
 pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which an additional connection that is not needed is closed.
 const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -203,7 +215,7 @@ pub(crate) async fn connect(
         token,
         settings_rx,
         limit,
-        extended_connect_count: Arc::default(),
+        upgraded_streams: UpgradedStreamCounter::default(),
         used_at: Instant::now(),
     })
 }
@@ -360,12 +372,7 @@ async fn send_request(
 /// # Errors
 /// The stream is refused or reset, or the connection fails.
 pub(crate) async fn send_extended_connect(
-    SharedConnection {
-        mut send,
-        token,
-        extended_connect_count: streams,
-        ..
-    }: SharedConnection,
+    ExtendedConnectSender { mut send, token, guard }: ExtendedConnectSender,
     req: Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
@@ -376,7 +383,7 @@ pub(crate) async fn send_extended_connect(
     let response = head.map_err(|error| stream_error(error, addr))?;
     if websocket::is_tunnel_response(&response) {
         return Ok(
-            response.map(|received| Body::upgraded(UpgradedStream::new(stream, received, token).with_counter(streams)))
+            response.map(|received| Body::upgraded(UpgradedStream::new(stream, received, token).with_guard(guard)))
         );
     }
     // The tunnel is refused, so end our side. The peer may have closed the stream.
@@ -408,7 +415,7 @@ fn poll_head(
 /// Distinguishes a lost connection from a reset stream.
 pub(crate) fn stream_error(error: h2::Error, addr: SocketAddr) -> Error {
     if error.is_io() {
-        Error::ConnectionLost { addr }
+        Error::Http2ConnectionEnded { addr }
     } else {
         Error::H2(error)
     }

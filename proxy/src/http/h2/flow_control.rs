@@ -101,10 +101,10 @@ impl Drop for StreamWaiter<'_> {
 pub(super) struct FlowControlWindows {
     token: StreamToken,
     params: Http2Config,
-    /// Number of streams that the current windows are sized for, even if all bodies stay unread.
-    sized_for: usize,
-    /// Last time when more than an eighth of these streams were open.
-    needed_at: Instant,
+    /// Number of streams for which the current windows suffice, even if all bodies stay unread.
+    n_sized_for: usize,
+    /// Last time when more than an eighth of `n_sized_for` streams were open.
+    last_well_used_at: Instant,
 }
 
 /// Bytes that one stream, and all streams together, can send before any data is read.
@@ -119,8 +119,8 @@ impl FlowControlWindows {
         Self {
             token,
             params: *params,
-            sized_for: initial_streams(params),
-            needed_at: Instant::now(),
+            n_sized_for: initial_streams(params),
+            last_well_used_at: Instant::now(),
         }
     }
 
@@ -128,22 +128,24 @@ impl FlowControlWindows {
         self.token.clone()
     }
 
-    /// Calls `set` if other windows suit the number of streams. If `set` fails, the next call tries again.
+    /// Shrinks the windows at once when there are more streams than they were sized for; enlarges them after
+    /// [`WINDOW_GROW_DELAY`] with at most an eighth of these streams. If `set` fails, the next call tries again.
     pub(super) fn adapt<E>(&mut self, set: impl FnOnce(WindowSizes) -> Result<(), E>) {
-        let (n, first) = (self.token.n_tokens(), initial_streams(&self.params));
-        if n <= self.sized_for && self.sized_for == first {
+        // Counts the few tokens that belong to no stream too, which makes no difference for the sizes.
+        let (n, n_initial) = (self.token.n_tokens(), initial_streams(&self.params));
+        let must_shrink = n > self.n_sized_for;
+        if !must_shrink && self.n_sized_for == n_initial {
+            return; // the windows are as large as they can be
+        }
+        if n > self.n_sized_for / 8 {
+            self.last_well_used_at = Instant::now();
+        }
+        if !must_shrink && self.last_well_used_at.elapsed() <= WINDOW_GROW_DELAY {
             return;
         }
-        if n > self.sized_for / 8 {
-            self.needed_at = Instant::now();
-        }
-        let n_streams = if n > self.sized_for || self.needed_at.elapsed() > WINDOW_SHRINK_DELAY {
-            n.next_power_of_two().max(first)
-        } else {
-            return;
-        };
+        let n_streams = n.next_power_of_two().max(n_initial);
         if set(window_sizes(&self.params, n_streams)).is_ok() {
-            self.sized_for = n_streams;
+            self.n_sized_for = n_streams;
         }
     }
 }
@@ -153,7 +155,8 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams. The connection window allows for larger windows that earlier streams were given.
+/// Windows for this number of streams. Earlier streams keep their larger windows, so the connection window is the sum over all
+/// sizes given so far.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);
@@ -180,7 +183,7 @@ const MIN_STREAM_WINDOW: u32 = (1 << 16) - 1;
 /// Maximum window of a connection, unless a larger one is configured: enough for about 4000 unread bodies.
 const MAX_CONNECTION_WINDOW: u32 = 256 << 20;
 /// Time with few streams before windows grow again.
-const WINDOW_SHRINK_DELAY: Duration = Duration::from_secs(10);
+const WINDOW_GROW_DELAY: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -249,11 +252,11 @@ mod tests {
         adapt(&mut windows);
         let few: Vec<_> = tokens.into_iter().take(10).collect();
         adapt(&mut windows);
-        tokio::time::advance(WINDOW_SHRINK_DELAY * 2).await;
+        tokio::time::advance(WINDOW_GROW_DELAY * 2).await;
         adapt(&mut windows); // still sized for more than ten streams
         adapt(&mut windows);
         drop(few);
-        tokio::time::advance(WINDOW_SHRINK_DELAY * 2).await;
+        tokio::time::advance(WINDOW_GROW_DELAY * 2).await;
         adapt(&mut windows);
         adapt(&mut windows);
         assert_eq!(windows_set, [128 << 10, 1 << 20, 1 << 20]);

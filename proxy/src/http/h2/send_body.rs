@@ -11,15 +11,20 @@ use bytes::Bytes;
 use h2::{Reason, SendStream};
 use http_body::Body as _;
 
-use crate::http::{body::Body, error::Error, h2::body::ResponseProgress, stack::error_response};
+use crate::http::{
+    body::Body,
+    error::Error,
+    h2::body::ResponseProgress,
+    stack::error_response::{self, ErrorDetail},
+};
 
 /// A body that is being sent.
 pub(super) struct BodySender {
     body: Body,
     stream: SendStream<Bytes>,
     chunk: Bytes,
-    /// Whether a failed body ends with gRPC status trailers.
-    is_grpc: bool,
+    /// For a gRPC response: a failed body ends with gRPC status trailers, which contain this.
+    grpc_error_detail: Option<ErrorDetail>,
     /// Records sent bytes, for the idle timeout of the request body.
     progress: Option<Arc<ResponseProgress>>,
 }
@@ -30,14 +35,14 @@ impl BodySender {
             body,
             stream,
             chunk: Bytes::new(),
-            is_grpc: false,
+            grpc_error_detail: None,
             progress: None,
         }
     }
 
-    /// Sets whether a failed body ends with gRPC status trailers.
-    pub(super) fn with_grpc_status(mut self, is_grpc: bool) -> Self {
-        self.is_grpc = is_grpc;
+    /// If `detail` is given, a failed body ends with gRPC status trailers.
+    pub(super) fn with_grpc_error_detail(mut self, detail: Option<ErrorDetail>) -> Self {
+        self.grpc_error_detail = detail;
         self
     }
 
@@ -57,12 +62,12 @@ impl BodySender {
     /// Ends the stream after its body has failed.
     fn abort(&mut self, error: Error) -> Result<(), Error> {
         // A reset of the stream that the body is read from is forwarded as a reset: gRPC clients know its meaning.
-        if self.is_grpc && !matches!(&error, Error::H2(error) if error.is_reset()) {
-            self.stream
-                .send_trailers(error_response::grpc_error_trailers(&error))
-                .map_err(Error::H2)?;
-        } else {
-            self.stream.send_reset(reset_reason(&error, Reason::CANCEL));
+        match self.grpc_error_detail {
+            Some(detail) if !matches!(&error, Error::H2(error) if error.is_reset()) => {
+                let trailers = error_response::grpc_error_trailers(&error, detail);
+                self.stream.send_trailers(trailers).map_err(Error::H2)?;
+            }
+            _ => self.stream.send_reset(reset_reason(&error, Reason::CANCEL)),
         }
         Err(error)
     }

@@ -97,15 +97,15 @@ where
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
     let mut ping_timeout = pin!(wait_ping_timeout(params.keep_alive, connection.ping_pong()));
-    let mut ending = pin!(wait_for_close(&closer, drain));
-    let mut is_ending = false;
+    let mut close_signal = pin!(wait_for_close(&closer, drain));
+    let mut goaway_sent = false;
     let mut idle_tracker = IdleTracker::new(config.http1.header_read_timeout, config.http1.idle_timeout);
     let mut check_timer = interval_at(
         Instant::now() + idle_tracker.check_interval,
         idle_tracker.check_interval,
     );
     poll_fn(|cx| {
-        let ended = batch.poll_and_flush(cx, |cx| {
+        let polled = batch.poll_and_flush(cx, |cx| {
             windows.adapt(|sizes| {
                 connection.set_initial_window_size(sizes.stream)?;
                 connection.set_target_window_size(sizes.connection);
@@ -119,19 +119,19 @@ where
                 }
             }
         });
-        if ended.is_ready() {
-            return ended;
+        if polled.is_ready() {
+            return polled;
         }
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
             match idle_tracker.update(task_pool.trim_idle()) {
                 IdleState::Active => {}
-                IdleState::Close if is_ending => return Poll::Ready(Ok(())),
+                IdleState::Close if goaway_sent => return Poll::Ready(Ok(())),
                 IdleState::SendGoAway | IdleState::Close => is_idle_timeout = true,
             }
         }
-        if !is_ending && (is_idle_timeout || ending.as_mut().poll(cx).is_ready()) {
-            is_ending = true;
+        if !goaway_sent && (is_idle_timeout || close_signal.as_mut().poll(cx).is_ready()) {
+            goaway_sent = true;
             connection.graceful_shutdown();
             cx.waker().wake_by_ref(); // to write GOAWAY
         }
@@ -171,10 +171,9 @@ async fn wait_for_close(closer: &ConnectionCloser, drain: &drain::Watch) {
 struct IdleTracker {
     check_interval: Duration,
     idle_for: Duration,
-    /// Maximum idle time. Before the first request, at most the header timeout.
-    timeout: Duration,
-    /// Maximum idle time after the first request.
-    idle_timeout: Duration,
+    /// Maximum idle time now. Before the first request, at most the header timeout.
+    current_limit: Duration,
+    limit_after_first_request: Duration,
 }
 
 /// What to do with a connection that may be idle.
@@ -188,23 +187,26 @@ enum IdleState {
 
 impl IdleTracker {
     fn new(head_timeout: Duration, idle_timeout: Duration) -> Self {
-        let timeout = head_timeout.min(idle_timeout);
+        let current_limit = head_timeout.min(idle_timeout);
         Self {
-            check_interval: CHECK_INTERVAL.min(timeout).max(Duration::from_millis(1)),
+            check_interval: CHECK_INTERVAL.min(current_limit).max(Duration::from_millis(1)),
             idle_for: Duration::ZERO,
-            timeout,
-            idle_timeout,
+            current_limit,
+            limit_after_first_request: idle_timeout,
         }
     }
 
     fn update(&mut self, activity: ConnectionActivity) -> IdleState {
         match activity {
             ConnectionActivity::Idle => self.idle_for += self.check_interval,
-            ConnectionActivity::Busy => (self.idle_for, self.timeout) = (Duration::ZERO, self.idle_timeout),
+            ConnectionActivity::Busy => {
+                self.idle_for = Duration::ZERO;
+                self.current_limit = self.limit_after_first_request;
+            }
         }
         match self.idle_for {
-            lasted if lasted < self.timeout => IdleState::Active,
-            lasted if lasted < self.timeout.saturating_add(self.check_interval) => IdleState::SendGoAway,
+            idle_for if idle_for < self.current_limit => IdleState::Active,
+            idle_for if idle_for < self.current_limit.saturating_add(self.check_interval) => IdleState::SendGoAway,
             _ => IdleState::Close,
         }
     }
@@ -283,8 +285,8 @@ enum ConnectionActivity {
     Busy,
 }
 
-/// Tokens that belong to no stream: that of the windows and that of the task pool.
-const N_CONNECTION_TOKENS: usize = 2;
+/// Clones of the token of a connection without streams: that of the windows and that of the task pool.
+const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 /// Maximum number of idle tasks of one connection.
 const MAX_IDLE_TASKS: usize = 64;
 /// Interval in which unneeded idle tasks are ended and the activity is checked. Shorter if a timeout is shorter.
@@ -342,13 +344,13 @@ where
         let mut extended = None;
         let req = req.map(|stream| match stream.is_end_stream() {
             _ if is_extended => {
-                let (client, upgraded) = oneshot::channel();
+                let (tunnel_tx, tunnel_rx) = oneshot::channel();
                 extended = Some(Box::new(ExtendedConnect {
                     received: stream,
                     token: token(),
-                    tunnel_tx: client,
+                    tunnel_tx,
                 }));
-                Body::empty().with_client_tunnel(upgraded)
+                Body::empty().with_client_tunnel(tunnel_rx)
             }
             true => Body::empty(),
             false => {
@@ -394,7 +396,7 @@ impl<S> RequestTaskPool<S> {
         }
         state.min_idle = state.idle_tasks.len();
         // Streams of other protocols, and request bodies that are read after the response, also count.
-        let is_busy = state.n_busy > 0 || self.token.n_tokens() > N_CONNECTION_TOKENS;
+        let is_busy = state.n_busy > 0 || self.token.n_tokens() > N_TOKENS_WITHOUT_STREAMS;
         match std::mem::replace(&mut state.was_busy, is_busy) {
             true => ConnectionActivity::Busy,
             false => ConnectionActivity::Idle,
@@ -490,9 +492,10 @@ where
         Some(Err(error)) => return respond.send_reset(send_body::reset_reason(&error, Reason::INTERNAL_ERROR)),
     };
     let (parts, body) = rsp.into_parts();
-    let granted = extended.filter(|extended| parts.status.is_success() && extended.is_awaited());
-    let ended = body.is_end_stream() && granted.is_none();
+    let accepted_tunnel = extended.filter(|extended| parts.status.is_success() && extended.is_awaited());
+    let ended = body.is_end_stream() && accepted_tunnel.is_none();
     let is_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
+    let grpc_error_detail = is_grpc.then(|| service.error_detail());
     let stream = match respond.send_response(Response::from_parts(parts, ()), ended) {
         Ok(stream) => stream,
         Err(error) => {
@@ -500,12 +503,12 @@ where
             return respond.send_reset(Reason::INTERNAL_ERROR);
         }
     };
-    match granted {
+    match accepted_tunnel {
         Some(extended) => extended.open_tunnel(stream),
         None if ended => {}
         None => {
             progress.record_sent();
-            let sending = BodySender::new(body, stream).with_grpc_status(is_grpc);
+            let sending = BodySender::new(body, stream).with_grpc_error_detail(grpc_error_detail);
             sending.with_progress(progress.clone()).send_rest().await;
         }
     }
@@ -519,13 +522,13 @@ mod tests {
 
     #[test]
     fn an_idle_connection_gets_go_away_and_is_then_closed() {
-        use ConnectionActivity::{Busy, Idle as Q};
+        use ConnectionActivity::{Busy, Idle};
         use IdleState::{Active, Close, SendGoAway};
         let cases: [(_, _, &[_]); 4] = [
             (
                 30 * S,
                 3600 * S,
-                &[(Q, Active), (Q, Active), (Q, SendGoAway), (Q, Close)],
+                &[(Idle, Active), (Idle, Active), (Idle, SendGoAway), (Idle, Close)],
             ),
             // After the first request, the longer timeout applies.
             (
@@ -533,9 +536,9 @@ mod tests {
                 30 * S,
                 &[
                     (Busy, Active),
-                    (Q, Active),
-                    (Q, Active),
-                    (Q, SendGoAway),
+                    (Idle, Active),
+                    (Idle, Active),
+                    (Idle, SendGoAway),
                     (Busy, Active),
                 ],
             ),
@@ -544,22 +547,22 @@ mod tests {
                 10 * S,
                 20 * S,
                 &[
-                    (Q, SendGoAway),
+                    (Idle, SendGoAway),
                     (Busy, Active),
-                    (Q, Active),
-                    (Q, SendGoAway),
-                    (Q, Close),
+                    (Idle, Active),
+                    (Idle, SendGoAway),
+                    (Idle, Close),
                 ],
             ),
-            (S / 5, S / 10, &[(Q, SendGoAway), (Q, Close)]),
+            (S / 5, S / 10, &[(Idle, SendGoAway), (Idle, Close)]),
         ];
-        for (head, idle, check_timer) in cases {
+        for (head, idle, steps) in cases {
             let mut idle_tracker = IdleTracker::new(head, idle);
-            for (activity, expected) in check_timer {
+            for (activity, expected) in steps {
                 assert_eq!(
                     idle_tracker.update(*activity),
                     *expected,
-                    "{head:?}, {idle:?}: {check_timer:?}"
+                    "{head:?}, {idle:?}: {steps:?}"
                 );
             }
         }

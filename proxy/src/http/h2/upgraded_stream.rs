@@ -3,7 +3,10 @@
 use std::{
     io,
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll, ready},
 };
 
@@ -21,8 +24,29 @@ pub(crate) struct UpgradedStream {
     read_buffer: Bytes,
     /// Held while the stream can use the connection's window.
     _token: StreamToken,
-    /// Counts these streams of a connection by its references.
-    _counted: Option<Arc<()>>,
+    _guard: Option<UpgradedStreamGuard>,
+}
+
+/// Number of streams of one connection that carry another protocol, or are about to.
+#[derive(Clone, Default)]
+pub(super) struct UpgradedStreamCounter(Arc<AtomicUsize>);
+
+/// One of the counted streams. It counts until this is dropped.
+pub(super) struct UpgradedStreamGuard(UpgradedStreamCounter);
+
+impl UpgradedStreamCounter {
+    /// Counts one more stream, if there are fewer than `max`.
+    pub(super) fn try_acquire(&self, max: usize) -> Option<UpgradedStreamGuard> {
+        let incremented = |n: usize| (n < max).then_some(n + 1);
+        let update = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, incremented);
+        update.ok().map(|_| UpgradedStreamGuard(self.clone()))
+    }
+}
+
+impl Drop for UpgradedStreamGuard {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl UpgradedStream {
@@ -32,13 +56,13 @@ impl UpgradedStream {
             recv,
             read_buffer: Bytes::new(),
             _token: token,
-            _counted: None,
+            _guard: None,
         }
     }
 
-    pub(super) fn with_counter(self, by: Arc<()>) -> Self {
+    pub(super) fn with_guard(self, guard: UpgradedStreamGuard) -> Self {
         Self {
-            _counted: Some(by),
+            _guard: Some(guard),
             ..self
         }
     }

@@ -32,7 +32,7 @@ pub(crate) struct RequestTimeouts {
     pub(crate) response_headers_timeout: Option<Duration>,
     /// From the end of the request to the end of the response.
     pub(crate) response_timeout: Option<Duration>,
-    /// Without data in either direction, once the response has begun.
+    /// Maximum time without data in either direction, from the head of the response on.
     pub(crate) idle_timeout: Option<Duration>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct AttemptDeadlines {
 /// The progress of the request body and the response body.
 struct StreamProgress {
     /// When the request ended.
-    sent_at: Option<Instant>,
+    request_ended_at: Option<Instant>,
     /// When data last passed in either direction.
     last_data_at: Instant,
     /// A deadline has passed; the rest of the request is not sent.
@@ -89,7 +89,7 @@ impl AttemptDeadlines {
     pub(crate) fn start(timeouts: RequestTimeouts, req: &mut Request<Body>, now: Instant) -> Self {
         let is_sent = req.body().is_end_stream();
         let progress = Arc::new(Mutex::new(StreamProgress {
-            sent_at: is_sent.then_some(now),
+            request_ended_at: is_sent.then_some(now),
             last_data_at: now,
             is_cancelled: false,
             response_waker: None,
@@ -110,13 +110,14 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has passed.
+    /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has passed. Without `deadlines`
+    /// there is no timeout.
     pub(crate) fn poll_head<T>(
-        this: &mut Option<&mut Self>,
+        deadlines: &mut Option<&mut Self>,
         polled: Poll<Result<T, Error>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<T, Error>> {
-        Self::poll_within(this, ResponsePhase::Head, polled, cx)
+        Self::poll_within(deadlines, ResponsePhase::Head, polled, cx)
     }
 
     /// Awaits `read`, which reads from the response body.
@@ -125,22 +126,22 @@ impl AttemptDeadlines {
     /// `read` fails, or a deadline passes.
     pub(crate) async fn with_deadline<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         self.progress.lock().last_data_at = Instant::now();
-        let (mut read, mut this) = (pin!(read), Some(self));
+        let (mut read, mut deadlines) = (pin!(read), Some(self));
         poll_fn(|cx| {
             let polled = read.as_mut().poll(cx);
-            Self::poll_within(&mut this, ResponsePhase::Body, polled, cx)
+            Self::poll_within(&mut deadlines, ResponsePhase::Body, polled, cx)
         })
         .await
     }
 
     fn poll_within<T>(
-        this: &mut Option<&mut Self>,
+        deadlines: &mut Option<&mut Self>,
         phase: ResponsePhase,
         polled: Poll<Result<T, Error>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<T, Error>> {
-        match this {
-            Some(this) if polled.is_pending() => this
+        match deadlines {
+            Some(deadlines) if polled.is_pending() => deadlines
                 .poll_deadline(cx, phase)
                 .map(|expired| Err(Error::Timeout(expired))),
             _ => polled,
@@ -149,7 +150,7 @@ impl AttemptDeadlines {
 
     /// Whether the request has been sent to its end.
     pub(crate) fn is_sent(&self) -> bool {
-        self.progress.lock().sent_at.is_some()
+        self.progress.lock().request_ended_at.is_some()
     }
 
     /// Wraps the body of a response that is returned to the client, until its end.
@@ -197,8 +198,8 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Records that response data has passed. Returns the timeout if its deadline was earlier.
-    fn record_response_data(&self) -> Option<TimeoutKind> {
+    /// Records that response data has passed. Returns the timeout whose deadline has passed, if any.
+    fn record_and_check(&self) -> Option<TimeoutKind> {
         let now = Instant::now();
         let mut progress = self.progress.lock();
         progress.last_data_at = now;
@@ -210,14 +211,14 @@ impl AttemptDeadlines {
         if let Some((_, limit)) = deadline.filter(|(at, _)| *at <= now) {
             return Some(TimeoutKind::Request(limit));
         }
-        let (sent_at, limit) = (progress.sent_at?, response?);
-        (sent_at + limit <= now).then_some(TimeoutKind::Response(limit))
+        let (request_ended_at, limit) = (progress.request_ended_at?, response?);
+        (request_ended_at + limit <= now).then_some(TimeoutKind::Response(limit))
     }
 
     /// The earliest deadline.
     fn next_deadline(&self, cx: &Context<'_>, phase: ResponsePhase) -> Option<(Instant, TimeoutKind)> {
         let mut progress = self.progress.lock();
-        if progress.sent_at.is_none() {
+        if progress.request_ended_at.is_none() {
             progress.response_waker = Some(cx.waker().clone());
         }
         let RequestTimeouts {
@@ -227,20 +228,20 @@ impl AttemptDeadlines {
             response_timeout: response,
             idle_timeout: idle,
         } = self.timeouts;
-        let since = |at: Option<Instant>, limit: Option<Duration>, expired: fn(Duration) -> TimeoutKind| {
+        let deadline_after = |at: Option<Instant>, limit: Option<Duration>, expired: fn(Duration) -> TimeoutKind| {
             let (at, limit) = (at?, limit?);
             Some((at + limit, expired(limit)))
         };
         [
             deadline.map(|(at, limit)| (at, TimeoutKind::Request(limit))),
             response_deadline.map(|(at, limit)| (at, TimeoutKind::Profile(limit))),
-            since(
-                progress.sent_at,
+            deadline_after(
+                progress.request_ended_at,
                 head.filter(|_| phase == ResponsePhase::Head),
                 TimeoutKind::ResponseHeaders,
             ),
-            since(progress.sent_at, response, TimeoutKind::Response),
-            since(
+            deadline_after(progress.request_ended_at, response, TimeoutKind::Response),
+            deadline_after(
                 Some(progress.last_data_at),
                 idle.filter(|_| phase == ResponsePhase::Body),
                 TimeoutKind::Idle,
@@ -286,12 +287,13 @@ impl ReceivedBody for DeadlineBody {
             DeadlineBodyState::Complete(body) => Pin::new(body).poll_frame(cx),
             DeadlineBodyState::Response { body, limits, .. } => {
                 let expired = match Pin::new(&mut *body).poll_frame(cx) {
-                    // A body that is always ready never polls the timer, so each frame checks the deadlines.
-                    Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.record_response_data() {
+                    // A body that is always ready never polls the timer, so each frame checks the deadlines. If one has
+                    // passed and the whole response is already received, it is delivered anyway; otherwise it times out.
+                    Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.record_and_check() {
                         None => return Poll::Ready(Some(Ok(frame))),
                         Some(expired) => {
                             limits.cancel_request();
-                            if let Some(rest) = take_received(body, Some(frame), cx) {
+                            if let Some(rest) = take_rest_if_received(body, Some(frame), cx) {
                                 self.0 = DeadlineBodyState::Complete(rest);
                                 return self.poll_frame(cx);
                             }
@@ -337,7 +339,7 @@ impl ReceivedBody for DeadlineBody {
                     limits.progress.lock().last_data_at = Instant::now(); // some bytes were sent
                 }
                 let expired = ready!(limits.poll_deadline(cx, ResponsePhase::Body));
-                if let Some(rest) = take_received(body, None, cx) {
+                if let Some(rest) = take_rest_if_received(body, None, cx) {
                     self.0 = DeadlineBodyState::Complete(rest);
                     return Poll::Pending;
                 }
@@ -361,7 +363,7 @@ impl ReceivedBody for DeadlineBody {
 }
 
 /// `first` and the rest of the body, if the rest has already been received; else `None`.
-fn take_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
+fn take_rest_if_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
     let (mut kept, mut n_bytes, mut trailers) = (VecDeque::new(), 0, None);
     let mut next = first;
     loop {
@@ -381,15 +383,15 @@ fn take_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<
     }
 }
 
-/// Limit for the rest of a body in [`take_received`]. Flow control stops senders before it is reached.
+/// Limit for the rest of a body in [`take_rest_if_received`]. Flow control stops senders before it is reached.
 const MAX_BUFFERED_BYTES: usize = 4 << 20;
 
 impl StreamProgress {
     fn record_data(&mut self, is_end: bool) {
         let now = Instant::now();
         self.last_data_at = now;
-        if is_end && self.sent_at.is_none() {
-            self.sent_at = Some(now);
+        if is_end && self.request_ended_at.is_none() {
+            self.request_ended_at = Some(now);
             if let Some(waiter) = self.response_waker.take() {
                 waiter.wake();
             }
@@ -483,7 +485,7 @@ mod tests {
     /// A body whose end has not been received.
     fn unfinished() -> Body {
         let progress = StreamProgress {
-            sent_at: None,
+            request_ended_at: None,
             last_data_at: Instant::now(),
             is_cancelled: true, // poll_frame fails
             response_waker: None,

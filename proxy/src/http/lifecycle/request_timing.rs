@@ -20,7 +20,7 @@ pub(crate) struct RequestTiming {
     ended: Option<Arc<OnceLock<Instant>>>,
 }
 
-struct UploadObserver {
+struct RequestBodyObserver {
     frame_sizes: Arc<Histogram>,
     ended: Arc<OnceLock<Instant>>,
 }
@@ -32,7 +32,7 @@ impl RequestTiming {
             return Self { started, ended: None };
         }
         let ended = Arc::new(OnceLock::new());
-        let observer = UploadObserver {
+        let observer = RequestBodyObserver {
             frame_sizes: frame_sizes.clone(),
             ended: ended.clone(),
         };
@@ -55,7 +55,7 @@ impl RequestTiming {
     }
 }
 
-impl BodyObserver for UploadObserver {
+impl BodyObserver for RequestBodyObserver {
     fn data(&mut self, len: usize) {
         self.frame_sizes.observe(len as f64);
     }

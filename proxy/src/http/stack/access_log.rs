@@ -6,7 +6,7 @@ use std::{
     io::Write,
     sync::{
         Arc,
-        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel},
     },
     thread,
     time::Duration,
@@ -30,7 +30,7 @@ pub enum Format {
 #[derive(Clone)]
 pub(crate) struct AccessLog {
     format: Format,
-    lines: SyncSender<LogMessage>,
+    lines_tx: SyncSender<LogMessage>,
     dropped: Arc<Counter>,
 }
 
@@ -68,11 +68,15 @@ impl AccessLog {
         out: impl Write + Send + 'static,
         dropped: Arc<Counter>,
     ) -> std::io::Result<Self> {
-        let (lines, queued) = sync_channel(MAX_QUEUED_LINES);
+        let (lines_tx, lines_rx) = sync_channel(MAX_QUEUED_LINES);
         thread::Builder::new()
             .name("access-log".into())
-            .spawn(move || run_writer(out, &queued))?;
-        Ok(Self { format, lines, dropped })
+            .spawn(move || run_writer(out, &lines_rx))?;
+        Ok(Self {
+            format,
+            lines_tx,
+            dropped,
+        })
     }
 
     /// Starts the entry of a new request.
@@ -103,10 +107,12 @@ impl AccessLog {
 
     /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
-        let (written, done) = sync_channel(1);
-        if self.lines.try_send(LogMessage::Flush(written)).is_ok()
-            && let Err(RecvTimeoutError::Timeout) = done.recv_timeout(FLUSH_TIMEOUT)
-        {
+        let (written_tx, written_rx) = sync_channel(1);
+        let is_late = match self.lines_tx.try_send(LogMessage::Flush(written_tx)) {
+            Ok(()) => written_rx.recv_timeout(FLUSH_TIMEOUT) == Err(RecvTimeoutError::Timeout),
+            Err(error) => matches!(error, TrySendError::Full(_)),
+        };
+        if is_late {
             tracing::warn!("the access log was not written within 1 s; its last lines are lost");
         }
     }
@@ -130,7 +136,7 @@ impl AccessLogEntry {
                 self.json(status, length).to_string() + "\n"
             }
         };
-        if self.log.lines.try_send(LogMessage::Text(line)).is_err() {
+        if self.log.lines_tx.try_send(LogMessage::Text(line)).is_err() {
             self.log.dropped.inc();
         }
     }
@@ -202,14 +208,15 @@ fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
     names.into_iter().find_map(|name| headers.get(name))
 }
 
-fn run_writer(mut out: impl Write, lines: &Receiver<LogMessage>) {
-    while let Ok(line) = lines.recv() {
+fn run_writer(mut out: impl Write, lines_rx: &Receiver<LogMessage>) {
+    while let Ok(line) = lines_rx.recv() {
         // A write error cannot be reported: the log itself has failed.
         let _ = match line {
             LogMessage::Text(line) => out.write_all(line.as_bytes()),
-            LogMessage::Flush(written) => {
-                let _ = written.send(());
-                out.flush()
+            LogMessage::Flush(written_tx) => {
+                let flushed = out.flush();
+                let _ = written_tx.send(());
+                flushed
             }
         };
     }
@@ -314,6 +321,27 @@ mod tests {
         let connect = http1_over_http2::to_extended_connect(&handshake.body(Body::empty()).unwrap()).unwrap();
         let line = written(Format::Apache, None, &connect, &Response::new(Body::empty()));
         assert!(line.ends_with("\"GET http://web.test/chat HTTP/1.1\" 101\n"), "{line}");
+    }
+
+    #[test]
+    fn a_flush_is_confirmed_when_the_log_is_flushed() {
+        /// A log that checks at each flush that the confirmation is not sent yet.
+        struct Unconfirmed(Receiver<()>);
+        impl Write for Unconfirmed {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                Ok(bytes.len())
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                assert_eq!(self.0.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
+                Ok(())
+            }
+        }
+        let (lines_tx, lines_rx) = sync_channel(1);
+        let (written_tx, written_rx) = sync_channel(1);
+        lines_tx.send(LogMessage::Flush(written_tx)).unwrap();
+        drop(lines_tx);
+        run_writer(Unconfirmed(written_rx), &lines_rx);
     }
 
     #[test]

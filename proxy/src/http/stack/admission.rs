@@ -48,7 +48,8 @@ impl Admission {
         })
     }
 
-    /// Admits a connection; an evictable connection may be closed for it. For `None`, see [`Self::connection_refusal`].
+    /// Admits a connection; an evictable connection may be closed for it. Returns `None` at the limit;
+    /// [`Self::connection_refusal`] then gives the error.
     pub(crate) fn admit_connection(&self, client: ClientAddr) -> Option<connections::ConnectionPermit> {
         self.connections.admit(client.0.ip())
     }
@@ -82,7 +83,10 @@ impl Admission {
 impl InFlightSlot {
     /// Records the end of the response body. A failure after the response head is counted only here.
     pub(crate) fn record_end(&mut self, result: Result<(), &Error>) {
-        if let (Err(error), false) = (result, std::mem::replace(&mut self.is_recorded, true)) {
+        let was_recorded = std::mem::replace(&mut self.is_recorded, true);
+        if let Err(error) = result
+            && !was_recorded
+        {
             self.admission.failures.count(error.cause());
         }
     }

@@ -99,10 +99,12 @@ pub(crate) fn error_response(
 }
 
 /// Trailers for a gRPC response that fails after its head.
-pub(crate) fn grpc_error_trailers(error: &Error) -> HeaderMap {
+pub(crate) fn grpc_error_trailers(error: &Error, detail: ErrorDetail) -> HeaderMap {
     let mut trailers = HeaderMap::with_capacity(2);
     trailers.insert(GRPC_STATUS, HeaderValue::from(error.status().grpc_code));
-    trailers.insert(GRPC_MESSAGE, header_text(&error.to_string()));
+    if detail == ErrorDetail::Include {
+        trailers.insert(GRPC_MESSAGE, header_text(&error.to_string()));
+    }
     trailers
 }
 
@@ -187,6 +189,10 @@ mod tests {
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
         assert!(!rsp.headers().contains_key("connection"));
+        let trailers = grpc_error_trailers(&denied, ErrorDetail::Omit);
+        assert_eq!(trailers["grpc-status"], HeaderValue::from(7));
+        assert!(!trailers.contains_key("grpc-message"));
+        assert!(grpc_error_trailers(&denied, ErrorDetail::Include).contains_key("grpc-message"));
         let rsp = error_response(
             &denied,
             ErrorFormat::of_request(&req),

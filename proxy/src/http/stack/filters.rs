@@ -35,6 +35,6 @@ pub(crate) fn apply_request_filters(
             code: i32::from(code),
             message: message.to_string(),
         },
-        FilterResponse::Invalid(what) => Error::InvalidPolicy(what.into()),
+        FilterResponse::Invalid(reason) => Error::InvalidPolicy(reason.into_owned()),
     })
 }

@@ -83,7 +83,8 @@ pin_project! {
     pub(crate) struct AdmissionFuture<F> {
         #[pin]
         inner: Option<F>,
-        slot: Result<InFlightSlot, ShedReason>,
+        // `None` after the response.
+        slot: Option<Result<InFlightSlot, ShedReason>>,
     }
 }
 
@@ -103,7 +104,7 @@ where
         let slot = self.admission.admit_request();
         AdmissionFuture {
             inner: slot.is_ok().then(|| self.inner.call(req)),
-            slot,
+            slot: Some(slot),
         }
     }
 }
@@ -115,12 +116,12 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmissionFutu
         let this = self.project();
         let Some(inner) = this.inner.as_pin_mut() else {
             return Poll::Ready(Err(match this.slot {
-                Err(ShedReason::MemoryPressure) => Error::MemoryPressure,
+                Some(Err(ShedReason::MemoryPressure)) => Error::MemoryPressure,
                 _ => Error::MaxInFlight,
             }));
         };
         let result = ready!(inner.poll(cx));
-        let mut slot = std::mem::replace(this.slot, Err(ShedReason::MaxInFlight)).ok();
+        let mut slot = this.slot.take().and_then(Result::ok);
         match result {
             Ok(rsp) => Poll::Ready(Ok(rsp.map(|body| body.with_slot(slot)))),
             Err(error) => {
@@ -346,11 +347,11 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ErrorToRespon
         if self.entry.is_none() {
             return self.poll_response(cx);
         }
-        let since = Instant::now();
+        let started_at = Instant::now();
         let polled = self.as_mut().poll_response(cx);
         let entry = self.project().entry;
         if let Some(entry) = entry {
-            entry.add_processing_time(since);
+            entry.add_processing_time(started_at);
         }
         if let (Poll::Ready(rsp), Some(entry)) = (&polled, entry.take_if(|_| polled.is_ready())) {
             entry.finish(rsp.as_ref().ok());
@@ -381,6 +382,11 @@ impl<S> ErrorToResponse<S> {
     /// Counts a request whose target contained characters that this proxy percent-encoded.
     pub(crate) fn record_encoded_target(&self) {
         self.responder.totals.encoded_targets.inc();
+    }
+
+    /// What error responses to this client contain.
+    pub(crate) fn error_detail(&self) -> ErrorDetail {
+        self.responder.error_detail
     }
 
     /// Counts a request that is refused without a response.

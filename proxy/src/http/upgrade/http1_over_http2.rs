@@ -27,7 +27,7 @@ pub(crate) struct RestoredRequest {
 ///
 /// # Errors
 /// The request has no valid host, which HTTP/2 requires.
-pub(crate) fn upgrade(req: &mut Request<Body>) -> Result<(), Error> {
+pub(crate) fn request_to_http2(req: &mut Request<Body>) -> Result<(), Error> {
     let orig_proto = match (req.version() == Version::HTTP_10, req.uri().scheme().is_some()) {
         (false, false) => HTTP_11,
         (false, true) => "HTTP/1.1; absolute-form",
@@ -57,7 +57,7 @@ pub(crate) fn to_extended_connect(req: &Request<Body>) -> Result<Request<Body>, 
     for name in [header::SEC_WEBSOCKET_KEY, header::CONTENT_LENGTH] {
         headers.remove(name);
     }
-    upgrade(&mut connect)?;
+    request_to_http2(&mut connect)?;
     *connect.method_mut() = Method::CONNECT;
     connect
         .extensions_mut()
@@ -100,7 +100,7 @@ pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
 ///
 /// # Errors
 /// `l5d-orig-proto` has an unknown value, or the extended CONNECT protocol is not WebSocket.
-pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<RestoredRequest>, Error> {
+pub(crate) fn request_to_http1(req: &mut Request<Body>) -> Result<Option<RestoredRequest>, Error> {
     let Some(orig_proto) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
         return Ok(None);
     };
@@ -182,7 +182,7 @@ fn host_of(authority: &Authority) -> Option<HeaderValue> {
 ///
 /// # Errors
 /// The application switched to a protocol other than the requested WebSocket.
-pub(crate) fn encode_response(rsp: &mut Response<Body>, restored: &RestoredRequest) -> Result<(), Error> {
+pub(crate) fn response_to_http2(rsp: &mut Response<Body>, restored: &RestoredRequest) -> Result<(), Error> {
     if rsp.status() == StatusCode::SWITCHING_PROTOCOLS
         && let Some(expected) = &restored.websocket_accept
     {
@@ -208,7 +208,7 @@ pub(crate) fn strip_for_http2(headers: &mut HeaderMap) {
 }
 
 /// Turns the response to an upgraded request back into HTTP/1.
-pub(crate) fn downgrade(rsp: &mut Response<Body>) {
+pub(crate) fn response_to_http1(rsp: &mut Response<Body>) {
     rsp.headers_mut().remove(L5D_ORIG_PROTO);
     *rsp.version_mut() = Version::HTTP_11;
 }
@@ -233,10 +233,10 @@ mod tests {
                     .unwrap()
             };
             let mut req = original();
-            upgrade(&mut req).unwrap();
+            request_to_http2(&mut req).unwrap();
             assert_eq!(req.version(), Version::HTTP_2);
             assert_eq!(req.uri().authority().unwrap(), host);
-            let restored = restore(&mut req).unwrap().map(|restored| restored.version);
+            let restored = request_to_http1(&mut req).unwrap().map(|restored| restored.version);
             assert_eq!(restored, Some(version));
             assert_eq!((req.uri(), req.version()), (original().uri(), version));
             assert_eq!(req.headers()["host"], host);
@@ -249,13 +249,13 @@ mod tests {
             let req = Request::get("http://allowed/").version(Version::HTTP_2);
             let req = req.header("host", "denied").header(L5D_ORIG_PROTO, orig_proto);
             let mut req = req.body(Body::empty()).unwrap();
-            restore(&mut req).unwrap();
+            request_to_http1(&mut req).unwrap();
             assert_eq!(req.headers()["host"], "allowed", "{orig_proto}");
         }
     }
 
     #[test]
     fn a_request_without_an_authority_is_refused() {
-        assert!(upgrade(&mut Request::get("/").body(Body::empty()).unwrap()).is_err());
+        assert!(request_to_http2(&mut Request::get("/").body(Body::empty()).unwrap()).is_err());
     }
 }

@@ -1,7 +1,8 @@
 //! Passes interim responses (1xx) from the HTTP client to the HTTP server of the same request.
 //!
 //! The server polls the client's future directly, and a future yields one response only. So the client stores interim
-//! responses in a thread-local list while it is polled, and the server takes them after each poll.
+//! responses in a thread-local list while it is polled, and the server takes them after each poll. A queue in the request would cost
+//! an allocation per request; with this list, a request without interim responses costs nothing.
 
 use std::{cell::RefCell, task::Poll};
 

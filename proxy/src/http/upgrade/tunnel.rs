@@ -10,7 +10,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::oneshot,
 };
-use tulle_core::{connections::ActivityTracker, drain};
+use tulle_core::{connections::ConnectionHandle, drain};
 
 use crate::{
     http::h2::upgraded_stream::UpgradedStream,
@@ -30,20 +30,21 @@ pub(crate) enum TunnelEnd {
 ///
 /// A drain waits for the tunnel. The tunnel is closed when `denied` is ready, or when the client's connection is evicted.
 pub(crate) fn spawn_tunnel(
-    client: oneshot::Receiver<TunnelEnd>,
+    client_rx: oneshot::Receiver<TunnelEnd>,
     mut upstream: TunnelEnd,
     drain: &drain::Watch,
     denied: impl Future<Output = ()> + Send + 'static,
 ) {
     let guard = drain.guard();
+    // The task needs its own abort handle to register it for eviction. The handle exists only after `spawn`.
     let (handle_tx, handle_rx) = oneshot::channel();
     let task = tokio::spawn(async move {
         let _guard = guard;
-        let (Ok(mut client), Ok(task)) = (client.await, handle_rx.await) else {
+        let (Ok(mut client), Ok(handle)) = (client_rx.await, handle_rx.await) else {
             return tracing::debug!("the client closed the connection before the upgrade");
         };
-        if let Some(activity) = client.activity() {
-            activity.replace_task(task);
+        if let Some(connection) = client.handle() {
+            connection.replace_task(handle);
         }
         tokio::select! {
             copied = copy::copy_bidirectional(&mut client, &mut upstream) => {
@@ -59,10 +60,10 @@ pub(crate) fn spawn_tunnel(
 }
 
 impl TunnelEnd {
-    /// The activity tracker of the connection's permit. A stream has none.
-    fn activity(&self) -> Option<ActivityTracker> {
+    /// The handle of the connection's permit. A stream has none.
+    fn handle(&self) -> Option<ConnectionHandle> {
         match self {
-            Self::Connection(io) => io.activity(),
+            Self::Connection(io) => io.handle(),
             Self::Stream(_) => None,
         }
     }
@@ -79,9 +80,9 @@ macro_rules! on_transport {
 }
 
 impl copy::ResetOnDrop for TunnelEnd {
-    fn reset(&self) {
+    fn reset_on_drop(&self) {
         if let Self::Connection(io) = self {
-            io.reset();
+            io.reset_on_drop();
         }
         // Dropping an unfinished stream resets it.
     }
@@ -116,7 +117,7 @@ mod tests {
         net::{TcpListener, TcpStream},
     };
     use tulle_core::{
-        connections::{ConnectionLimiter, FullLimitPolicy},
+        connections::{ConnectionLimiter, SelfEviction},
         metrics::Registry,
     };
 
@@ -131,15 +132,15 @@ mod tests {
 
     #[tokio::test]
     async fn a_tunnel_keeps_its_permit_until_eviction() {
-        let limiter = ConnectionLimiter::new("test", 1, FullLimitPolicy::CloseIdlest, &Registry::new());
+        let limiter = ConnectionLimiter::new("test", 1, SelfEviction::Idlest, &Registry::new());
         let ip = |last| IpAddr::from(Ipv4Addr::new(10, 0, 0, last));
         let ((mut client, accepted), (upstream, mut application)) = (pair().await, pair().await);
         let accepted = Tcp::new(accepted).with_permit(limiter.admit(ip(1)));
-        let (upgrade, upgraded) = oneshot::channel();
+        let (client_tx, client_rx) = oneshot::channel();
         let (_signal, drain) = drain::channel();
         let upstream = TunnelEnd::Connection(Io::tcp(Tcp::new(upstream)));
-        spawn_tunnel(upgraded, upstream, &drain, std::future::pending());
-        assert!(upgrade.send(TunnelEnd::Connection(Io::tcp(accepted))).is_ok());
+        spawn_tunnel(client_rx, upstream, &drain, std::future::pending());
+        assert!(client_tx.send(TunnelEnd::Connection(Io::tcp(accepted))).is_ok());
         client.write_all(b"hello").await.unwrap();
         application.read_exact(&mut [0; 5]).await.unwrap();
         assert_eq!(limiter.n_connections(), 1);

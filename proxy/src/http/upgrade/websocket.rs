@@ -181,7 +181,7 @@ mod tests {
             "x-a",
         ];
         assert_eq!(names, expected);
-        let restored = http1_over_http2::restore(&mut connect).unwrap();
+        let restored = http1_over_http2::request_to_http1(&mut connect).unwrap();
         assert!(restored.is_some() && can_use_extended_connect(&connect));
         assert_eq!(
             (connect.uri(), &connect.headers()["host"]),

@@ -32,11 +32,11 @@ impl Connection {
     pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
         let ports = &self.inbound.port_policies;
         let port = ports.get_or_watch(addrs.target.port());
-        if !port.is_known() {
-            Box::pin(ports.wait_until_known(&port)).await;
+        if !port.is_received() {
+            Box::pin(ports.wait_until_received(&port)).await;
         }
         let active_policy = port.current();
-        if active_policy.is_unknown {
+        if active_policy.is_placeholder {
             ports.warn_unknown_policy(addrs.target.port());
         }
         (port, active_policy)
@@ -57,7 +57,7 @@ impl Connection {
     }
 
     /// Records a connection that is not HTTP on a port whose policy requires HTTP. The caller resets it.
-    pub(super) fn refuse_not_http(&self, client: &PortClient, active_policy: &ActivePolicy) {
+    pub(super) fn record_not_http(&self, client: &PortClient, active_policy: &ActivePolicy) {
         if self
             .opaque_forwarder(client)
             .authorize_and_record(active_policy)
@@ -68,22 +68,22 @@ impl Connection {
         }
     }
 
-    /// Terminates TLS; failures are counted by reason. Returns `None` if the client did not negotiate `alpn`, which announces
-    /// the transport header of a direct connection.
+    /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if the client negotiates another protocol than
+    /// `alpn`, which announces the transport header of a direct connection; these failures are counted by reason.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,
-        seen: Bytes,
+        prefix: Bytes,
         addrs: &ConnectionAddrs,
         alpn: Alpn,
     ) -> Option<(Io, ServerTls)> {
-        let handshake = tls_server::accept(stream.prepend(seen), &self.inbound.creds, alpn);
+        let handshake = tls_server::accept(stream.prepend(prefix), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, handshake).await {
             Ok(Ok((_, peer_tls))) if peer_tls.alpn != alpn => {
                 let families = &self.inbound.families;
                 families.record_tcp_error(addrs.target, "transport header", "bad-transport-header");
                 let client = addrs.client.0;
-                info_limited!(self.inbound.log_limiter, client.ip(), "direct connection refused: no transport header follows", %client);
+                info_limited!(self.inbound.log_limiter, client.ip(), "connection refused: unexpected ALPN protocol", %client);
                 None
             }
             Ok(Ok((tls, peer_tls))) => Some((
@@ -101,6 +101,7 @@ impl Connection {
                 None
             }
             Err(_) => {
+                // Linkerd's label for every timeout before TLS is terminated.
                 let families = &self.inbound.families;
                 families.record_tcp_error(addrs.target, "tls detection timeout", "detect-timeout");
                 None

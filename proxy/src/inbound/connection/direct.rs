@@ -29,9 +29,9 @@ use crate::{
     },
     tls::{
         credentials::Alpn,
+        handshake_failure::HandshakeFailure,
         header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader},
         status::ServerTls,
-        verify::HandshakeFailure,
     },
 };
 
@@ -70,8 +70,8 @@ impl Connection {
                 return self.start_terminated(io, client, active_policy).await;
             }
             None if active_policy.requires_http => {
-                self.refuse_not_http(&client, &active_policy);
-                io.reset();
+                self.record_not_http(&client, &active_policy);
+                io.reset_on_drop();
                 return None;
             }
             None => {
@@ -79,7 +79,7 @@ impl Connection {
                 if let Some(name) = &header.name {
                     app_io = self.connect_gateway(name, &client, &active_policy).await;
                     if app_io.is_none() {
-                        io.reset();
+                        io.reset_on_drop();
                         return None;
                     }
                 }
@@ -130,9 +130,9 @@ impl Connection {
                 return None;
             }
         };
-        let names = &self.inbound.server_names;
-        let is_known_name = |name: &&NameAddr| names.get(&name.name, HostSource::Trusted, |_| ()).is_some();
-        let label = header.name.as_ref().filter(is_known_name);
+        let label_names = &self.inbound.label_server_names;
+        let is_label = |name: &&NameAddr| label_names.get(&name.name, HostSource::Trusted, |_| ()).is_some();
+        let label = header.name.as_ref().filter(is_label);
         record_transport_header(families, &header, label, tls);
         Some((io, header))
     }

@@ -30,18 +30,15 @@ impl Connection {
             io,
             protocol,
             client,
-            gateway_name: name,
+            gateway_name,
         } = started;
+        let is_authorized = client.is_authorized();
         let PortClient {
-            addrs: peer,
+            addrs,
             tls,
-            port_policy: port,
+            port_policy,
         } = client;
         let inbound = &self.inbound;
-        let is_authorized = port
-            .current()
-            .server_policy
-            .permits_any_request(peer.client.0.ip(), tls.to_conn_tls());
         let config = match (is_authorized, tls.client_id()) {
             (false, _) => &inbound.server_configs.unauthorized,
             (true, None) => &inbound.server_configs.unmeshed,
@@ -54,26 +51,26 @@ impl Connection {
         } else {
             ErrorDetail::Omit
         };
-        let target = name.clone().map_or(Addr::Socket(peer.target), Addr::Name);
-        let to = match (name, &inbound.gateway) {
+        let target = gateway_name.clone().map_or(Addr::Socket(addrs.target), Addr::Name);
+        let upstream = match (gateway_name, &inbound.gateway) {
             (Some(name), Some(gateway)) => {
                 let gateway_connection = GatewayConnection {
                     name,
                     worker: self.worker,
-                    client: peer.client.0,
+                    client: addrs.client.0,
                     drain: self.drain.clone(),
                 };
                 Upstream::Gateway(gateway.clone(), Box::new(gateway_connection))
             }
-            _ => Upstream::App(inbound.app_clients.client(self.worker, &peer)),
+            _ => Upstream::App(inbound.app_clients.client(self.worker, &addrs)),
         };
         let connection = Arc::new(HttpConnection {
             protocol,
-            upstream: to,
+            upstream,
             inbound: inbound.clone(),
-            addrs: peer,
+            addrs,
             tls,
-            port_policy: port,
+            port_policy,
             client_id: client_id.clone(),
             metrics_cache: Mutex::default(),
             cached_authority: Mutex::default(),
@@ -84,11 +81,11 @@ impl Connection {
             direction: "inbound",
             proxy_identity: inbound.identity_name.clone(),
             target,
-            client_addr: peer.client.0,
+            client_addr: addrs.client.0,
             client_id,
             error_labeler: Some(connection.clone()),
         };
-        let denied = connection.clone().wait_until_denied();
+        let denied = connection.clone().apply_policy_changes();
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
@@ -103,7 +100,7 @@ impl Connection {
         let serving = server::serve(io, protocol, service, config, signals);
         run_until::run_until(denied, serving).map(move |served| {
             if let Some(Err(error)) = served {
-                tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
+                tracing::debug!(client = %addrs.client.0, %error, "HTTP connection ended");
             }
         })
     }

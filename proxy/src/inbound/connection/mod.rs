@@ -46,13 +46,13 @@ impl Inbound {
             let ip = client.0.ip();
             info_limited!(self.log_limiter, ip, "refused: not an address of this workload", client = %client.0, %target);
             self.families.record_foreign_target();
-            stream.reset();
+            stream.reset_on_drop();
             return None;
         }
         if let Some(refusal) = self.service_stack.admission.connection_refusal(&stream) {
             self.families.record_tcp_error(target, refusal.label(), refusal.cause());
             tracing::debug!(client = %client.0, %target, %refusal, "connection refused");
-            stream.reset();
+            stream.reset_on_drop();
             return None;
         }
         let connection = Connection {

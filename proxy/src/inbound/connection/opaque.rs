@@ -27,9 +27,9 @@ pub(in crate::inbound) struct OpaqueForwarder<'a> {
 }
 
 impl OpaqueForwarder<'_> {
-    /// Authorizes the client under `current`.
-    fn authorize(&self, current: &ActivePolicy) -> Result<Labels, (Labels, Denied)> {
-        let policy = &current.server_policy;
+    /// Authorizes the client under `active_policy`.
+    fn authorize(&self, active_policy: &ActivePolicy) -> Result<Labels, (Labels, Denied)> {
+        let policy = &active_policy.server_policy;
         let labels = connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
         match authz::authorize(
             &policy.authorizations,
@@ -47,16 +47,16 @@ impl OpaqueForwarder<'_> {
     }
 
     /// Dials the application if the client is authorized.
-    pub(in crate::inbound) async fn dial_if_authorized(&self, current: &ActivePolicy) -> Option<Io> {
-        let allow_labels = self.authorize(current).ok()?;
+    pub(in crate::inbound) async fn dial_if_authorized(&self, active_policy: &ActivePolicy) -> Option<Io> {
+        let allow_labels = self.authorize(active_policy).ok()?;
         self.dial_app(&allow_labels).await
     }
 
-    /// Authorizes the client under `current`; records a denial.
-    pub(in crate::inbound) fn authorize_and_record(&self, current: &ActivePolicy) -> Option<Labels> {
-        match self.authorize(current) {
+    /// Authorizes the client under `active_policy`; records a denial.
+    pub(in crate::inbound) fn authorize_and_record(&self, active_policy: &ActivePolicy) -> Option<Labels> {
+        match self.authorize(active_policy) {
             Ok(allow_labels) => Some(allow_labels),
-            Err(_) if current.is_unknown => {
+            Err(_) if active_policy.is_placeholder => {
                 let error = Error::PolicyUnknown;
                 self.inbound
                     .families
@@ -75,9 +75,9 @@ impl OpaqueForwarder<'_> {
     async fn dial_app(&self, allow_labels: &Labels) -> Option<Io> {
         let AppTarget {
             addr: target,
-            source_ip: client,
+            source_ip,
         } = self.inbound.app_clients.target(&self.client.addrs);
-        match connect::dial_from(client, target, &self.inbound.app_clients.connect).await {
+        match connect::dial_from(source_ip, target, &self.inbound.app_clients.connect).await {
             Ok(stream) => {
                 self.inbound.families.tcp_allow.get(allow_labels).inc();
                 Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_clients.connection_metrics(target)))
@@ -98,21 +98,21 @@ impl OpaqueForwarder<'_> {
         // The policy may have changed during protocol detection.
         let mut current = self.client.port_policy.current();
         if current.requires_http {
-            client.reset();
+            client.reset_on_drop();
             return self.inbound.families.record_not_http(self.client.addrs.target);
         }
         let Some(allow_labels) = self.authorize_and_record(&current) else {
-            return client.reset(); // the client sees a refused connection
+            return client.reset_on_drop(); // the client sees a refused connection
         };
-        let dialled = match app {
+        let app = match app {
             Some(app) => Some(app),
             None => self.dial_app(&allow_labels).await,
         };
-        let Some(mut app) = dialled else {
-            return client.reset();
+        let Some(mut app) = app else {
+            return client.reset_on_drop();
         };
         if !client_prefix.is_empty() && app.write_all(&client_prefix).await.is_err() {
-            return client.reset();
+            return client.reset_on_drop();
         }
         let copy_future = copy::copy_bidirectional(&mut client, &mut app);
         tokio::pin!(copy_future);

@@ -45,48 +45,48 @@ impl Connection {
             let io = self.with_client_metrics(stream, &client, &active_policy);
             return Some(StartedConnection::opaque(io, client));
         }
-        let plain = client(ServerTls::Plain(NoServerTls::NoTlsFromRemote));
+        let plaintext_client = client(ServerTls::Plain(NoServerTls::NoTlsFromRemote));
         let began_at = Instant::now();
-        let (stream, detection) = match self.detect_tls(stream, &plain, &active_policy).await {
+        let (stream, detection) = match self.detect_tls(stream, &plaintext_client, &active_policy).await {
             Ok(detected) => detected,
             Err(error) => {
-                self.record_detection_error(&plain, &active_policy, error);
+                self.record_detection_error(&plaintext_client, &active_policy, error);
                 return None;
             }
         };
         match detection {
-            TlsDetection::Terminate(seen) => {
-                let (io, tls) = self.terminate_tls(stream, seen, &addrs, Alpn::Unset).await?;
+            TlsDetection::Terminate(prefix) => {
+                let (io, tls) = self.terminate_tls(stream, prefix, &addrs, Alpn::Unset).await?;
                 let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
                 self.start_terminated(io, client(tls), active_policy).await
             }
-            TlsDetection::PassThrough { seen, sni } => {
-                let is_known = self.inbound.server_names.get(&sni, HostSource::Untrusted, |_| ());
-                let sni = is_known.map_or_else(String::new, |()| sni);
+            TlsDetection::PassThrough { prefix, sni } => {
+                let is_label = self.inbound.label_server_names.get(&sni, HostSource::Untrusted, |_| ());
+                let sni = is_label.map_or_else(String::new, |()| sni);
                 let client = client(ServerTls::PassedThrough { sni });
                 if active_policy.requires_http {
-                    self.refuse_not_http(&client, &active_policy);
-                    stream.reset();
+                    self.record_not_http(&client, &active_policy);
+                    stream.reset_on_drop();
                     return None;
                 }
-                let io = self.with_client_metrics(stream.prepend(seen), &client, &active_policy);
+                let io = self.with_client_metrics(stream.prepend(prefix), &client, &active_policy);
                 Some(StartedConnection::opaque(io, client))
             }
-            TlsDetection::Plain(first)
+            TlsDetection::NotTerminated(first)
                 if active_policy.server_policy.protocol == ServerProtocol::Tls && is_not_client_hello(&first) =>
             {
-                self.refuse_not_tls(&plain, &active_policy);
-                stream.reset();
+                self.record_not_tls(&plaintext_client, &active_policy);
+                stream.reset_on_drop();
                 None
             }
-            TlsDetection::Plain(first) => {
+            TlsDetection::NotTerminated(first) => {
                 let counts = self
                     .inbound
-                    .client_connection_metrics(&addrs, &plain.tls, &active_policy);
+                    .client_connection_metrics(&addrs, &plaintext_client.tls, &active_policy);
                 counts.read(first.n_read() as u64);
                 let io = Io::tcp(stream).count(counts);
                 self.record_detection(Some(&first), &addrs, &active_policy, began_at);
-                self.start_detected(io, first, plain, active_policy)
+                self.start_detected(io, first, plaintext_client, active_policy)
             }
         }
     }
@@ -107,17 +107,18 @@ impl Connection {
                     Ok(first) => self.start_detected(io, first, client, active_policy),
                     Err(_) => {
                         let families = &self.inbound.families;
+                        // Mostly the client: the application was dialled only if the client was silent.
                         families.record_tcp_error(client.addrs.target, "i/o", "client-left");
-                        io.reset(); // client or application
+                        io.reset_on_drop(); // the client or the application has failed
                         None
                     }
                 };
             }
             // The client's proxy may have converted HTTP/1 to HTTP/2.
             ServerProtocol::Http1(_) => {
-                let mut seen = BytesMut::new();
-                let detection = detect::detect(&mut io, &mut seen, self.inbound.detect_timeout).await;
-                io = io.prepend(seen.freeze());
+                let mut prefix = BytesMut::new();
+                let detection = detect::detect(&mut io, &mut prefix, self.inbound.detect_timeout).await;
+                io = io.prepend(prefix.freeze());
                 match detection {
                     Ok(detect::Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
                     Ok(detect::Detection::Closed) | Err(_) => return None,
@@ -146,15 +147,15 @@ impl Connection {
         let (client_prefix, detected, app_io) = match first {
             FirstBytes::Closed => return None,
             FirstBytes::Server { server, client } => (client, DetectedProtocol::NotHttp, Some(server)),
-            FirstBytes::Client(seen, detected, app_io) => (seen, detected, app_io),
+            FirstBytes::Client(prefix, detected, app_io) => (prefix, detected, app_io),
         };
         let protocol = match (&active_policy.server_policy.protocol, detected) {
             (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => Protocol::Http1,
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
             | (ServerProtocol::Detect { .. }, DetectedProtocol::Http2) => Protocol::Http2,
             _ if active_policy.requires_http => {
-                self.refuse_not_http(&client, &active_policy);
-                io.reset();
+                self.record_not_http(&client, &active_policy);
+                io.reset_on_drop();
                 return None;
             }
             _ => {
@@ -190,7 +191,7 @@ impl Connection {
     }
 
     /// Records a connection without TLS to a port that requires TLS.
-    fn refuse_not_tls(&self, client: &PortClient, active_policy: &ActivePolicy) {
+    fn record_not_tls(&self, client: &PortClient, active_policy: &ActivePolicy) {
         let addrs = &client.addrs;
         let labels = metrics::connection_labels(addrs.target, &client.tls, &active_policy.server_policy.meta);
         self.inbound.families.record_tcp_denied(&labels, Denied::NoTls);

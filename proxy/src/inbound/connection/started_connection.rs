@@ -19,6 +19,17 @@ pub(super) struct PortClient {
     pub(super) port_policy: Arc<PortPolicy>,
 }
 
+impl PortClient {
+    /// Whether the current policy permits the client any request at all.
+    pub(super) fn is_authorized(&self) -> bool {
+        let (client_ip, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        self.port_policy
+            .current()
+            .server_policy
+            .permits_any_request(client_ip, tls)
+    }
+}
+
 /// A connection whose protocol is known.
 pub(super) enum StartedConnection {
     Http(StartedHttp),

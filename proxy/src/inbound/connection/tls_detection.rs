@@ -30,14 +30,17 @@ pub(super) enum TlsDetection {
     /// TLS for this proxy; the bytes are its start.
     Terminate(Bytes),
     /// TLS for another server name; it is passed through.
-    PassThrough { seen: Bytes, sni: String },
-    /// No TLS for this proxy; how the connection began.
-    Plain(FirstBytes),
+    PassThrough { prefix: Bytes, sni: String },
+    /// Plaintext, or TLS without a server name. The bytes are not decrypted; this is how the connection began.
+    NotTerminated(FirstBytes),
 }
 
 /// True if the client has sent bytes that are not a complete ClientHello.
 pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
-    matches!(first, FirstBytes::Client(prefix, ..) if !matches!(tls_server::parse_client_hello(prefix), ParsedHello::ClientHello { .. }))
+    let FirstBytes::Client(prefix, ..) = first else {
+        return false;
+    };
+    !matches!(tls_server::parse_client_hello(prefix), ParsedHello::ClientHello { .. })
 }
 
 impl Connection {
@@ -47,17 +50,17 @@ impl Connection {
         &self,
         stream: Tcp,
         client: &PortClient,
-        current: &ActivePolicy,
+        active_policy: &ActivePolicy,
     ) -> Result<(Tcp, TlsDetection), &'static str> {
         let limit = self.inbound.detect_timeout;
         let deadline = Instant::now() + limit;
         let mut stream = stream;
-        let first = if let ServerProtocol::Detect { timeout, .. } = &current.server_policy.protocol {
+        let first = if let ServerProtocol::Detect { timeout, .. } = &active_policy.server_policy.protocol {
             let limit = (*timeout).min(limit);
-            match self.detect_protocol(&mut stream, client, current, limit).await {
+            match self.detect_protocol(&mut stream, client, active_policy, limit).await {
                 Ok(first) => first,
                 Err(_) => {
-                    stream.reset(); // client or application
+                    stream.reset_on_drop(); // the client or the application has failed
                     return Err("i/o");
                 }
             }
@@ -68,50 +71,35 @@ impl Connection {
                 _ => FirstBytes::Client(prefix.freeze(), DetectedProtocol::Incomplete, None),
             }
         };
-        let FirstBytes::Client(prefix, verdict, app) = first else {
-            return Ok((stream, TlsDetection::Plain(first)));
+        let FirstBytes::Client(prefix, protocol, app_io) = first else {
+            return Ok((stream, TlsDetection::NotTerminated(first)));
         };
-        if prefix.is_empty() && app.is_none() {
-            stream.reset();
+        if prefix.is_empty() && app_io.is_none() {
+            stream.reset_on_drop();
             return Err(TLS_DETECTION_TIMEOUT_ERROR); // the client was silent, and there is no connection to the application
         }
         let mut prefix = BytesMut::from(prefix);
-        loop {
+        let protocol = loop {
             match tls_server::parse_client_hello(&prefix) {
-                ParsedHello::NotTls => {
-                    return Ok((
-                        stream,
-                        TlsDetection::Plain(FirstBytes::Client(prefix.freeze(), verdict, app)),
-                    ));
-                }
-                ParsedHello::ClientHello { sni: Some(sni) } if self.inbound.creds.is_own_server_name(&sni) => {
-                    return Ok((stream, TlsDetection::Terminate(prefix.freeze())));
-                }
+                ParsedHello::NotTls => break protocol,
                 ParsedHello::ClientHello { sni: Some(sni) } => {
-                    return Ok((
-                        stream,
-                        TlsDetection::PassThrough {
-                            seen: prefix.freeze(),
-                            sni,
-                        },
-                    ));
+                    let prefix = prefix.freeze();
+                    let detection = match self.inbound.creds.is_own_server_name(&sni) {
+                        true => TlsDetection::Terminate(prefix),
+                        false => TlsDetection::PassThrough { prefix, sni },
+                    };
+                    return Ok((stream, detection));
                 }
-                ParsedHello::ClientHello { sni: None } => {
-                    return Ok((
-                        stream,
-                        TlsDetection::Plain(FirstBytes::Client(prefix.freeze(), DetectedProtocol::NotHttp, app)),
-                    ));
-                }
+                ParsedHello::ClientHello { sni: None } => break DetectedProtocol::NotHttp,
                 ParsedHello::Incomplete => {
                     if read_more(&mut stream, &mut prefix, deadline).await? == 0 {
-                        return Ok((
-                            stream,
-                            TlsDetection::Plain(FirstBytes::Client(prefix.freeze(), DetectedProtocol::NotHttp, app)),
-                        ));
+                        break DetectedProtocol::NotHttp; // the client has closed its side
                     }
                 }
             }
-        }
+        };
+        let first = FirstBytes::Client(prefix.freeze(), protocol, app_io);
+        Ok((stream, TlsDetection::NotTerminated(first)))
     }
 
     /// Waits for the first bytes of a port whose protocol is detected.
@@ -119,16 +107,16 @@ impl Connection {
         &self,
         stream: &mut (impl AsyncRead + Unpin),
         client: &PortClient,
-        current: &ActivePolicy,
+        active_policy: &ActivePolicy,
         limit: Duration,
     ) -> std::io::Result<FirstBytes> {
         let is_terminated = matches!(client.tls, ServerTls::Terminated { .. });
         let learned = &client.port_policy.learned_speakers[usize::from(is_terminated)];
-        if current.requires_http {
+        if active_policy.requires_http {
             return first_bytes::wait_for_client(stream, learned, limit).await;
         }
-        let forward = self.opaque_forwarder(client);
-        first_bytes::wait_for_either(stream, learned, limit, || forward.dial_if_authorized(current)).await
+        let forwarder = self.opaque_forwarder(client);
+        first_bytes::wait_for_either(stream, learned, limit, || forwarder.dial_if_authorized(active_policy)).await
     }
 }
 
@@ -139,7 +127,7 @@ async fn read_more(stream: &mut Tcp, prefix: &mut BytesMut, deadline: Instant) -
         Err(_) => Err(TLS_DETECTION_TIMEOUT_ERROR),
     };
     if read.is_err() {
-        stream.reset();
+        stream.reset_on_drop();
     }
     read
 }

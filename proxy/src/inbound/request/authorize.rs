@@ -27,7 +27,7 @@ use crate::{
 };
 
 impl HttpConnection {
-    /// Finds the route, authorizes the client, and applies the rate limit and the request filters of the route.
+    /// Finds the route, authorizes the client, and applies the request filters of the route and the rate limit.
     pub(super) fn authorize(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         let current = self.port_policy.current();
         let policy = &current.server_policy;
@@ -39,7 +39,7 @@ impl HttpConnection {
         };
         let head = RequestAttributes::of(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, head)?.ok_or_else(|| {
-            if current.is_unknown {
+            if current.is_placeholder {
                 return Error::PolicyUnknown;
             }
             self.inbound.families.record_route_not_found(&labels());
@@ -98,13 +98,14 @@ impl HttpConnection {
             std::ptr::from_ref(authorization).addr(),
         );
         let mut cache = self.metrics_cache.lock();
-        let known = cache
-            .iter()
-            .find(|(of, r, a, _)| Arc::ptr_eq(of, current) && *r == route_ptr && *a == authorization_ptr);
-        if let Some((.., route_metrics)) = known {
+        let cached = cache.iter().find(|(policy, route, authorization, _)| {
+            Arc::ptr_eq(policy, current) && *route == route_ptr && *authorization == authorization_ptr
+        });
+        if let Some((.., route_metrics)) = cached {
             return route_metrics.clone();
         }
-        cache.retain(|(of, .., route_metrics)| Arc::ptr_eq(of, current) || Arc::strong_count(route_metrics) > 1);
+        cache
+            .retain(|(policy, .., route_metrics)| Arc::ptr_eq(policy, current) || Arc::strong_count(route_metrics) > 1);
         let labels = connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
@@ -127,15 +128,15 @@ impl HttpConnection {
 
     /// The series of a request's authority, if requests are counted by authority.
     fn host_series(&self, route_metrics: &AuthorizedRouteMetrics, req: &Request<Body>) -> Option<Arc<Series>> {
-        let authorities = self.inbound.authority_hosts.as_ref()?;
+        let authorities = self.inbound.label_authorities.as_ref()?;
         let source = match self.client_id {
             Some(_) => HostSource::Trusted,
             None => HostSource::Untrusted,
         };
         let authority = authorities.get(&self.authority_label(req)?, source, |name| name.into())?;
         let mut last = route_metrics.last_host_series.lock();
-        if let Some((of, series)) = &*last
-            && Arc::ptr_eq(of, &authority)
+        if let Some((last_authority, series)) = &*last
+            && Arc::ptr_eq(last_authority, &authority)
         {
             return Some(series.clone());
         }
@@ -144,8 +145,9 @@ impl HttpConnection {
         Some(series)
     }
 
-    /// Waits until a changed policy denies a request or tunnel in progress.
-    pub(in crate::inbound) async fn wait_until_denied(self: Arc<Self>) {
+    /// Applies changes of the policy to this connection: closes it gracefully once its unauthorized client is permitted a request,
+    /// and returns once a request or tunnel in progress is denied.
+    pub(in crate::inbound) async fn apply_policy_changes(self: Arc<Self>) {
         loop {
             let current = self.port_policy.current();
             if let Some(closer) = &self.unauthorized_closer
@@ -175,8 +177,10 @@ impl HttpConnection {
         in_progress
             .filter(|route_metrics| Arc::strong_count(route_metrics) > 1)
             .find_map(|route_metrics| {
-                let same = routes().filter(|route| route.meta == route_metrics.route_meta);
-                let rules = same.flat_map(|route| &route.rules).map(|rule| permit(&rule.payload));
+                let same_route = routes().filter(|route| route.meta == route_metrics.route_meta);
+                let rules = same_route
+                    .flat_map(|route| &route.rules)
+                    .map(|rule| permit(&rule.payload));
                 let permitted = rules.reduce(Result::or);
                 permitted.unwrap_or_else(|| permit(&policy.authorizations)).err()
             })

@@ -19,7 +19,7 @@ use crate::{
         gateway::{Gateway, GatewayConnection},
         metrics::{target_labels, with_server},
         policy::PortPolicy,
-        profiles::ProfileEntry,
+        profiles::{ProfileEntry, ProfileLimitReached},
         request::observe::RouteMetricsCache,
     },
     tls::status::ServerTls,
@@ -51,11 +51,30 @@ pub(in crate::inbound) enum Upstream {
     Gateway(Arc<dyn Gateway>, Box<GatewayConnection>),
 }
 
-/// The authority of the last request and its profile, so that requests with the same authority need no look-up.
+/// The authority of the last request and its profile, so that requests with the same authority need no lookup.
 #[derive(Default)]
 pub(in crate::inbound) struct CachedAuthority {
-    pub(super) authority: Box<[u8]>,
-    pub(super) profile: Option<Arc<ProfileEntry>>,
+    authority: Box<[u8]>,
+    profile: Option<Arc<ProfileEntry>>,
+}
+
+impl CachedAuthority {
+    /// Returns the profile of `authority`; calls `look_up` unless the last request had the same authority. If the limit of profiles
+    /// was reached, the next request looks it up again.
+    pub(super) fn profile(
+        &mut self,
+        authority: &[u8],
+        look_up: impl FnOnce() -> Result<Option<Arc<ProfileEntry>>, ProfileLimitReached>,
+    ) -> Option<Arc<ProfileEntry>> {
+        if *self.authority != *authority {
+            let profile = look_up().ok()?;
+            *self = Self {
+                authority: authority.into(),
+                profile,
+            };
+        }
+        self.profile.clone()
+    }
 }
 
 impl ErrorLabeler for HttpConnection {
@@ -74,5 +93,25 @@ impl ErrorLabeler for HttpConnection {
             )
         };
         (!is_already_counted).then(labels)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_profile_above_the_limit_is_looked_up_again() {
+        let mut cached = CachedAuthority::default();
+        assert!(cached.profile(b"web.test", || Err(ProfileLimitReached)).is_none());
+        let mut n_lookups = 0;
+        for _ in 0..2 {
+            let profile = cached.profile(b"web.test", || {
+                n_lookups += 1;
+                Ok(None)
+            });
+            assert!(profile.is_none());
+        }
+        assert_eq!(n_lookups, 1, "that a name has no profile is cached");
     }
 }

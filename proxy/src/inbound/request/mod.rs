@@ -38,20 +38,20 @@ impl HttpConnection {
         headers::check_request(req)?;
         let restored = self.restore_http1(req)?; // I8
         let mut rsp = match &self.upstream {
-            Upstream::App(app) => self.serve_by_app(app, req, started_at).await?,
+            Upstream::App(app) => self.serve_from_app(app, req, started_at).await?,
             Upstream::Gateway(gateway, connection) => {
                 headers::strip_underscore_aliases(req.headers_mut());
                 Box::pin(self.send_to_gateway(&**gateway, connection, req, started_at)).await?
             }
         };
         if let Some(restored) = &restored {
-            http1_over_http2::encode_response(&mut rsp, restored)?;
+            http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
         Ok(rsp)
     }
 
-    /// Serves a request to the application.
-    async fn serve_by_app(
+    /// Authorizes a request, sends it to the application, and records it.
+    async fn serve_from_app(
         self: &Arc<Self>,
         app: &EndpointClient,
         req: &mut Request<Body>,
@@ -68,12 +68,12 @@ impl HttpConnection {
         });
         let tapped = self.start_tap(req, Some(&observer.metrics.route_metrics), profile_request.as_deref());
         let tracer = self.inbound.tracer.as_ref();
-        let inbound_span = trace::start_inbound(tracer, req);
-        let outbound_span = trace::start_outbound(tracer, req);
+        let server_span = trace::start_server_span(tracer, req);
+        let client_span = trace::start_client_span(tracer, req);
         let route_metrics = &observer.metrics.route_metrics;
         let result = self.send_to_app(app, req, upgrade, route_metrics).await; // I10
-        trace::finish(outbound_span, &result);
-        trace::finish(inbound_span, &result);
+        trace::finish(client_span, &result);
+        trace::finish(server_span, &result);
         match result {
             Ok(rsp) => {
                 // I11
@@ -105,13 +105,13 @@ impl HttpConnection {
 
     /// Removes hop-by-hop headers and headers that clients must not set, and sets the client's identity.
     fn clean_headers(&self, req: &mut Request<Body>, is_upgrade: bool) {
-        match (req.version() <= Version::HTTP_11, is_upgrade) {
-            (true, false) => headers::strip_from_peer_request(req.headers_mut()),
-            (is_http1, _) => {
-                headers::strip_underscore_aliases(req.headers_mut());
-                if is_http1 {
-                    headers::strip_all_but_upgrade(req.headers_mut());
-                }
+        let is_http1 = req.version() <= Version::HTTP_11;
+        if is_http1 && !is_upgrade {
+            headers::strip_from_peer_request(req.headers_mut());
+        } else {
+            headers::strip_underscore_aliases(req.headers_mut());
+            if is_http1 {
+                headers::strip_hop_by_hop_except_upgrade(req.headers_mut());
             }
         }
         match &self.client_id {
@@ -142,7 +142,7 @@ impl HttpConnection {
             }
             return Ok(None);
         }
-        let restored = http1_over_http2::restore(req)?;
+        let restored = http1_over_http2::request_to_http1(req)?;
         if restored.is_some() {
             headers::check_http1_target(req)?;
         }

@@ -10,7 +10,7 @@ use crate::{
     http::{
         body::Body,
         client::{ConnectionUse, EndpointClient, Protocol},
-        error::{Error, Retry},
+        error::{Error, Resendable},
         headers,
         lifecycle::classify,
         lifecycle::replay::{self, ReplayableRequest},
@@ -41,12 +41,17 @@ impl HttpConnection {
         );
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
         let request_metrics = self.authorize(req)?;
-        gateway::check_loop(own, client, Some(req))?;
-        gateway::append_forwarded_header(own, client, req);
         let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);
-        let span = trace::start_inbound(self.inbound.tracer.as_ref(), req);
-        let result = gateway.send(gateway_connection, req).await;
-        trace::finish(span, &result);
+        let result = match gateway::check_loop(own, client, Some(req)) {
+            Ok(()) => {
+                gateway::append_forwarded_header(own, client, req);
+                let span = trace::start_server_span(self.inbound.tracer.as_ref(), req);
+                let result = gateway.send(gateway_connection, req).await;
+                trace::finish(span, &result);
+                result
+            }
+            Err(error) => Err(error),
+        };
         match result {
             Ok(rsp) => Ok(classify::observe(rsp, started_at, observer)),
             Err(error) => {
@@ -70,7 +75,7 @@ impl HttpConnection {
         } else {
             Protocol::Http1
         };
-        let reuse = match (protocol, &upgrade) {
+        let connection_use = match (protocol, &upgrade) {
             (Protocol::Http2, Some(_)) => ConnectionUse::ExtendedConnect,
             (Protocol::Http1, Some(_)) => ConnectionUse::NewConnection,
             (_, None) if req.version() == Version::HTTP_10 => ConnectionUse::NewConnection,
@@ -80,7 +85,7 @@ impl HttpConnection {
         let copy = (protocol == Protocol::Http2 && upgrade.is_none())
             .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
         let ready = app
-            .connection(protocol, reuse)
+            .connection(protocol, connection_use)
             .await
             .map_err(timeout_as_connect_error)?;
         let mut rsp = match app.send(ready, req).await {
@@ -91,18 +96,18 @@ impl HttpConnection {
             Ok(rsp) => rsp,
         };
         match (upgrade, rsp.body_mut().take_server_tunnel()) {
-            (Some(client), Some(upstream)) => {
+            (Some(client_tunnel), Some(app_tunnel)) => {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let denied = async move {
                     match connection.protocol {
-                        Protocol::Http1 => connection.wait_until_denied().await,
+                        Protocol::Http1 => connection.apply_policy_changes().await,
                         // The tunnel's stream ends when the denied client's connection is closed.
                         Protocol::Http2 => std::future::pending().await,
                     }
                     drop(route_metrics); // the tunnel counts as in progress until here
                 };
-                tunnel::spawn_tunnel(client, upstream, &self.drain, denied);
-                headers::strip_all_but_upgrade(rsp.headers_mut());
+                tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain, denied);
+                headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut());
                 headers::strip_spoofed(rsp.headers_mut());
             }
             (None, Some(_)) => {
@@ -122,10 +127,10 @@ impl HttpConnection {
 /// The server may have processed the request, its body is too long to be buffered, or all attempts failed.
 async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Error) -> Result<Response<Body>, Error> {
     for _ in 1..MAX_HTTP2_SEND_ATTEMPTS {
-        let may_send = match error.retry() {
-            Retry::NeverSent => true,
-            Retry::IfIdempotent => app.resend_policy().allows(copy.method()),
-            Retry::No => false,
+        let may_send = match error.resendable() {
+            Resendable::Always => true,
+            Resendable::IfIdempotent => app.resend_policy().allows(copy.method()),
+            Resendable::Never => false,
         };
         if !may_send {
             break;

@@ -23,38 +23,40 @@ impl HttpConnection {
         &self,
         req: &Request<Body>,
         route_metrics: Option<&AuthorizedRouteMetrics>,
-        routed: Option<&ProfileRequestGuard>,
+        profile_request: Option<&ProfileRequestGuard>,
     ) -> Option<Box<TappedRequest>> {
         let sampled = self.inbound.taps.sample()?;
-        self.show_to(&sampled, req, route_metrics, routed)
+        self.start_sampled_tap(&sampled, req, route_metrics, profile_request)
     }
 
     #[cold]
-    fn show_to(
+    fn start_sampled_tap(
         &self,
         sampled: &SampledObservers,
         req: &Request<Body>,
         route_metrics: Option<&AuthorizedRouteMetrics>,
-        routed: Option<&ProfileRequestGuard>,
+        profile_request: Option<&ProfileRequestGuard>,
     ) -> Option<Box<TappedRequest>> {
         let ConnectionAddrs { client, target } = self.addrs;
         let current = self.port_policy.current();
-        let owned = |(key, value): (String, &str)| (key, value.to_owned());
-        let mut labels = BTreeMap::from(meta_labels("srv", &current.server_policy.meta).map(owned));
-        let mut route_labels = routed.map(ProfileRequestGuard::route_labels).unwrap_or_default();
+        let to_owned = |(key, value): (String, &str)| (key, value.to_owned());
+        let mut labels = BTreeMap::from(meta_labels("srv", &current.server_policy.meta).map(to_owned));
+        let mut route_labels = profile_request
+            .map(ProfileRequestGuard::route_labels)
+            .unwrap_or_default();
         if let Some(route_metrics) = route_metrics {
-            let route = meta_labels("route", &route_metrics.route_meta).map(owned);
+            let route = meta_labels("route", &route_metrics.route_meta).map(to_owned);
             route_labels.extend(route.clone());
             labels.extend(route);
-            labels.extend(meta_labels("authz", &route_metrics.authorization_meta).map(owned));
+            labels.extend(meta_labels("authz", &route_metrics.authorization_meta).map(to_owned));
         }
-        let subject = RequestInfo {
+        let request_info = RequestInfo {
             source_labels: self.tls.label_map(),
             destination_labels: Cow::Owned(labels),
             destination_tls: ClientTls::Plain(NoClientTls::Loopback).label_map(),
             route_labels,
             ..RequestInfo::of(req, ProxyDirection::Inbound, client.0, target)
         };
-        self.inbound.taps.show(sampled, subject)
+        self.inbound.taps.show(sampled, request_info)
     }
 }

@@ -54,7 +54,10 @@ impl Outbound {
 
     /// The destination of a service. Names of other targets are refused, without a DNS lookup.
     async fn service_destination(&self, name: &NameAddr) -> Result<Arc<Destination>, Error> {
-        let found = self.discover.get(Addr::Name(name.clone()), self.detect_timeout).await?;
+        let found = self
+            .discovery
+            .get(Addr::Name(name.clone()), self.detect_timeout)
+            .await?;
         match found.snapshot().is_unknown_name {
             true => Err(Error::RouteNotFound),
             false => Ok(found),

@@ -21,10 +21,10 @@ use crate::{
 
 /// The outbound side of the process; shared by all workers.
 pub(crate) struct Outbound {
-    pub(crate) orig_dst: orig_dst::OrigDstLookup,
+    pub(crate) orig_dst_lookup: orig_dst::OrigDstLookup,
     /// Our own listeners. A connection to one of them is refused, because it would loop.
     pub(crate) own_listeners: Vec<SocketAddr>,
-    pub(crate) discover: Arc<Discovery>,
+    pub(crate) discovery: Arc<Discovery>,
     pub(crate) detect_timeout: Duration,
     pub(crate) server: ServerConfig,
     pub(crate) service_stack: ServiceStack,
@@ -55,10 +55,10 @@ impl Outbound {
     /// Discovery fails, DNS has no address, or the target is a listener of this proxy, or a local or multicast address.
     pub(super) async fn resolve_target(&self, target: Addr) -> Result<ResolvedTarget, Error> {
         let found = match target {
-            Addr::Name(name) => self.discover.resolve_name(name, self.detect_timeout).await?,
+            Addr::Name(name) => self.discovery.resolve_name(name, self.detect_timeout).await?,
             Addr::Socket(addr) => {
                 self.check_target(addr)?;
-                (self.discover.get(target, self.detect_timeout).await?, Vec::new())
+                (self.discovery.get(target, self.detect_timeout).await?, Vec::new())
             }
         };
         if let Addr::Socket(addr) = found.0.target {
@@ -84,7 +84,8 @@ impl Outbound {
     }
 }
 
-/// Whether a connection to `dst` would loop back to the listener at `own`.
+/// Whether a connection to `dst` would loop back to the listener at `own`. A listener at an unspecified address has every address
+/// of this host, and not all of them are known: there the port decides, also for other hosts.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {
     own.port() == dst.port() && (own.ip() == dst.ip() || own.ip().is_unspecified())
 }

@@ -53,12 +53,12 @@ impl Outbound {
             tracing::debug!(client = %addr.0, %refusal, "connection refused");
             return None;
         }
-        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
-        let protocol = match detect::detect(&mut io, &mut seen, CLIENT_HANDSHAKE_TIMEOUT).await {
+        let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
+        let protocol = match detect::detect(&mut io, &mut prefix, CLIENT_HANDSHAKE_TIMEOUT).await {
             Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
             Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
-            Ok(Detection::Detected(_)) if seen.first() == Some(&socks::VERSION) => {
-                let (io, destination, server) = self.socks_handshake(io.prepend(seen.freeze()), addr).await?;
+            Ok(Detection::Detected(_)) if prefix.first() == Some(&socks::VERSION) => {
+                let (io, destination, server) = self.socks_handshake(io.prepend(prefix.freeze()), addr).await?;
                 let connection = self.new_connection(client, destination);
                 return Box::pin(connection.serve(io, server)).await;
             }
@@ -72,10 +72,10 @@ impl Outbound {
             outbound: self.clone(),
             client: client.clone(),
             target_source: TargetSource::RequestTarget {
-                on_connect: |http, req, client| Box::pin(serve_connect(http, req, client)),
+                on_connect: |http, req, client_tunnel| Box::pin(serve_connect(http, req, client_tunnel)),
             },
         };
-        let stream = (io.prepend(seen.freeze()), protocol);
+        let stream = (io.prepend(prefix.freeze()), protocol);
         self.serve_http(stream, connection, &listener, &client.drain).await;
         None
     }
@@ -88,21 +88,21 @@ impl Outbound {
         mut io: Io,
         client: ClientAddr,
     ) -> Option<(Io, Arc<Destination>, Option<Io>)> {
-        let mut seen = BytesMut::new();
+        let mut prefix = BytesMut::new();
         let handshake = async {
-            let n = read_parsed(&mut io, &mut seen, socks::parse_greeting).await?;
-            drop(seen.split_to(n));
+            let n = read_parsed(&mut io, &mut prefix, socks::parse_greeting).await?;
+            drop(prefix.split_to(n));
             io.write_all(&socks::METHOD_NO_AUTHENTICATION).await?;
             io.flush().await?;
-            let (target, n) = read_parsed(&mut io, &mut seen, socks::parse_request).await?;
-            drop(seen.split_to(n));
+            let (target, n) = read_parsed(&mut io, &mut prefix, socks::parse_request).await?;
+            drop(prefix.split_to(n));
             Ok::<_, SocksFailure>(target)
         };
         let refusal = match tokio::time::timeout(CLIENT_HANDSHAKE_TIMEOUT, handshake).await {
             Ok(Ok(target)) => match self.connect_target(target.clone()).await {
                 Ok((destination, server)) => {
                     write_and_flush(&mut io, &Reply::Succeeded.bytes()).await?;
-                    return Some((io.prepend(seen.freeze()), destination, server));
+                    return Some((io.prepend(prefix.freeze()), destination, server));
                 }
                 Err(error) => {
                     self.families.record_tcp_error(&target, error.label(), error.cause());
@@ -130,16 +130,17 @@ impl Outbound {
     /// # Errors
     /// The target cannot be resolved or reached, or the policy refuses it.
     async fn connect_target(self: &Arc<Self>, target: Addr) -> Result<(Arc<Destination>, Option<Io>), Error> {
-        let (mut destination, others) = self.resolve_target(target).await?;
-        for addr in others {
-            match open_if_opaque(&destination.snapshot()).await {
-                Err(error) if error.is_dial_error() => {}
-                opened => return Ok((destination, opened?)),
+        let (mut destination, fallback_addrs) = self.resolve_target(target).await?;
+        let mut fallback_addrs = fallback_addrs.into_iter();
+        loop {
+            let opened = open_if_opaque(&destination.snapshot()).await;
+            match (opened, fallback_addrs.next()) {
+                (Err(error), Some(addr)) if error.is_dial_error() => {
+                    (destination, _) = self.resolve_target(Addr::Socket(addr)).await?;
+                }
+                (opened, _) => return Ok((destination, opened?)),
             }
-            (destination, _) = self.resolve_target(Addr::Socket(addr)).await?;
         }
-        let server = open_if_opaque(&destination.snapshot()).await?;
-        Ok((destination, server))
     }
 }
 
@@ -160,16 +161,17 @@ async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
     opened.map_err(|error| error.into_http_error(snapshot))
 }
 
-/// Connects the application to the target of a CONNECT request.
+/// Connects the application to the target of a CONNECT request. `client_tunnel` receives the client's connection once the response
+/// is sent.
 ///
 /// # Errors
 /// The request is not HTTP/1.1, its target is not `<host>:<port>`, or the target cannot be resolved or reached.
 async fn serve_connect(
     http: &HttpConnection,
     req: &mut Request<Body>,
-    client: Option<oneshot::Receiver<TunnelEnd>>,
+    client_tunnel: Option<oneshot::Receiver<TunnelEnd>>,
 ) -> Result<Response<Body>, Error> {
-    let client = client.ok_or(Error::InvalidRequest("this port supports CONNECT in HTTP/1.1 only"))?;
+    let client_tunnel = client_tunnel.ok_or(Error::InvalidRequest("this port supports CONNECT in HTTP/1.1 only"))?;
     let target = req.uri().authority().map(|authority| authority.as_str().parse());
     let target: Addr = match target {
         Some(Ok(target)) => target,
@@ -177,16 +179,16 @@ async fn serve_connect(
     };
     let (destination, server) = http.outbound.connect_target(target).await?;
     let connection = http.outbound.clone().new_connection(http.client.clone(), destination);
-    spawn_tunnel(connection, client, server);
+    spawn_tunnel(connection, client_tunnel, server);
     Ok(Response::new(Body::empty()))
 }
 
 /// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
-fn spawn_tunnel(connection: Connection, client: oneshot::Receiver<TunnelEnd>, server: Option<Io>) {
+fn spawn_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelEnd>, server: Option<Io>) {
     let guard = connection.client.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;
-        if let Ok(TunnelEnd::Connection(io)) = client.await
+        if let Ok(TunnelEnd::Connection(io)) = client_tunnel.await
             && let Some(copy_future) = connection.serve(io, server).await
         {
             copy_future.await;
@@ -205,17 +207,17 @@ impl From<std::io::Error> for SocksFailure {
     }
 }
 
-/// Reads into `seen` until `parse` returns a message. `seen` may hold more bytes after the message.
+/// Reads into `prefix` until `parse` returns a message. `prefix` may hold more bytes after the message.
 async fn read_parsed<T>(
     io: &mut Io,
-    seen: &mut BytesMut,
+    prefix: &mut BytesMut,
     parse: impl Fn(&[u8]) -> Result<Option<T>, SocksError>,
 ) -> Result<T, SocksFailure> {
     loop {
-        if let Some(found) = parse(seen).map_err(SocksFailure::Protocol)? {
+        if let Some(found) = parse(prefix).map_err(SocksFailure::Protocol)? {
             return Ok(found);
         }
-        if detect::read_some(io, seen).await? == 0 {
+        if detect::read_some(io, prefix).await? == 0 {
             return Err(SocksFailure::ClientClosed);
         }
     }
@@ -237,8 +239,8 @@ fn socks_reply(error: &Error) -> Reply {
         | Error::Connect(_)
         | Error::NoEndpoints
         | Error::NoBackends
-        | Error::FailFast(..)
-        | Error::EndpointsUnavailable(_) => Reply::HostUnreachable,
+        | Error::QueueTimeout(..)
+        | Error::FailingFast(_) => Reply::HostUnreachable,
         _ => Reply::GeneralFailure,
     }
 }

@@ -49,7 +49,7 @@ pub(super) enum TargetSource {
     Undiscovered(Addr),
 }
 
-/// Serves a CONNECT request, whose tunnel the future takes from its last argument.
+/// Serves a CONNECT request. The last argument receives the client's end of the tunnel once the response is sent.
 type ConnectHandler = for<'a> fn(
     &'a HttpConnection,
     &'a mut Request<Body>,
@@ -64,7 +64,7 @@ impl HttpConnection {
         if req.version() <= Version::HTTP_11 {
             match upgrade {
                 None => headers::strip_hop_by_hop(req.headers_mut()),
-                Some(_) => headers::strip_all_but_upgrade(req.headers_mut()),
+                Some(_) => headers::strip_hop_by_hop_except_upgrade(req.headers_mut()),
             }
         }
         let (destination, fallback_addrs) = match &self.target_source {
@@ -96,10 +96,11 @@ impl HttpConnection {
     async fn send_with_fallback(
         &self,
         mut destination: Arc<Destination>,
-        others: Vec<SocketAddr>,
+        fallback_addrs: Vec<SocketAddr>,
         outgoing: &mut OutgoingRequest<'_>,
     ) -> Result<Response<Body>, Error> {
-        for addr in others {
+        // Each round tries the destination of the round before; the last one is tried after the loop.
+        for addr in fallback_addrs {
             let headers = outgoing.req.headers().clone();
             match self.context().send(&destination, outgoing).await {
                 Err(error) if error.is_dial_error() => {}
@@ -114,7 +115,7 @@ impl HttpConnection {
     fn context(&self) -> RequestContext<'_> {
         RequestContext {
             worker: self.client.worker,
-            client: self.client.addr.0,
+            client_addr: self.client.addr.0,
             families: &self.outbound.families,
             drain: &self.client.drain,
         }
@@ -159,7 +160,7 @@ impl HttpConnection {
         ))?;
         let name = Addr::Name(name);
         // Clients of an ingress are not trusted: the name must have a suffix that is configured for profiles.
-        match self.outbound.discover.destinations.may_have_profile(&name) {
+        match self.outbound.discovery.destinations.may_have_profile(&name) {
             true => self.outbound.resolve_target(name).await,
             false => Err(Error::TargetForbidden(name)),
         }
@@ -188,11 +189,11 @@ impl Outbound {
         let serve = move |mut req| {
             let connection = connection.clone();
             async move {
-                let span = trace::start_inbound(connection.outbound.tracer.as_ref(), &mut req);
+                let span = trace::start_server_span(connection.outbound.tracer.as_ref(), &mut req);
                 let mut result = connection.serve(&mut req).await;
                 trace::finish(span, &result);
                 if let (Ok(rsp), ErrorDetail::Omit) = (&mut result, connection.outbound.error_detail) {
-                    headers::strip_spoofed(rsp.headers_mut()); // headers that the peer's proxy sends to this proxy
+                    headers::strip_spoofed(rsp.headers_mut()); // removes those of the peer's proxy, which are for this proxy
                 }
                 result
             }

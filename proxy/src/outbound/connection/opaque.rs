@@ -8,7 +8,7 @@ use tokio::{io::AsyncWriteExt, time::Instant};
 
 use crate::{
     balance::candidate::{Candidate, InFlightGuard},
-    http::error::{Error, Retry},
+    http::error::{Error, Resendable},
     net::{copy, io::Io},
     outbound::{
         destination::snapshot::{self, OpaquePlan, PolicyRefusal, Snapshot},
@@ -51,8 +51,8 @@ impl OpaqueError {
 
 /// Opens a connection to an endpoint of the plan.
 ///
-/// If an endpoint cannot be reached, another one is dialled, but none twice. The client then sees the failure, as without a
-/// proxy, and decides itself whether to try again.
+/// Up to [`MAX_ENDPOINTS_PER_CONNECTION`] endpoints are dialled, none twice. If none can be reached, the client sees the failure,
+/// as without a proxy, and decides itself whether to try again.
 ///
 /// # Errors
 /// The policy refuses the connection, or no endpoint can be reached.
@@ -67,11 +67,11 @@ pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueErr
     let mut tried: SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_CONNECTION]> = SmallVec::new();
     let mut endpoint = choice.backend.pick(&tried).await?;
     loop {
-        let mut pending = InFlightGuard::new(endpoint.clone(), Instant::now());
+        let mut in_flight = InFlightGuard::new(endpoint.clone(), Instant::now());
         let error = match endpoint.connector.open(None).await {
             Ok(io) => {
                 endpoint.breaker().record_connected();
-                pending.record_response(Instant::now());
+                in_flight.record_response(Instant::now());
                 return Ok(io);
             }
             Err(error) => error,
@@ -80,7 +80,7 @@ pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueErr
         tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
         tried.push(endpoint);
         let is_untried = |other: &Arc<Endpoint>| !tried.iter().any(|tried| Arc::ptr_eq(tried, other));
-        let another = match error.retry() == Retry::NeverSent && tried.len() < MAX_ENDPOINTS_PER_CONNECTION {
+        let another = match error.resendable() == Resendable::Always && tried.len() < MAX_ENDPOINTS_PER_CONNECTION {
             true => choice.backend.pick_where(is_untried),
             false => None,
         };
@@ -93,17 +93,17 @@ pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueErr
 /// # Errors
 /// One side failed; the other side is then reset.
 pub(in crate::outbound) async fn copy_streams(mut client: Io, mut server: Io, client_prefix: Bytes) -> io::Result<()> {
-    let result = async {
+    let copying = async {
         if !client_prefix.is_empty() {
-            let written = async {
+            let writing = async {
                 server.write_all(&client_prefix).await?;
                 server.flush().await
             };
-            written.await.inspect_err(|_| client.reset())?;
+            writing.await.inspect_err(|_| client.reset_on_drop())?;
         }
         copy::copy_bidirectional(&mut client, &mut server).await
     };
-    result
+    copying
         .await
         .inspect_err(|error| tracing::debug!(%error, "connection ended"))
 }

@@ -32,7 +32,8 @@ use crate::{
 };
 
 impl Outbound {
-    /// Serves one accepted connection. HTTP is served to its end. For opaque bytes, the returned future copies them.
+    /// Serves one accepted connection. HTTP is served to its end. For opaque bytes, the returned future copies them: the caller
+    /// runs it alone, so that a long connection does not hold the larger future of its start.
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
@@ -40,7 +41,7 @@ impl Outbound {
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<CopyFuture> {
-        let dst = match (self.orig_dst)(stream.socket(), client.0) {
+        let dst = match (self.orig_dst_lookup)(stream.socket(), client.0) {
             Ok(dst) => dst,
             Err(error) => {
                 tracing::debug!(client = %client.0, %error, "cannot read the original destination");
@@ -50,17 +51,17 @@ impl Outbound {
         if self.is_own_listener(dst.0) {
             let ip = client.0.ip();
             info_limited!(self.log_limiter, ip, "refused: the client dialled this proxy", client = %client.0, dst = %dst.0);
-            stream.reset();
+            stream.reset_on_drop();
             return None;
         }
         let dst = Addr::Socket(dst.0);
         if let Some(refusal) = self.service_stack.admission.connection_refusal(&stream) {
             self.families.record_tcp_error(&dst, refusal.label(), refusal.cause());
             tracing::debug!(%dst, %refusal, "connection refused");
-            stream.reset();
+            stream.reset_on_drop();
             return None;
         }
-        let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {
+        let destination = match self.discovery.get(dst.clone(), self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
                 tracing::info!(%dst, %error, "connection refused");
@@ -85,13 +86,13 @@ impl Outbound {
 
     /// Refuses a connection whose destination discovery has not returned. HTTP clients get an error response, all others a reset.
     async fn refuse_undiscovered(self: Arc<Self>, stream: Tcp, client: AcceptedClient, dst: Addr, error: &Error) {
-        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
-        let protocol = match detect::detect(&mut io, &mut seen, REFUSAL_DETECT_TIMEOUT).await {
+        let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
+        let protocol = match detect::detect(&mut io, &mut prefix, REFUSAL_DETECT_TIMEOUT).await {
             Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
             Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
             _ => {
                 self.families.record_tcp_error(&dst, "discovery timeout", error.cause());
-                return io.reset();
+                return io.reset_on_drop();
             }
         };
         let connection = HttpConnection {
@@ -99,7 +100,7 @@ impl Outbound {
             client: client.clone(),
             target_source: TargetSource::Undiscovered(dst.clone()),
         };
-        let stream = (io.prepend(seen.freeze()), protocol);
+        let stream = (io.prepend(prefix.freeze()), protocol);
         self.serve_http(stream, connection, &dst, &client.drain).await;
     }
 
@@ -118,13 +119,11 @@ pub(super) struct Connection {
     destination: Arc<Destination>,
 }
 
-/// The connection to the server, or the error of its dial; `None` if it was not dialled.
-type DialResult = Option<Result<Io, Box<OpaqueError>>>;
-
-/// The dial of the server during protocol detection.
-struct Dial {
-    server: Option<Io>,
-    error: Option<Box<OpaqueError>>,
+/// The connection to the server, which may be dialled before the protocol is known.
+enum ServerDial {
+    NotDialled,
+    Connected(Io),
+    Failed(Box<OpaqueError>),
 }
 
 /// A connection whose protocol is known.
@@ -139,7 +138,8 @@ impl Connection {
         &self.destination.target
     }
 
-    /// Serves the client's connection `io`. `server` is the connection to the server, if it was dialled before.
+    /// Serves the client's connection `io`; returns as [`Outbound::serve`]. `server` is the connection to the server, if it was
+    /// dialled before.
     pub(super) async fn serve(self, io: Io, server: Option<Io>) -> Option<CopyFuture> {
         let counts = self.destination.connection_metrics.get_or_init(|| {
             let labels = labels::target_labels(self.dst()).with("peer", "src");
@@ -147,7 +147,8 @@ impl Connection {
             self.outbound.families.tcp.series(labels)
         });
         let io = io.count(counts.clone());
-        // Idle connections wait in the last await. The future holds no state of the detection by then.
+        let server = server.map_or(ServerDial::NotDialled, ServerDial::Connected);
+        // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
         let serving = match self.detect_and_connect(io, server).await? {
             StartedConnection::Http(io, protocol) => self.serve_http(io, protocol),
             StartedConnection::Opaque(copy_future) => return Some(copy_future),
@@ -156,7 +157,7 @@ impl Connection {
         None
     }
 
-    async fn detect_and_connect(&self, mut io: Io, server: Option<Io>) -> Option<StartedConnection> {
+    async fn detect_and_connect(&self, mut io: Io, mut server: ServerDial) -> Option<StartedConnection> {
         let snapshot = self.destination.snapshot();
         snapshot.connection_counter.inc();
         if !matches!(snapshot.plan, Plan::Detect { .. }) {
@@ -169,10 +170,7 @@ impl Connection {
             }
             Plan::Http1(_) => Some(StartedConnection::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(StartedConnection::Http(io, Protocol::Http2)),
-            Plan::Opaque(opaque) => {
-                self.connect_opaque((io, Bytes::new()), opaque, None, server.map(Ok))
-                    .await
-            }
+            Plan::Opaque(opaque) => self.connect_opaque((io, Bytes::new()), opaque, None, server).await,
             Plan::Tls { routes, plans } => self.connect_tls(io, routes, plans).await,
             Plan::Detect {
                 timeout,
@@ -184,10 +182,9 @@ impl Connection {
                 // shorter one.
                 let limit = self.outbound.detect_timeout.min(*timeout);
                 let began_at = Instant::now();
-                let mut dial = Dial { server, error: None };
-                let first = self.wait_first_bytes(&mut io, &mut dial, opaque, limit).await;
+                let first = self.wait_first_bytes(&mut io, &mut server, opaque, limit).await;
                 detected.record(first.as_ref().ok(), began_at.elapsed());
-                self.start_detected(io, opaque, first, dial).await
+                self.start_detected(io, opaque, first, server).await
             }
         }
     }
@@ -201,39 +198,41 @@ impl Connection {
     ) -> Option<StartedConnection> {
         let families = &self.outbound.families;
         let sni = tokio::time::timeout(self.outbound.detect_timeout, read_server_name(&mut io)).await;
-        let Ok(Some((sni, seen))) = sni else {
+        let Ok(Some((sni, prefix))) = sni else {
             families.record_tcp_error(self.dst(), "no server name", "no-server-name");
-            io.reset();
+            io.reset_on_drop();
             return None;
         };
         match client::find_tls(routes, &sni) {
-            Some(index) => self.connect_opaque((io, seen), &plans[index], Some(&sni), None).await,
+            Some(index) => {
+                self.connect_opaque((io, prefix), &plans[index], Some(&sni), ServerDial::NotDialled)
+                    .await
+            }
             None => {
                 families.record_tcp_error(self.dst(), "no route", "no-route");
-                io.reset();
+                io.reset_on_drop();
                 None
             }
         }
     }
 
-    /// Waits for the first bytes of the client or, once it is dialled, of the server.
+    /// Waits for the first bytes of the client or of the server, which is dialled if the client is silent.
+    ///
+    /// The connection to the server is then part of the result, and no longer in `server`; a failed dial is left in `server`.
     async fn wait_first_bytes(
         &self,
         io: &mut Io,
-        dial: &mut Dial,
+        server: &mut ServerDial,
         plan: &Arc<OpaquePlan>,
         limit: Duration,
     ) -> std::io::Result<FirstBytes> {
         let connect = move || async move {
-            match dial.server.take() {
-                None => match opaque::open(plan).await {
-                    Ok(server) => Some(server),
-                    Err(error) => {
-                        dial.error = Some(Box::new(error));
-                        None
-                    }
-                },
-                dialled => dialled,
+            match connect_server(std::mem::replace(server, ServerDial::NotDialled), plan).await {
+                Ok(connected) => Some(connected),
+                Err(error) => {
+                    *server = ServerDial::Failed(error);
+                    None
+                }
             }
         };
         first_bytes::wait_for_either(io, &self.destination.learned_speaker, limit, connect).await
@@ -245,13 +244,13 @@ impl Connection {
         io: Io,
         plan: &Arc<OpaquePlan>,
         first: std::io::Result<FirstBytes>,
-        dial: Dial,
+        server: ServerDial,
     ) -> Option<StartedConnection> {
         let first = match first {
             Ok(first) => first,
             Err(error) => {
                 tracing::debug!(dst = %self.dst(), %error, "connection failed during protocol detection");
-                io.reset(); // whichever side failed
+                io.reset_on_drop(); // the client or the server has failed
                 return None;
             }
         };
@@ -260,52 +259,48 @@ impl Connection {
         }
         match first {
             FirstBytes::Closed => None,
-            FirstBytes::Client(seen, DetectedProtocol::Http1, _) => {
-                Some(StartedConnection::Http(io.prepend(seen), Protocol::Http1))
+            FirstBytes::Client(prefix, DetectedProtocol::Http1, _) => {
+                Some(StartedConnection::Http(io.prepend(prefix), Protocol::Http1))
             }
-            FirstBytes::Client(seen, DetectedProtocol::Http2, _) => {
-                Some(StartedConnection::Http(io.prepend(seen), Protocol::Http2))
+            FirstBytes::Client(prefix, DetectedProtocol::Http2, _) => {
+                Some(StartedConnection::Http(io.prepend(prefix), Protocol::Http2))
             }
-            FirstBytes::Client(seen, _, dialled) => {
-                let dialled = dialled.or(dial.server).map(Ok);
-                let dialled = dialled.or_else(|| dial.error.map(Err));
-                self.connect_opaque((io, seen), plan, None, dialled).await
+            FirstBytes::Client(prefix, _, connected) => {
+                let server = connected.map_or(server, ServerDial::Connected);
+                self.connect_opaque((io, prefix), plan, None, server).await
             }
             FirstBytes::Server { server, client } => {
-                self.connect_opaque((io, client), plan, None, Some(Ok(server))).await
+                self.connect_opaque((io, client), plan, None, ServerDial::Connected(server))
+                    .await
             }
         }
     }
 
     /// Detects HTTP/1 or HTTP/2 from the first bytes. Other bytes are handled as HTTP/1, which answers with an error.
     async fn detect_ingress_http(&self, mut io: Io) -> Option<StartedConnection> {
-        let mut seen = BytesMut::new();
-        match detect::detect(&mut io, &mut seen, self.outbound.detect_timeout).await {
+        let mut prefix = BytesMut::new();
+        match detect::detect(&mut io, &mut prefix, self.outbound.detect_timeout).await {
             Ok(Detection::Detected(DetectedProtocol::Http2)) => {
-                Some(StartedConnection::Http(io.prepend(seen.freeze()), Protocol::Http2))
+                Some(StartedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http2))
             }
             Ok(Detection::Detected(_) | Detection::TimedOut) => {
-                Some(StartedConnection::Http(io.prepend(seen.freeze()), Protocol::Http1))
+                Some(StartedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http1))
             }
             Ok(Detection::Closed) | Err(_) => None,
         }
     }
 
-    /// Connects opaque bytes to an endpoint. `name` is the server name (SNI) of TLS; `server` is the result of an earlier dial.
-    /// If the dial fails, the client's connection is reset.
+    /// Connects opaque bytes to an endpoint. `name` is the server name (SNI) of TLS. If the dial fails, the client's connection is
+    /// reset.
     async fn connect_opaque(
         &self,
         (io, client_prefix): (Io, Bytes),
         plan: &Arc<OpaquePlan>,
         name: Option<&str>,
-        server: DialResult,
+        server: ServerDial,
     ) -> Option<StartedConnection> {
         let route_counters = plan.series.record_open(name);
-        let dialled = match server {
-            Some(dialled) => dialled,
-            None => opaque::open(plan).await.map_err(Box::new),
-        };
-        let server = match dialled {
+        let server = match connect_server(server, plan).await {
             Ok(server) => server,
             Err(error) => {
                 let (label, cause) = match &*error {
@@ -315,14 +310,14 @@ impl Connection {
                 route_counters.record_close(error.route_label());
                 self.outbound.families.record_tcp_error(self.dst(), label, cause);
                 tracing::info!(dst = %self.dst(), %error, "connection refused");
-                io.reset();
+                io.reset_on_drop();
                 return None;
             }
         };
         let destination = self.destination.clone();
         Some(StartedConnection::Opaque(Box::pin(async move {
-            let joined = opaque::copy_streams(io, server, client_prefix).await;
-            route_counters.record_close(if joined.is_ok() { "" } else { "unexpected" });
+            let copied = opaque::copy_streams(io, server, client_prefix).await;
+            route_counters.record_close(if copied.is_ok() { "" } else { "unexpected" });
             drop(destination); // in use until here, so not evicted
         })))
     }
@@ -341,19 +336,31 @@ impl Connection {
     }
 }
 
+/// Returns the connection to the server; dials it unless it was dialled before.
+///
+/// # Errors
+/// No endpoint can be reached, or the policy refuses the connection.
+async fn connect_server(server: ServerDial, plan: &OpaquePlan) -> Result<Io, Box<OpaqueError>> {
+    match server {
+        ServerDial::NotDialled => opaque::open(plan).await.map_err(Box::new),
+        ServerDial::Connected(io) => Ok(io),
+        ServerDial::Failed(error) => Err(error),
+    }
+}
+
 /// Maximum time for the client's first bytes after discovery has failed.
 const REFUSAL_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Reads a ClientHello and returns its server name (SNI) and the bytes that were read; `None` if there is no server name.
 async fn read_server_name(io: &mut Io) -> Option<(String, Bytes)> {
-    let mut seen = BytesMut::new();
+    let mut prefix = BytesMut::new();
     loop {
-        match tls_server::parse_client_hello(&seen) {
-            ParsedHello::ClientHello { sni } => return Some((sni?, seen.freeze())),
+        match tls_server::parse_client_hello(&prefix) {
+            ParsedHello::ClientHello { sni } => return Some((sni?, prefix.freeze())),
             ParsedHello::NotTls => return None,
             ParsedHello::Incomplete => {}
         }
-        if detect::read_some(io, &mut seen).await.ok()? == 0 {
+        if detect::read_some(io, &mut prefix).await.ok()? == 0 {
             return None;
         }
     }

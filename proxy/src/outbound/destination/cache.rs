@@ -43,8 +43,8 @@ impl DestinationCache {
                 .destinations
                 .values()
                 .filter(|other| self::is_name(other) == is_name);
-            let free = same_kind.filter(|other| !is_in_use(other) && may_evict(other));
-            match free.min_by_key(|other| *other.used_at.lock()).cloned() {
+            let evictable = same_kind.filter(|other| !is_in_use(other) && may_evict(other));
+            match evictable.min_by_key(|other| *other.used_at.lock()).cloned() {
                 Some(other) => {
                     self.remove(&other);
                     other.evicted.notify_one();
@@ -64,8 +64,8 @@ impl DestinationCache {
 
     /// Removes this destination, but not a later one of the same target.
     pub(in crate::outbound) fn remove(&mut self, destination: &Arc<Destination>) {
-        let known = self.destinations.get(&destination.target);
-        if known.is_some_and(|known| Arc::ptr_eq(known, destination)) {
+        let cached = self.destinations.get(&destination.target);
+        if cached.is_some_and(|cached| Arc::ptr_eq(cached, destination)) {
             self.destinations.remove(&destination.target);
             self.n_names -= usize::from(is_name(destination));
         }

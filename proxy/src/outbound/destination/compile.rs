@@ -11,8 +11,8 @@ use crate::{
         backend::{Backend, BackendChoice, BackendFactory, Backends},
         destination::{
             profile::ProfilePlan,
-            retry_policy::RetryPolicy,
             snapshot::{HttpPlan, OpaquePlan, Plan, PolicyRefusal, Router, Snapshot, policy_refusal},
+            timeouts_and_retries::TimeoutsAndRetries,
         },
         metrics::{MetricScope, connections::DestinationProtocol},
     },
@@ -57,17 +57,7 @@ impl Compiler<'_> {
     fn plan(&self) -> Plan {
         let protocol = &self.policy.protocol;
         if let Some(profile) = self.profile.filter(|profile| profile.is_opaque) {
-            return Plan::Opaque(match protocol {
-                ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
-                    self.route_opaque_plan(route.as_ref(), DestinationProtocol::Opaque)
-                }
-                // The policy names a protocol, but the profile declares the port as opaque.
-                _ if profile.overrides_opaque_policy() => self.route_opaque_plan(None, DestinationProtocol::Opaque),
-                _ => {
-                    let target = self.profile_backend(profile, None, DestinationProtocol::Opaque);
-                    self.opaque_plan(None, None, Backends::single(target), DestinationProtocol::Opaque)
-                }
-            });
+            return Plan::Opaque(self.plan_for_opaque_profile(profile));
         }
         let http = |routes| Arc::new(self.router(StatusKind::Http, routes));
         match protocol {
@@ -77,7 +67,7 @@ impl Compiler<'_> {
                 http2,
                 opaque,
             } => {
-                let first = http(http1);
+                let http1_router = http(http1);
                 Plan::Detect {
                     timeout: *timeout,
                     detected: self
@@ -86,24 +76,43 @@ impl Compiler<'_> {
                         .families
                         .connections
                         .detect_series(&self.policy.meta),
-                    http2: if http1 == http2 { first.clone() } else { http(http2) },
-                    http1: first,
-                    opaque: self.route_opaque_plan(opaque.as_ref(), DestinationProtocol::Opaque),
+                    http2: if http1 == http2 {
+                        http1_router.clone()
+                    } else {
+                        http(http2)
+                    },
+                    http1: http1_router,
+                    opaque: self.plan_for_opaque_route(opaque.as_ref(), DestinationProtocol::Opaque),
                 }
             }
             ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
             ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
             ClientProtocol::Grpc(routes) => Plan::Http2(Arc::new(self.router(StatusKind::Grpc, routes))),
             ClientProtocol::Opaque(route) => {
-                Plan::Opaque(self.route_opaque_plan(route.as_ref(), DestinationProtocol::Opaque))
+                Plan::Opaque(self.plan_for_opaque_route(route.as_ref(), DestinationProtocol::Opaque))
             }
             ClientProtocol::Tls(routes) => Plan::Tls {
                 routes: routes.clone(),
                 plans: routes
                     .iter()
-                    .map(|route| self.route_opaque_plan(Some(&route.route), DestinationProtocol::Tls))
+                    .map(|route| self.plan_for_opaque_route(Some(&route.route), DestinationProtocol::Tls))
                     .collect(),
             },
+        }
+    }
+
+    /// The plan of a port that the profile declares as opaque, whatever protocol the policy names.
+    fn plan_for_opaque_profile(&self, profile: &Profile) -> Arc<OpaquePlan> {
+        match &self.policy.protocol {
+            ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
+                self.plan_for_opaque_route(route.as_ref(), DestinationProtocol::Opaque)
+            }
+            _ if profile.overrides_opaque_policy() => self.plan_for_opaque_route(None, DestinationProtocol::Opaque),
+            // The policy has no route for opaque bytes, and the profile no traffic split: they go to the profile's service.
+            _ => {
+                let backend = self.profile_service_backend(profile, None, DestinationProtocol::Opaque);
+                self.new_opaque_plan(None, None, Backends::single(backend), DestinationProtocol::Opaque)
+            }
         }
     }
 
@@ -112,8 +121,8 @@ impl Compiler<'_> {
             return self.profile_router(profile, http.failure_accrual);
         }
         let parent = &self.policy.meta;
-        let scope = self.metric_scope(parent, DestinationProtocol::Http1);
-        let compiled = |route: &Route<HttpTarget>| {
+        let scope = self.metric_scope(parent, ANY_HTTP);
+        let compile = |route: &Route<HttpTarget>| {
             let series = self.factory.endpoint_context.families.route(kind, parent, &route.meta);
             route.map(|rule| HttpPlan {
                 backends: self
@@ -121,13 +130,13 @@ impl Compiler<'_> {
                     .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
                         Some(series.backend(meta))
                     }),
-                retry_policy: RetryPolicy::from_target(&rule.payload, || {
+                timeouts_and_retries: TimeoutsAndRetries::from_target(&rule.payload, || {
                     self.previous_budget(&route.meta, &rule.matches)
                 }),
                 series: series.clone(),
             })
         };
-        Router::Routes(http.routes.iter().map(compiled).collect())
+        Router::Routes(http.routes.iter().map(compile).collect())
     }
 
     /// Routes of a ServiceProfile. They replace the routes of the policy, whose filters and backends could contradict
@@ -135,19 +144,19 @@ impl Compiler<'_> {
     fn profile_router(&self, profile: &Profile, accrual: Option<FailureAccrual>) -> Router {
         let dst = format!("{}:{}", profile.name.as_deref().unwrap_or_default(), self.dst.port());
         let backends = match profile.overrides.is_empty() {
-            true => Backends::single(self.profile_backend(profile, accrual, DestinationProtocol::Http1)),
-            false => self.profile_backends(profile, accrual, DestinationProtocol::Http1),
+            true => Backends::single(self.profile_service_backend(profile, accrual, ANY_HTTP)),
+            false => self.traffic_split_backends(profile, accrual, ANY_HTTP),
         };
         let families = &self.factory.endpoint_context.families.profiles;
-        let before = self.previous_routers().find_map(|router| match router {
-            Router::Profile(before) => Some(&**before),
+        let previous = self.previous_routers().find_map(|router| match router {
+            Router::Profile(previous) => Some(&**previous),
             Router::Routes(_) => None,
         });
-        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends, before)))
+        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends, previous)))
     }
 
     fn previous_routers(&self) -> impl Iterator<Item = &Router> {
-        self.previous.into_iter().flat_map(|before| before.plan.routers())
+        self.previous.into_iter().flat_map(|previous| previous.plan.routers())
     }
 
     /// Retry budget of the same rule in the previous snapshot.
@@ -156,27 +165,27 @@ impl Compiler<'_> {
             Router::Routes(routes) => Some(routes),
             Router::Profile(_) => None,
         });
-        let same = routes.flatten().filter(|before| before.meta == *route);
-        let mut rules = same.flat_map(|before| &before.rules);
-        let same = rules.find(|rule| rule.matches == matches)?;
-        Some(same.payload.retry_policy.as_ref()?.budget().clone())
+        let same_route = routes.flatten().filter(|previous| previous.meta == *route);
+        let mut rules = same_route.flat_map(|previous| &previous.rules);
+        let same_rule = rules.find(|rule| rule.matches == matches)?;
+        Some(same_rule.payload.timeouts_and_retries.as_ref()?.budget().clone())
     }
 
     /// Plan of an opaque or TLS route. The profile may override its backends.
-    fn route_opaque_plan(&self, route: Option<&OpaqueRoute>, protocol: DestinationProtocol) -> Arc<OpaquePlan> {
+    fn plan_for_opaque_route(&self, route: Option<&OpaqueRoute>, protocol: DestinationProtocol) -> Arc<OpaquePlan> {
         let refused = route.and_then(|route| policy_refusal(&route.filters));
         let (refusal, backends) = match (self.profile.filter(|profile| profile.overrides_opaque_policy()), route) {
-            (Some(profile), _) => (refused, self.profile_backends(profile, None, protocol)),
+            (Some(profile), _) => (refused, self.traffic_split_backends(profile, None, protocol)),
             (None, Some(route)) => {
                 let scope = self.metric_scope(&self.policy.meta, protocol);
                 (refused, self.factory.backends(&route.backends, None, &scope, |_| None))
             }
             (None, None) => (Some(PolicyRefusal::Invalid), Backends::None),
         };
-        self.opaque_plan(route, refusal, backends, protocol)
+        self.new_opaque_plan(route, refusal, backends, protocol)
     }
 
-    fn opaque_plan(
+    fn new_opaque_plan(
         &self,
         route: Option<&OpaqueRoute>,
         refusal: Option<PolicyRefusal>,
@@ -197,7 +206,7 @@ impl Compiler<'_> {
     }
 
     /// Backend of a profile without a traffic split: its service, or its single endpoint.
-    fn profile_backend(
+    fn profile_service_backend(
         &self,
         profile: &Profile,
         accrual: Option<FailureAccrual>,
@@ -205,13 +214,13 @@ impl Compiler<'_> {
     ) -> Backend {
         match (&profile.name, &profile.endpoint) {
             (Some(name), _) => self.service_backend(&format!("{name}:{}", self.dst.port()), accrual, protocol),
-            (None, Some(endpoint)) => Backend::Forward(self.factory.forward(endpoint)),
+            (None, Some(endpoint)) => Backend::Forward(self.factory.fixed_endpoint(endpoint)),
             (None, None) => Backend::Fail,
         }
     }
 
     /// A profile's traffic split.
-    fn profile_backends<F>(
+    fn traffic_split_backends<F>(
         &self,
         profile: &Profile,
         accrual: Option<FailureAccrual>,
@@ -228,9 +237,16 @@ impl Compiler<'_> {
         }
     }
 
-    fn service_backend(&self, path: &str, accrual: Option<FailureAccrual>, protocol: DestinationProtocol) -> Backend {
+    /// `authority` is the service's name and port.
+    fn service_backend(
+        &self,
+        authority: &str,
+        accrual: Option<FailureAccrual>,
+        protocol: DestinationProtocol,
+    ) -> Backend {
         let scope = self.metric_scope(&self.policy.meta, protocol);
-        self.factory.service(&path.into(), self.queue, accrual, &scope)
+        self.factory
+            .service_backend(&authority.into(), self.queue, accrual, &scope)
     }
 
     fn metric_scope<'a>(&'a self, parent: &'a Meta, protocol: DestinationProtocol) -> MetricScope<'a> {
@@ -241,3 +257,6 @@ impl Compiler<'_> {
         }
     }
 }
+
+/// The protocol in the metric labels of balancers, which distinguish no versions of HTTP.
+const ANY_HTTP: DestinationProtocol = DestinationProtocol::Http1;

@@ -24,7 +24,7 @@ use crate::{
         },
     },
     policy::{
-        client::{ClientPolicy, ForwardParams},
+        client::{ClientPolicy, LocalPolicyConfig},
         decode,
         endpoint::EndpointSpec,
         meta::Meta,
@@ -40,7 +40,7 @@ pub(crate) struct Discovery {
     pub(crate) factory: BackendFactory,
     /// Counts updates that cannot be decoded.
     pub(crate) invalid_updates: invalid_updates::Families,
-    pub(crate) forward_params: ForwardParams,
+    pub(crate) local_policy_config: LocalPolicyConfig,
     /// How long an unused destination stays in the cache.
     pub(crate) idle_timeout: Duration,
     /// Runs the watch tasks of destinations.
@@ -66,13 +66,13 @@ impl Discovery {
             return Ok(found);
         }
         // Boxed because it is rare and larger than the rest of connection setup.
-        let mut known = found.has_snapshot.subscribe();
+        let mut has_snapshot = found.has_snapshot.subscribe();
         let limit = limit.min(MAX_DISCOVERY_WAIT);
-        match Box::pin(tokio::time::timeout(limit, known.wait_for(|known| *known))).await {
+        match Box::pin(tokio::time::timeout(limit, has_snapshot.wait_for(|has| *has))).await {
             Ok(Ok(_)) => {}
             _ => return Err(Error::DiscoveryTimeout(found.target.clone())),
         }
-        drop(known);
+        drop(has_snapshot);
         Ok(found)
     }
 
@@ -96,13 +96,13 @@ impl Discovery {
     }
 
     fn get_or_watch(self: &Arc<Self>, target: Addr) -> Result<Arc<Destination>, Error> {
-        let mut known = self.cache.lock();
-        if let Some(found) = known.get(&target) {
+        let mut cache = self.cache.lock();
+        if let Some(found) = cache.get(&target) {
             *found.used_at.lock() = Instant::now();
             return Ok(found.clone());
         }
         let destination = Arc::new(Destination::new(target));
-        known.insert(destination.clone(), |other| !self.must_retain(other))?;
+        cache.insert(destination.clone(), |other| !self.must_retain(other))?;
         self.runtime.spawn(watch_destination(self.clone(), destination.clone()));
         Ok(destination)
     }
@@ -117,12 +117,12 @@ impl Discovery {
 const MAX_DISCOVERY_WAIT: Duration = Duration::from_secs(10);
 
 /// Keeps the snapshot of a destination up to date until the destination is evicted.
-async fn watch_destination(discover: Arc<Discovery>, destination: Arc<Destination>) {
-    let mut profile = watch_profile(&discover.destinations, &discover.invalid_updates, &destination);
-    let mut policy = watch_policy(&discover, &destination);
+async fn watch_destination(discovery: Arc<Discovery>, destination: Arc<Destination>) {
+    let mut profile = watch_profile(&discovery.destinations, &discovery.invalid_updates, &destination);
+    let mut policy = watch_policy(&discovery, &destination);
     loop {
-        let unknown = matches!(&*policy.borrow(), WatchState::Refused(refusal) if is_unknown_destination(refusal));
-        if let Some(snapshot) = build_snapshot(&discover, &destination, profile.as_ref(), &policy) {
+        let is_unknown = matches!(&*policy.borrow(), WatchState::Refused(refusal) if is_unknown_destination(refusal));
+        if let Some(snapshot) = build_snapshot(&discovery, &destination, profile.as_ref(), &policy) {
             destination.publish(snapshot);
         }
         let profile_changed = async {
@@ -141,14 +141,14 @@ async fn watch_destination(discover: Arc<Discovery>, destination: Arc<Destinatio
         };
         tokio::select! {
             () = profile_changed => {
-                if unknown {
+                if is_unknown {
                     // A changed profile means that the destination may exist now: request its policy now, not at the next retry.
                     // The snapshot stays until then.
-                    policy = watch_policy(&discover, &destination);
+                    policy = watch_policy(&discovery, &destination);
                 }
             }
             () = policy_changed => {}
-            () = evict_when_idle(&discover, &destination) => return,
+            () = evict_when_idle(&discovery, &destination) => return,
             () = destination.evicted.notified() => return,
         }
     }
@@ -159,61 +159,65 @@ type ProfileWatch = watch::Receiver<WatchState<Option<Profile>>>;
 
 fn watch_profile(
     destinations: &Destinations,
-    unreadable: &invalid_updates::Families,
+    invalid_updates: &invalid_updates::Families,
     destination: &Destination,
 ) -> Option<ProfileWatch> {
     let target = &destination.target;
-    let mut reporter = unreadable.reporter(UpdateKind::Profile, target.to_string());
-    let (decode_errors, mut last) = (destination.decode_errors.clone(), None);
+    let mut reporter = invalid_updates.reporter(UpdateKind::Profile, target.to_string());
+    let (update_errors, mut last) = (destination.update_errors.clone(), None);
     destinations.profile(target, move |message| {
         match decode::profile::profile(message) {
             Ok(profile) => {
-                *decode_errors.profile.lock() = None;
+                *update_errors.profile.lock() = None;
                 last = Some(profile);
             }
-            Err(error) => *decode_errors.profile.lock() = Some(reporter.report(&error)),
+            Err(error) => *update_errors.profile.lock() = Some(reporter.report(&error)),
         }
         last.clone()
     })
 }
 
 /// Watches the policy of a destination. While none could be decoded, it is a policy that refuses everything.
-fn watch_policy(discover: &Discovery, destination: &Destination) -> watch::Receiver<WatchState<ClientPolicy>> {
-    let (target, timeout) = (&destination.target, discover.forward_params.detect_timeout);
-    let mut reporter = discover
+fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Receiver<WatchState<ClientPolicy>> {
+    let (target, timeout) = (&destination.target, discovery.local_policy_config.detect_timeout);
+    let mut reporter = discovery
         .invalid_updates
         .reporter(UpdateKind::OutboundPolicy, target.to_string());
-    let (decode_errors, mut last) = (destination.decode_errors.clone(), ClientPolicy::invalid(timeout));
-    discover.policies.outbound(target, move |message| {
-        match decode::outbound::client_policy(message) {
+    let (update_errors, mut last) = (destination.update_errors.clone(), None);
+    discovery.policies.outbound(target, move |message| {
+        let error = match decode::outbound::client_policy(message) {
             Ok(policy) => {
-                *decode_errors.policy.lock() = None;
-                last = policy;
+                last = Some(policy);
+                None
             }
-            Err(error) => *decode_errors.policy.lock() = Some(reporter.report(&error)),
-        }
+            Err(error) => Some(reporter.report(&error)),
+        };
+        update_errors.policy.lock().clone_from(&error);
         last.clone()
+            .unwrap_or_else(|| ClientPolicy::invalid(error.unwrap_or_default(), timeout))
     })
 }
 
 /// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding.
 fn build_snapshot(
-    discover: &Discovery,
+    discovery: &Discovery,
     destination: &Destination,
     profile: Option<&ProfileWatch>,
     policy: &watch::Receiver<WatchState<ClientPolicy>>,
 ) -> Option<Snapshot> {
     let profile = profile.map(|profile| profile.borrow());
-    let mut is_ambiguous = false;
+    let mut is_shared_address = false;
     let profile = match profile.as_deref() {
         Some(WatchState::Pending) => return None,
         Some(WatchState::Known(Some(profile))) => Some(profile),
         Some(WatchState::Known(None)) => {
-            let invalid = ClientPolicy::invalid(discover.forward_params.detect_timeout);
-            return Some(compile_snapshot(discover, destination, invalid, None));
+            let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
+            let invalid = ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout);
+            return Some(compile_snapshot(discovery, destination, invalid, None));
         }
         Some(WatchState::Refused(refusal)) => {
-            is_ambiguous = refusal.code == tonic::Code::FailedPrecondition;
+            // Linkerd's code for an address that several workloads have.
+            is_shared_address = refusal.code == tonic::Code::FailedPrecondition;
             None
         }
         None => None,
@@ -221,32 +225,35 @@ fn build_snapshot(
     let policy = policy.borrow();
     let target = &destination.target;
     let forward = |name: &str, spec: Arc<EndpointSpec>| {
-        ClientPolicy::forward(Meta::default_named(name), spec, discover.forward_params)
+        ClientPolicy::forward(Meta::default_named(name), spec, discovery.local_policy_config)
     };
     let mut is_unknown_name = false;
     let policy = match &*policy {
         WatchState::Pending => return None,
         WatchState::Known(policy) => policy.clone(),
-        // Several workloads have the address, until the control plane learns that one is gone. Do not dial in plaintext: the
-        // workload may require mTLS.
-        WatchState::Refused(refusal) if is_unknown_destination(refusal) && is_ambiguous => return None,
+        // It is shared until the control plane learns that one of the workloads is gone. Do not dial in plaintext meanwhile: the
+        // other one may require mTLS.
+        WatchState::Refused(refusal) if is_unknown_destination(refusal) && is_shared_address => return None,
         // Clients choose names. A refused name is treated as unknown, without a warning.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) || matches!(target, Addr::Name(_)) => {
+            *destination.update_errors.policy.lock() = None;
             match (profile.and_then(|profile| profile.endpoint.clone()), target) {
                 (Some(endpoint), _) => forward("endpoint", endpoint),
                 (None, Addr::Socket(dst)) => forward("fallback", Arc::new(EndpointSpec::plain(*dst))),
                 (None, Addr::Name(_)) => {
                     is_unknown_name = true;
-                    ClientPolicy::unknown_name(discover.forward_params.detect_timeout)
+                    ClientPolicy::unknown_name(discovery.local_policy_config.detect_timeout)
                 }
             }
         }
         WatchState::Refused(refusal) => {
             tracing::warn!(dst = %target, code = ?refusal.code, message = refusal.message, "refused by the control plane");
-            ClientPolicy::invalid(discover.forward_params.detect_timeout)
+            let reason = format!("the control plane refuses the destination: {}", refusal.message);
+            *destination.update_errors.policy.lock() = Some(reason.clone());
+            ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout)
         }
     };
-    let compiled = compile_snapshot(discover, destination, policy, profile);
+    let compiled = compile_snapshot(discovery, destination, policy, profile);
     Some(Snapshot {
         is_unknown_name,
         ..compiled
@@ -254,17 +261,17 @@ fn build_snapshot(
 }
 
 fn compile_snapshot(
-    discover: &Discovery,
+    discovery: &Discovery,
     destination: &Destination,
     policy: ClientPolicy,
     profile: Option<&Profile>,
 ) -> Snapshot {
     let previous = destination.try_snapshot();
     let compiler = Compiler {
-        factory: &discover.factory,
+        factory: &discovery.factory,
         policy,
         profile,
-        queue: discover.forward_params.queue,
+        queue: discovery.local_policy_config.queue,
         dst: &destination.target,
         previous: previous.as_deref(),
     };
@@ -278,18 +285,18 @@ fn is_unknown_destination(refusal: &Refusal) -> bool {
 
 /// Waits until the destination has been unused for the idle timeout, then removes it from the cache.
 ///
-/// The time of the last use counts, because short connections may all have ended at the time of each check. While the
-/// control plane is unreachable, destinations with a snapshot stay cached.
-async fn evict_when_idle(discover: &Discovery, destination: &Arc<Destination>) {
+/// That no connection exists at one moment is not enough: a destination with only short connections would be removed between two
+/// of them. While the control plane is unreachable, destinations with a snapshot stay cached.
+async fn evict_when_idle(discovery: &Discovery, destination: &Arc<Destination>) {
     loop {
-        let due = *destination.used_at.lock() + discover.idle_timeout;
+        let due = *destination.used_at.lock() + discovery.idle_timeout;
         tokio::time::sleep_until(due).await;
-        let mut known = discover.cache.lock();
+        let mut cache = discovery.cache.lock();
         let mut used_at = destination.used_at.lock();
-        if discover.must_retain(destination) || is_in_use(destination) {
+        if discovery.must_retain(destination) || is_in_use(destination) {
             *used_at = Instant::now();
-        } else if *used_at + discover.idle_timeout <= Instant::now() {
-            known.remove(destination);
+        } else if *used_at + discovery.idle_timeout <= Instant::now() {
+            cache.remove(destination);
             return;
         }
     }
@@ -321,9 +328,9 @@ mod tests {
         let (updates, _server, destinations) = profiles_of(bad("zero")).await;
         let registry = Registry::new();
         let destination = Destination::new("10.0.0.1:80".parse().unwrap());
-        let unreadable = invalid_updates::Families::new(&registry);
-        let mut watched = watch_profile(&destinations, &unreadable, &destination).unwrap();
-        let n_unreadable = || {
+        let invalid_updates = invalid_updates::Families::new(&registry);
+        let mut watched = watch_profile(&destinations, &invalid_updates, &destination).unwrap();
+        let both_are_counted = || {
             registry
                 .render()
                 .contains("tulle_unreadable_updates_total{kind=\"profile\"} 2")
@@ -339,7 +346,7 @@ mod tests {
         expect_name(None).await; // there was none before it
         assert!(
             destination
-                .decode_errors
+                .update_errors
                 .profile
                 .lock()
                 .as_ref()
@@ -348,16 +355,16 @@ mod tests {
         );
         updates.send_replace(good("one"));
         expect_name(Some("one")).await;
-        assert_eq!(*destination.decode_errors.profile.lock(), None);
+        assert_eq!(*destination.update_errors.profile.lock(), None);
         updates.send_replace(bad("two"));
         with_timeout(async {
-            while !n_unreadable() {
+            while !both_are_counted() {
                 tokio::task::yield_now().await;
             }
         })
         .await;
         expect_name(Some("one")).await;
-        assert!(destination.decode_errors.profile.lock().is_some());
+        assert!(destination.update_errors.profile.lock().is_some());
         updates.send_replace(good("three"));
         expect_name(Some("three")).await;
     }

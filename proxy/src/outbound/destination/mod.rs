@@ -5,5 +5,5 @@ mod compile;
 pub(crate) mod discovery;
 mod dns_addresses;
 pub(super) mod profile;
-pub(super) mod retry_policy;
 pub(super) mod snapshot;
+pub(super) mod timeouts_and_retries;

@@ -28,21 +28,21 @@ pub(crate) struct ProfilePlan {
 }
 
 impl ProfilePlan {
-    /// `dst` is the logical name with the dialled port. `before` is the plan that this one replaces.
+    /// `dst` is the logical name with the dialled port. `previous` is the plan that this one replaces.
     pub(in crate::outbound) fn new(
         families: &Families,
         profile: &Profile,
         dst: &str,
         backends: Backends<Filter>,
-        before: Option<&Self>,
+        previous: Option<&Self>,
     ) -> Self {
         // A budget with the same parameters keeps its state.
-        let same = before.filter(|previous| previous.profile.retry_budget == profile.retry_budget);
-        let budget = |terms| Arc::new(RetryBudgetState::new(terms, Instant::now()));
+        let reused = previous.filter(|previous| previous.profile.retry_budget == profile.retry_budget);
+        let new_budget = |config| Arc::new(RetryBudgetState::new(config, Instant::now()));
         let routes = profile.routes.iter().map(Some).chain([None]);
         Self {
             routes: routes.map(|route| families.route(dst, route)).collect(),
-            budget: same.map_or_else(|| profile.retry_budget.map(budget), |same| same.budget.clone()),
+            budget: reused.map_or_else(|| profile.retry_budget.map(new_budget), |reused| reused.budget.clone()),
             canonical: HeaderValue::from_str(dst).ok(),
             profile: profile.clone(),
             backends,

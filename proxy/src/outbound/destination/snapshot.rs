@@ -17,7 +17,7 @@ use crate::{
     net::{detect_metrics, first_bytes::LearnedSpeaker, tcp_metrics::ConnectionMetrics},
     outbound::{
         backend::Backends,
-        destination::{dns_addresses::DnsAddresses, profile::ProfilePlan, retry_policy::RetryPolicy},
+        destination::{dns_addresses::DnsAddresses, profile::ProfilePlan, timeouts_and_retries::TimeoutsAndRetries},
         metrics::{
             RouteSeries,
             connections::{self, DestinationProtocol},
@@ -38,7 +38,7 @@ pub(crate) struct Destination {
     snapshot: OnceLock<ArcSwap<Snapshot>>,
     pub(in crate::outbound) has_snapshot: watch::Sender<bool>,
     pub(in crate::outbound) learned_speaker: LearnedSpeaker,
-    pub(in crate::outbound) decode_errors: Arc<DecodeErrors>,
+    pub(in crate::outbound) update_errors: Arc<UpdateErrors>,
     /// DNS addresses, for a name that is not a service.
     pub(in crate::outbound) dns_addresses: DnsAddresses,
     /// Metrics of client connections, created with the first connection.
@@ -49,9 +49,9 @@ pub(crate) struct Destination {
     pub(in crate::outbound) evicted: Notify,
 }
 
-/// Decode errors of the last policy and the last profile; `None` if they were decoded.
+/// Why the last policy and the last profile cannot be used; `None` if they can.
 #[derive(Debug, Default)]
-pub(in crate::outbound) struct DecodeErrors {
+pub(in crate::outbound) struct UpdateErrors {
     pub(in crate::outbound) policy: Mutex<Option<String>>,
     pub(in crate::outbound) profile: Mutex<Option<String>>,
 }
@@ -98,8 +98,8 @@ pub(crate) enum Router {
 /// What happens to requests that match a route rule.
 pub(crate) struct HttpPlan {
     pub(in crate::outbound) backends: Backends<Filter>,
-    /// Timeouts and retries, if the policy sets any.
-    pub(in crate::outbound) retry_policy: Option<RetryPolicy>,
+    /// `None` if the policy sets no timeouts and no retries.
+    pub(in crate::outbound) timeouts_and_retries: Option<TimeoutsAndRetries>,
     pub(in crate::outbound) series: Arc<RouteSeries>,
 }
 
@@ -117,7 +117,7 @@ impl Destination {
             snapshot: OnceLock::new(),
             has_snapshot: watch::Sender::new(false),
             learned_speaker: LearnedSpeaker::default(),
-            decode_errors: Arc::default(),
+            update_errors: Arc::default(),
             dns_addresses: DnsAddresses::default(),
             connection_metrics: OnceLock::new(),
             used_at: Mutex::new(Instant::now()),
@@ -136,11 +136,12 @@ impl Destination {
 
     pub(in crate::outbound) fn publish(&self, snapshot: Snapshot) {
         let snapshot = Arc::new(snapshot);
-        let mut first = Some(snapshot.clone());
-        let current = self
-            .snapshot
-            .get_or_init(|| ArcSwap::new(first.take().expect("called once")));
-        if first.is_some() {
+        let mut is_first = false;
+        let current = self.snapshot.get_or_init(|| {
+            is_first = true;
+            ArcSwap::new(snapshot.clone())
+        });
+        if !is_first {
             current.store(snapshot);
         }
         self.has_snapshot.send_replace(true);

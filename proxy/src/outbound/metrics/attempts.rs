@@ -7,8 +7,8 @@ use crate::http::{body::Body, error::Error};
 /// Metrics of the attempts of one request.
 pub(in crate::outbound) trait AttemptMetrics {
     fn attempt_started(&self) {}
-    /// An attempt has ended. `grpc` is the status of a gRPC response, if it is known.
-    fn attempt_ended(&self, _result: &Result<Response<Body>, Error>, _grpc: Option<i32>) {}
+    /// An attempt has ended. `grpc_status` is the status of a gRPC response, if it is known.
+    fn attempt_ended(&self, _result: &Result<Response<Body>, Error>, _grpc_status: Option<i32>) {}
     fn retry_started(&self) {}
     fn retry_succeeded(&self) {}
     fn retry_limit_exceeded(&self) {}

@@ -50,29 +50,29 @@ pub(crate) struct Families {
 }
 
 impl Families {
-    /// `by_name` is set if requests and TLS connections are counted by host. Its value says whether the source of the
+    /// `host_source` is set if requests and TLS connections are counted by host. Its value says whether the source of the
     /// host names is trusted.
     pub(crate) fn new(
         registry: &Registry,
         http: http_metrics::Families,
         tcp: tcp_metrics::Families,
-        by_name: Option<HostSource>,
+        host_source: Option<HostSource>,
     ) -> Self {
         Self {
             http,
             tcp,
             profiles: profiles::Families::new(registry),
-            connections: connections::Families::new(registry, by_name),
+            connections: connections::Families::new(registry, host_source),
             http_balancers: balancers::Families::new(registry, "http"),
             tcp_balancers: balancers::Families::new(registry, "tcp"),
             tls_balancers: balancers::Families::new(registry, "tls"),
-            http_routes: RouteFamilies::new(registry, StatusKind::Http, by_name),
-            grpc_routes: RouteFamilies::new(registry, StatusKind::Grpc, by_name),
+            http_routes: RouteFamilies::new(registry, StatusKind::Http, host_source),
+            grpc_routes: RouteFamilies::new(registry, StatusKind::Grpc, host_source),
             failures: Failures::new(registry, "outbound"),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
             resends: registry.counter(
                 "tulle_outbound_resent_total",
-                "Requests sent to another endpoint, by reason",
+                "Requests sent again or given to another endpoint, by cause",
             ),
         }
     }
@@ -84,7 +84,7 @@ impl Families {
     }
 }
 
-/// What leads to a balancer, for its metric labels.
+/// Where a balancer is used, for the labels of its metrics.
 pub(in crate::outbound) struct MetricScope<'a> {
     pub(in crate::outbound) protocol: DestinationProtocol,
     pub(in crate::outbound) parent: &'a Meta,
@@ -92,7 +92,7 @@ pub(in crate::outbound) struct MetricScope<'a> {
     pub(in crate::outbound) dst: &'a Addr,
 }
 
-/// Metric families of the routes of one kind.
+/// Metric families of the routes of one kind: `outbound_http_route_*` or `outbound_grpc_route_*`.
 #[derive(Clone)]
 struct RouteFamilies {
     duration: Family<Histogram>,
@@ -153,7 +153,7 @@ impl RouteFamilies {
             ),
             statuses: statuses("request_statuses_total"),
             frames: frames("request_frame_size_bytes", "Sizes of the data frames of request bodies"),
-            retries: counter("retry_requests_total", "Retries"),
+            retries: counter("retry_requests_total", "Retries sent"),
             retry_successes: counter("retry_successes_total", "Requests that succeeded after a retry"),
             retries_exhausted: counter("retry_limit_exceeded_total", "Requests that failed at the retry limit"),
             retries_refused: counter(
@@ -193,12 +193,12 @@ impl RouteFamilies {
 }
 
 impl Families {
-    /// The series of a balancer for a `backend` of `parent`; `path` is the service's name.
+    /// The series of a balancer for a `backend`; `authority` is the service's name and port.
     pub(in crate::outbound) fn balancer(
         &self,
         scope: &MetricScope<'_>,
         backend: &Meta,
-        path: &str,
+        authority: &str,
     ) -> Arc<balancers::Series> {
         let MetricScope { protocol, parent, dst } = *scope;
         let labels = with_meta_and_port(with_meta_and_port(Labels::new(), "parent", parent), "backend", backend);
@@ -206,8 +206,14 @@ impl Families {
             DestinationProtocol::Http1 | DestinationProtocol::Http2 | DestinationProtocol::Detect => {
                 (&self.http_balancers, labels)
             }
-            DestinationProtocol::Opaque => (&self.tcp_balancers, labels.with("logical", dst).with("concrete", path)),
-            DestinationProtocol::Tls => (&self.tls_balancers, labels.with("logical", dst).with("concrete", path)),
+            DestinationProtocol::Opaque => (
+                &self.tcp_balancers,
+                labels.with("logical", dst).with("concrete", authority),
+            ),
+            DestinationProtocol::Tls => (
+                &self.tls_balancers,
+                labels.with("logical", dst).with("concrete", authority),
+            ),
         };
         families.series(&labels)
     }
@@ -295,11 +301,11 @@ impl BackendSeries {
 /// Records the end of a response in the series of its route.
 pub(in crate::outbound) struct RouteResponseObserver {
     pub(in crate::outbound) route: Arc<RouteSeries>,
-    pub(in crate::outbound) upload: RequestTiming,
+    pub(in crate::outbound) timing: RequestTiming,
 }
 
 impl ResponseObserver for RouteResponseObserver {
     fn response_ended(&mut self, outcome: ResponseOutcome, now: Instant) {
-        self.route.record(self.upload.started(), now, &outcome);
+        self.route.record(self.timing.started(), now, &outcome);
     }
 }

@@ -28,8 +28,12 @@ pub(in crate::outbound) struct ProfileRouteMetrics {
 impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self {
-            logical: http_metrics::Families::with_prefix(registry, "route_"),
-            attempts: http_metrics::Families::with_prefix(registry, "route_actual_"),
+            logical: http_metrics::Families::with_prefix(registry, "route_", ", by route of the ServiceProfile"),
+            attempts: http_metrics::Families::with_prefix(
+                registry,
+                "route_actual_",
+                ", of each attempt, retries included, by route of the ServiceProfile",
+            ),
             retryable: registry.counter("route_retryable_total", "Requests that could have been retried"),
         }
     }

@@ -13,7 +13,7 @@ use crate::{
         request::{
             connect::{RequestConnector, TriedEndpoints},
             context::{OutgoingRequest, RequestContext},
-            dispatch::Dispatch,
+            dispatch::BackendAttempt,
             observe::{AttemptKind, RouteRequestGuard, RouteSource},
         },
     },
@@ -34,21 +34,21 @@ pub(super) struct AttemptSender<'a> {
     pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, AttemptKind)>,
 }
 
-/// Start and limits of one attempt.
+/// Start and deadlines of one attempt.
 pub(super) struct AttemptParams<'a> {
-    pub(super) started: Instant,
-    pub(super) limits: Option<&'a mut AttemptDeadlines>,
-    /// The caller's copy of the request, if it keeps one.
-    pub(super) copy: Option<&'a ReplayableRequest>,
+    pub(super) started_at: Instant,
+    pub(super) deadlines: Option<&'a mut AttemptDeadlines>,
+    /// The copy of the request that the caller keeps for retries, if it does.
+    pub(super) retry_copy: Option<&'a ReplayableRequest>,
 }
 
 impl AttemptParams<'_> {
-    /// An attempt without limits and without a copy.
-    pub(super) fn plain(started: Instant) -> Self {
+    /// An attempt without deadlines and retries.
+    pub(super) fn plain(started_at: Instant) -> Self {
         Self {
-            started,
-            limits: None,
-            copy: None,
+            started_at,
+            deadlines: None,
+            retry_copy: None,
         }
     }
 }
@@ -57,21 +57,25 @@ impl AttemptSender<'_> {
     /// Selects a backend and sends a request to it, preferably to endpoints that are not in `tried`.
     ///
     /// # Errors
-    /// As [`Dispatch::run`], or a filter of the backend answers the request.
+    /// As [`BackendAttempt::run`], or a filter of the backend responds to the request.
     pub(super) async fn send(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
         params: AttemptParams<'_>,
     ) -> Result<Response<Body>, Error> {
-        let AttemptParams { started, limits, copy } = params;
+        let AttemptParams {
+            started_at,
+            deadlines,
+            retry_copy,
+        } = params;
         let choice = self.backends.choose()?;
         filters::apply_request_filters(&choice.filters, outgoing.req, self.matched_prefix_len)?;
         let route_attempt = self
             .route_request
             .zip(choice.series.as_ref())
-            .map(|((request, kind), backend)| request.start_attempt(backend.clone(), kind, started));
-        let dispatch = Dispatch {
+            .map(|((request, kind), backend)| request.start_attempt(backend.clone(), kind, started_at));
+        let attempt = BackendAttempt {
             context: self.context,
             connector: RequestConnector {
                 worker: self.context.worker,
@@ -81,16 +85,17 @@ impl AttemptSender<'_> {
                 n_tried_before: tried.len(),
             },
             route_source: self.route_source,
-            started_at: started,
-            // The caller's copy lacks the changes of the backend's filters, and its body would have no limits. So it is used only
-            // if the backend has no filters and the body is empty.
-            caller_copy: copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
+            started_at,
+            // The caller's copy was made before the backend's filters changed the request and before the deadlines wrapped its
+            // body. So it equals the request only if the backend has no filters and the body is empty.
+            retry_copy: retry_copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
         };
-        let mut rsp = dispatch.run(outgoing, tried, limits, route_attempt).await?;
+        let mut rsp = attempt.run(outgoing, tried, deadlines, route_attempt).await?;
         filter_response(&choice.filters, &mut rsp);
         Ok(rsp)
     }
 
+    /// Whether one of the backends has an available endpoint now.
     pub(super) fn is_available(&self) -> bool {
         self.backends.is_available(Instant::now())
     }

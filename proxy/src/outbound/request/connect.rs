@@ -24,7 +24,7 @@ use crate::{
     http::{
         body::Body,
         client::{ConnectionUse, Protocol, ReadyConnection},
-        error::{Error, Retry},
+        error::{Error, Resendable},
         headers,
         upgrade::websocket,
     },
@@ -36,7 +36,7 @@ pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_REQU
 
 struct PendingDial {
     endpoint: Arc<Endpoint>,
-    done: oneshot::Receiver<Result<ReadyConnection, Error>>,
+    result_rx: oneshot::Receiver<Result<ReadyConnection, Error>>,
 }
 
 /// Connects a request to an endpoint of its backend.
@@ -55,9 +55,10 @@ pub(super) struct RequestConnector<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct ConnectionRequirements {
     version: Version,
-    /// Set for a request that cannot be converted to HTTP/2: it asks for an upgrade, or has no host.
-    must_stay_http1: bool,
-    reuse: ConnectionUse,
+    /// True if the request cannot be converted to an HTTP/2 request: it is an HTTP/1 upgrade, or has no host. A WebSocket upgrade
+    /// may still use an HTTP/2 connection, as an extended CONNECT; `connection_use` says so.
+    requires_http1: bool,
+    connection_use: ConnectionUse,
 }
 
 impl RequestConnector<'_> {
@@ -98,7 +99,7 @@ impl RequestConnector<'_> {
         }
         let client = endpoint.client(self.worker);
         let ready = client
-            .existing_connection(needs.protocol(endpoint), needs.reuse(endpoint))
+            .existing_connection(needs.protocol(endpoint), needs.connection_use(endpoint))
             .await;
         if ready.is_some() {
             endpoint.breaker().record_connected();
@@ -106,8 +107,8 @@ impl RequestConnector<'_> {
         Ok(ready)
     }
 
-    /// Dials this endpoint and, if that is slow, others; returns the first connection. If another endpoint has an open connection
-    /// that can be shared, returns it immediately.
+    /// Dials this endpoint and, if that is slow or fails, others; returns the first connection. If another endpoint has an open
+    /// connection that can be shared, returns it immediately.
     async fn dial_with_hedging(
         &self,
         endpoint: Arc<Endpoint>,
@@ -123,27 +124,12 @@ impl RequestConnector<'_> {
             let next = tokio::select! {
                 biased;
                 // Cancel-safe: a completed dial is removed in the same poll that returns it.
-                (endpoint, dialled) = first_completed(&mut dials) => match dialled {
+                (endpoint, result) = first_completed(&mut dials) => match result {
                     Ok(ready) => return Ok((endpoint, ready)),
-                    Err(error) if error.retry() == Retry::NeverSent && self.can_try_another_endpoint(tried.len()) => {
-                        tried.push(endpoint);
-                        // The dial has waited for a free stream. Another endpoint is used only if it is available now.
-                        let is_full = matches!(error, Error::StreamLimit { .. });
-                        let other = self.backend.pick_where(|other| is_full && is_untried(other, tried, &dials));
-                        if is_full && dials.is_empty() && other.is_none() {
-                            return Err(error);
-                        }
-                        self.count_resend(error.cause());
-                        if !dials.is_empty() {
-                            continue;
-                        }
-                        match other {
-                            Some(other) => other,
-                            None => self.backend.pick(tried).await?,
-                        }
-                    }
-                    Err(error) if dials.is_empty() => return Err(error),
-                    Err(_) => continue,
+                    Err(error) => match self.next_after_failed_dial(endpoint, error, tried, &dials).await? {
+                        Some(other) => other,
+                        None => continue,
+                    },
                 },
                 () = sleep_until(hedge_at.unwrap_or_else(Instant::now)), if hedge_at.is_some() => {
                     match self.backend.pick_where(|other| is_untried(other, tried, &dials)) {
@@ -158,13 +144,49 @@ impl RequestConnector<'_> {
             if let Some(ready) = self.reuse_connection(&next, needs).await? {
                 return Ok((next, ready));
             }
-            hedge_at = Some(start_dial(&mut dials, next, self.worker, needs))
-                .filter(|_| dials.len() < MAX_ENDPOINTS_PER_REQUEST);
+            let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
+            hedge_at = (dials.len() < MAX_ENDPOINTS_PER_REQUEST).then_some(next_hedge_at);
         }
     }
 
-    /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections cannot be shared, and busy ones are no
-    /// reason to use another endpoint.
+    /// Chooses the endpoint that is used after a failed dial; `None` while other dials are in progress.
+    ///
+    /// # Errors
+    /// No dial is in progress, and no other endpoint may be tried or is available.
+    async fn next_after_failed_dial(
+        &self,
+        failed: Arc<Endpoint>,
+        error: Error,
+        tried: &mut TriedEndpoints,
+        dials: &[PendingDial],
+    ) -> Result<Option<Arc<Endpoint>>, Error> {
+        let may_try_another = error.resendable() == Resendable::Always && self.can_try_another_endpoint(tried.len());
+        if may_try_another {
+            tried.push(failed);
+        }
+        if !dials.is_empty() {
+            if may_try_another {
+                self.count_resend(error.cause());
+            }
+            return Ok(None);
+        }
+        if !may_try_another {
+            return Err(error);
+        }
+        if matches!(error, Error::StreamLimit { .. }) {
+            // This dial has waited for a free stream already. Another endpoint is used only if it is available now.
+            let Some(other) = self.backend.pick_where(|other| is_untried(other, tried, dials)) else {
+                return Err(error);
+            };
+            self.count_resend(error.cause());
+            return Ok(Some(other));
+        }
+        self.count_resend(error.cause());
+        self.backend.pick(tried).await.map(Some)
+    }
+
+    /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections carry one request at a time: that all of an endpoint
+    /// are in use is no reason to choose another endpoint.
     async fn find_shared_connection(
         &self,
         tried: &TriedEndpoints,
@@ -180,11 +202,13 @@ impl RequestConnector<'_> {
         Some((other, ready))
     }
 
+    /// Whether the request may be given to another endpoint of the backend, after `n_tried` endpoints.
     pub(super) fn can_try_another_endpoint(&self, n_tried: usize) -> bool {
-        self.has_attempts_left(n_tried) && !matches!(self.backend, Backend::Forward(_))
+        self.may_send_again(n_tried) && !matches!(self.backend, Backend::Forward(_))
     }
 
-    pub(super) fn has_attempts_left(&self, n_tried: usize) -> bool {
+    /// Whether the request may be sent once more in this attempt, possibly to the same endpoint.
+    pub(super) fn may_send_again(&self, n_tried: usize) -> bool {
         n_tried + 1 < self.n_tried_before + MAX_ENDPOINTS_PER_REQUEST
     }
 
@@ -194,15 +218,15 @@ impl RequestConnector<'_> {
 }
 
 impl ConnectionRequirements {
-    pub(super) fn of_request(req: &Request<Body>, upgrade: bool) -> Self {
+    pub(super) fn of_request(req: &Request<Body>, is_upgrade: bool) -> Self {
         let version = req.version();
         // Without a host, a server may assume that all requests of the connection are for the same site.
         let has_no_host = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
         let is_http1 = version <= Version::HTTP_11;
         Self {
             version,
-            must_stay_http1: (upgrade || has_no_host) && is_http1,
-            reuse: match upgrade {
+            requires_http1: (is_upgrade || has_no_host) && is_http1,
+            connection_use: match is_upgrade {
                 true if !is_http1 || (!has_no_host && websocket::can_use_extended_connect(req)) => {
                     ConnectionUse::ExtendedConnect
                 }
@@ -213,55 +237,59 @@ impl ConnectionRequirements {
     }
 
     /// How the request may use a connection to this endpoint.
-    pub(super) fn reuse(&self, endpoint: &Endpoint) -> ConnectionUse {
-        match self.reuse {
+    pub(super) fn connection_use(&self, endpoint: &Endpoint) -> ConnectionUse {
+        match self.connection_use {
             // Other endpoints do not convert an extended CONNECT back to an HTTP/1 upgrade.
-            ConnectionUse::ExtendedConnect if self.must_stay_http1 && !endpoint.restores_http1() => {
+            ConnectionUse::ExtendedConnect if self.requires_http1 && !endpoint.restores_http1() => {
                 ConnectionUse::NewConnection
             }
-            reuse => reuse,
+            connection_use => connection_use,
         }
     }
 
-    /// The HTTP version of the request on the connection to this endpoint.
+    /// The HTTP version in which the request is sent to this endpoint, unless it becomes an extended CONNECT.
     pub(super) fn protocol(&self, endpoint: &Endpoint) -> Protocol {
-        endpoint.protocol(self.version, self.must_stay_http1)
+        endpoint.protocol(self.version, self.requires_http1)
     }
 }
 
 /// Whether the request has neither tried this endpoint nor is dialling it.
-fn is_untried(other: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+fn is_untried(endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
     let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
-    !excluded.any(|excluded| Arc::ptr_eq(excluded, other))
+    !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
 }
 
 /// Dials an endpoint in a task that completes even if the request ends before. Returns the time at which another endpoint is
-/// dialled.
+/// dialled if this dial has not succeeded.
 fn start_dial(
     dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_REQUEST]>,
     endpoint: Arc<Endpoint>,
     worker: usize,
     needs: ConnectionRequirements,
 ) -> Instant {
-    let (done_tx, done) = oneshot::channel();
+    let (result_tx, result_rx) = oneshot::channel();
     let dialled = endpoint.clone();
     tokio::spawn(async move {
         let client = dialled.client(worker);
-        let ready = client.dial(needs.protocol(&dialled), needs.reuse(&dialled)).await;
-        match &ready {
+        let result = client
+            .dial(needs.protocol(&dialled), needs.connection_use(&dialled))
+            .await;
+        match &result {
             Ok(_) | Err(Error::StreamLimit { .. }) => dialled.breaker().record_connected(),
             Err(error) => {
                 tracing::debug!(addr = %dialled.spec.addr, %error, "endpoint cannot be reached");
                 dialled.breaker().record_dial_failure(error.cause(), Instant::now());
             }
         }
-        if let Err(Ok(ready)) = done_tx.send(ready) {
-            client.return_to_pool(ready); // for the next request
+        // If the request has ended, the connection is kept for the next one.
+        if let Err(Ok(ready)) = result_tx.send(result) {
+            client.return_to_pool(ready);
         }
     });
-    let since = endpoint.client(worker).dial_started_at().unwrap_or_else(Instant::now);
-    dials.push(PendingDial { endpoint, done });
-    since + HEDGED_DIAL_DELAY
+    // Another request may have started the dial of this endpoint earlier; then this dial waits for that one.
+    let dial_started_at = endpoint.client(worker).dial_started_at().unwrap_or_else(Instant::now);
+    dials.push(PendingDial { endpoint, result_rx });
+    dial_started_at + HEDGED_DIAL_DELAY
 }
 
 /// Waits for the first dial that completes, and removes it from `dials`, which must not be empty.
@@ -270,7 +298,7 @@ async fn first_completed(
 ) -> (Arc<Endpoint>, Result<ReadyConnection, Error>) {
     let poll = |cx: &mut Context<'_>| {
         for index in 0..dials.len() {
-            if let Poll::Ready(result) = Pin::new(&mut dials[index].done).poll(cx) {
+            if let Poll::Ready(result) = Pin::new(&mut dials[index].result_rx).poll(cx) {
                 let PendingDial { endpoint, .. } = dials.swap_remove(index);
                 let (addr, cause) = (endpoint.spec.addr, "connect-refused");
                 return Poll::Ready((endpoint, result.unwrap_or(Err(Error::DialFailed { addr, cause }))));

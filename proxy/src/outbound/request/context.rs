@@ -13,7 +13,7 @@ use crate::{
 #[derive(Clone, Copy)]
 pub(in crate::outbound) struct RequestContext<'a> {
     pub(in crate::outbound) worker: usize,
-    pub(in crate::outbound) client: SocketAddr,
+    pub(in crate::outbound) client_addr: SocketAddr,
     pub(in crate::outbound) families: &'a Families,
     pub(in crate::outbound) drain: &'a drain::Watch,
 }

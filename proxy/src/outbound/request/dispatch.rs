@@ -1,4 +1,7 @@
-//! Sends a request: picks an endpoint, connects, sends. Resends it to another endpoint if it was not processed (O7–O11).
+//! One attempt at a request: picks an endpoint, connects, sends (O7–O11).
+//!
+//! If the endpoint has not processed the request, it is sent to another one. Such a resend belongs to the same attempt and needs
+//! no retry policy.
 
 use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use std::{borrow::Cow, future::poll_fn, pin::pin, sync::Arc, time::Duration};
@@ -14,7 +17,7 @@ use crate::{
     http::{
         body::Body,
         client::Protocol,
-        error::{Error, Retry, Side, TimeoutKind, grpc},
+        error::{Error, Resendable, Side, TimeoutKind, grpc},
         headers,
         lifecycle::classify::{self, ResponseObserver},
         lifecycle::deadlines::AttemptDeadlines,
@@ -37,57 +40,57 @@ use crate::{
     trace,
 };
 
-/// Context of one attempt at a request.
-pub(super) struct Dispatch<'a> {
+/// One attempt at a request: sends it to endpoints of one backend, until one of them processes it.
+pub(super) struct BackendAttempt<'a> {
     pub(super) context: RequestContext<'a>,
     pub(super) connector: RequestConnector<'a>,
     pub(super) route_source: RouteSource<'a>,
     pub(super) started_at: Instant,
-    /// The caller's copy of the request, if it can be sent without changes.
-    pub(super) caller_copy: Option<&'a ReplayableRequest>,
+    /// The copy that the caller keeps for retries, if it equals the request that is sent; `None` otherwise.
+    pub(super) retry_copy: Option<&'a ReplayableRequest>,
 }
 
-/// One attempt at one endpoint. Records its result in the endpoint's metrics, load and breaker.
-struct EndpointAttempt {
+/// Records the result of one endpoint in its metrics, load and breaker; observes the response until its end.
+struct EndpointObserver {
     /// Counts the request as in flight until the first data of the response.
     in_flight: InFlightGuard<Endpoint>,
     retry_after: Option<Duration>,
     route_attempt: Option<RouteAttemptGuard>,
-    /// Whether the request was sent to this endpoint first and without waiting. Only then is an expired request timeout the
-    /// endpoint's fault.
+    /// Whether the request was sent to this endpoint first and without waiting. Only then is an expired request timeout a failure
+    /// of the endpoint.
     is_undelayed: bool,
     is_recorded: bool,
 }
 
-/// An exchange with one endpoint.
-struct Exchange {
+/// A request that was sent to an endpoint, and what is needed to handle its result.
+struct SentRequest {
     endpoint: Arc<Endpoint>,
-    attempt: EndpointAttempt,
-    started: Instant,
+    observer: EndpointObserver,
+    started_at: Instant,
     /// The protocol of the endpoint's connection.
     protocol: Protocol,
-    /// The version of the client's request.
-    version: Version,
+    /// The HTTP version of the client's request.
+    client_version: Version,
 }
 
-impl Dispatch<'_> {
+impl BackendAttempt<'_> {
     /// Sends a request to an endpoint of the backend and returns the response.
     ///
     /// Endpoints that the request was sent to are added to `tried`. `route_attempt` records the result.
     ///
     /// # Errors
-    /// No endpoint is available, the last endpoint failed, or a timeout in `limits` expired.
+    /// No endpoint is available, the last endpoint failed, or a deadline has passed.
     pub(super) async fn run(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
-        limits: Option<&mut AttemptDeadlines>,
+        deadlines: Option<&mut AttemptDeadlines>,
         route_attempt: Option<RouteAttemptGuard>,
     ) -> Result<Response<Body>, Error> {
-        match self.send_until_final(outgoing, tried, limits).await {
-            Ok((rsp, mut exchange)) => {
-                exchange.attempt.route_attempt = route_attempt;
-                Ok(classify::observe(rsp, exchange.started, exchange.attempt))
+        match self.send_until_processed(outgoing, tried, deadlines).await {
+            Ok((rsp, mut sent)) => {
+                sent.observer.route_attempt = route_attempt;
+                Ok(classify::observe(rsp, sent.started_at, sent.observer))
             }
             Err(error) => {
                 if let Some(mut route_attempt) = route_attempt {
@@ -99,35 +102,38 @@ impl Dispatch<'_> {
     }
 
     /// Sends a request to endpoints in turn, until one processes it or it may not be sent again.
-    async fn send_until_final(
+    ///
+    /// A resend needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no copy
+    /// and is sent once.
+    async fn send_until_processed(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
-        mut limits: Option<&mut AttemptDeadlines>,
-    ) -> Result<(Response<Body>, Exchange), Error> {
+        mut deadlines: Option<&mut AttemptDeadlines>,
+    ) -> Result<(Response<Body>, SentRequest), Error> {
         let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.upgrade.is_some());
-        let needs_copy = outgoing.upgrade.is_none() && self.caller_copy.is_none();
-        let copied = |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
-        let mut own_copy = needs_copy.then(|| copied(outgoing.req));
+        let needs_own_copy = outgoing.upgrade.is_none() && self.retry_copy.is_none();
+        let make_copy = |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
+        let mut own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
         loop {
-            let (exchange, sent) = self.send_once(outgoing.req, tried, needs, &mut limits).await?;
-            let endpoint = exchange.endpoint.clone();
-            let copy = own_copy.as_ref().or(self.caller_copy);
-            let cause = self.resend_cause(&sent, &endpoint, copy, tried.len());
-            // Without a copy of the request, the client gets this result.
+            let (sent, result) = self.send_once(outgoing.req, tried, needs, &mut deadlines).await?;
+            let endpoint = sent.endpoint.clone();
+            let copy = own_copy.as_ref().or(self.retry_copy);
+            let cause = self.resend_cause(&result, &endpoint, copy, tried.len());
+            // If the body was too large for the copy, `to_request` returns `None`, and the client gets this result.
             let resend = cause.and_then(|cause| Some((cause, copy?.to_request()?)));
             let Some((cause, req)) = resend else {
-                let sent = match sent {
+                let result = match result {
                     Err(error) if cause.is_some() => Err(Error::TooLargeToRetry(Box::new(error))),
-                    sent => sent,
+                    result => result,
                 };
                 tried.push(endpoint);
-                return self.finish(outgoing, exchange, sent);
+                return self.finish(outgoing, sent, result);
             };
             self.connector.count_resend(cause);
-            exchange.discard(sent);
+            sent.discard(result);
             *outgoing.req = req;
-            own_copy = needs_copy.then(|| copied(outgoing.req));
+            own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
             tried.push(endpoint);
         }
     }
@@ -138,35 +144,35 @@ impl Dispatch<'_> {
         req: &mut Request<Body>,
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
-        limits: &mut Option<&mut AttemptDeadlines>,
-    ) -> Result<(Exchange, Result<Response<Body>, Error>), Error> {
+        deadlines: &mut Option<&mut AttemptDeadlines>,
+    ) -> Result<(SentRequest, Result<Response<Body>, Error>), Error> {
         let mut is_undelayed = tried.is_empty();
         let (endpoint, ready) = {
-            let mut connected = pin!(self.connector.connect_endpoint(tried, needs));
+            let mut connecting = pin!(self.connector.connect_endpoint(tried, needs));
             let connected = poll_fn(|cx| {
-                let polled = AttemptDeadlines::poll_head(limits, connected.as_mut().poll(cx), cx);
+                let polled = AttemptDeadlines::poll_head(deadlines, connecting.as_mut().poll(cx), cx);
                 is_undelayed &= polled.is_ready();
                 polled
             });
             connected.await?
         };
-        let version = req.version();
+        let client_version = req.version();
         let protocol = needs.protocol(&endpoint);
         prepare_request(req, &endpoint, protocol)?;
         // Time spent on other endpoints is not part of this endpoint's latency.
-        let started = if is_undelayed { self.started_at } else { Instant::now() };
-        let attempt = EndpointAttempt::start(&endpoint, started, is_undelayed);
+        let started_at = if is_undelayed { self.started_at } else { Instant::now() };
+        let observer = EndpointObserver::start(&endpoint, started_at, is_undelayed);
         let sampled = endpoint.taps.sample();
         let tapped = sampled.and_then(|sampled| self.start_tap(&sampled, req, &endpoint));
-        let span = trace::start_outbound(endpoint.tracer.as_ref(), req);
-        let sent = {
-            let mut sent = pin!(endpoint.client(self.context.worker).send(ready, req));
-            poll_fn(|cx| AttemptDeadlines::poll_head(limits, sent.as_mut().poll(cx), cx)).await
+        let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
+        let result = {
+            let mut response = pin!(endpoint.client(self.context.worker).send(ready, req));
+            poll_fn(|cx| AttemptDeadlines::poll_head(deadlines, response.as_mut().poll(cx), cx)).await
         };
-        trace::finish(span, &sent);
-        let sent = match tapped {
-            None => sent,
-            Some(tapped) => match sent {
+        trace::finish(span, &result);
+        let result = match tapped {
+            None => result,
+            Some(tapped) => match result {
                 Ok(rsp) => Ok(tapped.response(rsp)),
                 Err(error) => {
                     tapped.failed(&error);
@@ -174,25 +180,25 @@ impl Dispatch<'_> {
                 }
             },
         };
-        let exchange = Exchange {
+        let sent = SentRequest {
             endpoint,
-            attempt,
-            started,
+            observer,
+            started_at,
             protocol,
-            version,
+            client_version,
         };
-        Ok((exchange, sent))
+        Ok((sent, result))
     }
 
     /// The cause for which the request may be sent again; `None` if the client gets this result.
     fn resend_cause(
         &self,
-        sent: &Result<Response<Body>, Error>,
+        result: &Result<Response<Body>, Error>,
         endpoint: &Endpoint,
         copy: Option<&ReplayableRequest>,
         n_tried: usize,
     ) -> Option<&'static str> {
-        match sent {
+        match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
             Ok(rsp) if endpoint.identity().is_some() && self.connector.can_try_another_endpoint(n_tried) => {
                 let (cause, retry) = peer_proxy_error(rsp)?;
@@ -207,34 +213,34 @@ impl Dispatch<'_> {
     fn finish(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
-        mut exchange: Exchange,
-        sent: Result<Response<Body>, Error>,
-    ) -> Result<(Response<Body>, Exchange), Error> {
-        let mut rsp = match sent {
+        mut sent: SentRequest,
+        result: Result<Response<Body>, Error>,
+    ) -> Result<(Response<Body>, SentRequest), Error> {
+        let mut rsp = match result {
             Ok(rsp) => rsp,
             Err(error) => {
-                exchange.attempt.record_error(&error);
+                sent.observer.record_error(&error);
                 return Err(error);
             }
         };
-        exchange.attempt.penalize_failed_head(&rsp);
-        let is_meshed = exchange.endpoint.identity().is_some();
+        sent.observer.penalize_failed_head(&rsp);
+        let is_meshed = sent.endpoint.identity().is_some();
         // With several endpoints, one of them must not close the client's connection to the service.
-        let may_end = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
-        finish_response(&mut rsp, exchange.protocol, exchange.version, may_end);
-        let upgraded = rsp.body_mut().take_server_tunnel();
-        if upgraded.is_some() && outgoing.upgrade.is_none() {
+        let may_close_client = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
+        finish_response(&mut rsp, sent.protocol, sent.client_version, may_close_client);
+        let server_tunnel = rsp.body_mut().take_server_tunnel();
+        if server_tunnel.is_some() && outgoing.upgrade.is_none() {
             let error = Error::InvalidResponse("the server switched protocols without an upgrade request");
-            exchange.attempt.record_error(&error);
+            sent.observer.record_error(&error);
             return Err(error);
         }
         if !is_meshed {
             headers::strip_spoofed(rsp.headers_mut());
         }
-        if let (Some(client), Some(upstream)) = (outgoing.upgrade.take(), upgraded) {
-            tunnel::spawn_tunnel(client, upstream, self.context.drain, std::future::pending());
+        if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.upgrade.take(), server_tunnel) {
+            tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.context.drain, std::future::pending());
         }
-        Ok((rsp, exchange))
+        Ok((rsp, sent))
     }
 
     /// Sends this attempt to the tap observers that sampled it.
@@ -245,30 +251,35 @@ impl Dispatch<'_> {
         req: &Request<Body>,
         endpoint: &Endpoint,
     ) -> Option<Box<TappedRequest>> {
-        let subject = RequestInfo {
+        let request_info = RequestInfo {
             source_labels: ServerTls::Plain(NoServerTls::Loopback).label_map(),
             destination_labels: Cow::Borrowed(&endpoint.spec.labels),
             destination_tls: endpoint.tls.label_map(),
             route_labels: self.route_source.route_labels(req),
-            ..RequestInfo::of(req, ProxyDirection::Outbound, self.context.client, endpoint.spec.addr)
+            ..RequestInfo::of(
+                req,
+                ProxyDirection::Outbound,
+                self.context.client_addr,
+                endpoint.spec.addr,
+            )
         };
-        endpoint.taps.show(sampled, subject)
+        endpoint.taps.show(sampled, request_info)
     }
 
     fn can_resend(&self, error: &Error, endpoint: &Endpoint, copy: Option<&ReplayableRequest>, n_tried: usize) -> bool {
         // An unprocessed request can also be sent on a new connection to the same endpoint.
-        let may_try = match error.is_unprocessed() {
-            true => self.connector.has_attempts_left(n_tried),
+        let may_send = match error.is_unprocessed() {
+            true => self.connector.may_send_again(n_tried),
             false => self.connector.can_try_another_endpoint(n_tried),
         };
-        may_try && copy.is_some() && self.allows_resend(error.retry(), endpoint, copy)
+        may_send && copy.is_some() && self.allows_resend(error.resendable(), endpoint, copy)
     }
 
-    fn allows_resend(&self, retry: Retry, endpoint: &Endpoint, copy: Option<&ReplayableRequest>) -> bool {
-        match retry {
-            Retry::No => false,
-            Retry::NeverSent => true,
-            Retry::IfIdempotent => {
+    fn allows_resend(&self, resendable: Resendable, endpoint: &Endpoint, copy: Option<&ReplayableRequest>) -> bool {
+        match resendable {
+            Resendable::Never => false,
+            Resendable::Always => true,
+            Resendable::IfIdempotent => {
                 let resend = endpoint.client(self.context.worker).resend_policy();
                 copy.is_some_and(|copy| resend.allows(copy.method()))
             }
@@ -293,21 +304,22 @@ fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Proto
         }
     }
     if protocol == Protocol::Http2 && req.version() != Version::HTTP_2 {
-        return http1_over_http2::upgrade(req);
+        return http1_over_http2::request_to_http2(req);
     }
     Ok(())
 }
 
-/// Converts a response to the version that the client client_version for, and removes headers that are for proxies only.
+/// Converts a response to the HTTP version of the client's request, `client_version`, and removes headers that only proxies use.
 ///
-/// `may_end` is whether the peer's proxy may close the client's connection: only if its endpoint is the only one of the backend.
-fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version: Version, may_end: bool) {
-    let upgraded = client_version != Version::HTTP_2 && protocol == Protocol::Http2;
-    if upgraded {
-        http1_over_http2::downgrade(rsp);
+/// `may_close_client` is whether the peer's proxy may close the client's connection: only if its endpoint is the only one of the
+/// backend.
+fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version: Version, may_close_client: bool) {
+    let was_converted_to_http2 = client_version != Version::HTTP_2 && protocol == Protocol::Http2;
+    if was_converted_to_http2 {
+        http1_over_http2::response_to_http1(rsp);
     } else if protocol == Protocol::Http1 {
         match rsp.status() {
-            StatusCode::SWITCHING_PROTOCOLS => headers::strip_all_but_upgrade(rsp.headers_mut()),
+            StatusCode::SWITCHING_PROTOCOLS => headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut()),
             _ => headers::strip_hop_by_hop(rsp.headers_mut()),
         }
     }
@@ -315,15 +327,16 @@ fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version:
     if let Some(error) = proxy_headers.error {
         tracing::debug!(status = %rsp.status(), ?error, "the peer's proxy returned an error");
     }
-    if proxy_headers.closes_connection && may_end && client_version <= Version::HTTP_11 && !upgraded {
+    let is_http1 = client_version <= Version::HTTP_11 && !was_converted_to_http2;
+    if proxy_headers.closes_connection && may_close_client && is_http1 {
         rsp.headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
 }
 
-/// Cause and retry class of an error response that the peer's proxy generated, if another endpoint may answer. A tulle proxy
-/// sends a cause header. Linkerd's proxy sends none and is recognized by its error text.
-fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Retry)> {
+/// Cause and retry class of an error response that the peer's proxy generated; `None` if the request may not be sent again. A
+/// tulle proxy sends a cause header. Linkerd's proxy sends none and is recognized by its error text.
+fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Resendable)> {
     let headers = rsp.headers();
     // For gRPC, the error is a `grpc-status` in a response with status 200.
     let by_status = match (rsp.status(), classify::grpc_status(headers)) {
@@ -337,38 +350,45 @@ fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Retry)> {
     let code = headers
         .get(names::L5D_PROXY_CAUSE)
         .map_or(&b""[..], HeaderValue::as_bytes);
-    let known = [
-        ("connect-refused", "connect-refused", Retry::NeverSent),
-        ("connect-timeout", "connect-timeout", Retry::NeverSent),
-        ("connection-closed; then=", "connection-closed", Retry::IfIdempotent),
+    let resendable = [
+        ("connect-refused", "connect-refused", Resendable::Always),
+        ("connect-timeout", "connect-timeout", Resendable::Always),
+        // The header of `Error::ReconnectFailed`: an open connection was closed, and the dial after it failed.
+        (
+            "connection-closed; then=",
+            "connection-closed",
+            Resendable::IfIdempotent,
+        ),
     ];
-    let by_code = known.iter().find(|(begins, ..)| code.starts_with(begins.as_bytes()));
+    let by_code = resendable
+        .iter()
+        .find(|(prefix, ..)| code.starts_with(prefix.as_bytes()));
     match by_code {
         Some((_, cause, retry)) => Some((cause, *retry)),
-        None => (error == "client error (Connect)").then_some((by_status, Retry::NeverSent)),
+        None => (error == "client error (Connect)").then_some((by_status, Resendable::Always)),
     }
 }
 
-impl Exchange {
+impl SentRequest {
     /// Records a result that the client does not get, because the request is sent again.
-    fn discard(mut self, sent: Result<Response<Body>, Error>) {
-        match sent {
-            Err(error) => self.attempt.record_error(&error),
+    fn discard(mut self, result: Result<Response<Body>, Error>) {
+        match result {
+            Err(error) => self.observer.record_error(&error),
             Ok(rsp) => {
-                self.attempt.penalize_failed_head(&rsp);
+                self.observer.penalize_failed_head(&rsp);
                 // Ending the body records the result of this endpoint.
-                let rsp = classify::observe(rsp, self.started, self.attempt);
+                let rsp = classify::observe(rsp, self.started_at, self.observer);
                 rsp.into_body().finish(Ok(()));
             }
         }
     }
 }
 
-impl EndpointAttempt {
-    fn start(endpoint: &Arc<Endpoint>, started: Instant, is_undelayed: bool) -> Self {
+impl EndpointObserver {
+    fn start(endpoint: &Arc<Endpoint>, started_at: Instant, is_undelayed: bool) -> Self {
         endpoint.series.request();
         Self {
-            in_flight: InFlightGuard::new(endpoint.clone(), started),
+            in_flight: InFlightGuard::new(endpoint.clone(), started_at),
             retry_after: None,
             route_attempt: None,
             is_undelayed,
@@ -380,17 +400,20 @@ impl EndpointAttempt {
     fn penalize_failed_head(&mut self, rsp: &Response<Body>) {
         let status = rsp.status();
         let code = classify::grpc_status(rsp.headers());
-        let overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
-        let is_unavailable = overloaded || status == StatusCode::SERVICE_UNAVAILABLE || code == Some(grpc::UNAVAILABLE);
+        let is_overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
+        let is_unavailable =
+            is_overloaded || status == StatusCode::SERVICE_UNAVAILABLE || code == Some(grpc::UNAVAILABLE);
         if is_unavailable {
             self.retry_after = headers::retry_after(rsp.headers());
         }
-        if overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)) {
+        // A client that is denied has not failed because of the endpoint.
+        let is_denied = code == Some(grpc::PERMISSION_DENIED);
+        if is_overloaded || (!is_denied && !classify::is_success(status, code)) {
             self.in_flight.record_failure(self.retry_after, Instant::now());
         }
     }
 
-    /// Records an attempt without a response.
+    /// Records that the endpoint returned no response.
     fn record_error(mut self, error: &Error) {
         self.is_recorded = true;
         let endpoint = self.in_flight.endpoint().clone();
@@ -399,7 +422,7 @@ impl EndpointAttempt {
             Error::TooLargeToRetry(error) => &**error,
             error => error,
         };
-        let is_its_fault = match error {
+        let is_endpoint_failure = match error {
             // A pooled connection may be closed at any time. That is not a failure of the endpoint.
             Error::ConnectionClosed { reused: true, .. } => false,
             // Neither is a connection that ends with GOAWAY because of its age.
@@ -408,7 +431,7 @@ impl EndpointAttempt {
             Error::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => self.is_undelayed,
             error => error.side() == Side::Peer && !error.is_request_body_error(),
         };
-        if !is_its_fault {
+        if !is_endpoint_failure {
             return;
         }
         let now = Instant::now();
@@ -419,7 +442,7 @@ impl EndpointAttempt {
     }
 }
 
-impl ResponseObserver for EndpointAttempt {
+impl ResponseObserver for EndpointObserver {
     fn series(&self) -> Option<&Series> {
         Some(&self.in_flight.endpoint().series)
     }
@@ -439,11 +462,12 @@ impl ResponseObserver for EndpointAttempt {
         if let Some(route_attempt) = &mut self.route_attempt {
             route_attempt.record_response(now, &outcome);
         }
-        let overloaded =
+        let is_overloaded =
             outcome.status == StatusCode::TOO_MANY_REQUESTS || outcome.grpc == Some(grpc::RESOURCE_EXHAUSTED);
         let request_outcome = match outcome {
-            _ if overloaded => breaker::RequestOutcome::Overloaded,
+            _ if is_overloaded => breaker::RequestOutcome::Overloaded,
             ResponseOutcome { success: true, .. } => breaker::RequestOutcome::Success,
+            // The client left a response that was good so far. This says nothing about the endpoint.
             ResponseOutcome {
                 end: ResponseEnd::Abandoned,
                 status,
@@ -460,7 +484,7 @@ impl ResponseObserver for EndpointAttempt {
 }
 
 /// Dropped without a result: the client has cancelled the request.
-impl Drop for EndpointAttempt {
+impl Drop for EndpointObserver {
     fn drop(&mut self) {
         if !self.is_recorded {
             self.in_flight
@@ -477,7 +501,7 @@ mod tests {
 
     #[test]
     fn l5d_proxy_connection_close_ends_the_http1_connection() {
-        for (protocol, version, may_end, closes) in [
+        for (protocol, version, may_close_client, closes) in [
             (Protocol::Http1, Version::HTTP_11, true, true),
             (Protocol::Http2, Version::HTTP_2, true, false), // HTTP/2 has no Connection header
             (Protocol::Http2, Version::HTTP_11, true, false), // other clients may share the connection to the peer
@@ -485,7 +509,7 @@ mod tests {
         ] {
             let rsp = Response::builder().header("l5d-proxy-connection", "close");
             let mut rsp = rsp.body(Body::empty()).unwrap();
-            finish_response(&mut rsp, protocol, version, may_end);
+            finish_response(&mut rsp, protocol, version, may_close_client);
             assert_eq!(
                 rsp.headers().contains_key("connection"),
                 closes,
@@ -497,7 +521,7 @@ mod tests {
 
     #[test]
     fn errors_generated_by_a_peer_proxy_are_recognized() {
-        let answer = |status: u16, headers: &[(&str, &str)]| {
+        let proxy_error = |status: u16, headers: &[(&str, &str)]| {
             let mut rsp = Response::builder().status(status);
             for (name, value) in headers {
                 rsp = rsp.header(*name, *value);
@@ -507,9 +531,9 @@ mod tests {
         let (grpc, unavailable) = (("content-type", "application/grpc"), ("grpc-status", "14"));
         let (code, error) = ("l5d-proxy-cause", ("l5d-proxy-error", "refused"));
         let linkerd = ("l5d-proxy-error", "client error (Connect)");
-        let refused = Some(("connect-refused", Retry::NeverSent));
-        let timed_out = Some(("connect-timeout", Retry::NeverSent));
-        let gone = Some(("connection-closed", Retry::IfIdempotent));
+        let refused = Some(("connect-refused", Resendable::Always));
+        let timed_out = Some(("connect-timeout", Resendable::Always));
+        let gone = Some(("connection-closed", Resendable::IfIdempotent));
         for (status, headers, expected) in [
             (502, vec![error, (code, "connect-refused")], refused),
             (504, vec![error, (code, "connect-timeout")], timed_out),
@@ -534,7 +558,7 @@ mod tests {
             (502, vec![], None),
             (200, vec![error, (code, "connect-refused")], None),
         ] {
-            assert_eq!(answer(status, &headers), expected, "{status} {headers:?}");
+            assert_eq!(proxy_error(status, &headers), expected, "{status} {headers:?}");
         }
     }
 }

@@ -1,4 +1,9 @@
 //! Records requests and their attempts in the metrics of routes.
+//!
+//! A [`RouteAttemptGuard`] records each attempt in the series of its backend. A request is recorded once in the series of its
+//! route: if it fails or is cancelled, by [`RouteRequestGuard`]; otherwise at the end of its response, by the guard of its only
+//! attempt ([`AttemptKind::Single`]) or, if it may be retried, by
+//! [`RouteResponseObserver`](crate::outbound::metrics::RouteResponseObserver).
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -22,7 +27,7 @@ pub(super) struct RouteRequestGuard<'a> {
     route: &'a Arc<RouteSeries>,
     /// Series of the request's host, if requests are counted by host.
     host_series: Option<Arc<RouteSeries>>,
-    pub(super) upload: RequestTiming,
+    pub(super) timing: RequestTiming,
     is_recorded: bool,
 }
 
@@ -31,7 +36,7 @@ impl<'a> RouteRequestGuard<'a> {
         let host_series = route.for_host(req);
         let frames = &host_series.as_ref().unwrap_or(route).frames;
         Self {
-            upload: RequestTiming::observe(req, Instant::now(), frames),
+            timing: RequestTiming::observe(req, Instant::now(), frames),
             route,
             host_series,
             is_recorded: false,
@@ -46,19 +51,19 @@ impl<'a> RouteRequestGuard<'a> {
         &self,
         backend: Arc<BackendSeries>,
         kind: AttemptKind,
-        began_at: Instant,
+        started_at: Instant,
     ) -> RouteAttemptGuard {
-        let (upload, host_series) = (self.upload.clone(), self.host_series.clone());
-        RouteAttemptGuard::begin(upload, backend, host_series, kind, began_at)
+        let (timing, host_series) = (self.timing.clone(), self.host_series.clone());
+        RouteAttemptGuard::begin(timing, backend, host_series, kind, started_at)
     }
 
     /// Records a failed request. Other requests are recorded at the end of their response.
-    pub(super) fn record_result(&mut self, sent: &Result<Response<Body>, Error>) {
+    pub(super) fn record_result(&mut self, result: &Result<Response<Body>, Error>) {
         self.is_recorded = true;
-        if let Err(error) = sent {
+        if let Err(error) = result {
             let now = Instant::now();
             self.series()
-                .record(self.upload.started(), now, &classify::failed_outcome(error));
+                .record(self.timing.started(), now, &classify::failed_outcome(error));
         }
     }
 }
@@ -72,14 +77,14 @@ impl Drop for RouteRequestGuard<'_> {
     }
 }
 
-/// Records one attempt in the series of its route.
+/// Records one attempt in the series of its backend and, if it is the only attempt of its request, in that of the route.
 pub(super) struct RouteAttemptGuard {
     timing: RequestTiming,
     pub(super) backend_series: Arc<BackendSeries>,
     /// The route's series for the request's host, if requests are counted by host.
     host_series: Option<Arc<RouteSeries>>,
     kind: AttemptKind,
-    began_at: Instant,
+    started_at: Instant,
     is_recorded: bool,
 }
 
@@ -89,7 +94,7 @@ impl RouteAttemptGuard {
         backend_series: Arc<BackendSeries>,
         host_series: Option<Arc<RouteSeries>>,
         kind: AttemptKind,
-        began_at: Instant,
+        started_at: Instant,
     ) -> Self {
         backend_series.record_request();
         Self {
@@ -97,14 +102,14 @@ impl RouteAttemptGuard {
             backend_series,
             host_series,
             kind,
-            began_at,
+            started_at,
             is_recorded: false,
         }
     }
 
-    /// When the request was sent completely. A retry starts after the upload has ended; then this is the start of the retry.
+    /// When the request was sent completely. The body of a retry was received before the retry; then this is the retry's start.
     fn sent_at(&self) -> Instant {
-        self.timing.ended().max(self.began_at)
+        self.timing.ended().max(self.started_at)
     }
 
     /// Records an attempt without a response.
@@ -117,7 +122,7 @@ impl RouteAttemptGuard {
     pub(super) fn record_response(&mut self, now: Instant, outcome: &ResponseOutcome) {
         self.is_recorded = true;
         self.backend_series.record_response(self.sent_at(), now, outcome);
-        if self.kind == AttemptKind::Final {
+        if self.kind == AttemptKind::Single {
             let route = self.host_series.as_ref().unwrap_or(&self.backend_series.route);
             route.record(self.timing.started(), now, outcome);
         }
@@ -133,10 +138,11 @@ impl Drop for RouteAttemptGuard {
     }
 }
 
-/// Whether a retry may follow an attempt. The response of a final attempt ends the request in the route's series.
+/// Whether a retry may follow an attempt.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AttemptKind {
-    Final,
+    /// The only attempt of its request: the end of its response ends the request too.
+    Single,
     Retryable,
 }
 

@@ -37,12 +37,12 @@ impl ProfilePlan {
     /// The last attempt failed, or the route's timeout expired.
     pub(super) async fn send(
         &self,
-        attempt: &AttemptSender<'_>,
+        sender: &AttemptSender<'_>,
         outgoing: &mut OutgoingRequest<'_>,
     ) -> Result<Response<Body>, Error> {
-        let started = Instant::now();
-        let head = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
-        let index = profile::find(&self.profile.routes, &head);
+        let started_at = Instant::now();
+        let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+        let index = profile::find(&self.profile.routes, &attributes);
         let route = index.and_then(|index| self.profile.routes.get(index));
         let metrics = &self.routes[index.unwrap_or(self.profile.routes.len())];
         if let Some(canonical) = &self.canonical {
@@ -53,7 +53,7 @@ impl ProfilePlan {
         }
         let mut request_metrics = ProfileRequestMetrics::begin(route, metrics);
         if let Some(budget) = &self.budget {
-            budget.deposit(started);
+            budget.deposit(started_at);
         }
         let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_deref());
         let retries = retryable.map(|(route, budget)| RetryParams {
@@ -65,28 +65,28 @@ impl ProfilePlan {
             budget,
         });
         let timeout = route.and_then(|route| route.timeout);
-        let terms = RequestTimeouts {
-            response_deadline: timeout.map(|limit| (started + limit, limit)),
+        let timeouts = RequestTimeouts {
+            response_deadline: timeout.map(|limit| (started_at + limit, limit)),
             ..RequestTimeouts::default()
         };
-        let sent = if outgoing.upgrade.is_some() {
-            retry::send_upgrade(attempt, started, outgoing, terms, &request_metrics).await
+        let result = if outgoing.upgrade.is_some() {
+            retry::send_upgrade(sender, started_at, outgoing, timeouts, &request_metrics).await
         } else {
             let plan = SendPlan {
-                started,
-                timeouts: terms,
+                started_at,
+                timeouts,
                 retries: retries.as_ref(),
             };
-            retry::send_with_retries(attempt, outgoing, plan, &request_metrics).await
+            retry::send_with_retries(sender, outgoing, plan, &request_metrics).await
         };
         request_metrics.is_recorded = true;
-        match sent {
+        match result {
             Ok(rsp) => {
                 let class = route.and_then(|route| route.classify(rsp.status()));
                 let series = metrics.logical.clone();
                 Ok(classify::observe(
                     rsp,
-                    started,
+                    started_at,
                     ProfileResponseObserver { series, class },
                 ))
             }
@@ -103,7 +103,8 @@ struct ProfileRequestMetrics<'a> {
     route: Option<&'a ProfileRoute>,
     metrics: &'a ProfileRouteMetrics,
     attempt_in_progress: AtomicBool,
-    /// Whether the result is recorded. Dropped before that, the request counts as cancelled by the client.
+    /// Whether the caller has recorded the result of the request. If this value is dropped before, the request counts as
+    /// cancelled by the client.
     is_recorded: bool,
 }
 
@@ -125,11 +126,11 @@ impl Drop for ProfileRequestMetrics<'_> {
         if self.is_recorded {
             return;
         }
-        let left = classify::failed_outcome(&Error::ClientClosed);
+        let cancelled = classify::failed_outcome(&Error::ClientClosed);
         if *self.attempt_in_progress.get_mut() {
-            self.metrics.attempts.response(left);
+            self.metrics.attempts.response(cancelled);
         }
-        self.metrics.logical.response(left);
+        self.metrics.logical.response(cancelled);
     }
 }
 
@@ -139,16 +140,16 @@ impl AttemptMetrics for ProfileRequestMetrics<'_> {
         self.metrics.attempts.request();
     }
 
-    fn attempt_ended(&self, result: &Result<Response<Body>, Error>, grpc: Option<i32>) {
+    fn attempt_ended(&self, result: &Result<Response<Body>, Error>, grpc_status: Option<i32>) {
         self.attempt_in_progress.store(false, Ordering::Relaxed);
         self.metrics.attempts.response(match result {
             Ok(rsp) => {
                 let class = self.route.and_then(|route| route.classify(rsp.status()));
                 ResponseOutcome {
                     status: rsp.status(),
-                    grpc,
+                    grpc: grpc_status,
                     success: class.map_or_else(
-                        || classify::is_success(rsp.status(), grpc),
+                        || classify::is_success(rsp.status(), grpc_status),
                         |class| class == Class::Success,
                     ),
                     end: ResponseEnd::Complete,

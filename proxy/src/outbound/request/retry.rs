@@ -4,7 +4,7 @@ use std::{borrow::Cow, collections::VecDeque, ops::RangeInclusive, time::Duratio
 
 use bytes::Bytes;
 use futures_util::FutureExt as _;
-use http::{HeaderMap, HeaderName, Response, StatusCode};
+use http::{HeaderMap, HeaderName, Request, Response, StatusCode};
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, sleep};
 use tulle_core::{
@@ -24,7 +24,7 @@ use crate::{
         lifecycle::replay::{self, ReplayableRequest},
     },
     outbound::{
-        destination::retry_policy::RetryPolicy,
+        destination::timeouts_and_retries::TimeoutsAndRetries,
         metrics::attempts::AttemptMetrics,
         request::{
             attempt::{AttemptParams, AttemptSender},
@@ -33,12 +33,12 @@ use crate::{
         },
     },
     policy::{
-        client::{RequestOverrides, Retry, RetryAfterBackoff, RetryConditions, Timeouts},
+        client::{HeaderOverrides, RetryAfterBackoff, RetryConditions, RetryPolicy, Timeouts},
         profile::{Class, ProfileRoute, RetryBudgetState},
     },
 };
 
-/// When and how often one request is retried.
+/// When and how often one request is retried, by a route rule or by a ServiceProfile.
 pub(super) struct RetryParams<'a> {
     pub(super) retry_on: RetryOn<'a>,
     pub(super) max_retries: u16,
@@ -57,35 +57,35 @@ pub(super) enum RetryOn<'a> {
     RouteFailures(&'a ProfileRoute),
 }
 
-impl RetryPolicy {
+impl TimeoutsAndRetries {
     /// Sends a request with the timeouts and retries of the rule, and of its headers if they may override the rule.
     ///
     /// # Errors
     /// The last attempt failed, or a timeout expired.
     pub(super) async fn send(
         &self,
-        attempt: &AttemptSender<'_>,
+        sender: &AttemptSender<'_>,
         outgoing: &mut OutgoingRequest<'_>,
         metrics: &impl AttemptMetrics,
     ) -> Result<Response<Body>, Error> {
-        let start = Instant::now();
+        let started_at = Instant::now();
         let (mut timeouts, mut retry) = (self.timeouts, self.retry.as_ref().map(Cow::Borrowed));
-        if self.header_overrides == RequestOverrides::Allow {
+        if self.header_overrides == HeaderOverrides::Allow {
             timeouts = timeouts_with_overrides(timeouts, outgoing.req.headers_mut());
             retry = retry_with_overrides(retry, outgoing.req.headers_mut());
         }
-        let terms = RequestTimeouts {
-            deadline: timeouts.request.map(|limit| (start + limit, limit)),
+        let timeouts = RequestTimeouts {
+            deadline: timeouts.request.map(|limit| (started_at + limit, limit)),
             response_deadline: None,
             response_headers_timeout: None,
             response_timeout: timeouts.response,
             idle_timeout: timeouts.idle,
         };
         if outgoing.upgrade.is_some() {
-            return send_upgrade(attempt, start, outgoing, terms, metrics).await;
+            return send_upgrade(sender, started_at, outgoing, timeouts, metrics).await;
         }
         let retries = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
-            self.budget.deposit(start);
+            self.budget.deposit(started_at);
             RetryParams {
                 max_retries: retry.max_retries,
                 max_body_bytes: retry.max_request_bytes,
@@ -99,41 +99,41 @@ impl RetryPolicy {
             }
         });
         let plan = SendPlan {
-            started: start,
-            timeouts: terms,
+            started_at,
+            timeouts,
             retries: retries.as_ref(),
         };
-        send_with_retries(attempt, outgoing, plan, metrics).await
+        send_with_retries(sender, outgoing, plan, metrics).await
     }
 }
 
-/// Sends an upgrade request once; its timeouts start at `started`. The upgraded stream has no timeout.
+/// Sends an upgrade request once; its timeouts start at `started_at`. The upgraded stream has no timeout.
 ///
 /// # Errors
 /// The attempt failed, or a timeout expired.
 pub(super) async fn send_upgrade(
-    attempt: &AttemptSender<'_>,
-    started: Instant,
+    sender: &AttemptSender<'_>,
+    started_at: Instant,
     outgoing: &mut OutgoingRequest<'_>,
-    terms: RequestTimeouts,
+    timeouts: RequestTimeouts,
     metrics: &impl AttemptMetrics,
 ) -> Result<Response<Body>, Error> {
-    let mut limits = AttemptDeadlines::start(terms, outgoing.req, started);
+    let mut deadlines = AttemptDeadlines::start(timeouts, outgoing.req, started_at);
     metrics.attempt_started();
     let mut tried = TriedEndpoints::new();
     let params = AttemptParams {
-        started,
-        limits: Some(&mut limits),
-        copy: None,
+        started_at,
+        deadlines: Some(&mut deadlines),
+        retry_copy: None,
     };
-    let sent = attempt.send(outgoing, &mut tried, params).await;
-    metrics.attempt_ended(&sent, grpc_status_in_head(&sent));
-    sent
+    let result = sender.send(outgoing, &mut tried, params).await;
+    metrics.attempt_ended(&result, grpc_status_in_head(&result));
+    result
 }
 
 /// How a request is sent: start of the first attempt, timeouts, and retries.
 pub(super) struct SendPlan<'a> {
-    pub(super) started: Instant,
+    pub(super) started_at: Instant,
     pub(super) timeouts: RequestTimeouts,
     pub(super) retries: Option<&'a RetryParams<'a>>,
 }
@@ -143,91 +143,82 @@ pub(super) struct SendPlan<'a> {
 /// # Errors
 /// The last attempt failed, or a timeout expired.
 pub(super) async fn send_with_retries(
-    attempt: &AttemptSender<'_>,
+    sender: &AttemptSender<'_>,
     outgoing: &mut OutgoingRequest<'_>,
     plan: SendPlan<'_>,
     metrics: &impl AttemptMetrics,
 ) -> Result<Response<Body>, Error> {
     let SendPlan {
-        mut started,
-        timeouts: terms,
+        mut started_at,
+        timeouts,
         retries,
     } = plan;
     let is_grpc = headers::is_grpc(outgoing.req.version(), outgoing.req.headers());
+    let needs_grpc_status = retries.is_some_and(RetryParams::needs_grpc_status);
     let mut tried = TriedEndpoints::new();
-    let mut delays = retries.and_then(RetryParams::backoff_delays);
+    let mut backoff_delays = retries.and_then(RetryParams::backoff_delays);
     let mut n_retries = 0;
     loop {
+        // `None` if this is the last attempt.
         let retries_left = retries.filter(|retries| n_retries < retries.max_retries);
-        let copy = retries_left.map(|retries| ReplayableRequest::of_request(outgoing.req, retries.max_body_bytes));
-        let head = retries_left.and_then(|retries| retries.attempt_timeout);
-        let terms = RequestTimeouts {
-            response_headers_timeout: head,
-            ..terms
+        let retry_copy =
+            retries_left.map(|retries| ReplayableRequest::of_request(outgoing.req, retries.max_body_bytes));
+        let attempt_timeouts = RequestTimeouts {
+            response_headers_timeout: retries_left.and_then(|retries| retries.attempt_timeout),
+            ..timeouts
         };
-        let sees_grpc = retries.is_some_and(RetryParams::needs_grpc_status);
-        let mut limits = (sees_grpc || terms != RequestTimeouts::default())
-            .then(|| AttemptDeadlines::start(terms, outgoing.req, started));
+        // The gRPC status is read only after the whole request has been sent; only `AttemptDeadlines` know when.
+        let mut deadlines = (needs_grpc_status || attempt_timeouts != RequestTimeouts::default())
+            .then(|| AttemptDeadlines::start(attempt_timeouts, outgoing.req, started_at));
         metrics.attempt_started();
         let params = AttemptParams {
-            started,
-            limits: limits.as_mut(),
-            copy: copy.as_ref(),
+            started_at,
+            deadlines: deadlines.as_mut(),
+            retry_copy: retry_copy.as_ref(),
         };
-        let sent = attempt.send(outgoing, &mut tried, params).await;
-        let (result, grpc) = with_grpc_status(sent, limits.as_mut().filter(|_| sees_grpc)).await;
-        metrics.attempt_ended(&result, grpc);
-        let is_final = !retries.is_some_and(|retries| retries.retry_on.matches(&result, is_grpc, grpc));
-        if is_final && n_retries > 0 && result.is_ok() {
-            metrics.retry_succeeded();
+        let result = sender.send(outgoing, &mut tried, params).await;
+        let (result, grpc_status) = with_grpc_status(result, deadlines.as_mut().filter(|_| needs_grpc_status)).await;
+        metrics.attempt_ended(&result, grpc_status);
+        let is_retryable = retries.is_some_and(|retries| retries.retry_on.matches(&result, is_grpc, grpc_status));
+        if !is_retryable {
+            if n_retries > 0 && result.is_ok() {
+                metrics.retry_succeeded();
+            }
+            return with_deadlines(result, deadlines);
         }
-        if is_final || retries_left.is_none() {
-            if !is_final && retries.is_some_and(|retries| n_retries >= retries.max_retries) {
-                metrics.retry_limit_exceeded();
-            }
-            return result.map(|rsp| with_limits(limits, rsp));
-        }
-        let Some((delay, again)) = retries_left.zip(copy).and_then(|(retries, copy)| {
-            let delay = retries.next_delay(delays.as_mut(), &result);
-            let in_time = terms.deadline.is_none_or(|(at, _)| Instant::now() + delay < at);
-            if !in_time || !copy.can_replay() {
-                return None;
-            }
-            if !attempt.is_available() {
-                metrics.endpoints_exhausted(); // the client gets this result instead of an error
-                return None;
-            }
-            if !retries.budget.withdraw(Instant::now()) {
-                metrics.budget_exhausted();
-                return None;
-            }
-            Some((delay, copy.to_request()?))
-        }) else {
-            return result.map(|rsp| with_limits(limits, rsp));
+        let Some((retries_left, retry_copy)) = retries_left.zip(retry_copy) else {
+            metrics.retry_limit_exceeded();
+            return with_deadlines(result, deadlines);
+        };
+        let delay = retries_left.next_delay(backoff_delays.as_mut(), &result);
+        let is_in_time = timeouts.deadline.is_none_or(|(at, _)| Instant::now() + delay < at);
+        let take_retry = || retries_left.take_retry(retry_copy, sender, metrics);
+        let Some(next_req) = is_in_time.then(take_retry).flatten() else {
+            return with_deadlines(result, deadlines);
         };
         if let Ok(rsp) = result {
             discard_body(rsp.into_body());
         }
-        drop(limits);
+        drop(deadlines);
         if !delay.is_zero() {
             sleep(delay).await;
         }
-        (*outgoing.req, started) = (again, Instant::now());
+        (*outgoing.req, started_at) = (next_req, Instant::now());
         n_retries += 1;
         metrics.retry_started();
     }
 }
 
-/// Adds the gRPC status of a response. If `limits` are given, awaits trailers that may have it.
+/// Adds the gRPC status of a response. If `deadlines` are given, awaits trailers that may have it.
 async fn with_grpc_status(
-    sent: Result<Response<Body>, Error>,
-    limits: Option<&mut AttemptDeadlines>,
+    result: Result<Response<Body>, Error>,
+    deadlines: Option<&mut AttemptDeadlines>,
 ) -> (Result<Response<Body>, Error>, Option<i32>) {
-    match (sent, limits) {
+    match (result, deadlines) {
         // Only after the whole request is sent: a client may wait for the response head before it sends more of the body.
-        (Ok(mut rsp), Some(limits)) if awaits_grpc_trailers(&rsp) && limits.is_sent() => {
-            match limits.with_deadline(peek_grpc_status(&mut rsp)).await {
-                Ok(grpc) => (Ok(rsp), grpc),
+        (Ok(mut rsp), Some(deadlines)) if awaits_grpc_trailers(&rsp) && deadlines.is_sent() => {
+            match deadlines.with_deadline(peek_grpc_status(&mut rsp)).await {
+                Ok(grpc_status) => (Ok(rsp), grpc_status),
                 Err(error) => {
                     // Reports an expired timeout to the observers of the response.
                     rsp.into_body().finish(Err(&error));
@@ -236,8 +227,8 @@ async fn with_grpc_status(
             }
         }
         (result, _) => {
-            let grpc = grpc_status_in_head(&result);
-            (result, grpc)
+            let grpc_status = grpc_status_in_head(&result);
+            (result, grpc_status)
         }
     }
 }
@@ -267,29 +258,54 @@ impl RetryParams<'_> {
             _ => delay,
         }
     }
+
+    /// Takes a retry from the budget and returns the request to send; `None` if the client gets the result of this attempt.
+    ///
+    /// The budget is asked last, so that it pays only for retries that are sent.
+    fn take_retry(
+        &self,
+        retry_copy: ReplayableRequest,
+        sender: &AttemptSender<'_>,
+        metrics: &impl AttemptMetrics,
+    ) -> Option<Request<Body>> {
+        if !retry_copy.can_replay() {
+            return None;
+        }
+        // The result of this attempt says more than an error that no endpoint is available.
+        if !sender.is_available() {
+            metrics.endpoints_exhausted();
+            return None;
+        }
+        if !self.budget.withdraw(Instant::now()) {
+            metrics.budget_exhausted();
+            return None;
+        }
+        retry_copy.to_request()
+    }
 }
 
 impl RetryOn<'_> {
-    /// Whether this result is retried. `is_grpc` is about the request; `grpc` is the status of the response, if known.
-    fn matches(&self, result: &Result<Response<Body>, Error>, is_grpc: bool, grpc: Option<i32>) -> bool {
+    /// Whether this result is retried. `is_grpc` is about the request; `grpc_status` is that of the response, if known.
+    fn matches(&self, result: &Result<Response<Body>, Error>, is_grpc: bool, grpc_status: Option<i32>) -> bool {
         match (self, result) {
             (Self::Statuses(conditions), Ok(rsp)) => {
                 contains_status(&conditions.http, rsp.status().as_u16())
-                    || grpc.is_some_and(|code| conditions.grpc.contains(&code))
+                    || grpc_status.is_some_and(|code| conditions.grpc.contains(&code))
             }
-            (Self::Statuses(_), Err(Error::FailFast(..) | Error::Timeout(TimeoutKind::ResponseHeaders(_)))) => true,
+            // Retried with any conditions: no endpoint became available, or this attempt's own timeout expired.
+            (Self::Statuses(_), Err(Error::QueueTimeout(..) | Error::Timeout(TimeoutKind::ResponseHeaders(_)))) => true,
             // A retry does not help: no time is left, the endpoint has another identity, or the length of a body is
             // wrong.
             (_, Err(Error::Timeout(_) | Error::IdentityMismatch { .. } | Error::ContentLengthMismatch)) => false,
             (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {
-                let answer = error.status();
-                contains_status(&conditions.http, answer.status.as_u16())
-                    || (is_grpc && conditions.grpc.contains(&answer.grpc_code))
+                let status = error.status();
+                contains_status(&conditions.http, status.status.as_u16())
+                    || (is_grpc && conditions.grpc.contains(&status.grpc_code))
             }
-            (Self::RouteFailures(route), Ok(rsp)) => is_route_failure(route, rsp.status(), grpc),
+            (Self::RouteFailures(route), Ok(rsp)) => is_route_failure(route, rsp.status(), grpc_status),
             (Self::RouteFailures(route), Err(error)) if error.side() == Side::Peer => {
-                let answer = error.status();
-                is_route_failure(route, answer.status, is_grpc.then_some(answer.grpc_code))
+                let status = error.status();
+                is_route_failure(route, status.status, is_grpc.then_some(status.grpc_code))
             }
             // Errors of the client, the policy or this proxy would repeat.
             (Self::Statuses(_) | Self::RouteFailures(_), Err(_)) => false,
@@ -298,18 +314,21 @@ impl RetryOn<'_> {
 }
 
 /// Whether the profile's route classifies a response as a failure.
-fn is_route_failure(route: &ProfileRoute, status: StatusCode, grpc: Option<i32>) -> bool {
+fn is_route_failure(route: &ProfileRoute, status: StatusCode, grpc_status: Option<i32>) -> bool {
     match route.classify(status) {
         Some(class) => class == Class::Failure,
-        None => !classify::is_success(status, grpc),
+        None => !classify::is_success(status, grpc_status),
     }
 }
 
-/// Applies the limits of an attempt to its response.
-fn with_limits(limits: Option<AttemptDeadlines>, rsp: Response<Body>) -> Response<Body> {
-    match limits {
-        None => rsp,
-        Some(limits) => limits.limit_response(rsp),
+/// Applies the deadlines of an attempt to the body of its response.
+fn with_deadlines(
+    result: Result<Response<Body>, Error>,
+    deadlines: Option<AttemptDeadlines>,
+) -> Result<Response<Body>, Error> {
+    match deadlines {
+        None => result,
+        Some(deadlines) => result.map(|rsp| deadlines.limit_response(rsp)),
     }
 }
 
@@ -345,16 +364,16 @@ fn awaits_grpc_trailers(rsp: &Response<Body>) -> bool {
 /// wait, so the caller can still use it if this call is cancelled.
 async fn peek_grpc_status(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
     let body = rsp.body_mut();
-    let (mut kept, mut trailers) = (VecDeque::<Bytes>::new(), None);
+    let (mut read, mut trailers) = (VecDeque::<Bytes>::new(), None);
     let mut next = body.frame().await.transpose()?;
     if let Some(frame) = next {
         match frame.into_data() {
             Ok(data) => {
-                kept.push_back(data);
+                read.push_back(data);
                 next = match body.frame().now_or_never() {
                     Some(frame) => frame.transpose()?,
                     None => {
-                        *body = Body::replayed(kept, std::mem::take(body));
+                        *body = Body::replayed(read, std::mem::take(body));
                         return Ok(None);
                     }
                 };
@@ -365,32 +384,37 @@ async fn peek_grpc_status(rsp: &mut Response<Body>) -> Result<Option<i32>, Error
     if let Some(frame) = next {
         match frame.into_data() {
             Ok(data) => {
-                kept.push_back(data);
-                *body = Body::replayed(kept, std::mem::take(body));
+                read.push_back(data);
+                *body = Body::replayed(read, std::mem::take(body));
                 return Ok(None);
             }
             Err(frame) => trailers = frame.into_trailers().ok(),
         }
     }
-    let grpc = trailers.as_ref().and_then(classify::grpc_status);
-    *body = Body::buffered(kept, trailers);
-    Ok(grpc)
+    let grpc_status = trailers.as_ref().and_then(classify::grpc_status);
+    *body = Body::buffered(read, trailers);
+    Ok(grpc_status)
 }
 
 /// The timeouts of a request that may override the rule. The override headers are removed.
 fn timeouts_with_overrides(timeouts: Timeouts, headers: &mut HeaderMap) -> Timeouts {
     let mut requested =
         |name| take_parsed(headers, &name, |text| duration::parse(text).ok()).filter(|limit| !limit.is_zero());
-    let short = requested(names::L5D_TIMEOUT);
+    let l5d_timeout = requested(names::L5D_TIMEOUT); // short name of `l5d-request-timeout`
     Timeouts {
-        request: requested(names::L5D_REQUEST_TIMEOUT).or(short).or(timeouts.request),
+        request: requested(names::L5D_REQUEST_TIMEOUT)
+            .or(l5d_timeout)
+            .or(timeouts.request),
         response: requested(names::L5D_RESPONSE_TIMEOUT).or(timeouts.response),
         idle: timeouts.idle,
     }
 }
 
 /// The retries of a request that may override the rule. The override headers are removed.
-fn retry_with_overrides<'a>(retry: Option<Cow<'a, Retry>>, headers: &mut HeaderMap) -> Option<Cow<'a, Retry>> {
+fn retry_with_overrides<'a>(
+    retry: Option<Cow<'a, RetryPolicy>>,
+    headers: &mut HeaderMap,
+) -> Option<Cow<'a, RetryPolicy>> {
     let http = take_parsed(headers, &names::L5D_RETRY_HTTP, |text| retry::parse_statuses(text).ok());
     let grpc = take_parsed(headers, &names::L5D_RETRY_GRPC, |text| {
         retry::parse_grpc_codes(text).ok()
@@ -402,7 +426,7 @@ fn retry_with_overrides<'a>(retry: Option<Cow<'a, Retry>>, headers: &mut HeaderM
         return retry;
     }
     let mut retry = retry.map_or_else(
-        || Retry {
+        || RetryPolicy {
             max_retries: 1,
             max_request_bytes: replay::DEFAULT_MAX_REPLAY_BYTES,
             conditions: RetryConditions::default(),

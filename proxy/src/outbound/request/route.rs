@@ -28,7 +28,7 @@ impl RequestContext<'_> {
         let snapshot = destination.snapshot(); // one for the whole request
         let router = select_router(&snapshot.plan, outgoing.req.version())?;
         let required_identity = take_required_identity(outgoing.req);
-        let attempt_sender = |route_source, backends, matched_prefix_len, route_request| AttemptSender {
+        let new_sender = |route_source, backends, matched_prefix_len, route_request| AttemptSender {
             context: self,
             route_source,
             required_identity: required_identity.as_deref(),
@@ -39,53 +39,46 @@ impl RequestContext<'_> {
         let routes = match router {
             Router::Routes(routes) => routes,
             Router::Profile(profile) => {
-                let attempt = attempt_sender(RouteSource::Profile(profile.routes()), &profile.backends, None, None);
-                return Box::pin(profile.send(&attempt, outgoing)).await;
+                let sender = new_sender(RouteSource::Profile(profile.routes()), &profile.backends, None, None);
+                return Box::pin(profile.send(&sender, outgoing)).await;
             }
         };
-        let found = route::find(
-            routes,
-            &RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers()),
-        );
-        let found = found.ok_or(Error::RouteNotFound)?; // O6
+        let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+        let found = route::find(routes, &attributes).ok_or(Error::RouteNotFound)?; // O6
         let HttpPlan {
             backends,
-            retry_policy,
+            timeouts_and_retries,
             series,
         } = &found.rule.payload;
         let route_source = RouteSource::Route(&found.route.meta);
         let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
-        let sent = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.prefix) {
-            Err(answer) => Err(answer),
-            Ok(()) => match retry_policy {
-                None => {
-                    let attempt = attempt_sender(
-                        route_source,
-                        backends,
-                        found.prefix,
-                        Some((&request_guard, AttemptKind::Final)),
-                    );
-                    let params = AttemptParams::plain(request_guard.upload.started());
-                    attempt.send(outgoing, &mut TriedEndpoints::new(), params).await // O7–O11
+        let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.prefix) {
+            Err(filter_response) => Err(filter_response),
+            // O7–O11
+            Ok(()) => {
+                let route_sender =
+                    |kind| new_sender(route_source, backends, found.prefix, Some((&request_guard, kind)));
+                match timeouts_and_retries {
+                    None => {
+                        let sender = route_sender(AttemptKind::Single);
+                        let params = AttemptParams::plain(request_guard.timing.started());
+                        sender.send(outgoing, &mut TriedEndpoints::new(), params).await
+                    }
+                    // Boxed because its timers make the future large.
+                    Some(timeouts_and_retries) => {
+                        let sender = route_sender(AttemptKind::Retryable);
+                        let metrics = &**request_guard.series();
+                        let result = Box::pin(timeouts_and_retries.send(&sender, outgoing, metrics)).await;
+                        result.map(|rsp| {
+                            let (route, timing) = (request_guard.series().clone(), request_guard.timing.clone());
+                            classify::observe(rsp, timing.started(), RouteResponseObserver { route, timing })
+                        })
+                    }
                 }
-                // Boxed because its timers make the future large.
-                Some(retry_policy) => {
-                    let attempt = attempt_sender(
-                        route_source,
-                        backends,
-                        found.prefix,
-                        Some((&request_guard, AttemptKind::Retryable)),
-                    );
-                    let sent = Box::pin(retry_policy.send(&attempt, outgoing, &**request_guard.series())).await;
-                    sent.map(|rsp| {
-                        let (route, upload) = (request_guard.series().clone(), request_guard.upload.clone());
-                        classify::observe(rsp, upload.started(), RouteResponseObserver { route, upload })
-                    })
-                }
-            },
+            }
         };
-        request_guard.record_result(&sent);
-        let mut rsp = sent?;
+        request_guard.record_result(&result);
+        let mut rsp = result?;
         filter_response(&found.rule.filters, &mut rsp); // O12
         Ok(rsp)
     }

@@ -31,7 +31,7 @@ pub(crate) fn endpoint_update(
                     true => Err(DecodeError::invalid(
                         ADDRESS,
                         spec.addr,
-                        "an address that is not of a link alone",
+                        "an address that is not link-local",
                     )),
                     false => Ok(spec),
                 }
@@ -55,8 +55,8 @@ pub(crate) fn endpoint_update(
 /// Decodes one endpoint; `set_labels` are the labels of its set.
 ///
 /// # Errors
-/// The address is missing or cannot be dialled, or the identity or server name is invalid. Such an endpoint is not used without
-/// TLS.
+/// The address is missing or cannot be dialled, or the identity or server name is invalid. The caller leaves such an endpoint out:
+/// it is never reached in plaintext instead.
 pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,
@@ -116,7 +116,7 @@ fn socket_addr(message: Option<TcpAddress>) -> Result<SocketAddr, DecodeError> {
 }
 
 /// # Errors
-/// No peer can prove the named identity. Falling back to plaintext could send data to another peer.
+/// The identity or the server name is missing or invalid.
 fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
     const IDENTITY: &str = "identity of an endpoint";
     const SERVER_NAME: &str = "server name of an endpoint";
@@ -149,16 +149,17 @@ fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
 
 /// HTTP/2 settings, limited to the ranges that HTTP/2 allows: the control plane does not check them.
 fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
-    let set = |value: u32| Some(value).filter(|value| *value > 0);
+    let non_zero = |value: u32| Some(value).filter(|value| *value > 0);
     let flow_control = message.flow_control.unwrap_or_default();
     let internals = message.internals.unwrap_or_default();
     Http2Params {
-        connection_window: set(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
-        stream_window: set(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
+        connection_window: non_zero(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
+        stream_window: non_zero(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
         keep_alive: message.keep_alive.and_then(keep_alive),
-        max_concurrent_reset_streams: set(internals.max_concurrent_reset_streams),
-        max_frame_size: set(internals.max_frame_size).map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
-        max_send_buf_size: set(internals.max_send_buf_size),
+        max_concurrent_reset_streams: non_zero(internals.max_concurrent_reset_streams),
+        max_frame_size: non_zero(internals.max_frame_size)
+            .map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
+        max_send_buf_size: non_zero(internals.max_send_buf_size),
     }
 }
 

@@ -28,13 +28,13 @@ pub(crate) enum DecodeError {
         #[source]
         source: regex::Error,
     },
-    #[error("reading {field}")]
+    #[error("invalid {field}")]
     Convert {
         field: &'static str,
         #[source]
         source: ConvertError,
     },
-    #[error("reading {resource}")]
+    #[error("in {resource}")]
     InResource {
         resource: Arc<Meta>,
         #[source]

@@ -10,7 +10,7 @@ use tulle_proto::inbound as proto;
 use tulle_proto::meta::Metadata;
 use tulle_proto::net::IpNetwork;
 
-use crate::policy::authz::{Authentication, Authorization, IdentitySuffix};
+use crate::policy::authz::{Authentication, Authorization, IdentityPattern};
 use crate::policy::decode::fields::{DecodeError, duration, meta};
 use crate::policy::decode::routes;
 use crate::policy::filter::Filter;
@@ -70,13 +70,13 @@ pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, Deco
 fn http(
     messages: Vec<proto::HttpRoute>,
     limit: Option<proto::HttpLocalRateLimit>,
-    server: &Authorizations,
+    server_authorizations: &Authorizations,
 ) -> Result<ServerHttp, DecodeError> {
     let rate_limit = limit.map(rate_limit).transpose()?.map(Arc::new);
     if messages.is_empty() {
         return Ok(ServerHttp {
             rate_limit,
-            ..ServerHttp::catch_all(server.clone())
+            ..ServerHttp::catch_all(server_authorizations.clone())
         });
     }
     let routes = messages.into_iter().map(|message| {
@@ -92,7 +92,7 @@ fn http(
                 hosts,
                 authorizations,
             },
-            server,
+            server_authorizations,
             |payload| {
                 let rule = |rule: proto::http_route::Rule| {
                     Ok(Rule {
@@ -111,9 +111,9 @@ fn http(
     })
 }
 
-fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<ServerHttp, DecodeError> {
+fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations) -> Result<ServerHttp, DecodeError> {
     if messages.is_empty() {
-        return Ok(ServerHttp::catch_all(server.clone()));
+        return Ok(ServerHttp::catch_all(server_authorizations.clone()));
     }
     let routes = messages.into_iter().map(|message| {
         let proto::GrpcRoute {
@@ -128,7 +128,7 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<Serv
                 hosts,
                 authorizations,
             },
-            server,
+            server_authorizations,
             |payload| {
                 let rule = |rule: proto::grpc_route::Rule| {
                     Ok(Rule {
@@ -147,7 +147,8 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<Serv
     })
 }
 
-/// Requests to ports with such rules are matched by the normal form of their path.
+/// Converts matches so that they can be compared with normalized paths: if rules of a port depend on the path, its requests are
+/// matched by the normal form of their path.
 fn for_normalized_paths(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
     matches.into_iter().map(RequestMatch::for_normalized_paths).collect()
 }
@@ -160,14 +161,14 @@ struct RouteParts {
 }
 
 fn route(
-    head: RouteParts,
-    server: &Authorizations,
+    parts: RouteParts,
+    server_authorizations: &Authorizations,
     rules: impl FnOnce(&Authorizations) -> Result<Vec<Rule<Authorizations>>, DecodeError>,
 ) -> Result<Route<Authorizations>, DecodeError> {
-    let meta = meta(head.metadata)?;
+    let meta = meta(parts.metadata)?;
     let decode = || {
-        let authorizations = with_server_authorizations(head.authorizations, server)?;
-        let hosts = routes::hosts(head.hosts)?;
+        let authorizations = with_server_authorizations(parts.authorizations, server_authorizations)?;
+        let hosts = routes::hosts(parts.hosts)?;
         Ok(Route {
             meta: meta.clone(),
             hosts,
@@ -183,7 +184,7 @@ fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError
         Some(Kind::FailureInjector(injector)) => routes::http_failure(injector),
         Some(Kind::RequestHeaderModifier(modifier)) => routes::request_headers(modifier),
         Some(Kind::Redirect(redirect)) => routes::redirect(redirect),
-        None => Ok(Filter::Unknown),
+        None => Ok(Filter::unknown()),
     }
 }
 
@@ -192,20 +193,20 @@ fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError
     match message.kind {
         Some(Kind::FailureInjector(injector)) => routes::grpc_failure(injector),
         Some(Kind::RequestHeaderModifier(modifier)) => routes::request_headers(modifier),
-        None => Ok(Filter::Unknown),
+        None => Ok(Filter::unknown()),
     }
 }
 
 /// A route's own authorizations, then the server's.
 fn with_server_authorizations(
     messages: Vec<proto::Authz>,
-    server: &Authorizations,
+    server_authorizations: &Authorizations,
 ) -> Result<Authorizations, DecodeError> {
     if messages.is_empty() {
-        return Ok(server.clone());
+        return Ok(server_authorizations.clone());
     }
     let mut own = authorizations(messages)?;
-    own.extend(server.iter().cloned());
+    own.extend(server_authorizations.iter().cloned());
     Ok(own.into())
 }
 
@@ -261,9 +262,9 @@ fn authentication(message: Option<proto::Authn>) -> Result<Authentication, Decod
         Clients::Unauthenticated(_) => Authentication::TlsUnauthenticated,
         Clients::Identities(PermitClientIdentities { identities, suffixes }) => Authentication::TlsIdentities {
             identities: identities.into_iter().map(identity).collect(),
-            suffixes: suffixes
+            patterns: suffixes
                 .iter()
-                .map(|suffix| IdentitySuffix::from_labels(&suffix.parts))
+                .map(|suffix| IdentityPattern::from_labels(&suffix.parts))
                 .collect(),
         },
     })
@@ -709,7 +710,7 @@ mod tests {
         let (_, http) = detected(server(|_, detect| {
             detect.http_routes[0].rules[0].filters = vec![proto::http_route::Filter { kind: None }];
         }));
-        assert_eq!(http.routes[0].rules[0].filters, [Filter::Unknown]);
+        assert_eq!(http.routes[0].rules[0].filters, [Filter::unknown()]);
     }
 
     #[test]

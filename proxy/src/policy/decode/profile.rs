@@ -52,10 +52,11 @@ fn route(message: proto::Route) -> Result<ProfileRoute, DecodeError> {
 
 fn request_condition(message: proto::RequestMatch) -> Result<RequestCondition, DecodeError> {
     use proto::request_match::Match;
-    let all = |seq: proto::request_match::Seq| seq.matches.into_iter().map(request_condition).collect::<Result<_, _>>();
+    let conditions =
+        |seq: proto::request_match::Seq| seq.matches.into_iter().map(request_condition).collect::<Result<_, _>>();
     Ok(match message.r#match.ok_or(DecodeError::Missing("condition"))? {
-        Match::All(seq) => RequestCondition::All(all(seq)?),
-        Match::Any(seq) => RequestCondition::Any(all(seq)?),
+        Match::All(seq) => RequestCondition::All(conditions(seq)?),
+        Match::Any(seq) => RequestCondition::Any(conditions(seq)?),
         Match::Not(condition) => RequestCondition::Not(Box::new(request_condition(*condition)?)),
         Match::Path(path) => RequestCondition::Path(routes::pattern("path of a condition", &path.regex)?),
         Match::Method(method) => RequestCondition::Method(routes::method(method)?),
@@ -75,15 +76,15 @@ fn response_class(message: proto::ResponseClass) -> Result<ResponseClass, Decode
 
 fn response_condition(message: proto::ResponseMatch) -> Result<ResponseCondition, DecodeError> {
     use proto::response_match::Match;
-    let all = |seq: proto::response_match::Seq| {
+    let conditions = |seq: proto::response_match::Seq| {
         seq.matches
             .into_iter()
             .map(response_condition)
             .collect::<Result<_, _>>()
     };
     Ok(match message.r#match.ok_or(DecodeError::Missing("condition"))? {
-        Match::All(seq) => ResponseCondition::All(all(seq)?),
-        Match::Any(seq) => ResponseCondition::Any(all(seq)?),
+        Match::All(seq) => ResponseCondition::All(conditions(seq)?),
+        Match::Any(seq) => ResponseCondition::Any(conditions(seq)?),
         Match::Not(condition) => ResponseCondition::Not(Box::new(response_condition(*condition)?)),
         Match::Status(range) => {
             let bound = |bound: u32| {
@@ -137,13 +138,11 @@ fn fully_qualified(destination: NameAddr, service: Option<&str>) -> NameAddr {
         };
     }
     // `svc.cluster.local` of `web.shop.svc.cluster.local`.
-    let zone = service.and_then(|service| service.trim_end_matches('.').splitn(3, '.').nth(2));
-    let (Some(zone), n_labels) = (zone, name.split('.').count()) else {
-        return destination;
-    };
-    let missing = match zone.split_once('.') {
-        _ if n_labels == 2 => Some(zone),
-        Some((first, rest)) if n_labels == 3 && name.rsplit('.').next() == Some(first) => Some(rest),
+    let suffix = service.and_then(|service| service.trim_end_matches('.').splitn(3, '.').nth(2));
+    let (first_label, other_labels) = suffix.and_then(|suffix| suffix.split_once('.')).unzip();
+    let missing = match name.split('.').collect::<Vec<_>>()[..] {
+        [_, _] => suffix,
+        [_, _, third] if first_label == Some(third) => other_labels,
         _ => None,
     };
     match missing {

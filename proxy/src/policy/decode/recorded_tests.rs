@@ -1,5 +1,4 @@
-//! Decodes the recorded answers of Linkerd's control plane and compares them with the expected policies, which `recorded/` has
-//! in words.
+//! Decodes the recorded responses of Linkerd's control plane and compares the results with the text files in `recorded/`.
 //!
 //! To update the expected files: `TULLE_BLESS=1 ./run with cargo nextest run -p tulle-proxy recorded`.
 
@@ -23,50 +22,51 @@ mod read;
 
 #[test]
 fn recorded_policies_of_destinations_are_read() {
-    compare("outbound", |one| {
-        one.each(|message| client(&outbound::client_policy(message).unwrap()))
+    compare("outbound", |recording| {
+        recording.decode_all(|message| client_policy_lines(&outbound::client_policy(message).unwrap()))
     });
 }
 
 #[test]
 fn recorded_policies_of_ports_are_read() {
-    compare("inbound", |one| {
-        one.each(|message| server(&inbound::server_policy(message).unwrap()))
+    compare("inbound", |recording| {
+        recording.decode_all(|message| server_policy_lines(&inbound::server_policy(message).unwrap()))
     });
 }
 
 #[test]
 fn recorded_profiles_and_endpoints_are_read() {
-    compare("destination", |one| match &*one.kind {
-        "profile" => one.each(|message| of_profile(&profile::profile(message).unwrap())),
-        _ => one.each(|message: destination::Update| {
-            update(&endpoint::endpoint_update(message, |error| panic!("{error}")).unwrap())
+    compare("destination", |recording| match &*recording.kind {
+        "profile" => recording.decode_all(|message| profile_lines(&profile::profile(message).unwrap())),
+        _ => recording.decode_all(|message: destination::Update| {
+            endpoint_update_lines(&endpoint::endpoint_update(message, |error| panic!("{error}")).unwrap())
         }),
     });
 }
 
 impl Recorded {
     /// The lines of each message; fails if a message has a field that is not known.
-    fn each<T: Message + Default + Debug>(&self, lines: impl Fn(T) -> Vec<String>) -> Vec<String> {
-        let one = |bytes: &Vec<u8>| {
+    fn decode_all<T: Message + Default + Debug>(&self, lines: impl Fn(T) -> Vec<String>) -> Vec<String> {
+        let decode = |bytes: &Vec<u8>| {
             let message = T::decode(&**bytes).unwrap();
-            // Linkerd encodes labels with empty values, prost does not.
+            // Linkerd encodes labels with empty values, prost does not. Each such entry has two bytes more: the tag of the value
+            // and its length, 0.
             let n_of = |entry: &[u8]| bytes.windows(entry.len()).filter(|bytes| *bytes == entry).count();
             let n_empty = n_of(b"\n\x04zone\x12\0") + n_of(b"\n\x05group\x12\0");
             let len = bytes.len() - 2 * n_empty;
-            assert_eq!(message.encoded_len(), len, "{}: {message:#?}", self.question());
+            assert_eq!(message.encoded_len(), len, "{}: {message:#?}", self.request());
             lines(message)
         };
-        self.messages.iter().flat_map(one).collect()
+        self.messages.iter().flat_map(decode).collect()
     }
 }
 
 /// Compares the decoded policies with the file of that name.
 fn compare(name: &str, lines: impl Fn(&Recorded) -> Vec<String>) {
     let mut text = String::new();
-    for one in recorded(name) {
-        let (status, lines) = (one.status.iter().cloned(), lines(&one));
-        let all: Vec<_> = [one.question()].into_iter().chain(lines).chain(status).collect();
+    for recording in recorded(name) {
+        let (status, lines) = (recording.status.iter().cloned(), lines(&recording));
+        let all: Vec<_> = [recording.request()].into_iter().chain(lines).chain(status).collect();
         text += &format!("{}\n", all.join("\n  "));
     }
     let path = format!("{}/src/policy/decode/recorded/{name}.txt", env!("CARGO_MANIFEST_DIR"));
@@ -77,10 +77,10 @@ fn compare(name: &str, lines: impl Fn(&Recorded) -> Vec<String>) {
     for (at, (expected, found)) in expected.lines().zip(text.lines()).enumerate() {
         assert_eq!(found, expected, "{path}:{}", at + 1);
     }
-    assert_eq!(text.len(), expected.len(), "{path} has more or fewer answers");
+    assert_eq!(text.len(), expected.len(), "{path} has more or fewer responses");
 }
 
-fn client(policy: &ClientPolicy) -> Vec<String> {
+fn client_policy_lines(policy: &ClientPolicy) -> Vec<String> {
     let (what, mut lines) = match &policy.protocol {
         ClientProtocol::Detect {
             timeout,
@@ -89,24 +89,27 @@ fn client(policy: &ClientPolicy) -> Vec<String> {
             opaque,
         } => {
             assert_eq!(http1, http2);
-            let bytes = opaque.iter().flat_map(|route| of_bytes("bytes", route));
+            let bytes = opaque.iter().flat_map(|route| opaque_route_lines("bytes", route));
             (
                 format!("detect {timeout:?}"),
-                [of_http(http1), bytes.collect()].concat(),
+                [http_lines(http1), bytes.collect()].concat(),
             )
         }
-        ClientProtocol::Http1(http) => ("HTTP/1".to_owned(), of_http(http)),
-        ClientProtocol::Http2(http) => ("HTTP/2".to_owned(), of_http(http)),
-        ClientProtocol::Grpc(http) => ("gRPC".to_owned(), of_http(http)),
+        ClientProtocol::Http1(http) => ("HTTP/1".to_owned(), http_lines(http)),
+        ClientProtocol::Http2(http) => ("HTTP/2".to_owned(), http_lines(http)),
+        ClientProtocol::Grpc(http) => ("gRPC".to_owned(), http_lines(http)),
         ClientProtocol::Opaque(route) => (
             "opaque".to_owned(),
-            route.iter().flat_map(|route| of_bytes("bytes", route)).collect(),
+            route
+                .iter()
+                .flat_map(|route| opaque_route_lines("bytes", route))
+                .collect(),
         ),
         ClientProtocol::Tls(routes) => (
             "TLS".to_owned(),
             routes
                 .iter()
-                .flat_map(|route| of_bytes(&format!("TLS {:?}", route.snis), &route.route))
+                .flat_map(|route| opaque_route_lines(&format!("TLS {:?}", route.snis), &route.route))
                 .collect(),
         ),
     };
@@ -114,20 +117,24 @@ fn client(policy: &ClientPolicy) -> Vec<String> {
     lines
 }
 
-fn of_http(http: &ClientHttp) -> Vec<String> {
+fn http_lines(http: &ClientHttp) -> Vec<String> {
     let accrual = http.failure_accrual.iter().map(|accrual| format!("{accrual:?}"));
     let routes = http.routes.iter().flat_map(|route| {
-        of_route(route, |target| {
-            let what = format!("{:?} {:?}", target.timeouts, target.request_headers);
+        route_lines(route, |target| {
+            let what = format!("{:?} {:?}", target.timeouts, target.header_overrides);
             let retry = target.retry.iter().map(|retry| format!("{retry:?}"));
-            [what].into_iter().chain(retry).chain(to(&target.backends)).collect()
+            [what]
+                .into_iter()
+                .chain(retry)
+                .chain(distribution_lines(&target.backends))
+                .collect()
         })
     });
     accrual.chain(routes).collect()
 }
 
 /// The lines of a route, with those of its rules' payloads.
-fn of_route<T>(route: &Route<T>, payload: impl Fn(&T) -> Vec<String>) -> Vec<String> {
+fn route_lines<T>(route: &Route<T>, payload: impl Fn(&T) -> Vec<String>) -> Vec<String> {
     let mut lines = vec![format!("route {} {:?}", route.meta, route.hosts)];
     for rule in &route.rules {
         lines.push("- rule".to_owned());
@@ -138,12 +145,15 @@ fn of_route<T>(route: &Route<T>, payload: impl Fn(&T) -> Vec<String>) -> Vec<Str
     lines
 }
 
-fn of_bytes(what: &str, route: &OpaqueRoute) -> Vec<String> {
+fn opaque_route_lines(what: &str, route: &OpaqueRoute) -> Vec<String> {
     let head = format!("{what} {} {:?}", route.meta, route.filters);
-    [head].into_iter().chain(indented(to(&route.backends))).collect()
+    [head]
+        .into_iter()
+        .chain(indented(distribution_lines(&route.backends)))
+        .collect()
 }
 
-fn to<F: Debug>(backends: &Distribution<F>) -> Vec<String> {
+fn distribution_lines<F: Debug>(backends: &Distribution<F>) -> Vec<String> {
     let line = |weight: String, backend: &Backend, filters: &Vec<F>| {
         let Backend { meta, queue, target } = backend;
         format!("-> {weight} {meta} {target:?} {queue:?} {filters:?}")
@@ -161,25 +171,25 @@ fn to<F: Debug>(backends: &Distribution<F>) -> Vec<String> {
     }
 }
 
-fn server(policy: &ServerPolicy) -> Vec<String> {
+fn server_policy_lines(policy: &ServerPolicy) -> Vec<String> {
     let (what, routes) = match &policy.protocol {
-        ServerProtocol::Detect { timeout, http } => (format!("detect {timeout:?}"), served(http)),
-        ServerProtocol::Http1(http) => ("HTTP/1".to_owned(), served(http)),
-        ServerProtocol::Http2(http) => ("HTTP/2".to_owned(), served(http)),
-        ServerProtocol::Grpc(http) => ("gRPC".to_owned(), served(http)),
+        ServerProtocol::Detect { timeout, http } => (format!("detect {timeout:?}"), server_http_lines(http)),
+        ServerProtocol::Http1(http) => ("HTTP/1".to_owned(), server_http_lines(http)),
+        ServerProtocol::Http2(http) => ("HTTP/2".to_owned(), server_http_lines(http)),
+        ServerProtocol::Grpc(http) => ("gRPC".to_owned(), server_http_lines(http)),
         ServerProtocol::Opaque => ("opaque".to_owned(), Vec::new()),
         ServerProtocol::Tls => ("TLS".to_owned(), Vec::new()),
     };
     let mut lines = vec![format!("{what} of {}", policy.meta)];
-    lines.extend(policy.authorizations.iter().map(authorization));
+    lines.extend(policy.authorizations.iter().map(authorization_line));
     lines.extend(routes);
     lines
 }
 
-fn served(http: &ServerHttp) -> Vec<String> {
+fn server_http_lines(http: &ServerHttp) -> Vec<String> {
     let limit = http.rate_limit.iter().map(|limit| format!("{limit:?}"));
     let routes = http.routes.iter().flat_map(|route| {
-        of_route(route, |authorizations| {
+        route_lines(route, |authorizations| {
             let names: Vec<_> = authorizations.iter().map(|one| one.meta.to_string()).collect();
             vec![format!("for {}", names.join(", "))]
         })
@@ -187,19 +197,19 @@ fn served(http: &ServerHttp) -> Vec<String> {
     limit.chain(routes).collect()
 }
 
-fn authorization(one: &Authorization) -> String {
+fn authorization_line(one: &Authorization) -> String {
     let clients = match &one.authentication {
-        Authentication::TlsIdentities { identities, suffixes } => {
+        Authentication::TlsIdentities { identities, patterns } => {
             let mut identities: Vec<_> = identities.iter().collect();
             identities.sort();
-            format!("{identities:?} {suffixes:?}")
+            format!("{identities:?} {patterns:?}")
         }
         other => format!("{other:?}"),
     };
     format!("{} permits {clients} from {:?}", one.meta, one.networks)
 }
 
-fn of_profile(profile: &Profile) -> Vec<String> {
+fn profile_lines(profile: &Profile) -> Vec<String> {
     let Profile {
         name,
         is_opaque,
@@ -215,19 +225,19 @@ fn of_profile(profile: &Profile) -> Vec<String> {
     )];
     lines.extend(routes.iter().map(|route| format!("{route:?}")));
     lines.extend(overrides.iter().map(|one| format!("{one:?}")));
-    lines.extend(endpoint.iter().map(|one| spec(one)));
+    lines.extend(endpoint.iter().map(|endpoint| endpoint_line(endpoint)));
     lines
 }
 
-fn update(update: &EndpointUpdate) -> Vec<String> {
+fn endpoint_update_lines(update: &EndpointUpdate) -> Vec<String> {
     match update {
-        EndpointUpdate::Add(all) => all.iter().map(spec).collect(),
+        EndpointUpdate::Add(all) => all.iter().map(endpoint_line).collect(),
         other => vec![format!("{other:?}")],
     }
 }
 
-fn spec(spec: &EndpointSpec) -> String {
-    format!("{spec:?}")
+fn endpoint_line(endpoint: &EndpointSpec) -> String {
+    format!("{endpoint:?}")
 }
 
 fn indented(lines: impl IntoIterator<Item = String>) -> impl Iterator<Item = String> {

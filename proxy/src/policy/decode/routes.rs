@@ -132,7 +132,7 @@ pub(crate) fn method(message: HttpMethod) -> Result<Method, DecodeError> {
             )),
         },
         http_method::Type::Unregistered(name) => Method::from_bytes(name.as_bytes())
-            .map_err(|_| DecodeError::invalid("method", name, "letters, digits and some signs, such as PROPFIND")),
+            .map_err(|_| DecodeError::invalid("method", name, "a token (RFC 9110), such as PROPFIND")),
     }
 }
 
@@ -173,7 +173,7 @@ fn headers(message: Option<Headers>) -> Result<Vec<(HeaderName, HeaderValue)>, D
 
 fn header_name(name: &str) -> Result<HeaderName, DecodeError> {
     HeaderName::from_bytes(name.as_bytes())
-        .map_err(|_| DecodeError::invalid("header name", name, "letters, digits and some signs, such as x-version"))
+        .map_err(|_| DecodeError::invalid("header name", name, "a token (RFC 9110), such as x-version"))
 }
 
 pub(super) fn redirect(message: proto::RequestRedirect) -> Result<Filter, DecodeError> {

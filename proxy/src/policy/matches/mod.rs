@@ -80,7 +80,7 @@ impl HostMatch {
         match self {
             Self::Exact(exact) => host.eq_ignore_ascii_case(exact).then_some(HostScore {
                 exact: true,
-                length: rank(exact.len()),
+                length: saturating_u32(exact.len()),
             }),
             Self::Suffix(suffix) => {
                 // At least one more label is required before the suffix.
@@ -89,7 +89,7 @@ impl HostMatch {
                     .eq_ignore_ascii_case(suffix.as_bytes())
                     .then_some(HostScore {
                         exact: false,
-                        length: rank(suffix.len()),
+                        length: saturating_u32(suffix.len()),
                     })
             }
         }
@@ -157,9 +157,9 @@ impl PathMatch {
         matches!(self, Self::Prefix(prefix) if prefix.is_empty())
     }
 
-    /// The same match for paths in normal form. Regular expressions are unchanged.
-    fn of_normal_paths(self) -> Self {
-        let normal = |path: Box<str>| path::decode(&path).into();
+    /// As [`RequestMatch::for_normalized_paths`]. Regular expressions are unchanged.
+    fn for_normalized_paths(self) -> Self {
+        let normal = |path: Box<str>| path::normalize_escapes(&path).into();
         match self {
             Self::Exact(exact) => Self::Exact(normal(exact)),
             Self::Prefix(prefix) => Self::Prefix(normal(prefix)),
@@ -210,7 +210,7 @@ enum PathKind {
 impl Score {
     fn path(length: usize, kind: PathKind) -> Self {
         Self {
-            primary: rank(length),
+            primary: saturating_u32(length),
             secondary: kind as u32,
             ..Self::default()
         }
@@ -291,9 +291,7 @@ impl RequestMatch {
             Self::Grpc(grpc) => grpc.score(head).map(|score| (score, None)),
         }
     }
-}
 
-impl RequestMatch {
     /// Whether every HTTP request matches.
     pub(crate) fn matches_all(&self) -> bool {
         matches!(self, Self::Http(HttpMatch { path, method: None, headers, query })
@@ -308,10 +306,10 @@ impl RequestMatch {
         }
     }
 
-    /// The same match for paths in normal form.
+    /// Converts the match so that it can be compared with normalized paths.
     pub(crate) fn for_normalized_paths(mut self) -> Self {
         if let Self::Http(http) = &mut self {
-            http.path = http.path.take().map(PathMatch::of_normal_paths);
+            http.path = http.path.take().map(PathMatch::for_normalized_paths);
         }
         self
     }
@@ -337,8 +335,8 @@ impl HttpMatch {
         }
         let score = Score {
             method: self.method.is_some(),
-            headers: rank(self.headers.len()),
-            query: rank(self.query.len()),
+            headers: saturating_u32(self.headers.len()),
+            query: saturating_u32(self.query.len()),
             ..score
         };
         Some((score, prefix))
@@ -354,24 +352,24 @@ impl GrpcMatch {
         if service.is_empty() || method.is_empty() || method.contains('/') {
             return None;
         }
-        let same = |wanted: &str, name: &str| wanted.is_empty() || wanted == name;
-        if !same(&self.service, service) || !same(&self.method, method) {
+        let matches = |expected: &str, name: &str| expected.is_empty() || expected == name;
+        if !matches(&self.service, service) || !matches(&self.method, method) {
             return None;
         }
         self.headers
             .iter()
             .all(|header| header.matches(head.headers))
             .then(|| Score {
-                primary: rank(self.service.len()),
-                secondary: rank(self.method.len()),
-                headers: rank(self.headers.len()),
+                primary: saturating_u32(self.service.len()),
+                secondary: saturating_u32(self.method.len()),
+                headers: saturating_u32(self.headers.len()),
                 ..Score::default()
             })
     }
 }
 
 /// A length as `u32`: scores are made and compared for every request, so they are kept small.
-fn rank(length: usize) -> u32 {
+fn saturating_u32(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }
 

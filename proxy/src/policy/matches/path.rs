@@ -1,6 +1,6 @@
 //! The normal form of a path. Rules that differ by path match requests by it.
 //!
-//! Applications normalise paths in different ways. A path that some of them would take for another one is ambiguous, and
+//! Applications normalize paths in different ways. A path that some of them would take for another one is ambiguous, and
 //! matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
 //! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash. In the normal form of
 //! all other paths, characters that a path may contain unencoded are decoded, and all others are encoded. The request is
@@ -17,7 +17,7 @@ pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
     if has_bare_percent {
         return None;
     }
-    let normal = decode(path);
+    let normal = normalize_escapes(path);
     let Some(segments) = normal.strip_prefix('/') else {
         // `OPTIONS *` and CONNECT have no path. Other HTTP/2 paths without a slash may get one on the way.
         return matches!(path, "" | "*").then_some(normal);
@@ -35,7 +35,7 @@ pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
 /// Decodes characters that a path may contain unencoded, and encodes all others, with upper-case digits.
 ///
 /// Backslashes and semicolons stay as they are, because they make a path ambiguous.
-pub(crate) fn decode(path: &str) -> Cow<'_, str> {
+pub(crate) fn normalize_escapes(path: &str) -> Cow<'_, str> {
     if path.bytes().all(|byte| byte != b'%' && is_kept(byte)) {
         return Cow::Borrowed(path);
     }
@@ -51,11 +51,11 @@ pub(crate) fn decode(path: &str) -> Cow<'_, str> {
             }
             None => *byte,
         };
-        let is_itself = match encoded {
+        let stays_unencoded = match encoded {
             Some(byte) => is_unreserved_or_delim(byte),
             None => is_kept(byte),
         };
-        if is_itself {
+        if stays_unencoded {
             normal.push(char::from(byte));
         } else {
             normal.push_str(&format!("%{byte:02X}"));

@@ -8,33 +8,40 @@ use serde_json::Value;
 use tonic::Code::{self, FailedPrecondition, Internal, InvalidArgument, OutOfRange};
 use tulle_proto::identity::CertifyRequest;
 
-use super::scene::{AUDIENCE, IdentityFixture, WEB, csr, dns};
+use super::fixture::{AUDIENCE, IdentityFixture, WEB, csr, dns};
 
 const ADMIN: &str = "admin.shop.serviceaccount.identity.linkerd.cluster.local";
 const FORGED: &str = "web.linkerd.serviceaccount.identity.linkerd.cluster.local";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn invalid_tokens_are_refused() {
-    let scene = IdentityFixture::new().await;
-    let good = scene.valid_request().await;
-    let expired = resigned(&scene, &good.token, |claims| {
+    let fixture = IdentityFixture::new().await;
+    let good = fixture.valid_request().await;
+    let expired = resigned(&fixture, &good.token, |claims| {
         for (claim, seconds) in [("iat", 7200), ("nbf", 7200), ("exp", 3600)] {
             claims[claim] = (claims["iat"].as_i64().unwrap() - seconds).into();
         }
     });
-    let early = resigned(&scene, &good.token, |claims| {
+    let early = resigned(&fixture, &good.token, |claims| {
         claims["nbf"] = (claims["nbf"].as_i64().unwrap() + 3600).into();
     });
-    let foreign_issuer = resigned(&scene, &good.token, |claims| claims["iss"] = "https://elsewhere".into());
-    let gone = scene.api.token("shop", "gone", &[AUDIENCE]).await.unwrap().into_bytes();
-    scene
+    let foreign_issuer = resigned(&fixture, &good.token, |claims| {
+        claims["iss"] = "https://elsewhere".into()
+    });
+    let gone = fixture
+        .api
+        .token("shop", "gone", &[AUDIENCE])
+        .await
+        .unwrap()
+        .into_bytes();
+    fixture
         .api
         .kubectl(&["delete", "serviceaccount", "gone", "-n", "shop"])
         .await
         .unwrap();
-    let audience = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
+    let audience = fixture.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
     // The payload of one token with the header and signature of another.
-    let other = scene.api.token("linkerd", "web", &[AUDIENCE]).await.unwrap();
+    let other = fixture.api.token("linkerd", "web", &[AUDIENCE]).await.unwrap();
     let [mine, theirs] = [std::str::from_utf8(&good.token).unwrap(), &other].map(|token| {
         let parts: Vec<_> = token.split('.').map(str::to_owned).collect();
         <[String; 3]>::try_from(parts).unwrap()
@@ -53,14 +60,14 @@ async fn invalid_tokens_are_refused() {
         (Vec::new(), "has no token"),
     ] {
         let req = CertifyRequest { token, ..good.clone() };
-        scene.assert_refused(req, InvalidArgument, reason).await;
+        fixture.assert_refused(req, InvalidArgument, reason).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_token_is_valid_for_its_own_identity_only() {
-    let scene = IdentityFixture::new().await;
-    let good = scene.valid_request().await;
+    let fixture = IdentityFixture::new().await;
+    let good = fixture.valid_request().await;
     for identity in [
         ADMIN,
         FORGED,
@@ -72,7 +79,7 @@ async fn a_token_is_valid_for_its_own_identity_only() {
             certificate_signing_request: csr(&[dns(identity)], &KeyPair::generate().unwrap()),
             ..good.clone()
         };
-        scene
+        fixture
             .assert_refused(req, FailedPrecondition, &format!("the token is for {WEB}"))
             .await;
     }
@@ -80,8 +87,8 @@ async fn a_token_is_valid_for_its_own_identity_only() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signing_request_asks_for_one_name_with_an_ecdsa_key() {
-    let scene = IdentityFixture::new().await;
-    let good = scene.valid_request().await;
+    let fixture = IdentityFixture::new().await;
+    let good = fixture.valid_request().await;
     let key = KeyPair::generate().unwrap();
     let uri = SanType::URI("spiffe://root/web".try_into().unwrap());
     let ip = SanType::IpAddress("10.0.0.1".parse().unwrap());
@@ -121,14 +128,14 @@ async fn a_signing_request_asks_for_one_name_with_an_ecdsa_key() {
             certificate_signing_request,
             ..good.clone()
         };
-        scene.assert_refused(req, code, reason).await;
+        fixture.assert_refused(req, code, reason).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_that_are_too_large_are_refused_unread() {
-    let scene = IdentityFixture::new().await;
-    let good = scene.valid_request().await;
+    let fixture = IdentityFixture::new().await;
+    let good = fixture.valid_request().await;
     for n in [100 * 1024, 5 * 1024 * 1024] {
         for req in [
             CertifyRequest {
@@ -144,9 +151,9 @@ async fn requests_that_are_too_large_are_refused_unread() {
                 ..good.clone()
             },
         ] {
-            let status = scene.certify(req).await.unwrap_err();
+            let status = fixture.certify(req).await.unwrap_err();
             assert_eq!(status.code(), OutOfRange, "{status:?}");
-            scene.certify(good.clone()).await.unwrap();
+            fixture.certify(good.clone()).await.unwrap();
         }
     }
     // A large request within the limit is checked normally.
@@ -154,18 +161,20 @@ async fn requests_that_are_too_large_are_refused_unread() {
         identity: "a".repeat(60 * 1024),
         ..good.clone()
     };
-    scene.assert_refused(req, InvalidArgument, "expected a DNS name").await;
+    fixture
+        .assert_refused(req, InvalidArgument, "expected a DNS name")
+        .await;
 }
 
 /// A token with changed claims, signed with the key of the API server.
-fn resigned(scene: &IdentityFixture, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
+fn resigned(fixture: &IdentityFixture, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut data = jsonwebtoken::dangerous::insecure_decode::<Value>(token).unwrap();
     change(&mut data.claims);
     let header = Header {
         kid: data.header.kid,
         ..Header::new(data.header.alg)
     };
-    let key = fs::read(scene.api.dir().join("pki/sa.key")).unwrap();
+    let key = fs::read(fixture.api.dir().join("pki/sa.key")).unwrap();
     let key = EncodingKey::from_ec_pem(&key).unwrap();
     jsonwebtoken::encode(&header, &data.claims, &key).unwrap().into_bytes()
 }

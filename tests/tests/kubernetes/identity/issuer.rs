@@ -6,27 +6,27 @@ use tonic::Code;
 use tulle_control::trust;
 use tulle_tests::eventually::eventually;
 
-use super::scene::IdentityFixture;
+use super::fixture::IdentityFixture;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
     for names in [["crt.pem", "key.pem"], ["tls.crt", "tls.key"]] {
-        let scene = IdentityFixture::with(names).await;
+        let fixture = IdentityFixture::with(names).await;
         let [certificate, key] = names;
-        let first = issuer_of(&scene).await;
-        let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &scene.anchor).unwrap();
+        let first = issuer_of(&fixture).await;
+        let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &fixture.anchor).unwrap();
         let files = [
             (certificate, second.certificate.as_str()),
             (key, &second.key),
             // cert-manager adds this key to the Secret.
-            ("ca.crt", &scene.anchor.certificate),
+            ("ca.crt", &fixture.anchor.certificate),
         ];
-        scene.mounts.swap("issuer", &files);
+        fixture.mounts.swap("issuer", &files);
         eventually("the second issuer signs", async || {
-            (issuer_of(&scene).await != first).then_some(())
+            (issuer_of(&fixture).await != first).then_some(())
         })
         .await;
-        let event = scene.event("linkerd", "IssuerUpdated").await;
+        let event = fixture.event("linkerd", "IssuerUpdated").await;
         let regarding = event.regarding.unwrap();
         assert_eq!(
             (regarding.kind.as_deref(), regarding.name.as_deref()),
@@ -37,21 +37,21 @@ async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
         // An issuer that no trust anchor has signed.
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &foreign).unwrap();
-        let before = issuer_of(&scene).await;
-        scene
+        let before = issuer_of(&fixture).await;
+        fixture
             .mounts
             .swap("issuer", &[(certificate, &third.certificate), (key, &third.key)]);
-        let event = scene.event("linkerd", "IssuerUpdateSkipped").await;
+        let event = fixture.event("linkerd", "IssuerUpdateSkipped").await;
         assert_eq!(event.type_.as_deref(), Some("Warning"));
         let note = event.note.unwrap();
-        assert!(note.contains("does not lead to the trust anchors"), "{note}");
-        assert_eq!(issuer_of(&scene).await, before, "the old issuer is still in use");
+        assert!(note.contains("is not verified by the trust anchors"), "{note}");
+        assert_eq!(issuer_of(&fixture).await, before, "the old issuer is still in use");
 
         // The ConfigMap is read again when it changes, and then contains the anchor of that issuer.
-        let both = [scene.anchor.certificate.as_str(), &foreign.certificate].concat();
-        scene.mounts.swap("trust-roots", &[("ca-bundle.crt", &both)]);
+        let both = [fixture.anchor.certificate.as_str(), &foreign.certificate].concat();
+        fixture.mounts.swap("trust-roots", &[("ca-bundle.crt", &both)]);
         eventually("the third issuer signs, and both anchors are published", async || {
-            let answer = scene.certify(scene.valid_request().await).await.ok()?;
+            let answer = fixture.certify(fixture.valid_request().await).await.ok()?;
             (answer.intermediate_certificates[0] != before && answer.trust_anchors.len() == 2).then_some(())
         })
         .await;
@@ -60,41 +60,41 @@ async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_issuer_that_expires_signs_nothing_and_is_reported_until_it_is_replaced() {
-    let scene = IdentityFixture::new().await;
-    let short = trust::create_issuer("short", Duration::from_secs(5), &scene.anchor).unwrap();
-    scene
+    let fixture = IdentityFixture::new().await;
+    let short = trust::create_issuer("short", Duration::from_secs(5), &fixture.anchor).unwrap();
+    fixture
         .mounts
         .swap("issuer", &[("crt.pem", &short.certificate), ("key.pem", &short.key)]);
     // A new connection would get an expired certificate, because the service's own is signed by this issuer too.
-    let channel = scene.connect().await.unwrap();
+    let channel = fixture.connect().await.unwrap();
     let status = eventually("the issuer has expired", async || {
-        IdentityFixture::certify_over(channel.clone(), scene.valid_request().await)
+        IdentityFixture::certify_over(channel.clone(), fixture.valid_request().await)
             .await
             .err()
     })
     .await;
     assert_eq!(status.code(), Code::Unknown, "{status:?}");
     assert!(status.message().contains("xpired"), "{status:?}");
-    let event = scene.event("linkerd", "IssuerValidationFailed").await;
+    let event = fixture.event("linkerd", "IssuerValidationFailed").await;
     assert_eq!(event.type_.as_deref(), Some("Warning"));
-    let ttl = scene.admin("/metrics").await.1;
+    let ttl = fixture.admin("/metrics").await.1;
     let ttl = ttl
         .lines()
         .find_map(|line| line.strip_prefix("issuer_cert_ttl_seconds "))
         .unwrap();
     assert!(ttl.parse::<f64>().unwrap() <= 0.0, "{ttl}");
 
-    let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &scene.anchor).unwrap();
-    scene
+    let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &fixture.anchor).unwrap();
+    fixture
         .mounts
         .swap("issuer", &[("crt.pem", &issuer.certificate), ("key.pem", &issuer.key)]);
     eventually("the new issuer signs", async || {
-        scene.certify(scene.valid_request().await).await.ok()
+        fixture.certify(fixture.valid_request().await).await.ok()
     })
     .await;
 }
 
-async fn issuer_of(scene: &IdentityFixture) -> Vec<u8> {
-    let answer = scene.certify(scene.valid_request().await).await.unwrap();
+async fn issuer_of(fixture: &IdentityFixture) -> Vec<u8> {
+    let answer = fixture.certify(fixture.valid_request().await).await.unwrap();
     answer.intermediate_certificates[0].clone()
 }

@@ -2,6 +2,6 @@
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod abuse;
+mod fixture;
 mod issuer;
-mod scene;
 mod tokens;

@@ -5,19 +5,19 @@ use tonic::Code;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-use super::scene::{AUDIENCE, IdentityFixture, Service, WEB, csr, dns};
+use super::fixture::{AUDIENCE, IdentityFixture, Service, WEB, csr, dns};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_account_gets_a_certificate_for_its_token_and_an_event_reports_it() {
-    let scene = IdentityFixture::new().await;
-    let answer = scene.certify(scene.valid_request().await).await.unwrap();
+    let fixture = IdentityFixture::new().await;
+    let answer = fixture.certify(fixture.valid_request().await).await.unwrap();
     assert_eq!(answer.trust_anchors.len(), 1);
     assert_eq!(answer.intermediate_certificates.len(), 1);
-    let event = scene.event("shop", "IssuedLeafCertificate").await;
+    let event = fixture.event("shop", "IssuedLeafCertificate").await;
     let regarding = event.regarding.unwrap();
     assert_eq!(regarding.kind.as_deref(), Some("ServiceAccount"));
     assert_eq!(regarding.name.as_deref(), Some("web"));
-    let account = scene.api.kubectl(&[
+    let account = fixture.api.kubectl(&[
         "get",
         "serviceaccount",
         "web",
@@ -35,7 +35,7 @@ async fn a_service_account_gets_a_certificate_for_its_token_and_an_event_reports
         note.contains(WEB) && note.contains(&hash) && note.contains("until 20"),
         "{note}"
     );
-    let described = scene
+    let described = fixture
         .api
         .kubectl(&["describe", "serviceaccount", "web", "-n", "shop"])
         .await
@@ -46,31 +46,31 @@ async fn a_service_account_gets_a_certificate_for_its_token_and_an_event_reports
 /// Pods without a projected token have one for the API server.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_token_for_the_api_server_is_accepted_and_one_for_another_audience_is_not() {
-    let scene = IdentityFixture::new().await;
-    let mut req = scene.valid_request().await;
-    req.token = scene.api.token("shop", "web", &[]).await.unwrap().into_bytes();
-    scene.certify(req.clone()).await.unwrap();
-    req.token = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
-    scene
+    let fixture = IdentityFixture::new().await;
+    let mut req = fixture.valid_request().await;
+    req.token = fixture.api.token("shop", "web", &[]).await.unwrap().into_bytes();
+    fixture.certify(req.clone()).await.unwrap();
+    req.token = fixture.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
+    fixture
         .assert_refused(req.clone(), Code::InvalidArgument, "token audiences")
         .await;
-    req.token = scene
+    req.token = fixture
         .api
         .token("shop", "web", &["vault", AUDIENCE])
         .await
         .unwrap()
         .into_bytes();
-    scene.certify(req).await.unwrap();
+    fixture.certify(req).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_the_missing_rule() {
-    let mut scene = IdentityFixture::new().await;
-    let stranger = scene.api.kubeconfig_of("shop", "stranger").await.unwrap();
-    scene.replace(Service::start(&scene.mounts, &stranger).await.unwrap());
+    let mut fixture = IdentityFixture::new().await;
+    let stranger = fixture.api.kubeconfig_of("shop", "stranger").await.unwrap();
+    fixture.replace(Service::start(&fixture.mounts, &stranger).await.unwrap());
     let rule = "apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]";
     eventually("the reason", async || {
-        let (status, text) = scene.admin("/ready").await;
+        let (status, text) = fixture.admin("/ready").await;
         (status == 500 && text.contains("may not review tokens") && text.contains(rule)).then_some(())
     })
     .await;
@@ -81,20 +81,20 @@ async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_t
         "--clusterrole=system:auth-delegator",
     ];
     let account = "--serviceaccount=shop:stranger";
-    scene.api.kubectl(&[&args[..], &[account]].concat()).await.unwrap();
-    scene.ready().await;
+    fixture.api.kubectl(&[&args[..], &[account]].concat()).await.unwrap();
+    fixture.wait_until_ready().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_an_api_server_requests_fail_and_the_service_keeps_running() {
-    let scene = IdentityFixture::new().await;
-    let req = scene.valid_request().await;
-    let IdentityFixture { api, .. } = &scene;
+    let fixture = IdentityFixture::new().await;
+    let req = fixture.valid_request().await;
+    let IdentityFixture { api, .. } = &fixture;
     let other = ApiServer::start().await.unwrap();
     // A token of another cluster is reviewed and refused.
     other.create_namespace("shop").await.unwrap();
     let foreign = other.token("shop", "web", &[AUDIENCE]).await.unwrap().into_bytes();
-    scene
+    fixture
         .assert_refused(
             tulle_proto::identity::CertifyRequest {
                 token: foreign,
@@ -108,15 +108,15 @@ async fn without_an_api_server_requests_fail_and_the_service_keeps_running() {
         .await
         .unwrap();
     eventually("reviews are forbidden", async || {
-        let status = scene.certify(req.clone()).await.err()?;
+        let status = fixture.certify(req.clone()).await.err()?;
         (status.code() == Code::Internal && status.message().contains("forbidden")).then_some(())
     })
     .await;
-    assert_eq!(scene.admin("/ready").await.0, 200);
+    assert_eq!(fixture.admin("/ready").await.0, 200);
     let key = KeyPair::generate().unwrap();
     let mut two = req.clone();
     two.certificate_signing_request = csr(&[dns(WEB), dns("b.c")], &key);
-    let status = scene.certify(two).await.unwrap_err();
+    let status = fixture.certify(two).await.unwrap_err();
     assert_eq!(
         status.code(),
         Code::FailedPrecondition,
@@ -126,15 +126,15 @@ async fn without_an_api_server_requests_fail_and_the_service_keeps_running() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn once_the_api_server_is_gone_requests_fail_as_internal_and_the_service_keeps_running() {
-    let mut scene = IdentityFixture::new().await;
-    let req = scene.valid_request().await;
+    let mut fixture = IdentityFixture::new().await;
+    let req = fixture.valid_request().await;
     let other = ApiServer::start().await.unwrap();
-    scene.ask(&other).await;
+    fixture.restart_with(&other).await;
     drop(other);
-    let status = scene.certify(req).await.unwrap_err();
+    let status = fixture.certify(req).await.unwrap_err();
     assert_eq!(status.code(), Code::Internal, "{status}");
     assert!(status.message().contains("the token could not be reviewed"), "{status}");
-    assert_eq!(scene.admin("/ready").await.0, 200);
+    assert_eq!(fixture.admin("/ready").await.0, 200);
 }
 
 async fn openssl_sha256(bytes: &[u8]) -> String {

@@ -12,7 +12,8 @@ use kube::{Client, ResourceExt};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tulle_control::resources::event::EventWriter;
-use tulle_control::source::kubernetes::kinds::{EndpointKind, WatchRequirements};
+use tulle_control::resources::service::EndpointsSource;
+use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
@@ -37,15 +38,15 @@ impl Replica {
             controller_namespace: "linkerd".to_owned(),
             lease_holder: name.to_owned(),
             lease_owner_deployment: "linkerd-destination".to_owned(),
-            slices: Some(writeback::config::SlicesConfig),
+            write_slices: true,
             statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
                 global_egress_namespace: "linkerd-egress".to_owned(),
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let nobody_else = EventWriter::new(|_| {});
-        let (writer, controllers) = writeback::add_controllers(client, config, nobody_else, &registry, &drain);
+        let no_other_receiver = EventWriter::new(|_| {});
+        let (writer, controllers) = writeback::add_controllers(client, config, no_other_receiver, &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
@@ -54,10 +55,10 @@ impl Replica {
             requirements: WatchRequirements {
                 destination: true,
                 policy: true,
-                endpoints_source: EndpointKind::EndpointSlices,
+                endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            kinds_readiness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
         let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });

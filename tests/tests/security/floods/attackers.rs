@@ -61,7 +61,7 @@ struct ByteSender {
 }
 
 impl Behaviour {
-    pub(crate) const OF_STRANGERS: [Self; 7] = [
+    pub(crate) const OF_UNMESHED_CLIENTS: [Self; 7] = [
         Self::Silent,
         Self::Slow,
         Self::SlowTls,
@@ -164,11 +164,11 @@ impl Flood {
 
 impl ByteSender {
     fn start(connections: Arc<Vec<OpenConnection>>, bytes: Vec<u8>) -> Self {
-        let (stop, stopped) = mpsc::channel();
-        let (byte_sent, sent_bytes) = mpsc::channel();
+        let (stop_tx, stop_rx) = mpsc::channel();
+        let (byte_sent_tx, sent_bytes) = mpsc::channel();
         let thread = thread::spawn(move || {
             for byte in bytes {
-                if stopped.recv_timeout(BYTE_INTERVAL) != Err(mpsc::RecvTimeoutError::Timeout) {
+                if stop_rx.recv_timeout(BYTE_INTERVAL) != Err(mpsc::RecvTimeoutError::Timeout) {
                     return;
                 }
                 for connection in &*connections {
@@ -176,11 +176,11 @@ impl ByteSender {
                         let _ = (&*stream).write(&[byte]);
                     }
                 }
-                let _ = byte_sent.send(());
+                let _ = byte_sent_tx.send(());
             }
         });
         Self {
-            stop: Some(stop),
+            stop: Some(stop_tx),
             sent_bytes,
             thread: Some(thread),
         }
@@ -215,8 +215,8 @@ impl Peers {
 fn source(port: SocketAddr, n: u8) -> IpAddr {
     match port.ip() {
         ip if ip.is_loopback() => Ipv4Addr::new(127, 78, 1, n + 1).into(),
-        IpAddr::V4(_) => super::scene::stranger(n).into(),
-        IpAddr::V6(_) => super::scene::v6(super::scene::stranger(n)).into(),
+        IpAddr::V4(_) => super::testbed::attacker_addr(n).into(),
+        IpAddr::V6(_) => super::testbed::v6(super::testbed::attacker_addr(n)).into(),
     }
 }
 

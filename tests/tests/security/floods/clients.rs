@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tulle_control::tls::anchors::TrustAnchors;
-use tulle_control::tls::client::{self, Channel, Peer};
+use tulle_control::tls::client::{self, Channel, TlsServer};
 use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_core::addr::Addr;
 use tulle_core::netns::Namespace;
@@ -20,7 +20,7 @@ use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
 
-use super::webhooks::Review;
+use super::webhooks::ReviewRequest;
 
 /// A well-behaved client and its location.
 #[derive(Clone)]
@@ -40,7 +40,7 @@ enum ClientRequest<'a> {
     Certify(&'a TrustAnchors),
     Destination(&'a TrustAnchors, &'a LeafWithKey),
     Policy(&'a TrustAnchors, &'a LeafWithKey),
-    Review(Review),
+    ReviewRequest(ReviewRequest),
 }
 
 impl<'a> NormalClient<'a> {
@@ -78,8 +78,8 @@ impl<'a> NormalClient<'a> {
         Self::new(Some(host), addr, ClientRequest::Policy(anchors, leaf))
     }
 
-    pub(crate) fn review(addr: SocketAddr, review: Review) -> Self {
-        Self::new(None, addr, ClientRequest::Review(review))
+    pub(crate) fn review(addr: SocketAddr, review: ReviewRequest) -> Self {
+        Self::new(None, addr, ClientRequest::ReviewRequest(review))
     }
 
     fn new(host: Option<&'a Arc<Namespace>>, addr: SocketAddr, request: ClientRequest<'a>) -> Self {
@@ -147,7 +147,7 @@ impl<'a> NormalClient<'a> {
                     .await?;
                 let spec = PortSpec {
                     workload: r#"{"ns":"shop","external_workload":"server"}"#.to_owned(),
-                    port: super::scene::HTTP.into(),
+                    port: super::testbed::HTTP.into(),
                 };
                 let mut updates = InboundServerPoliciesClient::new(channel)
                     .watch_port(spec)
@@ -155,7 +155,7 @@ impl<'a> NormalClient<'a> {
                     .into_inner();
                 updates.message().await?.context("the stream has ended")?;
             }
-            ClientRequest::Review(review) => review.ask(self.addr).await?,
+            ClientRequest::ReviewRequest(review) => review.ask(self.addr).await?,
         }
         Ok(())
     }
@@ -166,7 +166,7 @@ impl<'a> NormalClient<'a> {
         anchors: &TrustAnchors,
         leaf: Option<LeafWithKey>,
     ) -> anyhow::Result<Channel> {
-        let peer = Peer {
+        let peer = TlsServer {
             addr: &Addr::Socket(self.addr),
             name: &tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local"),
             identity: None,
@@ -184,7 +184,7 @@ impl fmt::Display for NormalClient<'_> {
             ClientRequest::Certify(_) => "Certify",
             ClientRequest::Destination(..) => "Get",
             ClientRequest::Policy(..) => "WatchPort",
-            ClientRequest::Review(_) => "a review",
+            ClientRequest::ReviewRequest(_) => "a review",
         };
         write!(f, "{request} at {}", self.addr)
     }

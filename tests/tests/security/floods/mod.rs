@@ -8,7 +8,7 @@
 mod attackers;
 mod clients;
 mod insecure_tls;
-mod scene;
+mod testbed;
 mod webhooks;
 
 use std::time::Duration;
@@ -18,13 +18,13 @@ use tokio::time::Instant;
 
 use attackers::{Behaviour, Flood, Peers, Sources};
 use clients::NormalClient;
-use scene::{CONTROL, SERVER, Testbed, v6};
+use testbed::{CONTROL, SERVER, Testbed, v6};
 
 /// One port: the target of the flood, and the well-behaved clients.
 pub(crate) struct Row<'a> {
     pub(crate) name: &'static str,
     pub(crate) port: std::net::SocketAddr,
-    pub(crate) good: Vec<NormalClient<'a>>,
+    pub(crate) clients: Vec<NormalClient<'a>>,
     /// Peers with an identity, for ports that accept one.
     pub(crate) peers: Option<Peers>,
 }
@@ -39,26 +39,26 @@ pub(crate) struct Cell<'r, 'a> {
 
 #[test]
 fn every_port_answers_other_clients_during_floods() {
-    if !scene::can_run() {
+    if !testbed::can_run() {
         return;
     }
     raise_limit_of_files();
-    let scene = Testbed::build();
-    let leaf = &scene.leaf;
+    let testbed = Testbed::build();
+    let leaf = &testbed.leaf;
     let of_server = |port| (SERVER, port).into();
     let of_server6 = |port| (v6(SERVER), port).into();
     let of_control = |port| (CONTROL, port).into();
-    let get = |addr, path| NormalClient::http(&scene.good, addr, path, 200);
+    let get = |addr, path| NormalClient::http(&testbed.client, addr, path, 200);
     let probes = |addr| vec![get(addr, "/live"), get(addr, "/ready")];
-    let row = |name, port, good| Row {
+    let row = |name, port, clients| Row {
         name,
         port,
-        good,
+        clients,
         peers: None,
     };
-    let of_peers = |name, port, good| Row {
-        peers: Some(scene.peers.clone()),
-        ..row(name, port, good)
+    let of_peers = |name, port, clients| Row {
+        peers: Some(testbed.peers.clone()),
+        ..row(name, port, clients)
     };
     let rows = [
         row("4191, admin", of_server(4191), probes(of_server(4191))),
@@ -67,27 +67,31 @@ fn every_port_answers_other_clients_during_floods() {
             "4190, tap",
             of_server(4190),
             prepend(
-                NormalClient::http2(&scene.good, of_server(4190)),
+                NormalClient::http2(&testbed.client, of_server(4190)),
                 probes(of_server(4191)),
             ),
         ),
         row(
             "4143, redirected to it",
-            of_server(scene::HTTP),
-            vec![get(of_server(scene::HTTP), "/")],
+            of_server(testbed::HTTP),
+            vec![get(of_server(testbed::HTTP), "/")],
         ),
         row(
             "4143, redirected to it by IPv6",
-            of_server6(scene::HTTP),
-            vec![get(of_server6(scene::HTTP), "/")],
+            of_server6(testbed::HTTP),
+            vec![get(of_server6(testbed::HTTP), "/")],
         ),
-        row("4143, itself", of_server(4143), vec![get(of_server(scene::HTTP), "/")]),
+        row(
+            "4143, itself",
+            of_server(4143),
+            vec![get(of_server(testbed::HTTP), "/")],
+        ),
         row(
             "4140, itself",
             of_server(4140),
             vec![NormalClient::http(
-                &scene.server,
-                (scene::GOOD, scene::HTTP).into(),
+                &testbed.server,
+                (testbed::CLIENT, testbed::HTTP).into(),
                 "/",
                 200,
             )],
@@ -95,13 +99,17 @@ fn every_port_answers_other_clients_during_floods() {
         row(
             "8080, identity",
             of_control(8080),
-            vec![NormalClient::certify(&scene.good, of_control(8080), &scene.anchors)],
+            vec![NormalClient::certify(
+                &testbed.client,
+                of_control(8080),
+                &testbed.anchors,
+            )],
         ),
         of_peers(
             "8086, destination",
             of_control(8086),
             prepend(
-                NormalClient::destination(&scene.good, of_control(8086), &scene.anchors, leaf),
+                NormalClient::destination(&testbed.client, of_control(8086), &testbed.anchors, leaf),
                 probes(of_control(9996)),
             ),
         ),
@@ -109,9 +117,9 @@ fn every_port_answers_other_clients_during_floods() {
             "8090, policy",
             of_control(8090),
             vec![NormalClient::policy(
-                &scene.good,
+                &testbed.client,
                 of_control(8090),
-                &scene.anchors,
+                &testbed.anchors,
                 leaf,
             )],
         ),
@@ -125,7 +133,7 @@ fn every_port_answers_other_clients_during_floods() {
             "8089, telemetry",
             of_control(8089),
             vec![NormalClient::http(
-                &scene.control,
+                &testbed.control,
                 ([127, 0, 0, 1], 8089).into(),
                 "/",
                 404,
@@ -134,7 +142,7 @@ fn every_port_answers_other_clients_during_floods() {
     ];
     let many = ["4191, admin", "4190, tap", "8086, destination"];
     let floods = rows.iter().flat_map(|row| cells(row, many.contains(&row.name)));
-    run(floods.collect(), |flood| scene.strangers.run(flood).unwrap());
+    run(floods.collect(), |flood| testbed.attackers.run(flood).unwrap());
 }
 
 fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
@@ -153,7 +161,7 @@ pub(crate) fn cells<'r, 'a>(row: &'r Row<'a>, many: bool) -> Vec<Cell<'r, 'a>> {
                 n,
             });
         };
-        for behaviour in Behaviour::OF_STRANGERS {
+        for behaviour in Behaviour::OF_UNMESHED_CLIENTS {
             add(behaviour, 400);
         }
         if row.peers.is_some() {
@@ -194,18 +202,18 @@ impl Cell<'_, '_> {
         start(&mut || flood = Some(Flood::start(row.port, *behaviour, *from, *n, row.peers.as_ref())));
         let flood = flood.expect("the flood has run");
         assert!(flood.n() > 0, "{}: no connection at all", row.name);
-        let mut slowest = vec![Duration::ZERO; row.good.len()];
+        let mut slowest = vec![Duration::ZERO; row.clients.len()];
         let bound = max_response_time();
         for round in 0..ROUNDS {
             flood.wait_for_byte();
-            for (good, slowest) in row.good.iter().zip(&mut slowest) {
+            for (client, slowest) in row.clients.iter().zip(&mut slowest) {
                 let asked_at = Instant::now();
-                let answer = good.ask();
+                let answer = client.ask();
                 let took = asked_at.elapsed();
                 *slowest = took.max(*slowest);
                 if answer.is_err() || took >= bound {
                     failures.push(format!(
-                        "{} of {n} {behaviour:?} from {from:?}: {good} in round {round} took {took:?}: {}",
+                        "{} of {n} {behaviour:?} from {from:?}: {client} in round {round} took {took:?}: {}",
                         row.name,
                         answer.map_or_else(|error| format!("{error:#}"), |()| "answered".to_owned())
                     ));
@@ -213,8 +221,11 @@ impl Cell<'_, '_> {
             }
         }
         if *n == N_IDLE_CONNECTIONS {
-            for (good, slowest) in row.good.iter().zip(slowest) {
-                eprintln!("{}, {n} {behaviour:?} from {from:?}: {good} took {slowest:?}", row.name);
+            for (client, slowest) in row.clients.iter().zip(slowest) {
+                eprintln!(
+                    "{}, {n} {behaviour:?} from {from:?}: {client} took {slowest:?}",
+                    row.name
+                );
             }
         }
         failures

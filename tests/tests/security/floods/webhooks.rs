@@ -18,11 +18,11 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
 use super::clients::NormalClient;
-use super::{Row, cells, insecure_tls, prepend, raise_limit_of_files, run, scene};
+use super::{Row, cells, insecure_tls, prepend, raise_limit_of_files, run, testbed};
 
 /// A request of an API server to a webhook.
 #[derive(Clone, Copy)]
-pub(crate) enum Review {
+pub(crate) enum ReviewRequest {
     /// A pod that needs a sidecar.
     Injection,
     /// A valid ServiceProfile.
@@ -33,7 +33,7 @@ pub(crate) enum Review {
 
 #[test]
 fn webhooks_answer_during_floods() {
-    if !scene::can_run() {
+    if !testbed::can_run() {
         return;
     }
     raise_limit_of_files();
@@ -47,18 +47,18 @@ fn webhooks_answer_during_floods() {
         server.kubectl(&annotate).await.unwrap();
         // Without a configuration the API server does not call a webhook, and the webhook creates no certificate.
         let configurations = server.dir().join("configurations.yaml");
-        std::fs::write(&configurations, configured()).unwrap();
+        std::fs::write(&configurations, webhook_configurations()).unwrap();
         let apply = ["apply", "-f", configurations.to_str().unwrap()];
         server.kubectl(&apply).await.unwrap();
         server
     });
-    let processes = control(&server);
+    let processes = start_webhooks(&server);
     let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
     let [injector, validator, policies] = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| at(webhook.port));
     for (addr, review) in [
-        (injector, Review::Injection),
-        (validator, Review::Profile),
-        (policies, Review::Policy),
+        (injector, ReviewRequest::Injection),
+        (validator, ReviewRequest::Profile),
+        (policies, ReviewRequest::Policy),
     ] {
         runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
     }
@@ -66,10 +66,10 @@ fn webhooks_answer_during_floods() {
         let get = |path| NormalClient::http_here(at(webhook.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
-    let row = |name, port, good| Row {
+    let row = |name, port, clients| Row {
         name,
         port,
-        good,
+        clients,
         peers: None,
     };
     let rows = [
@@ -77,19 +77,19 @@ fn webhooks_answer_during_floods() {
             "8443, injector",
             injector,
             prepend(
-                NormalClient::review(injector, Review::Injection),
+                NormalClient::review(injector, ReviewRequest::Injection),
                 probes(&INJECTOR)[..2].to_vec(),
             ),
         ),
         row(
             "8443, sp-validator",
             validator,
-            vec![NormalClient::review(validator, Review::Profile)],
+            vec![NormalClient::review(validator, ReviewRequest::Profile)],
         ),
         row(
             "9443, policy validator",
             policies,
-            vec![NormalClient::review(policies, Review::Policy)],
+            vec![NormalClient::review(policies, ReviewRequest::Policy)],
         ),
         row("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
         row("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
@@ -110,7 +110,7 @@ struct Webhook {
 }
 
 /// Configurations as a chart writes them, without a CA bundle. The API server calls no webhook for objects of this group.
-fn configured() -> String {
+fn webhook_configurations() -> String {
     let configurations = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
         let (kind, name) = webhook.configuration;
         json!({
@@ -131,7 +131,7 @@ fn configured() -> String {
 }
 
 /// The webhooks as the chart starts them, with the ports of this test.
-fn control(server: &ApiServer) -> [Process; 3] {
+fn start_webhooks(server: &ApiServer) -> [Process; 3] {
     let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
     let at = |name: &str| server.dir().join(name);
     std::fs::write(at("anchors.pem"), anchor.certificate).unwrap();
@@ -162,7 +162,7 @@ fn control(server: &ApiServer) -> [Process; 3] {
     })
 }
 
-impl Review {
+impl ReviewRequest {
     /// Sends the review as the API server would, and checks the response.
     pub(crate) async fn ask(self, addr: SocketAddr) -> anyhow::Result<()> {
         let body = self.body().to_string();
@@ -256,7 +256,7 @@ const POLICIES: Webhook = Webhook {
         "linkerd-policy-validator-webhook-config",
     ),
 };
-/// Maximum open files. A webhook uses a twentieth of them for connections, which is few enough for a flood from one
-/// address and more than there are addresses.
+/// Maximum open files. The connection limit of a webhook is a twentieth of them: fewer than one flood opens, and more than the
+/// 200 addresses of attackers.
 const FILES: usize = 10_000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";

@@ -24,8 +24,8 @@ use tulle_proto::transport::{self, SessionProtocol};
 use tulle_tests::credentials::{Credentials, Leaf, Validity};
 
 use super::application::{self, GRPC, HEADER, TOKEN};
-use super::scene::identity;
-use super::table::{ClientInput, Header, Identity, What};
+use super::table::{ClientInput, Header, Identity, InputKind};
+use super::testbed::identity;
 
 /// The result of a connection, as the client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,8 +61,8 @@ impl Client {
         let client = identity("client");
         let leaf = |identity: Identity| match identity {
             Identity::Absent | Identity::Anonymous => None,
-            Identity::Right => Some(credentials.leaf(&client, Validity::Current)),
-            Identity::Wrong => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
+            Identity::Permitted => Some(credentials.leaf(&client, Validity::Current)),
+            Identity::Other => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
             Identity::Expired => Some(credentials.leaf(&client, Validity::Expired)),
             Identity::OtherTrustDomain => Some(credentials.foreign_leaf(&client)),
         };
@@ -105,7 +105,7 @@ impl Client {
                 Err(_) => return Observed::Closed,
             },
         };
-        self.speak(stream, sent, to.port(), token).await
+        self.send_on(stream, sent, to.port(), token).await
     }
 
     async fn encrypt(
@@ -125,19 +125,19 @@ impl Client {
             .unwrap_or_else(|late| Err(late.into()))
     }
 
-    async fn speak(&self, mut stream: Box<dyn Stream>, sent: ClientInput, port: u16, token: &str) -> Observed {
+    async fn send_on(&self, mut stream: Box<dyn Stream>, sent: ClientInput, port: u16, token: &str) -> Observed {
         if stream.write_all(&transport_header(sent.header, port)).await.is_err() {
             return Observed::Closed;
         }
         match sent.what {
-            What::Http1 => http1(stream, token).await,
-            What::Http2 => http2(stream, token).await,
-            What::Grpc => grpc(stream, token).await,
-            What::Odd => odd(stream, token).await,
-            What::Tls => tls(stream, &self.configs[&Identity::Anonymous], token).await,
-            What::Raw => raw(stream, token).await,
-            What::Silence => silence(stream).await,
-            What::Half => half(stream, token).await,
+            InputKind::Http1 => http1(stream, token).await,
+            InputKind::Http2 => http2(stream, token).await,
+            InputKind::Grpc => grpc(stream, token).await,
+            InputKind::LowercaseMethod => lowercase_method(stream, token).await,
+            InputKind::Tls => tls(stream, &self.configs[&Identity::Anonymous], token).await,
+            InputKind::RawBytes => raw(stream, token).await,
+            InputKind::Silence => silence(stream).await,
+            InputKind::IncompleteHead => incomplete_head(stream, token).await,
         }
     }
 }
@@ -162,7 +162,7 @@ async fn grpc(stream: Box<dyn Stream>, token: &str) -> Observed {
 }
 
 /// Sends a request with a lower-case method.
-async fn odd(stream: Box<dyn Stream>, token: &str) -> Observed {
+async fn lowercase_method(stream: Box<dyn Stream>, token: &str) -> Observed {
     let head = format!("post {PATH} HTTP/1.1\r\nhost: server\r\ncontent-length: 0\r\n{TOKEN}: {token}.\r\n\r\n");
     exchange(stream, head.as_bytes()).await
 }
@@ -186,7 +186,7 @@ async fn silence(stream: Box<dyn Stream>) -> Observed {
 }
 
 /// Sends a request line and a header, without the end of the headers.
-async fn half(stream: Box<dyn Stream>, token: &str) -> Observed {
+async fn incomplete_head(stream: Box<dyn Stream>, token: &str) -> Observed {
     let head = format!("GET {PATH} HTTP/1.1\r\nhost: server\r\n{TOKEN}: {token}.\r\n");
     exchange(stream, head.as_bytes()).await
 }
@@ -199,8 +199,8 @@ async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Observed {
     let mut answer = Vec::new();
     let reading = async {
         loop {
-            if let Some(saw) = of_bytes(&answer) {
-                return saw;
+            if let Some(observed) = of_bytes(&answer) {
+                return observed;
             }
             if !matches!(stream.read_buf(&mut answer).await, Ok(1..)) {
                 return Observed::Closed;

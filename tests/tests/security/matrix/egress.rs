@@ -4,31 +4,34 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::mpsc;
+use std::thread;
 
 use futures_util::future::join_all;
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use super::application::{self, ReceivedTokens};
 use super::client::{Client, Observed};
-use super::scene::{self, Ipv6Rules, Testbed};
-use super::table::{self, ClientInput, Family, Header, Identity, State, What};
+use super::table::{self, ClientInput, Family, Header, Identity, InputKind, State};
+use super::testbed::{self, Ipv6Rules, Testbed};
 use super::words::words;
-use super::{MAX_CONCURRENT_WAITING_CELLS, runtime};
+use super::{MAX_CONCURRENT_WAITING_CELLS, MIN_RESTARTS, runtime};
 
 /// The expected result for each input, by the policy of the dialled address.
 ///
 /// Identities are not varied, because the sidecar belongs to the client and does not authenticate it. Transport headers
 /// are not varied, because applications send none.
 const SENT: &str = "
-sent     none  allow  deny    http-route  other-route  tls-route  tcp-route
-http1    ok    ok     403     ok          403          closed     ok
-http2    ok    ok     403     ok          403          closed     ok
-grpc     ok    ok     403     ok          403          closed     ok
-odd      ok    ok     closed  closed      closed       closed     ok
-tls      ok    ok     closed  closed      closed       ok         ok
-raw      ok    ok     closed  closed      closed       closed     ok
-silence  ok    ok     closed  closed      closed       closed     ok
-half     late  late   late    late        late         closed     ok
+sent        none  allow  deny    http-route  other-route  tls-route  tcp-route
+http1       ok    ok     403     ok          403          closed     ok
+http2       ok    ok     403     ok          403          closed     ok
+grpc        ok    ok     403     ok          403          closed     ok
+lowercase   ok    ok     closed  closed      closed       closed     ok
+tls         ok    ok     closed  closed      closed       ok         ok
+raw         ok    ok     closed  closed      closed       closed     ok
+silence     ok    ok     closed  closed      closed       closed     ok
+incomplete  late  late   late    late        late         closed     ok
 ";
 
 /// The knowledge of the sidecar in each state of the control plane.
@@ -72,37 +75,71 @@ words! {
         Closed = "closed",
         /// The request does not complete; the client's sidecar waits longer than the client.
         Late = "late",
-        /// As 403, because the policy is not known.
+        /// 503 with `discovery-timeout`, or closed: the policy is not known.
         Unknown = "unknown",
     }
 }
 
 #[test]
 fn while_the_control_plane_is_up_egress_networks_are_enforced() {
-    check(&[State::Up], scene::start_control_plane_first, |_| {});
+    check(&[State::Up], testbed::start_control_plane_first, |_| {});
 }
 
 #[test]
 fn before_the_control_plane_is_up_no_egress_is_permitted() {
-    check(&[State::NotYet], scene::without_control_plane, |_| {});
+    check(&[State::NotYet], testbed::start_without_control_plane, |_| {});
 }
 
 #[test]
 fn while_the_control_plane_is_down_known_egress_policies_apply() {
     check(
         &[State::DownBefore, State::DownAfter],
-        scene::start_control_plane_first,
+        testbed::start_control_plane_first,
         Testbed::kill_control_plane,
     );
 }
 
 #[test]
 fn while_the_control_plane_restarts_egress_networks_are_enforced() {
-    let restart = |scene: &mut Testbed| {
-        scene.kill_control_plane();
-        scene.start_control_plane("manifests");
+    let Some(run) = PreparedRun::prepare(&[State::Restarting]) else {
+        return;
     };
-    check(&[State::Restarting], scene::start_control_plane_first, restart);
+    let PreparedRun {
+        mut testbed,
+        cells,
+        listeners,
+    } = run;
+    testbed::start_control_plane_first(&mut testbed);
+    let (host, client) = (testbed.client.clone(), Client::new(&testbed.credentials));
+    let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
+    let (testbed, n_restarts) = (&testbed, &n_restarts);
+    let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
+    let (requested_tx, requested_rx) = mpsc::channel();
+    let faults = thread::scope(|scope| {
+        let restarting = scope.spawn(move || {
+            // The policies must be known before the first restart. If this fails, the test fails below.
+            let _ = requested_rx.recv();
+            testbed::restart_until(testbed, n_restarts, is_over);
+        });
+        let run = || {
+            runtime().block_on(async {
+                let reached = application::serve(listeners);
+                let mut faults = faults_of(&cells, &client, &reached).await;
+                requested_tx.send(()).unwrap();
+                loop {
+                    let is_last = is_over();
+                    faults.extend(faults_of(&cells, &client, &reached).await);
+                    if is_last {
+                        return faults;
+                    }
+                }
+            })
+        };
+        let faults = host.run(run).unwrap();
+        restarting.join().unwrap();
+        faults
+    });
+    super::report(cells.len(), &faults, &testbed.lock());
 }
 
 #[derive(Clone, Copy)]
@@ -113,41 +150,70 @@ struct Cell {
     family: Family,
 }
 
-/// Tries all cells of some states: starts the scene, sends the first requests, then applies `changes`.
-fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)) {
-    if !scene::can_run() {
-        return;
-    }
-    let mut scene = Testbed::build("client", &manifests(), &[], Ipv6Rules::Written);
-    let mut addresses = Vec::new();
-    for policy in EgressPolicy::ALL {
-        for state in [State::Up, State::NotYet] {
-            addresses.extend(Family::ALL.iter().map(|family| policy.address(state, *family)));
+/// A testbed whose processes are not started yet, with its cells.
+struct PreparedRun {
+    testbed: Testbed,
+    cells: Vec<Cell>,
+    /// Listeners of the application, on all addresses.
+    listeners: Vec<std::net::TcpListener>,
+}
+
+impl PreparedRun {
+    fn prepare(states: &[State]) -> Option<Self> {
+        if !testbed::can_run() {
+            return None;
         }
+        let testbed = Testbed::build("client", &manifests(), &[], Ipv6Rules::Written);
+        let mut addresses = Vec::new();
+        for policy in EgressPolicy::ALL {
+            for requested_before in [true, false] {
+                addresses.extend(
+                    Family::ALL
+                        .iter()
+                        .map(|family| policy.address(requested_before, *family)),
+                );
+            }
+        }
+        let lines = addresses.iter().map(|ip| match ip {
+            IpAddr::V4(_) => format!("addr add {ip}/32 dev eth0\n"),
+            IpAddr::V6(_) => format!("addr add {ip}/128 dev eth0 nodad\n"),
+        });
+        testbed.outside.ip(&lines.collect::<String>()).unwrap();
+        let listeners = application::listen(&testbed.outside, &[PORT]);
+        Some(Self {
+            testbed,
+            cells: cells(states),
+            listeners,
+        })
     }
-    let lines = addresses.iter().map(|ip| match ip {
-        IpAddr::V4(_) => format!("addr add {ip}/32 dev eth0\n"),
-        IpAddr::V6(_) => format!("addr add {ip}/128 dev eth0 nodad\n"),
-    });
-    scene.outside.ip(&lines.collect::<String>()).unwrap();
-    let listeners = application::listen(&scene.outside, &[PORT]);
-    bring_up(&mut scene);
-    let cells = cells(states);
-    let client = Client::new(&scene.credentials);
+}
+
+/// Tries all cells of some states: starts the testbed, sends the first requests, then applies `changes`.
+fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)) {
+    let Some(run) = PreparedRun::prepare(states) else {
+        return;
+    };
+    let PreparedRun {
+        mut testbed,
+        cells,
+        listeners,
+    } = run;
+    bring_up(&mut testbed);
+    let client = Client::new(&testbed.credentials);
     let is_requested_before = |cell: &&Cell| cell.state.is_requested_before();
     let requested_before: Vec<_> = cells.iter().filter(is_requested_before).copied().collect();
-    let host = scene.client.clone();
+    let host = testbed.client.clone();
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
             let mut faults = faults_of(&requested_before, &client, &reached).await;
-            changes(&mut scene);
+            changes(&mut testbed);
             faults.extend(faults_of(&cells, &client, &reached).await);
             faults
         })
     };
     let faults = host.run(run).unwrap();
-    super::report(cells.len(), &faults, &scene);
+    super::report(cells.len(), &faults, &testbed);
 }
 
 fn cells(states: &[State]) -> Vec<Cell> {
@@ -157,7 +223,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
             for row in table::rows(SENT) {
                 let sent = ClientInput {
                     header: Header::Absent,
-                    what: What::of(row[0]),
+                    what: InputKind::of(row[0]),
                 };
                 let cell = |family: &Family| Cell {
                     state,
@@ -183,23 +249,25 @@ async fn faults_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) ->
 
 impl Cell {
     async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
-        let to = SocketAddr::new(self.policy.address(self.state, self.family), PORT);
+        let to = SocketAddr::new(self.policy.address(self.state.is_requested_before(), self.family), PORT);
         let token = format!("token-{}-{n}", self.state.is_requested_before());
-        let saw = client.send(self.sent, Identity::Absent, to, &token).await;
+        let observed = client.send(self.sent, Identity::Absent, to, &token).await;
         let reached = reached.contains(&token);
         let expected = self.expected();
         let fits = match expected {
-            Expected::Permitted => saw == Observed::Application && (reached || self.sent.what == What::Silence),
-            _ => !reached && expected.fits(&saw),
+            Expected::Permitted => {
+                observed == Observed::Application && (reached || self.sent.what == InputKind::Silence)
+            }
+            _ => !reached && expected.fits(&observed),
         };
-        (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    result: {saw:?}, reached: {reached}"))
+        (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    result: {observed:?}, reached: {reached}"))
     }
 
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
         match known.expect("the cell has a row").1 {
             Knowledge::Policy => Expected::of(table::at(SENT, self.sent.what.word(), self.policy.word())),
-            Knowledge::Nothing if self.sent.what == What::Half => Expected::Late,
+            Knowledge::Nothing if self.sent.what == InputKind::IncompleteHead => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
         }
     }
@@ -218,16 +286,16 @@ impl fmt::Display for Cell {
 }
 
 impl Expected {
-    /// Whether a client with this expectation may observe `saw`.
-    fn fits(self, saw: &Observed) -> bool {
+    /// Whether a client with this expectation may observe `observed`.
+    fn fits(self, observed: &Observed) -> bool {
         let (expected, expected_grpc, expected_cause) = match self {
-            Self::Permitted => return *saw == Observed::Application,
-            Self::Closed => return *saw == Observed::Closed,
+            Self::Permitted => return *observed == Observed::Application,
+            Self::Closed => return *observed == Observed::Closed,
             Self::Forbidden => (403, 9, "injected"),
             Self::Late => (408, 4, "head-timeout"),
             Self::Unknown => (503, 14, "discovery-timeout"),
         };
-        match saw {
+        match observed {
             Observed::Status { status, grpc, cause } => {
                 let status = grpc.map_or(*status == expected, |grpc| grpc == expected_grpc);
                 status && cause.as_deref() == Some(expected_cause)
@@ -240,14 +308,10 @@ impl Expected {
 
 impl EgressPolicy {
     /// An address with this policy: one that is dialled before the state begins, or another.
-    fn address(self, state: State, family: Family) -> IpAddr {
+    fn address(self, requested_before: bool, family: Family) -> IpAddr {
         let index = Self::ALL.iter().position(|policy| *policy == self);
         let index = u8::try_from(index.expect("the cell is in the table")).unwrap();
-        let host = if state.is_requested_before() {
-            10 + index
-        } else {
-            110 + index
-        };
+        let host = if requested_before { 10 + index } else { 110 + index };
         match family {
             Family::V4 => Ipv4Addr::new(198, 51, 100, host).into(),
             Family::V6 => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, host.into()).into(),
@@ -260,14 +324,14 @@ impl EgressPolicy {
             Self::Allow => "Allow",
             _ => "Deny",
         };
-        let cidr = |state, family: &Family| match self.address(state, *family) {
+        let cidr = |requested_before, family: &Family| match self.address(requested_before, *family) {
             IpAddr::V4(ip) => format!("{{cidr: {ip}/32}}"),
             IpAddr::V6(ip) => format!("{{cidr: \"{ip}/128\"}}"),
         };
-        let networks = [State::Up, State::NotYet].map(|state| {
+        let networks = [true, false].map(|requested_before| {
             Family::ALL
                 .iter()
-                .map(|family| cidr(state, family))
+                .map(|family| cidr(requested_before, family))
                 .collect::<Vec<_>>()
                 .join(", ")
         });
@@ -309,7 +373,7 @@ spec:
 }
 
 fn manifests() -> String {
-    let client = scene::identity("client");
+    let client = testbed::identity("client");
     let workload = format!(
         "\
 apiVersion: workload.linkerd.io/v1beta1

@@ -1,7 +1,7 @@
 //! The policy matrix: which connections to a sidecar are permitted, and which are refused with which cause.
 //!
 //! [`table`] has the data: policy × input × identity × state of the control plane × address family.
-//! Each test brings the control plane of one scene into one state and tries all cells of it at once, with the shipped
+//! Each test brings the control plane of one testbed into one state and tries all cells of it at once, with the shipped
 //! binaries in network namespaces. [`egress`] has the egress policies.
 
 mod application;
@@ -9,8 +9,8 @@ mod client;
 mod egress;
 mod manifests;
 mod outage;
-mod scene;
 mod table;
+mod testbed;
 mod words;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,29 +25,32 @@ use tokio::time::Instant;
 
 use self::application::ReceivedTokens;
 use self::client::{Client, Observed};
-use self::scene::{Ipv6Rules, Testbed};
-use self::table::{Cause, Cell, Expected, Family, Identity, Policy, State, What};
+use self::table::{Cause, Cell, Expected, Family, Identity, InputKind, Policy, State};
+use self::testbed::{Ipv6Rules, Testbed};
 
 #[test]
 fn while_the_control_plane_is_up_each_port_enforces_its_policy() {
-    check(&[State::Up, State::First], scene::start_control_plane_first);
+    check(&[State::Up, State::First], testbed::start_control_plane_first);
 }
 
 #[test]
 fn before_the_control_plane_is_up_no_client_is_permitted() {
-    check(&[State::NotYet], scene::without_control_plane);
+    check(&[State::NotYet], testbed::start_without_control_plane);
 }
 
 #[test]
 fn while_the_control_plane_is_down_known_policies_apply_and_unknown_ports_are_refused() {
-    check(&[State::DownBefore, State::DownAfter], scene::stop_control_plane);
+    check(
+        &[State::DownBefore, State::DownAfter],
+        testbed::start_then_kill_control_plane,
+    );
 }
 
 #[test]
 fn a_port_keeps_its_policy_when_the_control_plane_forgets_it() {
     check(
         &[State::NotFoundBefore, State::NotFoundAfter],
-        scene::replace_with_empty_control_plane,
+        testbed::replace_with_empty_control_plane,
     );
 }
 
@@ -57,16 +60,16 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         return;
     };
     let PreparedRun {
-        mut scene,
+        mut testbed,
         cells,
         listeners,
     } = run;
-    scene::start_control_plane_first(&mut scene);
-    let (outside, credentials) = (scene.outside.clone(), Client::new(&scene.credentials));
-    let (scene, n_restarts) = (Mutex::new(scene), Mutex::new(0));
+    testbed::start_control_plane_first(&mut testbed);
+    let (outside, credentials) = (testbed.outside.clone(), Client::new(&testbed.credentials));
+    let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
     let faults = std::thread::scope(|scope| {
-        let restarting = scope.spawn(|| scene::restarting(&scene, &n_restarts, is_over));
+        let restarting = scope.spawn(|| testbed::restart_until(&testbed, &n_restarts, is_over));
         let faults = outside.run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
@@ -83,7 +86,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         restarting.join().unwrap();
         faults.unwrap()
     });
-    report(cells.len(), &faults, &scene.lock());
+    report(cells.len(), &faults, &testbed.lock());
 }
 
 /// Without redirect rules for IPv6, IPv6 traffic must not bypass the proxy.
@@ -93,19 +96,19 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         return;
     };
     let PreparedRun {
-        mut scene,
+        mut testbed,
         mut cells,
         listeners,
     } = run;
-    scene::start_control_plane_first(&mut scene);
+    testbed::start_control_plane_first(&mut testbed);
     // Packets are dropped before the proxy, so policy and protocol do not matter: one cell of each kind is tried.
     cells.retain(|tried| {
         let cell = &tried.cell;
         let policies = [Policy::Audit, Policy::Deny, Policy::Opaque];
-        let identities = [Identity::Absent, Identity::Right];
+        let identities = [Identity::Absent, Identity::Permitted];
         policies.contains(&cell.policy)
             && identities.contains(&cell.identity)
-            && [What::Http1, What::Raw].contains(&cell.sent.what)
+            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.what)
     });
     let expected = |cell: &Cell| match cell.family {
         Family::V4 => cell.expected(),
@@ -114,29 +117,29 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     cells
         .iter_mut()
         .for_each(|tried| tried.expected = expected(&tried.cell));
-    let faults = run_once(&scene, &cells, listeners);
-    report(cells.len(), &faults, &scene);
+    let faults = run_once(&testbed, &cells, listeners);
+    report(cells.len(), &faults, &testbed);
 }
 
-/// Tries all cells of some states, which share one state of the scene.
-fn check(states: &[State], bring_into: fn(&mut Testbed)) {
+/// Tries all cells of some states, which share one state of the testbed.
+fn check(states: &[State], set_up: fn(&mut Testbed)) {
     let Some(run) = PreparedRun::prepare(states, Ipv6Rules::Written) else {
         return;
     };
     let PreparedRun {
-        mut scene,
+        mut testbed,
         cells,
         listeners,
     } = run;
-    bring_into(&mut scene);
-    let mut faults = run_once(&scene, &cells, listeners);
-    faults.extend(faults_of_counts(&scene, &cells));
-    report(cells.len(), &faults, &scene);
+    set_up(&mut testbed);
+    let mut faults = run_once(&testbed, &cells, listeners);
+    faults.extend(faults_of_counts(&testbed, &cells));
+    report(cells.len(), &faults, &testbed);
 }
 
-/// A scene whose processes are not started yet, with its cells.
+/// A testbed whose processes are not started yet, with its cells.
 struct PreparedRun {
-    scene: Testbed,
+    testbed: Testbed,
     cells: Vec<CellAtPort>,
     /// Listeners of the application, on the ports of all cells.
     listeners: Vec<std::net::TcpListener>,
@@ -150,7 +153,7 @@ struct CellAtPort {
 
 impl PreparedRun {
     fn prepare(states: &[State], ipv6: Ipv6Rules) -> Option<Self> {
-        if !scene::can_run() {
+        if !testbed::can_run() {
             return None;
         }
         let mut cells = Vec::new();
@@ -160,7 +163,7 @@ impl PreparedRun {
             let port = match (cell.state.is_requested_before(), cell.state.is_first()) {
                 (true, _) => DECLARED_PORTS_START + index,
                 (false, false) => UNDECLARED_PORTS_START + index,
-                (false, true) => FIRST_PORTS + u16::try_from(cells.len()).unwrap(),
+                (false, true) => SINGLE_USE_PORTS_START + u16::try_from(cells.len()).unwrap(),
             };
             let expected = cell.expected();
             cells.push(CellAtPort { cell, expected, port });
@@ -170,25 +173,25 @@ impl PreparedRun {
         let watched_ports: BTreeSet<_> = watched_ports.map(|tried| tried.port).collect();
         let policies = ports.iter().map(|(port, policy)| manifests::policy(*policy, *port));
         let manifests = policies.collect::<String>() + &manifests::workload();
-        let scene = Testbed::build("server", &manifests, &Vec::from_iter(watched_ports), ipv6);
-        let listeners = application::listen(&scene.server, &Vec::from_iter(ports.into_keys()));
+        let testbed = Testbed::build("server", &manifests, &Vec::from_iter(watched_ports), ipv6);
+        let listeners = application::listen(&testbed.server, &Vec::from_iter(ports.into_keys()));
         Some(Self {
-            scene,
+            testbed,
             cells,
             listeners,
         })
     }
 }
 
-fn run_once(scene: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::TcpListener>) -> Vec<String> {
-    let client = Client::new(&scene.credentials);
+fn run_once(testbed: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::TcpListener>) -> Vec<String> {
+    let client = Client::new(&testbed.credentials);
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
             faults_of(cells, &client, &reached).await
         })
     };
-    scene.outside.run(run).unwrap()
+    testbed.outside.run(run).unwrap()
 }
 
 /// A single-threaded runtime: sockets are opened in the namespace of the thread.
@@ -203,7 +206,8 @@ async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedToke
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
     );
     let results = cells.iter().enumerate().map(async |(n, tried)| {
-        let waits = matches!(tried.cell.sent.what, What::Silence | What::Half) || tried.expected == UNKNOWN;
+        let waits =
+            matches!(tried.cell.sent.what, InputKind::Silence | InputKind::IncompleteHead) || tried.expected == UNKNOWN;
         let permits = if waits { &waiting } else { &quick };
         let _permit = permits.acquire().await.unwrap();
         tried.fault(n, client, reached).await
@@ -227,23 +231,23 @@ impl CellAtPort {
         let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");
-            let saw = client.send(sent, identity, to, &token).await;
-            result = (saw, reached.contains(&token));
+            let observed = client.send(sent, identity, to, &token).await;
+            result = (observed, reached.contains(&token));
             if result.0 != Observed::Application {
                 break;
             }
         }
-        let (saw, reached) = result;
-        let is_silent = sent.what == What::Silence;
+        let (observed, reached) = result;
+        let is_silent = sent.what == InputKind::Silence;
         let fits = match self.expected {
-            Expected::Permitted => saw == Observed::Application && (reached || is_silent),
-            Expected::Refused(cause) => !reached && cause.matches(&saw, identity),
-            Expected::EitherOrUnknown(None) if saw == Observed::Application => reached || is_silent,
+            Expected::Permitted => observed == Observed::Application && (reached || is_silent),
+            Expected::Refused(cause) => !reached && cause.matches(&observed, identity),
+            Expected::EitherOrUnknown(None) if observed == Observed::Application => reached || is_silent,
             Expected::EitherOrUnknown(cause) => {
-                let cause = cause.is_some_and(|cause| cause.matches(&saw, identity));
-                !reached && (cause || Cause::Unknown.matches(&saw, identity))
+                let cause = cause.is_some_and(|cause| cause.matches(&observed, identity));
+                !reached && (cause || Cause::Unknown.matches(&observed, identity))
             }
-            Expected::Dropped => !reached && saw == Observed::Unreachable,
+            Expected::Dropped => !reached && observed == Observed::Unreachable,
         };
         let got = if reached {
             "the application got it"
@@ -251,14 +255,14 @@ impl CellAtPort {
             "the application did not get it"
         };
         let Self { cell, expected, .. } = self;
-        (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    result: {saw:?}, and {got}"))
+        (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    result: {observed:?}, and {got}"))
     }
 }
 
 impl Cause {
-    /// Whether a client that is refused for this cause may observe `saw`.
-    fn matches(self, saw: &Observed, identity: Identity) -> bool {
-        match saw {
+    /// Whether a client that is refused for this cause may observe `observed`.
+    fn matches(self, observed: &Observed, identity: Identity) -> bool {
+        match observed {
             Observed::Application | Observed::Unreachable => false,
             Observed::Closed => true,
             Observed::Timeout => self == Self::Silent,
@@ -277,7 +281,7 @@ impl Cause {
             Self::NoRoute => 404,
             Self::Limited => 429,
             Self::Late => 408,
-            Self::NoHttp => 500,
+            Self::HttpNotAllowed => 500,
             Self::Unknown => 503,
             // The proxy sends no HTTP response for these.
             Self::NotHttp | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 400,
@@ -289,7 +293,7 @@ impl Cause {
             Self::Denied => 7,
             Self::NoRoute => 5,
             Self::Limited => 8,
-            Self::NoHttp => 13,
+            Self::HttpNotAllowed => 13,
             Self::Unknown => 14,
             Self::Late => 4,
             Self::NotHttp | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 3,
@@ -299,7 +303,7 @@ impl Cause {
 
 /// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. They
 /// may be higher only by cells for which [`Cell::may_count_as_denied`] holds.
-fn faults_of_counts(scene: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
+fn faults_of_counts(testbed: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
     // The minimum count, and by how much the counter may exceed it.
     let mut expected = BTreeMap::<_, (u64, u64)>::new();
     let by_cause = |cause: Cause| {
@@ -318,7 +322,10 @@ fn faults_of_counts(scene: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
             Expected::Refused(cause) if COUNTED.contains(&cause) => {
                 expected.entry(by_cause(cause)).or_default().0 += 1;
                 if cause == Cause::Denied {
-                    expected.entry(by_reason(tried, tried.cell.missing())).or_default().0 += 1;
+                    expected
+                        .entry(by_reason(tried, tried.cell.denial_reason()))
+                        .or_default()
+                        .0 += 1;
                 }
             }
             _ if tried.cell.may_count_as_denied() => {
@@ -331,9 +338,9 @@ fn faults_of_counts(scene: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
     // A client may see the end of its connection before it is counted.
     let deadline = Instant::now() + COUNT_LIMIT;
     loop {
-        let metrics = Testbed::metrics(&scene.server);
+        let metrics = Testbed::metrics(&testbed.server);
         let count = |(family, labels): &(&str, [String; 2])| {
-            scene::sum(&metrics, family, &labels.each_ref().map(|label| &**label))
+            testbed::sum(&metrics, family, &labels.each_ref().map(|label| &**label))
         };
         let wrong = expected.iter().map(|(key, n)| (key, *n, count(key)));
         let wrong = wrong.filter(|(_, (n, more), counted)| !(*n..=n + more).contains(counted));
@@ -349,13 +356,13 @@ fn faults_of_counts(scene: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
     }
 }
 
-fn report(n_cells: usize, faults: &[String], scene: &Testbed) {
+fn report(n_cells: usize, faults: &[String], testbed: &Testbed) {
     eprintln!("{n_cells} cells tried, {} failures", faults.len());
     let faults: String = faults.iter().map(|fault| format!("\n\n{fault}")).collect();
     assert!(
         faults.is_empty(),
         "{faults}\n\nend of the log of the sidecar:\n{}",
-        scene.log_tail()
+        testbed.log_tail()
     );
 }
 
@@ -373,8 +380,8 @@ const COUNTED: &[Cause] = &[
 const DECLARED_PORTS_START: u16 = 10_000;
 /// Ports whose policies the sidecar does not request before a connection.
 const UNDECLARED_PORTS_START: u16 = 11_000;
-/// The same, one for each cell.
-const FIRST_PORTS: u16 = 12_000;
+/// First of the undeclared ports that are used by one cell only.
+const SINGLE_USE_PORTS_START: u16 = 12_000;
 const MAX_CONCURRENT_CELLS: usize = 16;
 const MAX_CONCURRENT_WAITING_CELLS: usize = 200;
 /// Maximum number of requests until the rate limit of one per second refuses one.

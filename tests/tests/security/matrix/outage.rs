@@ -9,23 +9,23 @@ use tokio::time::Instant;
 use super::application;
 use super::client::{Client, Observed};
 use super::manifests;
-use super::scene::{self, Ipv6Rules, Testbed};
 use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
+use super::testbed::{self, Ipv6Rules, Testbed};
 use super::{CellAtPort, faults_of, report, runtime};
 
 /// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
 #[test]
 fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
-    if !scene::can_run() {
+    if !testbed::can_run() {
         return;
     }
     let policy_of = |port: u16| POLICIES[usize::from(port) % POLICIES.len()];
     let all = PORTS.chain(UNUSED_PORTS);
     let policies = all.clone().map(|port| manifests::policy(policy_of(port), port));
     let manifests = policies.collect::<String>() + &manifests::workload();
-    let mut scene = Testbed::build("server", &manifests, &[], Ipv6Rules::Written);
-    let listeners = application::listen(&scene.server, &Vec::from_iter(all));
-    scene::start_control_plane_first(&mut scene);
+    let mut testbed = Testbed::build("server", &manifests, &[], Ipv6Rules::Written);
+    let listeners = application::listen(&testbed.server, &Vec::from_iter(all));
+    testbed::start_control_plane_first(&mut testbed);
 
     let cells = |state, ports: Range<u16>| {
         let cells = ports.flat_map(|port| {
@@ -48,49 +48,49 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
         Vec::from_iter(cells)
     };
     let first_cells = cells(State::First, PORTS);
-    let mut away = cells(State::DownAfter, PORTS);
-    away.extend(cells(State::DownBefore, UNUSED_PORTS));
+    let mut outage_cells = cells(State::DownAfter, PORTS);
+    outage_cells.extend(cells(State::DownBefore, UNUSED_PORTS));
 
-    let (outside, client) = (scene.outside.clone(), Client::new(&scene.credentials));
+    let (outside, client) = (testbed.outside.clone(), Client::new(&testbed.credentials));
     let (n_tried, faults) = outside
         .run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
                 let mut faults = faults_of(&first_cells, &client, &reached).await;
                 let mut n_tried = first_cells.len();
-                scene.kill_control_plane();
-                let until = Instant::now() + away_for();
+                testbed.kill_control_plane();
+                let until = Instant::now() + outage_duration();
                 while faults.is_empty() {
-                    faults = faults_of(&away, &client, &reached).await;
-                    n_tried += away.len();
+                    faults = faults_of(&outage_cells, &client, &reached).await;
+                    n_tried += outage_cells.len();
                     if Instant::now() > until {
                         break;
                     }
                 }
-                scene.start_control_plane("manifests");
+                testbed.start_control_plane("manifests");
                 let open = { UNUSED_PORTS }.find(|port| policy_of(*port) == Policy::Audit);
-                let took = until_permitted(&client, open.expect("one of them is open")).await;
+                let took = wait_until_permitted(&client, open.expect("one of them is open")).await;
                 eprintln!("unknown policies apply {took:?} after the control plane is back");
                 (n_tried, faults)
             })
         })
         .unwrap();
-    report(n_tried, &faults, &scene);
+    report(n_tried, &faults, &testbed);
 }
 
 /// The time until a port answers.
-async fn until_permitted(client: &Client, port: u16) -> Duration {
+async fn wait_until_permitted(client: &Client, port: u16) -> Duration {
     let to = SocketAddr::new(Family::V4.server(), port);
-    let begun = Instant::now();
+    let started_at = Instant::now();
     loop {
         match client.send(ClientInput::HTTP1, Identity::Absent, to, "back").await {
-            Observed::Application => return begun.elapsed(),
-            saw => assert!(begun.elapsed() < BACK_LIMIT, "{saw:?}"),
+            Observed::Application => return started_at.elapsed(),
+            observed => assert!(started_at.elapsed() < RECOVERY_TIMEOUT, "{observed:?}"),
         }
     }
 }
 
-fn away_for() -> Duration {
+fn outage_duration() -> Duration {
     match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => Duration::from_secs(600),
         None => Duration::from_secs(5),
@@ -102,5 +102,5 @@ const PORTS: Range<u16> = 13_000..13_300;
 /// Ports without a connection before the outage.
 const UNUSED_PORTS: Range<u16> = 13_300..13_300 + POLICIES.len() as u16;
 const POLICIES: [Policy; 4] = [Policy::Deny, Policy::Audit, Policy::ByIdentity, Policy::ByOtherNetwork];
-const IDENTITIES: [Identity; 3] = [Identity::Absent, Identity::Right, Identity::Wrong];
-const BACK_LIMIT: Duration = Duration::from_secs(20);
+const IDENTITIES: [Identity; 3] = [Identity::Absent, Identity::Permitted, Identity::Other];
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(20);

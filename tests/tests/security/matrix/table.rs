@@ -10,7 +10,7 @@ use super::words::words;
 /// `port` is the kind of port that the policy creates, a column of [`BYTES`]. Identities that are not listed are
 /// refused by the TLS handshake for every policy.
 const CLIENTS: &str = "
-policy                port        none      anonymous    right     wrong
+policy                port        none      anonymous    permitted other
 no-server             detect      no-tls    no-identity  ok        ok
 server                detect      network   network      network   network
 deny                  detect      network   network      network   network
@@ -34,70 +34,72 @@ tls                   tls         ok        ok           ok        ok
 /// For connections to the proxy's own port, the part before the colon is the protocol in the transport header: `1` for
 /// HTTP/1, `2` for HTTP/2, `-` for none.
 const BYTES: &str = "
-sent       detect    routes    own-routes  http1     http2     grpc      opaque    tls       unknown
-http1      request   request   request     request   not-http  not-http  bytes     in-tls    unknown
-http2      request   request   request     upgraded  request   request   bytes     in-tls    unknown
-grpc       request   request   request     upgraded  request   request   bytes     in-tls    unknown
-odd        bytes     not-http  no-request  request   not-http  not-http  bytes     in-tls    unknown
-tls        bytes     not-http  no-request  not-http  not-http  not-http  bytes     bytes     unknown
-raw        bytes     not-http  no-request  not-http  not-http  not-http  bytes     in-tls    unknown
-silence    bytes     nothing   nothing     nothing   nothing   nothing   bytes     in-tls    unknown
-half       late      late      late        late      not-http  not-http  bytes     in-tls    late
-1:http1    request   request   request     request   request   request   no-http   no-http   unknown
-2:http2    request   request   request     request   request   request   no-http   no-http   unknown
-2:grpc     request   request   request     request   request   request   no-http   no-http   unknown
-1:raw      not-http  not-http  not-http    not-http  not-http  not-http  not-http  not-http  not-http
--:http1    bytes     request   request     request   not-http  not-http  bytes     bytes     unknown
--:http2    bytes     request   request     request   request   request   bytes     bytes     unknown
--:odd      bytes     not-http  no-request  request   not-http  not-http  bytes     bytes     unknown
--:tls      bytes     not-http  no-request  not-http  not-http  not-http  bytes     bytes     unknown
--:raw      bytes     not-http  no-request  not-http  not-http  not-http  bytes     bytes     unknown
--:silence  bytes     nothing   nothing     nothing   nothing   nothing   bytes     bytes     unknown
--:half     bytes     late      late        late      not-http  not-http  bytes     bytes     late
+sent          detect    routes    own-routes     http1     http2     grpc      opaque            tls               unknown
+http1         request   request   request        request   not-http  not-http  bytes             in-tls            unknown
+http2         request   request   request        upgraded  request   request   bytes             in-tls            unknown
+grpc          request   request   request        upgraded  request   request   bytes             in-tls            unknown
+lowercase     bytes     not-http  only-requests  request   not-http  not-http  bytes             in-tls            unknown
+tls           bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
+raw           bytes     not-http  only-requests  not-http  not-http  not-http  bytes             in-tls            unknown
+silence       bytes     no-input  no-input       no-input  no-input  no-input  bytes             in-tls            unknown
+incomplete    late      late      late           late      not-http  not-http  bytes             in-tls            late
+1:http1       request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
+2:http2       request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
+2:grpc        request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
+1:raw         not-http  not-http  not-http       not-http  not-http  not-http  not-http          not-http          not-http
+-:http1       bytes     request   request        request   not-http  not-http  bytes             bytes             unknown
+-:http2       bytes     request   request        request   request   request   bytes             bytes             unknown
+-:lowercase   bytes     not-http  only-requests  request   not-http  not-http  bytes             bytes             unknown
+-:tls         bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
+-:raw         bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
+-:silence     bytes     no-input  no-input       no-input  no-input  no-input  bytes             bytes             unknown
+-:incomplete  bytes     late      late           late      not-http  not-http  bytes             bytes             late
 ";
 
-/// Cells that are left out because others give the same result, with the reason and the cells that are tried instead.
-const EQUIVALENCES: &[EquivalentCells] = &[
-    EquivalentCells {
-        reason: "a transport header needs TLS: `anonymous` is tried",
-        folds: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Absent,
+/// Cells that are left out because others give the same result, with the reason and the cells that cover them.
+const SKIPPED_CELLS: &[SkippedCells] = &[
+    SkippedCells {
+        reason: "a transport header needs TLS (covered by `anonymous`)",
+        covers: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Absent,
     },
-    EquivalentCells {
-        reason: "a failed handshake ends before the input: `http1` and `1:http1` are tried",
-        folds: |cell| cell.identity.is_invalid() && cell.sent.what != What::Http1,
+    SkippedCells {
+        reason: "a failed handshake ends before the input (covered by `http1` and `1:http1`)",
+        covers: |cell| cell.identity.is_invalid() && cell.sent.what != InputKind::Http1,
     },
-    EquivalentCells {
-        reason: "the handshake on the proxy's own port does not depend on the transport header: `1:http1` is tried",
-        folds: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
+    SkippedCells {
+        reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
+        covers: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
     },
-    EquivalentCells {
-        reason: "an opaque port passes TLS to the application and does not read identities: `none` is tried",
-        folds: |cell| {
+    SkippedCells {
+        reason: "an opaque port passes TLS to the application and does not read identities (covered by `none`)",
+        covers: |cell| {
             let is_tls = cell.identity != Identity::Absent && cell.sent.header == Header::Absent;
             is_tls && cell.policy.port() == PortKind::Opaque
         },
     },
-    EquivalentCells {
-        reason: "gRPC is handled as HTTP/2 unless a GRPCRoute applies: `own-grpc-route` and `by-identity` are tried",
-        folds: |cell| cell.sent.what == What::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity),
+    SkippedCells {
+        reason: "gRPC is handled as HTTP/2 unless a GRPCRoute applies (covered by `own-grpc-route` and `by-identity`)",
+        covers: |cell| {
+            cell.sent.what == InputKind::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity)
+        },
     },
-    EquivalentCells {
-        reason: "policies do not depend on the address family: IPv6 is tried while the control plane is up, and with one \
-                 input in other states",
-        folds: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != ClientInput::HTTP1,
+    SkippedCells {
+        reason: "policies do not depend on the address family (covered by IPv6 while the control plane is up, and by one \
+                 input in other states)",
+        covers: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != ClientInput::HTTP1,
     },
-    EquivalentCells {
-        reason: "an unknown policy has no effect: one that denies, one that permits all, one with routes and an opaque \
-                 one are tried",
-        folds: |cell| {
+    SkippedCells {
+        reason: "an unknown policy has no effect (covered by one that denies, one that permits all, one with routes and \
+                 an opaque one)",
+        covers: |cell| {
             let tried = [Policy::Deny, Policy::Audit, Policy::OwnHttpRoute, Policy::Opaque];
             !cell.state.is_requested_before() && !tried.contains(&cell.policy)
         },
     },
-    EquivalentCells {
-        reason: "a known policy does not depend on the state of the control plane: each way into the proxy is tried, as \
-                 HTTP and as bytes",
-        folds: |cell| {
+    SkippedCells {
+        reason: "a known policy does not depend on the state of the control plane (covered by each way into the proxy, as HTTP \
+                 and as bytes)",
+        covers: |cell| {
             let tried = ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(ClientInput::of);
             !matches!(cell.state, State::Up | State::NotYet) && !tried.contains(&cell.sent)
         },
@@ -114,10 +116,10 @@ pub(super) struct Cell {
     pub(super) family: Family,
 }
 
-/// A set of equivalent cells.
-struct EquivalentCells {
+/// Cells that are left out, because others give the same result.
+struct SkippedCells {
     reason: &'static str,
-    folds: fn(&Cell) -> bool,
+    covers: fn(&Cell) -> bool,
 }
 
 words! {
@@ -130,13 +132,13 @@ words! {
         /// It has not been up since the proxy started.
         NotYet = "not up yet",
         /// It went down before the port's policy was requested.
-        DownBefore = "down before the port was asked for",
+        DownBefore = "down before the policy was requested",
         /// It went down after it had answered.
-        DownAfter = "down after",
+        DownAfter = "down after the policy was received",
         /// It has never known the port.
-        NotFoundBefore = "not found before the port was asked for",
+        NotFoundBefore = "workload deleted before the policy was requested",
         /// It no longer knows the port.
-        NotFoundAfter = "not found after",
+        NotFoundAfter = "workload deleted after the policy was received",
         /// It is killed and restarted repeatedly.
         Restarting = "restarting",
         /// It is killed and restarted repeatedly, and the connection is the first on its port.
@@ -199,9 +201,9 @@ words! {
         /// TLS without a client certificate.
         Anonymous = "anonymous",
         /// The identity that policies permit.
-        Right = "right",
+        Permitted = "permitted",
         /// Another workload of the mesh.
-        Wrong = "wrong",
+        Other = "other",
         Expired = "expired",
         /// The right name, signed by another CA.
         OtherTrustDomain = "other trust domain",
@@ -216,18 +218,19 @@ words! {
 }
 
 words! {
-    What {
+    /// What the client sends.
+    InputKind {
         Http1 = "http1",
         Http2 = "http2",
         Grpc = "grpc",
         /// A request with a lower-case method.
-        Odd = "odd",
+        LowercaseMethod = "lowercase",
         /// A ClientHello for another server name.
         Tls = "tls",
-        Raw = "raw",
+        RawBytes = "raw",
         Silence = "silence",
         /// A request line and a header, without the end of the headers.
-        Half = "half",
+        IncompleteHead = "incomplete",
     }
 }
 
@@ -258,11 +261,11 @@ words! {
         /// A request that does not complete.
         Late = "late",
         /// Not a request, and only requests are authorized.
-        NoRequest = "no-request",
+        OnlyRequestsAllowed = "only-requests",
         /// No input, so there is nothing to authorize and no response.
-        Nothing = "nothing",
+        NoInput = "no-input",
         /// Refused, because the port does not accept requests.
-        NoHttp = "no-http",
+        HttpNotAllowed = "http-not-allowed",
         /// Refused, because the policy of the port is not known.
         Unknown = "unknown",
     }
@@ -289,7 +292,7 @@ words! {
         NoRoute = "no-route",
         Limited = "rate-limited",
         NotHttp = "bad-request",
-        NoHttp = "invalid-policy",
+        HttpNotAllowed = "invalid-policy",
         Late = "head-timeout",
         /// The client sent nothing.
         Silent = "detect-timeout",
@@ -314,7 +317,7 @@ pub(super) enum Expected {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ClientInput {
     pub(super) header: Header,
-    pub(super) what: What,
+    pub(super) what: InputKind,
 }
 
 /// All cells of a state that are not equivalent to others; prints how many are.
@@ -335,9 +338,9 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
             }
         }
     }
-    for EquivalentCells { reason, folds } in EQUIVALENCES {
+    for SkippedCells { reason, covers } in SKIPPED_CELLS {
         let n_before = cells.len();
-        cells.retain(|cell| !folds(cell));
+        cells.retain(|cell| !covers(cell));
         eprintln!(
             "{state}: {} cells are equivalent to others: {reason}",
             n_before - cells.len()
@@ -372,13 +375,13 @@ impl Cell {
         match self.handling(port) {
             Handling::Request | Handling::Bytes => self.decision().cause(),
             Handling::InTls | Handling::Upgraded if in_tls => self.decision().cause(),
-            Handling::InTls if self.sent.what == What::Silence => Some(Cause::Silent),
+            Handling::InTls if self.sent.what == InputKind::Silence => Some(Cause::Silent),
             Handling::InTls => Some(Cause::Denied),
             Handling::Upgraded | Handling::NotHttp => Some(Cause::NotHttp),
             Handling::Late => Some(Cause::Late),
-            Handling::NoRequest => Some(Cause::Denied),
-            Handling::Nothing => Some(Cause::Silent),
-            Handling::NoHttp => Some(Cause::NoHttp),
+            Handling::OnlyRequestsAllowed => Some(Cause::Denied),
+            Handling::NoInput => Some(Cause::Silent),
+            Handling::HttpNotAllowed => Some(Cause::HttpNotAllowed),
             Handling::Unknown => Some(Cause::Unknown),
         }
     }
@@ -388,13 +391,13 @@ impl Cell {
     }
 
     /// The reason of the policy for a denial.
-    pub(super) fn missing(&self) -> &'static str {
-        let missing = match (self.handling(self.policy.port()), self.decision()) {
-            (Handling::NoRequest, _) => Decision::OtherNetwork,
+    pub(super) fn denial_reason(&self) -> &'static str {
+        let reason = match (self.handling(self.policy.port()), self.decision()) {
+            (Handling::OnlyRequestsAllowed, _) => Decision::OtherNetwork,
             (_, Decision::Permitted) => Decision::NoTls, // the port requires it
-            (_, clearance) => clearance,
+            (_, decision) => decision,
         };
-        missing.word()
+        reason.word()
     }
 
     /// Whether the refusal may be counted as denied. On a port whose Server authorizes no client, the counter depends
@@ -480,15 +483,15 @@ impl Identity {
 
     /// Whether the client's certificate is accepted.
     pub(super) fn is_proven(self) -> bool {
-        matches!(self, Self::Right | Self::Wrong)
+        matches!(self, Self::Permitted | Self::Other)
     }
 }
 
 impl Family {
     pub(super) fn server(self) -> IpAddr {
         match self {
-            Self::V4 => super::scene::SERVER.into(),
-            Self::V6 => v6(super::scene::SERVER).into(),
+            Self::V4 => super::testbed::SERVER.into(),
+            Self::V6 => v6(super::testbed::SERVER).into(),
         }
     }
 }
@@ -504,7 +507,7 @@ pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
 impl ClientInput {
     pub(super) const HTTP1: Self = Self {
         header: Header::Absent,
-        what: What::Http1,
+        what: InputKind::Http1,
     };
 
     fn all() -> impl Iterator<Item = Self> {
@@ -515,7 +518,7 @@ impl ClientInput {
         let (header, what) = word.split_once(':').unwrap_or(("", word));
         Self {
             header: Header::of(header),
-            what: What::of(what),
+            what: InputKind::of(what),
         }
     }
 }

@@ -13,8 +13,8 @@ use tulle_proto::outbound as proto;
 
 use crate::policy::client::{
     AccrualKind, Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual,
-    HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryAfterBackoff,
-    RetryConditions, RouteBackend, Timeouts, TlsRoute,
+    HeaderOverrides, HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RetryAfterBackoff, RetryConditions,
+    RetryPolicy, RouteBackend, Timeouts, TlsRoute,
 };
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
@@ -112,7 +112,7 @@ fn route(
 macro_rules! distribution {
     ($module:ident, $filter:path, $message:expr) => {{
         use proto::$module::distribution::Kind;
-        let backend = |message: proto::$module::RouteBackend| {
+        let route_backend = |message: proto::$module::RouteBackend| {
             let filters = message.filters.into_iter().map($filter).collect::<Result<_, _>>()?;
             Ok(RouteBackend {
                 filters,
@@ -124,11 +124,11 @@ macro_rules! distribution {
             .ok_or(DecodeError::Missing("backends"))?
         {
             Kind::Empty(_) => Ok(Distribution::Empty),
-            Kind::FirstAvailable(list) => first_available(list.backends.into_iter().map(backend).collect()),
+            Kind::FirstAvailable(list) => first_available(list.backends.into_iter().map(route_backend).collect()),
             Kind::RandomAvailable(list) => {
                 let weighted = list.backends.into_iter().map(|message| {
                     let (message, weight) = (message.backend, message.weight);
-                    Ok((backend(message.ok_or(DecodeError::Missing("backend"))?)?, weight))
+                    Ok((route_backend(message.ok_or(DecodeError::Missing("backend"))?)?, weight))
                 });
                 random_available(weighted.collect())
             }
@@ -144,7 +144,7 @@ fn http_rule(message: proto::http_route::Rule) -> Result<Rule<HttpTarget>, Decod
             backends: distribution!(http_route, http_filter, message.backends)?,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(http_retry).transpose()?,
-            request_headers: request_headers(message.allow_l5d_request_headers),
+            header_overrides: header_overrides(message.allow_l5d_request_headers),
         },
     })
 }
@@ -157,7 +157,7 @@ fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<HttpTarget>, Decod
             backends: distribution!(grpc_route, grpc_filter, message.backends)?,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(grpc_retry).transpose()?,
-            request_headers: request_headers(message.allow_l5d_request_headers),
+            header_overrides: header_overrides(message.allow_l5d_request_headers),
         },
     })
 }
@@ -298,7 +298,8 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
     if dst.path.is_empty() {
         return Err(DecodeError::Missing("path of a balancer's discovery"));
     }
-    let or = |field, message, default| Ok::<_, DecodeError>(optional_duration(field, message)?.unwrap_or(default));
+    let duration_or =
+        |field, message, default| Ok::<_, DecodeError>(optional_duration(field, message)?.unwrap_or(default));
     let load = match message.load.ok_or(DecodeError::Missing("load of a balancer"))? {
         Load::PeakEwma(PeakEwma { default_rtt, decay }) => LoadParams::PeakEwma {
             default_rtt: duration("default RTT", default_rtt)?,
@@ -312,14 +313,14 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
             max_retry_after,
             penalty_decay: _,
         }) => LoadParams::PenaltyPeakEwma {
-            default_rtt: or("default RTT", default_rtt, Duration::from_millis(30))?,
-            decay: or("decay", decay, Duration::from_secs(10))?,
-            penalty: or("penalty", penalty, Duration::from_secs(5))?,
-            max_retry_after: or("max retry-after", max_retry_after, Duration::from_secs(300))?,
+            default_rtt: duration_or("default RTT", default_rtt, Duration::from_millis(30))?,
+            decay: duration_or("decay", decay, Duration::from_secs(10))?,
+            penalty: duration_or("penalty", penalty, Duration::from_secs(5))?,
+            max_retry_after: duration_or("max retry-after", max_retry_after, Duration::from_secs(300))?,
         },
     };
     Ok(BackendTarget::Balance {
-        path: dst.path.into(),
+        authority: dst.path.into(),
         load,
     })
 }
@@ -404,7 +405,7 @@ fn backoff_from(message: proto::ExponentialBackoff) -> Result<RetryAfterBackoff,
     })
 }
 
-fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
+fn http_retry(message: proto::http_route::Retry) -> Result<RetryPolicy, DecodeError> {
     let conditions = message
         .conditions
         .ok_or(DecodeError::Missing("conditions of a retry"))?;
@@ -435,7 +436,7 @@ fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
     )
 }
 
-fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
+fn grpc_retry(message: proto::grpc_route::Retry) -> Result<RetryPolicy, DecodeError> {
     let conditions = message
         .conditions
         .ok_or(DecodeError::Missing("conditions of a retry"))?;
@@ -466,8 +467,8 @@ fn retry_from(
     conditions: RetryConditions,
     timeout: Option<prost_types::Duration>,
     backoff: Option<proto::ExponentialBackoff>,
-) -> Result<Retry, DecodeError> {
-    Ok(Retry {
+) -> Result<RetryPolicy, DecodeError> {
+    Ok(RetryPolicy {
         max_retries: u16::try_from(max_retries)
             .map_err(|_| DecodeError::invalid("max retries", max_retries, "65535 at most"))?,
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
@@ -497,11 +498,11 @@ fn optional_timeout(
     Ok(optional_duration(field, message)?.filter(|limit| !limit.is_zero()))
 }
 
-fn request_headers(allow: bool) -> RequestOverrides {
+fn header_overrides(allow: bool) -> HeaderOverrides {
     if allow {
-        RequestOverrides::Allow
+        HeaderOverrides::Allow
     } else {
-        RequestOverrides::Ignore
+        HeaderOverrides::Ignore
     }
 }
 

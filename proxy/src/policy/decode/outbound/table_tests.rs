@@ -49,24 +49,40 @@ fn resources_are_named_in_full() {
     assert_eq!(reason(default), "");
 }
 
-/// For each kind of route: a policy with one route, with the given metadata, distribution and filter.
+/// The backends of a route.
+#[derive(Clone, Copy)]
+enum Backends {
+    /// No distribution.
+    Missing,
+    /// `FirstAvailable` or `RandomAvailable` of no backends.
+    EmptyFirst,
+    EmptyRandom,
+    /// An entry without a backend.
+    NoneInFirst,
+    NoneInRandom,
+    Valid,
+}
+
+/// For each kind of route: a policy with one route, with the given metadata, backends and filter.
 macro_rules! kinds_of_routes {
     ($($name:literal: $module:ident, $wrap:expr;)*) => {
         [$((
             $name,
-            Box::new(|metadata, kind: u8, filter: bool| {
+            Box::new(|metadata, backends: Backends, filter: bool| {
                 use proto::$module::distribution::{FirstAvailable, Kind as Distributed, RandomAvailable};
-                let to = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
-                let backend = || Some(backend_of(balance("web.shop:80", Some(peak_ewma()))));
-                let kind = match kind {
-                    0 => None,
-                    1 => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![] })),
-                    2 => Some(Distributed::RandomAvailable(RandomAvailable { backends: vec![] })),
-                    3 => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![to(None)] })),
-                    4 => Some(Distributed::RandomAvailable(RandomAvailable {
-                        backends: vec![proto::$module::WeightedRouteBackend { backend: None, weight: 1 }],
-                    })),
-                    _ => Some(Distributed::FirstAvailable(FirstAvailable { backends: vec![to(backend())] })),
+                let route_backend = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
+                let valid = || Some(backend_of(balance("web.shop:80", Some(peak_ewma()))));
+                let first = |backends| Some(Distributed::FirstAvailable(FirstAvailable { backends }));
+                let random = |backends| Some(Distributed::RandomAvailable(RandomAvailable { backends }));
+                let kind = match backends {
+                    Backends::Missing => None,
+                    Backends::EmptyFirst => first(vec![]),
+                    Backends::EmptyRandom => random(vec![]),
+                    Backends::NoneInFirst => first(vec![route_backend(None)]),
+                    Backends::NoneInRandom => {
+                        random(vec![proto::$module::WeightedRouteBackend { backend: None, weight: 1 }])
+                    }
+                    Backends::Valid => first(vec![route_backend(valid())]),
                 };
                 let rule = proto::$module::Rule {
                     backends: Some(proto::$module::Distribution { kind }),
@@ -74,7 +90,7 @@ macro_rules! kinds_of_routes {
                     ..Default::default()
                 };
                 $wrap(metadata, rule)
-            }) as Box<dyn Fn(Option<Metadata>, u8, bool) -> proto::OutboundPolicy>,
+            }) as Box<dyn Fn(Option<Metadata>, Backends, bool) -> proto::OutboundPolicy>,
         )),*]
     };
 }
@@ -98,17 +114,28 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
             routes: vec![proto::TlsRoute { metadata, rules: vec![rule], ..Default::default() }],
         })));
     };
-    const GOOD: u8 = 5;
     for (name, policy) in &kinds {
         for (message, expected) in [
-            (policy(metadata("r"), GOOD, false), ""),
-            (policy(None, GOOD, false), "metadata is missing"),
-            (policy(metadata("r"), 0, false), "backends is missing"),
-            (policy(metadata("r"), 1, false), "backends is missing"),
-            (policy(metadata("r"), 2, false), "backends is missing"),
-            (policy(metadata("r"), 3, false), "backend is missing"),
-            (policy(metadata("r"), 4, false), "backend is missing"),
-            (policy(metadata("r"), GOOD, true), "filter is missing"),
+            (policy(metadata("r"), Backends::Valid, false), ""),
+            (policy(None, Backends::Valid, false), "metadata is missing"),
+            (policy(metadata("r"), Backends::Missing, false), "backends is missing"),
+            (
+                policy(metadata("r"), Backends::EmptyFirst, false),
+                "backends is missing",
+            ),
+            (
+                policy(metadata("r"), Backends::EmptyRandom, false),
+                "backends is missing",
+            ),
+            (
+                policy(metadata("r"), Backends::NoneInFirst, false),
+                "backend is missing",
+            ),
+            (
+                policy(metadata("r"), Backends::NoneInRandom, false),
+                "backend is missing",
+            ),
+            (policy(metadata("r"), Backends::Valid, true), "filter is missing"),
         ] {
             let reason = reason(message);
             assert_eq!(reason.is_empty(), expected.is_empty(), "{name}: {reason}");

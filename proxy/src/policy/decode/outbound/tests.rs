@@ -239,7 +239,7 @@ fn backends_are_read() {
     assert_eq!(
         backend.target,
         BackendTarget::Balance {
-            path: "web.shop:80".into(),
+            authority: "web.shop:80".into(),
             load
         }
     );
@@ -306,7 +306,7 @@ fn timeouts_and_retries_are_read() {
             idle
         }
     );
-    assert_eq!(target.request_headers, RequestOverrides::Allow);
+    assert_eq!(target.header_overrides, HeaderOverrides::Allow);
     let retry = target.retry.unwrap();
     assert_eq!((retry.max_retries, retry.max_request_bytes), (2, 1024));
     assert_eq!(retry.conditions.http, [500..=599]);
@@ -468,7 +468,7 @@ fn incomplete_messages_are_refused_with_the_reason() {
             with_backend(|backend| backend.kind = balance("web:80", no_decay)),
         ),
         (
-            "reading default RTT",
+            "invalid default RTT",
             with_backend(|backend| backend.kind = balance("web:80", negative)),
         ),
         (
@@ -606,6 +606,6 @@ fn a_refusal_names_the_resource() {
     let error = client_policy(with_backend(|backend| backend.queue = None)).unwrap_err();
     assert_eq!(
         format!("{:#}", anyhow::Error::new(error)),
-        "reading Service/r.shop: reading Service/web.shop: queue is missing"
+        "in Service/r.shop: in Service/web.shop: queue is missing"
     );
 }

@@ -1,0 +1,231 @@
+//! One measurement: generates traffic and reads its cost in the sidecars.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+
+use super::generators::{BULK_SIZE, Http1, LoadProfile, LoadResult, ghz, h2load, load, wrk};
+use super::memory::Memory;
+use super::metric::{Metric, Sample};
+use super::process::Process;
+use super::rows::Row;
+use super::setup::Side;
+use super::setup::{Setup, Traffic};
+use super::sidecars::Sidecars;
+use super::testbed::{HTTP_PORT, SERVER, SERVICE, TCP_PORT, Testbed};
+use super::{hostile, slow, tulle};
+
+/// Opens all connections, so that no measurement contains the first handshake.
+pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
+    let host = host(sidecars);
+    let load_result = match setup.traffic {
+        Traffic::Http1 => wrk(
+            testbed,
+            host,
+            Http1::get(if setup.workers > 1 { 64 } else { 1 }),
+            WARM_UP,
+        )?,
+        Traffic::Http2 => ghz(testbed, host, WARM_UP)?,
+        Traffic::Opaque => {
+            // The sidecar authorizes an opaque connection when it opens. The first ones open before the policy of their port is
+            // known.
+            load(testbed, host, LoadProfile::Bulk, WARM_UP)?;
+            load(testbed, host, LoadProfile::Bulk, WARM_UP)?
+        }
+    };
+    ensure!(
+        load_result.requests > load_result.failed,
+        "no request of {} succeeded",
+        load_result.requests
+    );
+    Ok(())
+}
+
+/// Measures one row.
+pub(super) fn measure(
+    row: Row,
+    testbed: &Testbed,
+    sidecars: Option<&Sidecars>,
+    duration: Duration,
+) -> anyhow::Result<Sample> {
+    let host = host(sidecars);
+    let http1 = |load| measure_load(sidecars, || wrk(testbed, host, load, duration));
+    let post = |connections, body| {
+        let load = Http1 {
+            body,
+            ..Http1::get(connections)
+        };
+        http1(load).map(|sample| with_bytes(sample, body as u64))
+    };
+    let own_generator = |what| measure_load(sidecars, || load(testbed, host, what, duration));
+    match row {
+        Row::HttpC1 => http1(Http1::get(1)),
+        Row::HttpC16 => http1(Http1::get(16)),
+        Row::HttpC64
+        | Row::OutboundOnly
+        | Row::InboundOnly
+        | Row::HttpC64Baseline
+        | Row::Routed
+        | Row::Profiled
+        | Row::OneWorker
+        | Row::TwoWorkers => http1(Http1::get(64)),
+        Row::Post1Kib => post(16, 1 << 10),
+        Row::Post32Kib => post(16, 32 << 10),
+        Row::Post1Mib => post(4, 1 << 20),
+        Row::NewHttp => http1(Http1 {
+            close: true,
+            ..Http1::get(16)
+        }),
+        Row::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
+        Row::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
+        Row::GrpcStream => own_generator(LoadProfile::Streams),
+        Row::Bulk => own_generator(LoadProfile::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
+        Row::NewMtls => own_generator(LoadProfile::Reconnect),
+        Row::Idle => idle(testbed, sidecars, idle_http),
+        Row::IdleOpaque => idle(testbed, sidecars, idle_opaque),
+        Row::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),
+        Row::Hostile => hostile::measure(testbed, sidecars.context("there is no sidecar")?),
+        Row::Allocations => allocations(testbed, duration),
+    }
+}
+
+/// Adds the throughput; each request carries `bytes` in each direction.
+fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
+    let requests = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
+    sample.insert(Metric::MibPerSecond, requests * bytes as f64 / f64::from(1 << 20));
+    sample
+}
+
+/// Generates load and measures the cost of it in the sidecars.
+pub(super) fn measure_load(
+    sidecars: Option<&Sidecars>,
+    generate: impl FnOnce() -> anyhow::Result<LoadResult>,
+) -> anyhow::Result<Sample> {
+    let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
+    let cost = || {
+        sides
+            .iter()
+            .map(|(_, process)| Cost::of(process))
+            .collect::<anyhow::Result<Vec<_>>>()
+    };
+    let before = cost()?;
+    let load_result = generate()?;
+    let after = cost()?;
+    let requests = load_result.requests as f64;
+    ensure!(load_result.requests > 0, "no request completed");
+
+    let mut sample = Sample::from([
+        (Metric::RequestsPerSecond, requests / load_result.seconds),
+        (Metric::P50Us, load_result.p50_us),
+        (Metric::P99Us, load_result.p99_us),
+        (Metric::Failed, load_result.failed as f64),
+    ]);
+    for ((side, process), (before, after)) in sides.iter().zip(before.iter().zip(&after)) {
+        let [cpu, kernel, rss] = match side {
+            Side::Client => [Metric::ClientCpuUs, Metric::ClientKernelPercent, Metric::ClientRssMib],
+            Side::Server => [Metric::ServerCpuUs, Metric::ServerKernelPercent, Metric::ServerRssMib],
+        };
+        sample.insert(cpu, (after.cpu - before.cpu).as_secs_f64() * 1e6 / requests);
+        let (user_ticks, kernel_ticks) = (after.ticks.0 - before.ticks.0, after.ticks.1 - before.ticks.1);
+        let ticks = user_ticks + kernel_ticks;
+        if ticks > 0 {
+            sample.insert(kernel, kernel_ticks as f64 * 100.0 / ticks as f64);
+        }
+        sample.insert(rss, process.rss_kib()? as f64 / 1024.0);
+    }
+    Ok(sample)
+}
+
+/// Resources that a process has used so far.
+struct Cost {
+    cpu: Duration,
+    /// Clock ticks in user mode and in the kernel.
+    ticks: (u64, u64),
+}
+
+impl Cost {
+    fn of(process: &Process) -> anyhow::Result<Self> {
+        Ok(Self {
+            cpu: process.cpu()?,
+            ticks: process.ticks()?,
+        })
+    }
+}
+
+/// The address that clients dial: the service if the client has a sidecar, which discovers the endpoint, otherwise the server.
+fn host(sidecars: Option<&Sidecars>) -> &'static str {
+    if sidecars.is_some_and(|sidecars| sidecars.client.is_some()) {
+        SERVICE
+    } else {
+        SERVER
+    }
+}
+
+/// Memory per idle client. Each client has received one response and keeps its connection open.
+fn idle(
+    testbed: &Testbed,
+    sidecars: Option<&Sidecars>,
+    client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
+) -> anyhow::Result<Sample> {
+    let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
+    let memory = Memory::of(&sides)?;
+    let clients = testbed
+        .client
+        .run(|| (0..IDLE_CLIENTS).map(|_| client()).collect::<anyhow::Result<Vec<_>>>())??;
+    let grown = memory.grown(&sides, IDLE_CLIENTS)?;
+    drop(clients);
+    Ok(grown)
+}
+
+/// Allocations per request at 64 connections: the difference of two readings of the counting build.
+fn allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<Sample> {
+    let count = || {
+        anyhow::Ok((
+            tulle::read_allocations(&testbed.client)?,
+            tulle::read_allocations(&testbed.server)?,
+        ))
+    };
+    let before = count()?;
+    let load_result = wrk(testbed, SERVICE, Http1::get(64), duration)?;
+    let after = count()?;
+    let each = |before, after| (after - before) as f64 / load_result.requests as f64;
+    Ok(Sample::from([
+        (Metric::ClientAllocations, each(before.0.calls, after.0.calls)),
+        (Metric::ServerAllocations, each(before.1.calls, after.1.calls)),
+        (Metric::ClientAllocatedBytes, each(before.0.bytes, after.0.bytes)),
+        (Metric::ServerAllocatedBytes, each(before.1.bytes, after.1.bytes)),
+        (Metric::Failed, load_result.failed as f64),
+    ]))
+}
+
+fn idle_http() -> anyhow::Result<TcpStream> {
+    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE}:{HTTP_PORT}\r\n\r\n");
+    idle_client(HTTP_PORT, request.as_bytes(), b"HTTP/1.1 200")
+}
+
+fn idle_opaque() -> anyhow::Result<TcpStream> {
+    idle_client(TCP_PORT, b"hello", b"hello")
+}
+
+/// Opens a connection and waits for one response.
+fn idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<TcpStream> {
+    let mut stream = TcpStream::connect((SERVICE, port)).context("opening an idle connection")?;
+    stream
+        .set_read_timeout(Some(IDLE_TIMEOUT))
+        .context("setting a timeout")?;
+    stream.write_all(request).context("sending on an idle connection")?;
+    let mut answer = [0; 4096];
+    let n = stream.read(&mut answer).context("reading on an idle connection")?;
+    ensure!(
+        answer[..n].starts_with(expected),
+        "an idle connection got {:?}",
+        String::from_utf8_lossy(&answer[..n])
+    );
+    Ok(stream)
+}
+
+const WARM_UP: Duration = Duration::from_secs(1);
+const IDLE_CLIENTS: u32 = 800;
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);

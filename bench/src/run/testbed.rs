@@ -1,0 +1,240 @@
+//! The testbed: network namespaces, redirect rules, the application and certificates. Each peer has its own testbed with the same
+//! structure, so that all of them can run at the same time.
+
+use std::ffi::OsStr;
+use std::fs::Permissions;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use tempfile::TempDir;
+use tulle_core::names::port;
+use tulle_core::netns::{Namespace, VirtualNetwork};
+
+use super::process::Process;
+use super::setup::Side;
+use super::setup::SidecarPath;
+use super::{certs, tools};
+
+/// The testbed without the sidecars. Dropping it removes everything.
+pub(super) struct Testbed {
+    // Field order is drop order: processes end before their namespaces are removed.
+    _app: Option<Process>,
+    pub(super) client: Arc<Namespace>,
+    pub(super) server: Arc<Namespace>,
+    pub(super) control: Arc<Namespace>,
+    pub(super) certs: certs::Files,
+    pub(super) dir: TempDir,
+    _network: VirtualNetwork,
+}
+
+impl Testbed {
+    /// Builds the testbed with its application, which gets `app_args` too.
+    pub(super) fn build(app_args: &[&str]) -> anyhow::Result<Self> {
+        let mut testbed = Self::without_app()?;
+        let mut command = testbed
+            .server
+            .command(std::env::current_exe().context("finding this program")?);
+        command.args([
+            "serve",
+            "--http",
+            &format!("{SERVER}:{HTTP_PORT}"),
+            "--tcp",
+            &format!("{SERVER}:{TCP_PORT}"),
+        ]);
+        command.args(app_args);
+        let mut app = Process::start("app", command, testbed.dir.path())?;
+        app.wait_for_ports(&[HTTP_PORT, TCP_PORT])?;
+        testbed._app = Some(app);
+        Ok(testbed)
+    }
+
+    /// Builds the testbed without an application; the caller provides one.
+    pub(super) fn without_app() -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir().context("making a directory")?;
+        // The sidecars run as another user and must be able to read the directory.
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
+        let certs = certs::make(dir.path())?;
+        for (name, text) in FILES {
+            std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
+        }
+        let mut virtual_network = VirtualNetwork::new(PREFIX)?;
+        let client = virtual_network.add_host("client", &format!("{CLIENT}/24"), None)?;
+        let server = virtual_network.add_host("server", &format!("{SERVER}/24"), None)?;
+        let control = virtual_network.add_host("control", &format!("{CONTROL}/24"), None)?;
+        // The address of the service belongs to no host. A packet needs a route to reach the redirect rules.
+        client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
+        for namespace in [&client, &server] {
+            namespace.run(tcp_settings)?.context("setting TCP up")?;
+        }
+        Ok(Self {
+            _app: None,
+            client,
+            server,
+            control,
+            certs,
+            dir,
+            _network: virtual_network,
+        })
+    }
+
+    /// Redirects traffic to the sidecars of `path` until the returned value is dropped.
+    pub(super) fn redirect(&self, path: SidecarPath) -> anyhow::Result<Redirect> {
+        let (client, server) = (self.client.clone(), self.server.clone());
+        let redirect = Redirect(match path {
+            SidecarPath::Both => vec![client, server],
+            SidecarPath::Outbound => vec![client],
+            SidecarPath::Inbound => vec![server],
+        });
+        let (inbound, outbound) = (port::INBOUND.to_string(), port::OUTBOUND.to_string());
+        for namespace in &redirect.0 {
+            init(
+                namespace,
+                &["-p", &inbound, "-o", &outbound, "-u", &PROXY_UID.to_string()],
+            )?;
+            namespace
+                .run(shorten_tracking_of_closed_connections)?
+                .context("setting up connection tracking")?;
+        }
+        Ok(redirect)
+    }
+
+    /// The namespace of a sidecar.
+    pub(super) fn namespace(&self, side: Side) -> &Namespace {
+        match side {
+            Side::Client => &self.client,
+            Side::Server => &self.server,
+        }
+    }
+
+    /// The file with the certificate and the key of a sidecar that does not get them from the identity service.
+    pub(super) fn certificate(&self, side: Side) -> &std::path::Path {
+        match side {
+            Side::Client => &self.certs.client,
+            Side::Server => &self.certs.server,
+        }
+    }
+
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+/// Runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root, so the user changes
+/// after that.
+pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
+    let mut command = namespace.command("setpriv");
+    command
+        .args([
+            format!("--reuid={PROXY_UID}"),
+            format!("--regid={PROXY_UID}"),
+            "--clear-groups".into(),
+        ])
+        .arg(program);
+    command
+}
+
+/// Listen address of a sidecar.
+pub(super) fn listener(side: Side) -> SocketAddr {
+    match side {
+        Side::Client => (Ipv4Addr::LOCALHOST, port::OUTBOUND).into(),
+        Side::Server => (Ipv4Addr::UNSPECIFIED, port::INBOUND).into(),
+    }
+}
+
+/// Installed redirect rules. Dropping the value removes them.
+pub(super) struct Redirect(Vec<Arc<Namespace>>);
+
+impl Drop for Redirect {
+    fn drop(&mut self) {
+        for namespace in &self.0 {
+            if let Err(error) = init(namespace, &["--clean=now"]) {
+                eprintln!("tulle-bench: {error:#}");
+            }
+        }
+    }
+}
+
+/// TCP settings, the same for every peer.
+fn tcp_settings() -> std::io::Result<()> {
+    // Some machines use BBR instead of Linux's default. BBR paces by its measurements, which on one busy machine reflected
+    // scheduling delays: bodies arrived in bursts 40 ms apart. A namespace cannot select cubic, but it can select reno, which
+    // behaves the same without packet loss.
+    let control = "/proc/sys/net/ipv4/tcp_congestion_control";
+    if std::fs::read_to_string(control)?.trim() != "cubic" {
+        std::fs::write(control, "reno")?;
+    }
+    // Rows with a connection per request use more connections per minute than there are ports, and each closed one stays in
+    // TIME_WAIT.
+    std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "1024 65535")?;
+    std::fs::write("/proc/sys/net/ipv4/tcp_tw_reuse", "1")?;
+    Ok(())
+}
+
+/// Shortens the time for which connection tracking keeps closed connections, so that they do not use up the sidecar's ports.
+///
+/// The setting exists only after redirect rules have loaded connection tracking.
+fn shorten_tracking_of_closed_connections() -> std::io::Result<()> {
+    std::fs::write("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_time_wait", "1")
+}
+
+/// Installs redirect rules with the shipped `tulle-init`, in the same way for every peer.
+fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
+    let output = namespace
+        .command(tools::sibling_binary(INIT)?)
+        .args(args)
+        .output()
+        .context("starting tulle-init")?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(
+        output.status.success(),
+        "tulle-init {args:?} ended with {}: {errors}",
+        output.status
+    );
+    Ok(())
+}
+
+pub(super) const INIT: &str = "tulle-init";
+pub(super) const CLIENT: &str = "10.88.0.10";
+pub(super) const SERVER: &str = "10.88.0.20";
+/// Address of tulle's control plane.
+pub(super) const CONTROL: &str = "10.88.0.30";
+/// Cluster IP of the service. The server is its only endpoint.
+pub(super) const SERVICE: &str = "10.99.0.1";
+pub(super) const HTTP_PORT: u16 = 8080;
+pub(super) const TCP_PORT: u16 = 9000;
+pub(super) const PROXY_UID: u32 = 2102;
+pub(super) const PREFIX: &str = "tb-";
+
+/// Name and content of a file in `peers/`.
+macro_rules! peer_file {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../../peers/", $name)))
+    };
+}
+
+/// Committed files that a run needs.
+const FILES: [(&str, &str); 19] = [
+    peer_file!("haproxy-http-client.cfg"),
+    peer_file!("haproxy-http-server.cfg"),
+    peer_file!("haproxy-tcp-client.cfg"),
+    peer_file!("haproxy-tcp-server.cfg"),
+    peer_file!("nginx-http-client.conf"),
+    peer_file!("nginx-http-server.conf"),
+    peer_file!("nginx-grpc-client.conf"),
+    peer_file!("nginx-grpc-server.conf"),
+    peer_file!("nginx-tcp-client.conf"),
+    peer_file!("nginx-tcp-server.conf"),
+    peer_file!("envoy-http-client.yaml"),
+    peer_file!("envoy-http-server.yaml"),
+    peer_file!("envoy-tcp-client.yaml"),
+    peer_file!("envoy-tcp-server.yaml"),
+    peer_file!("haproxy-plain.cfg"),
+    peer_file!("nginx-plain.conf"),
+    peer_file!("envoy-plain.yaml"),
+    peer_file!("wrk.lua"),
+    ("echo.proto", include_str!("../../proto/echo.proto")),
+];

@@ -1,0 +1,58 @@
+//! Categories of checks: the type of a check, and what follows from its failure.
+
+use super::problem::CheckResult;
+use super::snapshot::Snapshot;
+
+/// An ordered list of checks of one part of the mesh.
+pub(super) struct Category {
+    pub(super) name: &'static str,
+    pub(super) checks: Vec<Check>,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Check {
+    pub(super) description: &'static str,
+    pub(super) run: fn(&Snapshot) -> CheckResult,
+    /// Whether the check is repeated until it succeeds or the wait time ends.
+    pub(super) retry: RetryPolicy,
+    /// Whether a failure ends the run.
+    pub(super) on_failure: FailureMode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RetryPolicy {
+    Never,
+    UntilTimeout,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FailureMode {
+    Continue,
+    /// A failure ends the run, because later checks depend on this one.
+    Abort,
+}
+
+impl Check {
+    pub(super) fn new(description: &'static str, run: fn(&Snapshot) -> CheckResult) -> Self {
+        Self {
+            description,
+            run,
+            retry: RetryPolicy::Never,
+            on_failure: FailureMode::Continue,
+        }
+    }
+
+    pub(super) fn with_retry(self) -> Self {
+        Self {
+            retry: RetryPolicy::UntilTimeout,
+            ..self
+        }
+    }
+
+    pub(super) fn fatal(self) -> Self {
+        Self {
+            on_failure: FailureMode::Abort,
+            ..self
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Results of token reviews.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TokenReviewResult {
+    /// The token belongs to `system:serviceaccount:<namespace>:<name>`.
+    Authenticated {
+        username: String,
+        /// UID of the ServiceAccount object, if there is one.
+        uid: Option<String>,
+    },
+    /// The reviewer can read the token and does not authenticate it, for example because it is of another cluster.
+    Unauthenticated { reason: String },
+    /// The token could never be authenticated: it is malformed, expired, or for another audience.
+    Invalid { reason: String },
+}
+
+/// The review failed, with no result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum TokenReviewError {
+    #[error("no public key in {dir:?}; expected keys that verify join tokens")]
+    NoKeys { dir: PathBuf },
+    #[error("requesting a token review from the API server")]
+    Api(#[source] Box<kube::Error>),
+    #[error("the API server did not answer within {0:?}")]
+    Timeout(Duration),
+    #[error("this client address has too many tokens under review")]
+    Busy,
+    #[error(
+        "{0:?} is not the cluster's issuer; tokens of unknown issuers are reviewed at most once a second for each client"
+    )]
+    UnknownIssuer(String),
+}

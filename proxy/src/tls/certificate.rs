@@ -1,0 +1,52 @@
+//! The names and the validity of a certificate.
+
+use std::time::{Duration, SystemTime};
+
+use rustls::pki_types::CertificateDer;
+use rustls::{CertificateError, Error};
+use tulle_core::identity::Identity;
+use x509_parser::extensions::{GeneralName, ParsedExtension};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+/// The validity period of a certificate.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Validity {
+    pub not_before: SystemTime,
+    pub not_after: SystemTime,
+}
+
+/// The fields of a certificate.
+pub(super) struct CertificateInfo {
+    /// DNS and URI subject alternative names, in the order of the certificate.
+    pub(super) names: Vec<Identity>,
+    pub(super) validity: Validity,
+}
+
+/// Parses names and validity of a certificate; names that cannot be an identity are ignored.
+pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo, Error> {
+    let bad = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
+    let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad)?;
+    let general_names = parsed
+        .extensions()
+        .iter()
+        .filter_map(|extension| match extension.parsed_extension() {
+            ParsedExtension::SubjectAlternativeName(names) => Some(&names.general_names),
+            _ => None,
+        });
+    let names = general_names.flatten().filter_map(|name| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => name.parse().ok(),
+        _ => None,
+    });
+    let validity = Validity {
+        not_before: system_time(parsed.validity().not_before.timestamp()),
+        not_after: system_time(parsed.validity().not_after.timestamp()),
+    };
+    Ok(CertificateInfo {
+        names: names.collect(),
+        validity,
+    })
+}
+
+fn system_time(seconds: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.max(0).unsigned_abs())
+}

@@ -1,0 +1,121 @@
+//! Compares what users and tools of Linkerd rely on with `contract.yaml`.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+use tulle_tests::charts::Helm;
+
+use crate::render::{installations, objects};
+
+type Objects = BTreeMap<String, Value>;
+
+/// The objects of an installation, by kind and name.
+fn rendered(installation: &str) -> Objects {
+    let values: BTreeMap<_, _> = installations().into_iter().collect();
+    let values: Vec<&str> = values[installation].iter().map(String::as_str).collect();
+    let text = Helm::new().unwrap().template("tulle-control-plane", &values).unwrap();
+    by_name(objects(&text))
+}
+
+fn by_name(objects: Vec<Value>) -> Objects {
+    let name = |object: &Value| {
+        let part = |pointer: &str| {
+            object
+                .pointer(pointer)
+                .and_then(Value::as_str)
+                .unwrap_or_default()
+                .to_owned()
+        };
+        format!("{} {}", part("/kind"), part("/metadata/name"))
+    };
+    objects.into_iter().map(|object| (name(&object), object)).collect()
+}
+
+#[test]
+fn objects_are_as_users_and_tools_of_linkerd_expect() {
+    let contract: BTreeMap<String, Vec<Value>> = serde_yaml_ng::from_str(include_str!("contract.yaml")).unwrap();
+    let mut differences = Vec::new();
+    for (installation, expected) in contract {
+        let rendered = rendered(&installation);
+        let expected = by_name(expected);
+        for (name, expected) in &expected {
+            let actual = rendered.get(name).unwrap_or(&Value::Null);
+            compare(&format!("{installation}: {name}"), expected, actual, &mut differences);
+        }
+        if installation == "default" {
+            let unexpected = rendered.keys().filter(|name| !expected.contains_key(*name));
+            differences.extend(unexpected.map(|name| format!("default: {name} is not in contract.yaml")));
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+}
+
+/// Adds the differences of `actual` from `expected`. A map may have more keys than expected. Elements of a list that have a name
+/// are compared by it, and the list may have more; other lists have to be equal.
+fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<String>) {
+    match (expected, actual) {
+        (Value::Object(expected), Value::Object(actual)) => {
+            for (key, value) in expected {
+                let actual = actual.get(key).unwrap_or(&Value::Null);
+                compare(&format!("{path}.{key}"), value, actual, differences);
+            }
+        }
+        (Value::Array(expected), Value::Array(actual)) if expected.iter().all(|element| named(element).is_some()) => {
+            for element in expected {
+                let name = named(element);
+                let found = actual.iter().find(|actual| named(actual) == name);
+                let path = format!("{path}[{}]", name.unwrap_or_default());
+                compare(&path, element, found.unwrap_or(&Value::Null), differences);
+            }
+        }
+        _ if expected != actual => differences.push(format!("{path} is {actual}, expected {expected}")),
+        _ => {}
+    }
+}
+
+fn named(element: &Value) -> Option<&str> {
+    element.get("name")?.as_str()
+}
+
+#[test]
+fn every_object_names_its_control_plane_and_its_chart() {
+    for (installation, common) in [("default", &[][..]), ("everything optional", &[("c", "d"), ("e", "f")])] {
+        for (name, object) in rendered(installation) {
+            let metadata = |field: &str| object["metadata"][field].as_object().cloned().unwrap_or_else(Map::new);
+            let (labels, annotations) = (metadata("labels"), metadata("annotations"));
+            assert_eq!(
+                labels["linkerd.io/control-plane-ns"], "linkerd",
+                "{installation}: {name}"
+            );
+            let created_by = format!("tulle/helm {}", env!("CARGO_PKG_VERSION"));
+            assert_eq!(
+                annotations["linkerd.io/created-by"], created_by,
+                "{installation}: {name}"
+            );
+            for (label, value) in common {
+                assert_eq!(labels[*label], *value, "{installation}: {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_difference_has_its_path_and_both_values() {
+    let object = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
+    let expected = object("{a: {b: 1}, ports: [{name: x, port: 1}], list: [1, 2]}");
+    let differences = |actual: &str| {
+        let mut differences = Vec::new();
+        compare("it", &expected, &object(actual), &mut differences);
+        differences
+    };
+    let more = "{a: {b: 1, c: 2}, ports: [{name: y}, {name: x, port: 1}], list: [1, 2], d: 3}";
+    assert!(differences(more).is_empty());
+    assert_eq!(
+        differences("{a: {b: 2}, ports: [{name: x, port: 2}], list: [1]}"),
+        [
+            "it.a.b is 2, expected 1",
+            "it.list is [1], expected [1,2]",
+            "it.ports[x].port is 2, expected 1"
+        ]
+    );
+}
