@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // only tests call this
 
+use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair};
 use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
+use tulle_core::names::port;
 
 pub struct Credentials {
     dir: PathBuf,
@@ -84,6 +87,31 @@ impl Credentials {
         path
     }
 
+    /// The environment of the sidecar of an external workload. Its control plane serves all its ports at one address.
+    pub fn sidecar_variables(&self, name: &str, control_plane: Ipv4Addr, networks: &str) -> BTreeMap<String, String> {
+        let service = |port: u16| SocketAddr::from((control_plane, port)).to_string();
+        let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+        let variables = [
+            ("LOG", "warn,tulle_proxy=info".to_owned()),
+            ("DESTINATION_SVC_ADDR", service(port::DESTINATION)),
+            ("DESTINATION_SVC_NAME", control_plane_identity("linkerd-destination")),
+            ("DESTINATION_CONTEXT", workload.clone()),
+            ("DESTINATION_PROFILE_NETWORKS", networks.to_owned()),
+            ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
+            ("POLICY_SVC_ADDR", service(port::POLICY)),
+            ("POLICY_SVC_NAME", control_plane_identity("linkerd-destination")),
+            ("POLICY_WORKLOAD", workload),
+            ("POLICY_CLUSTER_NETWORKS", networks.to_owned()),
+            ("IDENTITY_SVC_ADDR", service(port::IDENTITY)),
+            ("IDENTITY_SVC_NAME", control_plane_identity("linkerd-identity")),
+            ("IDENTITY_LOCAL_NAME", identity(name)),
+            ("IDENTITY_TRUST_ANCHORS", self.anchor.certificate.clone()),
+            ("IDENTITY_TOKEN_FILE", self.token(name).display().to_string()),
+        ];
+        let prefixed = variables.map(|(variable, value)| (format!("LINKERD2_PROXY_{variable}"), value));
+        prefixed.into()
+    }
+
     /// A leaf certificate of this mesh.
     pub fn leaf(&self, name: &str, validity: Validity) -> Leaf {
         self.sign(&self.issuer, name, validity)
@@ -123,7 +151,18 @@ impl Credentials {
     }
 }
 
+/// The identity of a workload's service account.
+pub fn identity(service_account: &str) -> String {
+    tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+}
+
+pub fn control_plane_identity(service_account: &str) -> String {
+    tulle_core::identity::service_account(service_account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+}
+
 /// The namespace of all service accounts.
 pub const NAMESPACE: &str = "shop";
+const CONTROL_NAMESPACE: &str = "linkerd";
+const TRUST_DOMAIN: &str = "cluster.local";
 const ROOT: &str = "root.linkerd.cluster.local";
 const ISSUER: &str = "identity.linkerd.cluster.local";

@@ -15,7 +15,8 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Namespace, VirtualNetwork};
-use tulle_tests::credentials::{Credentials, NAMESPACE};
+use tulle_tests::credentials::Credentials;
+pub(crate) use tulle_tests::credentials::identity;
 use tulle_tests::hosts::{admin_get, command};
 use tulle_tests::programs::{self, built_binary};
 
@@ -263,40 +264,18 @@ impl Testbed {
         let settings = [&[&user[0], &user[1], "--clear-groups"], setup.setpriv_args].concat();
         let mut command = command(host, &settings, program);
         command.env_clear();
-        let control = |account: &str| {
-            tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
-        };
-        let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
-        let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+        command.envs(self.credentials.sidecar_variables(name, CONTROL, NETWORKS));
         for (variable, value) in [
-            ("LOG", "warn,tulle_proxy=info".to_owned()),
-            ("ACCESS_LOG", "json".into()),
-            ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
-            ("DESTINATION_SVC_NAME", control("linkerd-destination")),
-            ("DESTINATION_CONTEXT", workload.clone()),
-            ("DESTINATION_PROFILE_NETWORKS", NETWORKS.into()),
-            ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
+            ("ACCESS_LOG", "json".to_owned()),
             (
                 "OUTBOUND_LISTEN_ADDRS",
                 format!("127.0.0.1:{0},[::1]:{0}", port::OUTBOUND),
             ),
-            ("POLICY_SVC_ADDR", at(port::POLICY)),
-            ("POLICY_SVC_NAME", control("linkerd-destination")),
-            ("POLICY_WORKLOAD", workload),
-            ("POLICY_CLUSTER_NETWORKS", NETWORKS.into()),
             ("INBOUND_DEFAULT_POLICY", POLICY.into()),
             // The sidecar knows the policies of these ports before it is ready.
             (
                 "INBOUND_PORTS",
                 format!("{HTTP},{RESTRICTED},{SERVER_SPEAKS_FIRST},{GRPC},{TLS},{OPEN_TLS}"),
-            ),
-            ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
-            ("IDENTITY_SVC_NAME", control("linkerd-identity")),
-            ("IDENTITY_LOCAL_NAME", identity(name)),
-            ("IDENTITY_TRUST_ANCHORS", self.credentials.anchor.certificate.clone()),
-            (
-                "IDENTITY_TOKEN_FILE",
-                self.credentials.token(name).display().to_string(),
             ),
         ] {
             command.env(format!("LINKERD2_PROXY_{variable}"), value);
@@ -310,10 +289,6 @@ fn wait_until_ready(mut sidecar: Process, host: &Namespace) -> Process {
     let is_ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
     sidecar.wait_for("certificate, by its /ready", is_ready).unwrap();
     sidecar
-}
-
-pub(crate) fn identity(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
 /// The address that clients in the mesh dial for a port of the server.
@@ -365,8 +340,6 @@ pub(crate) const TLS: u16 = 8443;
 /// TLS of the application itself, for all clients.
 pub(crate) const OPEN_TLS: u16 = 8444;
 
-const CONTROL_NAMESPACE: &str = "linkerd";
-const TRUST_DOMAIN: &str = "cluster.local";
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const POLICY: &str = "all-authenticated";
 /// The user id of the proxy, whose traffic is not redirected.

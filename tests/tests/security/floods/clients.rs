@@ -168,7 +168,7 @@ impl<'a> NormalClient<'a> {
     ) -> anyhow::Result<Channel> {
         let peer = TlsServer {
             addr: &Addr::Socket(self.addr),
-            name: &tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local"),
+            name: &tulle_tests::credentials::control_plane_identity(account),
             identity: None,
             anchors,
         };

@@ -17,7 +17,7 @@ use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Namespace, VirtualNetwork};
-use tulle_tests::credentials::{Credentials, Validity};
+use tulle_tests::credentials::{Credentials, Validity, control_plane_identity, identity};
 use tulle_tests::hosts::{admin_get, command};
 use tulle_tests::programs::{self, built_binary};
 
@@ -84,7 +84,7 @@ impl Testbed {
         processes.push(sidecar(&server, &credentials, dir.path()));
         let peers = Peers {
             tls: Arc::new(insecure_tls::config(Some(&leaf_of("attacker", &credentials)))),
-            server: ServerName::try_from(of_control("linkerd-destination")).unwrap(),
+            server: ServerName::try_from(control_plane_identity("linkerd-destination")).unwrap(),
         };
         Self {
             _processes: processes,
@@ -164,15 +164,8 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
     command.arg(programs::install("tulle-proxy", dir).unwrap());
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.env_clear().env("PATH", path);
-    let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
-    let workload = r#"{"ns":"shop","external_workload":"server"}"#.to_owned();
+    command.envs(credentials.sidecar_variables("server", CONTROL, "10.0.0.0/8"));
     for (variable, value) in [
-        ("LOG", "warn,tulle_proxy=info".to_owned()),
-        ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
-        ("DESTINATION_SVC_NAME", of_control("linkerd-destination")),
-        ("DESTINATION_CONTEXT", workload.clone()),
-        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8".into()),
-        ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
         ("OUTBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::OUTBOUND)),
         ("ADMIN_LISTEN_ADDR", format!("[::]:{}", port::ADMIN)),
         ("CONTROL_LISTEN_ADDR", format!("0.0.0.0:{}", port::TAP)),
@@ -180,16 +173,7 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
             "TAP_SVC_NAME",
             "tap.linkerd.serviceaccount.identity.linkerd.cluster.local".into(),
         ),
-        ("POLICY_SVC_ADDR", at(port::POLICY)),
-        ("POLICY_SVC_NAME", of_control("linkerd-destination")),
-        ("POLICY_WORKLOAD", workload),
-        ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8".into()),
         ("INBOUND_PORTS", HTTP.to_string()),
-        ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
-        ("IDENTITY_SVC_NAME", of_control("linkerd-identity")),
-        ("IDENTITY_LOCAL_NAME", identity("server")),
-        ("IDENTITY_TRUST_ANCHORS", credentials.anchor.certificate.clone()),
-        ("IDENTITY_TOKEN_FILE", credentials.token("server").display().to_string()),
     ] {
         command.env(format!("LINKERD2_PROXY_{variable}"), value);
     }
@@ -201,14 +185,6 @@ fn start_ready(host: &Arc<Namespace>, command: Command, dir: &Path) -> Process {
     let ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
     sidecar.wait_for("certificate, by its /ready", ready).unwrap();
     sidecar
-}
-
-fn identity(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, "shop", "linkerd", "cluster.local")
-}
-
-fn of_control(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, "linkerd", "linkerd", "cluster.local")
 }
 
 /// The IPv6 address of a host: fd00::a4e:14 for 10.78.0.20.

@@ -2,7 +2,7 @@
 //! each state of the control plane.
 
 use std::fs::{self, Permissions};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,7 +18,8 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Namespace, VirtualNetwork};
-use tulle_tests::credentials::{Credentials, NAMESPACE};
+use tulle_tests::credentials::Credentials;
+pub(super) use tulle_tests::credentials::identity;
 use tulle_tests::hosts::{self, admin_get, command};
 use tulle_tests::programs::{self, built_binary};
 
@@ -247,40 +248,18 @@ impl Testbed {
         let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
         let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], &self.proxy);
         command.env_clear();
-        let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
-        let control = |account| {
-            tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
-        };
-        let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+        command.envs(self.credentials.sidecar_variables(name, CONTROL, NETWORKS));
         let ports: Vec<_> = self.watched_ports.iter().map(u16::to_string).collect();
         for (variable, value) in [
-            ("LOG", "warn,tulle_proxy=info".to_owned()),
-            ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
-            ("DESTINATION_SVC_NAME", control("linkerd-destination")),
-            ("DESTINATION_CONTEXT", workload.clone()),
-            ("DESTINATION_PROFILE_NETWORKS", NETWORKS.into()),
-            ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
             (
                 "OUTBOUND_LISTEN_ADDRS",
                 format!("127.0.0.1:{0},[::1]:{0}", port::OUTBOUND),
             ),
-            ("POLICY_SVC_ADDR", at(port::POLICY)),
-            ("POLICY_SVC_NAME", control("linkerd-destination")),
-            ("POLICY_WORKLOAD", workload),
-            ("POLICY_CLUSTER_NETWORKS", NETWORKS.into()),
             // As in the chart. A connection judged by this default instead of the port's policy would be permitted.
             ("INBOUND_DEFAULT_POLICY", "all-unauthenticated".into()),
             ("INBOUND_PORTS", ports.join(",")),
             ("INBOUND_DETECT_TIMEOUT", "2s".into()),
             ("OUTBOUND_DETECT_TIMEOUT", "2s".into()),
-            ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
-            ("IDENTITY_SVC_NAME", control("linkerd-identity")),
-            ("IDENTITY_LOCAL_NAME", identity(name)),
-            ("IDENTITY_TRUST_ANCHORS", self.credentials.anchor.certificate.clone()),
-            (
-                "IDENTITY_TOKEN_FILE",
-                self.credentials.token(name).display().to_string(),
-            ),
         ] {
             command.env(format!("LINKERD2_PROXY_{variable}"), value);
         }
@@ -319,10 +298,6 @@ pub(super) fn sum(metrics: &str, family: &str, labels: &[&str]) -> u64 {
     lines.map(|line| value(line).expect("counters are whole numbers")).sum()
 }
 
-pub(super) fn identity(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
-}
-
 fn redirect(host: &Namespace, ipv6: Ipv6Rules) {
     let mut command = host.command(built_binary("tulle-init").unwrap());
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
@@ -335,8 +310,6 @@ fn redirect(host: &Namespace, ipv6: Ipv6Rules) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-const CONTROL_NAMESPACE: &str = "linkerd";
-const TRUST_DOMAIN: &str = "cluster.local";
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const CONTROL_ADMIN: u16 = 9990;
 /// The user id of the proxy, whose traffic is not redirected.
