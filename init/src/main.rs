@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::logging;
 use tulle_init::cli::{Cli, RedirectArgs, Subcommands, ValidateArgs, Validator};
 use tulle_init::redirect::{self, Outcome};
@@ -106,13 +107,7 @@ fn print_report(report: &Report) {
 
 /// Prints an error and its causes on one line.
 fn fail(error: &dyn Error) -> ExitCode {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    eprintln!("Error: {text}");
+    eprintln!("Error: {}", ErrorChain(error));
     ExitCode::FAILURE
 }
 

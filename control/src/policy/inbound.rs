@@ -53,13 +53,9 @@ impl InboundPolicyService {
         if !self.cluster.is_synced() {
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
-        let mut subscription = self.cluster.inbound(view::Key {
-            workload: workload.clone(),
-            port,
-        });
-        let first = subscription.current();
-        // After the subscription: a workload that is created in between would not be checked.
         self.check_caller(caller, &workload)?;
+        let mut subscription = self.cluster.inbound(view::Key { workload, port });
+        let first = subscription.current();
         match message(&first, self.encoder) {
             Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),

@@ -82,6 +82,12 @@ impl PortListEntry {
 }
 
 impl ResolvedPorts {
+    /// Returns whether the list has entries, but none that is valid. The default applies instead of such a list; an empty
+    /// list stands for no ports.
+    pub fn has_only_invalid_entries(&self) -> bool {
+        self.ranges.is_empty() && !self.unknown.is_empty()
+    }
+
     pub fn to_set(&self) -> PortSet {
         let mut ports = PortSet::default();
         for range in &self.ranges {
@@ -136,6 +142,8 @@ mod tests {
             let resolved = PortList::parse(text).resolve(declared);
             assert_eq!(resolved.to_string(), expected, "{text:?}");
             assert_eq!(resolved.unknown, unknown, "{text:?}");
+            let only_invalid = expected.is_empty() && !unknown.is_empty();
+            assert_eq!(resolved.has_only_invalid_entries(), only_invalid, "{text:?}");
         };
         check("", "", &[]);
         check(" , ,", "", &[]);

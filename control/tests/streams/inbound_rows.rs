@@ -287,6 +287,17 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
         row("all-unauthenticated", &opaque(list), 8080, "opaque", &[any_client]).await;
     }
     row("all-unauthenticated", &opaque("http,"), 9000, detect, &[any_client]).await;
+    // Without a valid entry, those of the cluster apply; an empty list is valid.
+    row("all-unauthenticated", &opaque("unknown"), 25, "opaque", &[any_client]).await;
+    row(
+        "all-unauthenticated",
+        &opaque("unknown,9000"),
+        25,
+        detect,
+        &[any_client],
+    )
+    .await;
+    row("all-unauthenticated", &opaque(""), 25, detect, &[any_client]).await;
 }
 
 #[tokio::test]

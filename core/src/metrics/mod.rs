@@ -1,8 +1,7 @@
 //! Metrics registry: atomic values, rendered in the Prometheus text format.
 //!
 //! A module registers its families once, takes a handle for each label set when a route or endpoint is built, and only adds
-//! to that handle during a request. [`Registry::retire`] drops series whose handles are dropped.
-//! Other registries do not have both: handles without lookups, and removal of unused series.
+//! to that handle during a request. [`Registry::retire`] drops series whose handles are dropped, after an idle time.
 
 mod family;
 mod labels;
@@ -113,7 +112,7 @@ impl Registry {
     }
 
     /// All metrics in the Prometheus text format: the families, sorted by name, then the counter of overflows, then the text
-    /// of the collectors. Families without series are omitted.
+    /// of the collectors. Families without series are omitted, unless they have overflowed.
     pub fn render(&self) -> String {
         for measure in self.shared.render_hooks.lock().iter() {
             measure();

@@ -469,8 +469,8 @@ annotations! {
         objects: "Service, EgressNetwork",
         values: DURATION,
         default: "`60s`",
-        meaning: "The delay between probe requests doubles after each failure, up to this maximum. A value below the \
-                  minimum penalty counts as the minimum penalty.",
+        meaning: "The delay between probe requests doubles after each failure, up to this maximum. With zero or a \
+                  value below the minimum penalty, there is no circuit breaking.",
     }
     CONSECUTIVE_JITTER_RATIO = "balancer.linkerd.io/failure-accrual-consecutive-jitter-ratio" {
         objects: "Service, EgressNetwork",

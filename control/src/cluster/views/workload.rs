@@ -93,10 +93,7 @@ impl<'a> WorkloadRef<'a> {
     }
 
     fn is_marked_opaque(self, config: &Config, port: u16) -> bool {
-        match self.annotated_ports(annotation::OPAQUE_PORTS) {
-            Some(ports) => ports.to_set().contains(port),
-            None => config.default_opaque_ports.contains(port),
-        }
+        is_opaque_port(config, self.annotated_ports(annotation::OPAQUE_PORTS), port)
     }
 }
 
@@ -110,9 +107,17 @@ pub(super) fn service_is_opaque(config: &Config, service: &Service, port: u16) -
 
 /// Whether a port of an object is opaque. `declared` resolves port names in the object's annotation.
 pub(super) fn is_marked_opaque(config: &Config, meta: &Meta, port: u16, declared: impl Fn(&str) -> Vec<u16>) -> bool {
-    match meta.annotation(annotation::OPAQUE_PORTS) {
-        Some(text) => PortList::parse(text).resolve(declared).to_set().contains(port),
-        None => config.default_opaque_ports.contains(port),
+    let annotated = meta.annotation(annotation::OPAQUE_PORTS);
+    let ports = annotated.map(|text| PortList::parse(text).resolve(declared));
+    is_opaque_port(config, ports, port)
+}
+
+/// Whether an annotation contains the port. Without the annotation, or if none of its entries is valid, the cluster's
+/// default applies, as for the injector.
+fn is_opaque_port(config: &Config, annotated: Option<ResolvedPorts>, port: u16) -> bool {
+    match annotated {
+        Some(ports) if !ports.has_only_invalid_entries() => ports.to_set().contains(port),
+        _ => config.default_opaque_ports.contains(port),
     }
 }
 

@@ -64,7 +64,7 @@ pub(in crate::injection) fn apply_annotations(
                     PortNames::OfContainers => resolve_ports(&list, spec),
                     PortNames::None => list.resolve(|_| Vec::new()),
                 };
-                if !resolved.ranges.is_empty() || resolved.unknown.is_empty() {
+                if !resolved.has_only_invalid_entries() {
                     *ports = resolved.to_string();
                 }
                 resolved
