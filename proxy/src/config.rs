@@ -121,7 +121,7 @@ pub struct Accept {
 pub struct Connect {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
-    /// Timeout of TCP and TLS together; default 4 s inbound, 1 s outbound.
+    /// Timeout of the TCP handshake, and separately of the TLS handshake; default 4 s inbound, 1 s outbound.
     pub timeout: Duration,
     /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,

@@ -18,7 +18,7 @@ use tulle_core::metrics::Labels;
 
 use crate::api::metrics::Metrics;
 
-/// Bounds of the time that an answer is cached; no bounds by default.
+/// Bounds of the time that an answer is cached. Default: at least [`MIN_TTL`], and no maximum.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     pub min_ttl: Option<Duration>,

@@ -181,17 +181,7 @@ pub(super) fn suffixes(value: &str) -> Result<Suffixes, ParseError> {
 }
 
 pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, ParseError> {
-    one_of(
-        value,
-        &[
-            ("deny", DefaultPolicy::Deny),
-            ("all-authenticated", DefaultPolicy::AllAuthenticated),
-            ("all-unauthenticated", DefaultPolicy::AllUnauthenticated),
-            ("cluster-authenticated", DefaultPolicy::ClusterAuthenticated),
-            ("cluster-unauthenticated", DefaultPolicy::ClusterUnauthenticated),
-            ("audit", DefaultPolicy::Audit),
-        ],
-    )
+    one_of(value, &DefaultPolicy::ALL.map(|policy| (policy.as_str(), policy)))
 }
 
 pub(super) fn missing_policy_action(value: &str) -> Result<MissingPolicyAction, ParseError> {

@@ -126,8 +126,8 @@ fn authorization_statuses(authorizations: &[Authorization]) -> Vec<Authorization
 impl AuthorizationStatus {
     fn from_authorization(authorization: &Authorization) -> Self {
         let clients = match &authorization.authentication {
-            Authentication::Unauthenticated => vec!["unauthenticated".to_owned()],
-            Authentication::TlsUnauthenticated => vec!["TLS without identity".to_owned()],
+            Authentication::Unauthenticated => vec!["any client".to_owned()],
+            Authentication::TlsUnauthenticated => vec!["any client with TLS".to_owned()],
             Authentication::TlsIdentities { identities, patterns } => {
                 let mut names: Vec<_> = identities.iter().map(ToString::to_string).collect();
                 names.sort_unstable();

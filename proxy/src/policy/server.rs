@@ -199,6 +199,15 @@ pub(crate) enum PathRules {
 }
 
 impl DefaultPolicy {
+    pub(crate) const ALL: [Self; 6] = [
+        Self::Deny,
+        Self::AllAuthenticated,
+        Self::AllUnauthenticated,
+        Self::ClusterAuthenticated,
+        Self::ClusterUnauthenticated,
+        Self::Audit,
+    ];
+
     /// The policy of a port whose protocol is detected; `cluster` are the cluster's networks.
     pub(crate) fn detect(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
@@ -261,15 +270,6 @@ mod tests {
     use super::*;
     use crate::policy::matches::{HttpMatch, PathMatch};
     use crate::policy::meta::Resource;
-
-    const DEFAULT_POLICIES: [DefaultPolicy; 6] = [
-        DefaultPolicy::Deny,
-        DefaultPolicy::AllAuthenticated,
-        DefaultPolicy::AllUnauthenticated,
-        DefaultPolicy::ClusterAuthenticated,
-        DefaultPolicy::ClusterUnauthenticated,
-        DefaultPolicy::Audit,
-    ];
 
     fn user_defined(name: &str) -> Arc<Meta> {
         Arc::new(Meta::Resource(Resource {
@@ -373,7 +373,7 @@ mod tests {
             assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
         assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::placeholder().requires_http());
-        for default in DEFAULT_POLICIES {
+        for default in DefaultPolicy::ALL {
             assert!(!default.detect(Duration::ZERO, &[]).requires_http());
             assert!(!default.opaque(&[]).requires_http());
         }

@@ -190,7 +190,7 @@ pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<
     *response.status_mut() = parsed
         .code
         .and_then(|code| StatusCode::from_u16(code).ok())
-        .ok_or("its status is not a number from 100 to 999")?;
+        .ok_or("the status is not a number from 100 to 999")?;
     *response.headers_mut() = parse_headers(bytes, parsed.headers)?;
     consume(bytes, used);
     let (framing, may_reuse_connection) = framing_of_response(&response, method)?;

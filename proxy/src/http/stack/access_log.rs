@@ -113,7 +113,7 @@ impl AccessLog {
             Err(error) => matches!(error, TrySendError::Full(_)),
         };
         if is_late {
-            tracing::warn!("the access log was not written within 1 s; its last lines are lost");
+            tracing::warn!("the access log was not written before the exit; its last lines are lost");
         }
     }
 }
