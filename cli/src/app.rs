@@ -75,7 +75,7 @@ enum Command {
     /// Show the authorizations that apply to the ports of a workload
     Authz(authz::Args),
     /// Show the metrics of proxies
-    Metrics(metrics::Proxies),
+    Metrics(metrics::ProxyMetricsArgs),
     /// Create a ServiceProfile
     Profile(profile::Args),
     /// Show the versions of this command, of the control plane and of proxies

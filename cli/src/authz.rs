@@ -142,7 +142,8 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
         let value = serde_json::to_value(&object).context("reading an object")?;
         match resources::decode(kind, &value) {
             Ok(object) => events.push(Event::Applied(object)),
-            // The policy service uses its last readable value, if it has read one since it started.
+            // The policy service uses its last readable value, if it has read one since it started. This command has no earlier
+            // value, so it shows what a restarted policy service would use.
             Err(error) => {
                 eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", info.name);
                 let unreadable = Unreadable::from_value(kind, &value, &error.to_string());

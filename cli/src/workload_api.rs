@@ -235,7 +235,8 @@ impl Socket {
         }
         let listener = UnixListener::bind(path).with_context(|| format!("listening on --socket {path:?}"))?;
         // Every user can connect. Authorization is by user id, for each connection.
-        fs::set_permissions(path, Permissions::from_mode(0o666)).with_context(|| format!("opening {path:?}"))?;
+        fs::set_permissions(path, Permissions::from_mode(0o666))
+            .with_context(|| format!("making {path:?} accessible to all users"))?;
         Ok(Self {
             listener,
             path: path.to_owned(),
@@ -250,8 +251,8 @@ impl Drop for Socket {
     }
 }
 
-/// Authorized users and the connection limit of each user. Every local user can connect to the socket, so limits prevent that one
-/// user exhausts the file descriptors of this process.
+/// Authorized users and the connection limit of each user. Every local user can connect to the socket, so limits keep one
+/// user from exhausting the file descriptors of this process.
 struct ConnectionLimits {
     authorized: Vec<(u32, Arc<Semaphore>)>,
     /// Permits shared by the connections of all other users. They have no identity, and get an error.

@@ -24,7 +24,7 @@ use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::logging;
 use tulle_core::memory;
-use tulle_core::metrics::{Registry, process_metrics};
+use tulle_core::metrics::{Registry, register_process_metrics};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
@@ -90,9 +90,9 @@ struct Builder {
     audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
     readiness: Readiness,
-    /// Reasons why kinds are stale. They do not affect readiness: while the API server fails, the last known state is
+    /// Ready while no kind is stale. It does not affect `readiness`: while the API server fails, the last known state is
     /// served.
-    stale_kinds: Readiness,
+    freshness: Readiness,
     grpc: GrpcMetrics,
     http: HttpMetrics,
     addrs: Addrs,
@@ -136,7 +136,7 @@ impl App {
     /// Fails if something cannot be opened or read. The error has its name.
     pub async fn build(config: Config) -> Result<Self> {
         let registry = Registry::new();
-        process_metrics(&registry);
+        register_process_metrics(&registry);
         let (signal, drain) = drain::channel();
         let client = match config.needs_kubernetes() {
             true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
@@ -146,7 +146,7 @@ impl App {
             grpc: GrpcMetrics::new(&registry),
             http: HttpMetrics::new(&registry),
             readiness: Readiness::new(),
-            stale_kinds: Readiness::new(),
+            freshness: Readiness::new(),
             addrs: Addrs::default(),
             tasks: JoinSet::new(),
             config,
@@ -156,10 +156,10 @@ impl App {
             registry,
             drain,
         };
-        let identity = builder.identity().await?;
-        let report = builder.object_services(identity.as_ref()).await?;
-        builder.webhooks().await?;
-        builder.admin_servers(report.as_ref()).await?;
+        let identity = builder.start_identity().await?;
+        let report = builder.start_object_services(identity.as_ref()).await?;
+        builder.start_webhooks().await?;
+        builder.start_admin_servers(report.as_ref()).await?;
         Ok(Self {
             addrs: builder.addrs,
             metrics: builder.registry,
@@ -204,7 +204,7 @@ impl App {
 }
 
 impl Builder {
-    async fn identity(&mut self) -> Result<Option<IdentityService>> {
+    async fn start_identity(&mut self) -> Result<Option<IdentityService>> {
         let Certificates::Local { identity, tokens } = &self.config.certificates else {
             return Ok(None);
         };
@@ -224,13 +224,13 @@ impl Builder {
             let (client, drain) = (self.client()?, self.drain.clone());
             let latch = self.readiness.latch("the permission to review tokens");
             self.start("checking the permission to review tokens", async move {
-                TokenReviews::until_permitted(client, latch, drain.clone()).await;
+                TokenReviews::wait_for_permission(client, latch, drain.clone()).await;
                 // The task must not end before the drain.
                 drain.signaled().await;
                 Ok(())
             });
         }
-        let recorder = self.recorder("linkerd-identity");
+        let recorder = self.start_recorder("linkerd-identity");
         let (service, reload) = IdentityService::new(&identity, reviewer, recorder, &self.registry)
             .context("opening --issuer, --trust-anchors and --token-keys")?;
         let drain = self.drain.clone();
@@ -252,8 +252,8 @@ impl Builder {
         Ok(Some(service))
     }
 
-    /// Returns an Event recorder for a component. Without a cluster it drops all notes.
-    fn recorder(&mut self, component: &str) -> EventRecorder {
+    /// Starts an Event recorder for a component. Without a cluster it drops all notes.
+    fn start_recorder(&mut self, component: &str) -> EventRecorder {
         let Some(client) = self.client.clone() else {
             return EventRecorder::default();
         };
@@ -271,7 +271,7 @@ impl Builder {
     }
 
     /// Starts destination, policy and telemetry over the objects of the source.
-    async fn object_services(
+    async fn start_object_services(
         &mut self,
         identity: Option<&IdentityService>,
     ) -> Result<Option<directory_source::ManifestReport>> {
@@ -289,7 +289,7 @@ impl Builder {
         };
         self.start_renewer(renewer);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
-        let report = self.source(source, &cluster)?;
+        let report = self.start_source(source, &cluster)?;
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
@@ -298,7 +298,7 @@ impl Builder {
             self.addrs.destination = Some(addr.await?);
         }
         if services.telemetry {
-            self.telemetry(&cluster, creds.clone()).await?;
+            self.start_telemetry(&cluster, creds.clone()).await?;
         }
         if services.policy {
             let client_certificates = self.config.client_certificates;
@@ -311,7 +311,7 @@ impl Builder {
     }
 
     /// Starts telemetry on `listen.telemetry`: for the API server on Kubernetes, otherwise for loopback clients.
-    async fn telemetry(&mut self, cluster: &Cluster, creds: Arc<MeshCredentials>) -> Result<()> {
+    async fn start_telemetry(&mut self, cluster: &Cluster, creds: Arc<MeshCredentials>) -> Result<()> {
         let allowed_clients = match self.config.source {
             Some(ObjectSource::Kubernetes) => telemetry::AllowedClients::ApiServer,
             _ => telemetry::AllowedClients::ThisMachine,
@@ -333,7 +333,7 @@ impl Builder {
             Err(err) => return Err(err).with_context(|| format!("serving {name}")),
         };
         let transport = match self.config.source {
-            Some(ObjectSource::Kubernetes) => Transport::Tls(self.aggregated_api()?),
+            Some(ObjectSource::Kubernetes) => Transport::Tls(self.create_api_credentials()?),
             _ => Transport::Loopback,
         };
         info!(addr = %bound, "serving telemetry");
@@ -352,8 +352,8 @@ impl Builder {
         Ok(())
     }
 
-    /// Creates the credentials for an aggregated API.
-    fn aggregated_api(&mut self) -> Result<Arc<ServerCredentials>> {
+    /// Creates the credentials of the aggregated API, and starts the tasks that update them.
+    fn create_api_credentials(&mut self) -> Result<Arc<ServerCredentials>> {
         let creds = Arc::new(ServerCredentials::for_verified_clients());
         let task = telemetry::watch_client_ca(self.client()?, creds.clone(), self.drain.clone());
         self.start("watching the client CA of the API server", async move {
@@ -367,11 +367,15 @@ impl Builder {
         Ok(creds)
     }
 
-    fn source(&mut self, source: ObjectSource, cluster: &Cluster) -> Result<Option<directory_source::ManifestReport>> {
+    fn start_source(
+        &mut self,
+        source: ObjectSource,
+        cluster: &Cluster,
+    ) -> Result<Option<directory_source::ManifestReport>> {
         let report = match source {
-            ObjectSource::Directory(manifests) => Some(self.directory(manifests, cluster)),
+            ObjectSource::Directory(manifests) => Some(self.start_directory_source(manifests, cluster)),
             ObjectSource::Kubernetes => {
-                self.watch(cluster)?;
+                self.start_kubernetes_source(cluster)?;
                 None
             }
         };
@@ -392,7 +396,7 @@ impl Builder {
         Ok(report)
     }
 
-    fn directory(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
+    fn start_directory_source(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
         let report = directory_source::ManifestReport::new(&self.registry);
         let running = directory_source::run(manifests, cluster.writer(), report.clone(), self.drain.clone());
         self.start("reading manifests", async move { running.await.context("--manifests") });
@@ -400,7 +404,7 @@ impl Builder {
     }
 
     /// Watches the kinds that the services of this process need.
-    fn watch(&mut self, cluster: &Cluster) -> Result<()> {
+    fn start_kubernetes_source(&mut self, cluster: &Cluster) -> Result<()> {
         let services = self.config.services;
         let config = source::kubernetes::Config {
             requirements: WatchRequirements {
@@ -409,17 +413,17 @@ impl Builder {
                 endpoints_source: self.config.cluster.endpoints_source,
             },
             log_addr: self.config.cluster.log_addr.clone(),
-            stale_kinds: self.stale_kinds.clone(),
+            freshness: self.freshness.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
-        let writer = self.write_back(&client, cluster.writer());
+        let writer = self.start_write_back(&client, cluster.writer());
         let running = source::kubernetes::run(client, config, writer, registry, drain);
         self.start("watching the API server", async move { Ok(running.await?) });
         Ok(())
     }
 
     /// Starts the write-back controllers. Returns the writer that also passes events to them.
-    fn write_back(&mut self, client: &Client, writer: EventWriter) -> EventWriter {
+    fn start_write_back(&mut self, client: &Client, writer: EventWriter) -> EventWriter {
         let (writer, tasks) = writeback::add_controllers(
             client,
             self.config.writeback_config(),
@@ -436,43 +440,43 @@ impl Builder {
         writer
     }
 
-    async fn webhooks(&mut self) -> Result<()> {
+    async fn start_webhooks(&mut self) -> Result<()> {
         let services = self.config.services;
         let on_kubernetes = self.config.source == Some(ObjectSource::Kubernetes);
         if services.policy && on_kubernetes && self.config.webhooks.policy_admission == Admission::Enabled {
-            self.policy_validator().await?;
+            self.start_policy_validator().await?;
         }
         if services.sp_validator {
-            self.sp_validator().await?;
+            self.start_sp_validator().await?;
         }
         if services.proxy_injector {
-            self.proxy_injector().await?;
+            self.start_proxy_injector().await?;
         }
         Ok(())
     }
 
     /// Starts the webhook for policies on `listen.policy_validator`.
-    async fn policy_validator(&mut self) -> Result<()> {
+    async fn start_policy_validator(&mut self) -> Result<()> {
         let certificate =
             certificate_controller::Config::policy_validator(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.policy_validator;
-        self.addrs.policy_validator = Some(self.webhook(PolicyValidator, addr, certificate).await?);
+        self.addrs.policy_validator = Some(self.start_webhook(PolicyValidator, addr, certificate).await?);
         Ok(())
     }
 
     /// Starts the webhook for ServiceProfiles on `listen.sp_validator`.
-    async fn sp_validator(&mut self) -> Result<()> {
+    async fn start_sp_validator(&mut self) -> Result<()> {
         let certificate =
             certificate_controller::Config::sp_validator(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.sp_validator;
-        self.addrs.sp_validator = Some(self.webhook(ProfileValidator, addr, certificate).await?);
+        self.addrs.sp_validator = Some(self.start_webhook(ProfileValidator, addr, certificate).await?);
         Ok(())
     }
 
     /// Starts the proxy injector on `listen.proxy_injector`.
-    async fn proxy_injector(&mut self) -> Result<()> {
+    async fn start_proxy_injector(&mut self) -> Result<()> {
         // The recorder has its own client, so that many Events do not delay reviews by the rate limit.
-        let recorder = self.recorder("linkerd-proxy-injector");
+        let recorder = self.start_recorder("linkerd-proxy-injector");
         let client = kubernetes::client(&self.config.kubernetes, &self.registry).await?;
         let config = self.config.webhooks.injector.clone();
         let parts = injector_webhook::open(config, &client, recorder, &self.registry)
@@ -505,12 +509,12 @@ impl Builder {
         let certificate =
             certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
         let addr = self.config.listen.proxy_injector;
-        self.addrs.proxy_injector = Some(self.webhook(injector, addr, certificate).await?);
+        self.addrs.proxy_injector = Some(self.start_webhook(injector, addr, certificate).await?);
         Ok(())
     }
 
     /// Serves a handler to the API server, with a mounted certificate, or else with one that this process manages.
-    async fn webhook<H: ReviewHandler>(
+    async fn start_webhook<H: ReviewHandler>(
         &mut self,
         handler: H,
         addr: ListenAddr,
@@ -586,36 +590,44 @@ impl Builder {
             .context("the API server is needed but not configured")
     }
 
-    async fn admin_servers(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
+    async fn start_admin_servers(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
         let services = self.config.services;
         if services.destination {
-            self.addrs.destination_admin = Some(self.admin_server(self.config.listen.destination_admin, report).await?);
+            self.addrs.destination_admin = Some(
+                self.start_admin_server(self.config.listen.destination_admin, report)
+                    .await?,
+            );
         }
         if services.identity || services.policy || (services.telemetry && !services.destination) {
-            self.addrs.admin = Some(self.admin_server(self.config.listen.admin, report).await?);
+            self.addrs.admin = Some(self.start_admin_server(self.config.listen.admin, report).await?);
         }
         if services.sp_validator {
-            self.addrs.sp_validator_admin = Some(self.admin_server(self.config.listen.sp_validator_admin, None).await?);
+            self.addrs.sp_validator_admin = Some(
+                self.start_admin_server(self.config.listen.sp_validator_admin, None)
+                    .await?,
+            );
         }
         if services.proxy_injector {
-            self.addrs.proxy_injector_admin =
-                Some(self.admin_server(self.config.listen.proxy_injector_admin, None).await?);
+            self.addrs.proxy_injector_admin = Some(
+                self.start_admin_server(self.config.listen.proxy_injector_admin, None)
+                    .await?,
+            );
         }
         Ok(())
     }
 
     /// Starts an admin server with the paths and responses that Linkerd's probes expect.
-    async fn admin_server(
+    async fn start_admin_server(
         &mut self,
         addr: ListenAddr,
         report: Option<&directory_source::ManifestReport>,
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr)?;
-        let (readiness, stale_kinds) = (self.readiness.clone(), self.stale_kinds.clone());
+        let (readiness, freshness) = (self.readiness.clone(), self.freshness.clone());
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
             .route("/ping", |_| std::future::ready(text(StatusCode::OK, "pong\n")))
             .route("/ready", move |_| {
-                let (missing, stale) = (readiness.reasons(), stale_kinds.reasons());
+                let (missing, stale) = (readiness.reasons(), freshness.reasons());
                 let (status, first) = match missing.is_empty() {
                     true => (StatusCode::OK, "ok"),
                     false => (StatusCode::INTERNAL_SERVER_ERROR, "not ready"),

@@ -63,15 +63,15 @@ impl Command {
     }
 
     pub(crate) fn services(&self) -> Services {
-        let named = |name| self.services.contains(&name);
-        let one_of_all = |name| named(name) || named(Name::AllInOne);
+        let is_named = |name| self.services.contains(&name);
+        let is_named_or_all_in_one = |name| is_named(name) || is_named(Name::AllInOne);
         Services {
-            destination: one_of_all(Name::Destination),
-            identity: one_of_all(Name::Identity),
-            policy: one_of_all(Name::Policy),
-            sp_validator: named(Name::SpValidator),
-            proxy_injector: named(Name::ProxyInjector),
-            telemetry: one_of_all(Name::Telemetry),
+            destination: is_named_or_all_in_one(Name::Destination),
+            identity: is_named_or_all_in_one(Name::Identity),
+            policy: is_named_or_all_in_one(Name::Policy),
+            sp_validator: is_named(Name::SpValidator),
+            proxy_injector: is_named(Name::ProxyInjector),
+            telemetry: is_named_or_all_in_one(Name::Telemetry),
         }
     }
 }
@@ -87,7 +87,7 @@ fn two_dashes(arg: OsString) -> OsString {
 const EXAMPLE: &str = "\
 Flags can have one dash or two. The value follows after '=' or as the next argument.
 
-On Kubernetes, with the service account of the pod or with -kubeconfig FILE:
+On Kubernetes, with the service account of the pod or with --kubeconfig FILE:
 
   tulle-control destination policy sp-validator
 

@@ -74,7 +74,7 @@ pub fn review(bytes: &[u8]) {
     if let Ok(review) = ParsedReview::parse(bytes) {
         let response = AdmissionResponse::deny("no")
             .to_json(&review.id)
-            .expect("an response is JSON");
+            .expect("a response is JSON");
         let response: serde_json::Value = serde_json::from_slice(&response).expect("the response can be parsed");
         assert_eq!(response["response"]["uid"], review.id.uid);
         assert_eq!(response["response"]["allowed"], false);

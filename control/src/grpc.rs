@@ -83,7 +83,7 @@ pub(crate) fn encode<M: Message>(messages: &[M]) -> Bytes {
     let mut bytes = BytesMut::with_capacity(length);
     for message in messages {
         bytes.put_u8(UNCOMPRESSED);
-        // Longer messages do not fit into memory.
+        // Messages of 4 GiB do not occur.
         bytes.put_u32(u32::try_from(message.encoded_len()).unwrap_or(u32::MAX));
         message.encode(&mut bytes).expect("the buffer has the computed length");
     }

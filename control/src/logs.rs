@@ -14,6 +14,7 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _};
 use tulle_core::error_chain::ErrorChain;
+use tulle_core::logging;
 
 /// Formats an event as one line of text.
 pub(crate) struct Plain;
@@ -39,11 +40,7 @@ where
 /// # Errors
 /// Fails if the filter is invalid or logging is already set up.
 pub(crate) fn init(filter: &str) -> Result<()> {
-    // Filters for Linkerd's policy controller use the target `linkerd`. Here they apply to `tulle`.
-    let filter = filter.replace("linkerd=", "tulle=");
-    let filter = EnvFilter::builder()
-        .parse(&filter)
-        .with_context(|| format!("-log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))?;
+    let filter = parse_filter(filter)?;
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Plain)
         .with_writer(std::io::stderr)
@@ -55,7 +52,14 @@ pub(crate) fn init(filter: &str) -> Result<()> {
         .map_err(|err| anyhow!(err).context("starting logs"))
 }
 
-/// Converts `-log-level` to a filter: a level of Linkerd's controllers applies to our code, and `warn` to dependencies.
+/// Filters for Linkerd's policy controller use the target `linkerd`. Here they apply to `tulle`.
+fn parse_filter(filter: &str) -> Result<EnvFilter> {
+    EnvFilter::builder()
+        .parse(logging::rename_linkerd_target(filter))
+        .with_context(|| format!("--log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))
+}
+
+/// Converts `--log-level` to a filter: a level of Linkerd's controllers applies to our code, and `warn` to dependencies.
 pub(crate) fn filter(level: &str) -> String {
     match level {
         "panic" | "fatal" | "error" => "error".to_owned(),
@@ -189,5 +193,13 @@ pub(crate) mod tests {
         assert_eq!(filter("fatal"), "error");
         assert_eq!(filter("debug"), "warn,tulle=debug");
         assert_eq!(filter("linkerd=info,warn"), "linkerd=info,warn");
+    }
+
+    #[test]
+    fn filters_of_linkerd_apply_to_our_code() {
+        let check = |filter: &str, expected: &str| assert_eq!(parse_filter(filter).unwrap().to_string(), expected);
+        check("linkerd=info", "tulle=info");
+        check("linkerd[request]=debug", "tulle[request]=debug");
+        assert!(parse_filter("linkerd=loud").is_err());
     }
 }

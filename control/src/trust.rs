@@ -83,13 +83,18 @@ pub enum Error {
     AuthorityKey,
     #[error("{0:?} is not a SPIFFE identity; expected spiffe://<trust domain>/<path>")]
     Spiffe(String),
-    #[error("the authority may not sign a certificate for {identity}; create one for it with create-issuer --identity")]
+    #[error(
+        "the authority may not sign a certificate for {identity}; create an issuer for this identity with create-issuer --identity"
+    )]
     NotItsWorkload {
         identity: String,
         #[source]
         source: issuer_constraints::Error,
     },
-    #[error("{what} {value:?} is not a DNS label; expected letters, digits and '-', at most 63")]
+    #[error(
+        "{what} {value:?} is not a DNS label; expected at most 63 lower-case letters, digits and '-', with no '-' at the start \
+         or end"
+    )]
     Label { what: &'static str, value: String },
     #[error("a lifetime of {0:?} ends after the year 9999")]
     Lifetime(Duration),
@@ -467,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_with_a_spiffe_identity_gets_a_leaf_that_says_only_this() {
+    fn a_spiffe_leaf_has_only_the_spiffe_identity() {
         let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
         let issuer = create_issuer("issuer", ISSUER_LIFETIME, &anchor).unwrap();
         let hour = Duration::from_secs(3600);
@@ -530,7 +535,9 @@ mod tests {
         };
         assert_eq!(token("web", "shop").unwrap().split('.').count(), 3);
         for (sa, ns) in [("", "shop"), ("web", "a:b"), ("We", "shop"), ("-web", "shop")] {
-            assert!(matches!(token(sa, ns), Err(Error::Label { .. })), "{sa} {ns}");
+            let err = token(sa, ns).unwrap_err();
+            assert!(matches!(err, Error::Label { .. }), "{sa} {ns}");
+            assert!(err.to_string().contains("lower-case letters"), "{err}");
         }
         let public_key_subject = TokenSubject {
             service_account: "web",

@@ -472,7 +472,7 @@ async fn a_failed_start_reports_its_reason() {
         let status = timeout(LIMIT, process.child.wait()).await.unwrap().unwrap();
         assert!(!status.success());
     };
-    check(&["policy".into()], "pass -kubeconfig FILE or --manifests DIR").await;
+    check(&["policy".into()], "pass --kubeconfig FILE or --manifests DIR").await;
     let missing = Path::new("/does/not/exist");
     let with = |flag: &str| {
         let mut line = files.line("all-in-one", &[]);

@@ -23,8 +23,8 @@ pub fn raise_ambient() {
 
 /// Makes `NET_RAW` effective for this thread and the threads that it starts, if it is in the permitted set.
 ///
-/// A program that must also start without the capability can have it in its file only as permitted, not as effective, so it
-/// raises the capability itself.
+/// The file of the proxy has `cap_net_raw` with the permitted bit only. With the effective bit, the kernel would refuse to start
+/// it where the bounding set does not have the capability. So the program has to make the capability effective itself.
 pub fn enable_net_raw() {
     let mut sets = [CapabilitySets::default(); 2];
     if capability_call(libc::SYS_capget, &mut sets) {

@@ -119,15 +119,15 @@ const fn cause(
     }
 }
 
-/// All causes, in the order of the documentation. `ambiguous_path` and `policy_unknown` have an underscore, which stays,
-/// because codes do not change.
+/// All causes, in the order of the documentation. `ambiguous_path` and `policy_unknown` have an underscore although the others
+/// have hyphens: they are older, and a code does not change.
 pub const ALL: &[Cause] = &[
     cause(
         "bad-request",
         Responsible::Client,
         "400, INVALID_ARGUMENT",
-        "The request violates HTTP, has more than 128 trailers (HTTP/1), or its body ended early. An HTTP/2 request needs an authority, in `:authority` or in `host`; if it has both, they must be equal. In an HTTP/1 target, `<`, `>`, a double quote, a backquote and bytes that are not UTF-8 are percent-encoded as browsers encode them (counted in `tulle_http_encoded_targets_total`); spaces, control characters and `#` are refused. In HTTP/2, such a target resets its stream with `PROTOCOL_ERROR`.",
-        "`l5d-proxy-error` names the rule. Compare the request with RFC 9112. A client that aborts an upload has this cause, too.",
+        "The request violates HTTP, has more than 128 trailers (HTTP/1), or its body ended early, for example because the client aborted an upload. An HTTP/2 request needs an authority, in `:authority` or in `host`; if it has both, they must be equal. Targets in HTTP/1: `<`, `>`, a double quote, a backquote and bytes that are not UTF-8 are percent-encoded as browsers encode them (counted in `tulle_http_encoded_targets_total`); spaces, control characters and `#` are refused. Targets in HTTP/2: nothing is encoded, and a character that is not permitted there resets the stream with `PROTOCOL_ERROR`.",
+        "`l5d-proxy-error` names the rule. Compare the request with RFC 9112.",
     ),
     cause(
         "ambiguous_path",
@@ -148,7 +148,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Client,
         "408, DEADLINE_EXCEEDED",
         "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise.",
-        "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` is the limit.",
+        "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` or its outbound counterpart is the limit.",
     ),
     cause(
         "body-timeout",
@@ -316,13 +316,13 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The control plane has not sent the policy of this port yet, so the proxy refuses all clients. A connection waits 3 seconds for the policy. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset. A policy that was received stays in force without a control plane.",
-        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, such connections are subject to the default policy of the environment, as in Linkerd's proxy.",
+        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, the proxy's own default policy (`LINKERD2_PROXY_INBOUND_DEFAULT_POLICY`) applies to such connections, as in Linkerd's proxy.",
     ),
     cause(
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
-        "The proxy cannot decode a policy or profile, the control plane refuses to give one, or the policy has an unknown filter. All requests are refused until it is fixed. An inbound policy that cannot be decoded closes its port: all requests and connections are refused, also if an earlier policy was valid. An outbound policy or a profile that cannot be decoded has no effect if an earlier one was valid: that stays in force.",
+        "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. In either direction, requests are refused too if their rule has an unknown filter.",
         "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
     ),
     cause(
@@ -336,14 +336,14 @@ pub const ALL: &[Cause] = &[
         "policy-denied",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is what no authorization permits: the client's `network`, a client without TLS (`no-tls`) or without an identity (`no-identity`), or the client's `identity`.",
+        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have.",
         "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force).",
     ),
     cause(
         "forbidden",
         Responsible::Policy,
         "",
-        "A route forbids the connection; usually an EgressNetwork denies traffic to destinations outside the cluster.",
+        "A route forbids the outbound connection; usually an EgressNetwork denies traffic to destinations outside the cluster.",
         "Permit it by a route of the EgressNetwork, or by its `trafficPolicy: Allow`.",
     ),
     cause(
@@ -364,7 +364,7 @@ pub const ALL: &[Cause] = &[
         "injected",
         Responsible::Policy,
         "as the filter defines",
-        "A filter of the route responds with a failure, or the control plane replaced a rule that cannot be served by such a filter.",
+        "A filter of the route injected this failure (fault injection, not the injection of sidecars). Either the route has such a filter, or the control plane has replaced a rule that cannot be served by one.",
         "Nothing if the filter is intended. If a rule was replaced, the status is 500 or gRPC status 13: fix what the message names; the status of the route has the same reason (`Accepted: False`). These rules are replaced:\n\n- a backend that does not exist;\n- denied traffic to destinations outside the cluster;\n- a rule or a backend of a route with a feature that the proxy does not support (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- the rate limit of a gRPC Server;\n- the target of an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be decoded.",
     ),
     cause(
@@ -448,7 +448,7 @@ pub const ALL: &[Cause] = &[
         "memory-short",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "Memory pressure: the proxy uses nine tenths of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container), and refuses new requests and connections before the kernel kills it.",
+        "The proxy is under memory pressure: it uses 90 % of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container) and refuses new requests and connections, so that the kernel does not kill it. Below 85 % it accepts them again.",
         "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_limit_bytes` and `process_resident_memory_bytes` show the limit and the usage.",
     ),
 ];

@@ -1,33 +1,33 @@
-//! Restricts what a certificate authority may sign beyond its name constraints.
+//! A restriction of certificate authorities in addition to name constraints: an authority whose own certificate has SPIFFE
+//! identities may sign certificates of these identities only.
 //!
 //! Name constraints (RFC 5280, 4.2.1.10) cover DNS names, and only the host of URIs, so they cannot allow a single SPIFFE
-//! identity. Therefore an authority certificate that contains SPIFFE URIs with a path may sign certificates for these
-//! identities only. SPIRE's authority certificates contain a trust domain without a path; they are not restricted.
+//! identity. An authority is restricted if its certificate contains a SPIFFE URI with a path. SPIRE's authority certificates
+//! contain a trust domain without a path; they are not restricted.
 
 use x509_parser::extensions::{GeneralName, ParsedExtension};
+use x509_parser::oid_registry::OID_X509_EXT_SUBJECT_ALT_NAME;
 use x509_parser::prelude::{FromDer, X509Certificate};
-
-use crate::identity::Identity;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    #[error("a certificate of the chain cannot be parsed")]
+    #[error("a certificate of the chain, or its subject alternative names, cannot be parsed")]
     Unreadable,
-    #[error("the authority may sign only {}, but signed {}", .allowed.join(", "), .signed.join(", "))]
+    #[error("the authority may sign only {}, but signed {}", .allowed.join(", "), list_names(.signed))]
     WorkloadNotPermitted { allowed: Vec<String>, signed: Vec<String> },
 }
 
 /// Checks that each of these authorities (DER) may sign this leaf. Signatures are verified elsewhere.
 ///
+/// The authorities are those that the peer sent. One that the chain does not need restricts the leaf as well, and one that
+/// cannot be parsed could be restricted: the TLS library reads fewer fields, so it may accept what this parser rejects.
+///
 /// # Errors
-/// If the leaf has a name that a restricted authority does not contain, or if the leaf cannot be parsed.
+/// If the leaf has a name that a restricted authority does not contain, or if the leaf or an authority cannot be parsed.
 pub fn verify_issuers<'a>(leaf: &[u8], authorities: impl IntoIterator<Item = &'a [u8]>) -> Result<(), Error> {
     for authority in authorities {
-        // The chain may contain unused certificates, and one that cannot be parsed cannot have signed the leaf.
-        let Ok(allowed) = permitted_identities(authority) else {
-            continue;
-        };
+        let allowed = permitted_identities(authority)?;
         if allowed.is_empty() {
             continue;
         }
@@ -39,12 +39,14 @@ pub fn verify_issuers<'a>(leaf: &[u8], authorities: impl IntoIterator<Item = &'a
     Ok(())
 }
 
-/// The SPIFFE identities with a path that an authority certificate contains.
+/// The SPIFFE URIs with a path that an authority certificate contains; if there are none, it is not restricted.
+///
+/// A URI that is not a valid identity counts too: it restricts the authority, although no valid leaf matches it.
 fn permitted_identities(authority: &[u8]) -> Result<Vec<String>, Error> {
     let mut names = subject_alt_names(authority)?;
     names.retain(|name| {
-        let path = name.strip_prefix("spiffe://").and_then(|rest| rest.split_once('/'));
-        path.is_some() && matches!(name.parse(), Ok(Identity::Uri(_)))
+        name.split_once("://")
+            .is_some_and(|(scheme, rest)| scheme.eq_ignore_ascii_case("spiffe") && rest.contains('/'))
     });
     Ok(names)
 }
@@ -54,23 +56,33 @@ fn subject_alt_names(certificate: &[u8]) -> Result<Vec<String>, Error> {
     let (_, parsed) = X509Certificate::from_der(certificate).map_err(|_| Error::Unreadable)?;
     let mut names = Vec::new();
     for extension in parsed.extensions() {
-        match extension.parsed_extension() {
-            ParsedExtension::SubjectAlternativeName(found) => {
-                names.extend(found.general_names.iter().map(|name| match name {
-                    GeneralName::DNSName(name) | GeneralName::URI(name) => (*name).to_owned(),
-                    other => other.to_string(),
-                }));
-            }
-            ParsedExtension::ParseError { .. } => return Err(Error::Unreadable),
-            _ => {}
+        if extension.oid != OID_X509_EXT_SUBJECT_ALT_NAME {
+            continue;
+        }
+        let ParsedExtension::SubjectAlternativeName(found) = extension.parsed_extension() else {
+            return Err(Error::Unreadable);
+        };
+        for name in &found.general_names {
+            names.push(match name {
+                GeneralName::DNSName(name) | GeneralName::URI(name) => (*name).to_owned(),
+                GeneralName::Invalid(..) => return Err(Error::Unreadable),
+                other => other.to_string(),
+            });
         }
     }
     Ok(names)
 }
 
+fn list_names(names: &[String]) -> String {
+    match names {
+        [] => "a certificate without names".to_owned(),
+        names => names.join(", "),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, KeyPair, SanType};
+    use rcgen::{CertificateParams, CustomExtension, KeyPair, SanType};
 
     use super::*;
 
@@ -115,6 +127,42 @@ mod tests {
         }
         let ca = certificate(&[web]);
         assert_eq!(verify_issuers(b"x", [&ca[..]]), Err(Error::Unreadable));
-        assert_eq!(verify_issuers(&ca, [&b"x"[..]]), Ok(()));
+        let unnamed = verify_issuers(&certificate(&[]), [&ca[..]]).unwrap_err().to_string();
+        assert!(unnamed.ends_with("but signed a certificate without names"), "{unnamed}");
+    }
+
+    #[test]
+    fn an_authority_whose_names_cannot_be_decoded_signs_nothing() {
+        let leaf = certificate(&["spiffe://root.test/web"]);
+        assert_eq!(verify_issuers(&leaf, [&b"x"[..]]), Err(Error::Unreadable));
+        // The content of the extension is no sequence of names, or a name is not UTF-8.
+        for names in [&b"\x02\x01\x00"[..], b"\x30\x03\x86\x01\xff"] {
+            let mut params = CertificateParams::default();
+            let extension = CustomExtension::from_oid_content(&[2, 5, 29, 17], names.to_vec());
+            params.custom_extensions = vec![extension];
+            let authority = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+            assert_eq!(
+                verify_issuers(&leaf, [&authority.der()[..]]),
+                Err(Error::Unreadable),
+                "{names:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_authority_with_an_invalid_spiffe_uri_is_restricted_too() {
+        let leaf = certificate(&["spiffe://root.test/web"]);
+        for uri in [
+            "spiffe://ROOT.test/web",
+            "SPIFFE://root.test/db",
+            "spiffe://root.test/",
+            "spiffe://root.test/a?b",
+        ] {
+            let result = verify_issuers(&leaf, [&certificate(&[uri])[..]]);
+            assert!(
+                matches!(result, Err(Error::WorkloadNotPermitted { .. })),
+                "{uri}: {result:?}"
+            );
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! Accept loop with a fair connection limit per client address and a timeout for the first byte; for protocols in which the
-//! client sends first.
+//! Accept loop with a connection limit that client addresses share fairly, and a timeout for the first byte; for protocols in
+//! which the client sends first.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::addr::canonical;
-use crate::connections::{self, ConnectionLimiter, ConnectionPermit, SelfEviction};
+use crate::connections::{self, ConnectionLimiter, ConnectionPermit, SameAddressEviction};
 use crate::metrics::{Counter, Registry};
 
 /// A listening socket with its connection limit.
@@ -45,7 +45,7 @@ impl Listener {
         Self {
             name,
             tcp,
-            limiter: ConnectionLimiter::new(name, max, SelfEviction::Idlest, registry),
+            limiter: ConnectionLimiter::new(name, max, SameAddressEviction::Idlest, registry),
             drain_timeout: DRAIN_TIMEOUT,
             first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
         }

@@ -104,7 +104,7 @@ fn parse(text: &str) -> Result<EnvFilter, Error> {
 
 /// Linkerd's proxy uses the log target `linkerd`; it is replaced by the target of this proxy, `tulle`. A module of Linkerd
 /// (`linkerd::name`) has no counterpart and stays.
-fn rename_linkerd_target(filter: &str) -> String {
+pub fn rename_linkerd_target(filter: &str) -> String {
     let parts = filter.split(',').map(|part| match part.trim().strip_prefix("linkerd") {
         Some(rest) if rest.is_empty() || rest.starts_with(['=', '[']) => format!("tulle{rest}"),
         _ => part.to_owned(),

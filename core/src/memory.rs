@@ -13,12 +13,18 @@ pub struct MemoryCgroup {
     reclaimable_key: &'static str,
 }
 
-/// The limit of the control group, or the memory of the machine, in bytes; `None` if neither is known.
+/// The limit of the control group or the memory of the machine, whichever is smaller, in bytes; `None` if neither is known.
 pub fn limit() -> Option<u64> {
-    MemoryCgroup::current().map(|group| group.limit_bytes).or_else(|| {
-        let machine = fs::read_to_string("/proc/meminfo").ok()?;
-        Some(parse_field(&machine, "MemTotal:")? * 1024)
-    })
+    let meminfo = fs::read_to_string("/proc/meminfo").ok();
+    smaller_limit(MemoryCgroup::current(), meminfo.as_deref())
+}
+
+/// `meminfo` is the text of `/proc/meminfo`.
+fn smaller_limit(group: Option<MemoryCgroup>, meminfo: Option<&str>) -> Option<u64> {
+    let group = group.map(|group| group.limit_bytes);
+    let machine = meminfo.and_then(|text| parse_field(text, "MemTotal:"));
+    let machine = machine.map(|kibibytes| kibibytes * 1024);
+    group.into_iter().chain(machine).min()
 }
 
 /// The number after a name, in text with a name and a number on each line.
@@ -114,7 +120,21 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_of_the_machine_is_known() {
-        assert!(limit().unwrap() > 1 << 20);
+    fn the_limit_is_the_smaller_of_group_and_machine() {
+        let group = |limit_bytes| {
+            Some(MemoryCgroup {
+                limit_bytes,
+                usage_file: PathBuf::new(),
+                stat_file: PathBuf::new(),
+                reclaimable_key: "",
+            })
+        };
+        let meminfo = Some("MemTotal:  8 kB\nMemFree: 1 kB\n");
+        assert_eq!(smaller_limit(group(9000), meminfo), Some(8192));
+        assert_eq!(smaller_limit(group(5000), meminfo), Some(5000));
+        assert_eq!(smaller_limit(group(5000), None), Some(5000));
+        assert_eq!(smaller_limit(None, meminfo), Some(8192));
+        assert_eq!(smaller_limit(None, None), None);
+        assert!(limit().unwrap() > 1 << 20, "that of this machine");
     }
 }

@@ -294,8 +294,9 @@ impl Drop for VirtualNetwork {
 
 /// Removes namespaces that a killed process left behind, and returns their names.
 ///
-/// Removes namespaces whose name starts with the prefix, except those of a [`VirtualNetwork`] of another process that is
-/// still alive.
+/// Removes all namespaces whose name starts with the prefix, except those of a [`VirtualNetwork`] of another living process. It
+/// also removes those of this process, so it is called before they are created, and those that any process created by
+/// [`Namespace::create`], whose names do not contain its id.
 ///
 /// # Errors
 /// If the names cannot be listed. A missing directory is not an error.
@@ -322,15 +323,15 @@ pub fn remove_stale(prefix: &str) -> Result<Vec<String>, NetnsError> {
     Ok(removed)
 }
 
-/// Makes this process root in a new user namespace, with an empty `/run/netns`, unless it is root already.
+/// Runs this program again, with the same arguments, as root of new user, network and mount namespaces with an empty
+/// `/run/netns`: forwards signals to it, and exits with its status. Returns `Ok` without doing anything if this process is root.
 ///
-/// Returns `Ok` only if the process is root already. Otherwise it starts the program again with the same arguments in new user,
-/// network and mount namespaces, forwards signals to it, and exits with its status. In the namespace, id 0 is the caller, and
-/// the given ids (for users and groups) are subordinate ids of the caller. It must be called before any thread is started.
+/// In the namespace, id 0 is the caller's own id, and each of `ids` (for users and groups) is one of the caller's subordinate
+/// ids. It must be called before any thread is started.
 ///
 /// # Errors
 /// If `newuidmap` or `newgidmap` is missing, too few subordinate ids are granted, or the kernel forbids user namespaces.
-pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
+pub fn rerun_as_namespace_root(ids: &[u32]) -> Result<(), NetnsError> {
     if Uid::effective().is_root() {
         return Ok(());
     }
@@ -398,7 +399,8 @@ fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::Pipe
     let none = None::<&Path>;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
     let tmpfs = |at: &str| mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"));
-    // `/run/netns` does not exist before the first `ip netns add`; it can then be created only in a private `/run`.
+    // Before the first `ip netns add` of the host there is no `/run/netns`. This process may not create it in the host's `/run`,
+    // so it gets a `/run` of its own.
     match tmpfs(RUN_NETNS) {
         Err(nix::Error::ENOENT) => {
             tmpfs("/run")?;
@@ -453,15 +455,15 @@ struct IdMaps {
 }
 
 impl IdMaps {
-    /// Writes the maps of this process.
+    /// Writes the maps of the process `pid`, with `newuidmap` and `newgidmap`.
     fn write(&self, pid: i32) -> Result<(), NetnsError> {
         write_map(MapTool::USERS, pid, &self.users)?;
         write_map(MapTool::GROUPS, pid, &self.groups)
     }
 }
 
-/// The lines `inside outside 1` for 0 (the caller's own id) and the wanted ids (subordinate ones).
-fn id_map(tool: MapTool, own: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsError> {
+/// The id map: 0 for the caller's own id, then each of `ids` for a subordinate id.
+fn id_map(tool: MapTool, own_id: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsError> {
     let grants = fs::read_to_string(tool.subid_file).unwrap_or_default();
     let user = nix::unistd::User::from_uid(getuid())
         .ok()
@@ -478,7 +480,7 @@ fn id_map(tool: MapTool, own: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsEr
         });
     }
     let others = ids.iter().zip(outside).map(|(inside, outside)| [*inside, outside, 1]);
-    Ok([[0, own, 1]].into_iter().chain(others).collect())
+    Ok([[0, own_id, 1]].into_iter().chain(others).collect())
 }
 
 /// All ids that lines `owner:first:count` grant to one of these owners.
@@ -633,7 +635,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_missing_map_program_is_to_be_installed() {
+    fn the_package_is_suggested_only_if_the_program_is_missing() {
         let error = |kind| map_program_error("newuidmap", io::Error::from(kind)).to_string();
         assert!(error(io::ErrorKind::NotFound).contains("package uidmap"));
         assert!(!error(io::ErrorKind::PermissionDenied).contains("uidmap)"));

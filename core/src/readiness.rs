@@ -52,12 +52,12 @@ impl Readiness {
 }
 
 impl Latch {
-    /// Holds the latch for this reason, also after its [release](Self::release), so the process is not ready.
-    pub fn hold(&self, reason: impl Into<String>) {
+    /// Sets the reason. If the latch was [released](Self::release), the process becomes not ready again.
+    pub fn set_reason(&self, reason: impl Into<String>) {
         self.readiness.latches.lock().reasons.insert(self.id, reason.into());
     }
 
-    /// Releases the latch, until it is held again.
+    /// Releases the latch, until a reason is set again.
     pub fn release(&self) {
         self.readiness.latches.lock().reasons.remove(&self.id);
     }
@@ -80,7 +80,7 @@ mod tests {
         let certificate = readiness.latch("first certificate");
         let listeners = readiness.latch("listeners");
         assert_eq!(readiness.reasons(), ["first certificate", "listeners"]);
-        certificate.hold("first certificate: no issuer");
+        certificate.set_reason("first certificate: no issuer");
         assert_eq!(readiness.reasons(), ["first certificate: no issuer", "listeners"]);
         drop(certificate);
         assert!(!readiness.is_ready());
@@ -94,10 +94,10 @@ mod tests {
         let latch = readiness.latch("certificate");
         latch.release();
         assert!(readiness.is_ready());
-        latch.hold("certificate: refused");
+        latch.set_reason("certificate: refused");
         assert_eq!(readiness.reasons(), ["certificate: refused"]);
         latch.release();
-        latch.hold("certificate: refused");
+        latch.set_reason("certificate: refused");
         drop(latch);
         assert!(readiness.is_ready());
     }

@@ -10,7 +10,7 @@ use tulle_core::logging::Format;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
 use crate::options::{
-    self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, InboundMode, InvalidPackets, OptionError, Options, Scope,
+    self, DEFAULT_PRIORITY, Families, Inbound, InboundMode, InvalidPackets, OnInvalidEntry, OptionError, Options, Scope,
 };
 use crate::redirect::{Backend, CleanMode, Ipv6, Job, Mode};
 use crate::validate::ValidateConfig;
@@ -109,7 +109,7 @@ pub struct RedirectArgs {
         overrides_with = "log_level"
     )]
     log_level: String,
-    /// Use the iptables programs of this flavour, as Linkerd's init does
+    /// Use the iptables programs of this flavour, as Linkerd's init does: nft is iptables-nft, not --backend nft
     #[arg(long, value_name = "legacy|nft|plain", overrides_with = "iptables_mode")]
     iptables_mode: Option<String>,
     /// As --iptables-mode, by the name of the program: iptables-legacy, iptables-nft or iptables
@@ -122,7 +122,8 @@ pub struct RedirectArgs {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, overrides_with = "ipv6")]
     ipv6: Option<bool>,
 
-    /// Firewall backend; auto uses nftables over netlink if available, otherwise the iptables programs
+    /// Firewall backend: nft is nftables over netlink, without a program; auto uses it if available, otherwise the iptables
+    /// programs
     #[arg(long, value_enum, value_name = "BACKEND", help_heading = TULLE_OPTIONS_HEADING)]
     backend: Option<BackendArg>,
     /// Remove the rules of tulle and of Linkerd; drain first waits for open connections
@@ -144,7 +145,7 @@ pub struct RedirectArgs {
     /// application sees its clients' addresses. The proxy then needs TULLE_PROXY_INBOUND_MODE=tproxy and NET_RAW
     #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "inbound_mode")]
     inbound_mode: InboundModeArg,
-    /// With --ipv6=false: drop inbound IPv6 connections, or allow them, past the proxy and its policies
+    /// If IPv6 is not redirected: drop inbound IPv6 connections, or allow them, past the proxy and its policies
     #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "unredirected_ipv6")]
     unredirected_ipv6: UnredirectedArg,
     /// Drop TCP packets without a known connection, because the kernel would answer them with resets
@@ -275,7 +276,9 @@ impl RedirectArgs {
             mode,
             backends: self.backends()?,
             ipv6: match self.ipv6 {
-                None => Ipv6::IfPresent,
+                None => Ipv6::IfPresent {
+                    otherwise: self.families_without_ipv6(),
+                },
                 Some(true) => Ipv6::Required,
                 Some(false) => Ipv6::Off,
             },
@@ -294,23 +297,26 @@ impl RedirectArgs {
     }
 
     fn options(&self) -> Result<Options, OptionError> {
-        let bad = if self.lenient { BadEntry::Skip } else { BadEntry::Refuse };
-        let listed = options::ports("--ports-to-redirect", &self.ports_to_redirect, bad)?;
-        let families = match (self.ipv6, self.unredirected_ipv6) {
-            (Some(false), UnredirectedArg::Drop) => Families::V4DropV6,
-            (Some(false), UnredirectedArg::Allow) => Families::V4,
-            _ => Families::Both,
+        let on_invalid = if self.lenient {
+            OnInvalidEntry::Skip
+        } else {
+            OnInvalidEntry::Refuse
+        };
+        let listed = options::ports("--ports-to-redirect", &self.ports_to_redirect, on_invalid)?;
+        let families = match self.ipv6 {
+            Some(false) => self.families_without_ipv6(),
+            Some(true) | None => Families::Both,
         };
         let inbound_skip_ports = match self.inbound_ports_to_ignore.as_slice() {
             [] => options::default_inbound_skip_ports(),
-            lists => options::ports("--inbound-ports-to-ignore", lists, bad)?,
+            lists => options::ports("--inbound-ports-to-ignore", lists, on_invalid)?,
         };
         let (inbound_mode, scope) = self.inbound()?;
         Ok(Options {
             inbound_port: options::proxy_port("--incoming-proxy-port", self.incoming_proxy_port)?,
             outbound_port: options::proxy_port("--outgoing-proxy-port", self.outgoing_proxy_port)?,
-            proxy_uid: options::owner("--proxy-uid", self.proxy_uid)?,
-            proxy_gid: options::owner("--proxy-gid", self.proxy_gid)?,
+            proxy_uid: options::user_or_group_id("--proxy-uid", self.proxy_uid)?,
+            proxy_gid: options::user_or_group_id("--proxy-gid", self.proxy_gid)?,
             inbound: if listed.is_empty() {
                 Inbound::All
             } else {
@@ -318,7 +324,11 @@ impl RedirectArgs {
             },
             inbound_skip_ports,
             inbound_skip_nets: options::networks("--subnets-to-ignore", &self.subnets_to_ignore)?,
-            outbound_skip_ports: options::ports("--outbound-ports-to-ignore", &self.outbound_ports_to_ignore, bad)?,
+            outbound_skip_ports: options::ports(
+                "--outbound-ports-to-ignore",
+                &self.outbound_ports_to_ignore,
+                on_invalid,
+            )?,
             outbound_skip_nets: options::networks("--outbound-subnets-to-ignore", &self.outbound_subnets_to_ignore)?,
             inbound_mode,
             scope,
@@ -332,12 +342,21 @@ impl RedirectArgs {
         })
     }
 
+    /// The families if IPv6 is not redirected.
+    fn families_without_ipv6(&self) -> Families {
+        match self.unredirected_ipv6 {
+            UnredirectedArg::Drop => Families::V4DropV6,
+            UnredirectedArg::Allow => Families::V4,
+        }
+    }
+
     fn inbound(&self) -> Result<(InboundMode, Scope), OptionError> {
         match (self.inbound_mode, self.inbound_scope) {
             (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError {
                 flag: "--inbound-scope",
                 value: "all".to_owned(),
-                reason: "does not go with --inbound-mode tproxy: forwarded traffic is answered by another host"
+                reason: "cannot be combined with --inbound-mode tproxy: replies to forwarded connections come from \
+                         another host and would not pass the proxy"
                     .to_owned(),
             }),
             (InboundModeArg::Tproxy, ScopeArg::Local) => Ok((InboundMode::Tproxy, Scope::Local)),
@@ -533,7 +552,9 @@ mod tests {
             .job()
             .unwrap_err();
         assert!(
-            refused.to_string().starts_with("--inbound-scope \"all\" does not go"),
+            refused
+                .to_string()
+                .starts_with("--inbound-scope \"all\" cannot be combined"),
             "{refused}"
         );
     }

@@ -1,8 +1,9 @@
 //! Redirects the TCP traffic of a network namespace through the proxy, and checks the redirection.
 //!
 //! [`options`] are validated flags, [`rules`] converts them to a list of rules, and [`redirect`] applies the list with
-//! [`netlink`] or [`iptables`]. [`verify`] and [`validate`] check the result from inside the namespace. This crate depends
-//! on nothing of the proxy except its ports.
+//! [`netlink`] or [`iptables`]. Two modules check the result from inside the namespace: with [`verify`] (`--verify`), a run
+//! tests the rules that it has applied; [`validate`] is a command of its own, which knows no rules, only two addresses. This
+//! crate depends on nothing of the proxy except its ports.
 
 #![cfg_attr(test, allow(clippy::too_many_lines))]
 

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
+use crate::options::Family;
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Match, Rule, Rules, STATE_CHAIN, Side, TABLE};
 
 /// A script that replaces our table, whether or not it exists.
 #[must_use]
@@ -123,73 +124,6 @@ fn hash_of(text: &str) -> String {
     });
     format!("{hash:016x}")
 }
-
-/// The netfilter hook of a base chain.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Hook {
-    pub(crate) kind: &'static str,
-    pub(crate) point_name: &'static str,
-    /// `enum nf_inet_hooks`.
-    pub(crate) point: u32,
-    pub(crate) priority: i32,
-}
-
-impl Chain {
-    /// Chains before the chains that jump to them.
-    pub(crate) const ALL: [Self; 10] = [
-        Self::Inbound,
-        Self::Outbound,
-        Self::TproxyInbound,
-        Self::UnredirectedInbound,
-        Self::Prerouting,
-        Self::Output,
-        Self::Tproxy,
-        Self::TproxyReplies,
-        Self::Unredirected,
-        Self::Invalid,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Inbound => "inbound",
-            Self::Outbound => "outbound",
-            Self::Prerouting => "prerouting",
-            Self::Output => "output",
-            Self::TproxyInbound => "tproxy_inbound",
-            Self::Tproxy => "tproxy_prerouting",
-            Self::TproxyReplies => "tproxy_replies",
-            Self::UnredirectedInbound => "unredirected_inbound",
-            Self::Unredirected => "unredirected",
-            Self::Invalid => "invalid",
-        }
-    }
-
-    pub(crate) fn hook(self, priority: i32) -> Option<Hook> {
-        let at = |kind, (point_name, point), priority| {
-            Some(Hook {
-                kind,
-                point_name,
-                point,
-                priority,
-            })
-        };
-        let (prerouting, output) = (("prerouting", 0), ("output", 3));
-        match self {
-            Self::Inbound | Self::Outbound | Self::TproxyInbound | Self::UnredirectedInbound => None,
-            Self::Prerouting => at("nat", prerouting, priority),
-            Self::Output => at("nat", output, priority),
-            Self::Tproxy | Self::Unredirected | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
-            Self::TproxyReplies => at("route", output, MANGLE_PRIORITY),
-        }
-    }
-}
-
-/// The name of our table.
-pub const TABLE: &str = "l5d_init";
-/// A chain without a hook; the comment of its only rule holds the hash.
-pub(crate) const STATE_CHAIN: &str = "state";
-/// After connection tracking (-200), before NAT (-100).
-const MANGLE_PRIORITY: i32 = -150;
 
 #[cfg(test)]
 mod tests {

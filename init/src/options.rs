@@ -77,6 +77,45 @@ pub enum Families {
     Both,
 }
 
+impl Families {
+    /// Whether this family is redirected; `false` for one that is dropped.
+    #[must_use]
+    pub fn redirects(self, family: Family) -> bool {
+        self == Self::Both || family == Family::V4
+    }
+
+    /// The redirected families, IPv4 first.
+    pub fn redirected(self) -> impl Iterator<Item = Family> {
+        [Family::V4, Family::V6]
+            .into_iter()
+            .filter(move |family| self.redirects(*family))
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    #[must_use]
+    pub fn of(net: &IpNet) -> Self {
+        match net {
+            IpNet::V4(_) => Self::V4,
+            IpNet::V6(_) => Self::V6,
+        }
+    }
+
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V4 => "ipv4",
+            Self::V6 => "ipv6",
+        }
+    }
+}
+
 /// A flag with an invalid value.
 #[derive(Debug, thiserror::Error)]
 #[error("{flag} {value:?} {reason}")]
@@ -88,7 +127,7 @@ pub struct OptionError {
 
 /// Handling of invalid list entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BadEntry {
+pub enum OnInvalidEntry {
     Refuse,
     /// Skip it with a warning, as Linkerd's init does.
     Skip,
@@ -122,7 +161,7 @@ pub fn proxy_port(flag: &'static str, value: i64) -> Result<NonZeroU16, OptionEr
 ///
 /// # Errors
 /// If the value is neither -1 nor an id.
-pub fn owner(flag: &'static str, value: i64) -> Result<Option<u32>, OptionError> {
+pub fn user_or_group_id(flag: &'static str, value: i64) -> Result<Option<u32>, OptionError> {
     match (value, u32::try_from(value)) {
         (-1, _) => Ok(None),
         (_, Ok(id)) if id != u32::MAX => Ok(Some(id)),
@@ -138,12 +177,14 @@ pub fn owner(flag: &'static str, value: i64) -> Result<Option<u32>, OptionError>
 ///
 /// # Errors
 /// If an entry is invalid and such entries are not skipped.
-pub fn ports(flag: &'static str, lists: &[String], bad: BadEntry) -> Result<PortSet, OptionError> {
+pub fn ports(flag: &'static str, lists: &[String], on_invalid: OnInvalidEntry) -> Result<PortSet, OptionError> {
     let mut set = PortSet::default();
     for entry in lists.iter().flat_map(|list| list.split(',')).map(str::trim) {
         match entry.parse::<PortSet>() {
             Ok(ports) if !ports.is_empty() => ports.ranges().for_each(|range| set.insert_range(range)),
-            _ if bad == BadEntry::Skip => tracing::warn!(flag, entry, "skipped: not a port or a range of ports"),
+            _ if on_invalid == OnInvalidEntry::Skip => {
+                tracing::warn!(flag, entry, "skipped: not a port or a range of ports")
+            }
             _ => {
                 return Err(OptionError {
                     flag,
@@ -186,7 +227,10 @@ mod tests {
     #[test]
     fn lists_are_parsed_and_merged() {
         let lists = ["80, 90-100".to_owned(), "101".to_owned()];
-        assert_eq!(ports("--f", &lists, BadEntry::Refuse).unwrap().to_string(), "80,90-101");
+        assert_eq!(
+            ports("--f", &lists, OnInvalidEntry::Refuse).unwrap().to_string(),
+            "80,90-101"
+        );
         let lists = ["10.0.0.0/9,10.128.0.0/9".to_owned(), "fd00::1".to_owned()];
         let nets: Vec<String> = networks("--f", &lists).unwrap().iter().map(IpNet::to_string).collect();
         assert_eq!(nets, ["10.0.0.0/8", "fd00::1/128"]);
@@ -196,9 +240,9 @@ mod tests {
     fn a_bad_entry_is_refused_with_flag_and_value_or_skipped() {
         for bad in ["70000", "", "90-80", "x"] {
             let lists = [format!("80,{bad}")];
-            let error = ports("--skip", &lists, BadEntry::Refuse).unwrap_err().to_string();
+            let error = ports("--skip", &lists, OnInvalidEntry::Refuse).unwrap_err().to_string();
             assert!(error.starts_with(&format!("--skip {bad:?} is not a port")), "{error}");
-            assert_eq!(ports("--skip", &lists, BadEntry::Skip).unwrap().to_string(), "80");
+            assert_eq!(ports("--skip", &lists, OnInvalidEntry::Skip).unwrap().to_string(), "80");
         }
         for bad in ["10.0.0.0/33", "", "host"] {
             assert!(networks("--nets", &[bad.to_owned()]).is_err(), "{bad}");
@@ -206,8 +250,8 @@ mod tests {
         for bad in [-1, 0, 65536] {
             assert!(proxy_port("--p", bad).is_err(), "{bad}");
         }
-        assert_eq!(owner("--u", -1).unwrap(), None);
-        assert_eq!(owner("--u", 0).unwrap(), Some(0));
-        assert!(owner("--u", -2).is_err() && owner("--u", 1 << 32).is_err());
+        assert_eq!(user_or_group_id("--u", -1).unwrap(), None);
+        assert_eq!(user_or_group_id("--u", 0).unwrap(), Some(0));
+        assert!(user_or_group_id("--u", -2).is_err() && user_or_group_id("--u", 1 << 32).is_err());
     }
 }

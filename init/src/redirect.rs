@@ -9,10 +9,10 @@ use anyhow::{Context, bail};
 use tokio::time::Instant;
 
 use crate::iptables::{self, Flavour, IptablesError};
-use crate::netlink::nftables::{self, Change, Live, RuleOwner};
+use crate::netlink::nftables::{self, Change, Comparison, RuleOwner};
 use crate::netlink::socket::{NetlinkError, Socket};
 use crate::netlink::{conntrack, iptables_nft, routing};
-use crate::options::{DEFAULT_PRIORITY, Families, Options};
+use crate::options::{DEFAULT_PRIORITY, Families, Family, Options};
 use crate::report::{Counts, Report};
 use crate::rules::{self, Rules};
 use crate::verify::{self, Verdict};
@@ -59,7 +59,10 @@ pub enum Backend {
 pub enum Ipv6 {
     /// Fails if the namespace has no IPv6.
     Required,
-    IfPresent,
+    IfPresent {
+        /// The families if the namespace has no IPv6.
+        otherwise: Families,
+    },
     Off,
 }
 
@@ -89,7 +92,7 @@ pub fn run(job: Job, report: &mut Report) -> anyhow::Result<Outcome> {
     if let (Some(path), false) = (&job.netns, matches!(job.mode, Mode::Simulate(_))) {
         netns_settings::enter(path)?;
     }
-    let end = match &job.mode {
+    let outcome = match &job.mode {
         Mode::Simulate(options) => {
             simulate(&job, options);
             report.result = "simulated";
@@ -101,7 +104,7 @@ pub fn run(job: Job, report: &mut Report) -> anyhow::Result<Outcome> {
         Mode::ApplyAndVerify(options) => apply(&job, options, report).map(|options| verify(&options, report)),
     };
     report.record_duration("all", started.elapsed());
-    end
+    outcome
 }
 
 /// Prints the rules for an empty namespace; it starts no program and changes nothing.
@@ -116,7 +119,7 @@ fn simulate(job: &Job, options: &Options) {
         }
         _ => print!("{}", nft_script::script(&rules)),
     }
-    if rules.preserves_client_addr() {
+    if rules.is_tproxy() {
         for command in routing::commands(rules.families) {
             println!("# {command}");
         }
@@ -124,8 +127,8 @@ fn simulate(job: &Job, options: &Options) {
 }
 
 fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
-    let options = resolve_families(job, options, report)?;
-    let rules = rules::build_rules(&options);
+    let (mut options, without_ipv6) = options_for_namespace(job, options, report)?;
+    let mut rules = rules::build_rules(&options);
     describe(&options, &rules, report);
     let _lock = take_lock(job.wait, report)?;
     if let Some(seconds) = job.close_wait_secs {
@@ -133,12 +136,27 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     }
     let started = Instant::now();
     // Routes before rules: marked packets need the routes, and the routes alone change nothing.
-    let routed = match rules.preserves_client_addr() {
+    let routed = match rules.is_tproxy() {
         true => routing::ensure(rules.families).context("adding routes for replies to the proxy")?,
         false => Change::Unchanged,
     };
-    let (backend, change) = apply_to_best(job, &rules, report)?;
-    let change = if routed == Change::Applied { routed } else { change };
+    let (backend, change) = match (apply_to_best(job, &rules, report), without_ipv6) {
+        (Err(error), Some(without_ipv6)) => {
+            options = without_ipv6;
+            rules = rules::build_rules(&options);
+            describe(&options, &rules, report);
+            let applied = apply_to_best(job, &rules, report)?;
+            report.warn(format!(
+                "this kernel accepts no rules for IPv6: if IPv6 is enabled here later, it bypasses the proxy: {error:#}"
+            ));
+            applied
+        }
+        (applied, _) => applied?,
+    };
+    let change = match (routed, change) {
+        (Change::Unchanged, Change::Unchanged) => Change::Unchanged,
+        _ => Change::Applied,
+    };
     report.record_duration("apply", started.elapsed());
     report.backend = Some(backend.to_string());
     report.result = match change {
@@ -147,7 +165,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     };
     // After the new rules are live, so that there is no moment without rules.
     remove_others(job, backend, report);
-    if !rules.preserves_client_addr() {
+    if !rules.is_tproxy() {
         remove_routing(report);
     }
     warn_about_other_redirects(options.priority, report);
@@ -191,19 +209,16 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
 /// Removes our rules from the other backends; they would only cost time.
 fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
     let owner_to_remove = match active_backend {
-        Backend::Native => Some(RuleOwner::Xtables),
+        Backend::Native => RuleOwner::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
-        Backend::Iptables(Flavour::Nft | Flavour::Plain) => Some(RuleOwner::Native),
-        Backend::Iptables(Flavour::Legacy) => Some(RuleOwner::All),
+        Backend::Iptables(Flavour::Nft | Flavour::Plain) => RuleOwner::Native,
+        Backend::Iptables(Flavour::Legacy) => RuleOwner::All,
     };
-    let removed = owner_to_remove
-        .map(|owner| Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner)));
-    match removed {
-        Some(Ok(removed)) => report.removed.extend(removed),
+    match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner_to_remove)) {
+        Ok(removed) => report.removed.extend(removed),
         // A kernel without nftables has no rules in it.
-        Some(Err(error)) if error.is_unsupported() => tracing::debug!(%error, "no nftables here"),
-        Some(Err(error)) => report.warn(format!("removing old rules from nftables failed: {error}")),
-        None => {}
+        Err(error) if error.is_unsupported() => tracing::debug!(%error, "no nftables here"),
+        Err(error) => report.warn(format!("removing old rules from nftables failed: {error}")),
     }
     let may_be_legacy = matches!(active_backend, Backend::Iptables(Flavour::Legacy | Flavour::Plain));
     if !may_be_legacy && iptables::legacy_in_use() {
@@ -261,10 +276,10 @@ fn warn_about_other_redirects(priority: i32, report: &mut Report) {
 
 fn verify(options: &Options, report: &mut Report) -> Outcome {
     let started = Instant::now();
-    let mut end = Outcome::Done;
-    for (family, verdict) in verify::families(options) {
+    let mut outcome = Outcome::Done;
+    for (family, verdict) in verify::verify_families(options) {
         let family = family.name();
-        let outcome = match verdict {
+        let description = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
                 report.warn(format!("redirection of {family} is not proven: {reason}"));
@@ -272,57 +287,71 @@ fn verify(options: &Options, report: &mut Report) -> Outcome {
             }
             Verdict::NotRedirected(how) => {
                 tracing::error!(family, how, "traffic is not redirected although the rules are in place");
-                end = Outcome::NotRedirected;
+                outcome = Outcome::NotRedirected;
                 format!("not redirected: {how}")
             }
         };
-        report.verified.insert(family, outcome);
+        report.verified.insert(family, description);
     }
     report.record_duration("verify", started.elapsed());
-    end
+    outcome
 }
 
 fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Outcome> {
-    let options = resolve_families(job, options, report)?;
-    let rules = rules::build_rules(&options);
+    let (mut options, without_ipv6) = options_for_namespace(job, options, report)?;
+    let mut rules = rules::build_rules(&options);
+    let mut closest = closest_backend(job, &rules);
+    if let Some(without_ipv6) = without_ipv6
+        && !matches!(closest, Ok((Comparison::Equal, _)))
+    {
+        // A run applies these rules if the kernel accepts none for IPv6.
+        let ipv4_rules = rules::build_rules(&without_ipv6);
+        let ipv4_closest = closest_backend(job, &ipv4_rules);
+        if closest.is_err() || matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
+            (options, rules, closest) = (without_ipv6, ipv4_rules, ipv4_closest);
+        }
+    }
     describe(&options, &rules, report);
-    let mut best: Option<(Live, Backend)> = None;
+    let (mut comparison, backend) = closest?;
+    if comparison == Comparison::Equal
+        && rules.is_tproxy()
+        && !routing::exists(rules.families).context("reading routes")?
+    {
+        comparison = Comparison::Different;
+    }
+    let (result, outcome) = match comparison {
+        Comparison::Equal => ("equal", Outcome::Done),
+        Comparison::Different => ("different", Outcome::Different),
+        Comparison::Absent => ("absent", Outcome::Absent),
+    };
+    report.result = result;
+    report.backend = (comparison != Comparison::Absent).then(|| backend.to_string());
+    tracing::info!(result, backend = report.backend, "compared the rules");
+    Ok(outcome)
+}
+
+/// The backend whose rules are closest to these.
+fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Backend)> {
+    let mut closest: Option<(Comparison, Backend)> = None;
     for backend in &job.backends {
-        let live = match check_in(*backend, &rules) {
-            Ok(live) => live,
+        let comparison = match check_in(*backend, rules) {
+            Ok(comparison) => comparison,
             // A missing backend has no rules; this is not an error if others can be checked.
             Err(error) if job.backends.len() > 1 && is_backend_missing(&error) => continue,
             Err(error) => return Err(anyhow::Error::new(error).context(format!("reading the rules of {backend}"))),
         };
-        if best.is_none_or(|(known, _)| rank(live) < rank(known)) {
-            best = Some((live, *backend));
+        if closest.is_none_or(|(known, _)| rank(comparison) < rank(known)) {
+            closest = Some((comparison, *backend));
         }
     }
-    let Some((mut live, backend)) = best else {
-        bail!("reading the rules failed for every backend")
-    };
-    if live == Live::Equal
-        && rules.preserves_client_addr()
-        && !routing::exists(rules.families).context("reading routes")?
-    {
-        live = Live::Different;
-    }
-    let (result, end) = match live {
-        Live::Equal => ("equal", Outcome::Done),
-        Live::Different => ("different", Outcome::Different),
-        Live::Absent => ("absent", Outcome::Absent),
-    };
-    report.result = result;
-    report.backend = (live != Live::Absent).then(|| backend.to_string());
-    tracing::info!(result, backend = report.backend, "compared the rules");
-    Ok(end)
+    closest.context("reading the rules failed for every backend")
 }
 
-fn check_in(backend: Backend, rules: &Rules) -> Result<Live, BackendError> {
+fn check_in(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError> {
     match backend {
         Backend::Native => Ok(nftables::check(&mut Socket::open()?, rules)?),
         // The legacy programs create tables when they list them.
-        Backend::Iptables(Flavour::Legacy) if !iptables::legacy_in_use() => Ok(Live::Absent),
+        Backend::Iptables(Flavour::Legacy) if !iptables::legacy_in_use() => Ok(Comparison::Absent),
         Backend::Iptables(flavour) => Ok(iptables::check(flavour, rules)?),
     }
 }
@@ -334,12 +363,12 @@ fn is_backend_missing(error: &BackendError) -> bool {
     }
 }
 
-/// The best state first: a check reports the backend whose rules are closest to the wanted ones.
-fn rank(live: Live) -> u8 {
-    match live {
-        Live::Equal => 0,
-        Live::Different => 1,
-        Live::Absent => 2,
+/// The closest first.
+fn rank(comparison: Comparison) -> u8 {
+    match comparison {
+        Comparison::Equal => 0,
+        Comparison::Different => 1,
+        Comparison::Absent => 2,
     }
 }
 
@@ -385,9 +414,13 @@ fn wait_for_connections(socket: &mut Socket, ports: &[u16], limit: Duration, rep
             }
         };
         if Instant::now() >= deadline {
-            let open = open.map_or_else(|| "an unknown number of".to_owned(), |open| open.to_string());
+            let open = match open {
+                Some(1) => "1 connection was".to_owned(),
+                Some(open) => format!("{open} connections were"),
+                None => "an unknown number of connections was".to_owned(),
+            };
             report.warn(format!(
-                "{open} connections were still open after {limit:?} and are reset now"
+                "{open} still open after {limit:?}; the removal of the rules resets them"
             ));
             return;
         }
@@ -395,27 +428,58 @@ fn wait_for_connections(socket: &mut Socket, ports: &[u16], limit: Duration, rep
     }
 }
 
-fn resolve_families(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
-    if options.families == Families::V4 || netns_settings::has_ipv6() {
-        if options.families == Families::V4DropV6 {
-            tracing::info!(
-                "IPv6 is not redirected: inbound IPv6 connections are dropped, apart from skipped ports and networks; \
-                 --unredirected-ipv6=allow lets them bypass the proxy"
-            );
-        }
-        return Ok(options.clone());
-    }
-    if job.ipv6 == Ipv6::Required {
-        bail!("--ipv6 is set, but this network namespace has no IPv6, or IPv6 is disabled in it; use --ipv6=false");
-    }
-    if job.ipv6 != Ipv6::Off {
-        report
-            .warn("this network namespace has no IPv6, or IPv6 is disabled in it: only IPv4 is redirected".to_owned());
-    }
-    Ok(Options {
-        families: Families::V4,
+/// The options with the families for this namespace, and those to use instead if the kernel accepts no rules for IPv6.
+///
+/// # Errors
+/// If `--ipv6` requires IPv6 and the namespace has none.
+fn options_for_namespace(
+    job: &Job,
+    options: &Options,
+    report: &mut Report,
+) -> anyhow::Result<(Options, Option<Options>)> {
+    let has_ipv6 = netns_settings::has_ipv6();
+    let with_families = |families| Options {
+        families,
         ..options.clone()
-    })
+    };
+    let families = resolve_families(options.families, job.ipv6, has_ipv6)?;
+    if families != options.families {
+        let later = match families {
+            Families::V4DropV6 => "inbound IPv6 connections are dropped",
+            _ => "IPv6 connections bypass the proxy",
+        };
+        report.warn(format!(
+            "this network namespace has no IPv6, or IPv6 is disabled in it: only IPv4 is redirected; \
+             if IPv6 is enabled later, {later}"
+        ));
+    } else if families == Families::V4DropV6 {
+        tracing::info!(
+            "IPv6 is not redirected: inbound IPv6 connections are dropped, apart from skipped ports and networks; \
+             --unredirected-ipv6=allow lets them bypass the proxy"
+        );
+    }
+    // With IPv6 in the namespace, a kernel that cannot drop it is an error.
+    let can_omit_ipv6 = !has_ipv6 && families == Families::V4DropV6;
+    Ok((
+        with_families(families),
+        can_omit_ipv6.then(|| with_families(Families::V4)),
+    ))
+}
+
+/// The families for a namespace with or without IPv6.
+///
+/// Rules that drop IPv6 also apply to a namespace without IPv6, because it may be enabled there later.
+///
+/// # Errors
+/// If IPv6 is required and the namespace has none.
+fn resolve_families(families: Families, ipv6: Ipv6, has_ipv6: bool) -> anyhow::Result<Families> {
+    match ipv6 {
+        Ipv6::IfPresent { otherwise } if !has_ipv6 => Ok(otherwise),
+        Ipv6::Required if !has_ipv6 => {
+            bail!("--ipv6 is set, but this network namespace has no IPv6, or IPv6 is disabled in it; use --ipv6=false")
+        }
+        Ipv6::IfPresent { .. } | Ipv6::Required | Ipv6::Off => Ok(families),
+    }
 }
 
 fn take_lock(wait: Duration, report: &mut Report) -> anyhow::Result<Option<lock::Lock>> {
@@ -436,7 +500,7 @@ fn describe(options: &Options, rules: &Rules, report: &mut Report) {
             .map(|range| usize::from(range.end() - range.start()) + 1)
             .sum()
     };
-    report.families = options.families.each().map(rules::Family::name).collect();
+    report.families = options.families.redirected().map(Family::name).collect();
     report.hash = Some(nft_script::hash(rules));
     report.counts = Some(Counts {
         rules: rules.list.len(),
@@ -457,3 +521,26 @@ impl std::fmt::Display for Backend {
 }
 
 const DRAIN_POLL: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_ipv6_it_is_dropped_in_case_it_is_enabled_later() {
+        let dropped = Families::V4DropV6;
+        let if_present = Ipv6::IfPresent { otherwise: dropped };
+        for (families, ipv6, has_ipv6, expected) in [
+            (dropped, Ipv6::Off, false, dropped),
+            (dropped, Ipv6::Off, true, dropped),
+            (Families::V4, Ipv6::Off, false, Families::V4),
+            (Families::Both, if_present, false, dropped),
+            (Families::Both, if_present, true, Families::Both),
+            (Families::Both, Ipv6::Required, true, Families::Both),
+        ] {
+            let resolved = resolve_families(families, ipv6, has_ipv6).unwrap();
+            assert_eq!(resolved, expected, "{families:?}, {ipv6:?}, {has_ipv6}");
+        }
+        assert!(resolve_families(Families::Both, Ipv6::Required, false).is_err());
+    }
+}

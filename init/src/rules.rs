@@ -11,7 +11,7 @@
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::options::{Families, Inbound, InboundMode, InvalidPackets, Options, Scope};
+use crate::options::{Families, Family, Inbound, InboundMode, InvalidPackets, Options, Scope};
 
 /// The rules in the order of evaluation, chain by chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,12 +58,6 @@ pub enum Chain {
     Unredirected,
     /// Drops packets in an invalid connection tracking state; hooked before routing, before NAT.
     Invalid,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    V4,
-    V6,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,7 +178,7 @@ fn hooked(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, 
     Rule {
         chain,
         // One table serves both families. Without IPv6, its hooks must ignore IPv6.
-        family: (!options.families.contain(Family::V6)).then_some(Family::V4),
+        family: (!options.families.redirects(Family::V6)).then_some(Family::V4),
         matches,
         action,
         comment: comment.to_owned(),
@@ -239,7 +233,9 @@ fn inbound(options: &Options) -> Vec<Rule> {
     let mut list = Vec::new();
     list.extend(skip_ports(chain, "in_skip_ports", &options.inbound_skip_ports));
     let sets = [(Family::V4, "in_skip_src4"), (Family::V6, "in_skip_src6")];
-    let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
+    let sets = sets
+        .into_iter()
+        .filter(|(family, _)| options.families.redirects(*family));
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
     let (test, comment) = match &options.inbound {
         Inbound::All => (Match::Tcp, "redirect-all-incoming-to-proxy-port"),
@@ -302,7 +298,9 @@ fn outbound(options: &Options) -> Vec<Rule> {
     list.push(rule(chain, Match::OverLoopback, Action::Return, "ignore-loopback"));
     list.extend(skip_ports(chain, "out_skip_ports", &options.outbound_skip_ports));
     let sets = [(Family::V4, "out_skip_dst4"), (Family::V6, "out_skip_dst6")];
-    let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
+    let sets = sets
+        .into_iter()
+        .filter(|(family, _)| options.families.redirects(*family));
     list.extend(skip_nets(chain, sets, Side::Destination, &options.outbound_skip_nets));
     let redirect = Action::Redirect(options.outbound_port.get());
     list.push(rule(chain, Match::Tcp, redirect, "redirect-all-outgoing-to-proxy-port"));
@@ -345,7 +343,7 @@ fn skip_nets<'a>(
 impl Rules {
     /// The rules that apply to one family, in order.
     pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
-        let redirected = self.families.contain(family);
+        let redirected = self.families.redirects(family);
         self.list
             .iter()
             .filter(move |rule| rule.family.map_or(redirected, |only| only == family))
@@ -357,9 +355,8 @@ impl Rules {
         families.filter(|family| self.of(*family).next().is_some())
     }
 
-    /// Whether the rules are for tproxy mode.
     #[must_use]
-    pub fn preserves_client_addr(&self) -> bool {
+    pub fn is_tproxy(&self) -> bool {
         self.list.iter().any(|rule| rule.chain == Chain::Tproxy)
     }
 
@@ -367,7 +364,7 @@ impl Rules {
     /// required.
     #[must_use]
     pub fn without_local_match(&self) -> Option<Self> {
-        if self.preserves_client_addr() {
+        if self.is_tproxy() {
             return None;
         }
         let mut rules = self.clone();
@@ -379,39 +376,72 @@ impl Rules {
     }
 }
 
-impl Families {
-    /// Whether this family is redirected.
-    #[must_use]
-    pub fn contain(self, family: Family) -> bool {
-        self == Self::Both || family == Family::V4
-    }
-
-    /// The redirected families, IPv4 first.
-    pub fn each(self) -> impl Iterator<Item = Family> {
-        [Family::V4, Family::V6]
-            .into_iter()
-            .filter(move |family| self.contain(*family))
-    }
+/// The netfilter hook of a base chain.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hook {
+    pub(crate) kind: &'static str,
+    pub(crate) point_name: &'static str,
+    /// `enum nf_inet_hooks`.
+    pub(crate) point: u32,
+    pub(crate) priority: i32,
 }
 
-impl Family {
-    #[must_use]
-    pub fn of(net: &IpNet) -> Self {
-        match net {
-            IpNet::V4(_) => Self::V4,
-            IpNet::V6(_) => Self::V6,
-        }
-    }
+impl Chain {
+    /// Chains before the chains that jump to them.
+    pub(crate) const ALL: [Self; 10] = [
+        Self::Inbound,
+        Self::Outbound,
+        Self::TproxyInbound,
+        Self::UnredirectedInbound,
+        Self::Prerouting,
+        Self::Output,
+        Self::Tproxy,
+        Self::TproxyReplies,
+        Self::Unredirected,
+        Self::Invalid,
+    ];
 
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::V4 => "ipv4",
-            Self::V6 => "ipv6",
+            Self::Inbound => "inbound",
+            Self::Outbound => "outbound",
+            Self::Prerouting => "prerouting",
+            Self::Output => "output",
+            Self::TproxyInbound => "tproxy_inbound",
+            Self::Tproxy => "tproxy_prerouting",
+            Self::TproxyReplies => "tproxy_replies",
+            Self::UnredirectedInbound => "unredirected_inbound",
+            Self::Unredirected => "unredirected",
+            Self::Invalid => "invalid",
+        }
+    }
+
+    pub(crate) fn hook(self, priority: i32) -> Option<Hook> {
+        let at = |kind, (point_name, point), priority| {
+            Some(Hook {
+                kind,
+                point_name,
+                point,
+                priority,
+            })
+        };
+        let (prerouting, output) = (("prerouting", 0), ("output", 3));
+        match self {
+            Self::Inbound | Self::Outbound | Self::TproxyInbound | Self::UnredirectedInbound => None,
+            Self::Prerouting => at("nat", prerouting, priority),
+            Self::Output => at("nat", output, priority),
+            Self::Tproxy | Self::Unredirected | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
+            Self::TproxyReplies => at("route", output, MANGLE_PRIORITY),
         }
     }
 }
 
+/// The name of our table.
+pub const TABLE: &str = "l5d_init";
+/// A chain without a hook; the comment of its only rule holds the hash.
+pub(crate) const STATE_CHAIN: &str = "state";
+/// After connection tracking (-200), before NAT (-100).
+const MANGLE_PRIORITY: i32 = -150;
 /// The mark of inbound connections that the proxy accepts.
 pub const INBOUND_MARK: u32 = 0x2043;
 /// The mark of connections that the proxy dials from the client's address, and of packets that reply to them.
@@ -426,7 +456,7 @@ pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::options::{self, BadEntry, DEFAULT_PRIORITY};
+    use crate::options::{self, DEFAULT_PRIORITY, OnInvalidEntry};
 
     pub(crate) fn example() -> Options {
         Options {
@@ -448,7 +478,7 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn ports(list: &str) -> PortSet {
-        options::ports("--ports", &[list.to_owned()], BadEntry::Refuse).unwrap()
+        options::ports("--ports", &[list.to_owned()], OnInvalidEntry::Refuse).unwrap()
     }
 
     /// (chain, comment, family) in the order that the redirection depends on.
@@ -512,7 +542,7 @@ pub(crate) mod tests {
                 &(Chain::TproxyReplies, "mark-replies-for-proxy"),
             ]
         );
-        assert!(rules.preserves_client_addr() && rules.without_local_match().is_none());
+        assert!(rules.is_tproxy() && rules.without_local_match().is_none());
     }
 
     #[test]

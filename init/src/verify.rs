@@ -9,8 +9,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::{getegid, geteuid};
 use socket2::{Domain, Socket, Type};
 
-use crate::options::{InboundMode, Options};
-use crate::rules::Family;
+use crate::options::{Family, InboundMode, Options};
 
 /// The result for one family.
 #[derive(Debug, PartialEq, Eq)]
@@ -26,45 +25,49 @@ pub enum Verdict {
 /// The inbound direction would need a client outside. Only one part of it is checked, in tproxy mode: the replies of the
 /// application to a connection from a client's address are routed back.
 #[must_use]
-pub fn families(options: &Options) -> Vec<(Family, Verdict)> {
-    let families = options.families.each();
-    families
-        .map(|family| {
-            let verdict = match verify_family(options, family) {
-                Ok(()) => Verdict::Redirected,
-                Err(verdict) => verdict,
-            };
-            match (verdict, options.inbound_mode) {
-                (verdict @ Verdict::NotRedirected(_), _) | (verdict, InboundMode::Redirect) => (family, verdict),
-                (verdict, InboundMode::Tproxy) => (family, verify_replies(family).err().unwrap_or(verdict)),
-            }
-        })
-        .collect()
+pub fn verify_families(options: &Options) -> Vec<(Family, Verdict)> {
+    let verify = |family| {
+        let outbound = verify_outbound(options, family);
+        if options.inbound_mode == InboundMode::Redirect || matches!(outbound, Verdict::NotRedirected(_)) {
+            return (family, outbound);
+        }
+        match verify_replies(family) {
+            Verdict::Redirected => (family, outbound),
+            failed => (family, failed),
+        }
+    };
+    options.families.redirected().map(verify).collect()
 }
 
 /// Connects to a local address from an unused client address.
-fn verify_replies(family: Family) -> Result<(), Verdict> {
+fn verify_replies(family: Family) -> Verdict {
     let client = addresses(family)[0];
-    let failed = |what: &str, error: io::Error| Verdict::Skipped(format!("{what}: {error}"));
     // The local address that would be used towards the client.
     let local = UdpSocket::bind(SocketAddr::new(unspecified(family), 0)).and_then(|socket| {
         socket.connect(SocketAddr::new(client, PORTS[0]))?;
         socket.local_addr()
     });
-    let local = local.map_err(|error| failed("no route", error))?.ip();
-    let application = TcpListener::bind((local, 0)).map_err(|error| failed("listening", error))?;
-    let application_addr = application.local_addr().map_err(|error| failed("listening", error))?;
+    let local = match local {
+        Ok(addr) => addr.ip(),
+        Err(error) => return Verdict::Skipped(format!("no route: {error}")),
+    };
+    let application = TcpListener::bind((local, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
+    let (application_addr, _listener) = match application {
+        Ok(application) => application,
+        Err(error) => return Verdict::Skipped(format!("listening: {error}")),
+    };
     let connect = || {
         let socket = Socket::new(Domain::for_address(application_addr), Type::STREAM, None)?;
         socket.set_ip_transparent_v4(true)?; // applies to both families
         socket.bind(&SocketAddr::new(client, 0).into())?;
         socket.connect_timeout(&application_addr.into(), CONNECT_TIMEOUT)
     };
-    connect().map_err(|error| {
-        Verdict::NotRedirected(format!(
+    match connect() {
+        Ok(()) => Verdict::Redirected,
+        Err(error) => Verdict::NotRedirected(format!(
             "replies of {application_addr} to {client} are not routed back: {error}"
-        ))
-    })
+        )),
+    }
 }
 
 fn unspecified(family: Family) -> IpAddr {
@@ -74,31 +77,32 @@ fn unspecified(family: Family) -> IpAddr {
     }
 }
 
-/// # Errors
-/// The verdict, unless the connection is redirected.
-fn verify_family(options: &Options, family: Family) -> Result<(), Verdict> {
+/// Connects to an unused address while listening on the proxy's outbound port.
+fn verify_outbound(options: &Options, family: Family) -> Verdict {
     if options.proxy_uid == Some(geteuid().as_raw()) || options.proxy_gid == Some(getegid().as_raw()) {
-        return Err(Verdict::Skipped(
+        return Verdict::Skipped(
             "this process runs as the proxy's user or group, whose connections are not redirected".to_owned(),
-        ));
+        );
     }
-    let target = target(options, family)
-        .ok_or_else(|| Verdict::Skipped("every test address is skipped by the rules".to_owned()))?;
+    let Some(target) = target(options, family) else {
+        return Verdict::Skipped("every test address is skipped by the rules".to_owned());
+    };
     let port = options.outbound_port.get();
     let loopback: IpAddr = match family {
         Family::V4 => Ipv4Addr::LOCALHOST.into(),
         Family::V6 => Ipv6Addr::LOCALHOST.into(),
     };
-    let listener = TcpListener::bind((loopback, port)).map_err(|error| match error.kind() {
-        io::ErrorKind::AddrInUse => Verdict::Skipped(format!("port {port} is in use, probably by the proxy")),
-        _ => Verdict::Skipped(format!("listening on {loopback}:{port}: {error}")),
-    })?;
+    let listener = match TcpListener::bind((loopback, port)) {
+        Ok(listener) => listener,
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            return Verdict::Skipped(format!("port {port} is in use, probably by the proxy"));
+        }
+        Err(error) => return Verdict::Skipped(format!("listening on {loopback}:{port}: {error}")),
+    };
     let client = match TcpStream::connect_timeout(&target, CONNECT_TIMEOUT) {
-        Ok(stream) => stream
-            .local_addr()
-            .map_err(|error| Verdict::NotRedirected(error.to_string()))?,
-        Err(error) if NO_ROUTE.contains(&error.kind()) => return Err(Verdict::Skipped(format!("no route: {error}"))),
-        Err(error) => return Err(Verdict::NotRedirected(format!("dialling {target}: {error}"))),
+        Ok(stream) => stream.local_addr(),
+        Err(error) if NO_ROUTE.contains(&error.kind()) => return Verdict::Skipped(format!("no route: {error}")),
+        Err(error) => return Verdict::NotRedirected(format!("dialling {target}: {error}")),
     };
     // The handshake is complete, so a redirected connection is already in the accept queue.
     let mut ready = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
@@ -106,11 +110,12 @@ fn verify_family(options: &Options, family: Family) -> Result<(), Verdict> {
         .ok()
         .filter(|ready| *ready > 0);
     let peer = accepted.and_then(|_| listener.accept().ok()).map(|(_, peer)| peer);
-    match peer {
-        Some(peer) if peer == client => Ok(()),
-        _ => Err(Verdict::NotRedirected(format!(
+    match (client, peer) {
+        (Ok(client), Some(peer)) if peer == client => Verdict::Redirected,
+        (Err(error), _) => Verdict::NotRedirected(error.to_string()),
+        _ => Verdict::NotRedirected(format!(
             "the connection to {target} did not arrive at port {port} of this namespace"
-        ))),
+        )),
     }
 }
 

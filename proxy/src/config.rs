@@ -121,7 +121,7 @@ pub struct Accept {
 pub struct Connect {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
-    /// Timeout of the TCP handshake, and separately of the TLS handshake; default 4 s inbound, 1 s outbound.
+    /// Timeout of TCP and TLS together. Default: 4 s inbound, 1 s outbound.
     pub timeout: Duration,
     /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
@@ -201,11 +201,11 @@ pub enum Visibility {
 /// How connections reach the inbound listener.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum InboundMode {
-    /// Translated to its address (REDIRECT). The kernel knows the original destination; the application sees the proxy's
-    /// address.
+    /// By REDIRECT: the kernel rewrites the destination to the listener's address, and remembers the original one. The application
+    /// sees the proxy's address.
     #[default]
     Redirect,
-    /// Untranslated (TPROXY). The listener accepts any address; the application sees the client's address.
+    /// By TPROXY: connections keep their destination, and the listener accepts any. The application sees the client's address.
     Tproxy,
 }
 
@@ -253,7 +253,7 @@ pub struct Control {
     pub dns: api::dns::Config,
 }
 
-/// Number of workers, relative to the number of CPUs.
+/// Number of workers: fixed bounds, or a share of the CPUs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workers {
     /// Default 1; also set by `LINKERD2_PROXY_CORES`.

@@ -11,9 +11,9 @@ use tulle_proxy::{
 /// Exit status for an invalid configuration, as in `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
-/// Free memory that the C library keeps, in bytes. By default it returns all but 128 KiB to the kernel, and the kernel must
-/// zero each page again for the next large body, which costs one twelfth of the time for such a body. An allocation larger than
-/// 128 KiB is still returned immediately.
+/// Free memory that the C library keeps, in bytes. By default it returns all but 128 KiB to the kernel, which must then zero each
+/// page again for the next large body; zeroing took one twelfth of the time of such a body. An allocation larger than 128 KiB is
+/// still returned immediately.
 #[cfg(target_env = "gnu")]
 const MALLOC_TRIM_BYTES: libc::c_int = 2 << 20;
 

@@ -126,7 +126,7 @@ where
 }
 
 /// An HTTP server for HTTP/1 and HTTP/2.
-pub fn http<F>(listener: TcpListener, answer: impl Fn(Request<Incoming>) -> F + Send + Sync + 'static) -> App
+pub fn serve_http<F>(listener: TcpListener, answer: impl Fn(Request<Incoming>) -> F + Send + Sync + 'static) -> App
 where
     F: Future<Output = Response<AnyBody>> + Send + 'static,
 {
@@ -153,20 +153,35 @@ where
 pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     // An incomplete request gets the same response.
     let _ = req.into_body().collect().await;
-    let mut rsp = slow_response(0, Duration::ZERO, false);
+    let mut rsp = unfinished_response(0, Duration::ZERO);
     let kind = HeaderValue::from_static("application/grpc");
     rsp.headers_mut().insert("content-type", kind);
     rsp
 }
 
-/// A response body of `pieces` one-byte frames, `each` apart. Without `end` the body never ends.
-pub fn slow_response(pieces: usize, each: Duration, end: bool) -> Response<AnyBody> {
+/// A response body of `pieces` one-byte frames, `each` apart.
+pub fn slow_response(pieces: usize, each: Duration) -> Response<AnyBody> {
+    frames_response(pieces, each, BodyEnd::Complete)
+}
+
+/// A response body of `pieces` one-byte frames, `each` apart, that never ends.
+pub fn unfinished_response(pieces: usize, each: Duration) -> Response<AnyBody> {
+    frames_response(pieces, each, BodyEnd::Never)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum BodyEnd {
+    Complete,
+    Never,
+}
+
+fn frames_response(pieces: usize, each: Duration, end: BodyEnd) -> Response<AnyBody> {
     let frames = stream::unfold(0, move |n| async move {
         if n < pieces {
             tokio::time::sleep(if n == 0 { Duration::ZERO } else { each }).await;
             return Some((Ok::<_, Infallible>(Frame::data(Bytes::from_static(b"x"))), n + 1));
         }
-        if !end {
+        if end == BodyEnd::Never {
             std::future::pending::<()>().await;
         }
         None

@@ -19,7 +19,8 @@ pub const CONTROL_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 0, 1);
 /// Namespace of the control plane in identities.
 pub const CONTROL_NS: &str = "linkerd";
 
-/// The files that a control plane reads: credentials and manifests.
+/// The files that the control plane of a [`Mesh`](crate::mesh::Mesh) reads: credentials and manifests. Tests that start the shipped
+/// binaries use [`Credentials`](crate::credentials::Credentials).
 pub struct ControlPlaneFiles {
     dir: tempfile::TempDir,
     keys: TokenKeys,
@@ -117,7 +118,7 @@ impl ControlPlaneFiles {
     ///
     /// # Errors
     /// Fails if the file cannot be written.
-    pub fn token(&self, workload: &str, service_account: &str, namespace: &str) -> anyhow::Result<PathBuf> {
+    pub fn create_token_file(&self, workload: &str, service_account: &str, namespace: &str) -> anyhow::Result<PathBuf> {
         let subject = TokenSubject {
             service_account,
             namespace,

@@ -12,6 +12,8 @@ use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair}
 use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 use tulle_core::names::port;
 
+/// The credentials of tests that start the shipped binaries. A [`Mesh`](crate::mesh::Mesh) has
+/// [`ControlPlaneFiles`](crate::control::ControlPlaneFiles).
 pub struct Credentials {
     dir: PathBuf,
     pub anchor: CertificateAuthority,
@@ -75,7 +77,7 @@ impl Credentials {
     }
 
     /// Writes a join token to a file that the proxy's user can read.
-    pub fn token(&self, service_account: &str) -> PathBuf {
+    pub fn create_token_file(&self, service_account: &str) -> PathBuf {
         let subject = TokenSubject {
             service_account,
             namespace: NAMESPACE,
@@ -106,7 +108,7 @@ impl Credentials {
             ("IDENTITY_SVC_NAME", control_plane_identity("linkerd-identity")),
             ("IDENTITY_LOCAL_NAME", identity(name)),
             ("IDENTITY_TRUST_ANCHORS", self.anchor.certificate.clone()),
-            ("IDENTITY_TOKEN_FILE", self.token(name).display().to_string()),
+            ("IDENTITY_TOKEN_FILE", self.create_token_file(name).display().to_string()),
         ];
         let prefixed = variables.map(|(variable, value)| (format!("LINKERD2_PROXY_{variable}"), value));
         prefixed.into()

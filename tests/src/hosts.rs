@@ -16,7 +16,7 @@ pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
     command
 }
 
-/// A successful response, without the start of its status line, of the admin server of a host's sidecar.
+/// Sends GET to the admin server of a host's sidecar; returns everything after `HTTP/1.1 200`.
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with another status.
@@ -24,7 +24,7 @@ pub fn admin_get(host: &Namespace, path: &str) -> io::Result<String> {
     http_get(host, port::ADMIN, path)
 }
 
-/// A successful response, without the start of its status line, of an HTTP server on the loopback address of a host.
+/// Sends GET to an HTTP server on the loopback address of a host; returns everything after `HTTP/1.1 200`.
 ///
 /// # Errors
 /// Fails if the server does not answer, or answers with another status.

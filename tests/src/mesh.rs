@@ -280,12 +280,12 @@ impl Builder {
             files.write(name, yaml)?;
         }
         let control = ControlPlane::start(&files, &self.flags)?;
-        let dialled = OrigDsts::default();
+        let orig_dsts = OrigDsts::default();
         let mut proxies = BTreeMap::new();
         for workload in &self.workloads {
             if workload.sidecar == Sidecar::Present {
                 let variables = workload.variables(ips[&workload.name], &files, self.transport, &self.env)?;
-                let proxy = Proxy::start(&variables, workload.process_context(dialled.clone(), self.transport))
+                let proxy = Proxy::start(&variables, workload.process_context(orig_dsts.clone(), self.transport))
                     .with_context(|| format!("starting the proxy of {}", workload.name))?;
                 proxies.insert(workload.name.clone(), proxy);
             }
@@ -298,7 +298,7 @@ impl Builder {
             ips,
             services,
             proxies,
-            orig_dsts: dialled,
+            orig_dsts,
         })
     }
 }
@@ -311,7 +311,7 @@ impl ProxyTransport {
         }
     }
 
-    fn inbound(self) -> u16 {
+    fn inbound_port(self) -> u16 {
         match self {
             Self::Header => 4143,
             Self::Transparent => HTTP,
@@ -319,7 +319,7 @@ impl ProxyTransport {
     }
 
     /// The port that the application listens on when clients dial `port`.
-    fn app(self, port: u16) -> u16 {
+    fn app_port(self, port: u16) -> u16 {
         match self {
             Self::Transparent if port == HTTP => HTTP + 1,
             _ => port,
@@ -364,10 +364,10 @@ status: {{podIP: {ip}}}
         more: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
         let control = |account| tulle_core::identity::service_account(account, CONTROL_NS, CONTROL_NS, "cluster.local");
-        let token = files.token(&self.name, &self.app, NS)?;
+        let token = files.create_token_file(&self.name, &self.app, NS)?;
         let variables = [
             ("OUTBOUND_LISTEN_ADDR", format!("{ip}:4140")),
-            ("INBOUND_LISTEN_ADDR", format!("{ip}:{}", transport.inbound())),
+            ("INBOUND_LISTEN_ADDR", format!("{ip}:{}", transport.inbound_port())),
             ("ADMIN_LISTEN_ADDR", format!("{ip}:4191")),
             ("CONTROL_LISTEN_ADDR", format!("{ip}:4190")),
             ("INBOUND_IPS", ip.to_string()),
@@ -398,18 +398,18 @@ status: {{podIP: {ip}}}
             .collect())
     }
 
-    fn process_context(&self, dialled: OrigDsts, transport: ProxyTransport) -> ProcessContext {
+    fn process_context(&self, orig_dsts: OrigDsts, transport: ProxyTransport) -> ProcessContext {
         let redirected = ProcessContext::with_redirect(None, BTreeMap::new());
         if self.orig_dst_source == OrigDstSource::Kernel {
             return redirected;
         }
         let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
-            if let Some(orig_dst) = dialled.lock().get(&client) {
+            if let Some(orig_dst) = orig_dsts.lock().get(&client) {
                 return Ok(OrigDst(*orig_dst));
             }
             // A connection from another proxy: the original destination is its local address, with the port of the application.
             let mut local = stream.local_addr()?;
-            local.set_port(transport.app(local.port()));
+            local.set_port(transport.app_port(local.port()));
             Ok(OrigDst(local))
         };
         ProcessContext {
@@ -461,7 +461,7 @@ impl Mesh {
     /// The address that a workload's application listens on when clients dial `port`.
     pub fn app_addr(&self, workload: &str, port: u16) -> SocketAddr {
         let port = match self.proxies.contains_key(workload) {
-            true => self.transport.app(port),
+            true => self.transport.app_port(port),
             false => port,
         };
         (self.ips[workload], port).into()
@@ -514,8 +514,8 @@ impl Mesh {
         client::get(self.dial(workload, dst).await, path).await
     }
 
-    /// Connects to a proxy. If the proxy resets the connection before `connect` returns, the result is another connection that was
-    /// reset.
+    /// Connects to a proxy. If the proxy resets the connection before `connect` returns, the result is a substitute that is
+    /// already reset, so that tests see every reset as an error of the stream.
     async fn connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> TcpStream {
         match self.try_connect(from, dst, listener).await {
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => reset_connection().await,

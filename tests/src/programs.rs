@@ -49,10 +49,13 @@ pub fn built_binary(name: &str) -> anyhow::Result<PathBuf> {
 /// # Errors
 /// Fails if the binaries are not built.
 pub fn static_binaries_dir() -> anyhow::Result<PathBuf> {
-    let here = std::env::current_exe().context("the path of this program")?;
+    let own_path = std::env::current_exe().context("the path of this program")?;
     let built = format!("{}-unknown-linux-gnu/quick", std::env::consts::ARCH);
-    let dir = here.ancestors().map(|dir| dir.join(&built)).find(|dir| dir.is_dir());
-    dir.with_context(|| format!("no {built} above {}; `./run test` builds it", here.display()))
+    let dir = own_path
+        .ancestors()
+        .map(|dir| dir.join(&built))
+        .find(|dir| dir.is_dir());
+    dir.with_context(|| format!("no {built} above {}; `./run test` builds it", own_path.display()))
 }
 
 /// Copies a binary of this build to a directory where the proxy's user can start it. That user may have no access to

@@ -18,6 +18,9 @@ pub(super) struct State {
     pub(super) requests: Vec<Message>,
 }
 
+/// The path of the first request of each connection, which is answered with `OK` and not recorded.
+pub(super) const WARM_UP_PATH: &str = "/first";
+
 /// Accepts and serves connections until the future is dropped.
 pub(super) async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
     let mut connections = JoinSet::new();
@@ -46,7 +49,7 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<(
                 return Ok(());
             }
         };
-        let answer = if request.first_line.contains(" /first ") {
+        let answer = if request.first_line.split(' ').nth(1) == Some(WARM_UP_PATH) {
             OK.as_bytes().to_vec()
         } else {
             let mut state = state.lock();

@@ -81,13 +81,18 @@ const fn refused(section: &'static str, name: &'static str, sends: &'static [&'s
 }
 
 /// A case for the response to a plain GET.
-const fn answers(section: &'static str, name: &'static str, answers: &'static str, wanted: Expected) -> Case {
+const fn response_case(
+    section: &'static str,
+    name: &'static str,
+    application_response: &'static str,
+    expected: Expected,
+) -> Case {
     Case {
         section,
         name,
         client_writes: GET,
-        application_response: answers,
-        expected: wanted,
+        application_response,
+        expected,
     }
 }
 
@@ -609,31 +614,31 @@ pub const CASES: &[Case] = &[
         &[AT_ROOT],
     ),
     // Messages of applications
-    answers(
+    response_case(
         "6.2",
         "a response with content-length",
         OK,
         response(&[200], "ok", &["content-length: 2"]),
     ),
-    answers(
+    response_case(
         "7.1",
         "a chunked response with a trailer",
         "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: a\r\n\r\n1;x\r\no\r\n1\r\nk\r\n0\r\na: b\r\n\r\n",
         response(&[200], "ok", &["a: b", "transfer-encoding: chunked"]),
     ),
-    answers(
+    response_case(
         "6.3",
         "a response that ends with its connection",
         "HTTP/1.1 200 OK\r\n\r\nok",
         response(&[200], "ok", &[]),
     ),
-    answers(
+    response_case(
         "2.3",
         "an HTTP/1.0 response",
         "HTTP/1.0 200 OK\r\n\r\nok",
         response(&[200], "ok", &[]),
     ),
-    answers(
+    response_case(
         "6.3",
         "a response without content",
         "HTTP/1.1 204 No Content\r\na: b\r\n\r\n",
@@ -641,20 +646,20 @@ pub const CASES: &[Case] = &[
     ),
     Case {
         client_writes: &["HEAD / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
-        ..answers(
+        ..response_case(
             "6.3",
             "a response to HEAD",
             "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n",
             response(&[200], "", &["content-length: 2"]),
         )
     },
-    answers(
+    response_case(
         "6.3",
         "a response with status 304 and content-length",
         "HTTP/1.1 304 Not Modified\r\ncontent-length: 2\r\n\r\n",
         response(&[304], "", &["content-length: 2"]),
     ),
-    answers(
+    response_case(
         "15.2 of RFC 9110",
         "status 103 before the response",
         "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
@@ -662,38 +667,38 @@ pub const CASES: &[Case] = &[
     ),
     Case {
         client_writes: &["GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"],
-        ..answers(
+        ..response_case(
             "15.2 of RFC 9110",
             "status 103 is not sent to an HTTP/1.0 client",
             "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
             response(&[200], "ok", &[]),
         )
     },
-    answers(
+    response_case(
         "15.2 of RFC 9110",
         "status 100 that the client did not request is removed",
         "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
         response(&[200], "ok", &[]),
     ),
-    answers(
+    response_case(
         "5.1",
         "a response with a space before a colon",
         "HTTP/1.1 200 OK\r\ncontent-length : 2\r\n\r\nok",
         response(&[200], "ok", &["content-length: 2"]),
     ),
-    answers(
+    response_case(
         "6.3",
         "a response with the same content-length twice",
         "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\nok",
         response(&[200], "ok", &["content-length: 2"]),
     ),
-    answers(
+    response_case(
         "6.3",
         "a response with chunked and content-length",
         "HTTP/1.1 200 OK\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
         response(&[200], "ok", &["!content-length: 9"]),
     ),
-    answers(
+    response_case(
         "7.6.1 of RFC 9110",
         "hop-by-hop headers of a response are removed",
         "HTTP/1.1 200 OK\r\nconnection: close, x-hop\r\nx-hop: 1\r\ncontent-length: 2\r\n\r\nok",
@@ -701,80 +706,80 @@ pub const CASES: &[Case] = &[
     ),
     Case {
         client_writes: &["GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"],
-        ..answers(
+        ..response_case(
             "6.1",
             "a chunked response for an HTTP/1.0 client",
             "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
             response(&[200], "ok", &["!transfer-encoding"]),
         )
     },
-    answers(
+    response_case(
         "6.3",
         "a response with two different content-lengths",
         "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "6.3",
         "a response with a signed content-length",
         "HTTP/1.1 200 OK\r\ncontent-length: +2\r\n\r\nok",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "6.1",
         "a response with an unknown transfer coding",
         "HTTP/1.1 200 OK\r\ntransfer-encoding: frob, chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "4",
         "a response without a status code",
         "HTTP/1.1 OK\r\ncontent-length: 2\r\n\r\nok",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "4",
         "bytes that are not an HTTP response",
         "220 mail.test ESMTP\r\n\r\n",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "2.2",
         "a response with CR in a value",
         "HTTP/1.1 200 OK\r\na: b\rc\r\ncontent-length: 2\r\n\r\nok",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "5.5",
         "a response with NUL in a value",
         "HTTP/1.1 200 OK\r\na: b\0c\r\ncontent-length: 2\r\n\r\nok",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "8",
         "a response that ends within its headers",
         "HTTP/1.1 200 OK\r\ncontent-le",
         BAD_GATEWAY,
     ),
-    answers(
+    response_case(
         "8",
         "a response shorter than its content-length",
         "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok",
         Expected::TruncatedResponse,
     ),
-    answers(
+    response_case(
         "8",
         "a response that ends within a chunk",
         "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\nok",
         Expected::TruncatedResponse,
     ),
-    answers(
+    response_case(
         "8",
         "a response that ends before its last chunk",
         "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
         Expected::TruncatedResponse,
     ),
-    answers(
+    response_case(
         "7.1",
         "a response with a bad chunk",
         "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nokay\r\n0\r\n\r\n",

@@ -8,7 +8,7 @@ pub(super) struct Message {
     pub(super) lines: Vec<(String, String)>,
     pub(super) body: Vec<u8>,
     /// Whether the message is complete.
-    pub(super) is_whole: bool,
+    pub(super) is_complete: bool,
 }
 
 /// Whether more bytes can follow those in the buffer.
@@ -82,7 +82,7 @@ pub(super) fn read(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> O
         Some(body) => {
             message.body = body.data;
             message.lines.extend(body.trailers);
-            message.is_whole = true;
+            message.is_complete = true;
             Some((message, head_end + body.len))
         }
         None if end == StreamEnd::Eof => {
@@ -186,8 +186,8 @@ mod tests {
     }
 
     #[test]
-    fn truncated_responses_are_not_whole() {
-        for (text, is_whole) in [
+    fn truncated_responses_are_not_complete() {
+        for (text, is_complete) in [
             ("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", true),
             ("HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", false),
             ("HTTP/1.1 200 OK\r\n\r\nok", true),
@@ -206,8 +206,8 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                read(text.as_bytes(), false, StreamEnd::Eof).unwrap().0.is_whole,
-                is_whole,
+                read(text.as_bytes(), false, StreamEnd::Eof).unwrap().0.is_complete,
+                is_complete,
                 "{text}"
             );
         }

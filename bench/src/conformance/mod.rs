@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
-use self::app::State;
+use self::app::{State, WARM_UP_PATH};
 use self::cases::{CASES, Case, Expected, Request};
 use self::message::{Message, StreamEnd};
 
@@ -139,7 +139,8 @@ async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservat
 
 /// Sends a valid request and waits for its response.
 async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
-    stream.write_all(WARM_UP_REQUEST.as_bytes()).await?;
+    let request = format!("GET {WARM_UP_PATH} HTTP/1.1\r\nhost: web.test\r\n\r\n");
+    stream.write_all(request.as_bytes()).await?;
     let mut bytes = Vec::new();
     loop {
         if let Some((rsp, _)) = message::read(&bytes, false, StreamEnd::Unknown) {
@@ -176,7 +177,7 @@ fn evaluate(case: &Case, requests: &[Message], observation: &ClientObservation) 
         Expected::Response(wanted) => {
             let last = observation.responses.last();
             let deviation = match last {
-                Some(last) if observation.statuses() != wanted.statuses || !last.is_whole => {
+                Some(last) if observation.statuses() != wanted.statuses || !last.is_complete => {
                     Some(observation.describe())
                 }
                 Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
@@ -192,7 +193,7 @@ fn evaluate(case: &Case, requests: &[Message], observation: &ClientObservation) 
         }
         Expected::TruncatedResponse => {
             let deviation = match observation.responses.last() {
-                Some(last) if last.is_whole && last.status() < 400 => Some("looks whole"),
+                Some(last) if last.is_complete && last.status() < 400 => Some("looks complete"),
                 Some(_) if observation.is_open => Some("left open"),
                 Some(_) => None,
                 None => Some("no answer"),
@@ -277,7 +278,7 @@ impl ClientObservation {
         match self.responses.last() {
             None => "no answer".to_owned(),
             Some(last) if last.status() == 0 => "other bytes".to_owned(),
-            Some(last) if !last.is_whole => format!("{}, cut", self.list_statuses()),
+            Some(last) if !last.is_complete => format!("{}, cut", self.list_statuses()),
             Some(_) => self.list_statuses(),
         }
     }
@@ -305,8 +306,6 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The first request of each connection. The application answers it with OK and does not record it.
-const WARM_UP_REQUEST: &str = "GET /first HTTP/1.1\r\nhost: web.test\r\n\r\n";
 /// Sent directly after each request that must be refused. No proxy may process it as a request of its own.
 const SMUGGLED_REQUEST: &str = "GET /smuggled HTTP/1.1\r\nhost: web.test\r\n\r\n";
 const WRITE_INTERVAL: Duration = Duration::from_millis(5);

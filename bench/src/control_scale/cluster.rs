@@ -44,7 +44,7 @@ impl Cluster {
         self.post("/api/v1/namespaces", &json!({"metadata": {"name": "scale"}}))
             .await?;
         let services = 0..self.size.services;
-        self.all(
+        self.post_all(
             services
                 .clone()
                 .map(|n| ("/api/v1/namespaces/scale/services", service(n))),
@@ -54,21 +54,21 @@ impl Cluster {
             let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
             (path, slice(n, self.size.endpoints, None))
         });
-        self.all(slices).await?;
+        self.post_all(slices).await?;
         let n_pods = self.size.services * self.size.endpoints + self.size.other_pods;
         // The API server does not admit a pod without a service account.
         let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
             (path, json!({"metadata": {"name": app(n)}}))
         });
-        self.all(accounts).await?;
-        self.all((0..n_pods).map(|n| (PODS, pod(n, self.size.endpoints))))
+        self.post_all(accounts).await?;
+        self.post_all((0..n_pods).map(|n| (PODS, pod(n, self.size.endpoints))))
             .await?;
         let statuses = stream::iter(0..n_pods).map(async |n| {
             let path = format!("{PODS}/{}/status", pod_name(n, self.size.endpoints));
             self.send(Method::PATCH, &path, &status(n)).await
         });
-        finish(statuses).await
+        run_concurrently(statuses).await
     }
 
     /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
@@ -86,8 +86,8 @@ impl Cluster {
         Ok(lines.lines())
     }
 
-    async fn all(&self, objects: impl Iterator<Item = (&'static str, Value)>) -> anyhow::Result<()> {
-        finish(stream::iter(objects).map(async |(path, object)| self.post(path, &object).await)).await
+    async fn post_all(&self, objects: impl Iterator<Item = (&'static str, Value)>) -> anyhow::Result<()> {
+        run_concurrently(stream::iter(objects).map(async |(path, object)| self.post(path, &object).await)).await
     }
 
     async fn post(&self, path: &str, object: &Value) -> anyhow::Result<()> {
@@ -106,7 +106,10 @@ impl Cluster {
     }
 }
 
-async fn finish(requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>) -> anyhow::Result<()> {
+/// Sends up to 32 requests at a time.
+async fn run_concurrently(
+    requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>,
+) -> anyhow::Result<()> {
     let mut answers = std::pin::pin!(requests.buffer_unordered(32));
     while let Some(answer) = answers.next().await {
         answer?;

@@ -101,27 +101,26 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     sleep(MEMORY_SETTLE_DELAY).await;
     print_memory("with streams", &control)?;
 
-    streams.compare(cluster.watch().await?);
+    streams.record_watch_latencies(cluster.watch().await?);
     let cpu = control.cpu()?;
-    let changes = run_changes(args, &cluster, &streams).await?;
+    let (latencies, expected) = run_changes(args, &cluster, &streams).await?;
     let used = control.cpu()? - cpu;
-    let (latency, expected) = changes;
     println!(
         "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.0} µs of CPU per update",
-        latency.len(),
-        millis(latency.value_at_quantile(0.5)),
-        millis(latency.value_at_quantile(0.99)),
-        millis(latency.max()),
-        used.as_secs_f64() * 1e6 / latency.len().max(1) as f64,
+        latencies.len(),
+        millis(latencies.value_at_quantile(0.5)),
+        millis(latencies.value_at_quantile(0.99)),
+        millis(latencies.max()),
+        used.as_secs_f64() * 1e6 / latencies.len().max(1) as f64,
     );
-    let watched = streams.watched();
+    let watch_latencies = streams.watch_latencies();
     println!(
         "from write to a watch of the API server p50 {:.1} p99 {:.1} ms",
-        millis(watched.value_at_quantile(0.5)),
-        millis(watched.value_at_quantile(0.99)),
+        millis(watch_latencies.value_at_quantile(0.5)),
+        millis(watch_latencies.value_at_quantile(0.99)),
     );
     print_memory("after changes", &control)?;
-    ensure!(latency.len() == expected, "updates were lost");
+    ensure!(latencies.len() == expected, "updates were lost");
     Ok(())
 }
 

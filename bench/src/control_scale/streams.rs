@@ -78,7 +78,7 @@ impl Streams {
                 let shared = shared.clone();
                 tasks.spawn(async move {
                     while let Ok(Some(update)) = stream.message().await {
-                        shared.received(&update, Instant::now());
+                        shared.record_update(&update, Instant::now());
                     }
                 });
             }
@@ -91,14 +91,14 @@ impl Streams {
     }
 
     /// Also records when changes arrive through `watch`, for comparison.
-    pub(super) fn compare(&mut self, watch: impl Stream<Item = io::Result<String>> + Send + 'static) {
+    pub(super) fn record_watch_latencies(&mut self, watch: impl Stream<Item = io::Result<String>> + Send + 'static) {
         let shared = self.shared.clone();
         self.tasks.spawn(async move {
             let mut watch = pin!(watch);
             while let Some(Ok(line)) = watch.next().await {
                 let now = Instant::now();
                 let addrs = line.split('"').filter_map(|text| text.parse().ok());
-                addrs.for_each(|ip| shared.arrived(&shared.watch_latencies, Address(ip), now));
+                addrs.for_each(|ip| shared.record_latency(&shared.watch_latencies, Address(ip), now));
             }
         });
     }
@@ -125,14 +125,14 @@ impl Streams {
         self.shared.latencies.lock().clone()
     }
 
-    /// Latencies from write to the watch given to `compare`, in microseconds.
-    pub(super) fn watched(&self) -> Histogram<u64> {
+    /// Latencies from write to the watch given to `record_watch_latencies`, in microseconds.
+    pub(super) fn watch_latencies(&self) -> Histogram<u64> {
         self.shared.watch_latencies.lock().clone()
     }
 }
 
 impl Shared {
-    fn received(&self, update: &Update, now: Instant) {
+    fn record_update(&self, update: &Update, now: Instant) {
         let Some(update::Update::Add(set)) = &update.update else {
             return;
         };
@@ -141,11 +141,11 @@ impl Shared {
             let Some(IpAddr::V4(ip)) = addr.map(|addr| addr.ip()) else {
                 continue;
             };
-            self.arrived(&self.latencies, Address(ip), now);
+            self.record_latency(&self.latencies, Address(ip), now);
         }
     }
 
-    fn arrived(&self, latencies: &Mutex<Histogram<u64>>, addr: Address, now: Instant) {
+    fn record_latency(&self, latencies: &Mutex<Histogram<u64>>, addr: Address, now: Instant) {
         if let Some(written_at) = self.written_at.lock().get(&addr) {
             let micros = u64::try_from((now - *written_at).as_micros()).unwrap_or(u64::MAX);
             latencies.lock().saturating_record(micros);

@@ -119,13 +119,13 @@ fn body(target: &Target) -> Result<(Body, Option<MessageSender>), Failure> {
         Method::Bidi => {
             let (tx, rx) = mpsc::channel(1);
             let frames = ReceiverStream::new(rx).map(|m| Ok::<_, tonic::Status>(Frame::data(m)));
-            let mut pacer = MessageSender {
+            let mut sender = MessageSender {
                 message,
                 left: target.messages,
                 tx: Some(tx),
             };
-            pacer.start();
-            Ok((Body::new(StreamBody::new(frames)), Some(pacer)))
+            sender.start();
+            Ok((Body::new(StreamBody::new(frames)), Some(sender)))
         }
     }
 }

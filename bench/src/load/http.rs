@@ -163,7 +163,7 @@ async fn read(rsp: Response<Incoming>, sent: u64) -> Result<ExchangeResponse, Fa
 /// Status, replica and proxy error from the response headers.
 pub(super) fn head<B>(rsp: &Response<B>) -> ExchangeResponse {
     ExchangeResponse {
-        status: ResponseStatus::Status(rsp.status().as_u16()),
+        status: ResponseStatus::Http(rsp.status().as_u16()),
         replica: rsp
             .headers()
             .get(X_REPLICA)

@@ -32,7 +32,7 @@ pub use self::args::{Args, Arrivals, Method, Protocol};
 use self::schedule::Schedule;
 use self::stats::{IntervalStats, Kind, Report};
 use self::target::Target;
-use self::worker::{Client, Run};
+use self::worker::{Client, ThreadContext};
 
 /// Runs until the load ends or SIGTERM or SIGINT arrives, and prints the reports.
 pub fn main(args: &Args) -> anyhow::Result<()> {
@@ -86,8 +86,8 @@ pub async fn run(
     let start = Instant::now();
     let mut thread_stats = Vec::new();
     let mut threads = Vec::new();
-    for connections in shares(args.connections(), args.threads.get()) {
-        let run = Run {
+    for connections in connections_per_thread(args.connections(), args.threads.get()) {
+        let context = ThreadContext {
             target: target.clone(),
             schedule: schedule.clone(),
             stopped_at: stop_rx.clone(),
@@ -96,13 +96,13 @@ pub async fn run(
             timeout: args.timeout,
             think_time: args.think_time,
         };
-        thread_stats.push(run.stats.clone());
+        thread_stats.push(context.stats.clone());
         let (result_tx, result_rx) = oneshot::channel();
         let streams = args.streams();
         std::thread::Builder::new()
             .name("load".into())
             // The receiver is gone if another thread has failed.
-            .spawn(move || drop(result_tx.send(work(&run, connections, streams))))
+            .spawn(move || drop(result_tx.send(run_thread(&context, connections, streams))))
             .context("starting a thread")?;
         threads.push(async move { result_rx.await.context("a thread of the load generator panicked")? });
     }
@@ -154,7 +154,7 @@ pub async fn run(
 }
 
 /// Runs one thread with its connections on its own runtime.
-fn work(run: &Run, connections: usize, streams: usize) -> anyhow::Result<()> {
+fn run_thread(context: &ThreadContext, connections: usize, streams: usize) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -162,9 +162,9 @@ fn work(run: &Run, connections: usize, streams: usize) -> anyhow::Result<()> {
     runtime.block_on(async {
         let mut workers = JoinSet::new();
         for _ in 0..connections {
-            let client = Client::new(&run.target);
+            let client = Client::new(&context.target);
             for _ in 0..streams {
-                workers.spawn(worker::run_worker(run.clone(), client.another_stream()));
+                workers.spawn(worker::run_worker(context.clone(), client.another_stream()));
             }
         }
         while let Some(ended) = workers.join_next().await {
@@ -177,7 +177,7 @@ fn work(run: &Run, connections: usize, streams: usize) -> anyhow::Result<()> {
 }
 
 /// Splits `connections` over at most `threads` threads. Each thread gets at least one connection.
-fn shares(connections: usize, threads: usize) -> impl Iterator<Item = usize> {
+fn connections_per_thread(connections: usize, threads: usize) -> impl Iterator<Item = usize> {
     let threads = threads.min(connections);
     (0..threads).map(move |i| connections / threads + usize::from(i < connections % threads))
 }
@@ -191,7 +191,10 @@ mod tests {
     #[test]
     fn connections_are_spread_over_threads_without_idle_ones() {
         let check = |connections, threads, expected: &[usize]| {
-            assert_eq!(shares(connections, threads).collect::<Vec<_>>(), expected);
+            assert_eq!(
+                connections_per_thread(connections, threads).collect::<Vec<_>>(),
+                expected
+            );
         };
         check(7, 3, &[3, 2, 2]);
         check(2, 8, &[1, 1]);

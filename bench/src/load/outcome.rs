@@ -26,7 +26,7 @@ pub(super) enum ResponseStatus {
     /// The payload came back unchanged.
     #[default]
     Echoed,
-    Status(u16),
+    Http(u16),
     /// A gRPC status code; 0 is OK.
     Grpc(u16),
 }
@@ -50,7 +50,7 @@ impl ExchangeResponse {
     pub(super) fn succeeded(&self) -> bool {
         match self.status {
             ResponseStatus::Echoed => true,
-            ResponseStatus::Status(status) => status < 400,
+            ResponseStatus::Http(status) => status < 400,
             ResponseStatus::Grpc(code) => code == 0,
         }
     }
@@ -59,7 +59,7 @@ impl ExchangeResponse {
     pub(super) fn label(&self) -> Cow<'static, str> {
         match self.status {
             ResponseStatus::Echoed => "echoed".into(),
-            ResponseStatus::Status(status) => match status / 100 {
+            ResponseStatus::Http(status) => match status / 100 {
                 2 => "2xx".into(),
                 3 => "3xx".into(),
                 4 => "4xx".into(),
@@ -78,7 +78,7 @@ impl ExchangeResponse {
         }
         let status = match self.status {
             ResponseStatus::Echoed => String::new(),
-            ResponseStatus::Status(status) => format!("status {status}"),
+            ResponseStatus::Http(status) => format!("status {status}"),
             ResponseStatus::Grpc(code) => format!("grpc status {code}"),
         };
         Some(match &self.reason {
@@ -188,10 +188,10 @@ mod tests {
     #[test]
     fn statuses_from_400_and_grpc_codes_other_than_0_are_failures() {
         for (status, succeeded, label) in [
-            (ResponseStatus::Status(204), true, "2xx"),
-            (ResponseStatus::Status(302), true, "3xx"),
-            (ResponseStatus::Status(404), false, "4xx"),
-            (ResponseStatus::Status(503), false, "5xx"),
+            (ResponseStatus::Http(204), true, "2xx"),
+            (ResponseStatus::Http(302), true, "3xx"),
+            (ResponseStatus::Http(404), false, "4xx"),
+            (ResponseStatus::Http(503), false, "5xx"),
             (ResponseStatus::Grpc(0), true, "grpc ok"),
             (ResponseStatus::Grpc(14), false, "grpc 14"),
             (ResponseStatus::Echoed, true, "echoed"),
@@ -210,13 +210,13 @@ mod tests {
         headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
         headers.insert(L5D_PROXY_CAUSE, "fail-fast; direction=outbound".parse().unwrap());
         let answer = ExchangeResponse {
-            status: ResponseStatus::Status(503),
+            status: ResponseStatus::Http(503),
             reason: proxy_reason(&headers),
             ..ExchangeResponse::default()
         };
         assert_eq!(answer.error().unwrap(), "status 503: no endpoints (fail-fast)");
         let success = ExchangeResponse {
-            status: ResponseStatus::Status(200),
+            status: ResponseStatus::Http(200),
             ..answer
         };
         assert_eq!(success.error(), None);

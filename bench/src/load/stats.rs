@@ -245,9 +245,9 @@ mod tests {
     use super::*;
 
     fn answer(status: u16, replica: &str) -> Result<ExchangeResponse, Failure> {
-        let verdict = ResponseStatus::Status(status);
+        let status = ResponseStatus::Http(status);
         Ok(ExchangeResponse {
-            status: verdict,
+            status,
             replica: Some(replica.into()),
             reason: None,
             sent: 10,
@@ -257,14 +257,14 @@ mod tests {
 
     #[test]
     fn every_request_is_counted_under_one_outcome() {
-        let mut tally = IntervalStats::new();
-        tally.record(Duration::from_millis(1), &answer(200, "a"));
-        tally.record(Duration::from_millis(1), &answer(200, "b"));
-        tally.record(Duration::from_millis(1), &answer(503, "b"));
-        tally.record(Duration::from_millis(1), &Err(Failure::Connect("refused".into())));
-        tally.record(Duration::from_millis(1), &Err(Failure::Timeout));
-        tally.record_unsent(5);
-        let report = tally.report(Kind::Total, Duration::from_secs(2), Duration::from_secs(2));
+        let mut stats = IntervalStats::new();
+        stats.record(Duration::from_millis(1), &answer(200, "a"));
+        stats.record(Duration::from_millis(1), &answer(200, "b"));
+        stats.record(Duration::from_millis(1), &answer(503, "b"));
+        stats.record(Duration::from_millis(1), &Err(Failure::Connect("refused".into())));
+        stats.record(Duration::from_millis(1), &Err(Failure::Timeout));
+        stats.record_unsent(5);
+        let report = stats.report(Kind::Total, Duration::from_secs(2), Duration::from_secs(2));
         assert_eq!((report.requests, report.succeeded, report.failed), (10, 2, 8));
         assert_eq!(report.outcomes.values().sum::<u64>(), report.requests);
         assert_eq!(report.errors.values().sum::<u64>(), report.failed);
@@ -278,11 +278,11 @@ mod tests {
 
     #[test]
     fn percentiles_are_those_of_the_recorded_latencies() {
-        let mut tally = IntervalStats::new();
+        let mut stats = IntervalStats::new();
         for ms in 1..=1000 {
-            tally.record(Duration::from_millis(ms), &answer(200, "a"));
+            stats.record(Duration::from_millis(ms), &answer(200, "a"));
         }
-        let latency = tally
+        let latency = stats
             .report(Kind::Total, Duration::ZERO, Duration::ZERO)
             .latency_us
             .unwrap();
@@ -298,14 +298,14 @@ mod tests {
 
     #[test]
     fn latencies_include_timeouts_but_not_refused_connections() {
-        let mut tally = IntervalStats::new();
-        tally.record(Duration::from_micros(50), &Err(Failure::Connect("refused".into())));
+        let mut stats = IntervalStats::new();
+        stats.record(Duration::from_micros(50), &Err(Failure::Connect("refused".into())));
         assert_eq!(
-            tally.report(Kind::Total, Duration::ZERO, Duration::ZERO).latency_us,
+            stats.report(Kind::Total, Duration::ZERO, Duration::ZERO).latency_us,
             None
         );
-        tally.record(Duration::from_secs(10), &Err(Failure::Timeout));
-        let latency = tally
+        stats.record(Duration::from_secs(10), &Err(Failure::Timeout));
+        let latency = stats
             .report(Kind::Total, Duration::ZERO, Duration::ZERO)
             .latency_us
             .unwrap();
@@ -322,7 +322,7 @@ mod tests {
         }
         one.merge(&two);
         let report =
-            |tally: &IntervalStats| tally.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
+            |stats: &IntervalStats| stats.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         assert_eq!(report(&one), report(&both));
     }
 
@@ -340,9 +340,9 @@ mod tests {
 
     #[test]
     fn reports_survive_json() {
-        let mut tally = IntervalStats::new();
-        tally.record(Duration::from_millis(3), &answer(200, "a"));
-        let report = tally.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
+        let mut stats = IntervalStats::new();
+        stats.record(Duration::from_millis(3), &answer(200, "a"));
+        let report = stats.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&json).unwrap(), report);
     }

@@ -93,7 +93,7 @@ fn split(target: &str, protocol: Protocol) -> (&str, &str) {
     }
 }
 
-/// A payload in which lost or repeated bytes show: its period is a prime number, so shifts by a power of two are visible.
+/// A payload that reveals lost or repeated bytes: its period is a prime number, so shifts by a power of two are visible.
 fn pattern(size: usize) -> Bytes {
     (0..size).map(|i| (i % 251) as u8).collect()
 }

@@ -62,7 +62,7 @@ impl Client {
 
 /// State that the workers of one thread share.
 #[derive(Clone)]
-pub(super) struct Run {
+pub(super) struct ThreadContext {
     pub(super) target: Arc<Target>,
     pub(super) schedule: Arc<Schedule>,
     /// The time at which the run was stopped.
@@ -75,41 +75,41 @@ pub(super) struct Run {
 }
 
 /// Runs until the schedule or the run ends. Fails only if a timer cannot be created or read.
-pub(super) async fn run_worker(mut run: Run, mut client: Client) -> io::Result<()> {
+pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -> io::Result<()> {
     let timer = Timer::new()?;
     let mut random = fastrand::Rng::new();
-    while let Some(request) = run.schedule.next_request() {
+    while let Some(request) = context.schedule.next_request() {
         let due = match request {
-            ScheduledRequest::Now if run.stopped_at.borrow().is_some() => return Ok(()),
+            ScheduledRequest::Now if context.stopped_at.borrow().is_some() => return Ok(()),
             ScheduledRequest::Now => Instant::now(),
-            ScheduledRequest::At(offset) => run.start + offset,
+            ScheduledRequest::At(offset) => context.start + offset,
         };
         if due > Instant::now() {
             tokio::select! {
                 biased;
                 waited = timer.until(due) => waited?,
                 // A request that is not due before the end is not part of the run.
-                _ = run.stopped_at.wait_for(Option::is_some) => return Ok(()),
+                _ = context.stopped_at.wait_for(Option::is_some) => return Ok(()),
             }
-        } else if run
+        } else if context
             .stopped_at
             .borrow()
-            .is_some_and(|stopped| stopped + run.timeout < Instant::now())
+            .is_some_and(|stopped| stopped + context.timeout < Instant::now())
         {
-            // The request has waited for a free worker for longer than its timeout, so it counts as not sent.
-            run.stats.lock().record_unsent(1);
+            // The run was stopped longer than a timeout ago, so the remaining requests count as not sent.
+            context.stats.lock().record_unsent(1);
             continue;
         }
-        let outcome = match tokio::time::timeout(run.timeout, client.exchange()).await {
+        let outcome = match tokio::time::timeout(context.timeout, client.exchange()).await {
             Ok(outcome) => outcome,
             Err(_) => Err(Failure::Timeout),
         };
-        run.stats.lock().record(due.elapsed(), &outcome);
+        context.stats.lock().record(due.elapsed(), &outcome);
         if matches!((&outcome, request), (Err(Failure::Connect(_)), ScheduledRequest::Now)) {
             // Without a pause, a closed loop against a closed port would only measure how fast connections are refused.
             tokio::time::sleep(CONNECT_ERROR_BACKOFF).await;
         }
-        if let Some(mean) = run.think_time {
+        if let Some(mean) = context.think_time {
             timer
                 .until(Instant::now() + mean.mul_f64(exponential(&mut random)))
                 .await?;

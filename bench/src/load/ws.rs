@@ -10,7 +10,7 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::{Error, Message};
 
 use super::connect::connect;
-use super::http as client;
+use super::http::head;
 use super::outcome::{ExchangeResponse, Failure, ResponseStatus, classify};
 use super::target::Target;
 
@@ -76,11 +76,11 @@ impl Ws {
             Ok((socket, rsp)) => {
                 let head = ExchangeResponse {
                     status: ResponseStatus::Echoed,
-                    ..client::head(&rsp)
+                    ..head(&rsp)
                 };
                 Ok(Upgrade::Done(Box::new((socket, head))))
             }
-            Err(Error::Http(rsp)) => Ok(Upgrade::Refused(client::head(&rsp))),
+            Err(Error::Http(rsp)) => Ok(Upgrade::Refused(head(&rsp))),
             Err(error) => Err(failure(error)),
         }
     }

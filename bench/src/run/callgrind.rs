@@ -136,8 +136,8 @@ const ALLOCATORS: [&str; 14] = [
     "__rustc::__rdl_realloc",
 ];
 
-/// Path prefix of the dumps of a sidecar.
-pub(super) fn out(testbed: &Testbed, side: Side) -> PathBuf {
+/// The path of the dumps of a sidecar, without the number at its end.
+pub(super) fn dump_path(testbed: &Testbed, side: Side) -> PathBuf {
     testbed.dir.path().join(DUMP_DIR).join(side.name())
 }
 

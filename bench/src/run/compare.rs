@@ -1,6 +1,7 @@
 //! Compares builds of the proxy, such as two versions, or builds with and without an optimization.
 //!
-//! Each build has its own testbed, and all are measured in turn in each cell, so that other load on the machine affects them alike.
+//! Each build has its own testbed, and all are measured in turn with each load, so that other load on the machine affects them
+//! alike.
 //! A result is the ratio of another build to the first, over pairs of the same repeat.
 
 use std::collections::BTreeMap;
@@ -49,12 +50,12 @@ pub struct Args {
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum Load {
     Row(Row),
-    Cell(Cell),
+    Http1(Http1Load),
 }
 
 /// HTTP/1 with one kind of arrivals.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-struct Cell {
+struct Http1Load {
     workers: u16,
     reconnect: bool,
     connections: u32,
@@ -97,10 +98,10 @@ const DIFFERENCE: f64 = 1.03;
 /// Samples by load and build, in the order of the repeats.
 type Samples = BTreeMap<Load, Vec<Vec<Sample>>>;
 
-/// A build that runs: its testbed and its sidecars.
-type Running<'a> = Vec<(&'a Testbed, Sidecars)>;
+/// The testbed and the sidecars of each build.
+type RunningBuilds<'a> = Vec<(&'a Testbed, Sidecars)>;
 
-/// Measures all cells and prints the table.
+/// Measures all loads and prints the table.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::check_requirements(&[Peer::Tulle], &["wrk"])?;
@@ -112,11 +113,10 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         for &workers in &args.workers {
             let setup = Setup {
                 workers,
-                exclusive: true,
                 ..Row::HttpC64.setup()
             };
             let running = start(args, &testbeds, &setup)?;
-            measure_cells(args, workers, &running, &mut samples)?;
+            measure_http1_loads(args, workers, &running, &mut samples)?;
         }
     }
     for rows in rows::groups(&args.rows) {
@@ -124,8 +124,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         for repeat in 0..args.repeats {
             eprintln!("{rows:?}, repeat {} of {}", repeat + 1, args.repeats);
             for &row in &rows {
-                let of_row = samples_of(&mut samples, Load::Row(row), running.len());
-                measure_in_turn(args, repeat, &running, of_row, |testbed, sidecars| {
+                let samples_of_row = samples_of(&mut samples, Load::Row(row), running.len());
+                measure_in_turn(args, repeat, &running, samples_of_row, |testbed, sidecars| {
                     measurement::measure(row, testbed, Some(sidecars), args.duration)
                 })
                 .with_context(|| format!("measuring {row:?}"))?;
@@ -141,7 +141,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Starts the sidecars of all builds.
-fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Result<Running<'a>> {
+fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Result<RunningBuilds<'a>> {
     testbeds
         .iter()
         .zip(&args.builds)
@@ -154,8 +154,13 @@ fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Res
         .collect()
 }
 
-/// Measures all cells with this number of workers.
-fn measure_cells(args: &Args, workers: u16, running: &Running<'_>, samples: &mut Samples) -> anyhow::Result<()> {
+/// Measures all HTTP/1 loads with this number of workers.
+fn measure_http1_loads(
+    args: &Args,
+    workers: u16,
+    running: &RunningBuilds<'_>,
+    samples: &mut Samples,
+) -> anyhow::Result<()> {
     for repeat in 0..args.repeats {
         eprintln!("workers {workers}, repeat {} of {}", repeat + 1, args.repeats);
         for reconnect in [false, true] {
@@ -168,19 +173,19 @@ fn measure_cells(args: &Args, workers: u16, running: &Running<'_>, samples: &mut
                 let capacity = generators::wrk(testbed, SERVICE, closed, CALIBRATION)?;
                 let rate = capacity.requests as f64 / capacity.seconds * LOAD_FRACTION;
                 for arrivals in ARRIVALS {
-                    let cell = Cell {
+                    let load = Http1Load {
                         workers,
                         reconnect,
                         connections,
                         arrivals,
                     };
-                    let of_cell = samples_of(samples, Load::Cell(cell), running.len());
-                    measure_in_turn(args, repeat, running, of_cell, |testbed, sidecars| {
+                    let samples_of_load = samples_of(samples, Load::Http1(load), running.len());
+                    measure_in_turn(args, repeat, running, samples_of_load, |testbed, sidecars| {
                         measurement::measure_load(Some(sidecars), || {
-                            generators::load_with(testbed, SERVICE, &cell.load_arguments(rate), args.duration)
+                            generators::bench_load_http1(testbed, SERVICE, &load.load_arguments(rate), args.duration)
                         })
                     })
-                    .with_context(|| format!("measuring {cell:?}"))?;
+                    .with_context(|| format!("measuring {load:?}"))?;
                 }
             }
         }
@@ -197,7 +202,7 @@ fn samples_of(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<S
 fn measure_in_turn(
     args: &Args,
     repeat: usize,
-    running: &Running<'_>,
+    running: &RunningBuilds<'_>,
     samples_by_build: &mut [Vec<Sample>],
     measure: impl Fn(&Testbed, &Sidecars) -> anyhow::Result<Sample>,
 ) -> anyhow::Result<()> {
@@ -216,7 +221,7 @@ fn measure_in_turn(
     Ok(())
 }
 
-impl Cell {
+impl Http1Load {
     /// The arguments of `tulle-bench load`, with this rate for loads other than a closed loop.
     fn load_arguments(self, rate: f64) -> Vec<String> {
         let mut arguments = vec![format!("--connections={}", self.connections)];
@@ -277,18 +282,18 @@ impl Load {
     fn name(self) -> String {
         match self {
             Self::Row(row) => row.name(),
-            Self::Cell(cell) => format!(
+            Self::Http1(load) => format!(
                 "{}, {}, {}",
-                cell.arrivals.name(),
-                match (cell.connections, cell.reconnect) {
+                load.arrivals.name(),
+                match (load.connections, load.reconnect) {
                     (1, false) => "1 connection".to_owned(),
                     (n, false) => format!("{n} connections"),
                     (n, true) => format!("{n} clients that reconnect"),
                 },
-                if cell.workers == 1 {
+                if load.workers == 1 {
                     "1 worker".to_owned()
                 } else {
-                    format!("{} workers", cell.workers)
+                    format!("{} workers", load.workers)
                 }
             ),
         }

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use super::peer;
 use super::rows::Row;
 use super::setup::Peer;
-use super::setup::name;
+use super::setup::json_name;
 use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 use crate::conformance::cases::CASES;
 use crate::conformance::{App, Outcome};
@@ -25,7 +25,7 @@ pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
                 eprintln!("{outcome}");
             }
             Ok(Column {
-                name: name(*peer),
+                name: json_name(*peer),
                 version: peer.version()?,
                 outcomes,
             })
@@ -82,7 +82,7 @@ fn addr(host: &str) -> std::io::Result<SocketAddr> {
 }
 
 fn markdown(columns: &[Column]) -> String {
-    let mut out = String::from(HEAD);
+    let mut out = String::from(INTRODUCTION);
     out.push_str("\n| Proxy | Version | Deviations |\n|---|---|---:|\n");
     for column in columns {
         let n_differing = column
@@ -130,7 +130,7 @@ fn is_intentional_deviation(name: &str) -> bool {
 /// Cases in which tulle deviates from the RFC on purpose. They are not counted for any peer.
 const INTENTIONAL_DEVIATIONS: [&str; 2] = ["no Host header", "HTTP/1.0"];
 
-const HEAD: &str = "# HTTP/1 conformance
+const INTRODUCTION: &str = "# HTTP/1 conformance
 
 The results of sending raw HTTP/1 bytes of clients and applications through two sidecars with mutual TLS between them.
 The sidecars are those of tulle and of other proxies. The configurations of the others are in `bench/peers`; they are minimal and leave every other option at its default.
@@ -153,7 +153,7 @@ Otherwise the cell describes the result:
 - \"no answer\": the client received nothing within five seconds, or before the connection ended;
 - \"cut\": the response was truncated;
 - \"passes it\": the application received a request that the proxy should have refused;
-- \"looks whole\": the client cannot tell that the response was truncated;
+- \"looks complete\": the client cannot tell that the response was truncated;
 - \"left open\": the connection stays open, and the client waits for the rest of a truncated response;
 - \"sends\": the request line that the application received;
 - \"with\": a header line that should have been removed;

@@ -128,7 +128,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures the overhead of a sampled tap for requests that are not tapped. Prints it, and fails if it exceeds the limit.
+/// Measures the average overhead per request, tapped or not, of a tap of one in `one_in` requests. Prints it, and fails if it
+/// exceeds the limit. Sampling is random, so the overhead is scaled to exactly one in `one_in`.
 fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
     let requests = REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
     let [before, with, after] = measure(args, requests, [None, Some(one_in), None])?;
@@ -138,24 +139,29 @@ fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
         ("server", &before.server, &with.server, &after.server),
     ] {
         let without = f64::midpoint(before.instructions, after.instructions);
-        // 1 if exactly one in `one_in` requests was sampled.
-        let sampled_ratio = with.tapped_requests * f64::from(one_in) / f64::from(requests);
-        let overhead = percent(without, without + (with.instructions - without) / sampled_ratio);
+        let expected_tapped_requests = f64::from(requests) / f64::from(one_in);
+        let scaled = (with.instructions - without) * expected_tapped_requests / with.tapped_requests;
+        let overhead = percent(without, without + scaled);
         let _ = writeln!(
             text,
             "the {side}'s sidecar: {:.0} to {:.0} instructions per request, {overhead:+.1} % with a tap of one in {one_in}",
             before.instructions, after.instructions
         );
-        if overhead >= MAX_TAP_OVERHEAD * 100.0 {
+        let limit = max_tap_overhead(one_in) * 100.0;
+        if overhead >= limit {
             exceeded.push(format!(
-                "in the {side}'s sidecar a tap of one in {one_in} costs {overhead:.1} %; the limit is {:.0} %",
-                MAX_TAP_OVERHEAD * 100.0
+                "in the {side}'s sidecar a tap of one in {one_in} costs {overhead:.1} %; the limit is {limit:.0} %"
             ));
         }
     }
     tools::print(&text)?;
     ensure!(exceeded.is_empty(), "{}", exceeded.join("\n"));
     Ok(())
+}
+
+/// Maximum relative overhead per request. A tap of more than one in a hundred requests may cost more, in proportion.
+fn max_tap_overhead(one_in: u32) -> f64 {
+    MAX_OVERHEAD_OF_TAPPING_ONE_IN_100 * f64::max(100.0 / f64::from(one_in), 1.0)
 }
 
 /// Relative change in percent.
@@ -215,57 +221,66 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     let sidecars = Peer::Tulle.start(&testbed, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
     // The warm-up opens connections, completes discovery, and lets buffers grow to their final size.
-    let load: Load = match args.row {
+    let send_requests: SendRequests = match args.row {
         Row::NewHttp => generators::send_requests_on_new_connections,
         _ => generators::send_sequential_requests,
     };
-    load(&testbed, SERVICE, WARM_UP)?;
+    send_requests(&testbed, SERVICE, WARM_UP)?;
     let run = CostRun {
         testbed: &testbed,
         sidecars: &sidecars,
-        load,
+        send_requests,
         requests,
     };
-    let mut costs = [const { None }; N];
-    for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
-        let repeats = (n * REPEATS..(n + 1) * REPEATS)
-            .map(|repeat| run.measure(2 * repeat + 1, one_in))
+    let mut results = [const { None }; N];
+    let mut measurements = 0..;
+    for (result, one_in) in results.iter_mut().zip(tapped) {
+        let repeats = measurements
+            .by_ref()
+            .take(REPEATS)
+            .map(|measurement| run.measure(measurement, one_in))
             .collect::<anyhow::Result<Vec<_>>>()?;
         let instructions = |costs: &Costs| costs.client.instructions + costs.server.instructions;
-        *costs = repeats
+        *result = repeats
             .into_iter()
             .min_by(|a, b| f64::total_cmp(&instructions(a), &instructions(b)));
     }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
-        for number in (1..=N as u32 * REPEATS).map(|n| 2 * n) {
+        for measurement in 0..measurements.start {
+            let [_, number] = dump_numbers(measurement);
             for (side, _) in sidecars.sides() {
-                let from = callgrind::out(&testbed, side).with_extension(number.to_string());
+                let from = callgrind::dump_path(&testbed, side).with_extension(number.to_string());
                 let to = dir.join(side.name()).with_extension(number.to_string());
                 std::fs::copy(&from, to).with_context(|| format!("copying {}", from.display()))?;
             }
         }
     }
-    Ok(costs.map(|costs| costs.expect("each has been measured")))
+    Ok(results.map(|costs| costs.expect("each has been measured")))
+}
+
+/// The numbers of callgrind's dumps before and after a measurement. Callgrind counts dumps from 1.
+fn dump_numbers(measurement: u32) -> [u32; 2] {
+    [2 * measurement + 1, 2 * measurement + 2]
 }
 
 /// Measurements of each cost. The one with the fewest instructions counts, because a TLS handshake can add to the others.
-const REPEATS: u32 = 2;
+const REPEATS: usize = 2;
 
 /// Sends this many requests, one at a time.
-type Load = fn(&Testbed, &str, u32) -> anyhow::Result<()>;
+type SendRequests = fn(&Testbed, &str, u32) -> anyhow::Result<()>;
 
-/// The load whose cost is measured.
+/// The requests whose cost is measured.
 struct CostRun<'a> {
     testbed: &'a Testbed,
     sidecars: &'a Sidecars,
-    load: Load,
+    send_requests: SendRequests,
     requests: u32,
 }
 
 impl CostRun<'_> {
-    /// Cost per request between callgrind's dumps `first_dump` and `first_dump + 1`.
-    fn measure(&self, first_dump: u32, one_in: Option<u32>) -> anyhow::Result<Costs> {
+    /// Cost per request, without a tap or with a tap of one in `one_in` requests.
+    fn measure(&self, measurement: u32, one_in: Option<u32>) -> anyhow::Result<Costs> {
         let begin = |(side, _)| one_in.map(|one_in| tap::begin(self.testbed.namespace(side), one_in));
         let taps: Vec<_> = self
             .sidecars
@@ -273,10 +288,11 @@ impl CostRun<'_> {
             .into_iter()
             .filter_map(begin)
             .collect::<Result<_, _>>()?;
-        dump(self.testbed, self.sidecars, first_dump)?;
-        (self.load)(self.testbed, SERVICE, self.requests)?;
+        let [before, after] = dump_numbers(measurement);
+        dump(self.testbed, self.sidecars, before)?;
+        (self.send_requests)(self.testbed, SERVICE, self.requests)?;
         let [mut client, mut server] =
-            dump(self.testbed, self.sidecars, first_dump + 1)?.map(|counts| Cost::of(counts, self.requests));
+            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::of(counts, self.requests));
         for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
             cost.tapped_requests = tap.events() as f64 / EVENTS_PER_REQUEST;
             ensure!(cost.tapped_requests > 0.0, "a tap received no event");
@@ -299,7 +315,7 @@ fn dump(testbed: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[
         };
         let mut control = testbed::as_proxy(testbed.namespace(side), "callgrind_control");
         control.env_clear().env("PATH", "/usr/bin:/bin");
-        counts[at] = callgrind::dump(control, process.id(), &callgrind::out(testbed, side), number)?;
+        counts[at] = callgrind::dump(control, process.id(), &callgrind::dump_path(testbed, side), number)?;
     }
     Ok(counts)
 }
@@ -352,8 +368,7 @@ const TOLERANCE: f64 = 0.02;
 const MIN_FUNCTION_SHARE: f64 = 0.001;
 /// Functions with fewer allocations per request are not stored in the baseline.
 const MIN_ALLOCATION_SHARE: f64 = 0.05;
-/// Maximum relative overhead per request of a tap of one request in a hundred.
-const MAX_TAP_OVERHEAD: f64 = 0.03;
+const MAX_OVERHEAD_OF_TAPPING_ONE_IN_100: f64 = 0.03;
 /// Source paths of tap, tracing and the access log.
 const OBSERVABILITY_PATHS: [&str; 3] = [
     "proxy/src/tap/",
@@ -381,6 +396,12 @@ mod tests {
             observability_instructions: 4.0,
             tapped_requests: 0.0,
         }
+    }
+
+    #[test]
+    fn the_limit_of_a_tap_grows_with_the_number_of_tapped_requests() {
+        let limits = [1000, 100, 50, 1].map(|one_in| (max_tap_overhead(one_in) * 100.0).round());
+        assert_eq!(limits, [3.0, 3.0, 6.0, 300.0]);
     }
 
     #[test]

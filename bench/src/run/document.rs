@@ -8,11 +8,11 @@ use anyhow::Context as _;
 use clap::ValueEnum as _;
 
 use super::metric::Metric;
-use super::plot::{Bars, Group};
+use super::plot::{BarChart, Group};
 use super::report::{Line, Report};
 use super::rows::Row;
 use super::setup::Peer;
-use super::setup::name;
+use super::setup::json_name;
 
 /// Writes `benchmarks.md` to `dir`, and the plots to its subdirectory `benchmarks`.
 pub(super) fn write(report: &Report, dir: &Path) -> anyhow::Result<()> {
@@ -37,7 +37,7 @@ struct Plot {
 }
 
 impl Plot {
-    fn bars(&self, report: &Report) -> Bars {
+    fn bars(&self, report: &Report) -> BarChart {
         let value = |row, peer| {
             let figures = self.metrics.iter().map(|metric| report.median(row, peer, *metric));
             // A row with one sidecar has one of the metrics, and a row without sidecars has none.
@@ -47,10 +47,10 @@ impl Plot {
             label: row.name(),
             bars: Peer::value_variants()
                 .iter()
-                .filter_map(|peer| Some((name(peer), value(*row, *peer)?)))
+                .filter_map(|peer| Some((json_name(peer), value(*row, *peer)?)))
                 .collect(),
         });
-        Bars {
+        BarChart {
             title: self.title.to_owned(),
             unit: self.unit.to_owned(),
             groups: groups.filter(|group| !group.bars.is_empty()).collect(),
@@ -111,7 +111,7 @@ const PLOTS: [Plot; 5] = [
 ];
 
 fn markdown(report: &Report) -> String {
-    let mut out = String::from(HEAD);
+    let mut out = String::from(INTRODUCTION);
     let machine = &report.machine;
     let _ = write!(
         out,
@@ -141,7 +141,7 @@ fn markdown(report: &Report) -> String {
     for plot in PLOTS {
         let _ = writeln!(out, "![{}](benchmarks/{}.svg)\n", plot.title, plot.file);
     }
-    out.push_str("## Rows\n");
+    out.push_str("## Scenarios\n");
     for row in Row::value_variants() {
         let lines: Vec<&Line> = report.lines.iter().filter(|line| line.row == *row).collect();
         if !lines.is_empty() {
@@ -155,11 +155,11 @@ fn markdown(report: &Report) -> String {
             out,
             "| {}.{} | {} | {} | {} | {} |",
             check.row.name(),
-            name(check.metric),
+            json_name(check.metric),
             number(check.value),
             number(check.ratio),
             check.budget,
-            name(check.result)
+            json_name(check.result)
         );
     }
     out
@@ -179,7 +179,7 @@ fn table(out: &mut String, row: Row, lines: &[&Line]) {
     out.push_str(&"---:|".repeat(columns.len()));
     out.push('\n');
     for line in lines {
-        let _ = write!(out, "| {} |", name(line.peer));
+        let _ = write!(out, "| {} |", json_name(line.peer));
         for (metric, _, decimals) in &columns {
             match line.metrics.get(metric) {
                 Some(cell) => {
@@ -215,24 +215,25 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::Failed, "failed", 0),
 ];
 
-const HEAD: &str = "# Benchmarks
+const INTRODUCTION: &str = "# Benchmarks
 
 Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, nginx and Envoy in turn, and no proxy at all.
 In tulle, all features of a mesh are enabled: certificates of the identity service, a policy that authorizes every request by the identity of its client, discovery, balancing and metrics.
 The other proxies have minimal configurations, as their documentation recommends, without logs, statistics and health checks. The configurations are in `bench/peers`, with the reason for each choice.
-The rows `outbound-only` and `inbound-only` have one sidecar, without TLS.
-nginx has no row with two workers, because only the kernel distributes connections between its processes, at random.
+The scenarios `outbound-only` and `inbound-only` have one sidecar, without TLS.
+nginx has no scenario with two workers, because only the kernel distributes connections between its processes, at random.
 
 Client and server each share a network namespace with their sidecar, as in a pod. The namespaces are connected by one bridge.
-The congestion control is `reno`, or `cubic` if the machine uses it, because others pace the data they send, which delays bodies.
-Ports and connection tracking entries are reused after one second, so that rows with new connections do not run out of them.
+TCP congestion control is `reno`, or `cubic` if that is the machine's default: algorithms with pacing, such as BBR, would delay bodies.
+Ports and connection tracking entries are reused after one second, so that scenarios with new connections do not run out of them.
 
 `tulle-bench document docs/reference/benchmarks.json` makes this file from the JSON of one run. `./run bench --json docs/reference/benchmarks.json` makes that JSON.
-For each row, the peers are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
+For each scenario, all proxies are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
 The client, both sidecars and the application share the machine. Requests/s depend on the cost of all of them, CPU times on the cost of the sidecars only.
+`requests/s` counts what the scenario repeats: requests, messages (`grpc-stream`, `bulk`), or connections (`new-mtls`).
 On other machines, expect similar ratios, not similar values.
 
-`tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these rows.
+`tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these scenarios.
 `tulle-no-profile` is built without a profile. The other proxies are the builds of Debian and of the Envoy project.
 ";
 

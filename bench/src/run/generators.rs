@@ -219,13 +219,18 @@ pub(super) enum LoadProfile {
     Streams,
 }
 
-/// Load with the load generator of this program.
-pub(super) fn load(testbed: &Testbed, host: &str, what: LoadProfile, duration: Duration) -> anyhow::Result<LoadResult> {
+/// Load with our own generator, `tulle-bench load`.
+pub(super) fn bench_load(
+    testbed: &Testbed,
+    host: &str,
+    profile: LoadProfile,
+    duration: Duration,
+) -> anyhow::Result<LoadResult> {
     let mut command = testbed
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
-    let (args, port, messages) = match what {
+    let (args, port, messages) = match profile {
         LoadProfile::Bulk => (
             format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
             TCP_PORT,
@@ -258,8 +263,8 @@ pub(super) fn load(testbed: &Testbed, host: &str, what: LoadProfile, duration: D
     })
 }
 
-/// HTTP/1 load of the own generator with these arguments.
-pub(super) fn load_with(
+/// HTTP/1 load with our own generator, `tulle-bench load`, and these arguments.
+pub(super) fn bench_load_http1(
     testbed: &Testbed,
     host: &str,
     arguments: &[String],

@@ -131,7 +131,7 @@ fn micros(duration: Duration) -> u64 {
 struct AttackCounters {
     /// Streams that were opened and reset.
     resets: AtomicU64,
-    /// Flood connections that a sidecar closed or stopped reading.
+    /// Flood connections that a sidecar closed.
     closed_floods: AtomicU64,
     /// Requests with unknown host names that were answered.
     names: AtomicU64,
@@ -143,10 +143,10 @@ impl AttackCounters {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Runs one flood connection until the sidecar closes it or the timeout ends it, and counts it.
+    /// Runs one flood connection until the sidecar closes it, which is counted, or the timeout ends it.
     async fn run_flood(&self, flood: impl Future<Output = anyhow::Result<()>>) {
-        let is_ended = !matches!(timeout(FLOOD_TIMEOUT, flood).await, Ok(Ok(())));
-        if is_ended && self.is_running() {
+        let is_closed = matches!(timeout(FLOOD_TIMEOUT, flood).await, Ok(Err(_)));
+        if is_closed && self.is_running() {
             self.closed_floods.fetch_add(1, Ordering::Relaxed);
         }
         sleep(FLOOD_PAUSE).await;
@@ -167,7 +167,7 @@ fn run_attacks(
         for n in 0..N_UNFINISHED_HEADS + N_STALLED_READERS {
             let mut stream = TcpStream::connect(addr).await.context("opening a connection")?;
             let first: &[u8] = if n < N_UNFINISHED_HEADS {
-                HEAD
+                UNFINISHED_HEAD
             } else {
                 LARGE_RESPONSE_REQUEST
             };
@@ -294,7 +294,7 @@ async fn send_many_host_names(addr: SocketAddr, counters: &AttackCounters) {
 const N_UNFINISHED_HEADS: u32 = 1000;
 /// Unread responses at each sidecar.
 const N_STALLED_READERS: u32 = 500;
-const HEAD: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
+const UNFINISHED_HEAD: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
 const LARGE_RESPONSE_REQUEST: &[u8] = b"GET /bytes/1048576 HTTP/1.1\r\nhost: web.test\r\n\r\n";
 /// Interval between the requests of the normal client.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(10);
@@ -311,3 +311,20 @@ const PIPELINED_REQUESTS: u64 = 64;
 const FLOOD_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pause before the next flood connection.
 const FLOOD_PAUSE: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_that_the_timeout_ends_is_not_counted_as_closed() {
+        let counters = AttackCounters::default();
+        let n_closed = || counters.closed_floods.load(Ordering::Relaxed);
+        counters.run_flood(std::future::pending()).await;
+        assert_eq!(n_closed(), 0);
+        counters
+            .run_flood(async { anyhow::bail!("closed by the sidecar") })
+            .await;
+        assert_eq!(n_closed(), 1);
+    }
+}

@@ -1,4 +1,4 @@
-//! One measurement: generates traffic and reads its cost in the sidecars.
+//! One measurement: generates traffic and reads the resources that it uses in the sidecars.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::generators::{BULK_SIZE, Http1, LoadProfile, LoadResult, ghz, h2load, load, wrk};
+use super::generators::{BULK_SIZE, Http1, LoadProfile, LoadResult, bench_load, ghz, h2load, wrk};
 use super::memory::Memory;
 use super::metric::{Metric, Sample};
 use super::process::Process;
@@ -31,8 +31,8 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
         Traffic::Opaque => {
             // The sidecar authorizes an opaque connection when it opens. The first ones open before the policy of their port is
             // known.
-            load(testbed, host, LoadProfile::Bulk, WARM_UP)?;
-            load(testbed, host, LoadProfile::Bulk, WARM_UP)?
+            bench_load(testbed, host, LoadProfile::Bulk, WARM_UP)?;
+            bench_load(testbed, host, LoadProfile::Bulk, WARM_UP)?
         }
     };
     ensure!(
@@ -59,7 +59,7 @@ pub(super) fn measure(
         };
         http1(load).map(|sample| with_bytes(sample, body as u64))
     };
-    let own_generator = |what| measure_load(sidecars, || load(testbed, host, what, duration));
+    let own_generator = |profile| measure_load(sidecars, || bench_load(testbed, host, profile, duration));
     match row {
         Row::HttpC1 => http1(Http1::get(1)),
         Row::HttpC16 => http1(Http1::get(16)),
@@ -98,21 +98,21 @@ fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
     sample
 }
 
-/// Generates load and measures the cost of it in the sidecars.
+/// Generates load and measures the resources that it uses in the sidecars.
 pub(super) fn measure_load(
     sidecars: Option<&Sidecars>,
     generate: impl FnOnce() -> anyhow::Result<LoadResult>,
 ) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
-    let cost = || {
+    let usage = || {
         sides
             .iter()
-            .map(|(_, process)| Cost::of(process))
+            .map(|(_, process)| ResourceUsage::of(process))
             .collect::<anyhow::Result<Vec<_>>>()
     };
-    let before = cost()?;
+    let before = usage()?;
     let load_result = generate()?;
-    let after = cost()?;
+    let after = usage()?;
     let requests = load_result.requests as f64;
     ensure!(load_result.requests > 0, "no request completed");
 
@@ -139,13 +139,13 @@ pub(super) fn measure_load(
 }
 
 /// Resources that a process has used so far.
-struct Cost {
+struct ResourceUsage {
     cpu: Duration,
     /// Clock ticks in user mode and in the kernel.
     ticks: (u64, u64),
 }
 
-impl Cost {
+impl ResourceUsage {
     fn of(process: &Process) -> anyhow::Result<Self> {
         Ok(Self {
             cpu: process.cpu()?,

@@ -145,17 +145,20 @@ fn measure(
         return Ok(0);
     };
     if setup.throttle.is_some() && !throttle::available() {
-        eprintln!("left out: this row needs the cpu controller of cgroup v1, which can limit single threads");
-        return Ok(1);
+        eprintln!(
+            "left out: these rows need the cpu controller of cgroup v1, which can limit single threads: {rows:?}"
+        );
+        return Ok(testbeds.iter().map(|(peer, _)| n_measurements(rows, *peer)).sum());
     }
     let mut left_out = 0;
-    let mut leave_out_or_fail = |peer: Peer, failed: anyhow::Error| {
-        let error = failed.context(format!("measuring {rows:?} of {peer:?}"));
+    // A peer that fails is not measured in the remaining rows.
+    let mut leave_out_or_fail = |peer: Peer, remaining_rows: &[Row], failed: anyhow::Error| {
+        let error = failed.context(format!("measuring {peer:?}"));
         if matches!(peer, Peer::Tulle | Peer::TulleNoProfile | Peer::None) {
             return Err(error);
         }
-        eprintln!("left out: {error:#}");
-        left_out += 1;
+        eprintln!("left out in {remaining_rows:?}: {error:#}");
+        left_out += n_measurements(remaining_rows, peer);
         Ok(())
     };
     let mut running = Vec::new();
@@ -163,11 +166,11 @@ fn measure(
         if rows.iter().any(|row| row.applies_to(*peer)) {
             match start(testbed, *peer, &setup) {
                 Ok(sidecars) => running.push(Some((*peer, testbed, sidecars))),
-                Err(error) => leave_out_or_fail(*peer, error)?,
+                Err(error) => leave_out_or_fail(*peer, rows, error)?,
             }
         }
     }
-    for row in rows {
+    for (n, row) in rows.iter().enumerate() {
         eprintln!("  {}", row.name());
         for slot in &mut running {
             let Some((peer, testbed, sidecars)) = slot.take_if(|(peer, ..)| row.applies_to(*peer)) else {
@@ -178,11 +181,16 @@ fn measure(
                     results.add(*row, peer, sample);
                     *slot = Some((peer, testbed, sidecars));
                 }
-                Err(error) => leave_out_or_fail(peer, error.context(format!("measuring {row:?}")))?,
+                Err(error) => leave_out_or_fail(peer, &rows[n..], error.context(format!("{row:?}")))?,
             }
         }
     }
     Ok(left_out)
+}
+
+/// The number of measurements of a peer in one repeat of these rows.
+fn n_measurements(rows: &[Row], peer: Peer) -> u32 {
+    rows.iter().map(|row| u32::from(row.applies_to(peer))).sum()
 }
 
 /// Starts the sidecars of one peer and verifies that traffic passes through them.
@@ -191,4 +199,17 @@ fn start(testbed: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<
     measurement::warm_up(testbed, sidecars.as_ref(), setup).context("warming up")?;
     peer.verify(testbed, setup).context("checking")?;
     Ok(sidecars)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_is_left_out_counts_once_for_each_of_its_rows() {
+        let rows = [Row::HttpC1, Row::OneWorker, Row::TwoWorkers];
+        assert_eq!(n_measurements(&rows, Peer::Envoy), 3);
+        assert_eq!(n_measurements(&rows, Peer::Nginx), 1);
+        assert_eq!(n_measurements(&rows[1..], Peer::None), 0);
+    }
 }

@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::Context as _;
 
 use super::process::Process;
-use super::setup::{Peer, Setup, SidecarPath, Traffic, name};
+use super::setup::{Peer, Setup, SidecarPath, Traffic, json_name};
 use super::sidecars::Sidecars;
 use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
 use super::{nginx_envoy, tools, tulle};
@@ -53,7 +53,7 @@ impl Peer {
                 let commit = commit.map(|output| format!(" ({})", String::from_utf8_lossy(&output.stdout).trim()));
                 Ok(format!(
                     "{} {}{}",
-                    name(self),
+                    json_name(self),
                     env!("CARGO_PKG_VERSION"),
                     commit.unwrap_or_default()
                 ))

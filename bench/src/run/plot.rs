@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// A chart with groups of bars.
-pub(super) struct Bars {
+pub(super) struct BarChart {
     pub(super) title: String,
     pub(super) unit: String,
     pub(super) groups: Vec<Group>,
@@ -16,7 +16,7 @@ pub(super) struct Group {
     pub(super) bars: Vec<(String, f64)>,
 }
 
-impl Bars {
+impl BarChart {
     /// Renders the chart. Each group has its own scale, because rows differ by orders of magnitude. Values are printed above the
     /// bars.
     pub(super) fn svg(&self) -> String {
@@ -54,13 +54,13 @@ impl Bars {
         }
         for (at, group) in self.groups.iter().enumerate() {
             let left = MARGIN + at as f64 * group_width;
-            let most = group
+            let max_value = group
                 .bars
                 .iter()
                 .map(|(_, value)| *value)
                 .fold(f64::MIN_POSITIVE, f64::max);
             for (at, (name, value)) in group.bars.iter().enumerate() {
-                let height = (value / most * HEIGHT).max(0.0);
+                let height = (value / max_value * HEIGHT).max(0.0);
                 let (x, y) = (left + at as f64 * BAR, base - height);
                 let _ = writeln!(
                     out,
@@ -117,7 +117,7 @@ mod tests {
             label: label.to_owned(),
             bars: bars.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),
         };
-        let svg = Bars {
+        let svg = BarChart {
             title: "a < b".to_owned(),
             unit: "µs".to_owned(),
             groups: vec![

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::budgets::{self, Budget, Reference};
 use super::metric::{Metric, Sample};
 use super::rows::Row;
-use super::setup::{Peer, name};
+use super::setup::{Peer, json_name};
 
 /// The samples of a run.
 pub(super) struct Results {
@@ -48,12 +48,12 @@ pub(super) struct Machine {
 pub(super) struct Line {
     pub(super) row: Row,
     pub(super) peer: Peer,
-    pub(super) metrics: BTreeMap<Metric, Cell>,
+    pub(super) metrics: BTreeMap<Metric, MetricSummary>,
 }
 
 /// One metric over the repeats.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub(super) struct Cell {
+pub(super) struct MetricSummary {
     pub(super) median: f64,
     pub(super) min: f64,
     pub(super) max: f64,
@@ -102,7 +102,7 @@ impl Results {
             .map(|((row, peer), samples)| Line {
                 row: *row,
                 peer: *peer,
-                metrics: cells(samples),
+                metrics: summarize(samples),
             })
             .collect();
         let budgets = budgets::parse(budgets)?
@@ -162,14 +162,14 @@ impl Report {
     }
 }
 
-fn cells(samples: &[Sample]) -> BTreeMap<Metric, Cell> {
+fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
     let mut values: BTreeMap<Metric, Vec<f64>> = BTreeMap::new();
     for (metric, value) in samples.iter().flatten() {
         values.entry(*metric).or_default().push(*value);
     }
     values
         .into_iter()
-        .filter_map(|(metric, values)| Some((metric, Cell::of(values)?)))
+        .filter_map(|(metric, values)| Some((metric, MetricSummary::of(values)?)))
         .collect()
 }
 
@@ -181,13 +181,13 @@ impl Line {
 
     fn text(&self, metric: Metric, decimals: usize) -> String {
         match self.metrics.get(&metric) {
-            Some(cell) => format!("{:.decimals$} ({:.0}%)", cell.median, cell.spread()),
+            Some(summary) => format!("{:.decimals$} ({:.0}%)", summary.median, summary.spread()),
             None => "-".to_owned(),
         }
     }
 }
 
-impl Cell {
+impl MetricSummary {
     fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
         let (min, max, n) = (*values.first()?, *values.last()?, values.len());
@@ -237,7 +237,7 @@ impl BudgetResult {
 
 fn median(lines: &[Line], row: Row, peer: Peer, metric: Metric) -> Option<f64> {
     let line = lines.iter().find(|line| line.row == row && line.peer == peer)?;
-    line.metrics.get(&metric).map(|cell| cell.median)
+    line.metrics.get(&metric).map(|summary| summary.median)
 }
 
 impl fmt::Display for Report {
@@ -261,7 +261,7 @@ impl fmt::Display for Report {
         writeln!(f)?;
         let (loads, others): (Vec<&Line>, Vec<&Line>) = self.lines.iter().partition(|line| line.is_load());
         for line in loads {
-            write!(f, "{:<14}{:<18}", name(line.row), name(line.peer))?;
+            write!(f, "{:<14}{:<18}", json_name(line.row), json_name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
                 write!(f, "{:>16}", line.text(metric, decimals))?;
             }
@@ -270,20 +270,20 @@ impl fmt::Display for Report {
         writeln!(f)?;
         for line in others {
             for metric in line.metrics.keys() {
-                let row = format!("{}.{}", name(line.row), name(*metric));
-                writeln!(f, "{row:<36}{:<18}{:>16}", name(line.peer), line.text(*metric, 1))?;
+                let row = format!("{}.{}", json_name(line.row), json_name(*metric));
+                writeln!(f, "{row:<36}{:<18}{:>16}", json_name(line.peer), line.text(*metric, 1))?;
             }
         }
         writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "budget", "tulle", "ratio", "wanted")?;
         for check in &self.budgets {
-            let figure = format!("{}.{}", name(check.row), name(check.metric));
+            let figure = format!("{}.{}", json_name(check.row), json_name(check.metric));
             let number = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"));
             let (value, ratio) = (number(check.value), number(check.ratio));
             writeln!(
                 f,
                 "{figure:<34}{value:>12}{ratio:>9}  {:<26}{}",
                 check.budget,
-                name(check.result)
+                json_name(check.result)
             )?;
         }
         Ok(())
@@ -323,19 +323,19 @@ mod tests {
 
     #[test]
     fn medians_of_even_counts_are_the_mean_of_the_middle_two() {
-        let cell = Cell::of(vec![9.0, 1.0, 2.0]).unwrap();
+        let summary = MetricSummary::of(vec![9.0, 1.0, 2.0]).unwrap();
         assert_eq!(
-            cell,
-            Cell {
+            summary,
+            MetricSummary {
                 median: 2.0,
                 min: 1.0,
                 max: 9.0,
                 n: 3
             }
         );
-        assert_eq!(cell.spread(), 400.0);
-        assert_eq!(Cell::of(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
-        assert_eq!(Cell::of(vec![]), None);
+        assert_eq!(summary.spread(), 400.0);
+        assert_eq!(MetricSummary::of(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
+        assert_eq!(MetricSummary::of(vec![]), None);
     }
 
     #[test]

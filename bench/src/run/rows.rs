@@ -53,8 +53,8 @@ pub(crate) enum Row {
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar only; the client has none.
     InboundOnly,
-    /// HTTP/1 on 64 connections without routes, measured directly before the two rows that are compared with it, because the speed
-    /// of the machine varies over time.
+    /// HTTP/1 on 64 connections without routes, measured directly before the two scenarios that are compared with it, because
+    /// the speed of the machine varies over time.
     HttpC64Baseline,
     /// HTTP/1 on 64 connections, with routes that have retries, timeouts, a filter and their own authorization.
     Routed,
@@ -68,7 +68,7 @@ pub(crate) enum Row {
     #[value(name = "workers-2")]
     #[serde(rename = "workers-2")]
     TwoWorkers,
-    /// Allocations per request of tulle, measured with the counting build.
+    /// Allocations per request of tulle, measured with a build whose allocator counts.
     Allocations,
 }
 

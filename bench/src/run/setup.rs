@@ -89,7 +89,7 @@ pub(super) struct Setup {
 }
 
 /// The name of a value in JSON.
-pub(super) fn name(value: impl Serialize) -> String {
+pub(super) fn json_name(value: impl Serialize) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(name)) => name,
         other => format!("{other:?}"),

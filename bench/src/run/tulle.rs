@@ -156,7 +156,7 @@ impl Proxies<'_> {
             Build::Shipped => testbed::as_proxy(namespace, installed(program)?),
             Build::Counting => {
                 let mut command = testbed::as_proxy(namespace, installed(COUNTING_PROXY)?);
-                command.arg(COUNTER);
+                command.arg(ALLOCATION_COUNTER_ADDR);
                 command
             }
             Build::Callgrind => {
@@ -164,7 +164,7 @@ impl Proxies<'_> {
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
                 chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
                 let mut command = testbed::as_proxy(namespace, "valgrind");
-                command.args(callgrind::arguments(&callgrind::out(testbed, side)));
+                command.args(callgrind::arguments(&callgrind::dump_path(testbed, side)));
                 command.arg(installed(program)?);
                 command
             }
@@ -221,7 +221,7 @@ pub(super) struct AllocationCounts {
 pub(super) fn read_allocations(namespace: &Namespace) -> anyhow::Result<AllocationCounts> {
     let read = || -> std::io::Result<String> {
         let mut answer = String::new();
-        TcpStream::connect(COUNTER)?.read_to_string(&mut answer)?;
+        TcpStream::connect(ALLOCATION_COUNTER_ADDR)?.read_to_string(&mut answer)?;
         Ok(answer)
     };
     let answer = namespace.run(read)?.context("asking the counting proxy")?;
@@ -277,7 +277,7 @@ fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
 }
 
 /// Listen address for the counters of the counting proxy.
-const COUNTER: &str = "127.0.0.1:4199";
+const ALLOCATION_COUNTER_ADDR: &str = "127.0.0.1:4199";
 const NAMESPACE: &str = "bench";
 const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
 /// Labels of a counter that is incremented only for a verified client certificate and an AuthorizationPolicy.

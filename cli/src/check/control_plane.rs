@@ -209,7 +209,7 @@ fn init_is_root_under_docker(snapshot: &Snapshot) -> CheckResult {
 
 fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
     let sets = snapshot.replica_sets.as_ref()?.iter();
-    let late: Vec<_> = sets
+    let unready: Vec<_> = sets
         .filter(|set| set.labels().contains_key(COMPONENT))
         .filter_map(|set| {
             let wanted = set.spec.as_ref().and_then(|spec| spec.replicas).unwrap_or(1);
@@ -221,10 +221,10 @@ fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
             (ready < wanted).then(|| format!("{}: {ready} of {wanted} replicas are ready", set.name_any()))
         })
         .collect();
-    if late.is_empty() {
+    if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &late), describe_pods(snapshot)))
+    Err(error(listing("not ready:", &unready), describe_pods(snapshot)))
 }
 
 fn describe_pods(snapshot: &Snapshot) -> String {
@@ -264,7 +264,7 @@ fn all_pods_are_schedulable(snapshot: &Snapshot) -> CheckResult {
 
 fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
     let pods = pods(snapshot)?;
-    let mut late = Vec::new();
+    let mut unready = Vec::new();
     for component in COMPONENTS {
         let mut count = 0;
         for pod in &pods {
@@ -273,17 +273,17 @@ fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
             }
             count += 1;
             if let Some(why) = not_ready(pod) {
-                late.push(format!("{}: {why}", pod.name_any()));
+                unready.push(format!("{}: {why}", pod.name_any()));
             }
         }
         if count == 0 {
-            late.push(format!("there is no pod of linkerd-{component}"));
+            unready.push(format!("there is no pod of linkerd-{component}"));
         }
     }
-    if late.is_empty() {
+    if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &late), describe_pods(snapshot)))
+    Err(error(listing("not ready:", &unready), describe_pods(snapshot)))
 }
 
 /// Why a pod is not ready. The state of a container that cannot start is more specific than the pod's conditions.

@@ -117,16 +117,16 @@ fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
             "kubectl annotate namespace NAMESPACE linkerd.io/inject=enabled, and then kubectl rollout restart its workloads",
         ));
     }
-    let late: Vec<_> = pods
+    let unready: Vec<_> = pods
         .iter()
         .filter(|pod| !proxy_status(pod).is_some_and(|status| status.ready))
         .map(|pod| full_name(pod))
         .collect();
-    if late.is_empty() {
+    if unready.is_empty() {
         return Ok(());
     }
     Err(error(
-        listing("the proxies of these pods are not ready:", &late),
+        listing("the proxies of these pods are not ready:", &unready),
         "kubectl logs POD -c linkerd-proxy shows why",
     ))
 }
@@ -134,7 +134,7 @@ fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
 /// Pods without a proxy that the injector would inject, decided by the injector's code.
 fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let config = injection::Config {
-        values: snapshot.injection()?,
+        values: snapshot.injector_values()?,
         control_plane_namespace: snapshot.scope.control_plane_namespace.clone(),
         origin: injection::InjectionOrigin::Webhook,
     };
@@ -150,7 +150,7 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             .iter()
             .find(|namespace| namespace.name_any() == name);
         let labels = namespace.map_or(&no_entries, |namespace| namespace.labels());
-        let is_in_scope = audit::is_selected(injector, labels, pod.labels());
+        let is_selected_by_webhook = audit::is_selected(injector, labels, pod.labels());
         let target = injection::InjectionTarget {
             pointer: &[],
             metadata: Some(&pod.metadata),
@@ -159,7 +159,7 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             namespace_annotations: namespace.map_or(&no_entries, |namespace| namespace.annotations()),
             owner: None,
         };
-        if is_in_scope && matches!(injection::decide(&config, &target), injection::Decision::Inject(_)) {
+        if is_selected_by_webhook && matches!(injection::decide(&config, &target), injection::Decision::Inject(_)) {
             missed.push(pod);
         }
     }
@@ -214,6 +214,7 @@ fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
         &names(&remaining),
     );
     Err(match uninjected {
+        // This command cannot decide on injection itself (an object cannot be read), so the audit is the only evidence.
         Err(_) => error(what, recreate_commands(&remaining)),
         // The annotations changed after the audit, or the injector has not read the new values yet.
         Ok(_) => warning(what, recreate_commands(&remaining)),
@@ -389,7 +390,7 @@ fn service_name(service: &Service) -> String {
 /// The client's proxy reads the Service's annotation and the server's proxy the pod's, so both must list the same opaque ports.
 fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed(snapshot)?;
-    let default = snapshot.injection()?.proxy.opaque_ports;
+    let default = snapshot.injector_values()?.proxy.opaque_ports;
     let mut problems = BTreeSet::new();
     for service in services(snapshot)? {
         let Some(spec) = &service.spec else { continue };

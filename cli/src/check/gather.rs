@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use tulle_control::injector_webhook::audit::AuditFindings;
 
 use super::scope::{Mode, Scope};
-use super::snapshot::{Access, AccessScope, ListError, ListResult, Snapshot};
+use super::snapshot::{ListError, ListResult, Permission, PermissionScope, Snapshot};
 use super::trust::WEBHOOKS;
 use super::{control_plane, data_plane, platform};
 use crate::certificates::Certificate;
@@ -81,7 +81,7 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
     fetch_mode_specific(cluster, snapshot).await;
 }
 
-/// The namespaces whose pods are listed again; `None` means all pods, also if they could not be listed before.
+/// The namespaces whose pods are listed again. `None`: the pods of all namespaces, also after an earlier failure.
 fn namespaces_to_refresh(snapshot: &Snapshot) -> Option<BTreeSet<String>> {
     let scope = &snapshot.scope;
     let selected = scope.namespace.clone().filter(|_| scope.mode == Mode::Proxy);
@@ -227,13 +227,13 @@ async fn list_all<K: Clone + DeserializeOwned + Debug>(
     })
 }
 
-async fn check_access(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
+async fn check_access(cluster: &Cluster) -> BTreeMap<Permission, Result<bool, String>> {
     let api: Api<SelfSubjectAccessReview> = Api::all(cluster.client.clone());
-    let reviews = platform::accesses().into_iter().map(|access| {
+    let reviews = platform::required_permissions().into_iter().map(|access| {
         let api = api.clone();
         let namespace = match access.scope {
-            AccessScope::Cluster => None,
-            AccessScope::Namespace => Some(cluster.control_plane_namespace.clone()),
+            PermissionScope::Cluster => None,
+            PermissionScope::Namespace => Some(cluster.control_plane_namespace.clone()),
         };
         async move {
             let review = SelfSubjectAccessReview {
@@ -332,7 +332,7 @@ async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Resul
     )
     .await;
     let findings =
-        page.and_then(|page| serde_json::from_str(&page).context("the injector's audit is not what it writes"));
+        page.and_then(|page| serde_json::from_str(&page).context("parsing the injector's audit page as JSON"));
     Some(findings.map_err(|error| format!("{error:#}")))
 }
 

@@ -115,10 +115,12 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let mut reports = Vec::new();
     let mut last_message = None;
     for category in categories(&snapshot) {
-        let (report, failure_mode) = loop {
-            let (report, waiting, failure_mode) = run_category(&category, &snapshot);
-            let Some(what) = waiting.filter(|_| Instant::now() < deadline) else {
-                break (report, failure_mode);
+        let CategoryRun {
+            report, failure_mode, ..
+        } = loop {
+            let run = run_category(&category, &snapshot);
+            let Some(what) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
+                break run;
             };
             if last_message.replace(what) != Some(what) {
                 eprintln!("waiting for: {what}");
@@ -126,7 +128,7 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
             sleep(REFRESH_INTERVAL).await;
             match cluster {
                 Ok(cluster) => Box::pin(gather::refresh(cluster, &mut snapshot)).await,
-                Err(_) => break (report, failure_mode),
+                Err(_) => break run,
             }
         };
         let text = match args.output {
@@ -143,11 +145,18 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     Ok(reports)
 }
 
+/// The results of one run of a category.
+struct CategoryRun {
+    report: CategoryReport,
+    /// The description of the first failed check that can succeed later.
+    first_retryable_failure: Option<&'static str>,
+    /// `Abort` after the failure of a check without which the others make no sense.
+    failure_mode: FailureMode,
+}
+
 /// Runs the checks of a category and stops after a fatal failure.
-///
-/// Also returns the first failure that is worth repeating.
-fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Option<&'static str>, FailureMode) {
-    let mut waiting = None;
+fn run_category(category: &Category, snapshot: &Snapshot) -> CategoryRun {
+    let mut first_retryable_failure = None;
     let mut failure_mode = FailureMode::Continue;
     let mut checks = Vec::new();
     for check in &category.checks {
@@ -157,7 +166,7 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Op
             .is_err_and(|problem| problem.severity == problem::Severity::Error);
         checks.push(CheckReport::new(check.description, result));
         if failed && check.retry == RetryPolicy::UntilTimeout {
-            waiting.get_or_insert(check.description);
+            first_retryable_failure.get_or_insert(check.description);
         }
         if failed && check.on_failure == FailureMode::Abort {
             failure_mode = FailureMode::Abort;
@@ -168,7 +177,11 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> (CategoryReport, Op
         name: category.name,
         checks,
     };
-    (report, waiting, failure_mode)
+    CategoryRun {
+        report,
+        first_retryable_failure,
+        failure_mode,
+    }
 }
 
 /// The checks of this mode, in order.

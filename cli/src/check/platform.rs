@@ -4,7 +4,7 @@ use kube::ResourceExt as _;
 
 use super::category::{Category, Check};
 use super::problem::{CheckResult, Problem, error, listing, warning};
-use super::snapshot::{Access, AccessScope, Snapshot};
+use super::snapshot::{Permission, PermissionScope, Snapshot};
 
 pub(super) fn kubernetes_api() -> Category {
     Category {
@@ -67,8 +67,8 @@ pub(super) fn pre_kubernetes_setup() -> Category {
     }
 }
 
-/// All permissions of the user that the checks need.
-pub(super) fn accesses() -> Vec<Access> {
+/// The permissions that an installation needs.
+pub(super) fn required_permissions() -> Vec<Permission> {
     let mut all = CLUSTER_PERMISSIONS.to_vec();
     all.extend_from_slice(ROLE_PERMISSIONS);
     all.extend(["serviceaccounts", "services", "configmaps", "secrets"].map(|name| namespaced("create", "", name)));
@@ -77,25 +77,25 @@ pub(super) fn accesses() -> Vec<Access> {
     all
 }
 
-const fn cluster_wide(group: &'static str, resource: &'static str) -> Access {
-    Access {
+const fn cluster_wide(group: &'static str, resource: &'static str) -> Permission {
+    Permission {
         verb: "create",
         group,
         resource,
-        scope: AccessScope::Cluster,
+        scope: PermissionScope::Cluster,
     }
 }
 
-const fn namespaced(verb: &'static str, group: &'static str, resource: &'static str) -> Access {
-    Access {
+const fn namespaced(verb: &'static str, group: &'static str, resource: &'static str) -> Permission {
+    Permission {
         verb,
         group,
         resource,
-        scope: AccessScope::Namespace,
+        scope: PermissionScope::Namespace,
     }
 }
 
-const CLUSTER_PERMISSIONS: &[Access] = &[
+const CLUSTER_PERMISSIONS: &[Permission] = &[
     cluster_wide("", "namespaces"),
     cluster_wide("rbac.authorization.k8s.io", "clusterroles"),
     cluster_wide("rbac.authorization.k8s.io", "clusterrolebindings"),
@@ -105,7 +105,7 @@ const CLUSTER_PERMISSIONS: &[Access] = &[
     cluster_wide("apiregistration.k8s.io", "apiservices"),
 ];
 
-const ROLE_PERMISSIONS: &[Access] = &[
+const ROLE_PERMISSIONS: &[Permission] = &[
     namespaced("create", "rbac.authorization.k8s.io", "roles"),
     namespaced("create", "rbac.authorization.k8s.io", "rolebindings"),
 ];
@@ -200,7 +200,7 @@ fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-fn has_permissions(snapshot: &Snapshot, wanted: &[Access]) -> CheckResult {
+fn has_permissions(snapshot: &Snapshot, wanted: &[Permission]) -> CheckResult {
     let mut denied = Vec::new();
     for access in wanted {
         let name = match access.group {
@@ -232,8 +232,8 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Access]) -> CheckResult {
             "act as an administrator (--as USER, --context NAME); ask `kubectl auth can-i {} {name}{}`",
             first.verb,
             match first.scope {
-                AccessScope::Cluster => String::new(),
-                AccessScope::Namespace => format!(" -n {}", snapshot.scope.control_plane_namespace),
+                PermissionScope::Cluster => String::new(),
+                PermissionScope::Namespace => format!(" -n {}", snapshot.scope.control_plane_namespace),
             }
         ),
     ))

@@ -33,8 +33,8 @@ pub(super) enum Outcome {
 }
 
 impl CheckReport {
-    pub(super) fn new(description: &'static str, judgement: Result<(), Problem>) -> Self {
-        let (result, problem) = match judgement {
+    pub(super) fn new(description: &'static str, result: Result<(), Problem>) -> Self {
+        let (result, problem) = match result {
             Ok(()) => (Outcome::Success, None),
             Err(problem) if problem.severity == Severity::Warning => (Outcome::Warning, Some(problem)),
             Err(problem) => (Outcome::Error, Some(problem)),

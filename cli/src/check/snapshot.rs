@@ -40,7 +40,7 @@ pub(super) struct Snapshot {
     /// The version of Kubernetes, such as `v1.34.2`.
     pub(super) kubernetes: Result<String, String>,
     /// Whether the user has each permission that an installation needs.
-    pub(super) access: BTreeMap<Access, Result<bool, String>>,
+    pub(super) access: BTreeMap<Permission, Result<bool, String>>,
     /// Certificates that webhooks present, by Service name.
     pub(super) webhook_certificates: BTreeMap<String, Result<Certificate, String>>,
     /// Certificate chains that proxies present, by `namespace/pod`.
@@ -73,15 +73,15 @@ pub(super) struct Snapshot {
 
 /// A permission that an installation needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Access {
+pub(super) struct Permission {
     pub(super) verb: &'static str,
     pub(super) group: &'static str,
     pub(super) resource: &'static str,
-    pub(super) scope: AccessScope,
+    pub(super) scope: PermissionScope,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum AccessScope {
+pub(super) enum PermissionScope {
     Cluster,
     Namespace,
 }
@@ -141,7 +141,7 @@ impl Snapshot {
     }
 
     /// The same values, parsed by the injector's code.
-    pub(super) fn injection(&self) -> Result<injection::values::Values, Problem> {
+    pub(super) fn injector_values(&self) -> Result<injection::values::Values, Problem> {
         injection::values::Values::from_yaml(self.values_text()?).map_err(|problem| {
             let cause = std::error::Error::source(&problem)
                 .map(|cause| format!(": {cause}"))

@@ -170,18 +170,18 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
-    let odd: Vec<_> = anchors(snapshot)?
+    let unsupported: Vec<_> = anchors(snapshot)?
         .iter()
         .filter(|anchor| !matches!(anchor.key, Key::EcdsaP256 | Key::Rsa(2048 | 4096)))
         .map(|anchor| format!("{}: {:?}", anchor.name, anchor.key))
         .collect();
-    if odd.is_empty() {
+    if unsupported.is_empty() {
         return Ok(());
     }
     Err(error(
         listing(
             "trust anchors need an ECDSA P-256 key, or RSA of 2048 or 4096 bits:",
-            &odd,
+            &unsupported,
         ),
         rotation(snapshot, Authority::TrustAnchor),
     ))
@@ -472,17 +472,17 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
 
 fn proxies_match(snapshot: &Snapshot) -> CheckResult {
     let anchors = anchors(snapshot)?;
-    let mut strange = Vec::new();
-    let mut silent = Vec::new();
+    let mut untrusted = Vec::new();
+    let mut unreadable = Vec::new();
     for (pod, chain) in &snapshot.proxy_certificates {
         match chain {
-            Err(why) => silent.push(format!("{pod}: {why}")),
+            Err(why) => unreadable.push(format!("{pod}: {why}")),
             Ok(chain) if !chains_to(chain, &anchors) => {
-                strange.push(format!(
+                untrusted.push(format!(
                     "{pod} has a certificate that chains to none of the trust anchors"
                 ));
             }
-            Ok(chain) => strange.extend(
+            Ok(chain) => untrusted.extend(
                 chain
                     .first()
                     .and_then(|leaf| validity_problem(leaf, snapshot.now))
@@ -490,15 +490,15 @@ fn proxies_match(snapshot: &Snapshot) -> CheckResult {
             ),
         }
     }
-    if !strange.is_empty() {
+    if !untrusted.is_empty() {
         return Err(error(
-            listing("these proxies cannot connect to other proxies:", &strange),
+            listing("these proxies cannot connect to other proxies:", &untrusted),
             "kubectl rollout restart their workloads, so that they get the current trust anchors",
         ));
     }
-    if !silent.is_empty() {
+    if !unreadable.is_empty() {
         return Err(warning(
-            listing("no certificate could be read from:", &silent),
+            listing("no certificate could be read from:", &unreadable),
             "kubectl logs POD -c linkerd-proxy shows why; reading certificates requires permission to create pods/portforward",
         ));
     }

@@ -22,7 +22,7 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
 }
 
 /// Number of responses by replica of a service, over all edges to it.
-pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
+pub(super) fn responses_by_replica(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
     let mut answers = BTreeMap::new();
     for row in rows
         .iter()
@@ -105,7 +105,7 @@ fn check_balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<S
         .workloads
         .iter()
         .filter(|workload| matches!(workload.app, App::Web(delay) if !delay.is_zero()));
-    let answers = replicas(rows, "web");
+    let answers = responses_by_replica(rows, "web");
     let all: u64 = answers.values().sum();
     let share = |name: &str| answers.get(name).map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64);
     match balancer {

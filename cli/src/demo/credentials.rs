@@ -26,8 +26,8 @@ impl Credentials {
             anchor,
         };
         fs::write(credentials.anchors(), &credentials.anchor.certificate).context("writing the trust anchor")?;
-        rundir::directory(&credentials.issuer())?;
-        rundir::directory(&credentials.token_keys())?;
+        rundir::create_public_directory(&credentials.issuer())?;
+        rundir::create_public_directory(&credentials.token_keys())?;
         credentials.rotate_issuer(topology)?;
         let keys = trust::create_token_keys().context("creating the keys of join tokens")?;
         fs::write(credentials.token_keys().join("demo.pem"), &keys.public).context("writing the token key")?;
@@ -41,7 +41,7 @@ impl Credentials {
                 .with_context(|| format!("creating the join token of {}", workload.name))?;
             let path = credentials.token(workload);
             trust::write_secret(&path, &token).context("writing a join token")?;
-            rundir::chown_private(&path, PROXY_UID)?;
+            rundir::give_to_user(&path, PROXY_UID)?;
         }
         Ok(credentials)
     }
@@ -56,7 +56,7 @@ impl Credentials {
             .write(&new(CERTIFICATE), &new(KEY))
             .context("writing the issuer")?;
         for file in [KEY, CERTIFICATE] {
-            rundir::chown_private(&new(file), CONTROL_UID)?;
+            rundir::give_to_user(&new(file), CONTROL_UID)?;
             // Renamed into place, so that readers never see a partial file.
             fs::rename(new(file), self.issuer().join(file))
                 .with_context(|| format!("replacing the issuer's {file}"))?;

@@ -67,7 +67,7 @@ pub(super) fn edges(topology: &Topology) -> Vec<Edge> {
             Client::Load => (
                 topology.service_addr(service, port)?,
                 Identities {
-                    client: topology.load().map(|load| load.identity.clone()),
+                    client: topology.load_workload().map(|load| load.identity.clone()),
                     server: Some(first.0.identity.clone()),
                 },
             ),
@@ -124,7 +124,8 @@ impl Edge {
             Protocol::Tcp => {
                 // A new connection for each exchange, to detect connections whose first bytes stall.
                 arguments.extend(["--reconnect", "--body-size", "65536"].map(str::to_owned));
-                // The client outside the mesh does not wait for the greeting, because a silent client is refused only at a timeout.
+                // The client outside the mesh does not wait for the greeting, because the proxy waits for the client's first bytes
+                // and refuses it only after the timeout of protocol detection.
                 if self.client == Client::Load {
                     arguments.extend(["--expect-greeting", "hello"].map(str::to_owned));
                 }

@@ -16,7 +16,7 @@ impl Demo {
     pub(super) async fn inject_fault(&mut self, request: FaultRequest) -> FaultResponse {
         match self.try_inject_fault(request).await {
             Ok(what) => {
-                self.event(&what);
+                self.record_event(&what);
                 FaultResponse::Done(what)
             }
             Err(err) => FaultResponse::Refused(format!("{err:#}")),
@@ -127,7 +127,7 @@ impl Demo {
         }
         self.active_faults = still_broken;
         for event in events {
-            self.event(&event);
+            self.record_event(&event);
         }
         Ok(())
     }

@@ -101,7 +101,7 @@ pub(super) async fn send_request(fault: Fault, length: Duration) -> anyhow::Resu
     .await
     .context("the demo does not answer")?
     .with_context(context)?;
-    match serde_json::from_str(&answer).context("the demo's answer makes no sense")? {
+    match serde_json::from_str(&answer).context("parsing the demo's answer")? {
         FaultResponse::Done(what) => Ok(what),
         FaultResponse::Refused(why) => bail!("the demo refused: {why}"),
     }

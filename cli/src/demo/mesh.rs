@@ -132,7 +132,7 @@ pub(super) fn print_progress(what: &str) {
 
 impl DemoMesh {
     /// Starts a load generator on this host.
-    pub(super) fn load(&self, host: &str, name: String, args: Vec<String>) -> anyhow::Result<Process> {
+    pub(super) fn start_load_generator(&self, host: &str, name: String, args: Vec<String>) -> anyhow::Result<Process> {
         let host = self
             .hosts
             .get(host)
@@ -403,7 +403,7 @@ impl Binaries {
                 .with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
             Ok(to)
         };
-        rundir::directory(into)?;
+        rundir::create_public_directory(into)?;
         Ok(Self {
             proxy: install("tulle-proxy")?,
             init: install("tulle-init")?,

@@ -11,7 +11,7 @@ mod credentials;
 mod edges;
 mod fault_injection;
 mod faults;
-mod load;
+mod load_reports;
 mod manifests;
 mod mesh;
 mod options;
@@ -44,7 +44,7 @@ pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
         Some(Action::Cleanup { demo }) => return cleanup::main(demo).map(|()| ExitCode::SUCCESS),
         Some(Action::Break { fault, length }) => return break_running(fault, length),
     }
-    netns::enter_user_namespace(&[process::PROXY_UID, process::APP_UID, process::CONTROL_UID])
+    netns::rerun_as_namespace_root(&[process::PROXY_UID, process::APP_UID, process::CONTROL_UID])
         .context("the demo creates network namespaces, which requires root or a user namespace")?;
     runtime()?.block_on(run::main(args))
 }

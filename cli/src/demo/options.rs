@@ -13,8 +13,8 @@ use super::faults::Fault;
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(super) action: Option<Action>,
-    /// Run for this many seconds, check the result, and exit. After a quarter of a run of at least 20 seconds, the control plane is
-    /// stopped for 10 seconds
+    /// Run for this many seconds, check the result, and exit. If SECONDS is at least 20, the control plane is stopped for 10
+    /// seconds after the first quarter of the run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(5..=3600))]
     pub(super) once: Option<u64>,
     /// How the load generator's sidecar balances over web's replicas

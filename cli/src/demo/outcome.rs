@@ -29,7 +29,7 @@ impl<'a> Outcome<'a> {
         problems: &'a [String],
     ) -> Self {
         let shares = |service| {
-            let answers = checks::replicas(edges, service);
+            let answers = checks::responses_by_replica(edges, service);
             let all: u64 = answers.values().sum();
             let share = |n| n as f64 / all.max(1) as f64;
             (service, answers.into_iter().map(|(name, n)| (name, share(n))).collect())

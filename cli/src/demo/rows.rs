@@ -6,7 +6,7 @@ use serde::Serialize;
 use tulle_core::metrics::samples::{Sample, Samples};
 
 use super::edges::{Client, Edge, Protocol};
-use super::load::{LatencyMs, Report, Reports};
+use super::load_reports::{LatencyMs, Report, Reports};
 
 /// The last scrape of each sidecar, by workload.
 pub(super) type Scrapes = BTreeMap<String, Samples>;
@@ -169,7 +169,7 @@ fn join_identities(ids: BTreeSet<String>) -> Option<String> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::edges::{edges, tests::topology};
-    use super::super::load::tests::INTERVAL;
+    use super::super::load_reports::tests::INTERVAL;
     use super::*;
 
     /// Metrics that sidecars served after a few seconds, shortened.

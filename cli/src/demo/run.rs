@@ -20,7 +20,7 @@ use super::checks;
 use super::cleanup::CleanupProcess;
 use super::edges::{Client, edges};
 use super::faults::{Fault, FaultRequest, FaultResponse, Listener};
-use super::load::Reports;
+use super::load_reports::Reports;
 use super::mesh::{self, DemoMesh, MeshOptions, print_progress};
 use super::options::{Args, Balancer, Output};
 use super::outcome::Outcome;
@@ -49,14 +49,14 @@ pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::FAILURE);
         }
     };
-    match problems {
-        Ok(problems) if problems.is_empty() => Ok(ExitCode::SUCCESS),
-        failed => {
-            dir.keep_logs();
-            print_progress(&format!("the logs of all processes are in {}", dir.logs().display()));
-            failed.map(|_| ExitCode::FAILURE)
-        }
-    }
+    let outcome = match problems {
+        Ok(problems) if problems.is_empty() => return Ok(ExitCode::SUCCESS),
+        Ok(_) => Ok(ExitCode::FAILURE),
+        Err(error) => Err(error),
+    };
+    dir.keep_logs();
+    print_progress(&format!("the logs of all processes are in {}", dir.logs().display()));
+    outcome
 }
 
 /// Runs a mesh that has been built, and returns the problems.
@@ -73,10 +73,10 @@ impl Demo {
         let (mut generators, mut readers) = (Vec::new(), JoinSet::new());
         for (at, edge) in edges.iter().enumerate() {
             let host = match edge.client {
-                Client::Load => mesh.topology.load().map_or("load", |load| load.name.as_str()),
+                Client::Load => mesh.topology.load_workload().map_or("load", |load| load.name.as_str()),
                 Client::Outside => "outside",
             };
-            let mut generator = mesh.load(host, edge.file_name(), edge.arguments())?;
+            let mut generator = mesh.start_load_generator(host, edge.file_name(), edge.arguments())?;
             if let Some(output) = generator.take_output() {
                 readers.spawn(read_lines(at, output, sender.clone()));
             }
@@ -236,7 +236,7 @@ impl Demo {
         for failure in found {
             // A process that stays down is found again each second, but reported once.
             if !self.unexpected_failures.contains(&failure) {
-                self.event(&failure);
+                self.record_event(&failure);
                 self.unexpected_failures.push(failure);
             }
         }

@@ -27,13 +27,13 @@ impl RunDir {
             }
             _ => ensure_own_directory(&base)?,
         }
-        directory(&base)?;
+        create_public_directory(&base)?;
         let path = base.join(std::process::id().to_string());
         // An earlier process with the same id may have left its logs there.
         let _ = fs::remove_dir_all(&path);
-        directory(&path)?;
+        create_public_directory(&path)?;
         for part in [BIN, LOGS, MANIFESTS, CREDENTIALS] {
-            directory(&path.join(part))?;
+            create_public_directory(&path.join(part))?;
         }
         Ok(Self {
             path,
@@ -115,17 +115,17 @@ pub(super) fn running_socket() -> Option<PathBuf> {
     let running = run_directories()
         .filter(|run| is_alive(run))
         .map(|run| run.join(SOCKET));
-    let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
-    running.filter(|path| path.exists()).max_by_key(age)
+    let modified_at = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
+    running.filter(|path| path.exists()).max_by_key(modified_at)
 }
 
-/// Makes a file readable by one user only.
-pub(super) fn chown_private(path: &Path, uid: u32) -> anyhow::Result<()> {
+/// Gives a file, which already has mode 0600, to a user.
+pub(super) fn give_to_user(path: &Path, uid: u32) -> anyhow::Result<()> {
     chown(path, Some(uid), Some(uid)).with_context(|| format!("giving {} to user {uid}", path.display()))
 }
 
 /// Creates a directory that all users can enter and read, whatever the umask is.
-pub(super) fn directory(path: &Path) -> anyhow::Result<()> {
+pub(super) fn create_public_directory(path: &Path) -> anyhow::Result<()> {
     let made = match fs::DirBuilder::new().mode(0o755).create(path) {
         Err(err) if err.kind() != io::ErrorKind::AlreadyExists => Err(err),
         _ => fs::set_permissions(path, fs::Permissions::from_mode(0o755)),

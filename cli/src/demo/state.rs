@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::active_fault::ActiveFault;
 use super::edges::{Client, Edge};
 use super::faults::Listener;
-use super::load::Reports;
+use super::load_reports::Reports;
 use super::mesh::DemoMesh;
 use super::options::Balancer;
 use super::process::Process;
@@ -45,7 +45,7 @@ impl Demo {
         permitted.map(|(_, reports)| reports.failed).sum()
     }
 
-    pub(super) fn event(&mut self, what: &str) {
+    pub(super) fn record_event(&mut self, what: &str) {
         self.events
             .push(format!("{}  {what}", clock(self.started_at.elapsed())));
     }

@@ -20,7 +20,7 @@ pub(super) struct View<'a> {
 /// Renders the view. No line is longer than `width` characters.
 pub(super) fn render(view: &View<'_>, width: usize) -> String {
     let mut lines = vec![view.title.clone(), String::new()];
-    lines.extend(columns(view.rows));
+    lines.extend(table_lines(view.rows));
     for (service, replicas) in view.services {
         lines.push(String::new());
         lines.extend(shares(view.rows, service, replicas));
@@ -42,7 +42,7 @@ pub(super) fn render(view: &View<'_>, width: usize) -> String {
     text
 }
 
-fn columns(rows: &[Row]) -> Vec<String> {
+fn table_lines(rows: &[Row]) -> Vec<String> {
     let titles = [
         "CLIENT",
         "SERVICE",
@@ -76,7 +76,7 @@ fn columns(rows: &[Row]) -> Vec<String> {
 }
 
 fn row(row: &Row) -> [String; 11] {
-    let latency = |pick: fn(&super::load::LatencyMs) -> f64| {
+    let latency = |pick: fn(&super::load_reports::LatencyMs) -> f64| {
         row.latency_ms
             .as_ref()
             .map_or_else(dash, |latency| milliseconds(pick(latency)))
@@ -107,7 +107,7 @@ fn row(row: &Row) -> [String; 11] {
 
 /// One line per replica: its share, as a number and as a bar.
 fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<String> {
-    let answers = checks::replicas(rows, service);
+    let answers = checks::responses_by_replica(rows, service);
     let all: u64 = answers.values().sum();
     let mut lines = vec![format!("REPLICAS OF {service}")];
     for (name, note) in replicas {

@@ -108,7 +108,7 @@ impl Topology {
     }
 
     /// The workload that runs the load generators.
-    pub(super) fn load(&self) -> Option<&Workload> {
+    pub(super) fn load_workload(&self) -> Option<&Workload> {
         self.workloads.iter().find(|workload| workload.app == App::Load)
     }
 
@@ -326,7 +326,7 @@ fn check_addresses(workloads: &[Labelled]) -> Result<(), TopologyError> {
             )));
         }
         if let Some(other) = taken.insert(workload.ip, &workload.name) {
-            return Err(refuse(format!("{} is the address of {other} already", workload.ip)));
+            return Err(refuse(format!("{} is already the address of {other}", workload.ip)));
         }
         let short = workload.name.len() <= MAX_NAME_LENGTH;
         if !short || !workload.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
@@ -384,7 +384,7 @@ mod tests {
             topology.workload("web-3").unwrap().app,
             App::Web(Duration::from_millis(50))
         );
-        assert_eq!(topology.load().unwrap().service_account, "load");
+        assert_eq!(topology.load_workload().unwrap().service_account, "load");
         assert_eq!(
             topology.service_addr("web", "grpc").unwrap().to_string(),
             "10.96.0.10:9090"
@@ -410,7 +410,7 @@ mod tests {
         check(
             "10.77.0.12",
             "10.77.0.11",
-            "ExternalWorkload web-2: 10.77.0.11 is the address of web-1 already",
+            "ExternalWorkload web-2: 10.77.0.11 is already the address of web-1",
         );
         check(
             "10.77.0.31",

@@ -60,6 +60,11 @@ impl QueryContext<'_> {
             .await
     }
 
+    /// Whether the address of the policy service is given, so that no cluster is needed.
+    pub(super) fn has_policy_addr(&self) -> bool {
+        self.args.policy_addr.is_some()
+    }
+
     pub(super) async fn connect(&self, addr: Option<&Addr>, port: u16, flag: &str) -> anyhow::Result<Channel> {
         if let Some(addr) = addr {
             let connected = client::connect_plaintext(addr).await;

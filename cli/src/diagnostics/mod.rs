@@ -36,7 +36,7 @@ enum Query {
     /// The metrics of the control plane
     ControllerMetrics,
     /// The metrics of proxies
-    ProxyMetrics(metrics::Proxies),
+    ProxyMetrics(metrics::ProxyMetricsArgs),
 }
 
 /// Sends the query and prints the response.

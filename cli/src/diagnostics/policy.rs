@@ -5,7 +5,7 @@ use std::num::NonZeroU16;
 
 use anyhow::Context as _;
 use kube::ResourceExt as _;
-use serde_json::json;
+use serde_json::{Value, json};
 use tonic::Code;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
@@ -41,8 +41,8 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
                 kind: Kind::Service,
                 name: Some(name),
             }) => {
-                let values = config::values(&query_context.flags.connect().await?).await?;
-                let domain = values["clusterDomain"].as_str().unwrap_or("cluster.local");
+                let values = async { config::values(&query_context.flags.connect().await?).await }.await;
+                let domain = cluster_domain(values, query_context.has_policy_addr())?;
                 outbound(
                     query_context,
                     &format!("{name}.{namespace}.svc.{domain}:{port}"),
@@ -63,6 +63,21 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
         },
         (None, ..) => anyhow::bail!("a resource and a port are required, or --outbound"),
     }
+}
+
+/// The domain of Services. A control plane whose address is given can be one without a cluster.
+fn cluster_domain(values: anyhow::Result<Value>, has_policy_addr: bool) -> anyhow::Result<String> {
+    let configured = match values {
+        Ok(values) => values["clusterDomain"].as_str().map(str::to_owned),
+        Err(error) if has_policy_addr => {
+            eprintln!(
+                "tulle: no cluster can be read, so its domain is taken to be {DEFAULT_CLUSTER_DOMAIN}: {error:#}"
+            );
+            None
+        }
+        Err(error) => return Err(error),
+    };
+    Ok(configured.unwrap_or_else(|| DEFAULT_CLUSTER_DOMAIN.to_owned()))
 }
 
 async fn inbound(query_context: &QueryContext<'_>, workload: &str, port: NonZeroU16) -> anyhow::Result<String> {
@@ -107,4 +122,20 @@ async fn outbound(query_context: &QueryContext<'_>, target: &str, namespace: &st
     let exchange = async { Ok(client.get(request).await?.into_inner()) };
     let policy = query_context.with_timeout("Policy API", exchange).await?;
     show(&json::outbound::policy(&policy), query_context.output())
+}
+
+const DEFAULT_CLUSTER_DOMAIN: &str = "cluster.local";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_service_needs_no_cluster_if_the_address_of_the_policy_service_is_given() {
+        let unreachable = || Err(anyhow::anyhow!("there is no kubeconfig"));
+        assert_eq!(cluster_domain(unreachable(), true).unwrap(), "cluster.local");
+        assert!(cluster_domain(unreachable(), false).is_err());
+        let configured = json!({ "clusterDomain": "example.org" });
+        assert_eq!(cluster_domain(Ok(configured), true).unwrap(), "example.org");
+    }
 }

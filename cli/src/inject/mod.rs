@@ -20,7 +20,7 @@ use tulle_core::names::annotation;
 
 use self::flags::ProxyFlags;
 use self::streams::Output;
-use self::workload::{ObjectName, Workload};
+use self::workload::{ManifestKind, ObjectName};
 use crate::kubernetes;
 
 /// Add the mesh to manifests
@@ -70,9 +70,9 @@ struct Injection {
     opaque_ports: Option<String>,
 }
 
-/// The result for an object.
-enum InjectionOutcome {
-    /// The proxy was added or removed; with notes for the user.
+/// The result for a manifest.
+enum ManifestOutcome {
+    /// The manifest of a workload was changed: annotated, or containers were added or removed. With notes for the user.
     Changed(Vec<String>),
     /// The object is not a workload and got an annotation.
     Annotated,
@@ -114,7 +114,7 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
         let title = ObjectName::of(object);
         let outcome = injection.apply(object).with_context(|| title.to_string())?;
         report(&title, "injected", &outcome);
-        n_manual += usize::from(args.manual && matches!(outcome, InjectionOutcome::Changed(_)));
+        n_manual += usize::from(args.manual && matches!(outcome, ManifestOutcome::Changed(_)));
         Ok(())
     })?;
     if n_manual > 0 {
@@ -130,8 +130,8 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
 pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
     streams::transform_objects(&args.inputs, args.output, |object| {
         let outcome = match uninject::apply(object) {
-            true => InjectionOutcome::Changed(Vec::new()),
-            false => InjectionOutcome::Skipped(Vec::new()),
+            true => ManifestOutcome::Changed(Vec::new()),
+            false => ManifestOutcome::Skipped(Vec::new()),
         };
         report(&ObjectName::of(object), "uninjected", &outcome);
         Ok(())
@@ -145,28 +145,28 @@ fn fetch_values(cluster: &kubernetes::Flags) -> anyhow::Result<Values> {
 }
 
 impl Injection {
-    fn apply(&self, object: &mut Value) -> anyhow::Result<InjectionOutcome> {
-        match Workload::of(object) {
-            Workload::Pods(path) => self.inject_workload(object, path),
-            Workload::Namespace => {
+    fn apply(&self, object: &mut Value) -> anyhow::Result<ManifestOutcome> {
+        match ManifestKind::of(object) {
+            ManifestKind::Pods(path) => self.inject_workload(object, path),
+            ManifestKind::Namespace => {
                 annotate(object, annotation::INJECT, self.inject_annotation_value());
                 for (key, value) in &self.annotations {
                     annotate(object, key, value);
                 }
-                Ok(InjectionOutcome::Annotated)
+                Ok(ManifestOutcome::Annotated)
             }
-            Workload::Service => Ok(match &self.opaque_ports {
+            ManifestKind::Service => Ok(match &self.opaque_ports {
                 Some(ports) => {
                     annotate(object, annotation::OPAQUE_PORTS, ports);
-                    InjectionOutcome::Annotated
+                    ManifestOutcome::Annotated
                 }
-                None => InjectionOutcome::Skipped(Vec::new()),
+                None => ManifestOutcome::Skipped(Vec::new()),
             }),
-            Workload::Other => Ok(InjectionOutcome::Skipped(Vec::new())),
+            ManifestKind::Other => Ok(ManifestOutcome::Skipped(Vec::new())),
         }
     }
 
-    fn inject_workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<InjectionOutcome> {
+    fn inject_workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<ManifestOutcome> {
         let title = ObjectName::of(object);
         let namespace = object
             .pointer("/metadata/namespace")
@@ -177,14 +177,14 @@ impl Injection {
         let mut changed = object.clone();
         uninject::remove_sidecar(&mut changed, path);
         let Some(pod_template) = workload::at(&mut changed, path) else {
-            return Ok(InjectionOutcome::Skipped(vec!["it has no pod template".to_owned()]));
+            return Ok(ManifestOutcome::Skipped(vec!["it has no pod template".to_owned()]));
         };
         let is_disabled = pod_template
             .pointer("/metadata/annotations")
             .and_then(|all| all.get(annotation::INJECT))
             == Some(&json!("disabled"));
         if is_disabled {
-            return Ok(InjectionOutcome::Skipped(vec![
+            return Ok(ManifestOutcome::Skipped(vec![
                 SkipReason::Disabled.description().to_owned(),
             ]));
         }
@@ -222,19 +222,22 @@ impl Injection {
             if let Some(reason) = impossible {
                 bail!(reason.description());
             }
-            return Ok(InjectionOutcome::Skipped(
+            return Ok(ManifestOutcome::Skipped(
                 reasons.iter().map(|reason| reason.description().to_owned()).collect(),
             ));
         }
         let mut notes = outcome.warnings;
         if target.has_udp_ports() {
-            notes.push("it exposes UDP ports, which the proxy does not see (udp_ports_enabled)".to_owned());
+            notes.push(
+                "it exposes UDP ports, which the proxy does not see (`udp_ports_enabled` in Linkerd's report)"
+                    .to_owned(),
+            );
         }
         if self.manual {
             json_patch::patch(&mut changed, &outcome.patch).context("adding the proxy")?;
         }
         *object = changed;
-        Ok(InjectionOutcome::Changed(notes))
+        Ok(ManifestOutcome::Changed(notes))
     }
 
     fn inject_annotation_value(&self) -> &'static str {
@@ -261,21 +264,21 @@ fn annotate(object: &mut Value, key: &str, value: &str) {
 }
 
 /// Reports the outcome of an object. Documents without an object are not reported.
-fn report(title: &ObjectName, done: &str, outcome: &InjectionOutcome) {
+fn report(title: &ObjectName, done: &str, outcome: &ManifestOutcome) {
     let ObjectName { kind, name } = title;
     if kind.is_empty() {
         return;
     }
     match outcome {
-        InjectionOutcome::Changed(notes) => {
+        ManifestOutcome::Changed(notes) => {
             eprintln!("{kind} \"{name}\" {done}");
             for note in notes {
                 eprintln!("{kind} \"{name}\": {note}");
             }
         }
-        InjectionOutcome::Annotated => eprintln!("{kind} \"{name}\" annotated"),
-        InjectionOutcome::Skipped(reasons) if reasons.is_empty() => eprintln!("{kind} \"{name}\" skipped"),
-        InjectionOutcome::Skipped(reasons) => eprintln!("{kind} \"{name}\" skipped: {}", reasons.join("; ")),
+        ManifestOutcome::Annotated => eprintln!("{kind} \"{name}\" annotated"),
+        ManifestOutcome::Skipped(reasons) if reasons.is_empty() => eprintln!("{kind} \"{name}\" skipped"),
+        ManifestOutcome::Skipped(reasons) => eprintln!("{kind} \"{name}\" skipped: {}", reasons.join("; ")),
     }
 }
 
@@ -285,9 +288,10 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::SidecarExists,
     SkipReason::NoServiceAccountToken,
 ];
-const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. The injector adds \
-     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports from a namespace when \
-     it creates pods; write all others (or all, without an injector) into the manifests";
+const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. With an injector in the cluster, only \
+     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports are still taken from \
+     the namespace when a pod is created. Write every other annotation of the namespace (without an injector, every one) into \
+     the manifests";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \
      file with identityTrustAnchorsPEM by --values";
 

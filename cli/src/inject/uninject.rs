@@ -7,19 +7,19 @@ use tulle_control::injection::{
 };
 use tulle_core::names::{annotation, label};
 
-use super::workload::{self, Workload};
+use super::workload::{self, ManifestKind};
 
 /// Returns whether anything was removed.
 pub(super) fn apply(object: &mut Value) -> bool {
     let before = object.clone();
-    match Workload::of(object) {
-        Workload::Pods(path) => {
+    match ManifestKind::of(object) {
+        ManifestKind::Pods(path) => {
             if let Some(template) = workload::at(object, path) {
                 remove_from_pod_template(template);
             }
         }
-        Workload::Namespace => remove_mesh_metadata(object),
-        Workload::Service | Workload::Other => {}
+        ManifestKind::Namespace => remove_mesh_metadata(object),
+        ManifestKind::Service | ManifestKind::Other => {}
     }
     *object != before
 }

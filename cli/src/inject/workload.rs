@@ -6,8 +6,8 @@ use anyhow::Context as _;
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 use serde_json::Value;
 
-/// The kind of a manifest, as injection treats it.
-pub(super) enum Workload {
+/// How injection treats a manifest.
+pub(super) enum ManifestKind {
     /// An object that describes pods below this path, which is empty for a pod.
     Pods(&'static [&'static str]),
     Namespace,
@@ -23,7 +23,7 @@ pub(super) struct ObjectName {
     pub(super) name: String,
 }
 
-impl Workload {
+impl ManifestKind {
     pub(super) fn of(object: &Value) -> Self {
         let (group, _) = text(object, "apiVersion").split_once('/').unwrap_or_default();
         match (group, text(object, "kind")) {
@@ -64,7 +64,7 @@ pub(super) fn at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Val
 /// # Errors
 /// Fails if the API server would reject the template too.
 pub(super) fn template(part: &Value) -> anyhow::Result<PodTemplateSpec> {
-    serde_json::from_value(part.clone()).context("this is no pod as Kubernetes knows it")
+    serde_json::from_value(part.clone()).context("this is not a valid pod template")
 }
 
 fn text<'a>(object: &'a Value, key: &str) -> &'a str {

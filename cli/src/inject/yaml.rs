@@ -81,7 +81,7 @@ pub(super) fn to_yaml(value: &Value) -> String {
     out
 }
 
-/// Writes a value at the end of a line that is indented by `indent` spaces.
+/// Writes a value after a key. Further lines of the value are indented relative to `indent`, the indentation of the key's line.
 fn write(value: &Value, indent: usize, out: &mut String) {
     match value {
         Value::Object(map) if !map.is_empty() => {

@@ -296,10 +296,10 @@ mod tests {
                 .to_string()
                 .contains("credentials are incomplete")
         );
-        let mut odd = json!({});
-        set_credentials(&mut odd, &credentials().0, &issuer);
+        let mut incomplete = json!({});
+        set_credentials(&mut incomplete, &credentials().0, &issuer);
         assert!(
-            with_credentials(odd)
+            with_credentials(incomplete)
                 .unwrap_err()
                 .to_string()
                 .contains("signed by none of the trust anchors")

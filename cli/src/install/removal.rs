@@ -70,6 +70,7 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     let helm = helm.for_kubernetes(Some(&existing.kubernetes));
     let values = values::merge(&helm, &values::Flags::default(), Some(overrides(&existing, flags)?))?;
     let mut current = control_plane(&helm, &values, flags)?;
+    // With all CRDs, so that none of them is ever listed for deletion.
     current.extend(helm.render(&CRDS, &json!({ "installGatewayAPI": true }))?);
     let current = keys(&current);
     let leftovers = objects
@@ -82,8 +83,8 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
 
 /// Whether this object holds credentials of the control plane. Such an object can be in use although no chart renders it: the
 /// control plane creates certificates of webhooks and of telemetry at run time, and issuers, trust anchors or certificates that the
-/// values declare external are managed by others. Such an object keeps the label of an earlier installation, so the label alone
-/// must not select it for pruning.
+/// values declare external are managed by others. External credentials can still have the label of an earlier installation, so they
+/// must not be pruned because of the label.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {
@@ -106,9 +107,13 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
         .collect();
     ensure!(
         pods.is_empty(),
-        "{} pods have a proxy of this control plane ({}{}); remove the annotation `linkerd.io/inject` from their namespaces and workloads and \
+        "{} a proxy of this control plane ({}{}); remove the annotation `linkerd.io/inject` from their namespaces and workloads and \
          restart them, or use --force",
-        pods.len(),
+        if pods.len() == 1 {
+            "1 pod has".to_owned()
+        } else {
+            format!("{} pods have", pods.len())
+        },
         names.join(", "),
         if pods.len() > names.len() { ", …" } else { "" }
     );

@@ -63,7 +63,7 @@ pub(crate) async fn open(
             // The task ends with the connection.
             tokio::spawn(async move {
                 if let Some(message) = error_message.await {
-                    let _first = shared_error.0.set(message);
+                    let _ = shared_error.0.set(message); // only the first message is kept
                     forwarder.abort();
                 }
             });

@@ -15,7 +15,7 @@ use crate::runtime;
 
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
-pub(crate) struct Proxies {
+pub(crate) struct ProxyMetricsArgs {
     /// A workload, or all of a type: deploy/web, pod/web-1, deploy
     #[arg(value_name = "TYPE/NAME", required = true, num_args = 1..=2)]
     resource: Vec<String>,
@@ -28,7 +28,7 @@ pub(crate) struct Proxies {
 }
 
 /// Shows the metrics of proxies.
-pub(crate) fn proxies(args: &Proxies, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+pub(crate) fn proxies(args: &ProxyMetricsArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let named = ResourceRef::parse(&args.resource)?;
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
@@ -49,7 +49,7 @@ pub(crate) fn proxies(args: &Proxies, flags: &kubernetes::Flags) -> anyhow::Resu
             "{} of namespace {namespace} has no pod with a proxy",
             args.resource.join(" ")
         );
-        print(&cluster, &pages, obfuscation.as_ref()).await
+        print_pages(&cluster, &pages, obfuscation.as_ref()).await
     })
 }
 
@@ -79,7 +79,7 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
             "namespace {} has no pod of a control plane; name another with -L",
             cluster.control_plane_namespace
         );
-        print(&cluster, &pages, None).await
+        print_pages(&cluster, &pages, None).await
     })
 }
 
@@ -95,7 +95,11 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
 }
 
 /// Prints each page with the name of its pod, and reports pages that could not be fetched.
-async fn print(cluster: &Cluster, pages: &[Page<'_>], obfuscation: Option<&Obfuscation>) -> anyhow::Result<ExitCode> {
+async fn print_pages(
+    cluster: &Cluster,
+    pages: &[Page<'_>],
+    obfuscation: Option<&Obfuscation>,
+) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for (number, page) in pages.iter().enumerate() {
         let name = page.pod.name_any();

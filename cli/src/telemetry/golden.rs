@@ -169,7 +169,7 @@ fn with_namespaces<'a>(
     table::lines(&titles, lines)
 }
 
-/// The name of a resource, with its kind if that differs from the queried kind.
+/// The name of a resource, with its kind if workloads of every kind were queried.
 fn display_name(query: &TelemetryQuery, named: &api::ResourceName) -> String {
     match query.kind == "workload" {
         true => qualified(named),
@@ -265,11 +265,11 @@ fn latency(ms: f64) -> String {
 fn causes(row: &WorkloadMetrics) -> String {
     let mut causes: Vec<_> = row.causes.iter().collect();
     causes.sort_by(|(_, one), (_, other)| other.total_cmp(one));
-    let most = causes
+    let most_frequent = causes
         .iter()
         .take(2)
         .map(|(cause, rate)| format!("{cause} {rate:.1}/s"));
-    or_dash(&most.collect::<Vec<_>>().join(", "))
+    or_dash(&most_frequent.collect::<Vec<_>>().join(", "))
 }
 
 const MAX_WINDOW: Duration = Duration::from_secs(300);

@@ -1,5 +1,6 @@
 //! `tulle top`: shows the most frequent requests with count, latency and success rate, computed from a tap.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::mem;
 use std::process::ExitCode;
@@ -129,7 +130,7 @@ impl Top {
             let failed = end.reset_error_code.is_some() || end.grpc_status_code.is_some_and(|code| code != 0);
             let latency = end.since_request_init.micros();
             if self.stats.len() >= MAX_TRACKED_KEYS && !self.stats.contains_key(&key) {
-                self.evict_least_frequent();
+                self.evict_less_frequent_half();
             }
             let sum = self.stats.entry(key).or_default();
             sum.best = if sum.count == 0 { latency } else { sum.best.min(latency) };
@@ -140,18 +141,27 @@ impl Top {
         }
     }
 
-    /// Removes the least frequent entries, because paths can contain names that never occur again.
-    fn evict_least_frequent(&mut self) {
+    /// Removes the less frequent half of the entries, because paths can contain names that never occur again.
+    fn evict_less_frequent_half(&mut self) {
+        let n_kept = self.stats.len() / 2;
         let mut counts: Vec<_> = self.stats.values().map(|sum| sum.count).collect();
-        let (_, median, _) = counts.select_nth_unstable(MAX_TRACKED_KEYS / 2);
-        let median = *median;
-        self.stats.retain(|_, sum| sum.count > median);
+        counts.sort_unstable_by_key(|count| Reverse(*count));
+        let Some(&least) = counts[..n_kept].last() else { return };
+        // Of the entries with the least count, only as many are kept as fit into the half.
+        let mut n_kept_with_least = counts[..n_kept].iter().filter(|count| **count == least).count();
+        self.stats.retain(|_, sum| {
+            if sum.count == least && n_kept_with_least > 0 {
+                n_kept_with_least -= 1;
+                return true;
+            }
+            sum.count > least
+        });
     }
 
     /// Formats the table, most frequent requests first.
     fn table(&self, lines: usize) -> String {
         let mut sums: Vec<_> = self.stats.iter().collect();
-        sums.sort_by_key(|(_, sum)| std::cmp::Reverse(sum.count));
+        sums.sort_by_key(|(_, sum)| Reverse(sum.count));
         let ms = |micros: i64| format!("{:.1}ms", micros as f64 / 1e3);
         let rows = sums.into_iter().take(lines).map(|(key, sum)| {
             [
@@ -276,7 +286,7 @@ mod tests {
                 .iter()
                 .for_each(|event| top.record(event, true));
         }
-        assert!(top.stats.len() < MAX_TRACKED_KEYS);
+        assert_eq!(top.stats.len(), MAX_TRACKED_KEYS / 2 + 1);
         assert!(top.table(1).contains("/often"));
     }
 }

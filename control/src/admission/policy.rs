@@ -24,7 +24,7 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
         Ok(object)
             if object
                 .route()
-                .is_some_and(|route| is_for_other_controller(kind, route.has_mesh_parent())) =>
+                .is_some_and(|route| is_gateway_kind(kind) && !route.has_mesh_parent()) =>
         {
             AdmissionResponse::allow()
         }
@@ -34,24 +34,20 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
                 .fold(AdmissionResponse::allow(), AdmissionResponse::warn),
             Err(reason) => AdmissionResponse::deny(reason),
         },
-        Err(err) => {
-            let reason = err.to_string();
-            let has_mesh_parent = Unreadable::from_value(kind, &value, &reason).is_some();
-            match is_for_other_controller(kind, has_mesh_parent) {
-                true => AdmissionResponse::allow(),
-                false => AdmissionResponse::deny(format!("the mesh cannot read this {}: {reason}", req.kind.kind)),
-            }
-        }
+        Err(err) => match is_gateway_kind(kind) && !Unreadable::concerns_mesh(kind, &value) {
+            true => AdmissionResponse::allow(),
+            false => AdmissionResponse::deny(format!("the mesh cannot read this {}: {err}", req.kind.kind)),
+        },
     }
 }
 
-/// Routes of the Gateway API can have parents of gateway controllers only.
-fn is_for_other_controller(kind: Kind, has_mesh_parent: bool) -> bool {
-    kind.info().group == GATEWAY_GROUP && !has_mesh_parent
+/// Whether gateway controllers, too, can be the parents of objects of this kind.
+fn is_gateway_kind(kind: Kind) -> bool {
+    kind.info().group == GATEWAY_GROUP
 }
 
-/// Warnings about parts that are stored and that the mesh does not apply, or that make requests fail. Other controllers may support
-/// them.
+/// Warnings about parts of a route that the mesh does not apply, or that make requests fail. The route is stored, because other
+/// controllers may support them.
 fn warnings(object: &Object) -> Vec<String> {
     let found = object
         .route()
@@ -59,7 +55,7 @@ fn warnings(object: &Object) -> Vec<String> {
         .unwrap_or_default();
     found
         .into_iter()
-        .map(|UnsupportedPart { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
+        .map(|UnsupportedPart { field, reason }| format!("the mesh does not apply a part of {field}: {reason}"))
         .collect()
 }
 

@@ -20,7 +20,7 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
 fn validate(object: DynamicObject) -> Result<(), String> {
     let DynamicObject { metadata, mut data, .. } = object;
     let name = metadata.name.unwrap_or_default();
-    let validate_envelope = || {
+    let validate_name_and_fields = || {
         if !is_dns_subdomain(&name) {
             return Err("metadata.name is not a DNS name of lower-case letters, digits, `-` and `.`".to_owned());
         }
@@ -30,7 +30,7 @@ fn validate(object: DynamicObject) -> Result<(), String> {
         }
         Ok(())
     };
-    validate_envelope()
+    validate_name_and_fields()
         .and_then(|()| {
             let mut value = json!({"metadata": {"name": name}});
             if let Some(spec) = data.get_mut("spec") {

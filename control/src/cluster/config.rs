@@ -50,6 +50,7 @@ pub enum H2Upgrade {
     Omit,
 }
 
+/// The variants have the names of the flag's values, `--outbound-transport-mode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportMode {
     /// A transport header for opaque ports.

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
 use crate::resources::Kind;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
@@ -29,11 +29,12 @@ pub(super) struct Metrics {
     pub(super) services: Arc<Gauge>,
     pub(super) routed_services: Family<Gauge>,
     subscribed_service_ports: Family<Gauge>,
+    policy_objects: [(Kind, Family<Gauge>); POLICY_INDEX_METRICS.len()],
 }
 
 impl Metrics {
     /// Counts one unsupported part of an object until the guard is dropped.
-    pub(super) fn unsupported_guard(&self, kind: Kind, name: &Name, field: &str) -> GaugeGuard {
+    pub(super) fn unsupported_guard(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
         let labels = Labels::new()
             .with("kind", kind.info().name)
             .with("namespace", &name.namespace)
@@ -58,7 +59,7 @@ impl Metrics {
             profile_updates: registry.counter("profile_updates", "Changes of the profile of a service."),
             service_subscribers: registry.gauge(
                 "service_subscribers",
-                "Streams that follow the opaque ports of a service.",
+                "Streams that follow the profile of a service, which includes its opaque ports.",
             ),
             policy_subscribers: registry.gauge("policy_subscribers", "Streams that follow policies, by direction."),
             policy_updates: registry.counter(
@@ -67,7 +68,7 @@ impl Metrics {
             ),
             unsupported: registry.gauge(
                 "unserved_configuration",
-                "Unreadable or unsupported parts of an object: annotations by key, and rules of routes.",
+                "Parts of an object that have no effect, because they cannot be read or are not supported: annotations by key, and rules of routes.",
             ),
             unreadable: registry.gauge(
                 "tulle_unreadable_objects",
@@ -91,11 +92,19 @@ impl Metrics {
                 "outbound_index_service_port_route_index_size",
                 "Policies of Service ports that streams follow, by the namespace of the Service.",
             ),
+            policy_objects: POLICY_INDEX_METRICS
+                .map(|(kind, name)| (kind, registry.gauge(name, "Objects of this kind, by namespace."))),
             registry: registry.clone(),
         }
     }
 
-    pub(super) fn endpoints(&self, service: &Name, port: u16, hostname: Option<&str>) -> EntryMetrics {
+    /// The number of objects of this kind in a namespace, if the kind has an index metric.
+    pub(super) fn policy_objects(&self, kind: Kind, namespace: &str) -> Option<Arc<Gauge>> {
+        let (_, family) = self.policy_objects.iter().find(|(indexed, _)| *indexed == kind)?;
+        Some(family.get(&Labels::new().with("namespace", namespace)))
+    }
+
+    pub(super) fn endpoints(&self, service: &NamespacedName, port: u16, hostname: Option<&str>) -> EntryMetrics {
         let labels = Labels::new()
             .with("cluster", "local")
             .with("namespace", &service.namespace)
@@ -249,3 +258,27 @@ impl Drop for GaugeGuard {
         self.0.add(-1);
     }
 }
+
+/// The kinds whose number is also counted by namespace, with the names of the metrics.
+const POLICY_INDEX_METRICS: [(Kind, &str); 8] = [
+    (
+        Kind::MeshTlsAuthentication,
+        "inbound_index_meshtls_authentication_index_size",
+    ),
+    (
+        Kind::NetworkAuthentication,
+        "inbound_index_network_authentication_index_size",
+    ),
+    (Kind::Pod, "inbound_index_pod_index_size"),
+    (Kind::ExternalWorkload, "inbound_index_external_workload_index_size"),
+    (Kind::Server, "inbound_index_server_index_size"),
+    (
+        Kind::ServerAuthorization,
+        "inbound_index_server_authorization_index_size",
+    ),
+    (
+        Kind::AuthorizationPolicy,
+        "inbound_index_authorization_policy_index_size",
+    ),
+    (Kind::PolicyHttpRoute, "inbound_index_http_route_index_size"),
+];

@@ -41,7 +41,7 @@ use crate::model::inbound::InboundPolicy;
 use crate::model::outbound::Outbound;
 use crate::model::profile::Profile;
 use crate::resources::event::{Event, EventWriter};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::unsupported::UnsupportedPart;
 use crate::resources::{Kind, Object};
@@ -177,7 +177,7 @@ impl Cluster {
     pub fn node_zone(&self, node: &str) -> Option<Arc<str>> {
         let state = self.0.state.lock();
         Reader::new(&state.store)
-            .node(&Name::new("", node))
+            .node(&NamespacedName::new("", node))
             .and_then(|node| node.zone.clone())
     }
 
@@ -251,7 +251,7 @@ impl Shared {
             );
             state
                 .object_metrics
-                .refresh_policy_index(&self.metrics, &state.store, &changed_keys);
+                .update_service_metrics(&self.metrics, &state.store, &changed_keys);
             state.endpoints.refresh(&state.store, &self.config, &changed_keys);
             state.profiles.refresh(&state.store, &self.config, &changed_keys);
             state.inbound.refresh(&state.store, &self.config, &changed_keys);

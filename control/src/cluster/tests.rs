@@ -98,12 +98,12 @@ fn apply(cluster: &Cluster, objects: impl IntoIterator<Item = Object>) {
 fn delete(cluster: &Cluster, kind: Kind, name: &str) {
     cluster
         .writer()
-        .apply(vec![Event::Deleted(kind, Name::new("default", name))]);
+        .apply(vec![Event::Deleted(kind, NamespacedName::new("default", name))]);
 }
 
 fn web() -> endpoints::Key {
     endpoints::Key {
-        service: Name::new("default", "web"),
+        service: NamespacedName::new("default", "web"),
         port: 80,
         hostname: None,
     }
@@ -197,12 +197,12 @@ impl AllSubscriptions {
             "203.0.113.1:80",
         ];
         let addrs = addrs.map(|addr| addr.parse().unwrap());
-        let pods = ["a", "b"].map(|name| inbound::WorkloadId::Pod(Name::new("default", name)));
+        let pods = ["a", "b"].map(|name| inbound::WorkloadId::Pod(NamespacedName::new("default", name)));
         Self {
             endpoints: vec![
                 cluster.endpoints(web()),
                 cluster.endpoints(endpoints::Key {
-                    service: Name::new("default", "api"),
+                    service: NamespacedName::new("default", "api"),
                     ..web()
                 }),
             ],

@@ -168,8 +168,8 @@ pub(crate) struct Flags {
     /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
-    /// Admin address of destination, or else of sp-validator or proxy-injector: metrics, readiness, invalid manifests;
-    /// by default :9996, :9997 and :9995.
+    /// Admin address (metrics, readiness, invalid manifests) of a process that runs destination, sp-validator or
+    /// proxy-injector; by default :9996 for destination, else :9997 for sp-validator, else :9995 for proxy-injector.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,
     /// Admin address of sp-validator.

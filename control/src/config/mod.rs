@@ -236,19 +236,20 @@ impl Flags {
     fn domains(&self) -> Result<Domains> {
         ensure!(
             crate::trust::is_label(&self.controller_namespace),
-            "-controller-namespace={:?} is not a namespace; expected letters, digits and '-', at most 63",
+            "--controller-namespace={:?} is not a namespace; expected at most 63 lower-case letters, digits and '-', with no \
+             '-' at the start or end",
             self.controller_namespace
         );
         let cluster = match self.cluster_domain.as_str() {
             "" => {
-                warn!("-cluster-domain is not set; using {DEFAULT_CLUSTER_DOMAIN}");
+                warn!("--cluster-domain is not set; using {DEFAULT_CLUSTER_DOMAIN}");
                 DEFAULT_CLUSTER_DOMAIN
             }
             domain => domain,
         };
         let trust = match self.identity_trust_domain.as_str() {
             "" => {
-                warn!("-identity-trust-domain is not set; using {cluster}");
+                warn!("--identity-trust-domain is not set; using {cluster}");
                 cluster
             }
             domain => domain,
@@ -256,7 +257,7 @@ impl Flags {
         for (flag, domain) in [("cluster-domain", cluster), ("identity-trust-domain", trust)] {
             ensure!(
                 matches!(domain.parse(), Ok(Identity::Dns(_))),
-                "-{flag}={domain:?} is not a DNS name; expected one such as {DEFAULT_CLUSTER_DOMAIN}"
+                "--{flag}={domain:?} is not a DNS name; expected one such as {DEFAULT_CLUSTER_DOMAIN}"
             );
         }
         Ok(Domains {
@@ -303,7 +304,7 @@ impl Flags {
         };
         ensure!(
             identity.validity.lifetime > Duration::ZERO,
-            "-identity-issuance-lifetime={:?} must be greater than 0; expected a duration such as 24h0m0s",
+            "--identity-issuance-lifetime={:?} must be greater than 0; expected a duration such as 24h0m0s",
             self.identity_issuance_lifetime
         );
         Ok(Certificates::Local { identity, tokens })
@@ -312,7 +313,7 @@ impl Flags {
     fn cluster(&self, domains: Domains, listen: &ListenAddrs) -> Result<cluster::Config> {
         ensure!(
             self.enable_endpoint_slices || !self.enable_ipv6,
-            "-enable-ipv6 needs -enable-endpoint-slices; disable both or neither"
+            "--enable-ipv6 needs --enable-endpoint-slices; disable both or neither"
         );
         Ok(cluster::Config {
             controller_namespace: self.controller_namespace.clone(),
@@ -321,7 +322,7 @@ impl Flags {
             cluster_networks: parse_networks(&self.cluster_networks).context("--cluster-networks")?,
             probe_networks: parse_networks(&self.probe_networks).context("--probe-networks")?,
             default_policy: self.default_policy.parse().context("--default-policy")?,
-            default_opaque_ports: self.default_opaque_ports.parse().context("-default-opaque-ports")?,
+            default_opaque_ports: self.default_opaque_ports.parse().context("--default-opaque-ports")?,
             global_egress_namespace: self.global_egress_network_namespace.clone(),
             endpoints_source: match self.enable_endpoint_slices {
                 true => EndpointsSource::EndpointSlices,
@@ -342,7 +343,7 @@ impl Flags {
                     // An unknown mode, as in a newer chart, must not prevent the start.
                     error!(
                         mode,
-                        "-outbound-transport-mode is neither transparent nor transport-header; using transparent"
+                        "--outbound-transport-mode is neither transparent nor transport-header; using transparent"
                     );
                     TransportMode::Transparent
                 }
@@ -354,11 +355,11 @@ impl Flags {
     fn destination(&self) -> Result<destination::config::Config> {
         ensure!(
             self.stream_queue_capacity != Some(0),
-            "-stream-queue-capacity=0 is invalid; remove the flag, because there are no queues"
+            "--stream-queue-capacity=0 is invalid; remove the flag, because there are no queues"
         );
         let http2 = match self.meshed_http2_client_params.as_str() {
             "" => None,
-            json => Some(http2::parse(json).with_context(|| format!("-meshed-http2-client-params={json}"))?),
+            json => Some(http2::parse(json).with_context(|| format!("--meshed-http2-client-params={json}"))?),
         };
         Ok(destination::config::Config {
             http2,
@@ -373,7 +374,7 @@ impl Flags {
         let (qps, burst) = (self.kube_apiclient_qps, self.kube_apiclient_burst);
         ensure!(
             qps > 0.0 && qps <= 1e6 && burst > 0,
-            "-kube-apiclient-qps={qps} and -kube-apiclient-burst={burst} are out of range; expected numbers such as 100 \
+            "--kube-apiclient-qps={qps} and --kube-apiclient-burst={burst} are out of range; expected numbers such as 100 \
              and 200"
         );
         Ok(kubernetes::Config {
@@ -397,10 +398,10 @@ impl Flags {
     }
 
     fn injector(&self) -> Result<injector_webhook::Config> {
-        let interval = go_duration::parse(&self.audit_interval).map_err(|err| anyhow!("-audit-interval: {err}"))?;
+        let interval = go_duration::parse(&self.audit_interval).map_err(|err| anyhow!("--audit-interval: {err}"))?;
         ensure!(
             !interval.is_zero(),
-            "-audit-interval={:?} must be greater than 0; expected a duration such as 5m",
+            "--audit-interval={:?} must be greater than 0; expected a duration such as 5m",
             self.audit_interval
         );
         Ok(injector_webhook::Config {
@@ -446,7 +447,7 @@ impl Flags {
                 [false, false, false, true, false] => listen.proxy_injector = addr,
                 [false, false, false, false, true] => listen.telemetry = addr,
                 _ => bail!(
-                    "-addr={addr} applies to several services, or to none; expected --destination-addr, --identity-addr, \
+                    "--addr={addr} applies to several services, or to none; expected --destination-addr, --identity-addr, \
                      --grpc-addr, --sp-validator-addr, --proxy-injector-addr or --telemetry-addr"
                 ),
             }
@@ -457,7 +458,7 @@ impl Flags {
                 (false, true, false) => listen.sp_validator_admin = addr,
                 (false, false, true) => listen.proxy_injector_admin = addr,
                 (false, _, _) => bail!(
-                    "-metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity and \
+                    "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity and \
                      policy, or --sp-validator-metrics-addr"
                 ),
             }
@@ -467,14 +468,14 @@ impl Flags {
 
     fn warn_ignored(&self) {
         let ignored = [
-            ("-stream-queue-capacity", self.stream_queue_capacity.is_some()),
-            ("-export-queue-metrics", self.export_queue_metrics.is_some()),
-            ("-identity-scheme", self.identity_scheme.is_some()),
+            ("--stream-queue-capacity", self.stream_queue_capacity.is_some()),
+            ("--export-queue-metrics", self.export_queue_metrics.is_some()),
+            ("--identity-scheme", self.identity_scheme.is_some()),
             (
-                "-trace-collector",
+                "--trace-collector",
                 self.trace_collector.as_ref().is_some_and(|addr| !addr.is_empty()),
             ),
-            ("-enable-pprof", self.enable_pprof == Some(true)),
+            ("--enable-pprof", self.enable_pprof == Some(true)),
         ];
         for (flag, _) in ignored.iter().filter(|(_, given)| *given) {
             warn!(flag, "this flag has no effect here");
@@ -483,7 +484,7 @@ impl Flags {
 }
 
 fn parse_duration(flag: &str, text: &str) -> Result<Duration> {
-    go_duration::parse(text).map_err(|reason| anyhow::anyhow!("-{flag}: {reason}"))
+    go_duration::parse(text).map_err(|reason| anyhow::anyhow!("--{flag}: {reason}"))
 }
 
 const DEFAULT_CLUSTER_DOMAIN: &str = "cluster.local";

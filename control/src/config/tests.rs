@@ -158,7 +158,7 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once() {
     };
     assert_eq!(
         logged("-trace-collector=collector:55678 -enable-pprof=true -identity-scheme=kubernetes.io/tls"),
-        ["-identity-scheme", "-trace-collector", "-enable-pprof"]
+        ["--identity-scheme", "--trace-collector", "--enable-pprof"]
     );
     // Values without effect are not logged.
     assert_eq!(logged("-trace-collector= -enable-pprof=false"), [""; 0]);
@@ -182,21 +182,22 @@ fn an_invalid_value_is_rejected_with_the_expected_form() {
     );
     assert_rejected(
         &format!("policy {rest} -default-opaque-ports 70000"),
-        "-default-opaque-ports: ",
+        "--default-opaque-ports: ",
     );
     assert_rejected(&format!("policy {rest} -cluster-domain a..b"), "is not a DNS name");
     assert_rejected(&format!("policy {rest} -controller-namespace A"), "is not a namespace");
+    assert_rejected(&format!("policy {rest} -controller-namespace A"), "lower-case letters");
     assert_rejected(
         &format!("destination {rest} -stream-queue-capacity 0"),
         "because there are no queues",
     );
     assert_rejected(
         &format!("destination {rest} -meshed-http2-client-params {{"),
-        "-meshed-http2-client-params={",
+        "--meshed-http2-client-params={",
     );
     assert_rejected(
         &format!("destination {rest} -enable-endpoint-slices=false"),
-        "-enable-ipv6 needs",
+        "--enable-ipv6 needs",
     );
     assert_rejected(
         &format!("all-in-one {rest} -addr :1"),
@@ -205,7 +206,7 @@ fn an_invalid_value_is_rejected_with_the_expected_form() {
     assert_rejected(&format!("policy {rest} -addr :1"), "or to none");
     assert_rejected("identity -metrics-addr :1", "expected --admin-addr");
     assert_rejected("identity -kube-apiclient-qps 0", "are out of range");
-    assert_rejected("proxy-injector -audit-interval 5", "-audit-interval");
+    assert_rejected("proxy-injector -audit-interval 5", "--audit-interval");
     assert_rejected("proxy-injector -audit-interval 0s", "must be greater than 0");
     assert_rejected(&format!("policy {rest} --grpc-addr 8090"), "is not a listen address");
 }

@@ -50,7 +50,7 @@ struct RawDuration {
     nanos: u32,
 }
 
-/// Parses the value of `-meshed-http2-client-params`.
+/// Parses the value of `--meshed-http2-client-params`.
 ///
 /// # Errors
 /// Fails if the text is not JSON or has fields that the message does not have.

@@ -21,7 +21,7 @@ use crate::destination::translate::{self, ClientLocation};
 use crate::grpc::{self, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 /// The service. Clones share its state.
 #[derive(Clone)]
@@ -104,7 +104,7 @@ impl Shared {
         let first = subscription.current();
         match first.existence {
             Existence::Missing => {
-                let Name { namespace, name } = &service;
+                let NamespacedName { namespace, name } = &service;
                 return Err(Status::not_found(format!("Service {name}.{namespace} not found")));
             }
             Existence::ExternalName => {
@@ -205,7 +205,7 @@ struct EndpointStream {
     /// The first state. It is translated when the client reads it, because thousands of streams that open together
     /// would otherwise hold their first messages in memory.
     first: Option<Arc<SharedResponse<Endpoints>>>,
-    service: Name,
+    service: NamespacedName,
     /// Notifies of possible zone changes of the client's node.
     node_changes: watch::Receiver<()>,
     location: ClientLocation,

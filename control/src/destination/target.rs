@@ -6,19 +6,19 @@ use std::sync::Arc;
 use serde::Deserialize;
 use tracing::{error, warn};
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     Address(SocketAddr),
     Service {
-        name: Name,
+        name: NamespacedName,
         port: u16,
         host: String,
     },
     /// One pod of a headless service, by its hostname.
     Instance {
-        service: Name,
+        service: NamespacedName,
         hostname: String,
         port: u16,
     },
@@ -58,12 +58,12 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
     let labels: Vec<&str> = labels.unwrap_or_default().split('.').collect();
     match *labels {
         [name, namespace] if !name.is_empty() && !namespace.is_empty() => Ok(Target::Service {
-            name: Name::new(namespace, name),
+            name: NamespacedName::new(namespace, name),
             port,
             host: host.to_owned(),
         }),
         [hostname, name, namespace] if labels.iter().all(|label| !label.is_empty()) => Ok(Target::Instance {
-            service: Name::new(namespace, name),
+            service: NamespacedName::new(namespace, name),
             hostname: hostname.to_owned(),
             port,
         }),
@@ -130,14 +130,14 @@ mod tests {
         let web = |port| {
             let host = "web.shop.svc.cluster.local".to_owned();
             Some(Target::Service {
-                name: Name::new("shop", "web"),
+                name: NamespacedName::new("shop", "web"),
                 port,
                 host,
             })
         };
         check("web.shop.svc.cluster.local:8080", web(8080));
         check("web.shop.svc.cluster.local", web(80));
-        let service = Name::new("shop", "db");
+        let service = NamespacedName::new("shop", "db");
         let instance = Target::Instance {
             service,
             hostname: "db-0".to_owned(),

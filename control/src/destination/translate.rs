@@ -18,7 +18,7 @@ use crate::destination::config::{Config, ZoneWeights};
 use crate::model::endpoints as model;
 use crate::model::endpoints::{Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, TrafficScope};
 use crate::model::profile;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::wire::http_method;
 
 /// Node and zone of the client. They decide which endpoints it may use and which are local.
@@ -33,7 +33,7 @@ pub(super) struct ClientLocation {
 pub(super) fn difference(
     before: Option<(&Endpoints, &ClientLocation)>,
     now: &Endpoints,
-    service: &Name,
+    service: &NamespacedName,
     location: &ClientLocation,
     config: &Config,
 ) -> Vec<Update> {
@@ -244,7 +244,7 @@ fn tls_identity(identity: &model::TlsIdentity) -> TlsIdentity {
 /// Returns the message for the profile of a service.
 pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationProfile {
     let (profile_namespace, profile_name) = profile
-        .source
+        .resource
         .as_ref()
         .map_or(("", ""), |(namespace, name)| (&**namespace, &**name));
     DestinationProfile {

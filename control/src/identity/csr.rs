@@ -29,7 +29,7 @@ pub(crate) enum MalformedError {
     Signature(#[source] X509Error),
 }
 
-/// The request has other names than the authenticated one.
+/// The signing request has other names than the requested identity.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum NameError {
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_must_contain_exactly_the_proven_name() {
+    fn a_request_must_contain_exactly_the_requested_identity() {
         let key = KeyPair::generate().unwrap();
         let check = |common_name: Option<&str>, sans: &[SanType]| {
             let der = request(common_name, sans, &key);

@@ -94,7 +94,10 @@ pub(crate) enum IssuerError {
         #[source]
         source: rcgen::Error,
     },
-    #[error("the subject of the issuer in {path:?} cannot be re-encoded unchanged; expected each attribute once")]
+    #[error(
+        "the subject of the issuer in {path:?} has an attribute twice, which is not supported; create an issuer whose subject \
+         has each attribute once"
+    )]
     Subject { path: PathBuf },
     #[error("{name:?} is not a DNS name")]
     Name {
@@ -134,7 +137,7 @@ impl Issuer {
     pub(crate) fn load(dir: &Path, anchors: TrustAnchors, name: &str) -> Result<Self, IssuerError> {
         let (cert_path, key_path) = files(dir)?;
         let chain = read_chain(&cert_path)?;
-        let (expires_at, spki) = inspect(&chain, &cert_path)?;
+        let (expires_at, spki) = check_chain(&chain, &cert_path)?;
         let key = read_key(&key_path)?;
         if key.subject_public_key_info() != spki {
             return Err(IssuerError::Mismatch { path: key_path });
@@ -328,8 +331,8 @@ fn read(path: &Path) -> Result<Vec<u8>, IssuerError> {
     })
 }
 
-/// Returns the earliest expiry in the chain and the issuer's public key. Checks that the issuer is a CA.
-fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime, Vec<u8>), IssuerError> {
+/// Checks that the issuer is a CA. Returns the earliest expiry in the chain and the issuer's public key.
+fn check_chain(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime, Vec<u8>), IssuerError> {
     let unreadable = |source| IssuerError::Certificate {
         path: path.to_owned(),
         source,
@@ -442,10 +445,10 @@ mod tests {
         let der = issued.certificate.der();
         let (_, leaf) = x509_parser::parse_x509_certificate(der).unwrap();
 
-        let at = now.unix_timestamp();
-        assert_eq!(leaf.validity().not_before.timestamp(), at - 20);
-        assert_eq!(leaf.validity().not_after.timestamp(), at + 24 * 3600 + 20);
-        assert_eq!(issued.valid_until.unix_timestamp(), at + 24 * 3600 + 20);
+        let issued_at = now.unix_timestamp();
+        assert_eq!(leaf.validity().not_before.timestamp(), issued_at - 20);
+        assert_eq!(leaf.validity().not_after.timestamp(), issued_at + 24 * 3600 + 20);
+        assert_eq!(issued.valid_until.unix_timestamp(), issued_at + 24 * 3600 + 20);
         let usage = leaf.key_usage().unwrap().unwrap().value;
         assert!(usage.digital_signature() && usage.key_encipherment() && !usage.key_cert_sign());
         let extended = leaf.extended_key_usage().unwrap().unwrap().value;
@@ -461,7 +464,7 @@ mod tests {
         );
 
         let name = ServerName::try_from(WEB).unwrap();
-        let time = UnixTime::since_unix_epoch(Duration::from_secs(at.unsigned_abs()));
+        let time = UnixTime::since_unix_epoch(Duration::from_secs(issued_at.unsigned_abs()));
         anchors(&root).verify(der, issuer.chain(), &name, time).unwrap();
     }
 
@@ -483,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trust_anchor_may_issue_itself() {
+    fn a_trust_anchor_can_be_the_issuer() {
         let root = anchor();
         let issuer = load(&[("crt.pem", &root.certificate), ("key.pem", &root.key)], &root).unwrap();
         let now = OffsetDateTime::now_utc();
@@ -525,7 +528,7 @@ mod tests {
             let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);
             params.distinguished_name.push(organization, "b");
         });
-        check(&twice.certificate, &twice.key, "expected each attribute once");
+        check(&twice.certificate, &twice.key, "has an attribute twice");
         assert!(load(&[], &root).err().unwrap().contains("no issuer in"));
         assert!(
             load(&[("crt.pem", &ca.certificate)], &root)

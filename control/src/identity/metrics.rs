@@ -15,7 +15,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     pub(crate) fn new(registry: &Registry, issuer_store: Arc<IssuerStore>) -> Self {
-        registry.collector(move |out| write_ttl(&issuer_store, out));
+        registry.add_collector(move |out| write_ttl(&issuer_store, out));
         Self {
             certify: registry.counter("certify_requests_total", "Requests for a certificate, by outcome."),
         }

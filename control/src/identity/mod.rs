@@ -31,7 +31,7 @@ use issuer::Validity;
 use issuer_store::IssuerStore;
 use metrics::Metrics;
 use reviewer::Reviewer;
-use server::{IdentityService, IdentitySuffix};
+use server::{IdentityNames, IdentityService};
 
 use crate::kubernetes::event_recorder::EventRecorder;
 
@@ -84,7 +84,7 @@ impl IdentityService {
             metrics: Metrics::new(registry, issuer_store.clone()),
             issuer_store,
             reviewer: Arc::new(reviewer),
-            identity_suffix: Arc::new(IdentitySuffix {
+            identity_names: Arc::new(IdentityNames {
                 controller_namespace: ns.clone(),
                 trust_domain: config.trust_domain.clone(),
             }),

@@ -56,8 +56,8 @@ enum Source {
     Remote {
         remote: RemoteIdentity,
         changes: FileWatcher,
-        /// The trust anchors of the last request; `None` if they could not be read.
-        used: Option<Vec<u8>>,
+        /// The trust anchors of the last request, as PEM; `None` if they could not be read.
+        last_anchors_pem: Option<Vec<u8>>,
     },
 }
 
@@ -119,7 +119,7 @@ impl CertificateRenewer {
             source: Source::Remote {
                 remote,
                 changes,
-                used: None,
+                last_anchors_pem: None,
             },
             clock: SystemTime::now,
         })
@@ -162,7 +162,11 @@ impl CertificateRenewer {
         let key = KeyPair::generate().map_err(RenewError::Key)?;
         let (rsp, anchors) = match &mut self.source {
             Source::Local { service, .. } => sign_locally(service, name, &key)?,
-            Source::Remote { remote, used, .. } => request_certificate(remote, used, name, &key).await?,
+            Source::Remote {
+                remote,
+                last_anchors_pem,
+                ..
+            } => request_certificate(remote, last_anchors_pem, name, &key).await?,
         };
         let valid_until = rsp
             .valid_until
@@ -192,9 +196,13 @@ impl Source {
                 // Cannot fail: `service` holds the sender.
                 let _ = issuer.changed().await;
             }
-            Self::Remote { remote, changes, used } => {
+            Self::Remote {
+                remote,
+                changes,
+                last_anchors_pem,
+            } => {
                 changes
-                    .wait_for_other_content(&remote.trust_anchors, used.as_deref())
+                    .wait_for_other_content(&remote.trust_anchors, last_anchors_pem.as_deref())
                     .await;
             }
         }
@@ -221,20 +229,20 @@ fn sign_locally(
     Ok((rsp, issuer.anchors().clone()))
 }
 
-/// Requests a certificate, and stores the trust anchors of the request in `used`.
+/// Requests a certificate, and stores the trust anchors of the request in `last_anchors_pem`.
 async fn request_certificate(
     remote: &RemoteIdentity,
-    used: &mut Option<Vec<u8>>,
+    last_anchors_pem: &mut Option<Vec<u8>>,
     name: &str,
     key: &KeyPair,
 ) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
     let path = &remote.trust_anchors;
-    *used = None;
+    *last_anchors_pem = None;
     let pem = std::fs::read(path).map_err(|source| RenewError::AnchorsFile {
         path: path.clone(),
         source,
     })?;
-    let pem = &*used.insert(pem);
+    let pem = &*last_anchors_pem.insert(pem);
     let anchors = TrustAnchors::parse(pem, path).map_err(RenewError::Anchors)?;
     let token = read_token(&remote.token).await?;
     let server = TlsServer {

@@ -16,11 +16,13 @@ pub(super) struct PerClientLimiter {
 }
 
 struct ClientQueue {
+    /// Requests that wait or run.
     n_requests: usize,
-    turn: Arc<Semaphore>,
+    /// One permit: the request that has it is in the global queue, or runs.
+    first_place: Arc<Semaphore>,
 }
 
-/// The client network has [`MAX_WAITING`] requests already.
+/// The client network has [`MAX_REQUESTS_PER_NETWORK`] requests already.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct QueueFull;
 
@@ -36,41 +38,41 @@ impl PerClientLimiter {
     /// Runs `work` after the earlier requests of this client's network, and within the global limit.
     ///
     /// # Errors
-    /// Fails if the network has [`MAX_WAITING`] requests already.
+    /// Fails if the network has [`MAX_REQUESTS_PER_NETWORK`] requests already.
     pub(super) async fn run<T>(&self, client: IpAddr, work: impl Future<Output = T>) -> Result<T, QueueFull> {
-        let waiting = self.enter(client_network(client)).ok_or(QueueFull)?;
-        // The semaphores are never closed and serve in FIFO order.
-        let _turn = waiting.turn.acquire().await;
+        let request = self.enter(client_network(client)).ok_or(QueueFull)?;
+        // The semaphores are never closed, and give permits in FIFO order.
+        let _first_place = request.first_place.acquire().await;
         let _global = self.global.acquire().await;
         Ok(work.await)
     }
 
-    fn enter(&self, network: IpAddr) -> Option<Waiting<'_>> {
+    fn enter(&self, network: IpAddr) -> Option<CountedRequest<'_>> {
         let mut by_network = self.by_network.lock();
         let queue = by_network.entry(network).or_insert_with(|| ClientQueue {
             n_requests: 0,
-            turn: Arc::new(Semaphore::new(1)),
+            first_place: Arc::new(Semaphore::new(1)),
         });
-        if queue.n_requests == MAX_WAITING {
+        if queue.n_requests == MAX_REQUESTS_PER_NETWORK {
             return None;
         }
         queue.n_requests += 1;
-        Some(Waiting {
+        Some(CountedRequest {
             limiter: self,
             network,
-            turn: queue.turn.clone(),
+            first_place: queue.first_place.clone(),
         })
     }
 }
 
 /// A request that waits or runs. Dropping the last one of a network removes the network.
-struct Waiting<'a> {
+struct CountedRequest<'a> {
     limiter: &'a PerClientLimiter,
     network: IpAddr,
-    turn: Arc<Semaphore>,
+    first_place: Arc<Semaphore>,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for CountedRequest<'_> {
     fn drop(&mut self) {
         let mut by_network = self.limiter.by_network.lock();
         if let Some(queue) = by_network.get_mut(&self.network) {
@@ -83,7 +85,7 @@ impl Drop for Waiting<'_> {
 }
 
 /// Maximum requests per client network, waiting or running.
-const MAX_WAITING: usize = 64;
+const MAX_REQUESTS_PER_NETWORK: usize = 64;
 
 #[cfg(test)]
 mod tests {
@@ -119,7 +121,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_queue_of_an_address_is_bounded_and_removed_when_empty() {
         let limiter = PerClientLimiter::new(1);
-        let waiting: Vec<_> = (0..MAX_WAITING).map(|_| limiter.run(ip(1), pending::<()>())).collect();
+        let waiting: Vec<_> = (0..MAX_REQUESTS_PER_NETWORK)
+            .map(|_| limiter.run(ip(1), pending::<()>()))
+            .collect();
         let waiting = join_all(waiting);
         let mut waiting = Box::pin(timeout(Duration::from_secs(1), waiting));
         tokio::select! {
@@ -129,7 +133,7 @@ mod tests {
         }
         waiting.as_mut().await.unwrap_err();
         drop(waiting);
-        let turns_left = limiter.by_network.lock().len();
-        assert_eq!(turns_left, 0);
+        let networks_left = limiter.by_network.lock().len();
+        assert_eq!(networks_left, 0);
     }
 }

@@ -405,8 +405,8 @@ mod tests {
             assert!(err.contains(expected), "{err}");
         };
         check(&trust::create_token_keys().unwrap().private, "holds a PRIVATE KEY");
-        let rsa = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
-        check(&rsa.public_key_pem(), "not ECDSA P-256");
+        let p384 = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
+        check(&p384.public_key_pem(), "not ECDSA P-256");
         check("", "is empty");
     }
 }

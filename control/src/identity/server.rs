@@ -27,14 +27,14 @@ use super::token_review_result::{TokenReviewError, TokenReviewResult};
 pub struct IdentityService {
     pub(super) issuer_store: Arc<IssuerStore>,
     pub(super) reviewer: Arc<Reviewer>,
-    pub(super) identity_suffix: Arc<IdentitySuffix>,
+    pub(super) identity_names: Arc<IdentityNames>,
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
     pub(super) events: Events,
 }
 
-/// What follows service account and namespace in every identity of this control plane.
-pub(super) struct IdentitySuffix {
+/// Derives the identities of service accounts.
+pub(super) struct IdentityNames {
     pub(super) controller_namespace: String,
     pub(super) trust_domain: String,
 }
@@ -66,8 +66,8 @@ pub(super) enum CertifyError {
          names must be DNS labels, of lower-case letters, digits and '-', at most 63; use a service account with another name"
     )]
     NotDnsLabel { namespace: String, service_account: String },
-    #[error("the token is for {proven}, and the request for {requested}")]
-    Mismatch { proven: String, requested: String },
+    #[error("the token is for {authenticated}, but the request is for {requested}")]
+    Mismatch { authenticated: String, requested: String },
     #[error(transparent)]
     Key(KeyError),
     #[error(transparent)]
@@ -160,7 +160,7 @@ impl IdentityService {
         let review = self.reviewer.review(&req.token, client).await;
         match review.map_err(CertifyError::Review)? {
             TokenReviewResult::Authenticated { username, uid } => {
-                let (namespace, service_account) = self.identity_suffix.check(&username, &req.identity)?;
+                let (namespace, service_account) = self.identity_names.check(&username, &req.identity)?;
                 Ok(AuthenticatedServiceAccount {
                     namespace,
                     service_account,
@@ -173,7 +173,7 @@ impl IdentityService {
     }
 }
 
-impl IdentitySuffix {
+impl IdentityNames {
     /// Checks that the token's username is the requested identity. Returns namespace and name of its service account.
     fn check(&self, username: &str, requested: &str) -> Result<(String, String), CertifyError> {
         let mut parts = username.split(':');
@@ -188,11 +188,11 @@ impl IdentitySuffix {
                 service_account: sa.to_owned(),
             });
         }
-        let proven = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
-        match proven == requested {
+        let authenticated = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
+        match authenticated == requested {
             true => Ok((ns.to_owned(), sa.to_owned())),
             false => Err(CertifyError::Mismatch {
-                proven,
+                authenticated,
                 requested: requested.to_owned(),
             }),
         }

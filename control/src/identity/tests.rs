@@ -51,20 +51,22 @@ impl TestService {
 
     fn build(change: impl FnOnce(&Path), reviewer: impl FnOnce(PathBuf) -> Reviewer) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
+        let path_of = |name: &str| dir.path().join(name);
         for name in ["issuer", "keys"] {
-            fs::create_dir(at(name)).unwrap();
+            fs::create_dir(path_of(name)).unwrap();
         }
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
-        anchor.write(&at("ca.crt"), &at("ca.key")).unwrap();
+        anchor.write(&path_of("ca.crt"), &path_of("ca.key")).unwrap();
         let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &anchor).unwrap();
-        issuer.write(&at("issuer/crt.pem"), &at("issuer/key.pem")).unwrap();
+        issuer
+            .write(&path_of("issuer/crt.pem"), &path_of("issuer/key.pem"))
+            .unwrap();
         let keys = trust::create_token_keys().unwrap();
-        keys.write(&at("keys/join.pub"), &at("join.key")).unwrap();
+        keys.write(&path_of("keys/join.pub"), &path_of("join.key")).unwrap();
         change(dir.path());
         let config = Config {
-            issuer: at("issuer"),
-            trust_anchors: at("ca.crt"),
+            issuer: path_of("issuer"),
+            trust_anchors: path_of("ca.crt"),
             controller_namespace: "linkerd".to_owned(),
             trust_domain: "cluster.local".to_owned(),
             validity: Validity {
@@ -73,7 +75,7 @@ impl TestService {
             },
         };
         let registry = Registry::new();
-        let reviewer = reviewer(at("keys"));
+        let reviewer = reviewer(path_of("keys"));
         let (service, reload) = IdentityService::new(&config, reviewer, EventRecorder::default(), &registry).unwrap();
         Self {
             dir,
@@ -85,7 +87,7 @@ impl TestService {
         }
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    fn path_of(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
@@ -136,7 +138,7 @@ fn csr(names: &[&str], key: &KeyPair) -> Vec<u8> {
 async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
     let test = TestService::new();
     let rsp = test.certify(test.good()).await.unwrap();
-    let anchors = TrustAnchors::read(&test.at("ca.crt")).unwrap();
+    let anchors = TrustAnchors::read(&test.path_of("ca.crt")).unwrap();
     let leaf = CertificateDer::from(rsp.leaf_certificate);
     let chain: Vec<_> = rsp
         .intermediate_certificates
@@ -238,7 +240,7 @@ async fn each_refusal_has_its_code_and_its_reason() {
             req.certificate_signing_request = csr(&[other], &key);
         },
         FailedPrecondition,
-        "and the request for api.shop.",
+        "but the request is for api.shop.",
     )
     .await;
     let rsa = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
@@ -367,8 +369,8 @@ async fn an_issuer_that_expired_signs_nothing() {
 #[tokio::test]
 async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
     let test = TestService::new();
-    let (crt, key) = (test.at("issuer/crt.pem"), test.at("issuer/key.pem"));
-    let bundle = test.at("ca.crt");
+    let (crt, key) = (test.path_of("issuer/crt.pem"), test.path_of("issuer/key.pem"));
+    let bundle = test.path_of("ca.crt");
     let anchor = test.anchor.clone();
     let service = test.service.clone();
     let issuer = || service.issuer_store.issuer().unwrap();
@@ -410,13 +412,13 @@ async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_cha
     let renewer = tokio::spawn(renewer.run(readiness.latch("certificate"), watch));
     assert!(!readiness.is_ready() && creds.server_config().is_none());
 
-    fs::rename(test.at("later.pem"), test.at("issuer/crt.pem")).unwrap();
+    fs::rename(test.path_of("later.pem"), test.path_of("issuer/crt.pem")).unwrap();
     test.service.issuer_store.reload();
     eventually(|| readiness.is_ready()).await;
     let before = creds.server_config().unwrap();
     let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &test.anchor).unwrap();
-    fs::write(test.at("issuer/key.pem"), second.key).unwrap();
-    fs::write(test.at("issuer/crt.pem"), second.certificate).unwrap();
+    fs::write(test.path_of("issuer/key.pem"), second.key).unwrap();
+    fs::write(test.path_of("issuer/crt.pem"), second.certificate).unwrap();
     test.service.issuer_store.reload();
     eventually(|| !Arc::ptr_eq(&before, &creds.server_config().unwrap())).await;
     signal.drain().await;

@@ -78,9 +78,9 @@ impl TokenReviews {
         }
     }
 
-    /// Waits until the API server permits this process to create TokenReviews, or the drain. The latch has the reason.
-    /// Without permission no certificates are issued, and a restart of this process would not help.
-    pub async fn until_permitted(client: Client, latch: Latch, drain: Watch) {
+    /// Waits until the API server permits this process to create TokenReviews, or until the drain. Until then the latch keeps
+    /// the process not ready, with the reason: without permission no certificates are issued, and a restart would not help.
+    pub async fn wait_for_permission(client: Client, latch: Latch, drain: Watch) {
         let mut retries = PERMISSION_BACKOFF.start();
         let mut last_reason = None;
         loop {
@@ -93,7 +93,7 @@ impl TokenReviews {
             if last_reason.as_ref() != Some(&text) {
                 warn!(error = text, "not ready");
             }
-            latch.hold(&text);
+            latch.set_reason(&text);
             last_reason = Some(text);
             // Cancel-safe: both branches only wait.
             tokio::select! {
@@ -157,8 +157,11 @@ impl TokenReviews {
         if let Some(review) = self.rejected.lock().find(&digest) {
             return Ok(review);
         }
-        let own_issuer = own_claims.filter(|_| !claims.is_legacy()).map(|own| own.issuer);
-        if own_issuer.is_some_and(|own| !self.issuers.lock().may_review(&claims.issuer, &own, client)) {
+        // The cluster's issuer is that of this process's own token. Legacy tokens all have the same issuer.
+        if let Some(own) = &own_claims
+            && !claims.is_legacy()
+            && !self.issuers.lock().may_review(&claims.issuer, &own.issuer, client)
+        {
             return Err(TokenReviewError::UnknownIssuer(claims.issuer));
         }
         let Ok(token) = std::str::from_utf8(token) else {

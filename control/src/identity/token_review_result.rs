@@ -11,7 +11,7 @@ pub(crate) enum TokenReviewResult {
         /// UID of the ServiceAccount object, if there is one.
         uid: Option<String>,
     },
-    /// The reviewer can read the token and does not authenticate it, for example because it is of another cluster.
+    /// The reviewer can read the token and does not authenticate it, for example because another cluster issued it.
     Unauthenticated { reason: String },
     /// The token could never be authenticated: it is malformed, expired, or for another audience.
     Invalid { reason: String },

@@ -219,8 +219,8 @@ impl SkipReason {
             Self::NoServiceAccountToken => {
                 "the pod mounts no token of its service account; set automountServiceAccountToken to true"
             }
-            Self::Windows => "the pod is for Windows nodes, and the proxy runs on Linux alone",
-            Self::InvalidRestriction => "an annotation that restricts who may reach the pod is not understood",
+            Self::Windows => "the pod is for Windows nodes, and the proxy runs only on Linux",
+            Self::InvalidRestriction => "an annotation that restricts who may reach the pod is invalid",
             Self::RunsAsProxyUser => "a container runs as the proxy's user or group, whose connections bypass the mesh",
             Self::ServiceAccount => "the name of the pod's service account cannot be part of an identity",
         }

@@ -46,7 +46,8 @@ pub struct InjectionOutcome {
     /// Whether one of the warnings is about a misspelled annotation.
     pub has_misspelled_annotation: bool,
     /// The reason to deny the pod: its sidecar would not enforce a restriction, or would never be ready. If it is set, `decision`
-    /// is `Skip`: pods of protected namespaces are never denied, they start without a sidecar.
+    /// is `Skip` and the patch adds no sidecar, so that the caller can admit the pod anyway: pods of protected namespaces are
+    /// never denied.
     pub denial_reason: Option<String>,
 }
 

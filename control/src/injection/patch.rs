@@ -28,9 +28,9 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
     for probe in &rewritten {
         let (index, handler) = (probe.index.to_string(), probe.original.handler.field());
         let path = ["spec", probe.list, &index, probe.original.kind.field()];
-        let at = |field| [path[0], path[1], path[2], path[3], field];
-        patch.remove(at(handler));
-        patch.add(at("httpGet"), &probes::probe_action(values, &probe.original));
+        let field_path = |field| [path[0], path[1], path[2], path[3], field];
+        patch.remove(field_path(handler));
+        patch.add(field_path("httpGet"), &probes::probe_action(values, &probe.original));
     }
     if spec.volumes.is_none() {
         patch.add(["spec", "volumes"], &json!([]));
@@ -39,13 +39,16 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
         patch.add(["spec", "initContainers"], &json!([]));
     }
     let (native, awaits) = (values.proxy.native_sidecar, values.proxy.await_proxy);
-    // A native sidecar also serves the pod's init containers, so it comes before them.
-    let first = if native { "0" } else { "-" };
+    // A native sidecar also serves the pod's init containers, so it comes before them. `-` appends.
+    let init_index = if native { "0" } else { "-" };
     match values.cni_enabled {
-        true => patch.add(["spec", "initContainers", first], &containers::validator(values)),
+        true => patch.add(["spec", "initContainers", init_index], &containers::validator(values)),
         false => {
             patch.add_volume(spec, &containers::xtables_lock_volume(values));
-            patch.add(["spec", "initContainers", first], &containers::init(values, target));
+            patch.add(
+                ["spec", "initContainers", init_index],
+                &containers::init(values, target),
+            );
         }
     }
     let has_debug = spec
@@ -60,13 +63,13 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
         patch.add_volume(spec, &volume);
     }
     let variables = env::variables(inputs, &rewritten);
-    let at = match (native, awaits) {
+    let proxy_path = match (native, awaits) {
         (true, _) => ["spec", "initContainers", "1"],
         // The kubelet starts containers in order and waits for the postStart hook of each one.
         (false, true) => ["spec", "containers", "0"],
         (false, false) => ["spec", "containers", "-"],
     };
-    patch.add(at, &containers::proxy(values, target, variables));
+    patch.add(proxy_path, &containers::proxy(values, target, variables));
     patch.into_patch()
 }
 

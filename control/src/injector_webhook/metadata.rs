@@ -75,20 +75,20 @@ pub(super) enum MetadataError {
 impl MetadataCache {
     /// Creates the watches. No request is sent before they run.
     pub(super) fn watches(client: &Client, registry: &Registry) -> Watches {
-        let mut all = Vec::new();
+        let mut streams = Vec::new();
         let (sender, synced) = watch::channel(false);
         let metadata = Self {
             client: client.clone(),
             // Labels and annotations are needed of namespaces only.
-            namespaces: watch_kind(client, registry, &mut all, |_| {}),
-            replica_sets: watch_kind(client, registry, &mut all, drop_labels_and_annotations),
-            jobs: watch_kind(client, registry, &mut all, drop_labels_and_annotations),
+            namespaces: watch_kind(client, registry, &mut streams, |_| {}),
+            replica_sets: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
+            jobs: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             synced,
         };
         Watches {
             metadata,
             synced: sender,
-            streams: all,
+            streams,
         }
     }
 
@@ -174,11 +174,11 @@ impl Watches {
 
     /// Watches until the drain. The latch is released when the cache is complete.
     pub async fn run(self, latch: Latch, drain: Watch) {
-        let mut all = futures_util::stream::select_all(self.streams);
+        let mut events = futures_util::stream::select_all(self.streams);
         let metadata = self.metadata;
-        let synced = async move {
-            // `wait_until_ready` wakes only one waiter for each store, so all others wait for `synced`. Errors mean
-            // that a watch has ended, which happens only together with this future.
+        let report_synced = async move {
+            // A store wakes only one waiter, and this is the only one; all others wait for `synced`. Errors would mean that a
+            // watch has ended, and the watches run as long as this future.
             let _ = metadata.namespaces.wait_until_ready().await;
             let _ = metadata.replica_sets.wait_until_ready().await;
             let _ = metadata.jobs.wait_until_ready().await;
@@ -189,8 +189,8 @@ impl Watches {
         };
         tokio::select! {
             () = drain.signaled() => {}
-            () = async { while all.next().await.is_some() {} } => {}
-            () = synced => {}
+            () = async { while events.next().await.is_some() {} } => {}
+            () = report_synced => {}
         }
     }
 }

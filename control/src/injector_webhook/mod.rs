@@ -236,7 +236,10 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome) {
         }
     }
     if let Some(denial_reason) = &outcome.denial_reason {
-        info!(namespace, kind, name, denial_reason, "the pod cannot run as specified");
+        info!(
+            namespace,
+            kind, name, denial_reason, "the pod is denied, or in a protected namespace admitted without a proxy"
+        );
     }
     for warning in &outcome.warnings {
         info!(namespace, kind, name, warning, "the injector warns about the pod");

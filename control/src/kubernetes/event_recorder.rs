@@ -89,6 +89,15 @@ struct EventSeries {
     is_expired: bool,
 }
 
+/// Why an Event could not be written.
+#[derive(Debug, thiserror::Error)]
+enum WriteError {
+    #[error(transparent)]
+    Api(Box<Error>),
+    #[error("the API server did not respond within {0:?}")]
+    Timeout(Duration),
+}
+
 struct Metrics {
     published: Arc<Counter>,
     aggregated: Arc<Counter>,
@@ -271,19 +280,35 @@ impl SeriesKey {
     }
 }
 
-/// Retries transient errors. Returns all 4xx responses except 429 immediately.
-async fn with_retries<T, F: Future<Output = Result<T, Error>>>(mut call: impl FnMut() -> F) -> Result<T, Error> {
+/// Retries transient errors, up to [`MAX_ATTEMPTS`].
+async fn with_retries<T, F: Future<Output = Result<T, Error>>>(mut call: impl FnMut() -> F) -> Result<T, WriteError> {
     let mut delays = PUBLISH_BACKOFF.start();
-    for _ in 1..MAX_ATTEMPTS {
-        match timeout(REQUEST_TIMEOUT, call()).await {
-            Ok(Err(Error::Api(status))) if (400..500).contains(&status.code) && status.code != 429 => {
-                return Err(Error::Api(status));
-            }
+    let mut n_attempts = 0;
+    loop {
+        let err = match timeout(REQUEST_TIMEOUT, call()).await {
             Ok(Ok(done)) => return Ok(done),
-            Ok(Err(_)) | Err(_) => sleep(delays.next_delay()).await,
+            Ok(Err(err)) => WriteError::Api(Box::new(err)),
+            Err(_) => WriteError::Timeout(REQUEST_TIMEOUT),
+        };
+        n_attempts += 1;
+        if n_attempts == MAX_ATTEMPTS || !err.is_transient() {
+            return Err(err);
+        }
+        sleep(delays.next_delay()).await;
+    }
+}
+
+impl WriteError {
+    /// Whether another attempt can succeed: after all errors except 4xx responses other than 429.
+    fn is_transient(&self) -> bool {
+        match self {
+            Self::Api(err) => match &**err {
+                Error::Api(status) => !(400..500).contains(&status.code) || status.code == 429,
+                _ => true,
+            },
+            Self::Timeout(_) => true,
         }
     }
-    call().await
 }
 
 /// Returns the longest prefix of at most `max` bytes that ends at a character boundary.
@@ -313,6 +338,8 @@ const MAX_REPORTING_INSTANCE_BYTES: usize = 128;
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use http::{Request, Response, StatusCode};
     use http_body_util::BodyExt;
     use kube::client::Body;
@@ -424,6 +451,34 @@ mod tests {
         assert_eq!(before.elapsed(), Duration::ZERO);
         let metrics = registry.render();
         assert!(metrics.contains("outcome=\"dropped\"} 10"), "{metrics}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_note_is_dropped_if_no_attempt_gets_a_response() {
+        let (answered, mut answers) = mpsc::unbounded_channel();
+        let n_requests = Arc::new(AtomicUsize::new(0));
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let (answered, n) = (answered.clone(), n_requests.fetch_add(1, Ordering::Relaxed));
+            async move {
+                if n < MAX_ATTEMPTS {
+                    pending::<()>().await;
+                }
+                let body = req.into_body().collect().await.unwrap().to_bytes();
+                let event: Value = serde_json::from_slice(&body).unwrap();
+                let _ = answered.send(event["regarding"]["name"].clone());
+                Ok::<_, std::convert::Infallible>(Response::new(Body::from(body.to_vec())))
+            }
+        });
+        let registry = Registry::new();
+        let (recorder, publisher) = new_recorder(Client::new(service, "default"), reporter(), &registry);
+        let (_signal, drain) = drain::channel();
+        let _task = tokio::spawn(publisher.run(drain));
+        recorder.record(note("web", "one"));
+        recorder.record(note("api", "two"));
+        let answer = timeout(Duration::from_secs(600), answers.recv()).await;
+        assert_eq!(answer.expect("the second note is published"), Some(json!("api")));
+        let metrics = registry.render();
+        assert!(metrics.contains("outcome=\"failed\"} 1"), "{metrics}");
     }
 
     #[tokio::test(start_paused = true)]

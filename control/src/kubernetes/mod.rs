@@ -33,7 +33,7 @@ pub enum ClientError {
         #[source]
         source: Box<KubeconfigError>,
     },
-    #[error("reading the service account of this pod; outside of a cluster, pass -kubeconfig FILE or --manifests DIR")]
+    #[error("reading the service account of this pod; outside of a cluster, pass --kubeconfig FILE or --manifests DIR")]
     ServiceAccount(#[source] InClusterError),
     #[error("creating a client for the API server at {server}")]
     Client {

@@ -32,11 +32,13 @@ pub enum Existence {
 /// Which endpoints a client can use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TrafficScope {
+    /// Endpoints with a hint for the client's zone if zone hints apply, otherwise all.
     #[default]
     Cluster,
     /// Only endpoints on the client's node.
     Node,
-    /// Endpoints with a hint for the client's node, if there are any. Every endpoint has a hint.
+    /// Endpoints with a hint for the client's node; if there are none, those of `Cluster`. Set only if every endpoint has node
+    /// hints.
     HintedNode,
 }
 

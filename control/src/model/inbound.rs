@@ -105,8 +105,10 @@ pub struct Rule<M> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimit {
     pub reference: ObjectRef,
+    /// For all clients together.
     pub total: Option<u32>,
-    pub identity: Option<u32>,
-    /// Separate limits for some identities.
+    /// For the clients of each identity.
+    pub per_identity: Option<u32>,
+    /// Limits of some identities, instead of `per_identity`.
     pub overrides: Vec<(u32, Vec<String>)>,
 }

@@ -10,7 +10,7 @@ use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outbound {
     Policy(Box<Policy>),
-    /// No policy for this address: the proxy uses its profile.
+    /// No policy for this address: the proxy uses the profile of the address, from the destination service.
     Unknown,
 }
 
@@ -130,10 +130,9 @@ pub enum RetryConditions {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FailureAccrual {
-    Consecutive {
-        max_failures: u32,
-        backoff: Backoff,
-    },
+    /// Ejects an endpoint after consecutive failures.
+    Consecutive { max_failures: u32, backoff: Backoff },
+    /// Ejects an endpoint after consecutive failures, or if its success rate in the window is below the threshold.
     Unified {
         threshold: f64,
         window: Duration,

@@ -30,8 +30,8 @@ pub struct ServiceProfile {
     pub port: u16,
     /// Whether proxies forward the bytes without detecting the protocol.
     pub is_opaque: bool,
-    /// Namespace and name of the ServiceProfile. `None` for the default profile.
-    pub source: Option<(Arc<str>, Arc<str>)>,
+    /// Namespace and name of the ServiceProfile that it is from. `None` for the default profile.
+    pub resource: Option<(Arc<str>, Arc<str>)>,
     pub routes: Vec<Route>,
     pub budget: RetryBudget,
     pub overrides: Vec<DstOverride>,

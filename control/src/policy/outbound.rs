@@ -18,7 +18,7 @@ use crate::grpc::{self, Methods};
 use crate::model::outbound::Outbound;
 use crate::policy::config::Config;
 use crate::policy::{messages, translate, workload};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 /// The service. Clones share its state.
 #[derive(Clone)]
@@ -106,7 +106,7 @@ impl Methods for OutboundPolicyService {
 }
 
 /// Parses `name.namespace.svc[.<domain>][.][:port]`. The default port is 80.
-fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(Name, u16), Status> {
+fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedName, u16), Status> {
     let invalid = || Status::invalid_argument(format!("Invalid authority: {authority}"));
     let (host, port) = match authority.split_once(':') {
         None => (authority, 80),
@@ -129,7 +129,7 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(Name, u16),
         (Some(name), Some(namespace), Some("svc"), domain)
             if !name.is_empty() && !namespace.is_empty() && domain.is_none_or(|domain| domain == cluster_domain) =>
         {
-            Ok((Name::new(namespace, name), port))
+            Ok((NamespacedName::new(namespace, name), port))
         }
         _ => Err(Status::not_found("No such service")),
     }

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::cluster::views::inbound::WorkloadId;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 #[derive(Deserialize)]
 struct RawWorkload {
@@ -24,7 +24,7 @@ pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
     if !text.trim_start().starts_with('{') {
         return match text.split_once(':') {
             Some((namespace, pod)) if !namespace.is_empty() && !pod.is_empty() => {
-                Ok(WorkloadId::Pod(Name::new(namespace, pod)))
+                Ok(WorkloadId::Pod(NamespacedName::new(namespace, pod)))
             }
             _ => Err(invalid()),
         };
@@ -34,8 +34,10 @@ pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
         return Err(invalid());
     }
     match (raw.pod, raw.external_workload) {
-        (Some(pod), None) if !pod.is_empty() => Ok(WorkloadId::Pod(Name::new(raw.ns, pod))),
-        (None, Some(workload)) if !workload.is_empty() => Ok(WorkloadId::External(Name::new(raw.ns, workload))),
+        (Some(pod), None) if !pod.is_empty() => Ok(WorkloadId::Pod(NamespacedName::new(raw.ns, pod))),
+        (None, Some(workload)) if !workload.is_empty() => {
+            Ok(WorkloadId::External(NamespacedName::new(raw.ns, workload)))
+        }
         _ => Err(invalid()),
     }
 }
@@ -57,13 +59,13 @@ mod tests {
     fn workloads_are_json_or_namespace_and_pod() {
         assert_eq!(
             parse(r#"{"ns":"a","pod":"b"}"#),
-            Ok(WorkloadId::Pod(Name::new("a", "b")))
+            Ok(WorkloadId::Pod(NamespacedName::new("a", "b")))
         );
         assert_eq!(
             parse(r#"{"ns":"a","external_workload":"b"}"#),
-            Ok(WorkloadId::External(Name::new("a", "b")))
+            Ok(WorkloadId::External(NamespacedName::new("a", "b")))
         );
-        assert_eq!(parse("a:b"), Ok(WorkloadId::Pod(Name::new("a", "b"))));
+        assert_eq!(parse("a:b"), Ok(WorkloadId::Pod(NamespacedName::new("a", "b"))));
         for invalid in [
             "",
             "a",

@@ -6,7 +6,7 @@ use std::fmt;
 
 use ipnet::IpNet;
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
@@ -15,9 +15,9 @@ use crate::resources::service::{Service, ServiceKind};
 
 /// Looks up the parents of routes.
 pub trait ParentLookup {
-    fn server(&self, name: &Name) -> Option<&Server>;
-    fn service(&self, name: &Name) -> Option<&Service>;
-    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork>;
+    fn server(&self, name: &NamespacedName) -> Option<&Server>;
+    fn service(&self, name: &NamespacedName) -> Option<&Service>;
+    fn egress_network(&self, name: &NamespacedName) -> Option<&EgressNetwork>;
 }
 
 /// Inputs of the decision besides the objects.
@@ -32,7 +32,7 @@ pub struct AcceptanceSettings<'a> {
 pub enum RouteRejection {
     /// The parent does not exist.
     ParentNotFound,
-    /// The parent is of a kind that the mesh does not serve.
+    /// The mesh does not support parents of this kind.
     UnsupportedParentKind,
     /// The reference to a Service or an EgressNetwork has a section, which these do not have.
     ParentHasNoSections,
@@ -53,7 +53,7 @@ pub enum RouteRejection {
     /// A route of a more specific protocol has the same parent and port.
     MoreSpecificRoute,
     /// This older route of the same kind matches the same connections.
-    OlderRoute(Name),
+    OlderRoute(NamespacedName),
     /// The route uses a feature that proxies do not support, or has unreadable fields. It stays attached, and the
     /// requests that it matches fail.
     Unsupported(String),
@@ -63,7 +63,7 @@ impl fmt::Display for RouteRejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ParentNotFound => f.write_str("the parent does not exist"),
-            Self::UnsupportedParentKind => f.write_str("the mesh serves no parents of this kind"),
+            Self::UnsupportedParentKind => f.write_str("the mesh does not support parents of this kind"),
             Self::ParentHasNoSections => {
                 f.write_str("the parentRef has a sectionName, which a parent of this kind does not have; remove it")
             }
@@ -101,6 +101,30 @@ pub fn check_route<'a>(
     parent: &Parent,
     competing_routes: impl IntoIterator<Item = &'a Route>,
 ) -> Result<(), RouteRejection> {
+    check_reference(parents, settings, route, parent)?;
+    // Routes of a Server do not conflict: the Server defines the protocol.
+    if parent.kind != ParentKind::Server {
+        for competing_route in competing_routes {
+            let accepted_references = competing_route.parents.iter().filter(|other| {
+                (other.kind, &other.name) == (parent.kind, &parent.name)
+                    && check_reference(parents, settings, competing_route, other).is_ok()
+            });
+            check_conflict((route, parent), competing_route, accepted_references)?;
+        }
+    }
+    match route_admission::unsupported_reason(route, parent.kind) {
+        None => Ok(()),
+        Some(reason) => Err(RouteRejection::Unsupported(reason)),
+    }
+}
+
+/// Checks whether a parent accepts the reference of a route, without regard to other routes and to the route's rules.
+fn check_reference(
+    parents: &impl ParentLookup,
+    settings: AcceptanceSettings<'_>,
+    route: &Route,
+    parent: &Parent,
+) -> Result<(), RouteRejection> {
     if parent.kind != ParentKind::Server && parent.section.is_some() {
         return Err(match parent.kind {
             ParentKind::Foreign => RouteRejection::UnsupportedParentKind,
@@ -108,7 +132,10 @@ pub fn check_route<'a>(
         });
     }
     match parent.kind {
-        ParentKind::Server => check_server_parent(parents, route, parent)?,
+        ParentKind::Server => {
+            let server = parents.server(&parent.name).ok_or(RouteRejection::ParentNotFound)?;
+            check_server_route(server, route, parent)?;
+        }
         ParentKind::Service => match parents.service(&parent.name).map(|service| service.kind) {
             Some(ServiceKind::ClusterIp) => {}
             Some(_) => return Err(RouteRejection::NoClusterIp),
@@ -130,21 +157,7 @@ pub fn check_route<'a>(
         }
         ParentKind::Foreign => return Err(RouteRejection::UnsupportedParentKind),
     }
-    // Routes of a Server do not conflict: the Server defines the protocol.
-    if parent.kind != ParentKind::Server {
-        for competing_route in competing_routes {
-            check_conflict(route, parent, competing_route)?;
-        }
-    }
-    match route_admission::unsupported_reason(route, parent.kind) {
-        None => Ok(()),
-        Some(reason) => Err(RouteRejection::Unsupported(reason)),
-    }
-}
-
-fn check_server_parent(parents: &impl ParentLookup, route: &Route, parent: &Parent) -> Result<(), RouteRejection> {
-    let server = parents.server(&parent.name).ok_or(RouteRejection::ParentNotFound)?;
-    check_server_route(server, route, parent)
+    Ok(())
 }
 
 /// Checks a reference of a route to this Server.
@@ -180,22 +193,26 @@ pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> 
     is_unsupported.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
-/// Checks whether another route takes precedence. Clients see routes of the parent's namespace and of their own only,
-/// so routes of two other namespaces do not conflict.
-fn check_conflict(route: &Route, parent: &Parent, competing_route: &Route) -> Result<(), RouteRejection> {
+/// Checks whether another route takes precedence, by its accepted references to the same parent. Clients see routes of the
+/// parent's namespace and of their own only, so routes of two other namespaces do not conflict.
+fn check_conflict<'a>(
+    (route, parent): (&Route, &Parent),
+    competing_route: &Route,
+    mut accepted_references: impl Iterator<Item = &'a Parent> + Clone,
+) -> Result<(), RouteRejection> {
     let namespace = competing_route.meta.namespace();
     let is_visible = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
     if !is_visible {
         return Ok(());
     }
-    let is_same_parent = |other: &Parent| (other.kind, &other.name) == (parent.kind, &parent.name);
-    let mut parents = competing_route.parents.iter().filter(|other| is_same_parent(other));
-    if competing_route.kind.takes_precedence_over(route.kind) && parents.clone().any(|other| other.port == parent.port)
+    if competing_route.kind.takes_precedence_over(route.kind)
+        && accepted_references.clone().any(|other| other.port == parent.port)
     {
         return Err(RouteRejection::MoreSpecificRoute);
     }
     // A reference without a port refers to all ports.
-    let shares_a_port = parents.any(|other| other.port.is_none() || parent.port.is_none() || other.port == parent.port);
+    let shares_a_port =
+        accepted_references.any(|other| other.port.is_none() || parent.port.is_none() || other.port == parent.port);
     let is_older = competing_route.meta.age_order() < route.meta.age_order();
     if shares_a_port && is_older && matches_same_connections(competing_route, route) {
         return Err(RouteRejection::OlderRoute(competing_route.meta.name.clone()));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::{Kind, Object};
 
@@ -10,7 +10,7 @@ use crate::resources::{Kind, Object};
 pub enum Event {
     /// The object was created or changed.
     Applied(Object),
-    Deleted(Kind, Name),
+    Deleted(Kind, NamespacedName),
     /// The current version of the object cannot be read. Its last readable version stays in use, or its placeholder.
     Unreadable(Arc<Unreadable>),
     /// All objects that existed at the start of the source have been reported.

@@ -1,4 +1,6 @@
-//! Durations in the syntax of Go and the Gateway API: `1h30m`, `1.5s`, `100ms`.
+//! Durations in Go's syntax: `1h30m`, `1.5s`, `100ms`. Used in flags, in ServiceProfiles and in annotations of the injector.
+//!
+//! Routes use the syntax of the Gateway API (`route.rs`), and annotations of policies that of `tulle_core::duration`.
 
 use std::time::Duration;
 

@@ -102,7 +102,7 @@ impl Selector {
         }
         for expression in selector.match_expressions {
             let values = expression.values.unwrap_or_default();
-            let test = match (expression.operator.as_str(), values.is_empty()) {
+            let operator = match (expression.operator.as_str(), values.is_empty()) {
                 ("In", false) => LabelOperator::In(values),
                 ("NotIn", false) => LabelOperator::NotIn(values),
                 ("Exists", true) => LabelOperator::Exists,
@@ -117,7 +117,7 @@ impl Selector {
             };
             requirements.push(Requirement {
                 key: expression.key,
-                operator: test,
+                operator,
             });
         }
         Ok(Self(requirements))

@@ -9,14 +9,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::resources::interning::intern;
 use crate::resources::labels::Labels;
 
-/// Namespace and name of an object. The namespace is empty for cluster-scoped kinds.
+/// The identifier of an object within its kind. The namespace is empty for cluster-scoped kinds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Name {
+pub struct NamespacedName {
     pub namespace: Arc<str>,
     pub name: Arc<str>,
 }
 
-impl Name {
+impl NamespacedName {
     pub fn new(namespace: impl Into<Arc<str>>, name: impl Into<Arc<str>>) -> Self {
         Self {
             namespace: namespace.into(),
@@ -25,7 +25,7 @@ impl Name {
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for NamespacedName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.namespace, self.name)
     }
@@ -40,7 +40,7 @@ pub struct Owner {
 /// The metadata that the views read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Meta {
-    pub name: Name,
+    pub name: NamespacedName,
     pub labels: Labels,
     pub annotations: BTreeMap<String, String>,
     /// Seconds since 1970. Objects without this time sort last.
@@ -67,7 +67,7 @@ impl Meta {
             _ => None,
         };
         Ok(Self {
-            name: Name::new(meta.namespace.unwrap_or_else(|| "default".to_owned()), name),
+            name: NamespacedName::new(meta.namespace.unwrap_or_else(|| "default".to_owned()), name),
             labels: meta.labels.iter().flatten().collect(),
             annotations: meta.annotations.unwrap_or_default(),
             created_at: meta.creation_timestamp.map(|time| time.0.as_second()),
@@ -91,7 +91,7 @@ impl Meta {
 
     /// Sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
     /// precedence.
-    pub fn age_order(&self) -> (i64, &Name) {
+    pub fn age_order(&self) -> (i64, &NamespacedName) {
         (self.created_at.unwrap_or(i64::MAX), &self.name)
     }
 }

@@ -10,7 +10,7 @@ pub(super) fn kubelet_request_path(text: &str) -> Option<String> {
         ParsedUrl::Path(raw) => encode(raw),
         // The kubelet sends an invalid URL as one escaped path.
         ParsedUrl::Invalid => percent_encode(text.as_bytes()),
-        ParsedUrl::Opaque => return None,
+        ParsedUrl::WithoutHost => return None,
     };
     Some(if path.starts_with('/') {
         path
@@ -21,8 +21,8 @@ pub(super) fn kubelet_request_path(text: &str) -> Option<String> {
 
 enum ParsedUrl<'a> {
     Path(&'a str),
-    /// A scheme without a path, which results in a URL without a host.
-    Opaque,
+    /// A scheme that no `/` follows, such as `mailto:a` (Go's `URL.Opaque`). The kubelet cannot request it.
+    WithoutHost,
     Invalid,
 }
 
@@ -42,7 +42,7 @@ fn parse_url(text: &str) -> ParsedUrl<'_> {
     let rest = rest.split_once('?').map_or(rest, |(path, _)| path);
     if !rest.starts_with('/') {
         if has_scheme {
-            return ParsedUrl::Opaque;
+            return ParsedUrl::WithoutHost;
         }
         let first_segment = rest.split('/').next().unwrap_or_default();
         if first_segment.contains(':') {
@@ -76,7 +76,7 @@ fn scheme_len(text: &str) -> Result<usize, ()> {
     Ok(0)
 }
 
-/// Keeps a path that has a valid encoding, and encodes all others again.
+/// Returns the path unchanged if it has only valid characters. Otherwise decodes it, and encodes it again.
 fn encode(raw: &str) -> String {
     let is_valid = |byte: u8| is_unreserved(byte) || b"!'()*[]%".contains(&byte);
     if raw.bytes().all(is_valid) {

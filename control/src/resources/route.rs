@@ -8,7 +8,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Deserializer};
 
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP, same_kind};
 use crate::resources::status::{self, CONTROLLER_NAME, ParentRef, ParentStatus};
 
@@ -86,7 +86,7 @@ pub enum Rules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
     pub kind: ParentKind,
-    pub name: Name,
+    pub name: NamespacedName,
     pub port: Option<u16>,
     /// The section of the parent. No parent kind of the mesh has sections.
     pub section: Option<String>,
@@ -98,7 +98,7 @@ pub enum ParentKind {
     Server,
     Service,
     EgressNetwork,
-    /// A Gateway or another kind that the mesh does not serve.
+    /// A Gateway or another kind that the mesh does not support.
     Foreign,
 }
 
@@ -109,6 +109,7 @@ impl ParentKind {
             Self::Server => "Server",
             Self::Service => "Service",
             Self::EgressNetwork => "EgressNetwork",
+            // Not used: references to foreign parents are not written.
             Self::Foreign => "Gateway",
         }
     }
@@ -433,8 +434,8 @@ impl BackendRef {
         same_kind(&self.group, &self.kind, POLICY_GROUP, "EgressNetwork")
     }
 
-    pub fn resolve(&self, namespace: &Arc<str>) -> Name {
-        Name::new(
+    pub fn resolve(&self, namespace: &Arc<str>) -> NamespacedName {
+        NamespacedName::new(
             self.namespace.as_deref().map_or_else(|| namespace.clone(), Arc::from),
             self.name.as_str(),
         )
@@ -568,7 +569,7 @@ impl Parent {
             .map_or_else(|| namespace.clone(), Arc::from);
         Self {
             kind,
-            name: Name::new(namespace, reference.name.as_str()),
+            name: NamespacedName::new(namespace, reference.name.as_str()),
             port: reference.port,
             section: reference.section_name.clone(),
             acceptance: Acceptance::NotReported,

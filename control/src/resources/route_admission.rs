@@ -1,6 +1,7 @@
 //! Validates routes without looking up their parents.
 //!
-//! `validate_*` is what admission rejects. `check_*` is whether the mesh can serve a part, which views and statuses need too.
+//! `validate_*` functions are for admission only. `check_*` functions tell whether the mesh supports a part, which views and
+//! statuses need, too.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
@@ -12,13 +13,13 @@ use crate::resources::route::{
     Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, ValueKind,
 };
 
-/// Checks what admission checks for the kind of the route.
+/// Validates a route for admission.
 ///
 /// # Errors
 /// Fails at the first invalid value. The error has the value and the accepted form.
 pub fn validate_route(route: &Route) -> Result<(), String> {
-    check_max_entries("spec.parentRefs", route.parents.len(), 32)?;
-    check_max_entries("spec.hostnames", route.hostnames.len(), 16)?;
+    validate_max_entries("spec.parentRefs", route.parents.len(), 32)?;
+    validate_max_entries("spec.hostnames", route.hostnames.len(), 16)?;
     for parent in &route.parents {
         if parent.kind == ParentKind::EgressNetwork && parent.port.is_none() {
             return Err(format!(
@@ -43,14 +44,14 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
     }
     match &route.rules {
         Rules::Http(rules) => {
-            check_max_entries("spec.rules", rules.len(), 16)?;
+            validate_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
                 check_http_matches(rule)?;
                 validate_rule(rule, route.kind)
             })
         }
         Rules::Grpc(rules) => {
-            check_max_entries("spec.rules", rules.len(), 16)?;
+            validate_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
                 check_grpc_matches(rule)?;
                 validate_rule(rule, route.kind)
@@ -60,7 +61,7 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
     }
 }
 
-/// Returns the first reason why a part of a valid route cannot be served for a parent of this kind.
+/// Returns the first reason why the mesh does not support a part of a valid route for a parent of this kind.
 pub fn unsupported_reason(route: &Route, parent: ParentKind) -> Option<String> {
     if let Some(unreadable) = &route.unreadable {
         return Some(unreadable.reason.clone());
@@ -184,7 +185,7 @@ pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKin
             unsupported("ResponseHeaderModifier", "in a GRPCRoute")
         }
         Filter::Redirect(_) if route == RouteKind::Grpc => unsupported("RequestRedirect", "in a GRPCRoute"),
-        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => validate_filter(filter, route),
+        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => check_filter(filter, route),
     }
 }
 
@@ -195,7 +196,7 @@ fn check_single_rule(rules: &[StreamRule]) -> Result<(), String> {
     }
 }
 
-fn check_max_entries(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
+fn validate_max_entries(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
     if n_entries > limit {
         Err(format!("{field} has {n_entries} entries; at most {limit} are accepted"))
     } else {
@@ -204,12 +205,12 @@ fn check_max_entries(field: &str, n_entries: usize, limit: usize) -> Result<(), 
 }
 
 fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
-    check_max_entries(
+    validate_max_entries(
         "rules[].matches",
         rule.matches.iter().flatten().count(),
         MAX_MATCHES_PER_RULE,
     )?;
-    check_max_entries("rules[].backendRefs", rule.backend_refs.len(), 16)?;
+    validate_max_entries("rules[].backendRefs", rule.backend_refs.len(), 16)?;
     if let (Some(request), Some(backend)) = (rule.timeouts.request, rule.timeouts.backend_request)
         && !request.is_zero()
         && backend > request
@@ -221,14 +222,12 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     if let Some(field) = rule.unimplemented_field().filter(|_| kind == RouteKind::PolicyHttp) {
         return Err(format!("rules[].{field} is not supported by the mesh; leave it out"));
     }
-    rule.filters
-        .iter()
-        .try_for_each(|filter| validate_filter(filter, kind))?;
+    rule.filters.iter().try_for_each(|filter| check_filter(filter, kind))?;
     for backend in &rule.backend_refs {
         backend
             .filters
             .iter()
-            .try_for_each(|filter| validate_filter(filter, kind))?;
+            .try_for_each(|filter| check_filter(filter, kind))?;
         if kind != RouteKind::PolicyHttp && backend.is_service() && backend.port.is_none() {
             return Err(format!("backendRef {} is a Service and needs a port", backend.name));
         }
@@ -293,12 +292,12 @@ fn check_absolute_path(path: &str) -> Result<(), String> {
     }
 }
 
-fn validate_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
+fn check_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
     match filter {
-        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => validate_header_modifier(modifier),
-        Filter::Redirect(redirect) => validate_redirect(redirect, kind),
-        // Gateway API routes can have filters for other implementations. Such a route is valid, but the mesh does not
-        // serve it.
+        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => check_header_modifier(modifier),
+        Filter::Redirect(redirect) => check_redirect(redirect, kind),
+        // Gateway API routes can have filters for other implementations. Such a route is valid, and
+        // `check_filter_support` decides about it.
         Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(format!(
             "filter {name:?} is none of: RequestHeaderModifier, ResponseHeaderModifier, RequestRedirect"
         )),
@@ -306,7 +305,7 @@ fn validate_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
     }
 }
 
-fn validate_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
+fn check_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
     for header in modifier.add.iter().chain(&modifier.set) {
         check_header_name(&header.name)?;
         HeaderValue::from_str(&header.value)
@@ -321,7 +320,7 @@ fn check_header_name(name: &str) -> Result<(), String> {
         .map_err(|_| format!("{name:?} is not a header name"))
 }
 
-fn validate_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
+fn check_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
     if let Some(PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path }) =
         &redirect.path
     {

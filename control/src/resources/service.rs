@@ -13,7 +13,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::label;
 
 use crate::resources::interning::{intern, intern_opt};
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
@@ -264,10 +264,10 @@ pub enum EndpointsSource {
 /// The object that an address belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AddressTarget {
-    Pod(Name),
-    ExternalWorkload(Name),
+    Pod(NamespacedName),
+    ExternalWorkload(NamespacedName),
     Unset,
-    /// A kind that the mesh does not serve. The address is omitted.
+    /// A kind that the mesh does not support. The address is omitted.
     UnsupportedKind,
 }
 
@@ -283,7 +283,7 @@ pub struct EndpointSlice {
     /// The complete object, if this control plane wrote it.
     pub managed_object: Option<Arc<KubernetesSlice>>,
     /// The Service of the slice. A slice without a Service has no effect.
-    pub service: Option<Name>,
+    pub service: Option<NamespacedName>,
     pub subset: Subset,
     /// The address type is FQDN. Such addresses are ignored, because proxies do not connect to names.
     pub has_fqdn_addresses: bool,
@@ -335,7 +335,7 @@ impl EndpointSlice {
             .filter(|owner| &*owner.kind == "Service")
             .map(|owner| &*owner.name);
         let service = meta.label(label::SERVICE_NAME).or(owner);
-        let service = service.map(|service| Name::new(meta.namespace().clone(), service));
+        let service = service.map(|service| NamespacedName::new(meta.namespace().clone(), service));
         let mut ports = Vec::new();
         for port in slice.ports.unwrap_or_default() {
             // A port without a number means all ports, which no Service has.
@@ -347,8 +347,8 @@ impl EndpointSlice {
             }
         }
         let mut addresses = Vec::new();
-        let has_names = slice.address_type == "FQDN";
-        if !has_names {
+        let has_fqdn_addresses = slice.address_type == "FQDN";
+        if !has_fqdn_addresses {
             for endpoint in slice.endpoints {
                 addresses.extend(Address::from_kubernetes(endpoint, meta.namespace())?);
             }
@@ -358,7 +358,7 @@ impl EndpointSlice {
             managed_object: managed,
             service,
             subset: Subset { ports, addresses },
-            has_fqdn_addresses: has_names,
+            has_fqdn_addresses,
         })
     }
 }
@@ -401,7 +401,7 @@ impl AddressTarget {
         let namespace = target
             .namespace
             .map_or_else(|| namespace.clone(), |namespace| intern(&namespace));
-        let name = Name::new(namespace, target.name.unwrap_or_default());
+        let name = NamespacedName::new(namespace, target.name.unwrap_or_default());
         match target.kind.as_deref() {
             Some("Pod") => Self::Pod(name),
             Some("ExternalWorkload") => Self::ExternalWorkload(name),

@@ -51,8 +51,8 @@ impl DstOverride {
             }
         };
         let host = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
-        // Without the cluster domain, a name ends in `svc` or has two labels.
-        let (name, is_full) = if let Some(name) = host.strip_suffix(&format!(".svc.{cluster_domain}")) {
+        // `<service>.<namespace>` needs no `svc`. A name with a pod's hostname in front does.
+        let (name, has_svc) = if let Some(name) = host.strip_suffix(&format!(".svc.{cluster_domain}")) {
             (name, true)
         } else if let Some(name) = host.strip_suffix(".svc") {
             (name, true)
@@ -65,7 +65,7 @@ impl DstOverride {
         }
         let (hostname, service, namespace) = match *labels {
             [service, namespace] => (None, service, namespace),
-            [hostname, service, namespace] if is_full => (Some(hostname.to_owned()), service, namespace),
+            [hostname, service, namespace] if has_svc => (Some(hostname.to_owned()), service, namespace),
             _ => return Err(invalid()),
         };
         Ok(OverrideDestination {

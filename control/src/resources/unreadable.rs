@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::resources::labels::Selector;
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
@@ -25,7 +25,7 @@ use crate::resources::{Kind, Object, Scope};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unreadable {
     pub kind: Kind,
-    pub name: Name,
+    pub name: NamespacedName,
     /// The invalid value and the accepted form.
     pub reason: String,
     /// Used until a readable version of the object is known. `None` if the object can be omitted safely.
@@ -51,6 +51,12 @@ impl Unreadable {
                 placeholder: placeholder_object,
             }),
         }
+    }
+
+    /// Returns whether an object that cannot be decoded concerns the mesh. A route does if a parent is in the mesh, or if its
+    /// parents cannot be read.
+    pub fn concerns_mesh(kind: Kind, object: &Value) -> bool {
+        Self::from_value(kind, object, "").is_some()
     }
 
     /// Creates the report for a decoded object that admission rejects.
@@ -91,7 +97,7 @@ fn meta(value: &Value) -> Option<Meta> {
     }
     let text = |field: &str| value[field].as_str().filter(|text| !text.is_empty());
     Some(Meta {
-        name: Name::new(text("namespace").unwrap_or("default"), text("name")?),
+        name: NamespacedName::new(text("namespace").unwrap_or("default"), text("name")?),
         version: text("resourceVersion").unwrap_or_default().to_owned(),
         ..Meta::default()
     })

@@ -6,7 +6,7 @@ use tulle_core::names::{annotation, label};
 
 use crate::resources::acceptance::{self, RouteRejection};
 use crate::resources::annotations;
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::server::{DefaultPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
@@ -24,7 +24,7 @@ pub struct UnsupportedPart {
     pub reason: String,
 }
 
-/// Returns all parts of an object that the mesh does not apply, whatever other objects say.
+/// Returns all parts of an object that the mesh does not apply, considering this object alone.
 pub fn unsupported_parts(object: &Object) -> Vec<UnsupportedPart> {
     match object {
         Object::Service(service) => check_service(service),
@@ -74,22 +74,21 @@ pub fn match_port_name(server: &Server, workload: &Object) -> PortNameMatch {
     }
 }
 
-/// Returns the unsupported part of a Server whose named port is not declared by any of its workloads.
-pub fn undeclared_port_name(server: &Server) -> Option<UnsupportedPart> {
-    let Some(PortRef::Name(port)) = &server.port else {
-        return None;
-    };
-    Some(UnsupportedPart {
+/// Returns the unsupported part of a Server that has this port name, which no workload declares.
+pub fn undeclared_port_name(port_name: &str) -> UnsupportedPart {
+    UnsupportedPart {
         field: "spec.port",
-        reason: format!("no workload that the Server selects declares a port {port:?}, so the Server has no effect"),
-    })
+        reason: format!(
+            "no workload that the Server selects declares a port {port_name:?}, so the Server has no effect"
+        ),
+    }
 }
 
 /// Returns the parts of routes and rate limits that this Server does not support, with the object of each part.
 pub fn unsupported_by_server<'a>(
     server: &Server,
     objects: impl IntoIterator<Item = &'a Object>,
-) -> Vec<(Kind, Name, UnsupportedPart)> {
+) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
     let check = |object: &Object| {
         let (field, reason) = match (object, object.route()) {
             (_, Some(route)) => ("spec.parentRefs", server_rejection(server, route)?.to_string()),
@@ -112,12 +111,10 @@ pub fn unsupported_by_server<'a>(
 fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
     let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
     let parents = route.parents.iter().filter(names);
-    let mut rejections: Vec<_> = parents
-        .map(|parent| acceptance::check_server_route(server, route, parent).err())
-        .collect();
-    rejections.sort_by_key(Option::is_some);
-    let first = rejections.into_iter().next().flatten();
-    first.filter(|rejection| {
+    let rejections = parents.map(|parent| acceptance::check_server_route(server, route, parent).err());
+    // A route that references the Server twice is accepted (`None`, the minimum) if one reference is.
+    let rejection = rejections.min_by_key(Option::is_some).flatten();
+    rejection.filter(|rejection| {
         matches!(
             rejection,
             RouteRejection::ProtocolMismatch(_) | RouteRejection::UnsupportedParentField(_)
@@ -177,10 +174,8 @@ fn check_route(route: &Route) -> Vec<UnsupportedPart> {
     let mut found = check_route_annotations(&route.meta);
     let parents = [ParentKind::Server, ParentKind::Service, ParentKind::EgressNetwork];
     let is_named = |kind: &ParentKind| route.parents.iter().any(|parent| parent.kind == *kind);
-    let reasons = parents.into_iter().filter(is_named);
-    let reason = reasons
-        .filter_map(|kind| route_admission::unsupported_reason(route, kind))
-        .next();
+    let mut named_kinds = parents.into_iter().filter(is_named);
+    let reason = named_kinds.find_map(|kind| route_admission::unsupported_reason(route, kind));
     found.extend(to_unsupported_part(("spec.rules", reason)));
     let unused = route_admission::unused_inbound_field(route);
     let unused = unused.map(|field| format!("{field} has no effect where the parent is a Server"));

@@ -450,11 +450,14 @@ impl ExternalWorkload {
         resolve_port(&self.ports, port)
     }
 
-    /// Of the older external workloads among `all`, which have one address: returns the oldest if it is in another namespace,
-    /// otherwise the oldest of this namespace that declares one of the same ports. It takes precedence for the address.
-    pub fn conflicting_older_workload<'a>(&self, all: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
+    /// Returns the older external workload that takes precedence for an address over this one, if there is one. `with_address`
+    /// are all external workloads that have the address.
+    ///
+    /// An address belongs to the namespace of its oldest workload: workloads of other namespaces cannot have it. Workloads of
+    /// this namespace share the address if their ports differ; of two with the same port, the older one takes precedence.
+    pub fn conflicting_older_workload<'a>(&self, with_address: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
         let is_older = |other: &&'a Self| other.meta.age_order() < self.meta.age_order();
-        let mut older: Vec<&Self> = all.into_iter().filter(is_older).collect();
+        let mut older: Vec<&Self> = with_address.into_iter().filter(is_older).collect();
         older.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
         let oldest = older.first()?;
         if oldest.meta.namespace() != self.meta.namespace() {
@@ -531,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn an_external_workload_that_no_proxy_could_verify_or_may_reach_is_refused() {
+    fn external_workloads_with_invalid_identities_or_link_local_addresses_are_rejected() {
         let read = |identity: &str, server_name: &str, ip: &str| {
             let raw = json!({
                 "metadata": { "name": "vm", "namespace": "shop" },

@@ -50,7 +50,8 @@ pub struct Server {
 pub struct Limits {
     /// Maximum number of connections, over all clients.
     pub connections: usize,
-    /// Maximum number of concurrent streams per client address, over all its connections.
+    /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate,
+    /// by network for all others.
     pub streams_per_client: usize,
 }
 
@@ -162,8 +163,8 @@ impl Server {
     {
         let routes = self.metrics.layer(self.routes.clone());
         let streams = self.stream_limiter.clone();
-        // The services are always ready. Their futures are boxed and dropped when the response head is ready, so the
-        // task that hyper keeps for each stream stays small.
+        // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,
+        // and the task would contain the future.
         let service = service_fn(move |req: Request<Incoming>| {
             let Some(stream_permit) = streams.acquire(&caller) else {
                 let rsp = Status::resource_exhausted("too many open streams from this client address").into_http();

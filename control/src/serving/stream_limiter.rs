@@ -1,4 +1,4 @@
-//! Limits the number of open streams per client: the address of an authenticated client, or the network of another.
+//! Limits the number of open streams per client: by address for clients with a certificate, by network for all others.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

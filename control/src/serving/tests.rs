@@ -16,7 +16,7 @@ use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tonic::Status;
 use tulle_core::addr::Addr;
-use tulle_core::connections::{ConnectionLimiter, SelfEviction};
+use tulle_core::connections::{ConnectionLimiter, SameAddressEviction};
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
 use tulle_proto::identity as proto;
@@ -58,16 +58,17 @@ struct TestServer {
     creds: Arc<MeshCredentials>,
     registry: Registry,
     signal: Signal,
-    server: JoinHandle<()>,
+    task: JoinHandle<()>,
 }
 
 impl TestServer {
     async fn start() -> Self {
-        let port = Self::without_certificate().await;
-        port.creds
-            .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+        let server = Self::without_certificate().await;
+        server
+            .creds
+            .install(leaf_for_one_day(&server.ca, NAME), &anchors(&server.ca))
             .unwrap();
-        port
+        server
     }
 
     async fn without_certificate() -> Self {
@@ -77,18 +78,18 @@ impl TestServer {
     async fn start_with(clients: ClientCertificates) -> Self {
         let creds = Arc::new(MeshCredentials::new(NAME.to_owned(), clients));
         let registry = Registry::new();
-        let server = server(creds.clone(), &registry);
+        let server = build_server(creds.clone(), &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, watch) = drain::channel();
-        let server = tokio::spawn(server.serve("test", listener, watch));
+        let task = tokio::spawn(server.serve("test", listener, watch));
         Self {
             ca: ca(),
             addr,
             creds,
             registry,
             signal,
-            server,
+            task,
         }
     }
 
@@ -119,7 +120,7 @@ impl TestServer {
     }
 }
 
-fn server(creds: Arc<MeshCredentials>, registry: &Registry) -> Server {
+fn build_server(creds: Arc<MeshCredentials>, registry: &Registry) -> Server {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
         streams_per_client: MAX_STREAMS_PER_CLIENT,
@@ -170,20 +171,20 @@ async fn call_certify(channel: Channel) -> Result<String, Status> {
 
 #[tokio::test]
 async fn a_client_certificate_is_optional_and_verified_if_sent() {
-    let port = TestServer::start().await;
-    for client in [None, Some(leaf_for_one_day(&port.ca, WEB))] {
-        let channel = port.connect(NAME, client).await.unwrap();
+    let server = TestServer::start().await;
+    for client in [None, Some(leaf_for_one_day(&server.ca, WEB))] {
+        let channel = server.connect(NAME, client).await.unwrap();
         assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
-    for client in [leaf_for_one_day(&ca(), WEB), leaf(&port.ca, WEB, -1)] {
+    for client in [leaf_for_one_day(&ca(), WEB), leaf(&server.ca, WEB, -1)] {
         // In TLS 1.3 the handshake ends for the client before the server has verified the client certificate.
-        let outcome = match port.connect(NAME, Some(client)).await {
+        let outcome = match server.connect(NAME, Some(client)).await {
             Ok(channel) => call_certify(channel).await.map_err(|_| ()),
             Err(_) => Err(()),
         };
         outcome.unwrap_err();
     }
-    let metrics = port.registry.render();
+    let metrics = server.registry.render();
     let started = "grpc_server_started_total{grpc_type=\"unary\",\
                    grpc_service=\"io.linkerd.proxy.identity.Identity\",grpc_method=\"Certify\"} 2\n";
     assert!(metrics.contains(started), "{metrics}");
@@ -192,18 +193,22 @@ async fn a_client_certificate_is_optional_and_verified_if_sent() {
 
 #[tokio::test]
 async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
-    let port = TestServer::start_with(ClientCertificates::Required).await;
-    port.creds
-        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+    let server = TestServer::start_with(ClientCertificates::Required).await;
+    server
+        .creds
+        .install(leaf_for_one_day(&server.ca, NAME), &anchors(&server.ca))
         .unwrap();
-    let refused = match port.connect(NAME, None).await {
+    let refused = match server.connect(NAME, None).await {
         Ok(channel) => call_certify(channel).await.is_err(),
         Err(_) => true,
     };
     assert!(refused);
-    let channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    let channel = server
+        .connect(NAME, Some(leaf_for_one_day(&server.ca, WEB)))
+        .await
+        .unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
-    let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
+    let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(
         call_certify(channel).await.unwrap(),
         "hello",
@@ -222,19 +227,25 @@ fn connections_are_bounded_by_files_and_by_memory() {
 
 #[tokio::test]
 async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
-    let port = TestServer::start().await;
-    let channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    let server = TestServer::start().await;
+    let channel = server
+        .connect(NAME, Some(leaf_for_one_day(&server.ca, WEB)))
+        .await
+        .unwrap();
     assert_eq!(call_certify(channel.clone()).await.unwrap(), "hello");
     let mut unauthenticated = Vec::new();
     for start in [&b""[..], &[0x16, 3, 1, 1, 0], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
         for _ in 0..2 * MAX_CONNECTIONS {
-            let mut client = TcpStream::connect(port.addr).await.unwrap();
+            let mut client = TcpStream::connect(server.addr).await.unwrap();
             // The server may have closed earlier connections already.
             let _ = client.write_all(start).await;
             unauthenticated.push(client);
         }
     }
-    let second_channel = port.connect(NAME, Some(leaf_for_one_day(&port.ca, WEB))).await.unwrap();
+    let second_channel = server
+        .connect(NAME, Some(leaf_for_one_day(&server.ca, WEB)))
+        .await
+        .unwrap();
     for channel in [channel, second_channel] {
         assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
@@ -242,10 +253,10 @@ async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
 
 #[tokio::test]
 async fn the_certificate_is_served_only_for_its_server_name() {
-    let port = TestServer::start().await;
-    port.connect(&NAME.to_uppercase(), None).await.unwrap();
+    let server = TestServer::start().await;
+    server.connect(&NAME.to_uppercase(), None).await.unwrap();
     for other in [WEB, "127.0.0.1"] {
-        let err = port.connect(other, None).await.err().unwrap();
+        let err = server.connect(other, None).await.err().unwrap();
         assert!(
             matches!(&err, client::Error::Handshake { name, .. } if name == other),
             "{err:?}"
@@ -255,50 +266,53 @@ async fn the_certificate_is_served_only_for_its_server_name() {
 
 #[tokio::test]
 async fn a_client_rejects_a_server_signed_by_another_ca() {
-    let port = TestServer::start().await;
-    port.creds
-        .install(leaf_for_one_day(&ca(), NAME), &anchors(&port.ca))
+    let server = TestServer::start().await;
+    server
+        .creds
+        .install(leaf_for_one_day(&ca(), NAME), &anchors(&server.ca))
         .unwrap();
     assert!(matches!(
-        port.connect(NAME, None).await,
+        server.connect(NAME, None).await,
         Err(client::Error::Handshake { .. })
     ));
 }
 
 #[tokio::test]
 async fn a_new_certificate_is_used_from_the_next_handshake_on() {
-    let port = TestServer::without_certificate().await;
-    assert!(port.connect(NAME, None).await.is_err());
-    port.creds
-        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+    let server = TestServer::without_certificate().await;
+    assert!(server.connect(NAME, None).await.is_err());
+    server
+        .creds
+        .install(leaf_for_one_day(&server.ca, NAME), &anchors(&server.ca))
         .unwrap();
-    let old = port.connect(NAME, None).await.unwrap();
-    port.creds
-        .install(leaf_for_one_day(&port.ca, NAME), &anchors(&port.ca))
+    let old = server.connect(NAME, None).await.unwrap();
+    server
+        .creds
+        .install(leaf_for_one_day(&server.ca, NAME), &anchors(&server.ca))
         .unwrap();
-    for channel in [port.connect(NAME, None).await.unwrap(), old] {
+    for channel in [server.connect(NAME, None).await.unwrap(), old] {
         assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
-    let mut mixed = leaf_for_one_day(&port.ca, NAME);
-    mixed.key = leaf_for_one_day(&port.ca, NAME).key.clone_key();
-    assert!(port.creds.install(mixed, &anchors(&port.ca)).is_err());
-    port.connect(NAME, None).await.unwrap();
+    let mut mixed = leaf_for_one_day(&server.ca, NAME);
+    mixed.key = leaf_for_one_day(&server.ca, NAME).key.clone_key();
+    assert!(server.creds.install(mixed, &anchors(&server.ca)).is_err());
+    server.connect(NAME, None).await.unwrap();
 }
 
 #[tokio::test]
 async fn plaintext_is_served_on_loopback_only() {
-    let port = TestServer::without_certificate().await;
-    let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
+    let server = TestServer::without_certificate().await;
+    let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
 
-    let server = server(port.creds.clone(), &Registry::new());
+    let server = build_server(server.creds.clone(), &Registry::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     let (stream, _) = listener.accept().await.unwrap();
     let elsewhere: SocketAddr = "10.0.0.1:5000".parse().unwrap();
     let (_signal, watch) = drain::channel();
-    let permit = ConnectionLimiter::new("test", 1, SelfEviction::Idlest, &Registry::new()).admit(elsewhere.ip());
+    let permit = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new()).admit(elsewhere.ip());
     let accepted = AcceptedConnection {
         stream,
         client: elsewhere,
@@ -311,10 +325,10 @@ async fn plaintext_is_served_on_loopback_only() {
 
 #[tokio::test(start_paused = true)]
 async fn a_stalled_handshake_is_closed() {
-    let port = TestServer::start().await;
+    let server = TestServer::start().await;
     // A handshake record that announces 256 bytes and never sends them.
     for start in [&b""[..], &[0x16, 3, 1, 1, 0]] {
-        let mut client = TcpStream::connect(port.addr).await.unwrap();
+        let mut client = TcpStream::connect(server.addr).await.unwrap();
         client.write_all(start).await.unwrap();
         let closed = timeout(2 * HANDSHAKE_TIMEOUT, client.read_to_end(&mut Vec::new())).await;
         assert!(closed.is_ok(), "{start:?}");
@@ -323,8 +337,8 @@ async fn a_stalled_handshake_is_closed() {
 
 #[tokio::test]
 async fn a_request_that_is_too_long_is_refused() {
-    let port = TestServer::start().await;
-    let mut client = IdentityClient::new(port.connect(NAME, None).await.unwrap());
+    let server = TestServer::start().await;
+    let mut client = IdentityClient::new(server.connect(NAME, None).await.unwrap());
     let req = proto::CertifyRequest {
         token: vec![0; request_limits::MAX_REQUEST_BYTES + 1],
         ..proto::CertifyRequest::default()
@@ -335,28 +349,28 @@ async fn a_request_that_is_too_long_is_refused() {
 
 #[tokio::test]
 async fn a_drain_sends_goaway_and_ends() {
-    let port = TestServer::start().await;
-    let channel = port.connect(NAME, None).await.unwrap();
+    let server = TestServer::start().await;
+    let channel = server.connect(NAME, None).await.unwrap();
     call_certify(channel.clone()).await.unwrap();
-    timeout(DRAIN_TIMEOUT, port.signal.drain()).await.unwrap();
-    port.server.await.unwrap();
+    timeout(DRAIN_TIMEOUT, server.signal.drain()).await.unwrap();
+    server.task.await.unwrap();
     call_certify(channel).await.unwrap_err();
-    assert!(TcpStream::connect(port.addr).await.is_err());
+    assert!(TcpStream::connect(server.addr).await.is_err());
 }
 
 #[tokio::test]
 async fn openssl_sees_tls_1_3_without_alpn() {
-    let port = TestServer::start().await;
-    let text = port
+    let server = TestServer::start().await;
+    let text = server
         .openssl(&["-servername", NAME, "-verify_hostname", NAME, "-alpn", "h2"])
         .await;
     for line in ["Verify return code: 0 (ok)", "TLSv1.3", "No ALPN negotiated"] {
         assert!(text.contains(line), "no {line} in {text}");
     }
-    let text = port.openssl(&["-servername", NAME, "-tls1_2"]).await;
+    let text = server.openssl(&["-servername", NAME, "-tls1_2"]).await;
     assert!(text.contains("alert protocol version"), "{text}");
     for args in [&["-servername", WEB][..], &["-noservername"]] {
-        let text = port.openssl(args).await;
+        let text = server.openssl(args).await;
         assert!(text.contains("no peer certificate available"), "{text}");
     }
 }

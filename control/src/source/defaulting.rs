@@ -1,4 +1,4 @@
-//! Applies the defaults, the admission and the status that the API server and its controllers would apply.
+//! Completes the objects of manifests as the API server and its controllers would, and validates them.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ use crate::resources::route_admission;
 use crate::resources::service::{EndpointReadiness, Service, ServiceKind};
 use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};
 
-/// Adds the defaults and the status to an object of a manifest, and checks it as admission does.
+/// Sets defaults, readiness and addresses that the manifest omits, removes the status of routes, and validates the object as
+/// admission does.
 ///
 /// # Errors
 /// Fails if an API server would reject the object, or if a required value is missing that only a running cluster could
@@ -35,7 +36,7 @@ pub(super) fn complete_and_validate(object: &mut Object) -> Result<(), String> {
         | Object::GatewayHttpRoute(route)
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
-        | Object::TcpRoute(route) => prepare_route(Arc::make_mut(route)),
+        | Object::TcpRoute(route) => clear_status_and_validate(Arc::make_mut(route)),
         Object::ServiceProfile(profile) => profile.validate(),
         _ => Ok(()),
     }
@@ -54,6 +55,7 @@ fn validate_service(service: &Service) -> Result<(), String> {
     Ok(())
 }
 
+/// Sets phase, readiness, host addresses, host ports and the ports of the sidecar, as kubelet and injector would.
 fn set_pod_defaults(pod: &mut Pod) -> Result<(), String> {
     if pod.ips.is_empty() {
         return Err("status.podIP is missing; set the address that the workload listens on".into());
@@ -89,7 +91,7 @@ pub(super) fn clear_status(object: &mut Object) {
     }
 }
 
-fn prepare_route(route: &mut Route) -> Result<(), String> {
+fn clear_status_and_validate(route: &mut Route) -> Result<(), String> {
     route.clear_status();
     route_admission::validate_route(route)
 }

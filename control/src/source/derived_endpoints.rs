@@ -11,7 +11,7 @@ use tulle_core::names::label;
 use crate::resources::Object;
 use crate::resources::interning::intern;
 use crate::resources::labels::Selector;
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::service::{
     Address, AddressTarget, EndpointReadiness, EndpointSlice, Endpoints, IpFamily, NotReadyAddresses, PortRef, Service,
     ServiceKind, Subset, SubsetPort,
@@ -22,8 +22,8 @@ use crate::resources::workload::{ExternalWorkload, Pod, PodPhase};
 #[derive(Default)]
 struct ObjectIndex<'a> {
     services: Vec<&'a Service>,
-    services_with_slices: BTreeSet<&'a Name>,
-    endpoints: AHashMap<&'a Name, &'a Endpoints>,
+    services_with_slices: BTreeSet<&'a NamespacedName>,
+    endpoints: AHashMap<&'a NamespacedName, &'a Endpoints>,
     pods: AHashMap<&'a str, Vec<&'a Pod>>,
     workloads: AHashMap<&'a str, Vec<&'a ExternalWorkload>>,
     zones: AHashMap<&'a str, &'a Arc<str>>,
@@ -77,7 +77,7 @@ fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
 fn build_slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {
     let name = &service.meta.name;
     let meta = Meta {
-        name: Name::new(name.namespace.clone(), format!("{}-derived-{index}", name.name)),
+        name: NamespacedName::new(name.namespace.clone(), format!("{}-derived-{index}", name.name)),
         labels: [(label::SERVICE_NAME, &name.name)].into_iter().collect(),
         ..Meta::default()
     };

@@ -39,9 +39,9 @@ pub(super) struct Manifest {
     pub(super) line: usize,
 }
 
-/// The first error of a text, before the file's name is known. It becomes a [`ManifestError`].
+/// An error of a text. With the file's name it becomes a [`ManifestError`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct ManifestIssue {
+pub(super) struct ErrorAtLine {
     pub(super) line: usize,
     pub(super) reason: String,
 }
@@ -52,7 +52,7 @@ pub(super) struct ManifestFile {
     /// Documents of supported kinds that are invalid: what is readable of each, for its placeholder.
     pub(super) unreadable: Vec<Unreadable>,
     /// The first error. It makes the whole file invalid.
-    pub(super) issue: Option<ManifestIssue>,
+    pub(super) error: Option<ErrorAtLine>,
     /// `apiVersion` and kind of documents with an unsupported kind.
     pub(super) unsupported_kinds: BTreeSet<(String, String)>,
 }
@@ -67,7 +67,7 @@ pub(super) fn parse(text: &str) -> ManifestFile {
         match Value::deserialize(document) {
             Ok(value) => values.push(value),
             Err(error) => {
-                file.issue = Some(issue(&error, line_of(index)));
+                file.error = Some(yaml_error(&error, line_of(index)));
                 break;
             }
         }
@@ -82,11 +82,11 @@ pub(super) fn parse(text: &str) -> ManifestFile {
         let kind = value.get("kind").and_then(Value::as_str).unwrap_or_default();
         if let Some(items) = list_items(kind, &value) {
             for item in items {
-                let decode = |kind| resources::decode(kind, item.clone()).map_err(|error| issue(&error, line));
+                let decode = |kind| resources::decode(kind, item.clone()).map_err(|error| yaml_error(&error, line));
                 file.push(item, line, decode);
             }
         } else {
-            let decode = |kind| resources::decode(kind, document).map_err(|error| issue(&error, line));
+            let decode = |kind| resources::decode(kind, document).map_err(|error| yaml_error(&error, line));
             file.push(&value, line, decode);
         }
     }
@@ -94,10 +94,10 @@ pub(super) fn parse(text: &str) -> ManifestFile {
 }
 
 impl ManifestFile {
-    fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, ManifestIssue>) {
+    fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, ErrorAtLine>) {
         let (api_version, kind_name) = match api_version_and_kind(value) {
             Ok(types) => types,
-            Err(reason) => return self.add_issue(ManifestIssue { line, reason }, None),
+            Err(reason) => return self.add_error(ErrorAtLine { line, reason }, None),
         };
         let Some(kind) = Kind::find(&api_version, &kind_name) else {
             return self.push_unsupported(&api_version, &kind_name, value, line);
@@ -110,13 +110,13 @@ impl ManifestFile {
                     Err(reason) => {
                         let unreadable = Unreadable::from_rejected(object, &reason);
                         let reason = format!("{kind_name} {}: {reason}", unreadable.name);
-                        self.add_issue(ManifestIssue { line, reason }, Some(unreadable));
+                        self.add_error(ErrorAtLine { line, reason }, Some(unreadable));
                     }
                 }
             }
-            Err(issue) => {
-                let unreadable = unreadable(kind, value, &issue.reason);
-                self.add_issue(issue, unreadable);
+            Err(error) => {
+                let unreadable = unreadable(kind, value, &error.reason);
+                self.add_error(error, unreadable);
             }
         }
     }
@@ -128,7 +128,7 @@ impl ManifestFile {
             let accepted = kind.info().versions.join(", ");
             let reason = format!("{kind_name} of {api_version} is not supported; supported versions: {accepted}");
             let unreadable = unreadable(kind, value, &reason);
-            return self.add_issue(ManifestIssue { line, reason }, unreadable);
+            return self.add_error(ErrorAtLine { line, reason }, unreadable);
         }
         if api_version
             .split_once('/')
@@ -137,17 +137,17 @@ impl ManifestFile {
             let kinds = KINDS.iter().filter(|info| info.group == POLICY_GROUP);
             let accepted = kinds.map(|info| info.name).collect::<Vec<_>>().join(", ");
             let reason = format!("unknown kind {kind_name} in group {POLICY_GROUP}; supported: {accepted}");
-            return self.add_issue(ManifestIssue { line, reason }, None);
+            return self.add_error(ErrorAtLine { line, reason }, None);
         }
         self.unsupported_kinds
             .insert((api_version.to_owned(), kind_name.to_owned()));
     }
 
-    fn add_issue(&mut self, issue: ManifestIssue, unreadable: Option<Unreadable>) {
+    fn add_error(&mut self, error: ErrorAtLine, unreadable: Option<Unreadable>) {
         self.unreadable.extend(unreadable);
-        let is_first = self.issue.as_ref().is_none_or(|first| issue.line < first.line);
+        let is_first = self.error.as_ref().is_none_or(|first| error.line < first.line);
         if is_first {
-            self.issue = Some(issue);
+            self.error = Some(error);
         }
     }
 }
@@ -163,9 +163,10 @@ fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
     Some(unreadable)
 }
 
-fn issue(error: &serde_yaml_ng::Error, line: usize) -> ManifestIssue {
+/// The error at its own line, or at `line` if it has none.
+fn yaml_error(error: &serde_yaml_ng::Error, line: usize) -> ErrorAtLine {
     let line = error.location().map_or(line, |location| location.line());
-    ManifestIssue {
+    ErrorAtLine {
         line,
         reason: error.to_string(),
     }
@@ -195,26 +196,36 @@ fn content_version(value: &Value) -> String {
     format!("{:016x}", hasher.finish())
 }
 
+/// The state of the document that a line belongs to.
+#[derive(PartialEq)]
+enum DocumentState {
+    /// There is no marker and no content yet.
+    None,
+    /// Its marker has no content after it yet.
+    Empty,
+    HasContent,
+}
+
 /// Returns the line of the first content of each document, counted from 1.
 fn document_start_lines(text: &str) -> Vec<usize> {
     let mut starts = Vec::new();
-    // Whether the last marker is not followed by content yet.
-    let mut expects_content = true;
+    let mut state = DocumentState::None;
     for (index, line) in text.lines().enumerate() {
-        let marker = line == "---" || line.starts_with("--- ");
-        if marker {
-            if expects_content && !starts.is_empty() {
-                // The document before this marker is empty, but still counts. It gets the number of the line before the marker,
-                // which is `index`, because lines are counted from 1.
+        let is_marker = line == "---" || line.starts_with("--- ");
+        if is_marker {
+            if state == DocumentState::Empty {
+                // An empty document counts, too. It gets the number of the line before this marker, which is `index`, because
+                // lines are counted from 1.
                 starts.push(index);
             }
-            expects_content = true;
+            state = DocumentState::Empty;
             continue;
         }
         let content = line.trim_start();
-        if expects_content && !content.is_empty() && !content.starts_with('#') && !line.starts_with('%') {
+        let is_content = !content.is_empty() && !content.starts_with('#') && !line.starts_with('%');
+        if is_content && state != DocumentState::HasContent {
             starts.push(index + 1);
-            expects_content = false;
+            state = DocumentState::HasContent;
         }
     }
     starts
@@ -239,7 +250,7 @@ mod tests {
             apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Node, metadata: {name: n1}}\n\
             - {apiVersion: v1, kind: ConfigMap, metadata: {name: c}}\n";
         let file = parse(text);
-        assert_eq!(file.issue, None);
+        assert_eq!(file.error, None);
         let found: Vec<_> = file
             .manifests
             .iter()
@@ -253,11 +264,11 @@ mod tests {
     }
 
     #[test]
-    fn issues_have_their_line_and_reason() {
+    fn errors_have_their_line_and_reason() {
         let check = |text: &str, line: usize, reason: &str| {
-            let issue = parse(text).issue.unwrap();
-            assert_eq!(issue.line, line, "{issue:?}");
-            assert!(issue.reason.contains(reason), "{issue:?}");
+            let error = parse(text).error.unwrap();
+            assert_eq!(error.line, line, "{error:?}");
+            assert!(error.reason.contains(reason), "{error:?}");
         };
         let service = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\n";
         check("kind: Service\n", 1, "apiVersion");
@@ -271,6 +282,11 @@ mod tests {
         check(
             &format!("{service}spec: {{clusterIP: None}}\n---\n{service}"),
             6,
+            "clusterIP",
+        );
+        check(
+            &format!("---\n---\n{service}spec: {{}}\n---\n{service}spec: {{clusterIP: None}}\n"),
+            3,
             "clusterIP",
         );
         check(

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::resources::event::Event;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::{Kind, Object};
 use crate::source::derived_endpoints;
@@ -18,9 +18,9 @@ pub(super) struct ManifestDirectory {
     root: PathBuf,
     files: BTreeMap<PathBuf, FileState>,
     /// The objects that consumers have after all events so far.
-    published: BTreeMap<(Kind, Name), Object>,
+    published: BTreeMap<(Kind, NamespacedName), Object>,
     /// Objects that were reported as unreadable.
-    unreadable: BTreeMap<(Kind, Name), Arc<Unreadable>>,
+    unreadable: BTreeMap<(Kind, NamespacedName), Arc<Unreadable>>,
 }
 
 /// The state of one file. An invalid file keeps its last valid objects.
@@ -59,7 +59,7 @@ impl ManifestDirectory {
         scan.scan(&self.root);
         // A directory that cannot be read does not delete its files.
         self.files
-            .retain(|path, _| scan.files.contains(path) || scan.is_unreadable(path));
+            .retain(|path, _| scan.files.contains(path) || scan.is_inaccessible(path));
         for path in &scan.files {
             let state = self.files.entry(path.clone()).or_default();
             state.read(path);
@@ -101,9 +101,9 @@ impl ManifestDirectory {
     }
 
     /// Merges the objects of all files. If two files define the same object, the first file takes precedence.
-    fn merge(&self, errors: &mut Vec<ManifestError>) -> BTreeMap<(Kind, Name), Object> {
+    fn merge(&self, errors: &mut Vec<ManifestError>) -> BTreeMap<(Kind, NamespacedName), Object> {
         let mut objects = BTreeMap::new();
-        let mut owners: BTreeMap<(Kind, Name), &Path> = BTreeMap::new();
+        let mut owners: BTreeMap<(Kind, NamespacedName), &Path> = BTreeMap::new();
         for (path, state) in &self.files {
             for Manifest { object, line } in &state.manifests {
                 let id = (object.kind(), object.meta().name.clone());
@@ -122,15 +122,15 @@ impl ManifestDirectory {
             }
         }
         let derived = derived_endpoints::derive_endpoints(objects.values());
-        for slice in derived {
+        for object in derived {
             objects
-                .entry((slice.kind(), slice.meta().name.clone()))
-                .or_insert(slice);
+                .entry((object.kind(), object.meta().name.clone()))
+                .or_insert(object);
         }
         objects
     }
 
-    fn diff_events(&mut self, objects: BTreeMap<(Kind, Name), Object>) -> Vec<Event> {
+    fn diff_events(&mut self, objects: BTreeMap<(Kind, NamespacedName), Object>) -> Vec<Event> {
         let mut unreadable = BTreeMap::new();
         for found in self.files.values().flat_map(|state| &state.unreadable) {
             let id = (found.kind, found.name.clone());
@@ -150,7 +150,7 @@ impl ManifestDirectory {
             }
         }
         let before: BTreeSet<_> = self.published.keys().chain(self.unreadable.keys()).collect();
-        let exists = |id: &(Kind, Name)| objects.contains_key(id) || unreadable.contains_key(id);
+        let exists = |id: &(Kind, NamespacedName)| objects.contains_key(id) || unreadable.contains_key(id);
         for (kind, name) in before.into_iter().filter(|id| !exists(id)) {
             events.push(Event::Deleted(*kind, name.clone()));
         }
@@ -186,17 +186,17 @@ impl FileState {
         let manifest::ManifestFile {
             manifests,
             unreadable,
-            issue,
+            error,
             unsupported_kinds,
         } = manifest::parse(text);
         self.unreadable = unreadable.into_iter().map(Arc::new).collect();
         self.unsupported_kinds = unsupported_kinds;
-        self.had_valid_version |= issue.is_none();
-        if issue.is_none() || !self.had_valid_version {
+        self.had_valid_version |= error.is_none();
+        if error.is_none() || !self.had_valid_version {
             self.manifests = manifests;
         }
-        match issue {
-            Some(issue) => self.set_error(path, Some(issue.line), issue.reason),
+        match error {
+            Some(error) => self.set_error(path, Some(error.line), error.reason),
             None => self.error = None,
         }
     }
@@ -220,7 +220,8 @@ fn hash(bytes: &[u8]) -> u64 {
 #[derive(Default)]
 struct DirectoryScan {
     files: BTreeSet<PathBuf>,
-    unreadable: Vec<PathBuf>,
+    /// Directories and files that could not be read.
+    inaccessible_paths: Vec<PathBuf>,
     errors: Vec<ManifestError>,
     /// Canonical paths of the parent directories, to detect links that form a loop.
     ancestors: Vec<PathBuf>,
@@ -235,7 +236,7 @@ impl DirectoryScan {
                 line: None,
                 reason,
             });
-            self.unreadable.push(dir.to_owned());
+            self.inaccessible_paths.push(dir.to_owned());
         }
     }
 
@@ -267,7 +268,7 @@ impl DirectoryScan {
                             reason: format!("reading the file: {error}"),
                         });
                     }
-                    self.unreadable.push(path);
+                    self.inaccessible_paths.push(path);
                 }
             }
         }
@@ -275,7 +276,7 @@ impl DirectoryScan {
         Ok(())
     }
 
-    fn is_unreadable(&self, path: &Path) -> bool {
-        self.unreadable.iter().any(|dir| path.starts_with(dir))
+    fn is_inaccessible(&self, path: &Path) -> bool {
+        self.inaccessible_paths.iter().any(|dir| path.starts_with(dir))
     }
 }

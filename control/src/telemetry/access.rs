@@ -31,12 +31,12 @@ use crate::webhook::server_credentials::ServerCredentials;
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(
-        "{NAMESPACE}/{NAME} has no {key}; the API server serves no aggregated APIs without --requestheader-client-ca-file"
+        "{NAMESPACE}/{CONFIG_MAP} has no {key}; the API server serves no aggregated APIs without --requestheader-client-ca-file"
     )]
     Missing { key: &'static str },
-    #[error("reading the CA certificate in {NAMESPACE}/{NAME}")]
-    Authority(#[source] anchors::Error),
-    #[error("the allowed names in {NAMESPACE}/{NAME} are not a JSON list")]
+    #[error("reading the CA certificate in {NAMESPACE}/{CONFIG_MAP}")]
+    ClientCa(#[source] anchors::Error),
+    #[error("the allowed names in {NAMESPACE}/{CONFIG_MAP} are not a JSON list")]
     Names(#[source] serde_json::Error),
     #[error("preparing to verify the API server")]
     Verifier(#[source] rustls::server::VerifierBuilderError),
@@ -47,7 +47,7 @@ enum Error {
 /// Updates the client verifier from the ConfigMap until the drain.
 pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
     let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
-    let mut seen = pin!(watch_object(api, NAME).default_backoff());
+    let mut seen = pin!(watch_object(api, CONFIG_MAP).default_backoff());
     loop {
         // Cancel-safe: both branches only wait.
         let seen = tokio::select! {
@@ -56,9 +56,12 @@ pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials
         };
         let updated = match seen {
             Ok(Some(map)) => set_client_verifier(&map, &creds),
-            Ok(None) => Err(Error::Missing { key: AUTHORITY }),
+            Ok(None) => Err(Error::Missing { key: CLIENT_CA_KEY }),
             Err(err) => {
-                warn!(error = &err as &dyn StdError, "watching {NAMESPACE}/{NAME} failed");
+                warn!(
+                    error = &err as &dyn StdError,
+                    "watching {NAMESPACE}/{CONFIG_MAP} failed"
+                );
                 continue;
             }
         };
@@ -86,13 +89,13 @@ fn set_client_verifier(map: &ConfigMap, creds: &ServerCredentials) -> Result<(),
         let value = map.data.as_ref().and_then(|data| data.get(key));
         value.ok_or(Error::Missing { key })
     };
-    let authority =
-        TrustAnchors::parse(entry(AUTHORITY)?.as_bytes(), Path::new(AUTHORITY)).map_err(Error::Authority)?;
-    let names = match entry(NAMES) {
+    let client_ca =
+        TrustAnchors::parse(entry(CLIENT_CA_KEY)?.as_bytes(), Path::new(CLIENT_CA_KEY)).map_err(Error::ClientCa)?;
+    let names = match entry(ALLOWED_NAMES_KEY) {
         Ok(names) => serde_json::from_str(names).map_err(Error::Names)?,
         Err(_) => Vec::new(),
     };
-    let signed_by_ca = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::crypto_provider())
+    let signed_by_ca = WebPkiClientVerifier::builder_with_provider(client_ca.roots(), tls::crypto_provider())
         .clear_root_hint_subjects()
         .build()
         .map_err(Error::Verifier)?;
@@ -168,9 +171,9 @@ impl ClientCertVerifier for FrontProxyVerifier {
 }
 
 const NAMESPACE: &str = "kube-system";
-const NAME: &str = "extension-apiserver-authentication";
-const AUTHORITY: &str = "requestheader-client-ca-file";
-const NAMES: &str = "requestheader-allowed-names";
+const CONFIG_MAP: &str = "extension-apiserver-authentication";
+const CLIENT_CA_KEY: &str = "requestheader-client-ca-file";
+const ALLOWED_NAMES_KEY: &str = "requestheader-allowed-names";
 
 #[cfg(test)]
 mod tests {
@@ -185,10 +188,10 @@ mod tests {
             params.distinguished_name.push(DnType::CommonName, name);
             params.self_signed(&KeyPair::generate().unwrap()).unwrap()
         };
-        let authority = certificate("authority");
+        let client_ca = certificate("client CA");
         let map = |names: Option<&str>| {
-            let mut data = std::collections::BTreeMap::from([(AUTHORITY.to_owned(), authority.pem())]);
-            data.extend(names.map(|names| (NAMES.to_owned(), names.to_owned())));
+            let mut data = std::collections::BTreeMap::from([(CLIENT_CA_KEY.to_owned(), client_ca.pem())]);
+            data.extend(names.map(|names| (ALLOWED_NAMES_KEY.to_owned(), names.to_owned())));
             ConfigMap {
                 data: Some(data),
                 ..ConfigMap::default()
@@ -206,7 +209,7 @@ mod tests {
             Err(Error::Missing { .. })
         ));
         let inner = WebPkiClientVerifier::builder_with_provider(
-            TrustAnchors::parse(authority.pem().as_bytes(), Path::new("x"))
+            TrustAnchors::parse(client_ca.pem().as_bytes(), Path::new("x"))
                 .unwrap()
                 .roots(),
             tls::crypto_provider(),

@@ -226,12 +226,12 @@ impl RequestCounts {
 
     /// This quantile of response latency in milliseconds, interpolated within its bucket as Prometheus does. Above the
     /// largest finite bound it is that bound; `None` without responses.
-    pub fn quantile_ms(&self, share: f64) -> Option<f64> {
+    pub fn quantile_ms(&self, quantile: f64) -> Option<f64> {
         let total = self.latency.get(&UNBOUNDED).copied().unwrap_or_default();
         if total <= 0.0 {
             return None;
         }
-        let rank = share * total;
+        let rank = quantile * total;
         let (mut below_bound, mut count_below) = (0, 0.0);
         for (bound, n) in &self.latency {
             if *n >= rank {
@@ -464,9 +464,12 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     #[test]
     fn a_page_is_grouped_by_peer_destination_and_route() {
         let counts = Counts::parse(PAGE);
-        let from = &counts.sources[&client()];
-        assert_eq!((from.success, from.failure, from.denied), (90.0, 10.0, 8.0));
-        assert_eq!((from.connections, from.success_rate()), (3.0, Some(0.9)));
+        let from_client = &counts.sources[&client()];
+        assert_eq!(
+            (from_client.success, from_client.failure, from_client.denied),
+            (90.0, 10.0, 8.0)
+        );
+        assert_eq!((from_client.connections, from_client.success_rate()), (3.0, Some(0.9)));
         assert_eq!(
             counts.sources[&PeerTls::Plain("no_tls_from_remote".to_owned())].success,
             5.0
@@ -500,17 +503,17 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     fn rates_are_per_second_and_a_restart_counts_from_0() {
         let earlier = Counts::parse(PAGE);
         let mut later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
-        let from = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
+        let from_client = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
         assert_eq!(
-            (from.success, from.failure),
+            (from_client.success, from_client.failure),
             (2.0, 0.0),
             "a removed series is no increase"
         );
-        assert_eq!(from.connections, 3.0, "open connections are a gauge");
+        assert_eq!(from_client.connections, 3.0, "open connections are a gauge");
         later.started_at = earlier.started_at + 60.0;
-        let from = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
+        let from_client = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
         assert_eq!(
-            (from.success, from.failure),
+            (from_client.success, from_client.failure),
             (11.0, 0.2),
             "the earlier page does not count after a restart"
         );

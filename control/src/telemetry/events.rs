@@ -138,7 +138,7 @@ impl TapEvent {
         headers: Headers,
     ) -> Option<Self> {
         let proxy_direction = event.proxy_direction().as_str_name().to_owned();
-        let mut read = Self {
+        let mut converted = Self {
             workload: workload.clone(),
             source: TapEndpoint::from_proto(event.source, event.source_meta),
             destination: TapEndpoint::from_proto(event.destination, event.destination_meta),
@@ -157,7 +157,7 @@ impl TapEvent {
         let tap_event::Event::Http(http) = event.event?;
         match http.event? {
             Event::RequestInit(init) => {
-                read.request_init_event = Some(RequestInit {
+                converted.request_init_event = Some(RequestInit {
                     id: id(init.id),
                     method: method(init.method),
                     scheme: scheme(init.scheme),
@@ -169,7 +169,7 @@ impl TapEvent {
             Event::ResponseInit(init) => {
                 let all = header_list(init.headers);
                 let cause = all.iter().find(|line| line.name == header::L5D_PROXY_CAUSE.as_str());
-                read.response_init_event = Some(ResponseInit {
+                converted.response_init_event = Some(ResponseInit {
                     id: id(init.id),
                     since_request_init: proto_duration(init.since_request_init),
                     http_status: init.http_status,
@@ -184,7 +184,7 @@ impl TapEvent {
                     Some(proto::eos::End::ResetErrorCode(code)) => (None, Some(code)),
                     None => (None, None),
                 };
-                read.response_end_event = Some(ResponseEnd {
+                converted.response_end_event = Some(ResponseEnd {
                     id: id(end.id),
                     since_request_init: proto_duration(end.since_request_init),
                     since_response_init: proto_duration(end.since_response_init),
@@ -196,7 +196,7 @@ impl TapEvent {
                 });
             }
         }
-        Some(read)
+        Some(converted)
     }
 }
 

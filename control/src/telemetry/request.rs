@@ -102,8 +102,8 @@ impl Query {
     }
 
     fn take(&mut self, name: &str) -> Option<String> {
-        let at = self.0.iter().position(|(key, _)| key == name)?;
-        Some(self.0.swap_remove(at).1)
+        let index = self.0.iter().position(|(key, _)| key == name)?;
+        Some(self.0.swap_remove(index).1)
     }
 
     fn window(&mut self) -> Result<Duration, Error> {

@@ -26,6 +26,7 @@ use crate::cluster::views::workload_members::{MemberKind, Sidecar};
 use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
 
+/// Why a workload's sidecar cannot be scraped. The response names the workload before each message.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("dialling its admin port")]

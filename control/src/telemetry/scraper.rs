@@ -179,13 +179,13 @@ impl SidecarScraper {
     async fn scrape_stale(&self, members: &[WorkloadMember]) -> Vec<(WorkloadMember, String)> {
         let due: Vec<_> = {
             let state = self.state.lock();
-            let is_due = |due: &ScrapeDue| {
-                let read_at = state.histories.get(&due.key).and_then(History::latest);
+            let is_due = |target: &ScrapeTarget| {
+                let read_at = state.histories.get(&target.key).and_then(History::latest);
                 read_at.is_none_or(|at| at.elapsed() >= MAX_SCRAPE_AGE)
             };
-            let all = members.iter().enumerate().filter_map(|(at, member)| {
-                Some(ScrapeDue {
-                    member_index: at,
+            let all = members.iter().enumerate().filter_map(|(member_index, member)| {
+                Some(ScrapeTarget {
+                    member_index,
                     key: key(member)?,
                     kind: member.kind,
                     sidecar: member.sidecar.clone()?,
@@ -194,27 +194,27 @@ impl SidecarScraper {
             all.filter(is_due).collect()
         };
         let mut pages = stream::iter(due)
-            .map(|due: ScrapeDue| async move {
-                let page = scrape(&due.sidecar, due.kind, &self.creds).await;
-                (due.member_index, due.key, page)
+            .map(|target: ScrapeTarget| async move {
+                let page = scrape(&target.sidecar, target.kind, &self.creds).await;
+                (target.member_index, target.key, page)
             })
             .buffer_unordered(MAX_CONCURRENT_SCRAPES);
         let mut unreachable = Vec::new();
-        while let Some((at, key, page)) = pages.next().await {
+        while let Some((member_index, key, page)) = pages.next().await {
             match page {
                 Ok(counts) => {
                     let mut state = self.state.lock();
                     if state.histories.len() >= MAX_SIDECARS && !state.histories.contains_key(&key) {
                         let reason =
                             format!("the metrics of {MAX_SIDECARS} other sidecars are stored, which is the limit");
-                        unreachable.push((members[at].clone(), reason));
+                        unreachable.push((members[member_index].clone(), reason));
                         continue;
                     }
                     let max_pages = MAX_METRICS_PAGES / state.histories.len().max(1);
                     let history = state.histories.entry(key).or_default();
                     history.push(Instant::now(), counts, max_pages.max(2));
                 }
-                Err(err) => unreachable.push((members[at].clone(), ErrorChain(&err).to_string())),
+                Err(err) => unreachable.push((members[member_index].clone(), ErrorChain(&err).to_string())),
             }
         }
         unreachable
@@ -228,7 +228,7 @@ impl SidecarScraper {
     }
 }
 
-struct ScrapeDue {
+struct ScrapeTarget {
     /// Index in the list of members.
     member_index: usize,
     key: Key,

@@ -25,7 +25,7 @@ use super::events::{Headers, TapEvent, TapLine};
 use super::scraper::SidecarScraper;
 use super::view::{self, Selection};
 use crate::cluster::views::workload_members::{Sidecar, WorkloadMember};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::tls::client::{self, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
 
@@ -46,7 +46,7 @@ pub(super) struct TapRequest {
 }
 
 /// Tap address and name of a sidecar. Both, because a new pod can reuse the address of an old one.
-type Key = (SocketAddr, Name);
+type SidecarKey = (SocketAddr, NamespacedName);
 
 /// Opens taps on sidecars with the credentials of this process.
 #[derive(Clone)]
@@ -55,6 +55,7 @@ pub(super) struct Tapper {
     pub(super) creds: Arc<MeshCredentials>,
 }
 
+/// Why a workload's sidecar is not tapped. The response names the workload before each message.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("this process has no certificate yet")]
@@ -73,6 +74,7 @@ enum Error {
 
 /// A sidecar whose events are streamed.
 struct WatchedSidecar {
+    key: SidecarKey,
     member: WorkloadMember,
     sidecar: Sidecar,
     /// Distinguishes the sidecars of one tap.
@@ -85,35 +87,82 @@ struct RunningTap {
     request: TapRequest,
     lines: mpsc::Sender<TapLine>,
     /// The sidecars with a stream.
-    watched: HashSet<Key>,
-    /// The sidecars whose last stream failed: its backoff, and the time of the next attempt.
-    retries: HashMap<Key, (BackoffDelays, Instant)>,
-    /// The sidecars that the client was told are unreachable.
-    reported: HashSet<Key>,
+    watched: HashSet<SidecarKey>,
+    failures: SidecarFailures,
     streams: JoinSet<EndedStream>,
     next_number: u32,
 }
 
-/// A sidecar, its workload, and why its stream has ended.
-type EndedStream = (Key, ResourceName, Result<(), Error>);
+/// The failures of the sidecars of one tap.
+#[derive(Default)]
+struct SidecarFailures {
+    /// The sidecars whose last stream failed: its backoff, and the time of the next attempt.
+    retries: HashMap<SidecarKey, (BackoffDelays, Instant)>,
+    /// The sidecars that the client was told are unreachable, and that had no stable stream since.
+    reported: HashSet<SidecarKey>,
+}
+
+/// Why the stream of a sidecar has ended.
+struct EndedStream {
+    key: SidecarKey,
+    workload: ResourceName,
+    /// `None` if the sidecar has not accepted the tap.
+    opened_at: Option<Instant>,
+    result: Result<(), Error>,
+}
 
 /// The client has stopped reading.
 struct ClientGone;
 
-impl RunningTap {
-    /// Schedules the next attempt for the sidecar. Its first failure is reported to the client.
-    async fn handle_ended_stream(&mut self, (key, workload, result): EndedStream) -> Result<(), ClientGone> {
-        self.watched.remove(&key);
-        let Err(err) = result else {
-            self.retries.remove(&key);
-            return Ok(());
-        };
+impl SidecarFailures {
+    fn is_due(&self, key: &SidecarKey) -> bool {
+        self.retries
+            .get(key)
+            .is_none_or(|(_, retry_at)| *retry_at <= Instant::now())
+    }
+
+    /// Forgets the failures before a stream that was open for [`MIN_STABLE_TIME`].
+    fn record_stream(&mut self, key: &SidecarKey, open_for: Duration) {
+        if open_for >= MIN_STABLE_TIME {
+            self.retries.remove(key);
+            self.reported.remove(key);
+        }
+    }
+
+    /// Schedules the next attempt. Returns whether the failure is the first one, of which the client is told.
+    fn record_failure(&mut self, key: &SidecarKey) -> bool {
         let (delays, retry_at) = self
             .retries
             .entry(key.clone())
             .or_insert_with(|| (RECONNECT_BACKOFF.start(), Instant::now()));
         *retry_at = Instant::now() + delays.next_delay();
-        if !self.reported.insert(key) {
+        self.reported.insert(key.clone())
+    }
+
+    /// Permits the next attempt at once: the sidecar ended its stream without an error.
+    fn record_success(&mut self, key: &SidecarKey) {
+        self.retries.remove(key);
+    }
+}
+
+impl RunningTap {
+    /// Schedules the next attempt for the sidecar, and reports a failure to the client.
+    async fn handle_ended_stream(&mut self, ended: EndedStream) -> Result<(), ClientGone> {
+        let EndedStream {
+            key,
+            workload,
+            opened_at,
+            result,
+        } = ended;
+        self.watched.remove(&key);
+        if let Some(opened_at) = opened_at {
+            self.failures.record_stream(&key, opened_at.elapsed());
+        }
+        let Err(err) = result else {
+            self.failures.record_success(&key);
+            return Ok(());
+        };
+        if !self.failures.record_failure(&key) {
             return Ok(());
         }
         let reason = ErrorChain(&err).to_string();
@@ -140,12 +189,8 @@ impl RunningTap {
                 continue;
             };
             let key = (sidecar.tap_addr, member.name.clone());
-            let is_due = self
-                .retries
-                .get(&key)
-                .is_none_or(|(_, retry_at)| *retry_at <= Instant::now());
             let is_selected = !self.request.selection.groups(member).is_empty();
-            if !is_due || !is_selected || self.watched.len() >= MAX_WATCHED_SIDECARS {
+            if !self.failures.is_due(&key) || !is_selected || self.watched.len() >= MAX_WATCHED_SIDECARS {
                 continue;
             }
             if self.watched.insert(key.clone()) {
@@ -154,8 +199,9 @@ impl RunningTap {
         }
     }
 
-    fn open_stream(&mut self, key: Key, member: &WorkloadMember, sidecar: Sidecar) {
+    fn open_stream(&mut self, key: SidecarKey, member: &WorkloadMember, sidecar: Sidecar) {
         let watched = WatchedSidecar {
+            key,
             member: member.clone(),
             sidecar,
             number: self.next_number,
@@ -165,10 +211,7 @@ impl RunningTap {
             .tapper
             .clone()
             .watch(watched, self.request.clone(), self.lines.clone());
-        self.streams.spawn(async move {
-            let (workload, result) = stream.await;
-            (key, workload, result)
-        });
+        self.streams.spawn(stream);
     }
 }
 
@@ -181,8 +224,7 @@ impl Tapper {
             request,
             lines: lines.clone(),
             watched: HashSet::new(),
-            retries: HashMap::new(),
-            reported: HashSet::new(),
+            failures: SidecarFailures::default(),
             streams: JoinSet::new(),
             next_number: 0,
         };
@@ -204,22 +246,20 @@ impl Tapper {
         }
     }
 
-    async fn watch(
-        self,
-        watched: WatchedSidecar,
-        tap: TapRequest,
-        lines: mpsc::Sender<TapLine>,
-    ) -> (ResourceName, Result<(), Error>) {
+    async fn watch(self, watched: WatchedSidecar, tap: TapRequest, lines: mpsc::Sender<TapLine>) -> EndedStream {
         let WatchedSidecar {
+            key,
             member,
             sidecar,
             number,
         } = watched;
         let workload = view::own_resource(&member);
         let headers = tap.headers;
+        let mut opened_at = None;
         let watching = async {
             let observed = timeout(CONNECT_TIMEOUT, self.observe(&sidecar, &tap)).await;
             let mut events = observed.map_err(|_| Error::Timeout)??;
+            opened_at = Some(Instant::now());
             while let Some(event) = events.message().await.map_err(Error::Ended)? {
                 let Some(event) = TapEvent::from_proto(event, &workload, number, headers) else {
                     continue;
@@ -231,7 +271,12 @@ impl Tapper {
             Ok(())
         };
         let result = watching.await;
-        (workload, result)
+        EndedStream {
+            key,
+            workload,
+            opened_at,
+            result,
+        }
     }
 
     async fn observe(
@@ -323,3 +368,33 @@ const RECONNECT_BACKOFF: Backoff = Backoff {
     max: Duration::from_secs(60),
     jitter: 0.5,
 };
+/// A stream that was open for this time ends a series of failures.
+const MIN_STABLE_TIME: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failure_after_a_long_stream_is_reported_and_retried_soon() {
+        let key = (
+            SocketAddr::from(([10, 0, 0, 1], 4190)),
+            NamespacedName::new("shop", "web"),
+        );
+        let mut failures = SidecarFailures::default();
+        assert!(failures.record_failure(&key));
+        for _ in 0..8 {
+            failures.record_stream(&key, MIN_STABLE_TIME - Duration::from_secs(1));
+            assert!(!failures.record_failure(&key));
+        }
+        let max_first_delay = RECONNECT_BACKOFF.min.mul_f64(1.0 + RECONNECT_BACKOFF.jitter);
+        advance(max_first_delay).await;
+        assert!(!failures.is_due(&key));
+        failures.record_stream(&key, MIN_STABLE_TIME);
+        assert!(failures.record_failure(&key));
+        advance(max_first_delay).await;
+        assert!(failures.is_due(&key));
+    }
+}

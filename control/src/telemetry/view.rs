@@ -127,9 +127,9 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
 
 /// Traffic to and from the selected workloads.
 ///
-/// To count each edge once, the client's sidecar reports it if one with its identity was scraped, otherwise the server's. The
-/// traffic of a sidecar that was not scraped and shares its identity with one that was is therefore missing: counting the
-/// server's side too would count the other one twice. The response lists the sidecar as unreachable.
+/// Both sidecars of an edge report it, and one report must be ignored: the server's, if any sidecar with the client's identity
+/// was scraped. If two clients share an identity and only one of them was scraped, the edge of the other is missing, and the
+/// response lists its sidecar as unreachable.
 pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,
@@ -321,13 +321,13 @@ mod tests {
 
     use super::*;
     use crate::cluster::views::workload_members::Sidecar;
-    use crate::resources::meta::Name;
+    use crate::resources::meta::NamespacedName;
 
     fn member(name: &str, deployment: &str) -> WorkloadMember {
         let addr: SocketAddr = ([127, 0, 0, 1], 1).into();
         let id = format!("{deployment}.shop.serviceaccount.identity.linkerd.cluster.local");
         WorkloadMember {
-            name: Name::new("shop", name),
+            name: NamespacedName::new("shop", name),
             kind: MemberKind::Pod,
             owner: ("deployment".into(), deployment.into()),
             services: vec![deployment.into()],

@@ -104,11 +104,11 @@ impl WatchPath<'_> {
         }
     }
 
-    /// Returns the paths whose events are relevant: an event is, if its path or the parent of its path is one of these.
+    /// Returns the paths with relevant events: an event is relevant if its path, or the parent of its path, is one of these.
     fn matched_paths(&self) -> Vec<PathBuf> {
         match self {
             Self::Dir(dir) => vec![(*dir).to_owned()],
-            // Kubernetes replaces a `..data` symlink next to the file, which itself is a link through it.
+            // In volumes of Kubernetes the file is a symlink through `..data`, which Kubernetes replaces.
             Self::File(file) => vec![
                 self.watched_dir().join(file.file_name().unwrap_or_default()),
                 self.watched_dir().join("..data"),

@@ -67,7 +67,7 @@ impl Clone for LeafWithKey {
 pub enum ClientCertificates {
     #[default]
     Required,
-    /// For the identity service, and for proxies that connect before they have a certificate.
+    /// A client may have no certificate, as Linkerd's proxies before their first one. The identity service always uses this rule.
     Optional,
 }
 

@@ -9,6 +9,7 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::sign::CertifiedKey;
 use time::OffsetDateTime;
+use x509_parser::extensions::GeneralName;
 use zeroize::Zeroize as _;
 
 use crate::tls::anchors::TrustAnchors;
@@ -96,7 +97,8 @@ impl CertificateKeyPair {
         let leaf = self.chain.first().ok_or(Error::Empty)?;
         let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|err| Error::Certificate(err.into()))?;
         let names = parsed.subject_alternative_name().map_err(Error::Certificate)?;
-        let matches_name = |general: &x509_parser::extensions::GeneralName<'_>| matches!(general, x509_parser::extensions::GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
+        let matches_name =
+            |found: &GeneralName<'_>| matches!(found, GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
         let has_name = names.is_some_and(|names| names.value.general_names.iter().any(matches_name));
         has_name.then_some(()).ok_or_else(wrong)
     }
@@ -104,17 +106,23 @@ impl CertificateKeyPair {
     /// Checks that the API server verifies this certificate for the name with this bundle.
     ///
     /// # Errors
-    /// Fails with the reason. Some certificates that only rustls rejects, for example a CA certificate used by a server, are
-    /// accepted, as by Go.
+    /// Fails with the reason. A CA certificate is accepted, as by Go, although rustls rejects it for a server.
     pub(super) fn verify(&self, bundle: &TrustAnchors, name: &str) -> Result<(), rustls::Error> {
         let (leaf, issuers) = self.chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
         let server = ServerName::try_from(name).map_err(|_| rustls::Error::from(CertificateError::NotValidForName))?;
+        let check_name = || self.check_name(name).map_err(|_| CertificateError::NotValidForName);
         if bundle.certs().contains(leaf) {
-            let named = self.check_name(name);
-            return named.map_err(|_| CertificateError::NotValidForName.into());
+            return check_name().map_err(Into::into);
         }
         match bundle.verify(leaf, issuers, &server, UnixTime::now()) {
-            Err(rustls::Error::InvalidCertificate(CertificateError::Other(_))) => Ok(()),
+            // rustls rejects a CA certificate before it checks the name and the issuer.
+            Err(rustls::Error::InvalidCertificate(CertificateError::Other(_))) if is_ca(leaf) => {
+                check_name()?;
+                match is_signed_by_anchor(leaf, issuers, bundle.certs()) {
+                    true => Ok(()),
+                    false => Err(CertificateError::UnknownIssuer.into()),
+                }
+            }
             verified => verified,
         }
     }
@@ -157,6 +165,37 @@ pub(super) fn validity(cert: &CertificateDer<'_>) -> Result<(OffsetDateTime, Off
     Ok((validity.not_before.to_datetime(), validity.not_after.to_datetime()))
 }
 
+fn is_ca(cert: &CertificateDer<'_>) -> bool {
+    x509_parser::parse_x509_certificate(cert).is_ok_and(|(_, cert)| cert.is_ca())
+}
+
+/// Returns whether an anchor signed the certificate, or an intermediate certificate that an anchor signed, and so on.
+fn is_signed_by_anchor(
+    leaf: &CertificateDer<'static>,
+    intermediates: &[CertificateDer<'static>],
+    anchors: &[CertificateDer<'static>],
+) -> bool {
+    let mut cert = leaf;
+    for _ in 0..=intermediates.len() {
+        if anchors.iter().any(|anchor| has_signed(anchor, cert)) {
+            return true;
+        }
+        match intermediates.iter().find(|issuer| has_signed(issuer, cert)) {
+            Some(issuer) => cert = issuer,
+            None => return false,
+        }
+    }
+    false
+}
+
+fn has_signed(issuer: &CertificateDer<'_>, cert: &CertificateDer<'_>) -> bool {
+    let parsed = [issuer, cert].map(|der| x509_parser::parse_x509_certificate(der));
+    let [Ok((_, issuer)), Ok((_, cert))] = parsed else {
+        return false;
+    };
+    issuer.subject().as_raw() == cert.issuer().as_raw() && cert.verify_signature(Some(issuer.public_key())).is_ok()
+}
+
 fn text(what: &'static str, pem: &[u8]) -> Result<String, Error> {
     String::from_utf8(pem.to_vec()).map_err(|_| Error::Text { what })
 }
@@ -166,7 +205,51 @@ const CLOCK_SKEW: Duration = Duration::from_secs(300);
 
 #[cfg(test)]
 mod tests {
+    use rcgen::{BasicConstraints, GeneralSubtree, IsCa, Issuer, NameConstraints};
+
     use super::*;
+
+    const NAME: &str = "web.linkerd.svc";
+
+    /// Creates a CA. Returns its certificate as a bundle, and the CA.
+    fn create_ca(permitted_name: &str) -> (TrustAnchors, Issuer<'static, KeyPair>) {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.name_constraints = Some(NameConstraints {
+            permitted_subtrees: vec![GeneralSubtree::DnsName(permitted_name.to_owned())],
+            excluded_subtrees: Vec::new(),
+        });
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap().pem();
+        let bundle = TrustAnchors::parse(certificate.as_bytes(), "ca.crt".as_ref()).unwrap();
+        (bundle, Issuer::new(params, key))
+    }
+
+    fn create_leaf(name: &str, is_ca: IsCa, ca: &Issuer<'static, KeyPair>) -> CertificateKeyPair {
+        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
+        params.is_ca = is_ca;
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, ca).unwrap().pem();
+        CertificateKeyPair::parse(certificate.as_bytes(), key.serialize_pem().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn a_certificate_is_verified_as_the_api_server_does() {
+        let (bundle, ca) = create_ca("linkerd.svc");
+        let (other_bundle, _) = create_ca("linkerd.svc");
+        let (constrained_bundle, constrained_ca) = create_ca("other.svc");
+        for is_ca in [IsCa::NoCa, IsCa::Ca(BasicConstraints::Unconstrained)] {
+            let leaf = create_leaf(NAME, is_ca, &ca);
+            assert!(leaf.verify(&bundle, NAME).is_ok(), "{is_ca:?}");
+            assert!(leaf.verify(&other_bundle, NAME).is_err(), "{is_ca:?}");
+            assert!(leaf.verify(&bundle, "api.linkerd.svc").is_err(), "{is_ca:?}");
+        }
+        let leaf = create_leaf(NAME, IsCa::NoCa, &constrained_ca);
+        assert!(
+            leaf.verify(&constrained_bundle, NAME).is_err(),
+            "a name constraint is violated"
+        );
+    }
 
     #[test]
     fn a_generated_pair_parses_unchanged() {

@@ -63,7 +63,7 @@ pub enum UnreadyWhenUntrusted {
     /// Only until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
     /// too.
     BeforeFirst,
-    /// Only the API server uses this process.
+    /// At any time. Proxies are not affected, because only the API server uses this process.
     Always,
 }
 
@@ -468,7 +468,7 @@ impl CertificateController {
             published_for,
             now: OffsetDateTime::now_utc(),
         };
-        let state = SecretContent::decide(input, &name, &self.config.times).map_err(Error::Certificate)?;
+        let state = SecretContent::rotate(input, &name, &self.config.times).map_err(Error::Certificate)?;
         let owner = self.owner(configuration);
         // A recreated owner has another uid, and Kubernetes would delete the Secret together with the old owner.
         let is_owned = secret
@@ -563,12 +563,12 @@ impl CertificateController {
 
     /// Serves the current certificate once the API server trusts it. Returns the delay until the next call.
     ///
-    /// | current certificate | served one | its bundle is | action |
+    /// | current certificate | served one | bundle with the current one | action |
     /// |---|---|---|---|
     /// | is served | | | none; wait until it is due, or until the next one is trusted |
     /// | is not served | none, or expired | | serve the current one |
-    /// | is not served | valid | published long enough | serve the current one |
-    /// | is not served | valid | not trusted yet | wait until it is |
+    /// | is not served | valid | published for `settle` | serve the current one |
+    /// | is not served | valid | published for less | wait |
     fn serve_certificate(&mut self, state: &SecretContent) -> Result<Duration, Error> {
         let now = OffsetDateTime::now_utc();
         let is_served = self.served.as_ref().is_some_and(|served| **served == *state.current);
@@ -577,16 +577,16 @@ impl CertificateController {
             .published
             .as_ref()
             .map_or(Duration::ZERO, |(_, since)| since.elapsed());
-        let waiting_for_trust = self.config.times.settle.saturating_sub(published_for);
+        let until_trusted = self.config.times.settle.saturating_sub(published_for);
         let until_due = Duration::try_from(state.due_at() - now)
             .unwrap_or(Duration::ZERO)
             .min(RESYNC_INTERVAL);
-        if !is_served && (!served_is_valid || waiting_for_trust.is_zero()) {
+        if !is_served && (!served_is_valid || until_trusted.is_zero()) {
             self.creds.install(&state.current).map_err(Error::Install)?;
             self.served = Some(state.current.clone());
             info!(webhook = self.config.service, until = %state.current.not_after, "serving a certificate");
-        } else if !is_served || (state.next.is_some() && !waiting_for_trust.is_zero()) {
-            return Ok(waiting_for_trust.min(until_due).max(MIN_REQUEUE_DELAY));
+        } else if !is_served || (state.next.is_some() && !until_trusted.is_zero()) {
+            return Ok(until_trusted.min(until_due).max(MIN_REQUEUE_DELAY));
         }
         Ok(until_due.max(MIN_REQUEUE_DELAY))
     }
@@ -600,7 +600,7 @@ impl CertificateReadiness {
 
     fn set_unready(&self, when: UnreadyWhenUntrusted, reason: impl FnOnce() -> String) {
         if !self.was_ready || when == UnreadyWhenUntrusted::Always {
-            self.latch.hold(reason());
+            self.latch.set_reason(reason());
         }
     }
 }

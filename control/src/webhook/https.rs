@@ -75,7 +75,7 @@ impl<R: RequestHandler> HttpServer<R> {
         let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 20);
         let listener = Listener::new(self.name, listener, max, &self.registry).with_drain_timeout(DRAIN_TIMEOUT);
         let server = Arc::new(self);
-        let end = server.transport.end_of_service(&drain);
+        let end = server.transport.wait_for_end_of_service(&drain);
         let (server, watch) = (server.clone(), drain.clone());
         let serve = move |accepted| server.clone().connection(accepted, watch.clone());
         listener.run(end, serve).await;
@@ -138,18 +138,18 @@ impl<R: RequestHandler> HttpServer<R> {
         let mut connection = pin!(connection);
         tokio::select! {
             served = connection.as_mut() => return served.map_err(ConnectionError::Http),
-            () = self.transport.end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
+            () = self.transport.wait_for_end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
         }
         connection.await.map_err(ConnectionError::Http)
     }
 }
 
 impl Transport {
-    /// Waits until no further requests are expected.
-    async fn end_of_service(&self, drain: &Watch) {
+    /// Waits until the drain, and then until no further requests are expected.
+    async fn wait_for_end_of_service(&self, drain: &Watch) {
         drain.signaled().await;
         match self {
-            Self::Tls(_) => sleep(CLOSE_TIMEOUT).await,
+            Self::Tls(_) => sleep(SHUTDOWN_DELAY).await,
             Self::Loopback => {}
         }
     }
@@ -163,7 +163,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// More than the 90 seconds after which the API server closes idle connections. If this side closed first, a request
 /// could be lost.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time for a cluster to send its requests elsewhere.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time for the API server to send its requests to another replica.
+const SHUTDOWN_DELAY: Duration = Duration::from_secs(2);
 /// Leaves time for the rest of the process within the 5 seconds of a drain.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);

@@ -70,7 +70,7 @@ enum RequestError {
     #[error("reading the body")]
     Read(#[source] Failure),
     #[error(transparent)]
-    ParsedReview(InvalidReview),
+    InvalidReview(InvalidReview),
     #[error("encoding the response")]
     Write(#[source] serde_json::Error),
 }
@@ -123,7 +123,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         }
         // The semaphore is never closed.
         let _permit = self.decoding.acquire().await;
-        let ParsedReview { id, request } = ParsedReview::parse(&body).map_err(RequestError::ParsedReview)?;
+        let ParsedReview { id, request } = ParsedReview::parse(&body).map_err(RequestError::InvalidReview)?;
         drop(body);
         let response = match request {
             Ok(request) => self.run_handler(&id, *request).await,
@@ -180,7 +180,7 @@ impl RequestError {
             Self::NotFound => StatusCode::NOT_FOUND,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTimeout(_) => StatusCode::REQUEST_TIMEOUT,
-            Self::Read(_) | Self::ParsedReview(_) => StatusCode::BAD_REQUEST,
+            Self::Read(_) | Self::InvalidReview(_) => StatusCode::BAD_REQUEST,
             Self::Write(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }

@@ -25,7 +25,7 @@ pub(super) struct SecretContent {
     bundle: Vec<CertificateDer<'static>>,
 }
 
-/// The input of a decision.
+/// The input of a rotation.
 pub(super) struct RotationInput<'a> {
     /// The content of the Secret, if it exists and is valid.
     pub(super) stored: Option<SecretContent>,
@@ -58,11 +58,22 @@ impl Default for RotationTimes {
 }
 
 impl SecretContent {
-    /// Computes the content that the Secret should have.
+    /// Computes the content that the Secret should have, from the stored content, or else from the last known one.
+    ///
+    /// | current certificate | next one | action |
+    /// |---|---|---|
+    /// | any | valid, published for `settle` | the next one becomes the current one |
+    /// | expired | valid | the next one becomes the current one |
+    /// | valid | valid, published for less | none |
+    /// | expired | none, or expired | generate a current one |
+    /// | in the last third of its lifetime | none, or expired | generate the next one |
+    /// | valid for longer | none, or expired | none |
+    ///
+    /// The bundle has both, the served certificate, and older ones until they expire.
     ///
     /// # Errors
     /// Fails if a certificate cannot be generated.
-    pub(super) fn decide(input: RotationInput<'_>, name: &str, times: &RotationTimes) -> Result<Self, Error> {
+    pub(super) fn rotate(input: RotationInput<'_>, name: &str, times: &RotationTimes) -> Result<Self, Error> {
         let RotationInput {
             stored,
             last_known,
@@ -71,38 +82,39 @@ impl SecretContent {
             now,
         } = input;
         let generate = || CertificateKeyPair::generate(name, times.lifetime).map(Arc::new);
-        let is_good = |pair: &CertificateKeyPair| now < pair.not_after;
-        let mut state = match stored.or(last_known) {
-            Some(state) => state,
+        let is_expired = |pair: &CertificateKeyPair| now >= pair.not_after;
+        let Self {
+            current,
+            next,
+            mut bundle,
+        } = match stored.or(last_known) {
+            Some(content) => content,
             None => Self::new(generate()?),
         };
-        state.next = state.next.filter(|next| is_good(next));
         let is_settled = published_for.is_some_and(|known| known >= times.settle);
-        match state.next.take() {
-            Some(next) if is_settled || !is_good(&state.current) => state.current = next,
-            next @ Some(_) => state.next = next,
-            None if !is_good(&state.current) => state.current = generate()?,
-            None if now >= renew_at(&state.current) => state.next = Some(generate()?),
-            None => {}
-        }
-        state
-            .bundle
-            .retain(|cert| certificate::validity(cert).is_ok_and(|(_, not_after)| now < not_after));
+        let (current, next) = match next.filter(|next| !is_expired(next)) {
+            Some(next) if is_settled || is_expired(&current) => (next, None),
+            Some(next) => (current, Some(next)),
+            None if is_expired(&current) => (generate()?, None),
+            None if now >= renew_at(&current) => (current, Some(generate()?)),
+            None => (current, None),
+        };
+        bundle.retain(|cert| certificate::validity(cert).is_ok_and(|(_, not_after)| now < not_after));
         let wanted = [
-            Some(&*state.current),
-            state.next.as_deref(),
-            served.filter(|pair| is_good(pair)),
+            Some(&*current),
+            next.as_deref(),
+            served.filter(|pair| !is_expired(pair)),
         ];
         for leaf in wanted
             .into_iter()
             .flatten()
             .filter_map(|pair| pair.chain().into_iter().next())
         {
-            if !state.bundle.contains(&leaf) {
-                state.bundle.push(leaf);
+            if !bundle.contains(&leaf) {
+                bundle.push(leaf);
             }
         }
-        Ok(state)
+        Ok(Self { current, next, bundle })
     }
 
     fn new(current: Arc<CertificateKeyPair>) -> Self {
@@ -150,7 +162,7 @@ impl SecretContent {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When [`Self::decide`] can next have another result without other events.
+    /// When [`Self::rotate`] can next have another result without other events.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),
@@ -177,7 +189,7 @@ mod tests {
     const NAME: &str = "linkerd-sp-validator.linkerd.svc";
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
-    fn decide(
+    fn rotate(
         stored: Option<SecretContent>,
         served: Option<&CertificateKeyPair>,
         now: OffsetDateTime,
@@ -190,7 +202,7 @@ mod tests {
             published_for: known.map(Duration::from_secs),
             now,
         };
-        SecretContent::decide(input, NAME, &RotationTimes::default()).unwrap()
+        SecretContent::rotate(input, NAME, &RotationTimes::default()).unwrap()
     }
 
     fn leaf(pair: &CertificateKeyPair) -> CertificateDer<'static> {
@@ -200,32 +212,32 @@ mod tests {
     #[test]
     fn a_certificate_is_published_before_it_is_served_and_trusted_until_it_expires() {
         let now = OffsetDateTime::now_utc();
-        let first = decide(None, None, now, None);
+        let first = rotate(None, None, now, None);
         assert_eq!(first.bundle, [leaf(&first.current)]);
         assert_eq!(first.bundle_pem(), first.current.certificate_pem);
-        assert_eq!(decide(Some(first.clone()), None, now + 200 * DAY, Some(1000)), first);
+        assert_eq!(rotate(Some(first.clone()), None, now + 200 * DAY, Some(1000)), first);
         assert!(first.due_at() > now + 242 * DAY && first.due_at() < now + 245 * DAY);
 
-        let published = decide(Some(first.clone()), Some(&first.current), now + 250 * DAY, Some(1000));
+        let published = rotate(Some(first.clone()), Some(&first.current), now + 250 * DAY, Some(1000));
         let next = published.next.clone().unwrap();
         assert_eq!(published.current, first.current);
         assert_eq!(published.bundle, [leaf(&first.current), leaf(&next)]);
         for known in [None, Some(9)] {
-            assert_eq!(decide(Some(published.clone()), None, now + 250 * DAY, known), published);
+            assert_eq!(rotate(Some(published.clone()), None, now + 250 * DAY, known), published);
         }
 
-        let served = decide(Some(published.clone()), None, now + 250 * DAY, Some(10));
+        let served = rotate(Some(published.clone()), None, now + 250 * DAY, Some(10));
         assert_eq!((&served.current, &served.next), (&next, &None));
         assert_eq!(served.bundle, published.bundle);
 
-        let expired = decide(Some(served), None, now + 366 * DAY, Some(10));
+        let expired = rotate(Some(served), None, now + 366 * DAY, Some(10));
         assert!(!expired.bundle.contains(&leaf(&first.current)));
     }
 
     #[test]
     fn a_deleted_secret_is_restored_from_memory() {
         let now = OffsetDateTime::now_utc();
-        let last_known = decide(None, None, now, None);
+        let last_known = rotate(None, None, now, None);
         let input = RotationInput {
             stored: None,
             last_known: Some(last_known.clone()),
@@ -234,7 +246,7 @@ mod tests {
             now,
         };
         assert_eq!(
-            SecretContent::decide(input, NAME, &RotationTimes::default()).unwrap(),
+            SecretContent::rotate(input, NAME, &RotationTimes::default()).unwrap(),
             last_known
         );
     }
@@ -242,30 +254,30 @@ mod tests {
     #[test]
     fn the_served_certificate_stays_trusted_when_the_secret_is_replaced() {
         let now = OffsetDateTime::now_utc();
-        let served = decide(None, None, now, None).current;
+        let served = rotate(None, None, now, None).current;
         let other = SecretContent::new(Arc::new(CertificateKeyPair::generate(NAME, DAY).unwrap()));
-        let decided = decide(Some(other.clone()), Some(&served), now, None);
-        assert_eq!(decided.current, other.current);
-        assert_eq!(decided.bundle, [leaf(&other.current), leaf(&served)]);
+        let rotated = rotate(Some(other.clone()), Some(&served), now, None);
+        assert_eq!(rotated.current, other.current);
+        assert_eq!(rotated.bundle, [leaf(&other.current), leaf(&served)]);
     }
 
     #[test]
     fn an_expired_certificate_is_replaced_at_once() {
         let now = OffsetDateTime::now_utc();
-        let old = decide(None, None, now, None);
-        let decided = decide(Some(old.clone()), Some(&old.current), now + 400 * DAY, None);
-        assert_ne!(decided.current, old.current);
-        let published = decide(Some(old.clone()), None, now + 364 * DAY, None);
-        let decided = decide(Some(published), None, now + 366 * DAY, None);
+        let old = rotate(None, None, now, None);
+        let rotated = rotate(Some(old.clone()), Some(&old.current), now + 400 * DAY, None);
+        assert_ne!(rotated.current, old.current);
+        let published = rotate(Some(old.clone()), None, now + 364 * DAY, None);
+        let rotated = rotate(Some(published), None, now + 366 * DAY, None);
         // The next certificate was generated by the current clock, so it has expired too.
-        assert_ne!(decided.current, old.current);
+        assert_ne!(rotated.current, old.current);
     }
 
     #[test]
     fn a_secret_is_parsed_as_it_was_written_and_restored_where_it_is_invalid() {
         let now = OffsetDateTime::now_utc();
-        let first = decide(None, None, now, None);
-        let published = decide(Some(first), None, now + 250 * DAY, None);
+        let first = rotate(None, None, now, None);
+        let published = rotate(Some(first), None, now + 250 * DAY, None);
         let data = published.to_data();
         assert_eq!(SecretContent::from_data(&data, NAME).unwrap(), published);
         assert!(matches!(
@@ -280,7 +292,7 @@ mod tests {
         assert!(without(CERTIFICATE).is_err());
         assert!(without(KEY).is_err());
         assert_eq!(without(NEXT_KEY).unwrap().next, None);
-        let restored = decide(Some(without(BUNDLE).unwrap()), None, now + 250 * DAY, None);
+        let restored = rotate(Some(without(BUNDLE).unwrap()), None, now + 250 * DAY, None);
         assert_eq!(restored, published);
     }
 }

@@ -304,23 +304,23 @@ async fn a_drain_lets_reviews_end() {
 async fn a_mounted_certificate_is_served_and_replaced_and_an_invalid_one_is_ignored() {
     let mut server = TestServer::start().await;
     let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
+    let path_of = |name: &str| dir.path().join(name);
     // As Kubernetes mounts Secrets: files are symlinks through `..data`, which is replaced.
     let mount = |version: &str, pair: &CertificateKeyPair, key: &str| {
-        std::fs::create_dir(at(version)).unwrap();
-        std::fs::write(at(version).join("tls.crt"), &pair.certificate_pem).unwrap();
-        std::fs::write(at(version).join("tls.key"), key).unwrap();
-        std::os::unix::fs::symlink(version, at("..tmp")).unwrap();
-        std::fs::rename(at("..tmp"), at("..data")).unwrap();
+        std::fs::create_dir(path_of(version)).unwrap();
+        std::fs::write(path_of(version).join("tls.crt"), &pair.certificate_pem).unwrap();
+        std::fs::write(path_of(version).join("tls.key"), key).unwrap();
+        std::os::unix::fs::symlink(version, path_of("..tmp")).unwrap();
+        std::fs::rename(path_of("..tmp"), path_of("..data")).unwrap();
     };
     let [first, second] = [(); 2].map(|()| CertificateKeyPair::generate(NAME, Duration::from_secs(600)).unwrap());
     mount("..1", &first, &first.key_pem);
     for name in ["tls.crt", "tls.key"] {
-        std::os::unix::fs::symlink(format!("..data/{name}"), at(name)).unwrap();
+        std::os::unix::fs::symlink(format!("..data/{name}"), path_of(name)).unwrap();
     }
     let paths = Paths {
-        certificate: at("tls.crt"),
-        key: at("tls.key"),
+        certificate: path_of("tls.crt"),
+        key: path_of("tls.key"),
     };
     let readiness = Readiness::new();
     let mounted = MountedCertificate::watch(paths, server.creds.clone()).unwrap();
@@ -348,11 +348,11 @@ async fn a_mounted_certificate_is_served_and_replaced_and_an_invalid_one_is_igno
 
 proptest! {
     #[test]
-    fn no_body_panics(at in 0usize..400, bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
+    fn no_body_panics(start in 0usize..400, bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
         let mut body = review("admission.k8s.io/v1", &named("web")).into_bytes();
-        let at = at.min(body.len());
-        let end = (at + bytes.len()).min(body.len());
-        body.splice(at..end, bytes);
+        let start = start.min(body.len());
+        let end = (start + bytes.len()).min(body.len());
+        body.splice(start..end, bytes);
         if let Ok(review) = ParsedReview::parse(&body) {
             AdmissionResponse::allow().to_json(&review.id).unwrap();
         }

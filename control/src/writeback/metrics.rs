@@ -28,7 +28,7 @@ impl QueueMetrics {
         let histogram = |name: &str, help: &str| registry.histogram(name, help, QUEUE_BUCKETS).get(&labels);
         let working_since: Arc<Mutex<Option<Instant>>> = Arc::default();
         let since = working_since.clone();
-        registry.collector(move |page| {
+        registry.add_collector(move |page| {
             let seconds = since.lock().map_or(0.0, |since| since.elapsed().as_secs_f64());
             for (name, help) in [
                 ("workqueue_unfinished_work_seconds", "Time spent on work in progress."),

@@ -8,16 +8,16 @@ use std::time::Duration;
 use ahash::{AHashMap, AHashSet};
 use tokio::time::Instant;
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 #[derive(Default)]
 pub(super) struct WorkQueue {
     /// Names that are ready, with the time when they were added.
-    waiting: VecDeque<(Name, Instant)>,
-    queued: AHashSet<Name>,
+    waiting: VecDeque<(NamespacedName, Instant)>,
+    queued: AHashSet<NamespacedName>,
     /// Names in backoff, by the end of their delay.
-    delayed: BTreeMap<Instant, BTreeSet<Name>>,
-    failures: AHashMap<Name, u32>,
+    delayed: BTreeMap<Instant, BTreeSet<NamespacedName>>,
+    failures: AHashMap<NamespacedName, u32>,
     limiter: RetryLimiter,
 }
 
@@ -39,7 +39,7 @@ struct RetryLimiter {
 
 impl WorkQueue {
     /// Adds a name. Returns false if it is already queued.
-    pub(super) fn add(&mut self, name: Name, now: Instant) -> bool {
+    pub(super) fn add(&mut self, name: NamespacedName, now: Instant) -> bool {
         if !self.queued.insert(name.clone()) {
             return false;
         }
@@ -49,7 +49,7 @@ impl WorkQueue {
 
     /// Takes the next name. Also returns how long it has waited. A name that is added during its processing is queued
     /// again.
-    pub(super) fn pop(&mut self, now: Instant) -> Option<(Name, Duration)> {
+    pub(super) fn pop(&mut self, now: Instant) -> Option<(NamespacedName, Duration)> {
         while let Some(entry) = self.delayed.first_entry()
             && *entry.key() <= now
         {
@@ -67,11 +67,11 @@ impl WorkQueue {
         self.delayed.keys().next().copied()
     }
 
-    pub(super) fn record_success(&mut self, name: &Name) {
+    pub(super) fn record_success(&mut self, name: &NamespacedName) {
         self.failures.remove(name);
     }
 
-    pub(super) fn record_failure(&mut self, name: Name, now: Instant) -> FailureOutcome {
+    pub(super) fn record_failure(&mut self, name: NamespacedName, now: Instant) -> FailureOutcome {
         let failures = self.failures.entry(name.clone()).or_default();
         if *failures >= MAX_RETRIES {
             self.failures.remove(&name);
@@ -80,8 +80,8 @@ impl WorkQueue {
         let delay = MIN_RETRY_DELAY.saturating_mul(1 << *failures).min(MAX_RETRY_DELAY);
         *failures += 1;
         let n = *failures;
-        let at = (now + delay).max(self.limiter.reserve(now));
-        self.delayed.entry(at).or_default().insert(name);
+        let retry_at = (now + delay).max(self.limiter.reserve(now));
+        self.delayed.entry(retry_at).or_default().insert(name);
         FailureOutcome::Retry(n)
     }
 
@@ -93,7 +93,7 @@ impl WorkQueue {
 impl RetryLimiter {
     /// Reserves a retry. Returns when it can run.
     fn reserve(&mut self, now: Instant) -> Instant {
-        // An earlier arrival time would permit more than a burst.
+        // Time without retries permits at most one burst.
         let earliest = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
         let arrival_at = self.arrival_at.unwrap_or(earliest).max(earliest);
         self.arrival_at = Some(arrival_at + RETRY_INTERVAL);
@@ -114,8 +114,8 @@ pub(super) const MAX_RETRIES: u32 = 15;
 mod tests {
     use super::*;
 
-    fn name(name: &str) -> Name {
-        Name::new("ns", name)
+    fn name(name: &str) -> NamespacedName {
+        NamespacedName::new("ns", name)
     }
 
     #[test]
@@ -138,11 +138,11 @@ mod tests {
         let mut pauses = Vec::new();
         for retry in 1..=MAX_RETRIES {
             assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Retry(retry));
-            let at = queue.next_retry_at().unwrap();
-            pauses.push((at - now).as_millis());
-            assert_eq!(queue.pop(at - Duration::from_millis(1)), None);
-            assert_eq!(queue.pop(at).unwrap().0, name("a"));
-            now = at;
+            let retry_at = queue.next_retry_at().unwrap();
+            pauses.push((retry_at - now).as_millis());
+            assert_eq!(queue.pop(retry_at - Duration::from_millis(1)), None);
+            assert_eq!(queue.pop(retry_at).unwrap().0, name("a"));
+            now = retry_at;
         }
         assert_eq!(pauses[..4], [5, 10, 20, 40]);
         assert_eq!(pauses[14], 81_920);
@@ -169,12 +169,12 @@ mod tests {
             n_due += 1;
         }
         assert!((100..=102).contains(&n_due), "{n_due}");
-        let mut at = soon;
-        while let Some(next) = queue.next_retry_at() {
-            at = next;
-            while queue.pop(at).is_some() {}
+        let mut last_retry_at = soon;
+        while let Some(retry_at) = queue.next_retry_at() {
+            last_retry_at = retry_at;
+            while queue.pop(retry_at).is_some() {}
         }
-        let last = at - now;
-        assert!((4..=6).contains(&last.as_secs()), "{last:?}");
+        let longest_delay = last_retry_at - now;
+        assert!((4..=6).contains(&longest_delay.as_secs()), "{longest_delay:?}");
     }
 }

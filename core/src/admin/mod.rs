@@ -200,8 +200,8 @@ async fn serve_connection(
     };
     let caller = |tls| Caller { client, local, tls };
     let opened = match terminate.filter(|_| is_tls) {
-        Some(terminate) => timeout(HEADER_READ_TIMEOUT, terminate(stream)).await,
-        None => timeout(HEADER_READ_TIMEOUT, detect_version(stream)).await,
+        Some(terminate) => timeout(HANDSHAKE_TIMEOUT, terminate(stream)).await,
+        None => timeout(HANDSHAKE_TIMEOUT, detect_version(stream)).await,
     };
     let served = match opened {
         Ok(Ok((stream, Version::Http2, tls))) => serve_http2(permit.track(stream), caller(tls), routes, drain).await,
@@ -255,7 +255,7 @@ async fn serve_http2(
     let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
-        .keep_alive_interval(HEADER_READ_TIMEOUT)
+        .keep_alive_interval(HTTP2_PING_INTERVAL)
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
@@ -359,8 +359,11 @@ const MAX_CONNECTIONS: usize = 256;
 /// Maximum number of concurrent requests on an HTTP/2 connection.
 const MAX_CONCURRENT_STREAMS: u32 = 16;
 const MAX_BODY_BYTES: usize = 64 * 1024;
-/// Maximum time for the TLS handshake, and for receiving a request head, idle time included. Also the HTTP/2 ping interval.
+/// Maximum time for the TLS handshake, or without TLS for the detection of the HTTP version.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum time for receiving a request head, idle time before it included.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(60);
+const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(60);
 const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -16,10 +16,10 @@ use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-/// Which of its own connections an address loses to a new one of its own, when the limit is reached and no other address has
-/// more connections.
+/// What a new connection replaces at the limit if its own address already has the most connections: another one of this
+/// address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SelfEviction {
+pub enum SameAddressEviction {
     /// The one that has been idle for the longest time.
     Idlest,
     /// One that has never carried a byte. If there is none, the new connection is refused, so that a client with too many
@@ -40,8 +40,8 @@ pub(super) struct Connection {
     keys: Mutex<IndexKeys>,
 }
 
-/// The keys, besides the address, by which a [`ConnectionIndex`] has the connection. They change only under the lock of the
-/// listener, while the connection is in no index.
+/// The parts of the connection's keys in a [`ConnectionIndex`] that can change; its address cannot. They change only under the
+/// lock of the listener, while the connection is in no index.
 struct IndexKeys {
     rank: EvictionRank,
     /// Set once the peer's identity is verified.
@@ -61,18 +61,18 @@ pub(super) struct Connections {
 #[derive(Clone, Copy)]
 pub(super) struct EvictionParams {
     pub(super) max: usize,
-    pub(super) self_eviction: SelfEviction,
+    pub(super) same_address_eviction: SameAddressEviction,
     pub(super) now: Instant,
 }
 
-/// Connections in eviction order: all of them, by client, and by owner of several clients.
+/// Connections in eviction order: all of them, by client, and by group of clients.
 #[derive(Default)]
 struct ConnectionIndex {
     all: Queue,
     clients: ConnectionsByKey<Client>,
     /// The last client that rule 3 has checked; the next check continues after it.
     last_checked: Option<Client>,
-    owners: ConnectionsByKey<Owner>,
+    groups: ConnectionsByKey<ClientGroup>,
 }
 
 /// A client: an address, or a verified identity at an address. Several pods can share the address of their node.
@@ -82,9 +82,9 @@ struct Client {
     identity: Option<Arc<str>>,
 }
 
-/// A party that may control several clients: the addresses of a network, or all addresses with one identity.
+/// Clients that one party may control: the addresses of a network, or all addresses with one identity.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Owner {
+enum ClientGroup {
     /// A global /64, by its first address.
     Network(Ipv6Addr),
     Identity(Arc<str>),
@@ -111,7 +111,7 @@ struct ConnectionsByKey<K> {
 enum Selection<'a> {
     All,
     Client(&'a Client),
-    Owner(&'a Owner),
+    Group(&'a ClientGroup),
 }
 
 impl Connection {
@@ -122,15 +122,15 @@ impl Connection {
         }
     }
 
-    /// Ends the count of this connection as unused, because the connection ends or has a verified peer.
-    fn leave_unused_count(&self) {
-        // The same change as that by the first byte. Both can happen at the same time, and only one may decrease the count.
+    /// Decrements `n_unused`, unless the first byte has already done so: the connection ends, or has a verified peer.
+    fn stop_counting_as_unused(&self) {
+        // The atomic swap in this function ensures that only one of the two decrements, if both happen at the same time.
         self.record_activity();
     }
 
     /// Aborts the connection's task; called on eviction.
     pub(super) fn close(&self) {
-        self.leave_unused_count();
+        self.stop_counting_as_unused();
         let task = self.task.lock();
         self.is_closed.store(true, Ordering::Relaxed);
         if let Some(task) = &*task {
@@ -145,12 +145,16 @@ impl Connection {
         }
     }
 
-    /// The owner of the client. Only clients with an identity or a global IPv6 address have one.
-    fn owner(&self) -> Option<Owner> {
+    /// The group of the client. Only clients with an identity or a global IPv6 address are in one.
+    fn group(&self) -> Option<ClientGroup> {
         match &self.keys.lock().identity {
-            Some(identity) => Some(Owner::Identity(identity.clone())),
-            None => global_network(self.ip).map(Owner::Network),
+            Some(identity) => Some(ClientGroup::Identity(identity.clone())),
+            None => global_network(self.ip).map(ClientGroup::Network),
         }
+    }
+
+    fn rank(&self) -> EvictionRank {
+        self.keys.lock().rank
     }
 
     /// Returns the state, and sets `ACTIVE` to `IDLE`, so that the next check sees activity since this one.
@@ -197,14 +201,14 @@ impl Connections {
     }
 
     pub(super) fn remove(&mut self, connection: &Connection) {
-        connection.leave_unused_count();
+        connection.stop_counting_as_unused();
         let _ = self.unverified.remove(connection) || self.verified.remove(connection);
     }
 
     /// Sets the identity of a connection, unless it is already set.
     pub(super) fn verify(&mut self, connection: &Arc<Connection>, identity: &str) {
         if self.unverified.remove(connection) {
-            connection.leave_unused_count();
+            connection.stop_counting_as_unused();
             connection.keys.lock().identity = Some(identity.into());
             self.verified.insert(connection.clone());
         }
@@ -261,17 +265,17 @@ impl Eviction<'_> {
             let client = client.clone();
             return self.evict(index, Selection::Client(&client));
         }
-        let (count, identity) = index.owners.largest()?;
-        if count > fair_share(max, index.owners.by_key.len() + 1) {
+        let (count, identity) = index.groups.largest()?;
+        if count > fair_share(max, index.groups.by_key.len() + 1) {
             let identity = identity.clone();
-            return self.evict(index, Selection::Owner(&identity));
+            return self.evict(index, Selection::Group(&identity));
         }
         None
     }
 
-    /// Evicts by the four rules of the parent module.
+    /// Evicts by the four rules of the parent module, and their exception for the address of the new connection.
     fn evict_unverified(&mut self, index: &mut ConnectionIndex, new_client: IpAddr) -> Option<Arc<Connection>> {
-        let EvictionParams { max, self_eviction, .. } = self.params;
+        let max = self.params.max;
         let new_client = Client {
             ip: new_client,
             identity: None,
@@ -281,9 +285,9 @@ impl Eviction<'_> {
         let fair_share = fair_share(max, n_clients);
         let (largest_count, largest_client) = index.clients.largest()?;
 
-        // Before rule 1: the address of the new connection makes room itself if it has its share and nobody has more.
-        let is_own_turn = own_count == largest_count && largest_count >= fair_share;
-        if self_eviction == SelfEviction::UnusedOnly && is_own_turn {
+        // The exception: if no address has more connections than this one, it can lose only unused ones to its own.
+        let has_most_connections = own_count == largest_count && own_count >= fair_share;
+        if self.keeps_used_connections() && has_most_connections {
             return self.evict_unused(index, &new_client);
         }
         // Rule 1: a client that has more than its fair share.
@@ -292,11 +296,11 @@ impl Eviction<'_> {
             return self.evict(index, Selection::Client(&client));
         }
         // Rule 2: a network that has at least a quarter of the limit.
-        if let Some((count, network)) = index.owners.largest()
+        if let Some((count, network)) = index.groups.largest()
             && count >= (max / 4).max(MIN_CONNECTIONS_PER_CLIENT)
         {
             let network = network.clone();
-            return self.evict(index, Selection::Owner(&network));
+            return self.evict(index, Selection::Group(&network));
         }
         // Rule 3: an unused or idle connection of the clients that have the most.
         if largest_count > 1
@@ -308,31 +312,30 @@ impl Eviction<'_> {
         self.evict(index, Selection::All)
     }
 
+    /// Whether an address does not lose used connections to its own new ones.
+    fn keeps_used_connections(&self) -> bool {
+        self.params.same_address_eviction == SameAddressEviction::UnusedOnly
+    }
+
     /// Evicts an unused or idle connection of the clients that have the most connections, if there is one.
     ///
-    /// Of more than [`MAX_EVICTION_CANDIDATES`] clients, the next evictions check the others.
-    fn evict_among_largest(&self, index: &mut ConnectionIndex, new_client: &Client) -> Option<Arc<Connection>> {
-        let (largest_count, _) = index.clients.largest()?;
-        let mut chosen: Option<(EvictionRank, &Arc<Connection>)> = None;
-        let mut last_checked = None;
-        let tied_clients = index.clients.keys_with(largest_count, index.last_checked.as_ref());
-        for client in tied_clients.take(MAX_EVICTION_CANDIDATES) {
-            last_checked = Some(client);
-            let queue = index.clients.by_key.get(client)?;
-            let (rank, first_in_queue) = queue.first_key_value()?;
-            let keeps_used = self.params.self_eviction == SelfEviction::UnusedOnly && client == new_client;
-            let can_be_evicted = match first_in_queue.check_activity() {
-                UNUSED => true,
-                IDLE => !keeps_used,
-                _ => false,
-            };
-            if can_be_evicted && chosen.is_none_or(|(lowest_rank, _)| *rank < lowest_rank) {
-                chosen = Some((*rank, first_in_queue));
+    /// Checks at most [`MAX_EVICTION_CANDIDATES`] connections; the next call continues with the other clients.
+    fn evict_among_largest(&mut self, index: &mut ConnectionIndex, new_client: &Client) -> Option<Arc<Connection>> {
+        let largest = index.clients.largest_keys_after(index.last_checked.as_ref());
+        let largest: Vec<Client> = largest.take(MAX_EVICTION_CANDIDATES).cloned().collect();
+        let mut n_checks_left = MAX_EVICTION_CANDIDATES;
+        let mut candidates: Vec<Arc<Connection>> = Vec::new();
+        for client in largest {
+            if n_checks_left == 0 {
+                break;
             }
+            candidates.extend(match self.keeps_used_connections() && client == *new_client {
+                true => self.first_unused(index, Selection::Client(&client)),
+                false => self.first_unused_or_idle(index, &client, &mut n_checks_left),
+            });
+            index.last_checked = Some(client);
         }
-        let evicted = chosen.map(|(_, connection)| connection.clone());
-        index.last_checked = last_checked.cloned();
-        let evicted = evicted?;
+        let evicted = candidates.into_iter().min_by_key(|candidate| candidate.rank())?;
         index.remove(&evicted);
         Some(evicted)
     }
@@ -346,13 +349,11 @@ impl Eviction<'_> {
 
     /// Evicts an unused or idle connection, or the one whose last activity check is the oldest.
     fn evict(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
-        if let Some(unused) = self.first_unused(index, selection) {
-            // If no client exceeds its share, a new client gets time to send its first byte.
-            let is_in_grace_period = self.params.now - unused.accepted_at < FIRST_BYTE_GRACE && !self.has_many_unused;
-            if !matches!(selection, Selection::All) || !is_in_grace_period {
-                index.remove(&unused);
-                return Some(unused);
-            }
+        if let Some(unused) = self.first_unused(index, selection)
+            && !self.is_protected(&unused, selection)
+        {
+            index.remove(&unused);
+            return Some(unused);
         }
         let first_used = |index: &ConnectionIndex| {
             let mut used = index.queue(selection)?.range(FIRST_USED_RANK..);
@@ -372,9 +373,17 @@ impl Eviction<'_> {
         Some(connection)
     }
 
-    /// The first unused connection. Used connections before it move to the back of the queue.
+    /// Whether a new connection still gets time to send its first byte. A flood of unused connections gets none, and neither
+    /// does a client or network with too many connections: only rule 4 selects from all connections.
+    fn is_protected(&self, unused: &Connection, selection: Selection<'_>) -> bool {
+        let is_new = self.params.now - unused.accepted_at < FIRST_BYTE_GRACE;
+        matches!(selection, Selection::All) && is_new && !self.has_many_unused
+    }
+
+    /// The first unused connection. Used connections before it move to the back of the queue, at most
+    /// [`MAX_EVICTION_CANDIDATES`] of them; the next call continues with the others.
     fn first_unused(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
-        loop {
+        for _ in 0..MAX_EVICTION_CANDIDATES {
             let (rank, first) = index.queue(selection)?.first_key_value()?;
             if rank.is_used {
                 return None;
@@ -385,6 +394,28 @@ impl Eviction<'_> {
             }
             self.move_to_back(index, &first);
         }
+        None
+    }
+
+    /// The first unused or idle connection of a client. Active connections before it move to the back of the queue.
+    fn first_unused_or_idle(
+        &mut self,
+        index: &mut ConnectionIndex,
+        client: &Client,
+        n_checks_left: &mut usize,
+    ) -> Option<Arc<Connection>> {
+        // Each is checked only once, because the check of an active connection marks it as idle.
+        let n_connections = index.clients.by_key.get(client)?.len();
+        for _ in 0..n_connections.min(*n_checks_left) {
+            *n_checks_left -= 1;
+            let (_, first) = index.clients.by_key.get(client)?.first_key_value()?;
+            let first = first.clone();
+            if first.check_activity() != ACTIVE {
+                return Some(first);
+            }
+            self.move_to_back(index, &first);
+        }
+        None
     }
 
     /// Moves a connection that has carried bytes to the back of the queue.
@@ -401,23 +432,23 @@ impl Eviction<'_> {
 
 impl ConnectionIndex {
     fn insert(&mut self, connection: Arc<Connection>) {
-        let rank = connection.keys.lock().rank;
+        let rank = connection.rank();
         self.clients.insert(connection.client(), rank, &connection);
-        if let Some(owner) = connection.owner() {
-            self.owners.insert(owner, rank, &connection);
+        if let Some(group) = connection.group() {
+            self.groups.insert(group, rank, &connection);
         }
         self.all.insert(rank, connection);
     }
 
     /// Returns whether the connection was present.
     fn remove(&mut self, connection: &Connection) -> bool {
-        let rank = connection.keys.lock().rank;
+        let rank = connection.rank();
         if self.all.remove(&rank).is_none() {
             return false;
         }
         self.clients.remove(&connection.client(), rank);
-        if let Some(owner) = connection.owner() {
-            self.owners.remove(&owner, rank);
+        if let Some(group) = connection.group() {
+            self.groups.remove(&group, rank);
         }
         true
     }
@@ -426,7 +457,7 @@ impl ConnectionIndex {
         match selection {
             Selection::All => Some(&self.all),
             Selection::Client(client) => self.clients.by_key.get(client),
-            Selection::Owner(owner) => self.owners.by_key.get(owner),
+            Selection::Group(group) => self.groups.by_key.get(group),
         }
     }
 }
@@ -446,16 +477,18 @@ impl<K: Clone + Ord + Hash> ConnectionsByKey<K> {
         self.by_count.last().map(|(count, key)| (*count, key))
     }
 
-    /// The keys with this number of connections, which is the largest, in descending order: first those below `start`, then
-    /// the others.
-    fn keys_with<'a>(&'a self, count: usize, start: Option<&'a K>) -> impl Iterator<Item = &'a K> {
-        let below = start.map(|start| self.by_count.range(..(count, start.clone())).rev());
-        let below = below.into_iter().flatten();
+    /// All keys that have the largest number of connections, round robin in descending order: those after `last_checked` first.
+    fn largest_keys_after<'a>(&'a self, last_checked: Option<&'a K>) -> impl Iterator<Item = &'a K> {
+        let largest_count = self.by_count.last().map_or(0, |(count, _)| *count);
+        let after = last_checked.map(|last| self.by_count.range(..(largest_count, last.clone())).rev());
+        let after = after.into_iter().flatten();
         let others = self.by_count.iter().rev();
-        let others = others.take_while(move |(_, key)| start.is_none_or(|start| key >= start));
-        let is_tied = move |entry: &&(usize, K)| entry.0 == count;
-        let keys = below.take_while(is_tied).chain(others.take_while(is_tied));
-        keys.map(|(_, key)| key)
+        let others = others.take_while(move |(_, key)| last_checked.is_none_or(|last| key >= last));
+        let has_largest_count = move |entry: &&(usize, K)| entry.0 == largest_count;
+        let entries = after
+            .take_while(has_largest_count)
+            .chain(others.take_while(has_largest_count));
+        entries.map(|(_, key)| key)
     }
 
     fn insert(&mut self, key: K, rank: EvictionRank, connection: &Arc<Connection>) {
@@ -512,7 +545,7 @@ const FIRST_USED_RANK: EvictionRank = EvictionRank {
 };
 /// Minimum fair share. Lets a client open a new connection before it closes an old one.
 pub(super) const MIN_CONNECTIONS_PER_CLIENT: usize = 4;
-/// Maximum number of connections that one eviction checks.
+/// Maximum number of connections that one search for a connection to evict checks, because the lock is held meanwhile.
 const MAX_EVICTION_CANDIDATES: usize = 64;
 /// Minimum time for the first byte of a new connection before eviction, unless many connections are unused.
 const FIRST_BYTE_GRACE: Duration = Duration::from_secs(1);

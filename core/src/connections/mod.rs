@@ -8,11 +8,14 @@
 //! 4. the connection that has been idle for the longest time.
 //!
 //! The fair share is the limit divided by the number of clients, but at least four connections.
-//! With [`SelfEviction::UnusedOnly`], an address does not lose used connections to its own new ones.
+//!
+//! The exception is [`SameAddressEviction::UnusedOnly`], with which an address does not lose used connections to its own new
+//! ones: if it has its fair share, and no address has more connections, its new connection replaces an unused one of its own, or
+//! is refused. Rule 3 respects this, too.
 //!
 //! A connection with a verified identity is evicted in two cases only:
-//! - Less than a quarter of the limit is unverified, and a verified client or identity has more than its fair share. It loses a
-//!   connection, so verified connections never keep unverified ones out of the last quarter.
+//! - Unverified connections are fewer than a quarter of the limit, and a verified client or identity has more than its fair
+//!   share. It loses a connection, so verified connections never keep unverified ones out of the last quarter.
 //! - All connections are verified, and no client has more than its fair share. The client with the most connections loses one;
 //!   if each client has one, the new connection is refused.
 
@@ -34,14 +37,14 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::metrics::{Counter, Labels, Registry};
-pub use eviction::SelfEviction;
+pub use eviction::SameAddressEviction;
 use eviction::{Connection, Connections, EvictionParams, global_network};
 
 /// The connection limit of one listener.
 pub struct ConnectionLimiter {
     server: &'static str,
     max: usize,
-    self_eviction: SelfEviction,
+    same_address_eviction: SameAddressEviction,
     state: Mutex<Connections>,
     warned_at: Mutex<Option<Instant>>,
     n_evicted: Arc<Counter>,
@@ -67,11 +70,16 @@ pub struct TrackedStream<S> {
 
 impl ConnectionLimiter {
     /// A limiter for at most `max` connections. Metrics and logs use the server's name.
-    pub fn new(server: &'static str, max: usize, self_eviction: SelfEviction, registry: &Registry) -> Arc<Self> {
+    pub fn new(
+        server: &'static str,
+        max: usize,
+        same_address_eviction: SameAddressEviction,
+        registry: &Registry,
+    ) -> Arc<Self> {
         Arc::new(Self {
             server,
             max,
-            self_eviction,
+            same_address_eviction,
             state: Mutex::default(),
             warned_at: Mutex::default(),
             n_evicted: closed_counter(server, "evicted", registry),
@@ -85,7 +93,7 @@ impl ConnectionLimiter {
         let client = client.to_canonical();
         let params = EvictionParams {
             max: self.max,
-            self_eviction: self.self_eviction,
+            same_address_eviction: self.same_address_eviction,
             now: Instant::now(),
         };
         let mut state = self.state.lock();

@@ -11,7 +11,7 @@ fn ip(last: u8) -> IpAddr {
 }
 
 fn limiter(max: usize) -> Arc<ConnectionLimiter> {
-    ConnectionLimiter::new("test", max, SelfEviction::Idlest, &Registry::new())
+    ConnectionLimiter::new("test", max, SameAddressEviction::Idlest, &Registry::new())
 }
 
 fn is_closed(permit: &ConnectionPermit) -> bool {
@@ -93,7 +93,7 @@ async fn a_new_client_gets_time_to_send_its_first_byte() {
 #[test]
 fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
     for is_in_use in [false, true] {
-        let limiter = ConnectionLimiter::new("test", 30, SelfEviction::UnusedOnly, &Registry::new());
+        let limiter = ConnectionLimiter::new("test", 30, SameAddressEviction::UnusedOnly, &Registry::new());
         let mut flood = Vec::new();
         let mut attack = |n: u8| {
             if let Some(permit) = limiter.admit(ip(n)) {
@@ -112,19 +112,54 @@ fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
 
 #[tokio::test(start_paused = true)]
 async fn of_many_clients_with_the_same_count_all_are_checked_in_turn() {
+    // One eviction checks 64 connections, and each of these clients has two. Clients are checked in descending order, so the
+    // unused connections of the lowest address are reached only by the third eviction.
     const N_CLIENTS: u8 = 67;
     let limiter = limiter(2 * usize::from(N_CLIENTS));
     let permits: Vec<_> = (0..2 * N_CLIENTS)
-        .rev()
         .map(|n| limiter.admit(ip(n % N_CLIENTS)).unwrap())
         .collect();
     let (unused, used): (Vec<_>, Vec<_>) = permits.iter().partition(|permit| permit.connection.ip == ip(0));
     let mut new_clients = Vec::new();
-    for n in 0..2 {
+    let closed = [200, 201, 202].map(|n| {
         used.iter().for_each(|permit| permit.record_activity());
-        new_clients.push(limiter.admit(ip(200 + n)).unwrap());
-    }
-    assert!(unused.into_iter().any(is_closed), "the lowest address");
+        new_clients.push(limiter.admit(ip(n)).unwrap());
+        unused.iter().any(|permit| is_closed(permit))
+    });
+    assert_eq!(closed, [false, false, true]);
+}
+
+#[test]
+fn a_client_with_an_active_and_an_unused_connection_loses_the_unused_one() {
+    let limiter = limiter(8);
+    let others: Vec<_> = (1..7).map(|n| limiter.admit(ip(n)).unwrap()).collect();
+    let [active, unused] = [(); 2].map(|()| limiter.admit(ip(9)).unwrap());
+    others
+        .iter()
+        .chain([&active])
+        .for_each(|permit| permit.record_activity());
+    let _newcomer = limiter.admit(ip(10)).unwrap();
+    assert!(
+        !others.iter().any(is_closed),
+        "each of these clients has one connection only"
+    );
+    assert_eq!([&active, &unused].map(is_closed), [false, true]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_eviction_checks_a_bounded_number_of_connections() {
+    let limiter = limiter(201);
+    let used: Vec<_> = (0..200).map(|n| limiter.admit(ip(n)).unwrap()).collect();
+    used.iter().for_each(|permit| permit.record_activity());
+    let unused = limiter.admit(ip(200)).unwrap();
+    advance(Duration::from_secs(2)).await;
+    // Each eviction marks 64 of the 200 as used, so the fourth one finds the unused connection behind them.
+    let mut new_clients = Vec::new();
+    let closed = [201, 202, 203, 204].map(|n| {
+        new_clients.push(limiter.admit(ip(n)).unwrap());
+        is_closed(&unused)
+    });
+    assert_eq!(closed, [false, false, false, true]);
 }
 
 #[test]
@@ -143,7 +178,7 @@ fn the_longest_idle_connection_of_an_address_is_evicted() {
 
 #[test]
 fn a_client_keeps_its_used_connections_unless_another_client_needs_one() {
-    let limiter = ConnectionLimiter::new("test", 6, SelfEviction::UnusedOnly, &Registry::new());
+    let limiter = ConnectionLimiter::new("test", 6, SameAddressEviction::UnusedOnly, &Registry::new());
     let [used, ..] = &[(); 4].map(|()| {
         let permit = limiter.admit(ip(1)).unwrap();
         permit.record_activity();

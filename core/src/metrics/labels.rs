@@ -49,9 +49,13 @@ impl Labels {
 
 /// Writes one label.
 ///
-/// Characters that are not allowed in a label name become underscores, because some names come from peers.
+/// Characters that are not allowed in a label name become underscores, because some names come from peers. A name that is empty
+/// or starts with a digit gets an underscore in front: one invalid name would make Prometheus reject the whole page.
 fn write_label(out: &mut String, key: &str, value: impl Display) {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if key.chars().next().is_none_or(|first| first.is_ascii_digit()) {
+        out.push('_');
+    }
     out.extend(key.chars().map(|c| if allowed(c) { c } else { '_' }));
     out.push_str("=\"");
     // Writing to a string cannot fail.

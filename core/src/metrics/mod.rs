@@ -40,13 +40,13 @@ pub struct Family<M> {
 /// network namespace.
 ///
 /// Values that `/proc` does not provide are omitted.
-pub fn process_metrics(registry: &Registry) {
-    registry.collector(process::write);
+pub fn register_process_metrics(registry: &Registry) {
+    registry.add_collector(process::write);
 }
 
 /// Registers `tokio_rt_*`: the totals of these runtimes.
-pub fn runtime_metrics(registry: &Registry, runtimes: Vec<RuntimeMetrics>) {
-    registry.collector(move |out| runtimes::write(&runtimes, out));
+pub fn register_runtime_metrics(registry: &Registry, runtimes: Vec<RuntimeMetrics>) {
+    registry.add_collector(move |out| runtimes::write(&runtimes, out));
 }
 
 #[derive(Default)]
@@ -89,7 +89,7 @@ impl Registry {
     }
 
     /// Adds a function that appends its own text at every [`render`](Self::render).
-    pub fn collector(&self, collect: impl Fn(&mut String) + Send + Sync + 'static) {
+    pub fn add_collector(&self, collect: impl Fn(&mut String) + Send + Sync + 'static) {
         self.shared.collectors.lock().push(Box::new(collect));
     }
 

@@ -1,4 +1,4 @@
-//! Process metrics of the kernel, read from `/proc` at every scrape.
+//! Metrics of this process, read from `/proc` at every scrape.
 
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};

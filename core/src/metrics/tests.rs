@@ -9,7 +9,7 @@ fn families_are_printed_by_name_with_help_and_type() {
     requests.get(&Labels::new().with("direction", "inbound")).inc();
     registry.gauge("open", "Open connections.").get(&Labels::new()).add(-3);
     registry.counter("never_used", "Nothing.");
-    registry.collector(|out| out.push_str("mine 1\n"));
+    registry.add_collector(|out| out.push_str("mine 1\n"));
     let expected = "# HELP open Open connections.\n# TYPE open gauge\nopen -3\n\
                     # HELP request_total Requests\\nby \\\\ direction.\n# TYPE request_total counter\n\
                     request_total{direction=\"inbound\"} 1\nrequest_total{direction=\"outbound\"} 2\nmine 1\n";
@@ -24,6 +24,15 @@ fn label_values_are_escaped_and_sets_joined() {
     let pairs = [("b", "1"), ("a", "x\"y\\z\n")].map(|(name, value)| (name.to_owned(), value.to_owned()));
     assert_eq!(labels.pairs(), pairs);
     assert_eq!(Labels::new().pairs(), []);
+}
+
+#[test]
+fn every_label_name_is_valid() {
+    let labels = ["zone", "2nd", "", "a-b", "é"].map(|name| Labels::new().with(name, 1));
+    assert_eq!(
+        labels.each_ref().map(Labels::as_str),
+        ["zone=\"1\"", "_2nd=\"1\"", "_=\"1\"", "a_b=\"1\"", "_=\"1\""]
+    );
 }
 
 #[test]
@@ -57,7 +66,7 @@ fn gauges_set_before_render_are_up_to_date_and_can_have_fractions() {
 async fn runtimes_are_counted_together() {
     let registry = Registry::new();
     let runtime = tokio::runtime::Handle::current().metrics();
-    runtime_metrics(&registry, vec![runtime.clone(), runtime]);
+    register_runtime_metrics(&registry, vec![runtime.clone(), runtime]);
     let page = registry.render();
     assert!(page.contains("\ntokio_rt_workers 2\n"), "{page}");
 }

@@ -519,8 +519,8 @@ annotations! {
         objects: "Service",
         values: DURATION,
         default: "`300s`",
-        meaning: "With `penalize-failures`, the upper limit for the `retry-after` of a failed request, which counts as \
-                  its latency.",
+        meaning: "With `penalize-failures`, a failed request with `retry-after` is recorded with at least that time as \
+                  its latency, up to this limit.",
     }
 
     // Other clusters

@@ -57,39 +57,39 @@ headers! {
 
     // Timeouts and retries
     L5D_TIMEOUT = "l5d-timeout" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
         meaning: "The timeout of this request and its response.",
     }
     L5D_REQUEST_TIMEOUT = "l5d-request-timeout" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
         meaning: "Older name of `l5d-timeout`. If a request has both, this one applies.",
     }
     L5D_RESPONSE_TIMEOUT = "l5d-response-timeout" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
         meaning: "The timeout from the end of this request to the end of its response.",
     }
     L5D_RETRY_HTTP = "l5d-retry-http" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: "HTTP statuses, ranges of statuses, `5xx` and `gateway-error` (502 to 504), such as \
                  `gateway-error,429`",
         meaning: "The HTTP statuses on which this request is retried.",
     }
     L5D_RETRY_GRPC = "l5d-retry-grpc" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: "a list of `cancelled`, `deadline-exceeded`, `internal`, `resource-exhausted` and `unavailable`, such \
                  as `internal,unavailable`",
         meaning: "The gRPC statuses on which this request is retried.",
     }
     L5D_RETRY_LIMIT = "l5d-retry-limit" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: "a number",
         meaning: "The maximum number of retries of this request.",
     }
     L5D_RETRY_TIMEOUT = "l5d-retry-timeout" {
-        direction: OVERRIDE,
+        direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
         meaning: "The timeout of one attempt of this request.",
     }
@@ -98,14 +98,14 @@ headers! {
     L5D_PROXY_ERROR = "l5d-proxy-error" {
         direction: ERROR_RESPONSE,
         values: "a text",
-        meaning: "The error text of a response that a proxy generates. The client's proxy removes that of the server's \
-                  proxy and logs it.",
+        meaning: "The error text of a response that a proxy generates. If the server's proxy sent it, the client's proxy \
+                  logs the text and removes the header.",
     }
     L5D_PROXY_CAUSE = "l5d-proxy-cause" {
         direction: ERROR_RESPONSE,
         values: "a code with parameters, such as `no-endpoints; direction=outbound; hop=IDENTITY; target=10.0.0.7:80`",
-        meaning: "The cause of a response that a proxy generates, as a stable code with parameters. The client's proxy \
-                  forwards that of the server's proxy. Not in Linkerd.",
+        meaning: "The cause of a response that a proxy generates, as a stable code with parameters. If the server's \
+                  proxy sent it, the client's proxy forwards it. Not in Linkerd.",
     }
     L5D_PROXY_CONNECTION = "l5d-proxy-connection" {
         direction: ERROR_RESPONSE,
@@ -137,7 +137,7 @@ pub const CREDENTIALS: [HeaderName; 4] = [
 ];
 
 const APPLICATION_TO_PROXY: &str = "from the application to its proxy";
-const OVERRIDE: &str =
+const APPLICATION_TO_PROXY_IF_ENABLED: &str =
     "from the application to its proxy, if the policy service has the flag `--allow-l5d-request-headers`";
 const ERROR_RESPONSE: &str = "to the proxy's own application (not in ingress mode), and to proxies of meshed clients";
 const TIMEOUT: &str = "digits and one of `ms`, `s`, `m`, `h`, `d`, such as `100ms`";

@@ -16,8 +16,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use tulle_core::capabilities;
 
 use crate::iptables::text::SavedRules;
-use crate::netlink::nftables::{Change, Live};
-use crate::rules::{Family, Rules};
+use crate::netlink::nftables::{Change, Comparison};
+use crate::options::Family;
+use crate::rules::Rules;
 
 /// The flavour of the iptables programs, which determines the kernel interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,12 @@ pub enum Flavour {
 pub enum IptablesError {
     #[error("starting {program}; is it installed and on PATH?")]
     Missing {
+        program: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("preparing the input of {program}")]
+    Input {
         program: String,
         #[source]
         source: io::Error,
@@ -58,7 +65,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
         .into_iter()
         .map(|(family, saved)| Plan {
             family,
-            script: text::apply(rules, family, &saved),
+            script: text::apply_script(rules, family, &saved),
             saved,
         })
         .filter(|plan| !plan.script.is_empty())
@@ -82,13 +89,13 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
 ///
 /// # Errors
 /// If a program is missing or fails.
-pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
+pub fn check(flavour: Flavour, rules: &Rules) -> Result<Comparison, IptablesError> {
     let saved = save_all(flavour, rules)?;
     let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
     Ok(match saved.iter().any(|(_, saved)| saved.has_our_rules()) {
-        true if equal => Live::Equal,
-        true => Live::Different,
-        false => Live::Absent,
+        true if equal => Comparison::Equal,
+        true => Comparison::Different,
+        false => Comparison::Absent,
     })
 }
 
@@ -98,8 +105,8 @@ pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
 /// If a program is missing or fails.
 pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesError> {
     let mut removed = Vec::new();
-    for family in in_use(flavour) {
-        let script = text::remove(&save(flavour, family)?);
+    for family in families_to_search(flavour) {
+        let script = text::removal_script(&save(flavour, family)?);
         if !script.is_empty() {
             restore(flavour, family, &script, wait, RestoreMode::Add)?;
             removed.push(format!("{flavour} {}", family.name()));
@@ -115,7 +122,7 @@ pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesE
 /// If a program is missing or fails.
 pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesError> {
     let mut ports = Vec::new();
-    for family in in_use(flavour) {
+    for family in families_to_search(flavour) {
         let saved = save(flavour, family)?;
         ports.extend(saved.redirect_ports());
         let script = text::bypass_script(&saved);
@@ -132,7 +139,7 @@ pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u1
 /// If a program is missing or fails.
 pub fn foreign_dnat_chains(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     let mut found = Vec::new();
-    for family in in_use(flavour) {
+    for family in families_to_search(flavour) {
         let chains = save(flavour, family)?.foreign_dnat_chains();
         found.extend(
             chains
@@ -154,7 +161,7 @@ pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
                 program(flavour, family, "restore"),
                 DEFAULT_WAIT_SECS
             );
-            (command, text::apply(rules, family, &SavedRules::default()))
+            (command, text::apply_script(rules, family, &SavedRules::default()))
         })
         .collect()
 }
@@ -165,7 +172,7 @@ pub const DEFAULT_WAIT_SECS: u64 = 5;
 /// Whether legacy tables that can hold rules of tulle or Linkerd exist for one of the families.
 #[must_use]
 pub fn legacy_in_use() -> bool {
-    in_use(Flavour::Legacy).next().is_some()
+    families_to_search(Flavour::Legacy).next().is_some()
 }
 
 /// The script for one family, and the rules that were saved before.
@@ -196,7 +203,7 @@ fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(),
 
 fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
     let undone = for_each_family(plans, |plan| {
-        let previous = text::undo(&plan.script, &plan.saved);
+        let previous = text::undo_script(&plan.script, &plan.saved);
         restore(flavour, plan.family, &previous, wait, RestoreMode::Replace)
     });
     match undone {
@@ -246,8 +253,9 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules.
-fn in_use(flavour: Flavour) -> impl Iterator<Item = Family> {
+/// The families that can have rules. For the legacy flavour, these are the families with a table, because the legacy programs
+/// create the tables that they list.
+fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family))
 }
@@ -281,20 +289,17 @@ fn restore(
 }
 
 fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, IptablesError> {
-    let missing = |source| IptablesError::Missing {
+    let script = input_file(input).map_err(|source| IptablesError::Input {
         program: program.to_owned(),
         source,
-    };
+    })?;
     capabilities::raise_ambient();
-    // A file instead of a pipe: if this process is killed, the program still reads the complete script.
-    let script = memfd_create(c"rules", MFdFlags::MFD_CLOEXEC).map_err(|errno| missing(errno.into()))?;
-    let mut script = File::from(script);
-    script
-        .write_all(input.as_bytes())
-        .and_then(|()| script.rewind())
-        .map_err(missing)?;
     let mut command = Command::new(program);
-    let output = command.args(arguments).stdin(script).output().map_err(missing)?;
+    let output = command.args(arguments).stdin(script).output();
+    let output = output.map_err(|source| IptablesError::Missing {
+        program: program.to_owned(),
+        source,
+    })?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -308,6 +313,14 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
         status: output.status.to_string(),
         answer: String::from_utf8_lossy(&output.stderr).trim().to_owned() + missing_capability,
     })
+}
+
+/// A file instead of a pipe: if this process is killed, the program still reads the complete script.
+fn input_file(input: &str) -> io::Result<File> {
+    let mut file = File::from(memfd_create(c"rules", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(input.as_bytes())?;
+    file.rewind()?;
+    Ok(file)
 }
 
 fn program(flavour: Flavour, family: Family, verb: &str) -> String {

@@ -9,7 +9,8 @@ use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
 use crate::iptables_chains::{self, TABLES, TPROXY_REPLIES, is_own_chain};
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
+use crate::options::Family;
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Match, Rule, Rules, Side};
 
 /// The output of `iptables-save` for the tables that tulle uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -98,14 +99,16 @@ impl SavedRules {
 
 /// A script that replaces our saved rules of one family and keeps all others; empty if nothing changes.
 ///
-/// The programs commit table by table, so a table that is already correct is omitted. A run that is interrupted between two
-/// commits leaves complete redirect rules, old or new, and likewise complete drop rules.
-pub(crate) fn apply(rules: &Rules, family: Family, saved: &SavedRules) -> String {
+/// The programs commit table by table, so a table that is already correct is omitted. Order of commits: the table of the new
+/// redirect rules first, then the table from which old ones are removed. So a run that is interrupted between two commits
+/// leaves complete redirect rules, old or new, and likewise complete drop rules.
+pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
-    let mut tables = TABLES;
-    if !rules.preserves_client_addr() {
-        tables.reverse(); // between the two commits, the old rules still apply rather than none
+    let mut tables = TABLES; // mangle, then nat
+    // New rules for inbound connections are in mangle in tproxy mode, else in nat.
+    if !rules.is_tproxy() {
+        tables.reverse();
     }
     for (table, _) in tables {
         let wanted: Vec<&Line> = lines.iter().filter(|line| line.table == table).collect();
@@ -113,16 +116,16 @@ pub(crate) fn apply(rules: &Rules, family: Family, saved: &SavedRules) -> String
             continue;
         }
         if !wanted.is_empty() {
-            section(&mut text, table, saved, &wanted);
+            write_table(&mut text, table, saved, &wanted);
         } else if saved.has_our_rules_in(table) {
-            removal(&mut text, table, saved);
+            write_removal(&mut text, table, saved);
         }
     }
     text
 }
 
 /// A script that restores the tables that the other script writes.
-pub(crate) fn undo(script: &str, saved: &SavedRules) -> String {
+pub(crate) fn undo_script(script: &str, saved: &SavedRules) -> String {
     let written = TABLES
         .iter()
         .filter(|(table, _)| script.contains(&format!("*{table}\n")));
@@ -130,10 +133,10 @@ pub(crate) fn undo(script: &str, saved: &SavedRules) -> String {
 }
 
 /// A script that removes all our rules; empty if there are none.
-pub(crate) fn remove(saved: &SavedRules) -> String {
+pub(crate) fn removal_script(saved: &SavedRules) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
-        removal(&mut text, table, saved);
+        write_removal(&mut text, table, saved);
     }
     text
 }
@@ -148,7 +151,7 @@ pub(crate) fn bypass_script(saved: &SavedRules) -> String {
             .filter(|chain| *chain != TPROXY_REPLIES)
             .collect();
         let _ = writeln!(text, "*{table}");
-        declare(&mut text, chains.iter().copied());
+        write_declarations(&mut text, chains.iter().copied());
         for chain in chains {
             let _ = writeln!(text, "-A {chain} -m conntrack --ctstate NEW -j RETURN");
         }
@@ -159,7 +162,7 @@ pub(crate) fn bypass_script(saved: &SavedRules) -> String {
 
 /// Whether the saved rules match the wanted rules exactly, in our chains and the jumps to them.
 pub(crate) fn matches(rules: &Rules, family: Family, saved: &SavedRules) -> bool {
-    apply(rules, family, saved).is_empty()
+    apply_script(rules, family, saved).is_empty()
 }
 
 /// Whether our chains in a table have exactly the wanted lines, and the jumps to them precede all other rules.
@@ -186,7 +189,7 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     expected == shown && saved.jumps(table).all(precedes_foreign_rules)
 }
 
-fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
+fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
     let used = |chain: &&str| wanted.iter().any(|line| line.chain == *chain);
     let of_table = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
@@ -195,7 +198,7 @@ fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line])
     let deleted: Vec<&str> = unused.into_iter().filter(|chain| existing.contains(chain)).collect();
     // Writing to a String cannot fail; the same holds below.
     let _ = writeln!(text, "*{table}");
-    declare(text, used.into_iter().chain(deleted.iter().copied()));
+    write_declarations(text, used.into_iter().chain(deleted.iter().copied()));
     for jump in saved.jumps(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
@@ -210,9 +213,9 @@ fn section(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line])
     text.push_str("COMMIT\n");
 }
 
-fn removal(text: &mut String, table: &str, saved: &SavedRules) {
+fn write_removal(text: &mut String, table: &str, saved: &SavedRules) {
     let _ = writeln!(text, "*{table}");
-    declare(text, saved.chains(table).iter().copied());
+    write_declarations(text, saved.chains(table).iter().copied());
     for jump in saved.jumps(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
@@ -223,7 +226,7 @@ fn removal(text: &mut String, table: &str, saved: &SavedRules) {
 }
 
 /// Creates chains, or empties them within the transaction.
-fn declare<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
+fn write_declarations<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
     for chain in chains {
         let _ = writeln!(text, ":{chain} - [0:0]");
     }
@@ -343,7 +346,7 @@ fn conditions(matches: &[Match]) -> String {
         .join(" ")
 }
 
-/// Omitted for the network of all addresses, as `iptables-save` does; each match costs time.
+/// Omitted for the network of all addresses, as `iptables-save` does.
 fn address(side: Side, net: &IpNet) -> String {
     let option = if side == Side::Source { "-s" } else { "-d" };
     if net.prefix_len() == 0 {
@@ -445,7 +448,7 @@ mod tests {
             ..example()
         });
         assert_eq!(
-            apply(&rules, Family::V4, &SavedRules::default()),
+            apply_script(&rules, Family::V4, &SavedRules::default()),
             r#"*nat
 :PROXY_INIT_REDIRECT - [0:0]
 :PROXY_INIT_OUTPUT - [0:0]
@@ -480,7 +483,7 @@ COMMIT
     #[test]
     fn existing_jumps_are_replaced_and_other_rules_are_kept() {
         let saved = SavedRules::parse(LINKERD);
-        let script = apply(&build_rules(&example()), Family::V4, &saved);
+        let script = apply_script(&build_rules(&example()), Family::V4, &saved);
         let deleted: Vec<&str> = script.lines().filter(|line| line.starts_with("-D")).collect();
         assert_eq!(
             deleted,
@@ -492,8 +495,11 @@ COMMIT
         assert!(!script.contains("DNAT"));
         assert_eq!(saved.foreign_dnat_chains(), ["PREROUTING"]);
         assert_eq!(saved.redirect_ports(), [4143]);
-        assert!(remove(&saved).ends_with("-X PROXY_INIT_OUTPUT\n-X PROXY_INIT_REDIRECT\nCOMMIT\n"));
-        assert_eq!(remove(&SavedRules::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")), "");
+        assert!(removal_script(&saved).ends_with("-X PROXY_INIT_OUTPUT\n-X PROXY_INIT_REDIRECT\nCOMMIT\n"));
+        assert_eq!(
+            removal_script(&SavedRules::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")),
+            ""
+        );
     }
 
     #[test]
@@ -503,17 +509,17 @@ COMMIT
             ..example()
         });
         for family in [Family::V4, Family::V6] {
-            let script = apply(&rules, family, &SavedRules::default());
+            let script = apply_script(&rules, family, &SavedRules::default());
             assert!(!script.contains("TPROXY"), "{script}");
             let saved = SavedRules::parse(&script.replace("-I ", "-A "));
             assert!(matches(&rules, family, &saved));
             assert!(!matches(&build_rules(&example()), family, &saved));
-            let restored = undo(&script, &saved);
+            let restored = undo_script(&script, &saved);
             assert_eq!(SavedRules::parse(&restored), saved);
             let twice = restored.replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
             assert!(!matches(&rules, family, &SavedRules::parse(&twice)));
             let behind = restored.replace("-A OUTPUT", "-A OUTPUT -j ACCEPT\n-A OUTPUT");
-            let script = apply(&rules, family, &SavedRules::parse(&behind));
+            let script = apply_script(&rules, family, &SavedRules::parse(&behind));
             assert!(
                 script.starts_with("*nat\n") && script.contains("\n-I OUTPUT "),
                 "{script}"
@@ -529,7 +535,7 @@ COMMIT
             inbound_skip_nets: Vec::new(),
             ..example()
         });
-        let script = apply(&tproxy, Family::V6, &SavedRules::default());
+        let script = apply_script(&tproxy, Family::V6, &SavedRules::default());
         let mangle = script.split("*nat\n").next().unwrap();
         assert_eq!(
             mangle,
@@ -553,7 +559,7 @@ COMMIT
         // Back to redirect mode: the redirect rules are committed before the others are removed.
         let saved = made_by(&script);
         assert!(matches(&tproxy, Family::V6, &saved));
-        let back = apply(&build_rules(&example()), Family::V6, &saved);
+        let back = apply_script(&build_rules(&example()), Family::V6, &saved);
         assert!(back.starts_with("*nat\n:PROXY_INIT_REDIRECT "), "{back}");
         assert!(back.ends_with("-X PROXY_INIT_TPROXY_REPLIES\nCOMMIT\n"), "{back}");
         // While connections drain, replies are still routed to the proxy.
@@ -568,7 +574,7 @@ COMMIT
             invalid: InvalidPackets::Drop,
             ..example()
         });
-        let script = apply(&dropping, Family::V4, &SavedRules::default());
+        let script = apply_script(&dropping, Family::V4, &SavedRules::default());
         assert!(matches(&dropping, Family::V4, &made_by(&script)), "{script}");
         assert!(!matches(
             &dropping,
@@ -608,7 +614,7 @@ COMMIT
             inbound: Inbound::Listed(ports("80,8080-8081")),
             ..example()
         });
-        let script = apply(&rules, Family::V4, &SavedRules::default());
+        let script = apply_script(&rules, Family::V4, &SavedRules::default());
         for port in ["80", "8080:8081"] {
             let line = format!(
                 "-A PROXY_INIT_REDIRECT -p tcp -m tcp --dport {port} -m comment --comment \

@@ -10,17 +10,17 @@ impl Attrs {
     }
 
     /// Starts with the header that routing messages have before their attributes.
-    pub(crate) fn headed(header: [u8; 8]) -> Self {
+    pub(crate) fn with_header(header: [u8; 8]) -> Self {
         Self(header.into())
     }
 
     pub(crate) fn bytes(mut self, kind: u16, payload: &[u8]) -> Self {
         // Lists are split into messages long before a payload exceeds its length field.
-        let len = u16::try_from(payload.len() + HEADER).expect("attributes stay below 64 KiB");
+        let len = u16::try_from(payload.len() + HEADER_LEN).expect("attributes stay below 64 KiB");
         self.0.extend_from_slice(&len.to_ne_bytes());
         self.0.extend_from_slice(&kind.to_ne_bytes());
         self.0.extend_from_slice(payload);
-        self.0.resize(self.0.len().next_multiple_of(ALIGN), 0);
+        self.0.resize(self.0.len().next_multiple_of(NLA_ALIGNTO), 0);
         self
     }
 
@@ -39,7 +39,7 @@ impl Attrs {
     }
 
     pub(crate) fn nested(self, kind: u16, inner: &Self) -> Self {
-        self.bytes(kind | NESTED, &inner.0)
+        self.bytes(kind | NLA_F_NESTED, &inner.0)
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
@@ -49,7 +49,7 @@ impl Attrs {
 
 /// Parses attributes, without the flags of their types; stops at the first truncated one.
 pub(crate) fn parse(bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
-    raw(bytes).map(|(kind, payload)| (kind & TYPE_MASK, payload))
+    raw(bytes).map(|(kind, payload)| (kind & NLA_TYPE_MASK, payload))
 }
 
 /// The first attribute of a type.
@@ -79,38 +79,38 @@ pub(crate) fn find_be16(bytes: &[u8], kind: u16) -> Option<u16> {
 /// equally often, with the same payload; nested attributes are compared recursively.
 pub(crate) fn covers(shown: &[u8], wanted: &[u8]) -> bool {
     raw(wanted).enumerate().all(|(at, (kind, payload))| {
-        let plain = kind & TYPE_MASK;
-        let earlier = parse(wanted).take(at).filter(|(other, _)| *other == plain).count();
+        let plain = kind & NLA_TYPE_MASK;
+        let n_earlier = parse(wanted).take(at).filter(|(other, _)| *other == plain).count();
         let n_wanted = parse(wanted).filter(|(other, _)| *other == plain).count();
-        let mut theirs = parse(shown).filter(|(other, _)| *other == plain);
+        let mut shown_of_kind = parse(shown).filter(|(other, _)| *other == plain);
         let n_shown = parse(shown).filter(|(other, _)| *other == plain).count();
-        let Some((_, there)) = theirs.nth(earlier) else {
+        let Some((_, shown_payload)) = shown_of_kind.nth(n_earlier) else {
             return false;
         };
         n_wanted == n_shown
-            && if kind & NESTED != 0 {
-                covers(there, payload)
+            && if kind & NLA_F_NESTED != 0 {
+                covers(shown_payload, payload)
             } else {
-                there == payload
+                shown_payload == payload
             }
     })
 }
 
 fn raw(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
-        let (head, _) = bytes.split_at_checked(HEADER)?;
+        let (head, _) = bytes.split_at_checked(HEADER_LEN)?;
         let len = usize::from(u16::from_ne_bytes([head[0], head[1]]));
         let kind = u16::from_ne_bytes([head[2], head[3]]);
-        let payload = bytes.get(HEADER..len)?;
-        bytes = bytes.get(len.next_multiple_of(ALIGN)..).unwrap_or_default();
+        let payload = bytes.get(HEADER_LEN..len)?;
+        bytes = bytes.get(len.next_multiple_of(NLA_ALIGNTO)..).unwrap_or_default();
         Some((kind, payload))
     })
 }
 
-const HEADER: usize = 4;
-const ALIGN: usize = 4;
-const NESTED: u16 = 0x8000;
-const TYPE_MASK: u16 = 0x3fff;
+const HEADER_LEN: usize = 4;
+const NLA_ALIGNTO: usize = 4;
+const NLA_F_NESTED: u16 = 0x8000;
+const NLA_TYPE_MASK: u16 = 0x3fff;
 
 #[cfg(test)]
 mod tests {

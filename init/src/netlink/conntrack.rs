@@ -1,7 +1,9 @@
 //! Counts open connections that still need our rules.
+//!
+//! Messages and attributes: `linux/netfilter/nfnetlink_conntrack.h` and `nf_conntrack_common.h`.
 
 use crate::netlink::attr::{self, Attrs};
-use crate::netlink::socket::{Answer, CONNTRACK, Message, NetlinkError, Socket};
+use crate::netlink::socket::{Answer, Message, NFNL_SUBSYS_CTNETLINK, NetlinkError, Socket};
 use crate::rules::TPROXY_CLIENT_MARK;
 
 /// The number of open TCP connections that are redirected to one of these ports, or that the proxy dialled from its
@@ -12,12 +14,14 @@ use crate::rules::TPROXY_CLIENT_MARK;
 pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkError> {
     // Kernels before 5.15 ignore this filter, so the result is filtered again below.
     let translated = Attrs::new()
-        .be32(STATUS, DESTINATION_TRANSLATED)
-        .be32(STATUS_MASK, DESTINATION_TRANSLATED);
-    let as_client = Attrs::new().be32(MARK, TPROXY_CLIENT_MARK).be32(MARK_MASK, u32::MAX);
+        .be32(CTA_STATUS, IPS_DST_NAT)
+        .be32(CTA_STATUS_MASK, IPS_DST_NAT);
+    let as_client = Attrs::new()
+        .be32(CTA_MARK, TPROXY_CLIENT_MARK)
+        .be32(CTA_MARK_MASK, u32::MAX);
     let mut count = |attrs, needs_rules: &dyn Fn(&Answer) -> Option<bool>| {
         let request = Message {
-            kind: CONNTRACK << 8 | GET_CONNECTIONS,
+            kind: NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_GET,
             flags: 0,
             family: 0,
             attrs,
@@ -32,34 +36,34 @@ pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, Ne
     let translated = count(translated, &|connection| is_translated(connection, ports))?;
     Ok(translated
         + count(as_client, &|connection| {
-            Some(attr::find_be32(&connection.attrs, MARK)? == TPROXY_CLIENT_MARK)
+            Some(attr::find_be32(&connection.attrs, CTA_MARK)? == TPROXY_CLIENT_MARK)
         })?)
 }
 
 fn is_open(connection: &Answer) -> Option<bool> {
-    let tcp = attr::find(attr::find(&connection.attrs, PROTOCOL_INFO)?, TCP_INFO)?;
-    let state = *attr::find(tcp, TCP_STATE)?.first()?;
+    let tcp = attr::find(attr::find(&connection.attrs, CTA_PROTOINFO)?, CTA_PROTOINFO_TCP)?;
+    let state = *attr::find(tcp, CTA_PROTOINFO_TCP_STATE)?.first()?;
     Some(!ENDED_STATES.contains(&state))
 }
 
 fn is_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
-    let status = attr::find_be32(&connection.attrs, STATUS)?;
-    let replies = attr::find(attr::find(&connection.attrs, REPLY_TUPLE)?, TUPLE_PROTOCOL)?;
-    let port = attr::find_be16(replies, SOURCE_PORT)?;
-    Some(status & DESTINATION_TRANSLATED != 0 && ports.contains(&port))
+    let status = attr::find_be32(&connection.attrs, CTA_STATUS)?;
+    let replies = attr::find(attr::find(&connection.attrs, CTA_TUPLE_REPLY)?, CTA_TUPLE_PROTO)?;
+    let port = attr::find_be16(replies, CTA_PROTO_SRC_PORT)?;
+    Some(status & IPS_DST_NAT != 0 && ports.contains(&port))
 }
 
-const GET_CONNECTIONS: u16 = 1;
-const REPLY_TUPLE: u16 = 2;
-const STATUS: u16 = 3;
-const MARK: u16 = 8;
-const MARK_MASK: u16 = 21;
-const STATUS_MASK: u16 = 26;
-const PROTOCOL_INFO: u16 = 4;
-const TUPLE_PROTOCOL: u16 = 2;
-const SOURCE_PORT: u16 = 2;
-const TCP_INFO: u16 = 1;
-const TCP_STATE: u16 = 1;
-const DESTINATION_TRANSLATED: u32 = 1 << 5;
-/// TIME_WAIT and CLOSE: no more data follows.
+const IPCTNL_MSG_CT_GET: u16 = 1;
+const CTA_TUPLE_REPLY: u16 = 2;
+const CTA_STATUS: u16 = 3;
+const CTA_MARK: u16 = 8;
+const CTA_MARK_MASK: u16 = 21;
+const CTA_STATUS_MASK: u16 = 26;
+const CTA_PROTOINFO: u16 = 4;
+const CTA_TUPLE_PROTO: u16 = 2;
+const CTA_PROTO_SRC_PORT: u16 = 2;
+const CTA_PROTOINFO_TCP: u16 = 1;
+const CTA_PROTOINFO_TCP_STATE: u16 = 1;
+const IPS_DST_NAT: u32 = 1 << 5;
+/// `TCP_CONNTRACK_TIME_WAIT` and `TCP_CONNTRACK_CLOSE`: no more data follows.
 const ENDED_STATES: [u8; 2] = [7, 8];

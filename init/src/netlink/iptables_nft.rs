@@ -2,10 +2,10 @@
 
 use crate::iptables_chains::{self, is_own_chain};
 use crate::netlink::attr::{self, Attrs, parse};
-use crate::netlink::socket::{Answer, Message, NFTABLES, NetlinkError, Socket};
+use crate::netlink::socket::{Answer, Message, NFNL_SUBSYS_NFTABLES, NetlinkError, Socket};
 use crate::netlink::table::{self, verdict};
-use crate::nft_script::TABLE;
-use crate::rules::Family;
+use crate::options::Family;
+use crate::rules::TABLE;
 
 /// The chains and jumps of tulle or Linkerd in one table of iptables-nft.
 #[derive(Clone, Debug)]
@@ -18,10 +18,10 @@ pub(crate) struct IptablesNftTable {
 }
 
 /// The iptables-nft tables that contain chains of tulle or Linkerd.
-pub(crate) fn xtables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, NetlinkError> {
+pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, NetlinkError> {
     let mut found: Vec<IptablesNftTable> = Vec::new();
-    for answer in socket.dump(&table::list(table::GET_CHAIN, table::ANY_FAMILY, None))? {
-        let (Some(table), Some(chain)) = names(&answer, table::CHAIN_TABLE, table::CHAIN_NAME) else {
+    for answer in socket.dump(&table::list(table::NFT_MSG_GETCHAIN, table::NFPROTO_UNSPEC, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::NFTA_CHAIN_TABLE, table::NFTA_CHAIN_NAME) else {
             continue;
         };
         let is_own_table = iptables_chains::TABLES.iter().any(|(own, _)| *own == table);
@@ -42,12 +42,12 @@ pub(crate) fn xtables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, Netl
         }
     }
     for known in &mut found {
-        for answer in socket.dump(&table::list(table::GET_RULE, known.family, Some(&known.table)))? {
-            let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+        for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, known.family, Some(&known.table)))? {
+            let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {
                 continue;
             };
             let target = expressions(&answer).find_map(|(_, data)| jump_target(data));
-            let handle = attr::find(&answer.attrs, table::RULE_HANDLE).and_then(|handle| handle.try_into().ok());
+            let handle = attr::find(&answer.attrs, table::NFTA_RULE_HANDLE).and_then(|handle| handle.try_into().ok());
             let Some(handle) = handle.map(u64::from_be_bytes) else {
                 continue;
             };
@@ -62,7 +62,11 @@ pub(crate) fn xtables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, Netl
 
 impl IptablesNftTable {
     pub(crate) fn name(&self) -> String {
-        let family = if self.family == 10 { "ipv6" } else { "ipv4" };
+        let family = if self.family == table::nfproto(Family::V6) {
+            "ipv6"
+        } else {
+            "ipv4"
+        };
         format!("iptables-nft {family} {}", self.table)
     }
 
@@ -70,17 +74,21 @@ impl IptablesNftTable {
     pub(crate) fn removal(&self) -> Vec<Message> {
         let jumps = self.jumps.iter().map(|(chain, handle)| {
             let attrs = Attrs::new()
-                .text(table::RULE_TABLE, &self.table)
-                .text(table::RULE_CHAIN, chain);
-            self.delete(table::DEL_RULE, attrs.be64(table::RULE_HANDLE, *handle), chain)
+                .text(table::NFTA_RULE_TABLE, &self.table)
+                .text(table::NFTA_RULE_CHAIN, chain);
+            self.delete(
+                table::NFT_MSG_DELRULE,
+                attrs.be64(table::NFTA_RULE_HANDLE, *handle),
+                chain,
+            )
         });
         // All chains are emptied before the first is deleted, because they may jump to one another.
         let emptied = self.chains.iter().map(|chain| self.empty(chain));
         let chains = self.chains.iter().map(|chain| {
             let attrs = Attrs::new()
-                .text(table::CHAIN_TABLE, &self.table)
-                .text(table::CHAIN_NAME, chain);
-            self.delete(table::DEL_CHAIN, attrs, chain)
+                .text(table::NFTA_CHAIN_TABLE, &self.table)
+                .text(table::NFTA_CHAIN_NAME, chain);
+            self.delete(table::NFT_MSG_DELCHAIN, attrs, chain)
         });
         jumps.chain(emptied).chain(chains).collect()
     }
@@ -93,8 +101,8 @@ impl IptablesNftTable {
                 .filter(|chain| *chain != iptables_chains::TPROXY_REPLIES)
         };
         let filled = bypassed().map(|chain| {
-            let mut pass = table::conntrack_state(table::CT_NEW);
-            pass.push(verdict(table::RETURN, None));
+            let mut pass = table::conntrack_state(table::CT_STATE_NEW);
+            pass.push(verdict(table::NFT_RETURN, None));
             table::rule_message(self.family, &self.table, chain, &pass, "draining")
         });
         bypassed().map(|chain| self.empty(chain)).chain(filled).collect()
@@ -102,15 +110,15 @@ impl IptablesNftTable {
 
     fn empty(&self, chain: &str) -> Message {
         let attrs = Attrs::new()
-            .text(table::RULE_TABLE, &self.table)
-            .text(table::RULE_CHAIN, chain);
-        self.delete(table::DEL_RULE, attrs, chain)
+            .text(table::NFTA_RULE_TABLE, &self.table)
+            .text(table::NFTA_RULE_CHAIN, chain);
+        self.delete(table::NFT_MSG_DELRULE, attrs, chain)
     }
 
     fn delete(&self, kind: u16, attrs: Attrs, chain: &str) -> Message {
         let what = format!("a removal in chain {chain} of table {} ({})", self.table, self.name());
         Message {
-            kind: NFTABLES << 8 | kind,
+            kind: NFNL_SUBSYS_NFTABLES << 8 | kind,
             flags: 0,
             family: self.family,
             attrs,
@@ -125,8 +133,8 @@ impl IptablesNftTable {
 /// If the kernel does not answer.
 pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
     let mut found = Vec::new();
-    for answer in socket.dump(&table::list(table::GET_RULE, table::ANY_FAMILY, None))? {
-        let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+    for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, table::NFPROTO_UNSPEC, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {
             continue;
         };
         let ours = table == TABLE || is_own_chain(chain);
@@ -143,17 +151,17 @@ pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkEr
 /// The ports to which our rules redirect.
 pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
-    for answer in socket.dump(&table::list(table::GET_RULE, table::ANY_FAMILY, None))? {
-        let (Some(table), Some(chain)) = names(&answer, table::RULE_TABLE, table::RULE_CHAIN) else {
+    for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, table::NFPROTO_UNSPEC, None))? {
+        let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {
             continue;
         };
         let mut loaded = None;
         for (name, data) in expressions(&answer).filter(|_| table == TABLE || is_own_chain(chain)) {
             match name {
                 "immediate" => {
-                    let value = attr::find(data, table::IMMEDIATE_DATA);
+                    let value = attr::find(data, table::NFTA_IMMEDIATE_DATA);
                     loaded = value
-                        .and_then(|value| attr::find_be16(value, table::DATA_VALUE))
+                        .and_then(|value| attr::find_be16(value, table::NFTA_DATA_VALUE))
                         .or(loaded);
                 }
                 "redir" => ports.extend(loaded),
@@ -167,7 +175,8 @@ pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkErr
 
 /// The port of iptables' REDIRECT target, whose data nftables treats as opaque.
 fn target_port(data: &[u8], family: u8) -> Option<u16> {
-    let info = attr::find(data, TARGET_INFO).filter(|_| attr::find_text(data, TARGET_NAME) == Some("REDIRECT"))?;
+    let info =
+        attr::find(data, NFTA_TARGET_INFO).filter(|_| attr::find_text(data, NFTA_TARGET_NAME) == Some("REDIRECT"))?;
     // The port follows a count, flags and two addresses (IPv4), or flags and two addresses (IPv6).
     let offset = if family == table::nfproto(Family::V6) {
         4 + 2 * 16
@@ -186,30 +195,33 @@ fn names(answer: &Answer, table: u16, chain: u16) -> (Option<&str>, Option<&str>
 
 /// Names and data of a rule's expressions.
 fn expressions(answer: &Answer) -> impl Iterator<Item = (&str, &[u8])> {
-    let list = attr::find(&answer.attrs, table::RULE_EXPRESSIONS).unwrap_or_default();
+    let list = attr::find(&answer.attrs, table::NFTA_RULE_EXPRESSIONS).unwrap_or_default();
     parse(list).filter_map(|(_, expression)| {
-        let name = attr::find_text(expression, table::EXPRESSION_NAME)?;
-        Some((name, attr::find(expression, table::EXPRESSION_DATA).unwrap_or_default()))
+        let name = attr::find_text(expression, table::NFTA_EXPR_NAME)?;
+        Some((name, attr::find(expression, table::NFTA_EXPR_DATA).unwrap_or_default()))
     })
 }
 
 fn jump_target(immediate: &[u8]) -> Option<&str> {
-    let verdict = attr::find(attr::find(immediate, table::IMMEDIATE_DATA)?, table::DATA_VERDICT)?;
-    attr::find_text(verdict, table::VERDICT_CHAIN)
+    let verdict = attr::find(
+        attr::find(immediate, table::NFTA_IMMEDIATE_DATA)?,
+        table::NFTA_DATA_VERDICT,
+    )?;
+    attr::find_text(verdict, table::NFTA_VERDICT_CHAIN)
 }
 
 /// A native nftables expression, or an iptables target without an nftables equivalent.
 fn translates(name: &str, data: &[u8]) -> bool {
     match name {
         "redir" | "tproxy" => true,
-        "nat" => attr::find_be32(data, NAT_TYPE) == Some(NAT_DESTINATION),
-        "target" => attr::find_text(data, TARGET_NAME).is_some_and(|target| TARGETS.contains(&target)),
+        "nat" => attr::find_be32(data, NFTA_NAT_TYPE) == Some(NFT_NAT_DNAT),
+        "target" => attr::find_text(data, NFTA_TARGET_NAME).is_some_and(|target| DNAT_TARGETS.contains(&target)),
         _ => false,
     }
 }
 
-const NAT_TYPE: u16 = 1;
-const NAT_DESTINATION: u32 = 1;
-const TARGET_NAME: u16 = 1;
-const TARGET_INFO: u16 = 3;
-const TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];
+const NFTA_NAT_TYPE: u16 = 1;
+const NFT_NAT_DNAT: u32 = 1;
+const NFTA_TARGET_NAME: u16 = 1;
+const NFTA_TARGET_INFO: u16 = 3;
+const DNAT_TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];

@@ -8,12 +8,12 @@ use crate::netlink::attr;
 use crate::netlink::iptables_nft::{self, IptablesNftTable};
 use crate::netlink::socket::{Message, NetlinkError, Socket};
 use crate::netlink::table::{self, Layout, Table};
-use crate::nft_script::{self, TABLE};
-use crate::rules::{Chain, Rules};
+use crate::nft_script;
+use crate::rules::{Chain, Rules, TABLE};
 
 /// The result of comparing the live rules with the wanted ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Live {
+pub enum Comparison {
     Equal,
     Different,
     Absent,
@@ -97,7 +97,7 @@ fn apply_form(socket: &mut Socket, form: &Form, wait: Duration) -> Result<Change
     let wanted = form.tables();
     commit_with_retry(socket, wait, |socket| {
         let families = families_with_our_table(socket)?;
-        if compare(socket, &wanted, &families)? == Live::Equal {
+        if compare(socket, &wanted, &families)? == Comparison::Equal {
             return Ok(None);
         }
         Ok(Some(table::replace(&wanted, &families)))
@@ -106,21 +106,20 @@ fn apply_form(socket: &mut Socket, form: &Form, wait: Duration) -> Result<Change
 
 /// Compares the live rules with these, in each form in which a run may have applied them.
 ///
-/// The live rules contain the hash of the complete rules. So a simplification is not confused with other rules that are the
-/// same without a match.
+/// Two different rule sets can have the same simplified form; the stored hash of the complete rules tells them apart.
 ///
 /// # Errors
 /// If the kernel does not answer.
-pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Live, NetlinkError> {
+pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Comparison, NetlinkError> {
     let families = families_with_our_table(socket)?;
-    let mut live = Live::Absent;
+    let mut comparison = Comparison::Absent;
     for form in forms(rules) {
-        live = compare(socket, &form.tables(), &families)?;
-        if live != Live::Different {
+        comparison = compare(socket, &form.tables(), &families)?;
+        if comparison != Comparison::Different {
             break;
         }
     }
-    Ok(live)
+    Ok(comparison)
 }
 
 /// Removes our table, and our rules made by iptables-nft; returns where there were any.
@@ -130,11 +129,11 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Live, NetlinkError> {
 pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<Vec<String>, NetlinkError> {
     let mut removed = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, xtables) = find_rules(socket, owner)?;
-        removed = names(&families, &xtables);
+        let (families, iptables_nft_tables) = find_rules(socket, owner)?;
+        removed = names(&families, &iptables_nft_tables);
         let tables = families.iter().map(|family| table::delete_table(*family));
         let messages: Vec<Message> = tables
-            .chain(xtables.iter().flat_map(IptablesNftTable::removal))
+            .chain(iptables_nft_tables.iter().flat_map(IptablesNftTable::removal))
             .collect();
         Ok((!messages.is_empty()).then_some(messages))
     })?;
@@ -151,7 +150,7 @@ pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<V
 pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, xtables) = find_rules(socket, RuleOwner::All)?;
+        let (families, iptables_nft_tables) = find_rules(socket, RuleOwner::All)?;
         if ports.is_empty() {
             ports = iptables_nft::redirect_ports(socket)?;
         }
@@ -161,19 +160,19 @@ pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec
             for chain in [Chain::Prerouting, Chain::Output] {
                 let hook = chain.hook(crate::options::DEFAULT_PRIORITY);
                 messages.push(table::chain(*family, chain.name(), hook.as_ref()));
-                let mut pass = table::conntrack_state(table::CT_NEW);
-                pass.push(table::verdict(table::VERDICT_ACCEPT, None));
+                let mut pass = table::conntrack_state(table::CT_STATE_NEW);
+                pass.push(table::verdict(table::NF_ACCEPT, None));
                 messages.push(table::rule_message(*family, TABLE, chain.name(), &pass, "draining"));
             }
             // In tproxy mode nothing is translated, but replies must still be routed to the proxy.
-            let chains = objects_in_our_table(socket, table::GET_CHAIN, *family)?;
+            let chains = objects_in_our_table(socket, table::NFT_MSG_GETCHAIN, *family)?;
             let is_tproxy_replies =
-                |chain: &Vec<u8>| attr::find_text(chain, table::CHAIN_NAME) == Some(Chain::TproxyReplies.name());
+                |chain: &Vec<u8>| attr::find_text(chain, table::NFTA_CHAIN_NAME) == Some(Chain::TproxyReplies.name());
             if chains.iter().any(is_tproxy_replies) {
                 messages.extend(table::tproxy_replies(*family));
             }
         }
-        messages.extend(xtables.iter().flat_map(IptablesNftTable::accept_all));
+        messages.extend(iptables_nft_tables.iter().flat_map(IptablesNftTable::accept_all));
         Ok((!messages.is_empty()).then_some(messages))
     })?;
     Ok(ports)
@@ -185,29 +184,29 @@ pub enum RuleOwner {
     /// Only our own nftables table.
     Native,
     /// Only rules made by iptables-nft.
-    Xtables,
+    IptablesNft,
     All,
 }
 
 fn find_rules(socket: &mut Socket, owner: RuleOwner) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
-    let families = if owner == RuleOwner::Xtables {
+    let families = if owner == RuleOwner::IptablesNft {
         Vec::new()
     } else {
         families_with_our_table(socket)?
     };
-    let xtables = if owner == RuleOwner::Native {
+    let iptables_nft_tables = if owner == RuleOwner::Native {
         Vec::new()
     } else {
-        iptables_nft::xtables(socket)?
+        iptables_nft::find_tables(socket)?
     };
-    Ok((families, xtables))
+    Ok((families, iptables_nft_tables))
 }
 
-fn names(families: &[u8], xtables: &[IptablesNftTable]) -> Vec<String> {
+fn names(families: &[u8], iptables_nft_tables: &[IptablesNftTable]) -> Vec<String> {
     let native = (!families.is_empty()).then(|| "native".to_owned());
     native
         .into_iter()
-        .chain(xtables.iter().map(IptablesNftTable::name))
+        .chain(iptables_nft_tables.iter().map(IptablesNftTable::name))
         .collect()
 }
 
@@ -232,31 +231,31 @@ fn commit_with_retry(
 
 /// The families in which our table exists; `inet` counts as a family.
 fn families_with_our_table(socket: &mut Socket) -> Result<Vec<u8>, NetlinkError> {
-    let tables = socket.dump(&table::list(table::GET_TABLE, table::ANY_FAMILY, None))?;
+    let tables = socket.dump(&table::list(table::NFT_MSG_GETTABLE, table::NFPROTO_UNSPEC, None))?;
     let ours = tables
         .iter()
-        .filter(|table| attr::find_text(&table.attrs, table::TABLE_NAME) == Some(TABLE));
+        .filter(|table| attr::find_text(&table.attrs, table::NFTA_TABLE_NAME) == Some(TABLE));
     Ok(ours.map(|table| table.family).collect())
 }
 
-fn compare(socket: &mut Socket, wanted: &[Table], families: &[u8]) -> Result<Live, NetlinkError> {
+fn compare(socket: &mut Socket, wanted: &[Table], families: &[u8]) -> Result<Comparison, NetlinkError> {
     if families.is_empty() {
-        return Ok(Live::Absent);
+        return Ok(Comparison::Absent);
     }
     let same_tables = wanted.len() == families.len() && wanted.iter().all(|table| families.contains(&table.family));
     if !same_tables {
-        return Ok(Live::Different);
+        return Ok(Comparison::Different);
     }
     for table in wanted {
         let sets = table.sets.iter().map(|set| set.message.clone()).collect();
         let kinds = [
-            (table::GET_CHAIN, table::CHAIN_NAME, table.chains.clone()),
-            (table::GET_SET, table::SET_NAME, sets),
-            (table::GET_RULE, table::RULE_CHAIN, table.rules.clone()),
+            (table::NFT_MSG_GETCHAIN, table::NFTA_CHAIN_NAME, table.chains.clone()),
+            (table::NFT_MSG_GETSET, table::NFTA_SET_NAME, sets),
+            (table::NFT_MSG_GETRULE, table::NFTA_RULE_CHAIN, table.rules.clone()),
         ];
         for (kind, name, wanted) in kinds {
             if !has_same_objects(objects_in_our_table(socket, kind, table.family)?, wanted, name) {
-                return Ok(Live::Different);
+                return Ok(Comparison::Different);
             }
         }
         for set in &table.sets {
@@ -266,11 +265,11 @@ fn compare(socket: &mut Socket, wanted: &[Table], families: &[u8]) -> Result<Liv
             shown.sort();
             wanted.sort();
             if shown != wanted {
-                return Ok(Live::Different);
+                return Ok(Comparison::Different);
             }
         }
     }
-    Ok(Live::Equal)
+    Ok(Comparison::Equal)
 }
 
 /// The objects of one kind in our table.
@@ -279,7 +278,7 @@ fn objects_in_our_table(socket: &mut Socket, kind: u16, family: u8) -> Result<Ve
     // The kernel lists chains of all tables; the first attribute of every object is its table.
     let ours = all
         .into_iter()
-        .filter(|answer| attr::find_text(&answer.attrs, table::TABLE_NAME) == Some(TABLE));
+        .filter(|answer| attr::find_text(&answer.attrs, table::NFTA_TABLE_NAME) == Some(TABLE));
     Ok(ours.map(|answer| answer.attrs).collect())
 }
 
@@ -339,11 +338,15 @@ mod tests {
                         Change::Unchanged,
                         "{form:?}"
                     );
-                    assert_eq!(check(&mut socket, &rules).unwrap(), Live::Equal, "{form:?}");
-                    assert_eq!(check(&mut socket, &other_scope).unwrap(), Live::Different, "{form:?}");
+                    assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Equal, "{form:?}");
+                    assert_eq!(
+                        check(&mut socket, &other_scope).unwrap(),
+                        Comparison::Different,
+                        "{form:?}"
+                    );
                 }
                 assert_eq!(remove(&mut socket, wait, RuleOwner::All).unwrap(), ["native"]);
-                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Absent);
+                assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Absent);
             })
             .unwrap();
     }

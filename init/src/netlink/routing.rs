@@ -1,14 +1,14 @@
 //! Policy routing: delivers packets with our mark locally, regardless of their destination address.
 //!
-//! One rule per family selects our routing table, whose only route is local. Messages, names and numbers are those of
+//! One rule per family selects our routing table, whose only route is local. Messages and attributes:
 //! `linux/rtnetlink.h` and `linux/fib_rules.h`.
 
 use crate::netlink::attr::{self, Attrs};
 use crate::netlink::nftables::Change;
-use crate::netlink::socket::{Answer, CREATE, Message, NetlinkError, Socket};
+use crate::netlink::socket::{Answer, Message, NLM_F_CREATE, NetlinkError, Socket};
 use crate::netlink::table::nfproto;
-use crate::options::Families;
-use crate::rules::{Family, TPROXY_CLIENT_MARK};
+use crate::options::{Families, Family};
+use crate::rules::TPROXY_CLIENT_MARK;
 
 /// Adds the missing rules and routes.
 ///
@@ -17,9 +17,9 @@ use crate::rules::{Family, TPROXY_CLIENT_MARK};
 pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut change = Change::Unchanged;
-    for object in families.each().flat_map(routing_objects) {
+    for object in families.redirected().flat_map(routing_objects) {
         if !object.exists(&mut socket)? {
-            socket.change(&object.message(object.new, CREATE))?;
+            socket.change(&object.message(object.new, NLM_F_CREATE))?;
             change = Change::Applied;
         }
     }
@@ -32,7 +32,7 @@ pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
 /// If the kernel does not answer.
 pub fn exists(families: Families) -> Result<bool, NetlinkError> {
     let mut socket = Socket::open_routing()?;
-    for object in families.each().flat_map(routing_objects) {
+    for object in families.redirected().flat_map(routing_objects) {
         if !object.exists(&mut socket)? {
             return Ok(false);
         }
@@ -47,7 +47,7 @@ pub fn exists(families: Families) -> Result<bool, NetlinkError> {
 pub fn remove() -> Result<Vec<String>, NetlinkError> {
     let mut socket = Socket::open_routing()?;
     let mut removed = Vec::new();
-    for family in Families::Both.each() {
+    for family in Families::Both.redirected() {
         for object in routing_objects(family) {
             let existed = match object.exists(&mut socket) {
                 Err(error) if error.is_unsupported() => false, // the kernel lacks this family
@@ -65,14 +65,14 @@ pub fn remove() -> Result<Vec<String>, NetlinkError> {
 /// The equivalent `ip` commands.
 #[must_use]
 pub fn commands(families: Families) -> Vec<String> {
-    let each = families.each().flat_map(|family| {
+    let commands = families.redirected().flat_map(|family| {
         let ip = if family == Family::V4 { "ip" } else { "ip -6" };
         [
             format!("{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {TABLE} priority {PRIORITY}"),
             format!("{ip} route add local default dev lo table {TABLE}"),
         ]
     });
-    each.collect()
+    commands.collect()
 }
 
 /// The rule or the route of one family.
@@ -94,11 +94,11 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
         new: RTM_NEWRULE,
         delete: RTM_DELRULE,
         list: RTM_GETRULE,
-        header: [TABLE, 0, 0, TO_TABLE, 0, 0, 0, 0],
+        header: [TABLE, 0, 0, FR_ACT_TO_TBL, 0, 0, 0, 0],
         attrs: vec![
-            (RULE_PRIORITY, PRIORITY),
-            (RULE_MARK, TPROXY_CLIENT_MARK),
-            (RULE_MARK_MASK, u32::MAX),
+            (FRA_PRIORITY, PRIORITY),
+            (FRA_FWMARK, TPROXY_CLIENT_MARK),
+            (FRA_FWMASK, u32::MAX),
         ],
     };
     let route = RoutingObject {
@@ -107,15 +107,15 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
         new: RTM_NEWROUTE,
         delete: RTM_DELROUTE,
         list: RTM_GETROUTE,
-        header: [TABLE, STATIC, HOST, LOCAL, 0, 0, 0, 0],
-        attrs: vec![(ROUTE_INTERFACE, LOOPBACK)],
+        header: [TABLE, RTPROT_STATIC, RT_SCOPE_HOST, RTN_LOCAL, 0, 0, 0, 0],
+        attrs: vec![(RTA_OIF, LOOPBACK_IFINDEX)],
     };
     [rule, route]
 }
 
 impl RoutingObject {
     fn message(&self, kind: u16, flags: u16) -> Message {
-        let head = Attrs::headed(self.header);
+        let head = Attrs::with_header(self.header);
         let attrs = self.attrs.iter();
         Message {
             kind,
@@ -145,18 +145,18 @@ const TABLE: u8 = 143;
 /// After the table of local addresses (0), before rules that select by source.
 const PRIORITY: u32 = 100;
 /// The interface index of `lo` in every network namespace.
-const LOOPBACK: u32 = 1;
+const LOOPBACK_IFINDEX: u32 = 1;
 const RTM_NEWROUTE: u16 = 24;
 const RTM_DELROUTE: u16 = 25;
 const RTM_GETROUTE: u16 = 26;
 const RTM_NEWRULE: u16 = 32;
 const RTM_DELRULE: u16 = 33;
 const RTM_GETRULE: u16 = 34;
-const TO_TABLE: u8 = 1;
-const STATIC: u8 = 4;
-const HOST: u8 = 254;
-const LOCAL: u8 = 2;
-const RULE_PRIORITY: u16 = 6;
-const RULE_MARK: u16 = 10;
-const RULE_MARK_MASK: u16 = 16;
-const ROUTE_INTERFACE: u16 = 4;
+const FR_ACT_TO_TBL: u8 = 1;
+const RTPROT_STATIC: u8 = 4;
+const RT_SCOPE_HOST: u8 = 254;
+const RTN_LOCAL: u8 = 2;
+const FRA_PRIORITY: u16 = 6;
+const FRA_FWMARK: u16 = 10;
+const FRA_FWMASK: u16 = 16;
+const RTA_OIF: u16 = 4;

@@ -99,7 +99,7 @@ impl Socket {
     /// # Errors
     /// If the kernel has no netfilter over netlink.
     pub fn open() -> Result<Self, NetlinkError> {
-        Self::with(SockProtocol::NetlinkNetFilter, "netfilter")
+        Self::open_protocol(SockProtocol::NetlinkNetFilter, "netfilter")
     }
 
     /// A socket for routes and routing rules.
@@ -107,10 +107,10 @@ impl Socket {
     /// # Errors
     /// If the kernel has no netlink.
     pub(crate) fn open_routing() -> Result<Self, NetlinkError> {
-        Self::with(SockProtocol::NetlinkRoute, "routing")
+        Self::open_protocol(SockProtocol::NetlinkRoute, "routing")
     }
 
-    fn with(protocol: SockProtocol, subsystem: &'static str) -> Result<Self, NetlinkError> {
+    fn open_protocol(protocol: SockProtocol, subsystem: &'static str) -> Result<Self, NetlinkError> {
         let failed = |source| NetlinkError::Socket {
             doing: "opening",
             subsystem,
@@ -148,7 +148,7 @@ impl Socket {
 
     fn dump_once(&mut self, request: &Message) -> Result<Vec<Answer>, NetlinkError> {
         let dump = Message {
-            flags: request.flags | DUMP,
+            flags: request.flags | NLM_F_DUMP,
             ..request.clone()
         };
         self.send(&self.encode(&[&dump], self.sequence))?;
@@ -162,16 +162,16 @@ impl Socket {
                 if header.sequence != expected {
                     continue;
                 }
-                raced |= header.flags & DUMP_INTERRUPTED != 0;
+                raced |= header.flags & NLM_F_DUMP_INTR != 0;
                 match header.kind {
-                    DONE if raced => return Err(NetlinkError::ConcurrentChange),
-                    DONE => return Ok(answers),
-                    ERROR => return Err(refusal(&dump.what, body)),
+                    NLMSG_DONE if raced => return Err(NetlinkError::ConcurrentChange),
+                    NLMSG_DONE => return Ok(answers),
+                    NLMSG_ERROR => return Err(refusal(&dump.what, body)),
                     _ => {
                         let malformed = || NetlinkError::Malformed {
                             what: dump.what.clone(),
                         };
-                        let (generic, attrs) = body.split_at_checked(GENERIC).ok_or_else(malformed)?;
+                        let (generic, attrs) = body.split_at_checked(GENERIC_HEADER_LEN).ok_or_else(malformed)?;
                         answers.push(Answer {
                             family: generic[0],
                             attrs: attrs.to_vec(),
@@ -188,7 +188,7 @@ impl Socket {
     /// If the kernel refuses it.
     pub(crate) fn change(&mut self, message: &Message) -> Result<(), NetlinkError> {
         let acknowledged = Message {
-            flags: message.flags | ACK,
+            flags: message.flags | NLM_F_ACK,
             ..message.clone()
         };
         self.send(&self.encode(&[&acknowledged], self.sequence))?;
@@ -197,7 +197,7 @@ impl Socket {
         loop {
             let len = self.receive(MsgFlags::empty())?;
             for (header, body) in frames(&self.buffer[..len]) {
-                if header.sequence == expected && header.kind == ERROR {
+                if header.sequence == expected && header.kind == NLMSG_ERROR {
                     return acknowledgement(&message.what, body);
                 }
             }
@@ -207,7 +207,7 @@ impl Socket {
     /// The generation number of the rules in this namespace; it changes with every commit of any process.
     pub(crate) fn generation(&mut self) -> Result<u32, NetlinkError> {
         let request = Message {
-            kind: GET_GENERATION,
+            kind: NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN,
             flags: 0,
             family: 0,
             attrs: Attrs::new(),
@@ -222,10 +222,12 @@ impl Socket {
                 if header.sequence != expected {
                     continue;
                 }
-                if header.kind == ERROR {
+                if header.kind == NLMSG_ERROR {
                     return Err(refusal(&request.what, body));
                 }
-                let generation = body.get(GENERIC..).and_then(|attrs| attr::find_be32(attrs, 1));
+                let generation = body
+                    .get(GENERIC_HEADER_LEN..)
+                    .and_then(|attrs| attr::find_be32(attrs, NFTA_GEN_ID));
                 return generation.ok_or_else(|| NetlinkError::Malformed {
                     what: request.what.clone(),
                 });
@@ -245,13 +247,13 @@ impl Socket {
             attrs,
             what: "the transaction".to_owned(),
         };
-        let begin = frame(BATCH_BEGIN, Attrs::new().be32(BATCH_GENERATION, generation));
-        let end = frame(BATCH_END, Attrs::new());
+        let begin = frame(NFNL_MSG_BATCH_BEGIN, Attrs::new().be32(NFNL_BATCH_GENID, generation));
+        let end = frame(NFNL_MSG_BATCH_END, Attrs::new());
         let Some((last, others)) = messages.split_last() else {
             return Ok(());
         };
         let last = Message {
-            flags: last.flags | ACK,
+            flags: last.flags | NLM_F_ACK,
             ..last.clone()
         };
         let all: Vec<&Message> = [&begin].into_iter().chain(others).chain([&last, &end]).collect();
@@ -260,31 +262,36 @@ impl Socket {
         self.sequence += u32::try_from(all.len()).unwrap_or(u32::MAX);
         self.send(&batch)?;
         // The kernel answers before `send` returns, so an answer that is missing now will not arrive later.
-        let mut answer = Err(NetlinkError::Malformed {
-            what: "a transaction".to_owned(),
-        });
-        let mut failed = false;
+        let mut is_acknowledged = false;
         loop {
             let len = match self.receive(MsgFlags::MSG_DONTWAIT) {
                 Err(NetlinkError::Socket {
                     source: Errno::EAGAIN, ..
-                }) => return answer,
+                }) if is_acknowledged => return Ok(()),
+                Err(NetlinkError::Socket {
+                    source: Errno::EAGAIN, ..
+                }) => {
+                    return Err(NetlinkError::Malformed {
+                        what: "a transaction".to_owned(),
+                    });
+                }
                 received => received?,
             };
             for (header, body) in frames(&self.buffer[..len]) {
                 let index = usize::try_from(header.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
-                // Later refusals are consequences of the first.
-                let Some(message) = all.get(index).filter(|_| header.kind == ERROR && !failed) else {
+                let Some(message) = all.get(index).filter(|_| header.kind == NLMSG_ERROR) else {
                     continue;
                 };
-                answer = match acknowledgement(&message.what, body) {
+                match acknowledgement(&message.what, body) {
+                    Ok(()) => is_acknowledged = true,
                     Err(NetlinkError::Refused {
                         source: Errno::ERESTART,
                         ..
-                    }) => Err(NetlinkError::ConcurrentChange),
-                    answer => answer,
-                };
-                failed = answer.is_err();
+                    }) => return Err(NetlinkError::ConcurrentChange),
+                    // Later refusals are consequences of the first. They stay unread; the next request skips them by their
+                    // sequence numbers.
+                    Err(refusal) => return Err(refusal),
+                }
             }
         }
     }
@@ -293,15 +300,15 @@ impl Socket {
         let mut bytes = Vec::new();
         for (message, sequence) in messages.iter().zip(first..) {
             let attrs = message.attrs.as_bytes();
-            let len = u32::try_from(HEADER + GENERIC + attrs.len()).unwrap_or(u32::MAX);
+            let len = u32::try_from(HEADER_LEN + GENERIC_HEADER_LEN + attrs.len()).unwrap_or(u32::MAX);
             bytes.extend_from_slice(&len.to_ne_bytes());
             bytes.extend_from_slice(&message.kind.to_ne_bytes());
-            bytes.extend_from_slice(&(message.flags | REQUEST).to_ne_bytes());
+            bytes.extend_from_slice(&(message.flags | NLM_F_REQUEST).to_ne_bytes());
             bytes.extend_from_slice(&sequence.to_ne_bytes());
             bytes.extend_from_slice(&0_u32.to_ne_bytes());
             // Batch headers contain the subsystem; in other messages this field is zero.
-            let resource = if matches!(message.kind, BATCH_BEGIN | BATCH_END) {
-                NFTABLES
+            let resource = if matches!(message.kind, NFNL_MSG_BATCH_BEGIN | NFNL_MSG_BATCH_END) {
+                NFNL_SUBSYS_NFTABLES
             } else {
                 0
             };
@@ -346,11 +353,11 @@ struct Header {
 /// Splits received bytes into messages; stops at the first truncated one.
 fn frames(mut bytes: &[u8]) -> impl Iterator<Item = (Header, &[u8])> {
     std::iter::from_fn(move || {
-        let head: &[u8; HEADER] = bytes.first_chunk()?;
+        let head: &[u8; HEADER_LEN] = bytes.first_chunk()?;
         let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let half = |at: usize| u16::from_ne_bytes([head[at], head[at + 1]]);
         let len = usize::try_from(word(0)).ok()?;
-        let body = bytes.get(HEADER..len)?;
+        let body = bytes.get(HEADER_LEN..len)?;
         bytes = bytes.get(len.next_multiple_of(4)..).unwrap_or_default();
         Some((
             Header {
@@ -383,24 +390,25 @@ fn refusal(what: &str, body: &[u8]) -> NetlinkError {
 }
 
 /// Subsystem numbers, in the upper byte of message types.
-pub(crate) const NFTABLES: u16 = 10;
-pub(crate) const CONNTRACK: u16 = 1;
+pub(crate) const NFNL_SUBSYS_NFTABLES: u16 = 10;
+pub(crate) const NFNL_SUBSYS_CTNETLINK: u16 = 1;
 
-pub(crate) const CREATE: u16 = 0x400;
-pub(crate) const APPEND: u16 = 0x800;
-const REQUEST: u16 = 1;
-const ACK: u16 = 4;
-const DUMP_INTERRUPTED: u16 = 0x10;
-const DUMP: u16 = 0x300;
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
-const BATCH_BEGIN: u16 = 0x10;
-const BATCH_END: u16 = 0x11;
-const BATCH_GENERATION: u16 = 1;
-const GET_GENERATION: u16 = NFTABLES << 8 | 16;
-const HEADER: usize = 16;
+pub(crate) const NLM_F_CREATE: u16 = 0x400;
+pub(crate) const NLM_F_APPEND: u16 = 0x800;
+const NLM_F_REQUEST: u16 = 1;
+const NLM_F_ACK: u16 = 4;
+const NLM_F_DUMP_INTR: u16 = 0x10;
+const NLM_F_DUMP: u16 = 0x300;
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const NFNL_MSG_BATCH_BEGIN: u16 = 0x10;
+const NFNL_MSG_BATCH_END: u16 = 0x11;
+const NFNL_BATCH_GENID: u16 = 1;
+const NFT_MSG_GETGEN: u16 = 16;
+const NFTA_GEN_ID: u16 = 1;
+const HEADER_LEN: usize = 16;
 /// Length of family, version and resource id after each header.
-const GENERIC: usize = 4;
+const GENERIC_HEADER_LEN: usize = 4;
 /// Enough for about ten thousand networks.
 const BATCH_LIMIT: usize = 4 << 20;
 /// The kernel sends at most 32 KiB in one part of a dump.
@@ -417,7 +425,7 @@ mod tests {
         fn any_bytes_are_split_without_a_panic(bytes: Vec<u8>) {
             for (header, body) in frames(&bytes) {
                 prop_assert!(body.len() < bytes.len());
-                if header.kind == ERROR {
+                if header.kind == NLMSG_ERROR {
                     let _ = refusal("x", body).to_string();
                 }
             }

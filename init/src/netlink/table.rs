@@ -1,7 +1,7 @@
 //! Encodes our rules as nftables messages: sets, chains, and rules made of expressions.
 //!
-//! Names and numbers are those of `linux/netfilter/nf_tables.h`. Comments and user data of sets are written as the `nft`
-//! program writes them, so that its listings show the rules as if it had created them.
+//! Messages and attributes: `linux/netfilter/nf_tables.h`. Comments and user data of sets are written as the `nft` program
+//! writes them, so that its listings show the rules as if it had created them.
 
 use std::net::IpAddr;
 
@@ -9,9 +9,11 @@ use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
 use crate::netlink::attr::{self, Attrs};
-use crate::netlink::socket::{APPEND, CREATE, Message, NFTABLES};
-use crate::nft_script::{Hook, STATE_CHAIN, TABLE};
-use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Direction, Family, Match, Rule, Rules, Side};
+use crate::netlink::socket::{Message, NFNL_SUBSYS_NFTABLES, NLM_F_APPEND, NLM_F_CREATE};
+use crate::options::Family;
+use crate::rules::{
+    self, Action, COMMENT_PREFIX, Chain, Direction, Hook, Match, Rule, Rules, STATE_CHAIN, Side, TABLE,
+};
 
 /// The number of tables that hold the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +46,7 @@ pub(crate) struct Set {
 /// The tables for these rules; the hash is stored in each.
 pub(crate) fn tables(rules: &Rules, layout: Layout, hash: &str) -> Vec<Table> {
     match layout {
-        Layout::Inet => vec![table(INET, rules, rules.list.iter().collect(), hash)],
+        Layout::Inet => vec![table(NFPROTO_INET, rules, rules.list.iter().collect(), hash)],
         Layout::Split => rules
             .present_families()
             .map(|family| table(nfproto(family), rules, rules.of(family).collect(), hash))
@@ -58,7 +60,7 @@ pub(crate) fn replace(tables: &[Table], existing: &[u8]) -> Vec<Message> {
     for table in tables {
         messages.push(new_table(table.family));
         for set in &table.sets {
-            let attrs = set.message.attrs.clone().be32(SET_ID, set.id);
+            let attrs = set.message.attrs.clone().be32(NFTA_SET_ID, set.id);
             messages.push(Message {
                 attrs,
                 ..set.message.clone()
@@ -72,29 +74,31 @@ pub(crate) fn replace(tables: &[Table], existing: &[u8]) -> Vec<Message> {
 }
 
 pub(crate) fn new_table(family: u8) -> Message {
-    let attrs = Attrs::new().text(TABLE_NAME, TABLE).be32(TABLE_FLAGS, 0);
-    message(NEW_TABLE, CREATE, family, attrs, format!("table {TABLE}"))
+    let attrs = Attrs::new().text(NFTA_TABLE_NAME, TABLE).be32(NFTA_TABLE_FLAGS, 0);
+    message(NFT_MSG_NEWTABLE, NLM_F_CREATE, family, attrs, format!("table {TABLE}"))
 }
 
 pub(crate) fn delete_table(family: u8) -> Message {
     message(
-        DEL_TABLE,
+        NFT_MSG_DELTABLE,
         0,
         family,
-        Attrs::new().text(TABLE_NAME, TABLE),
+        Attrs::new().text(NFTA_TABLE_NAME, TABLE),
         format!("the removal of table {TABLE}"),
     )
 }
 
 /// A request for all objects of a kind; limited to one table if the kernel supports it.
 pub(crate) fn list(kind: u16, family: u8, table: Option<&str>) -> Message {
-    let attrs = table.map_or_else(Attrs::new, |table| Attrs::new().text(TABLE_NAME, table));
+    let attrs = table.map_or_else(Attrs::new, |table| Attrs::new().text(NFTA_TABLE_NAME, table));
     message(kind, 0, family, attrs, "a listing of rules".to_owned())
 }
 
 pub(crate) fn list_elements(family: u8, set: &str) -> Message {
-    let attrs = Attrs::new().text(ELEMENTS_TABLE, TABLE).text(ELEMENTS_SET, set);
-    message(GET_ELEMENTS, 0, family, attrs, format!("a listing of set {set}"))
+    let attrs = Attrs::new()
+        .text(NFTA_SET_ELEM_LIST_TABLE, TABLE)
+        .text(NFTA_SET_ELEM_LIST_SET, set);
+    message(NFT_MSG_GETSETELEM, 0, family, attrs, format!("a listing of set {set}"))
 }
 
 fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
@@ -123,7 +127,7 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
             rule_message(family, TABLE, rule.chain.name(), &expressions, &comment)
         })
         .collect();
-    let state_rule = [verdict(RETURN, None)];
+    let state_rule = [verdict(NFT_RETURN, None)];
     messages.push(rule_message(family, TABLE, STATE_CHAIN, &state_rule, hash));
     Table {
         family,
@@ -133,7 +137,7 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
     }
 }
 
-/// Only the chain that routes replies to the proxy.
+/// The chain that must stay while connections drain, in tproxy mode: it routes replies to the proxy.
 pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
     let hook = Chain::TproxyReplies.hook(0);
     let mut mark_replies = condition(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
@@ -147,7 +151,7 @@ pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
 /// A table for both families needs a match on the family.
 fn family_condition(rule: &Rule, table: u8) -> Vec<Attrs> {
     match rule.family {
-        Some(family) if table == INET => vec![meta(META_NFPROTO), compare(EQUAL, &[nfproto(family)])],
+        Some(family) if table == NFPROTO_INET => vec![meta(NFT_META_NFPROTO), compare(NFT_CMP_EQ, &[nfproto(family)])],
         _ => Vec::new(),
     }
 }
@@ -155,15 +159,15 @@ fn family_condition(rule: &Rule, table: u8) -> Vec<Attrs> {
 pub(crate) fn rule_message(family: u8, table: &str, chain: &str, expressions: &[Attrs], comment: &str) -> Message {
     let list = expressions
         .iter()
-        .fold(Attrs::new(), |list, expression| list.nested(LIST_ELEMENT, expression));
+        .fold(Attrs::new(), |list, expression| list.nested(NFTA_LIST_ELEM, expression));
     let attrs = Attrs::new()
-        .text(RULE_TABLE, table)
-        .text(RULE_CHAIN, chain)
-        .nested(RULE_EXPRESSIONS, &list);
-    let attrs = attrs.bytes(RULE_USERDATA, &userdata_text(comment));
+        .text(NFTA_RULE_TABLE, table)
+        .text(NFTA_RULE_CHAIN, chain)
+        .nested(NFTA_RULE_EXPRESSIONS, &list);
+    let attrs = attrs.bytes(NFTA_RULE_USERDATA, &userdata_text(comment));
     message(
-        NEW_RULE,
-        CREATE | APPEND,
+        NFT_MSG_NEWRULE,
+        NLM_F_CREATE | NLM_F_APPEND,
         family,
         attrs,
         format!("rule {comment:?} of chain {chain}"),
@@ -171,20 +175,20 @@ pub(crate) fn rule_message(family: u8, table: &str, chain: &str, expressions: &[
 }
 
 pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
-    let mut attrs = Attrs::new().text(CHAIN_TABLE, TABLE).text(CHAIN_NAME, name);
+    let mut attrs = Attrs::new().text(NFTA_CHAIN_TABLE, TABLE).text(NFTA_CHAIN_NAME, name);
     if let Some(hook) = hook {
         let hook_attrs = Attrs::new()
-            .be32(HOOK_POINT, hook.point)
-            .be32(HOOK_PRIORITY, u32::from_ne_bytes(hook.priority.to_ne_bytes()));
+            .be32(NFTA_HOOK_HOOKNUM, hook.point)
+            .be32(NFTA_HOOK_PRIORITY, u32::from_ne_bytes(hook.priority.to_ne_bytes()));
         attrs = attrs
-            .nested(CHAIN_HOOK, &hook_attrs)
-            .be32(CHAIN_POLICY, POLICY_ACCEPT)
-            .text(CHAIN_TYPE, hook.kind);
+            .nested(NFTA_CHAIN_HOOK, &hook_attrs)
+            .be32(NFTA_CHAIN_POLICY, POLICY_ACCEPT)
+            .text(NFTA_CHAIN_TYPE, hook.kind);
     }
     let hook_name = hook.map(|hook| format!(" ({} at {} {})", hook.kind, hook.point_name, hook.priority));
     message(
-        NEW_CHAIN,
-        CREATE,
+        NFT_MSG_NEWCHAIN,
+        NLM_F_CREATE,
         family,
         attrs,
         format!("chain {name}{}", hook_name.unwrap_or_default()),
@@ -194,7 +198,7 @@ pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
 /// A match in the form of a set of ranges.
 struct RangeSet {
     name: &'static str,
-    /// The number that `nft` uses for the key type, for its listings.
+    /// The number of the key type in `enum datatypes` of `nft`, for its listings.
     kind: u32,
     key_len: u32,
     ranges: Vec<(Vec<u8>, Vec<u8>)>,
@@ -204,14 +208,14 @@ fn range_set(test: &Match) -> Option<RangeSet> {
     match test {
         Match::Ports { set, ports } => Some(RangeSet {
             name: set,
-            kind: 13,
+            kind: TYPE_INET_SERVICE,
             key_len: 2,
             ranges: port_ranges(ports),
         }),
         Match::Nets { set, nets, .. } => {
             let (kind, key_len) = match nets.first().map(Family::of) {
-                Some(Family::V6) => (8, 16),
-                _ => (7, 4),
+                Some(Family::V6) => (TYPE_IP6ADDR, 16),
+                _ => (TYPE_IPADDR, 4),
             };
             Some(RangeSet {
                 name: set,
@@ -226,13 +230,13 @@ fn range_set(test: &Match) -> Option<RangeSet> {
 
 fn set(family: u8, set: RangeSet, id: u32) -> Set {
     let attrs = Attrs::new()
-        .text(SET_TABLE, TABLE)
-        .text(SET_NAME, set.name)
-        .be32(SET_FLAGS, INTERVAL)
-        .be32(SET_KEY_TYPE, set.kind)
-        .be32(SET_KEY_LEN, set.key_len)
-        .bytes(SET_USERDATA, &AUTO_MERGE);
-    let message = message(NEW_SET, CREATE, family, attrs, format!("set {}", set.name));
+        .text(NFTA_SET_TABLE, TABLE)
+        .text(NFTA_SET_NAME, set.name)
+        .be32(NFTA_SET_FLAGS, NFT_SET_INTERVAL)
+        .be32(NFTA_SET_KEY_TYPE, set.kind)
+        .be32(NFTA_SET_KEY_LEN, set.key_len)
+        .bytes(NFTA_SET_USERDATA, &AUTO_MERGE);
+    let message = message(NFT_MSG_NEWSET, NLM_F_CREATE, family, attrs, format!("set {}", set.name));
     Set {
         name: set.name,
         message,
@@ -292,18 +296,20 @@ fn elements(family: u8, set: &Set) -> Vec<Message> {
     let lists = bounds.chunks(ELEMENTS_PER_MESSAGE).map(|bounds| {
         let list = bounds.iter().fold(Attrs::new(), |list, (key, ends)| {
             let flags = if *ends {
-                Attrs::new().be32(ELEMENT_FLAGS, INTERVAL_END)
+                Attrs::new().be32(NFTA_SET_ELEM_FLAGS, NFT_SET_ELEM_INTERVAL_END)
             } else {
                 Attrs::new()
             };
-            let key = Attrs::new().bytes(DATA_VALUE, key);
-            list.nested(LIST_ELEMENT, &flags.nested(ELEMENT_KEY, &key))
+            let key = Attrs::new().bytes(NFTA_DATA_VALUE, key);
+            list.nested(NFTA_LIST_ELEM, &flags.nested(NFTA_SET_ELEM_KEY, &key))
         });
-        let attrs = Attrs::new().text(ELEMENTS_TABLE, TABLE).text(ELEMENTS_SET, set.name);
-        let attrs = attrs.nested(ELEMENTS_LIST, &list);
+        let attrs = Attrs::new()
+            .text(NFTA_SET_ELEM_LIST_TABLE, TABLE)
+            .text(NFTA_SET_ELEM_LIST_SET, set.name);
+        let attrs = attrs.nested(NFTA_SET_ELEM_LIST_ELEMENTS, &list);
         message(
-            NEW_ELEMENTS,
-            CREATE,
+            NFT_MSG_NEWSETELEM,
+            NLM_F_CREATE,
             family,
             attrs,
             format!("elements of set {}", set.name),
@@ -316,11 +322,11 @@ fn elements(family: u8, set: &Set) -> Vec<Message> {
 ///
 /// The `nft` program starts every set with an end at zero, which has no meaning and is skipped.
 pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
-    let list = attr::find(attrs, ELEMENTS_LIST).unwrap_or_default();
+    let list = attr::find(attrs, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
     let bounds = attr::parse(list).filter_map(|(_, element)| {
-        let key = attr::find(element, ELEMENT_KEY).and_then(|key| attr::find(key, DATA_VALUE))?;
-        let flags = attr::find_be32(element, ELEMENT_FLAGS).unwrap_or(0);
-        Some((key.to_vec(), flags & INTERVAL_END != 0))
+        let key = attr::find(element, NFTA_SET_ELEM_KEY).and_then(|key| attr::find(key, NFTA_DATA_VALUE))?;
+        let flags = attr::find_be32(element, NFTA_SET_ELEM_FLAGS).unwrap_or(0);
+        Some((key.to_vec(), flags & NFT_SET_ELEM_INTERVAL_END != 0))
     });
     bounds
         .filter(|(key, ends)| !(*ends && key.iter().all(|byte| *byte == 0)))
@@ -328,45 +334,36 @@ pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
 }
 
 fn condition(test: &Match, family: Option<Family>) -> Vec<Attrs> {
-    let tcp = || [meta(META_L4PROTO), compare(EQUAL, &[TCP])];
+    let tcp = || [meta(NFT_META_L4PROTO), compare(NFT_CMP_EQ, &[IPPROTO_TCP])];
     match test {
         Match::Tcp => tcp().into(),
         Match::NewConnection => tcp()
             .into_iter()
             .chain([
-                payload(TRANSPORT, 13, 1),
+                payload(NFT_PAYLOAD_TRANSPORT_HEADER, 13, 1),
                 mask(&[FIN | SYN | RST | ACK]),
-                compare(EQUAL, &[SYN]),
+                compare(NFT_CMP_EQ, &[SYN]),
             ])
             .collect(),
         Match::ToLocal => vec![
-            expression(
-                "fib",
-                Attrs::new()
-                    .be32(1, REGISTER)
-                    .be32(2, FIB_ADDRTYPE)
-                    .be32(3, FIB_DESTINATION),
-            ),
-            compare(EQUAL, &RTN_LOCAL.to_ne_bytes()),
+            address_type(NFTA_FIB_F_DADDR),
+            compare(NFT_CMP_EQ, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Match::OverLoopback => vec![meta(META_OIFNAME), compare(EQUAL, &LOOPBACK)],
-        Match::FromLoopback => vec![meta(META_IIFNAME), compare(EQUAL, &LOOPBACK)],
+        Match::OverLoopback => vec![meta(NFT_META_OIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
+        Match::FromLoopback => vec![meta(NFT_META_IIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
         Match::FromNonLocal => vec![
-            expression(
-                "fib",
-                Attrs::new().be32(1, REGISTER).be32(2, FIB_ADDRTYPE).be32(3, FIB_SOURCE),
-            ),
-            compare(NOT_EQUAL, &RTN_LOCAL.to_ne_bytes()),
+            address_type(NFTA_FIB_F_SADDR),
+            compare(NFT_CMP_NEQ, &RTN_LOCAL.to_ne_bytes()),
         ],
         Match::Marked(mark, direction) => vec![
-            conntrack(CT_MARK),
-            compare(EQUAL, &mark.to_ne_bytes()),
-            conntrack(CT_DIRECTION),
-            compare(EQUAL, &[u8::from(*direction == Direction::Reply)]),
+            conntrack(NFT_CT_MARK),
+            compare(NFT_CMP_EQ, &mark.to_ne_bytes()),
+            conntrack(NFT_CT_DIRECTION),
+            compare(NFT_CMP_EQ, &[u8::from(*direction == Direction::Reply)]),
         ],
         Match::Ports { set, .. } => tcp()
             .into_iter()
-            .chain([payload(TRANSPORT, 2, 2), lookup(set)])
+            .chain([payload(NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2), lookup(set)])
             .collect(),
         Match::Nets { set, side, .. } => {
             let (offset, len) = match (family, side) {
@@ -375,118 +372,172 @@ fn condition(test: &Match, family: Option<Family>) -> Vec<Attrs> {
                 (_, Side::Source) => (12, 4),
                 (_, Side::Destination) => (16, 4),
             };
-            vec![payload(NETWORK, offset, len), lookup(set)]
+            vec![payload(NFT_PAYLOAD_NETWORK_HEADER, offset, len), lookup(set)]
         }
-        Match::User(uid) => vec![meta(META_SKUID), compare(EQUAL, &uid.to_ne_bytes())],
-        Match::Group(gid) => vec![meta(META_SKGID), compare(EQUAL, &gid.to_ne_bytes())],
-        Match::Invalid => conntrack_state(CT_INVALID),
+        Match::User(uid) => vec![meta(NFT_META_SKUID), compare(NFT_CMP_EQ, &uid.to_ne_bytes())],
+        Match::Group(gid) => vec![meta(NFT_META_SKGID), compare(NFT_CMP_EQ, &gid.to_ne_bytes())],
+        Match::Invalid => conntrack_state(CT_STATE_INVALID),
     }
 }
 
 /// Matches packets whose connection is in one of these states.
 pub(crate) fn conntrack_state(states: u32) -> Vec<Attrs> {
     vec![
-        conntrack(CT_STATE),
+        conntrack(NFT_CT_STATE),
         mask(&states.to_ne_bytes()),
-        compare(NOT_EQUAL, &0_u32.to_ne_bytes()),
+        compare(NFT_CMP_NEQ, &0_u32.to_ne_bytes()),
     ]
 }
 
 fn conntrack(key: u32) -> Attrs {
-    expression("ct", Attrs::new().be32(1, REGISTER).be32(2, key))
+    expression("ct", Attrs::new().be32(NFTA_CT_DREG, NFT_REG_1).be32(NFTA_CT_KEY, key))
+}
+
+/// The type (`RTN_*`) of the source or destination address.
+fn address_type(address: u32) -> Attrs {
+    expression(
+        "fib",
+        Attrs::new()
+            .be32(NFTA_FIB_DREG, NFT_REG_1)
+            .be32(NFTA_FIB_RESULT, NFT_FIB_RESULT_ADDRTYPE)
+            .be32(NFTA_FIB_FLAGS, address),
+    )
 }
 
 fn action(action: Action, table: u8) -> Vec<Attrs> {
     match action {
-        Action::Return => vec![verdict(RETURN, None)],
-        Action::Drop => vec![verdict(DROP, None)],
-        Action::Jump(chain) => vec![verdict(JUMP, Some(chain.name()))],
+        Action::Return => vec![verdict(NFT_RETURN, None)],
+        Action::Drop => vec![verdict(NF_DROP, None)],
+        Action::Jump(chain) => vec![verdict(NFT_JUMP, Some(chain.name()))],
         Action::Redirect(port) => {
             vec![
                 load(&port.to_be_bytes()),
-                expression("redir", Attrs::new().be32(1, REGISTER).be32(3, PORT_SPECIFIED)),
+                expression(
+                    "redir",
+                    Attrs::new()
+                        .be32(NFTA_REDIR_REG_PROTO_MIN, NFT_REG_1)
+                        .be32(NFTA_REDIR_FLAGS, NF_NAT_RANGE_PROTO_SPECIFIED),
+                ),
             ]
         }
         Action::Tproxy(port) => {
-            let family = if table == INET { ANY_FAMILY } else { table };
+            let family = if table == NFPROTO_INET { NFPROTO_UNSPEC } else { table };
             vec![
                 load(&port.to_be_bytes()),
-                expression("tproxy", Attrs::new().be32(1, family.into()).be32(3, REGISTER)),
-                verdict(VERDICT_ACCEPT, None),
+                expression(
+                    "tproxy",
+                    Attrs::new()
+                        .be32(NFTA_TPROXY_FAMILY, family.into())
+                        .be32(NFTA_TPROXY_REG_PORT, NFT_REG_1),
+                ),
+                verdict(NF_ACCEPT, None),
             ]
         }
         Action::MarkConnection(mark) => vec![
             load(&mark.to_ne_bytes()),
-            expression("ct", Attrs::new().be32(2, CT_MARK).be32(4, REGISTER)),
+            expression(
+                "ct",
+                Attrs::new()
+                    .be32(NFTA_CT_KEY, NFT_CT_MARK)
+                    .be32(NFTA_CT_SREG, NFT_REG_1),
+            ),
         ],
         Action::MarkPacket(mark) => vec![
             load(&mark.to_ne_bytes()),
-            expression("meta", Attrs::new().be32(2, META_MARK).be32(3, REGISTER)),
+            expression(
+                "meta",
+                Attrs::new()
+                    .be32(NFTA_META_KEY, NFT_META_MARK)
+                    .be32(NFTA_META_SREG, NFT_REG_1),
+            ),
         ],
     }
 }
 
 /// Loads a value into the register.
 fn load(value: &[u8]) -> Attrs {
-    let value = Attrs::new().bytes(DATA_VALUE, value);
+    let value = Attrs::new().bytes(NFTA_DATA_VALUE, value);
     expression(
         "immediate",
-        Attrs::new().be32(IMMEDIATE_TO, REGISTER).nested(IMMEDIATE_DATA, &value),
+        Attrs::new()
+            .be32(NFTA_IMMEDIATE_DREG, NFT_REG_1)
+            .nested(NFTA_IMMEDIATE_DATA, &value),
     )
 }
 
 pub(crate) fn verdict(code: i32, chain: Option<&str>) -> Attrs {
-    let verdict = Attrs::new().be32(VERDICT_CODE, u32::from_ne_bytes(code.to_ne_bytes()));
+    let verdict = Attrs::new().be32(NFTA_VERDICT_CODE, u32::from_ne_bytes(code.to_ne_bytes()));
     let verdict = chain
         .into_iter()
-        .fold(verdict, |verdict, chain| verdict.text(VERDICT_CHAIN, chain));
-    let data = Attrs::new().nested(DATA_VERDICT, &verdict);
+        .fold(verdict, |verdict, chain| verdict.text(NFTA_VERDICT_CHAIN, chain));
+    let data = Attrs::new().nested(NFTA_DATA_VERDICT, &verdict);
     expression(
         "immediate",
-        Attrs::new().be32(IMMEDIATE_TO, 0).nested(IMMEDIATE_DATA, &data),
+        Attrs::new()
+            .be32(NFTA_IMMEDIATE_DREG, NFT_REG_VERDICT)
+            .nested(NFTA_IMMEDIATE_DATA, &data),
     )
 }
 
 fn expression(name: &str, data: Attrs) -> Attrs {
-    let named = Attrs::new().text(EXPRESSION_NAME, name);
+    let named = Attrs::new().text(NFTA_EXPR_NAME, name);
     // Counters have no data: they start at zero, and their values must not count as a difference later.
     if data == Attrs::new() {
         named
     } else {
-        named.nested(EXPRESSION_DATA, &data)
+        named.nested(NFTA_EXPR_DATA, &data)
     }
 }
 
 fn meta(key: u32) -> Attrs {
-    expression("meta", Attrs::new().be32(1, REGISTER).be32(2, key))
+    expression(
+        "meta",
+        Attrs::new().be32(NFTA_META_DREG, NFT_REG_1).be32(NFTA_META_KEY, key),
+    )
 }
 
 fn payload(base: u32, offset: u32, len: u32) -> Attrs {
     expression(
         "payload",
         Attrs::new()
-            .be32(1, REGISTER)
-            .be32(2, base)
-            .be32(3, offset)
-            .be32(4, len),
+            .be32(NFTA_PAYLOAD_DREG, NFT_REG_1)
+            .be32(NFTA_PAYLOAD_BASE, base)
+            .be32(NFTA_PAYLOAD_OFFSET, offset)
+            .be32(NFTA_PAYLOAD_LEN, len),
     )
 }
 
 fn compare(operator: u32, value: &[u8]) -> Attrs {
-    let data = Attrs::new().bytes(DATA_VALUE, value);
-    expression("cmp", Attrs::new().be32(1, REGISTER).be32(2, operator).nested(3, &data))
+    let data = Attrs::new().bytes(NFTA_DATA_VALUE, value);
+    expression(
+        "cmp",
+        Attrs::new()
+            .be32(NFTA_CMP_SREG, NFT_REG_1)
+            .be32(NFTA_CMP_OP, operator)
+            .nested(NFTA_CMP_DATA, &data),
+    )
 }
 
 fn mask(bits: &[u8]) -> Attrs {
     let len = u32::try_from(bits.len()).unwrap_or(u32::MAX);
-    let mask = Attrs::new().bytes(DATA_VALUE, bits);
-    let zero = Attrs::new().bytes(DATA_VALUE, &vec![0; bits.len()]);
-    let attrs = Attrs::new().be32(1, REGISTER).be32(2, REGISTER).be32(3, len);
-    expression("bitwise", attrs.nested(4, &mask).nested(5, &zero))
+    let mask = Attrs::new().bytes(NFTA_DATA_VALUE, bits);
+    let zero = Attrs::new().bytes(NFTA_DATA_VALUE, &vec![0; bits.len()]);
+    let attrs = Attrs::new()
+        .be32(NFTA_BITWISE_SREG, NFT_REG_1)
+        .be32(NFTA_BITWISE_DREG, NFT_REG_1)
+        .be32(NFTA_BITWISE_LEN, len)
+        .nested(NFTA_BITWISE_MASK, &mask)
+        .nested(NFTA_BITWISE_XOR, &zero);
+    expression("bitwise", attrs)
 }
 
 fn lookup(set: &str) -> Attrs {
-    expression("lookup", Attrs::new().text(1, set).be32(2, REGISTER))
+    expression(
+        "lookup",
+        Attrs::new()
+            .text(NFTA_LOOKUP_SET, set)
+            .be32(NFTA_LOOKUP_SREG, NFT_REG_1),
+    )
 }
 
 /// A comment in the form of `nft`: type 0, length, NUL-terminated text.
@@ -497,7 +548,7 @@ fn userdata_text(text: &str) -> Vec<u8> {
 
 fn message(kind: u16, flags: u16, family: u8, attrs: Attrs, what: String) -> Message {
     Message {
-        kind: NFTABLES << 8 | kind & 0xff,
+        kind: NFNL_SUBSYS_NFTABLES << 8 | kind & 0xff,
         flags,
         family,
         attrs,
@@ -512,64 +563,94 @@ pub(crate) fn nfproto(family: Family) -> u8 {
     }
 }
 
-pub(crate) const INET: u8 = 1;
-pub(crate) const ANY_FAMILY: u8 = 0;
+pub(crate) const NFPROTO_INET: u8 = 1;
+pub(crate) const NFPROTO_UNSPEC: u8 = 0;
 
 // Operations.
-const NEW_TABLE: u16 = 0;
-pub(crate) const GET_TABLE: u16 = 1;
-const DEL_TABLE: u16 = 2;
-const NEW_CHAIN: u16 = 3;
-pub(crate) const GET_CHAIN: u16 = 4;
-pub(crate) const DEL_CHAIN: u16 = 5;
-const NEW_RULE: u16 = 6;
-pub(crate) const GET_RULE: u16 = 7;
-pub(crate) const DEL_RULE: u16 = 8;
-const NEW_SET: u16 = 9;
-pub(crate) const GET_SET: u16 = 10;
-const NEW_ELEMENTS: u16 = 12;
-const GET_ELEMENTS: u16 = 13;
+const NFT_MSG_NEWTABLE: u16 = 0;
+pub(crate) const NFT_MSG_GETTABLE: u16 = 1;
+const NFT_MSG_DELTABLE: u16 = 2;
+const NFT_MSG_NEWCHAIN: u16 = 3;
+pub(crate) const NFT_MSG_GETCHAIN: u16 = 4;
+pub(crate) const NFT_MSG_DELCHAIN: u16 = 5;
+const NFT_MSG_NEWRULE: u16 = 6;
+pub(crate) const NFT_MSG_GETRULE: u16 = 7;
+pub(crate) const NFT_MSG_DELRULE: u16 = 8;
+const NFT_MSG_NEWSET: u16 = 9;
+pub(crate) const NFT_MSG_GETSET: u16 = 10;
+const NFT_MSG_NEWSETELEM: u16 = 12;
+const NFT_MSG_GETSETELEM: u16 = 13;
 
-// Attributes of tables, chains, rules, sets and their elements.
-pub(crate) const TABLE_NAME: u16 = 1;
-const TABLE_FLAGS: u16 = 2;
-pub(crate) const CHAIN_TABLE: u16 = 1;
-pub(crate) const CHAIN_NAME: u16 = 3;
-const CHAIN_HOOK: u16 = 4;
-const CHAIN_POLICY: u16 = 5;
-const CHAIN_TYPE: u16 = 7;
-const HOOK_POINT: u16 = 1;
-const HOOK_PRIORITY: u16 = 2;
-pub(crate) const RULE_TABLE: u16 = 1;
-pub(crate) const RULE_CHAIN: u16 = 2;
-pub(crate) const RULE_HANDLE: u16 = 3;
-pub(crate) const RULE_EXPRESSIONS: u16 = 4;
-pub(crate) const RULE_USERDATA: u16 = 7;
-const SET_TABLE: u16 = 1;
-pub(crate) const SET_NAME: u16 = 2;
-const SET_FLAGS: u16 = 3;
-const SET_KEY_TYPE: u16 = 4;
-const SET_KEY_LEN: u16 = 5;
-const SET_ID: u16 = 10;
-const SET_USERDATA: u16 = 13;
-const ELEMENTS_TABLE: u16 = 1;
-const ELEMENTS_SET: u16 = 2;
-const ELEMENTS_LIST: u16 = 3;
-const ELEMENT_KEY: u16 = 1;
-const ELEMENT_FLAGS: u16 = 3;
-const LIST_ELEMENT: u16 = 1;
-pub(crate) const EXPRESSION_NAME: u16 = 1;
-pub(crate) const EXPRESSION_DATA: u16 = 2;
-pub(crate) const DATA_VALUE: u16 = 1;
-pub(crate) const DATA_VERDICT: u16 = 2;
-const IMMEDIATE_TO: u16 = 1;
-pub(crate) const IMMEDIATE_DATA: u16 = 2;
-const VERDICT_CODE: u16 = 1;
-pub(crate) const VERDICT_CHAIN: u16 = 2;
+// Attributes of tables, chains, rules, sets and their elements, and of expressions.
+pub(crate) const NFTA_TABLE_NAME: u16 = 1;
+const NFTA_TABLE_FLAGS: u16 = 2;
+pub(crate) const NFTA_CHAIN_TABLE: u16 = 1;
+pub(crate) const NFTA_CHAIN_NAME: u16 = 3;
+const NFTA_CHAIN_HOOK: u16 = 4;
+const NFTA_CHAIN_POLICY: u16 = 5;
+const NFTA_CHAIN_TYPE: u16 = 7;
+const NFTA_HOOK_HOOKNUM: u16 = 1;
+const NFTA_HOOK_PRIORITY: u16 = 2;
+pub(crate) const NFTA_RULE_TABLE: u16 = 1;
+pub(crate) const NFTA_RULE_CHAIN: u16 = 2;
+pub(crate) const NFTA_RULE_HANDLE: u16 = 3;
+pub(crate) const NFTA_RULE_EXPRESSIONS: u16 = 4;
+pub(crate) const NFTA_RULE_USERDATA: u16 = 7;
+const NFTA_SET_TABLE: u16 = 1;
+pub(crate) const NFTA_SET_NAME: u16 = 2;
+const NFTA_SET_FLAGS: u16 = 3;
+const NFTA_SET_KEY_TYPE: u16 = 4;
+const NFTA_SET_KEY_LEN: u16 = 5;
+const NFTA_SET_ID: u16 = 10;
+const NFTA_SET_USERDATA: u16 = 13;
+const NFTA_SET_ELEM_LIST_TABLE: u16 = 1;
+const NFTA_SET_ELEM_LIST_SET: u16 = 2;
+const NFTA_SET_ELEM_LIST_ELEMENTS: u16 = 3;
+const NFTA_SET_ELEM_KEY: u16 = 1;
+const NFTA_SET_ELEM_FLAGS: u16 = 3;
+const NFTA_LIST_ELEM: u16 = 1;
+pub(crate) const NFTA_EXPR_NAME: u16 = 1;
+pub(crate) const NFTA_EXPR_DATA: u16 = 2;
+pub(crate) const NFTA_DATA_VALUE: u16 = 1;
+pub(crate) const NFTA_DATA_VERDICT: u16 = 2;
+const NFTA_IMMEDIATE_DREG: u16 = 1;
+pub(crate) const NFTA_IMMEDIATE_DATA: u16 = 2;
+const NFTA_VERDICT_CODE: u16 = 1;
+pub(crate) const NFTA_VERDICT_CHAIN: u16 = 2;
+const NFTA_META_DREG: u16 = 1;
+const NFTA_META_KEY: u16 = 2;
+const NFTA_META_SREG: u16 = 3;
+const NFTA_CT_DREG: u16 = 1;
+const NFTA_CT_KEY: u16 = 2;
+const NFTA_CT_SREG: u16 = 4;
+const NFTA_FIB_DREG: u16 = 1;
+const NFTA_FIB_RESULT: u16 = 2;
+const NFTA_FIB_FLAGS: u16 = 3;
+const NFTA_PAYLOAD_DREG: u16 = 1;
+const NFTA_PAYLOAD_BASE: u16 = 2;
+const NFTA_PAYLOAD_OFFSET: u16 = 3;
+const NFTA_PAYLOAD_LEN: u16 = 4;
+const NFTA_CMP_SREG: u16 = 1;
+const NFTA_CMP_OP: u16 = 2;
+const NFTA_CMP_DATA: u16 = 3;
+const NFTA_BITWISE_SREG: u16 = 1;
+const NFTA_BITWISE_DREG: u16 = 2;
+const NFTA_BITWISE_LEN: u16 = 3;
+const NFTA_BITWISE_MASK: u16 = 4;
+const NFTA_BITWISE_XOR: u16 = 5;
+const NFTA_LOOKUP_SET: u16 = 1;
+const NFTA_LOOKUP_SREG: u16 = 2;
+const NFTA_REDIR_REG_PROTO_MIN: u16 = 1;
+const NFTA_REDIR_FLAGS: u16 = 3;
+const NFTA_TPROXY_FAMILY: u16 = 1;
+const NFTA_TPROXY_REG_PORT: u16 = 3;
 
-const INTERVAL: u32 = 4;
-const INTERVAL_END: u32 = 1;
+const NFT_SET_INTERVAL: u32 = 4;
+const NFT_SET_ELEM_INTERVAL_END: u32 = 1;
 const ELEMENTS_PER_MESSAGE: usize = 500;
+const TYPE_IPADDR: u32 = 7;
+const TYPE_IP6ADDR: u32 = 8;
+const TYPE_INET_SERVICE: u32 = 13;
 /// User data of a set in the form of `nft`: keys are big-endian (type 0), overlapping elements are merged (type 2).
 const AUTO_MERGE: [u8; 12] = {
     let [a, b, c, d] = 2_u32.to_ne_bytes();
@@ -578,40 +659,44 @@ const AUTO_MERGE: [u8; 12] = {
 };
 
 // Operands of expressions; one register carries every value.
-const REGISTER: u32 = 1;
-const EQUAL: u32 = 0;
-const NOT_EQUAL: u32 = 1;
+const NFT_REG_1: u32 = 1;
+const NFT_REG_VERDICT: u32 = 0;
+const NFT_CMP_EQ: u32 = 0;
+const NFT_CMP_NEQ: u32 = 1;
 /// Padded to the full length, so that "lo" does not match "lo1".
 const LOOPBACK: [u8; 16] = [b'l', b'o', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-const META_MARK: u32 = 3;
-const META_IIFNAME: u32 = 6;
-const META_OIFNAME: u32 = 7;
-const META_SKUID: u32 = 10;
-const META_SKGID: u32 = 11;
-const META_NFPROTO: u32 = 15;
-const META_L4PROTO: u32 = 16;
-const NETWORK: u32 = 1;
-const TRANSPORT: u32 = 2;
-const FIB_ADDRTYPE: u32 = 3;
-const FIB_SOURCE: u32 = 1;
-const FIB_DESTINATION: u32 = 2;
+const NFT_META_MARK: u32 = 3;
+const NFT_META_IIFNAME: u32 = 6;
+const NFT_META_OIFNAME: u32 = 7;
+const NFT_META_SKUID: u32 = 10;
+const NFT_META_SKGID: u32 = 11;
+const NFT_META_NFPROTO: u32 = 15;
+const NFT_META_L4PROTO: u32 = 16;
+const NFT_PAYLOAD_NETWORK_HEADER: u32 = 1;
+const NFT_PAYLOAD_TRANSPORT_HEADER: u32 = 2;
+const NFT_FIB_RESULT_ADDRTYPE: u32 = 3;
+const NFTA_FIB_F_SADDR: u32 = 1;
+const NFTA_FIB_F_DADDR: u32 = 2;
 const RTN_LOCAL: u32 = 2;
-const CT_STATE: u32 = 0;
-const CT_DIRECTION: u32 = 1;
-const CT_MARK: u32 = 3;
-const CT_INVALID: u32 = 1;
-pub(crate) const CT_NEW: u32 = 8;
-const PORT_SPECIFIED: u32 = 2;
-const TCP: u8 = 6;
+const NFT_CT_STATE: u32 = 0;
+const NFT_CT_DIRECTION: u32 = 1;
+const NFT_CT_MARK: u32 = 3;
+/// `NF_CT_STATE_INVALID_BIT`.
+const CT_STATE_INVALID: u32 = 1;
+/// `NF_CT_STATE_BIT(IP_CT_NEW)`.
+pub(crate) const CT_STATE_NEW: u32 = 8;
+const NF_NAT_RANGE_PROTO_SPECIFIED: u32 = 2;
+const IPPROTO_TCP: u8 = 6;
 const FIN: u8 = 1;
 const SYN: u8 = 2;
 const RST: u8 = 4;
 const ACK: u8 = 16;
-const DROP: i32 = 0;
+const NF_DROP: i32 = 0;
+/// `NF_ACCEPT` as the policy of a chain.
 const POLICY_ACCEPT: u32 = 1;
-pub(crate) const VERDICT_ACCEPT: i32 = 1;
-const JUMP: i32 = -3;
-pub(crate) const RETURN: i32 = -5;
+pub(crate) const NF_ACCEPT: i32 = 1;
+const NFT_JUMP: i32 = -3;
+pub(crate) const NFT_RETURN: i32 = -5;
 
 #[cfg(test)]
 mod tests {

@@ -320,9 +320,9 @@ fn ping(from: &Namespace, ip: IpAddr) -> io::Result<()> {
     }
     socket.send_to(&packet, &SocketAddr::new(ip, 0).into())?;
     loop {
-        let mut heard = [0; 128];
-        let len = recv(socket.as_raw_fd(), &mut heard, MsgFlags::empty())?;
-        let message = &heard[if ip.is_ipv4() { 20 } else { 0 }..len];
+        let mut received = [0; 128];
+        let len = recv(socket.as_raw_fd(), &mut received, MsgFlags::empty())?;
+        let message = &received[if ip.is_ipv4() { 20 } else { 0 }..len];
         if message[0] == reply && message[4..] == packet[4..] {
             return Ok(());
         }
@@ -341,7 +341,7 @@ fn checksum(bytes: &[u8]) -> u16 {
 }
 
 #[test]
-fn forwarded_traffic_is_taken_only_with_scope_all() {
+fn forwarded_traffic_is_redirected_only_with_scope_all() {
     if !can_run() {
         return;
     }

@@ -1,11 +1,13 @@
 //! Other namespaces, few privileges, missing features, and IPv6 only.
 
 use std::fs;
-use std::net::{SocketAddr, TcpListener};
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output};
 use std::thread;
+use std::time::Duration;
 
 use nix::sched::{CloneFlags, setns};
 
@@ -96,10 +98,10 @@ fn another_namespace_is_programmed_and_only_that_one() {
         ]
     };
     let before = elsewhere();
-    let there = fixture.pod.path();
-    let there = there.to_str().unwrap();
+    let pod_path = fixture.pod.path();
+    let pod_path = pod_path.to_str().unwrap();
     for (backend, seconds) in BACKENDS.iter().zip(["123", "124", "125"]) {
-        let flags = flags(backend, &["--netns", there, "--timeout-close-wait-secs", seconds]);
+        let flags = flags(backend, &["--netns", pod_path, "--timeout-close-wait-secs", seconds]);
         success(&fixture.peer.command(BIN).args(flags).output().unwrap());
         for family in families() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
@@ -118,7 +120,7 @@ fn another_namespace_is_programmed_and_only_that_one() {
     assert_eq!(missing.status.code(), Some(1));
 }
 
-/// Client ids are those of the user namespace.
+/// The uids and gids in the rules are those of the pod's user namespace; the kernel maps them by 100000.
 #[test]
 fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
     if !can_run() {
@@ -347,6 +349,39 @@ fn without_ipv6_only_ipv4_is_redirected_unless_ipv6_is_required() {
         expect(&fixture.peer, ROOT, (families()[0].pod[0], 8080), "inbound", backend);
         expect(&fixture.pod, APP, (families()[0].peer, 8080), "outbound", backend);
         success(&fixture.init(&flags(backend, &["--ipv6=false", "--check"])));
+    }
+}
+
+#[test]
+fn inbound_ipv6_that_is_enabled_later_is_dropped_unless_it_is_allowed() {
+    if !can_run() {
+        return;
+    }
+    let fixture = Fixture::new(&[8080, 4191]);
+    let ip = families()[1].pod[0];
+    for backend in BACKENDS {
+        for (more, is_dropped) in [
+            (&[][..], true),
+            (&["--ipv6=false"], true),
+            (&["--unredirected-ipv6=allow"], false),
+        ] {
+            fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
+            fixture.apply(backend, more);
+            let check = [more, &["--check"]].concat();
+            assert_eq!(fixture.code(&flags(backend, &check)), 0, "{backend}, {more:?}");
+            fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "0");
+            fixture.sh("ip addr replace fd77::2/64 dev eth0 nodad");
+            // A skipped port: the address is reachable.
+            expect(&fixture.peer, ROOT, (ip, 4191), "app", backend);
+            if is_dropped {
+                let dial = || TcpStream::connect_timeout(&(ip, 8080).into(), Duration::from_millis(300));
+                let error = fixture.peer.run(dial).unwrap().unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{backend}, {more:?}");
+            } else {
+                expect(&fixture.peer, ROOT, (ip, 8080), "app", backend);
+            }
+            success(&fixture.init(&["--clean"]));
+        }
     }
 }
 

@@ -376,7 +376,7 @@ fn draining_lets_open_connections_end() {
         let output = fixture.init(&["--clean=drain", "--drain-timeout", "200ms"]);
         success(&output);
         assert!(
-            String::from_utf8_lossy(&output.stderr).contains("1 connections were still open"),
+            String::from_utf8_lossy(&output.stderr).contains("1 connection was still open"),
             "{output:?}"
         );
         let error = echo(&mut kept, b"cut off").unwrap_err();

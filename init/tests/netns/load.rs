@@ -256,10 +256,10 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     ];
     let small = [&["-g", "7"][..], &["-g", "8", "--inbound-ports-to-ignore", "1,3,5"]];
     for backend in BACKENDS {
-        killed(backend, small.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
-        killed(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, KILLS / 4);
-        killed(backend, large.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
-        killed(
+        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
+        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, KILLS / 4);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
+        assert_kills_leave_a_known_state(
             backend,
             large.map(|more| flags(backend, more)),
             Kill::Programs,
@@ -278,7 +278,7 @@ enum Kill {
 }
 
 #[allow(clippy::print_stdout)] // prints measurements, as the tests do
-fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
+fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
     let fixture = Fixture::bare();
     let commands: &[&str] = match backend {
         "nft" => &["nft list ruleset"],
@@ -306,14 +306,15 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
     };
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
-    let mut whole = Duration::ZERO;
-    let known = [1, 0].map(|variant: usize| {
+    let mut run_time = Duration::ZERO;
+    // The first variant last, because its run takes longer than that of the second, which can be `--clean`.
+    let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));
-        whole = started.elapsed();
+        run_time = started.elapsed();
         dumps()
     });
-    let mut n_by_variant = [0; 2];
+    let mut n_by_state = [0; 2];
     for n in 0..kills {
         let mut run = fixture.pod.command(BIN);
         let mut run = run
@@ -323,7 +324,7 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
             .spawn()
             .unwrap();
         // At a random time, from before its start to after its end.
-        thread::sleep(whole.mul_f64(fastrand::f64() * 1.2));
+        thread::sleep(run_time.mul_f64(fastrand::f64() * 1.2));
         match kill {
             Kill::Init => run.kill().unwrap(),
             // The run may have ended.
@@ -331,13 +332,13 @@ fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
         }
         run.wait().unwrap();
         for (part, dump) in dumps().iter().enumerate() {
-            let is = known.iter().position(|known| known[part] == *dump);
-            n_by_variant
-                [is.unwrap_or_else(|| panic!("{backend}, {kill:?}, kill {n}: neither old nor new:\n{dump}"))] += 1;
+            let state = known_states.iter().position(|known| known[part] == *dump);
+            let state = state.unwrap_or_else(|| panic!("{backend}, {kill:?}, kill {n}: neither old nor new:\n{dump}"));
+            n_by_state[state] += 1;
         }
     }
-    println!("{backend}, {kill:?}: {kills} kills, states found {n_by_variant:?}");
-    assert!(n_by_variant.iter().all(|hits| *hits > 0), "{backend}: {n_by_variant:?}");
+    println!("{backend}, {kill:?}: {kills} kills, states found {n_by_state:?}");
+    assert!(n_by_state.iter().all(|hits| *hits > 0), "{backend}: {n_by_state:?}");
 }
 
 /// Replacing one backend's rules by another's leaves no gap, although both exist for a moment.

@@ -68,8 +68,8 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
             for family in families() {
                 for (namespace, ip) in [(&fixture.peer, family.pod[0]), (&fixture.pod, family.peer)] {
                     scope.spawn(move || {
-                        let met = try_dial(namespace, (ip, 8080).into());
-                        assert!(met.is_none(), "{backend}: {ip}: {met:?}");
+                        let established = try_dial(namespace, (ip, 8080).into());
+                        assert!(established.is_none(), "{backend}: {ip}: {established:?}");
                     });
                 }
             }

@@ -122,14 +122,14 @@ fn dial_with_data(to: SocketAddr) -> String {
     let client = socket(family, SockType::Stream, SockFlag::empty(), None).unwrap();
     let fast = MsgFlags::from_bits_retain(libc::MSG_FASTOPEN);
     sendto(client.as_raw_fd(), b"early", &SockaddrStorage::from(to), fast).unwrap();
-    let mut heard = Vec::new();
-    while !heard.ends_with(b"\nearly") {
+    let mut received = Vec::new();
+    while !received.ends_with(b"\nearly") {
         let mut buffer = [0; 256];
         let len = recv(client.as_raw_fd(), &mut buffer, MsgFlags::empty()).unwrap();
-        assert!(len > 0, "{to}: {:?}", String::from_utf8_lossy(&heard));
-        heard.extend_from_slice(&buffer[..len]);
+        assert!(len > 0, "{to}: {:?}", String::from_utf8_lossy(&received));
+        received.extend_from_slice(&buffer[..len]);
     }
-    String::from_utf8(heard).unwrap()
+    String::from_utf8(received).unwrap()
 }
 
 fn fast_opens(fixture: &Fixture) -> u64 {

@@ -23,7 +23,7 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
         return;
     }
     let fixture = fixture();
-    let taken = transparent_proxy(&fixture);
+    let n_proxied = transparent_proxy(&fixture);
     for name in ["all", "eth0", "lo"] {
         fixture.sysctl(&format!("net/ipv4/conf/{name}/rp_filter"), "1");
     }
@@ -36,12 +36,12 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
                 ..ROOT
             };
             for (user, ip) in [(ROOT, family.pod[0]), (ROOT, family.pod[1]), (other, family.pod[0])] {
-                let before = taken.load(Ordering::Relaxed);
+                let before = n_proxied.load(Ordering::Relaxed);
                 // `expect` checks that the application sees this client's address.
                 expect(&fixture.peer, user, (ip, 8080), "app", backend);
-                assert_eq!(taken.load(Ordering::Relaxed), before + 1, "{backend}: {ip}");
+                assert_eq!(n_proxied.load(Ordering::Relaxed), before + 1, "{backend}: {ip}");
             }
-            let before = taken.load(Ordering::Relaxed);
+            let before = n_proxied.load(Ordering::Relaxed);
             expect(&fixture.peer, ROOT, (family.pod[0], 4191), "app", backend);
             for ip in family.loopbacks {
                 expect(
@@ -54,18 +54,22 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
             }
             expect(&fixture.pod, APP, (family.pod[0], 8080), "app", backend);
             expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
-            assert_eq!(taken.load(Ordering::Relaxed), before, "{backend}: these stay direct");
+            assert_eq!(
+                n_proxied.load(Ordering::Relaxed),
+                before,
+                "{backend}: these stay direct"
+            );
         }
     }
 }
 
 #[test]
-fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
+fn only_listed_ports_are_proxied_and_skipped_networks_are_not() {
     if !can_run() {
         return;
     }
     let fixture = fixture();
-    let taken = transparent_proxy(&fixture);
+    let n_proxied = transparent_proxy(&fixture);
     for backend in BACKENDS {
         let lists = [
             "--ports-to-redirect",
@@ -80,10 +84,10 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
                 ..ROOT
             };
             for (user, port, n) in [(ROOT, 8080, 1), (ROOT, 9000, 0), (other, 8080, 0)] {
-                let before = taken.load(Ordering::Relaxed);
+                let before = n_proxied.load(Ordering::Relaxed);
                 expect(&fixture.peer, user, (family.pod[0], port), "app", backend);
                 assert_eq!(
-                    taken.load(Ordering::Relaxed),
+                    n_proxied.load(Ordering::Relaxed),
                     before + n,
                     "{backend}: {user:?} to {port}"
                 );
@@ -94,7 +98,7 @@ fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
 
 /// Neither if there is no listener on the proxy's port, nor if the listener is not transparent.
 #[test]
-fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
+fn without_a_proxy_that_accepts_them_connections_do_not_reach_the_application() {
     if !can_run() {
         return;
     }
@@ -188,35 +192,39 @@ fn open_connections_survive_new_changed_and_draining_rules() {
     }
     for backend in BACKENDS {
         let fixture = fixture();
-        let taken = transparent_proxy(&fixture);
+        let n_proxied = transparent_proxy(&fixture);
         let dial = || families().map(|family| open(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0);
-        let still = |streams: &mut [TcpStream], what: &str| {
+        let expect_echo = |streams: &mut [TcpStream], what: &str| {
             for stream in streams {
                 echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {what}: {error}"));
             }
         };
         let mut direct = dial();
         fixture.apply(backend, &TPROXY);
-        still(&mut direct, "direct before");
+        expect_echo(&mut direct, "direct before");
         let mut kept = dial();
-        assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}");
+        assert_eq!(n_proxied.load(Ordering::Relaxed), 2, "{backend}");
         fixture.apply(
             backend,
             &[&TPROXY[..], &["-g", "7", "--inbound-ports-to-ignore", "8080"]].concat(),
         );
-        still(&mut kept, "kept by previous rules");
+        expect_echo(&mut kept, "kept by previous rules");
         drop(dial());
-        assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}: the port is skipped now");
+        assert_eq!(
+            n_proxied.load(Ordering::Relaxed),
+            2,
+            "{backend}: the port is skipped now"
+        );
 
         fixture.apply(backend, &TPROXY);
         thread::scope(|scope| {
             let drained = scope.spawn(|| fixture.report(&["--clean=drain", "--drain-timeout", "20s"]));
             eventually("new connections to be direct", || {
-                let before = taken.load(Ordering::Relaxed);
+                let before = n_proxied.load(Ordering::Relaxed);
                 drop(dial());
-                taken.load(Ordering::Relaxed) == before
+                n_proxied.load(Ordering::Relaxed) == before
             });
-            still(&mut kept, "kept while draining");
+            expect_echo(&mut kept, "kept while draining");
             assert!(!drained.is_finished(), "{backend}: connections are open");
             drop(kept);
             let (code, report) = drained.join().unwrap();
@@ -227,7 +235,7 @@ fn open_connections_survive_new_changed_and_draining_rules() {
             );
         });
         assert!(!routes(&fixture).contains("143"), "{backend}");
-        still(&mut direct, "direct to the end");
+        expect_echo(&mut direct, "direct to the end");
     }
 }
 
@@ -271,10 +279,10 @@ fn routes(fixture: &Fixture) -> String {
 }
 
 /// A proxy that accepts connections to any address and connects them to the application, which it dials from the client's
-/// address.
+/// address; returns the number of connections that it has accepted.
 fn transparent_proxy(fixture: &Fixture) -> Arc<AtomicUsize> {
-    let taken = Arc::new(AtomicUsize::new(0));
-    let count = taken.clone();
+    let n_proxied = Arc::new(AtomicUsize::new(0));
+    let count = n_proxied.clone();
     let start = || -> io::Result<()> {
         let socket = Socket::new(Domain::IPV6, Type::STREAM, None)?;
         socket.set_only_v6(false)?;
@@ -292,7 +300,7 @@ fn transparent_proxy(fixture: &Fixture) -> Arc<AtomicUsize> {
         Ok(())
     };
     fixture.pod.run(start).unwrap().unwrap();
-    taken
+    n_proxied
 }
 
 fn join(client: &TcpStream) -> io::Result<()> {

@@ -127,11 +127,11 @@ struct ChannelMetrics {
     requests: Arc<Counter>,
     latency: Arc<Histogram>,
     /// The connected replica counts as ready, the others as pending.
-    balancer: Arc<balancers::Series>,
+    balancer: Arc<balancers::BalancerSeries>,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum ConnectError {
+enum ChannelConnectError {
     #[error(transparent)]
     Resolve(DnsError),
     #[error("connecting to {addr} took longer than {limit:?}")]
@@ -141,7 +141,7 @@ enum ConnectError {
     #[error("connecting to {addr} failed: {source}")]
     Tls {
         addr: SocketAddr,
-        source: client::ConnectError,
+        source: client::TlsConnectError,
     },
     #[error("starting HTTP/2 with {addr} failed: {source}")]
     Http { addr: SocketAddr, source: hyper::Error },
@@ -208,15 +208,15 @@ impl Channel {
     }
 
     /// Waits for a working connection, without a limit.
-    pub(crate) async fn wait_connected(&mut self) {
-        if self.wait_connection().await.is_none() {
+    pub(crate) async fn wait_until_connected(&mut self) {
+        if self.wait_for_connection().await.is_none() {
             // The runtime is shutting down and drops this future.
             std::future::pending::<()>().await;
         }
     }
 
     /// Waits for a working connection; `None` if the runtime of the channel has ended.
-    async fn wait_connection(&mut self) -> Option<SendRequest<Body>> {
+    async fn wait_for_connection(&mut self) -> Option<SendRequest<Body>> {
         let balancer = &self.shared.metrics.balancer;
         let mut waiting = None;
         loop {
@@ -237,7 +237,7 @@ impl Channel {
             target,
             ..
         } = &*shared;
-        match timeout(*call_wait, self.wait_connection()).await {
+        match timeout(*call_wait, self.wait_for_connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {
@@ -322,15 +322,15 @@ impl ConnectTask {
     }
 
     /// Tries all addresses; also returns their number.
-    async fn dial(&self) -> Result<(usize, (SendRequest<Body>, Driver)), ConnectError> {
-        let addrs = self.addrs().await.map_err(ConnectError::Resolve)?;
+    async fn dial(&self) -> Result<(usize, (SendRequest<Body>, Driver)), ChannelConnectError> {
+        let addrs = self.addrs().await.map_err(ChannelConnectError::Resolve)?;
         let n_addrs = addrs.len();
         self.shared.metrics.balancer.record_update(UpdateOp::Reset);
         self.shared.metrics.balancer.set_endpoints(0, n_addrs);
         let connected = happy_eyeballs::connect_first(addrs, |addr| async move {
             let limit = self.config.connect_timeout;
             let connected = timeout(limit, self.connect(addr)).await;
-            let connected = connected.unwrap_or(Err(ConnectError::Timeout { addr, limit }));
+            let connected = connected.unwrap_or(Err(ChannelConnectError::Timeout { addr, limit }));
             connected.inspect_err(|error| debug!(%addr, %error, "control plane address failed"))
         });
         let connected = connected.await.map(|connected| (n_addrs, connected));
@@ -349,8 +349,8 @@ impl ConnectTask {
         }
     }
 
-    async fn connect(&self, addr: SocketAddr) -> Result<(SendRequest<Body>, Driver), ConnectError> {
-        let io = |source| ConnectError::Io { addr, source };
+    async fn connect(&self, addr: SocketAddr) -> Result<(SendRequest<Body>, Driver), ChannelConnectError> {
+        let io = |source| ChannelConnectError::Io { addr, source };
         let stream = TcpStream::connect(addr).await.map_err(io)?;
         stream.set_nodelay(true).map_err(io)?;
         let started = match &self.shared.target.security {
@@ -359,11 +359,11 @@ impl ConnectTask {
                 let server_name = server_name(&self.shared.target, identity);
                 let stream = client::connect(stream, &self.connector.creds, identity, &server_name, Alpn::Unset)
                     .await
-                    .map_err(|source| ConnectError::Tls { addr, source })?;
+                    .map_err(|source| ChannelConnectError::Tls { addr, source })?;
                 start_http2(stream).await
             }
         };
-        started.map_err(|source| ConnectError::Http { addr, source })
+        started.map_err(|source| ChannelConnectError::Http { addr, source })
     }
 }
 
@@ -380,7 +380,7 @@ where
     Ok((sender, Box::pin(connection)))
 }
 
-/// A SPIFFE identity is not a host name; then the SNI is the name that the service was resolved by.
+/// The SNI: the identity if it is a DNS name, otherwise the host of the service's address.
 fn server_name(target: &ControlAddr, identity: &Identity) -> String {
     match (identity, &target.addr) {
         (Identity::Dns(name), _) => name.to_string(),
@@ -416,7 +416,7 @@ impl ChannelMetrics {
         };
         let labels = Labels::new().with("addr", &target.addr);
         let balancer = families.balancer(client, &labels);
-        let labels = tls.labels(labels);
+        let labels = tls.metric_labels(labels);
         let (requests, latency) = (families.requests.get(&labels), families.latency.get(&labels));
         Self {
             families: families.clone(),

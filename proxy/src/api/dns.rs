@@ -149,6 +149,7 @@ impl Resolver {
     }
 
     fn count(&self, client: &dyn Display, record_type: &str, found: bool) {
+        // As in Linkerd, every failed lookup counts as `not_found`.
         let result = if found { "ok" } else { "not_found" };
         let labels = Labels::new()
             .with("client", client)

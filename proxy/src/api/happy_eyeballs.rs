@@ -31,14 +31,14 @@ where
             None if pending.is_empty() => return Err(last),
             None => {}
         }
-        let more = !rest.as_slice().is_empty();
+        let has_more = !rest.as_slice().is_empty();
         // Pending attempts are kept.
         tokio::select! {
             Some(result) = pending.next() => match result {
                 Ok(value) => return Ok(value),
                 Err(error) => last = Some(error),
             },
-            () = sleep(CONNECTION_ATTEMPT_DELAY), if more => {}
+            () = sleep(CONNECTION_ATTEMPT_DELAY), if has_more => {}
         }
     }
 }

@@ -37,8 +37,8 @@ impl Metrics {
         }
     }
 
-    /// The series of a client's replicas for a service, and of the calls that wait for one.
-    pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::Series> {
+    /// The series of a channel: the replicas of its service, and the calls that wait for a connection.
+    pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::BalancerSeries> {
         balancers::Families::without_fail_fast(&self.registry, client).series(labels)
     }
 }

@@ -200,10 +200,10 @@ impl Destination for Scripted {
             None => Box::pin(stream::pending()),
             Some(Step::Refuse(code)) => return Err(Status::new(code, "scripted")),
             Some(Step::Send(updates)) => Box::pin(stream::iter(updates.into_iter().map(Ok))),
-            Some(Step::Hold(updates, left)) => {
+            Some(Step::Hold(updates, cancelled_tx)) => {
                 let hold = stream::pending().map(move |update| {
                     // Never runs; the closure owns the sender, which is dropped with the stream.
-                    let _ = &left;
+                    let _ = &cancelled_tx;
                     update
                 });
                 Box::pin(stream::iter(updates.into_iter().map(Ok)).chain(hold))
@@ -409,13 +409,13 @@ async fn streams_that_break_a_limit_are_opened_again() {
             ..Default::default()
         },
     ] {
-        let (first, _left) = oneshot::channel();
+        let (first_tx, _first_rx) = oneshot::channel();
         let initial = if limits.initial.is_some() {
             vec![]
         } else {
             vec![added(1)]
         };
-        let (script, _server, channel) = scripted([Step::Hold(initial, first), Step::Send(vec![added(2)])]).await;
+        let (script, _server, channel) = scripted([Step::Hold(initial, first_tx), Step::Send(vec![added(2)])]).await;
         let mut watch = endpoints(channel, limits);
         wait_endpoints(&mut watch, (Position::First, 2)).await;
         script.wait_requests(2).await;
@@ -424,12 +424,12 @@ async fn streams_that_break_a_limit_are_opened_again() {
 
 #[tokio::test]
 async fn dropping_the_last_receiver_ends_the_stream() {
-    let (sender, left) = oneshot::channel();
-    let (_script, _server, channel) = scripted([Step::Hold(vec![added(1)], sender)]).await;
+    let (cancelled_tx, cancelled_rx) = oneshot::channel();
+    let (_script, _server, channel) = scripted([Step::Hold(vec![added(1)], cancelled_tx)]).await;
     let mut watch = endpoints(channel, StreamLimits::default());
     wait_endpoints(&mut watch, (Position::First, 1)).await;
     drop(watch);
-    with_timeout(left).await.unwrap_err();
+    with_timeout(cancelled_rx).await.unwrap_err();
 }
 
 #[tokio::test]
@@ -488,7 +488,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     };
     let (ready, pending) = ("endpoint_state=\"ready\"", "endpoint_state=\"pending\"");
     let mut waiting = channel.clone();
-    let waiting = tokio::spawn(async move { waiting.wait_connected().await });
+    let waiting = tokio::spawn(async move { waiting.wait_until_connected().await });
     counts(&[
         ("queue_length", "", 1),
         ("p2c_endpoints", "", 1),
@@ -498,7 +498,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     .await;
     let server = Server::start(addr, Some(creds), service).await;
     with_timeout(waiting).await.unwrap();
-    with_timeout(channel.wait_connected()).await; // returns immediately
+    with_timeout(channel.wait_until_connected()).await; // returns immediately
     counts(&[
         ("queue_length", "", 0),
         ("queue_requests_total", "", 1),

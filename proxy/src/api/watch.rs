@@ -89,7 +89,7 @@ where
         let resuming = async {
             let (mut delays, mut delays_of_refused) = (params.backoff.start(), REFUSAL_BACKOFF.start());
             loop {
-                params.channel.wait_connected().await;
+                params.channel.wait_until_connected().await;
                 let mut position = Position::First;
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {

@@ -5,7 +5,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tulle_core::{
-    connections::{ConnectionLimiter, SelfEviction},
+    connections::{ConnectionLimiter, SameAddressEviction},
     log_limit::LogLimiter,
     metrics::{Labels, Registry},
 };
@@ -83,7 +83,7 @@ impl ControlPlaneClients {
             metrics,
             runtime: runtime.clone(),
         };
-        let connect = |metrics_prefix, target: &channel::ControlAddr, own_identity| {
+        let connect = |metrics_prefix, target: &channel::ControlAddr, client_certificate| {
             let direction = match channel::is_loopback(&target.addr) {
                 true => &config.inbound.direction,
                 false => &config.outbound.direction,
@@ -95,7 +95,7 @@ impl ControlPlaneClients {
                     connect_timeout: direction.connect.timeout,
                     backoff: direction.connect.backoff,
                     connection_wait_timeout: channel::CONNECTION_WAIT_TIMEOUT,
-                    client_certificate: own_identity,
+                    client_certificate,
                 },
             )
         };
@@ -152,7 +152,7 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) tcp: &'a tcp_metrics::Families,
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<TapRegistry>,
-    pub(super) shortage: &'a MemoryPressure,
+    pub(super) memory_pressure: &'a MemoryPressure,
     /// Maximum number of open files of the process.
     pub(super) descriptors: usize,
     pub(super) tracers: &'a Tracers,
@@ -166,11 +166,11 @@ impl ProxyBuilder<'_> {
             IngressMode::Off => Mode::Sidecar,
             IngressMode::On => Mode::Ingress,
         };
-        let by_name = (config.outbound.hostname_labels == Visibility::Shown).then_some(match mode {
+        let hostname_source = (config.outbound.hostname_labels == Visibility::Shown).then_some(match mode {
             Mode::Sidecar => HostSource::Trusted,
             Mode::Ingress => HostSource::Untrusted,
         });
-        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
+        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), hostname_source);
         let common = EndpointContext {
             creds: self.creds.clone(),
             connect: connect_config(direction, None),
@@ -214,7 +214,7 @@ impl ProxyBuilder<'_> {
 
     /// Discovery of destinations; it also updates the gauges of their endpoints.
     fn discovery(&self, direction: &DirectionSettings, common: EndpointContext) -> Arc<Discovery> {
-        let unreadable = invalid_updates::Families::new(self.registry);
+        let invalid_update_families = invalid_updates::Families::new(self.registry);
         let factory = BackendFactory {
             endpoint_context: Arc::new(common),
             destinations: self.control.destinations.clone(),
@@ -223,9 +223,9 @@ impl ProxyBuilder<'_> {
                 LoadBalancing::RoundRobin => Strategy::RoundRobin,
             },
             min_queue_capacity: direction.http_queue_capacity,
-            invalid_updates: unreadable.clone(),
+            invalid_updates: invalid_update_families.clone(),
             services: Mutex::default(),
-            forwards: Mutex::default(),
+            fixed_endpoints: Mutex::default(),
         };
         let queue = Queue {
             capacity: direction.http_queue_capacity,
@@ -236,7 +236,7 @@ impl ProxyBuilder<'_> {
             policies: self.control.policies.clone(),
             resolver: self.control.resolver.clone(),
             factory,
-            invalid_updates: unreadable,
+            invalid_updates: invalid_update_families,
             local_policy_config: LocalPolicyConfig {
                 detect_timeout: direction.accept.detect_timeout,
                 queue,
@@ -312,16 +312,16 @@ impl ProxyBuilder<'_> {
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
             identity_name: self.creds.id().as_str().into(),
-            label_server_names: HostSeries::default(),
+            server_name_labels: HostSeries::default(),
             log_limiter: LogLimiter::default(),
-            label_authorities: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
+            authority_labels: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
             gateway,
             app_clients: AppClients {
                 connect: connect_config(direction, Some(own_port)),
                 source_address: dial_as,
                 http2: http2_client(direction),
                 pool: pool(direction),
-                connections: self.tcp.clone(),
+                tcp_families: self.tcp.clone(),
                 by_worker: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
             },
         })
@@ -343,15 +343,15 @@ impl ProxyBuilder<'_> {
     }
 
     fn service_stack(&self, name: &'static str, direction: &DirectionSettings, is_logged: bool) -> ServiceStack {
-        // Each accepted connection has a second one, to the application or the peer. So each direction can use half of all files.
-        let connections = ConnectionLimiter::new(name, self.descriptors / 4, SelfEviction::UnusedOnly, self.registry);
+        // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
+        let connections = ConnectionLimiter::new(name, self.descriptors / 4, SameAddressEviction::UnusedOnly, self.registry);
         let failures = Failures::new(self.registry, name);
         ServiceStack {
             access_log: self.access_log.filter(|_| is_logged).cloned(),
             admission: Admission::new(
                 direction.max_in_flight_requests,
                 connections,
-                self.shortage.clone(),
+                self.memory_pressure.clone(),
                 failures,
             ),
             count_layer: CountLayer::new(self.registry, name),

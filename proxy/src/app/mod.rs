@@ -83,7 +83,7 @@ impl App {
         let tap_listener = tap_listener.transpose()?;
         let taps = Arc::new(TapRegistry::default());
         let registry = Registry::new();
-        metrics::process_metrics(&registry);
+        metrics::register_process_metrics(&registry);
         let info = info::register(&registry, &config.unsupported_variables);
         let readiness = Readiness::new();
         let runtime = Builder::new_current_thread()
@@ -96,13 +96,13 @@ impl App {
             .context("using trust anchors")?;
         let control = ControlPlaneClients::new(&config, &creds, &registry, runtime.handle());
         let identity = IdentityTask::build(&config, &control, &creds, &registry)?;
-        let http = http_metrics::Families::with_prefix(&registry, "", "");
+        let http = http_metrics::Families::new(&registry);
         let tcp = tcp_metrics::Families::new(&registry);
         let access_log = start_access_log(&config, &registry)?;
-        let shortage = MemoryPressure::default();
-        let memory = memory::MemoryMonitor::new(config.memory_limit_bytes, shortage.clone(), &registry);
+        let memory_pressure = MemoryPressure::default();
+        let memory = memory::MemoryMonitor::new(config.memory_limit_bytes, memory_pressure.clone(), &registry);
         let (tracers, exporter) = start_tracing(&config, &control, &registry);
-        let parts = ProxyBuilder {
+        let builder = ProxyBuilder {
             config: &config,
             context: &context,
             workers,
@@ -113,12 +113,12 @@ impl App {
             tcp: &tcp,
             access_log: access_log.as_ref(),
             taps: &taps,
-            shortage: &shortage,
+            memory_pressure: &memory_pressure,
             descriptors: descriptors::raise_limit(),
             tracers: &tracers,
         };
-        let outbound = parts.outbound();
-        let inbound = parts.inbound(&outbound);
+        let outbound = builder.outbound();
+        let inbound = builder.inbound(&outbound);
         let shutdown = Arc::new(Notify::new());
         let params = AdminParams {
             registry: registry.clone(),
@@ -207,7 +207,7 @@ impl App {
             .map(build)
             .collect::<Result<_, _>>()
             .context("starting a worker")?;
-        metrics::runtime_metrics(&self.registry, runtimes.iter().map(Runtime::metrics).collect());
+        metrics::register_runtime_metrics(&self.registry, runtimes.iter().map(Runtime::metrics).collect());
         let handles: Vec<Handle> = runtimes.iter().map(|runtime| runtime.handle().clone()).collect();
         let worker_balancers = WorkerBalancers {
             outbound: WorkerBalancer::new(&handles),

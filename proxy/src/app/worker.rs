@@ -121,7 +121,8 @@ impl Worker {
         let burst_timer = ShortTimer::new(listen::BURST_MAX_WAIT)?;
         let (index, drain) = (self.index, self.drain.clone());
         let AcceptContext { balancer, admission } = context;
-        let (stop, until_all_are_served) = (drain.clone(), drain.guard());
+        // The drain ends only after the queued connections are accepted.
+        let (stop, accept_guard) = (drain.clone(), drain.guard());
         Ok(async move {
             let spawn = |client, addr| {
                 let permit = admission.admit_connection(addr);
@@ -130,27 +131,27 @@ impl Worker {
                     Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
                 };
                 let runtime = assignment.runtime().clone();
-                let activity = permit.as_ref().map(ConnectionPermit::handle);
+                let eviction_handle = permit.as_ref().map(ConnectionPermit::handle);
+                let copy_eviction_handle = eviction_handle.clone();
                 let serving = serve(assignment.worker, stream.with_permit(permit), addr, drain.clone());
-                let held = (drain.guard(), assignment);
-                let copy_activity = activity.clone();
+                let guard_and_assignment = (drain.guard(), assignment);
                 // `map`, because an async block would reserve space for the future a second time. A connection that only
                 // copies bytes continues in a smaller future.
-                let served = runtime.spawn(serving.map(move |copy_future| {
+                let task = runtime.spawn(serving.map(move |copy_future| {
                     let Some(copy_future) = copy_future else {
-                        return drop(held);
+                        return drop(guard_and_assignment);
                     };
-                    let copying = tokio::spawn(copy_future.map(move |()| drop(held)));
-                    if let Some(activity) = copy_activity {
-                        activity.replace_task(copying.abort_handle());
+                    let copy_task = tokio::spawn(copy_future.map(move |()| drop(guard_and_assignment)));
+                    if let Some(handle) = copy_eviction_handle {
+                        handle.replace_task(copy_task.abort_handle());
                     }
                 }));
-                if let Some(activity) = activity {
-                    activity.set_task(served.abort_handle());
+                if let Some(handle) = eviction_handle {
+                    handle.set_task(task.abort_handle()); // keeps a newer task, so the order of the two calls does not matter
                 }
             };
             listen::accept_loop(listener, burst_timer, stop.signaled(), spawn).await;
-            drop(until_all_are_served);
+            drop(accept_guard);
         })
     }
 }

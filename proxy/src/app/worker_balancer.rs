@@ -58,7 +58,8 @@ impl WorkerBalancer {
         Ok((assignment, Tcp::with_prefix(stream, client.prefix)))
     }
 
-    /// Handing over wakes another worker, which is not worthwhile for a small difference.
+    /// The least loaded worker, if it has at least 20 % fewer connections; otherwise the one that accepted the connection. Handing
+    /// over wakes another worker, which is not worthwhile for a smaller difference.
     fn choose(&self, accepted_by: usize) -> usize {
         let n_open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
         let n_own = n_open(accepted_by);

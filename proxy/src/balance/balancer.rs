@@ -13,7 +13,7 @@ use crate::balance::breaker::BreakerGroup;
 use crate::balance::candidate::Candidate;
 use crate::balance::endpoint_set::DiscoveryState;
 use crate::balance::p2c;
-use crate::metrics::balancers::{QueueMode, Series, UpdateOp};
+use crate::metrics::balancers::{BalancerSeries, QueueMode, UpdateOp};
 use crate::policy::client::Queue;
 
 /// How an available endpoint is picked.
@@ -30,6 +30,7 @@ pub(crate) enum Strategy {
 pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
+    /// With the time that this request has waited. As in Linkerd, the first timeout ends the wait of all queued requests.
     #[error("no endpoint became available within {0:?}")]
     QueueTimeout(Duration, UnavailableReason),
     /// An earlier request has timed out in the queue, so this one has not waited.
@@ -60,7 +61,7 @@ pub(crate) struct Balancer<E> {
     /// Set when a request times out in the queue; cleared when an endpoint is available again.
     is_failing_fast: AtomicBool,
     /// Series of all routes that use this balancer.
-    series: Mutex<Vec<Weak<Series>>>,
+    series: Mutex<Vec<Weak<BalancerSeries>>>,
 }
 
 impl<E: Candidate> Balancer<E> {
@@ -78,10 +79,11 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// Adds metric series to record in. The balancer does not keep them alive.
-    pub(crate) fn register_series(&self, series: &Arc<Series>) {
+    pub(crate) fn register_series(&self, series: &Arc<BalancerSeries>) {
         series.set_queue_timeout(self.queue.failfast_timeout.as_secs_f64());
         let mut all = self.series.lock();
         all.retain(|other| other.strong_count() > 0);
+        // An existing series with the same labels has recorded the mode already.
         if !all
             .iter()
             .filter_map(Weak::upgrade)
@@ -111,7 +113,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// Calls `record` once for each series: several routes may share one.
-    fn for_each_series(&self, record: impl Fn(&Series)) {
+    fn for_each_series(&self, record: impl Fn(&BalancerSeries)) {
         let all: Vec<_> = self.series.lock().iter().filter_map(Weak::upgrade).collect();
         for (index, series) in all.iter().enumerate() {
             if !all[..index].iter().any(|other| other.has_same_labels(series)) {
@@ -162,17 +164,17 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an available endpoint, preferably one that is not in `tried`.
+    /// Picks an available endpoint, preferably one that is not in `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let snapshot = self.snapshot.load();
         let DiscoveryState::Endpoints(endpoints) = &**snapshot else {
             return None;
         };
-        let picked = self.pick_admitted(endpoints, now, |endpoint| {
+        let picked = self.pick_and_admit(endpoints, now, |endpoint| {
             !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
         });
         let picked = match picked {
-            None if !tried.is_empty() => self.pick_admitted(endpoints, now, |_| true),
+            None if !tried.is_empty() => self.pick_and_admit(endpoints, now, |_| true),
             picked => picked,
         };
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
@@ -181,10 +183,10 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an available endpoint that `is_allowed` accepts.
+    /// Picks an available endpoint that `is_allowed` accepts. Does not end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.snapshot.load() {
-            DiscoveryState::Endpoints(endpoints) => self.pick_admitted(endpoints, now, is_allowed),
+            DiscoveryState::Endpoints(endpoints) => self.pick_and_admit(endpoints, now, is_allowed),
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
@@ -194,7 +196,7 @@ impl<E: Candidate> Balancer<E> {
     /// # Errors
     /// The service has no endpoints, none became available in time, requests fail fast after such a timeout, or the queue is
     /// full.
-    pub(crate) async fn pick(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
+    pub(crate) async fn pick(&self, tried: &[Arc<E>], series: &BalancerSeries) -> Result<Arc<E>, PickError> {
         match self.try_pick(Instant::now(), tried) {
             Some(endpoint) => Ok(endpoint),
             // Boxed because it is rare and its timer is large.
@@ -202,8 +204,8 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    async fn wait_for_endpoint(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
-        self.check_not_empty()?;
+    async fn wait_for_endpoint(&self, tried: &[Arc<E>], series: &BalancerSeries) -> Result<Arc<E>, PickError> {
+        self.fail_if_none_expected()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
             return Err(PickError::FailingFast(self.unavailable_reason()));
         }
@@ -218,7 +220,8 @@ impl<E: Candidate> Balancer<E> {
             Err(full) => return self.try_pick(Instant::now(), tried).ok_or(full),
         };
         let _queue_guard = series.enter_queue();
-        let deadline = Instant::now() + self.queue.failfast_timeout;
+        let queued_at = Instant::now();
+        let deadline = queued_at + self.queue.failfast_timeout;
         loop {
             // Registered before the check, so that no notification between the two is missed.
             let mut woken = std::pin::pin!(self.breaker_group.changed());
@@ -227,16 +230,14 @@ impl<E: Candidate> Balancer<E> {
             if let Some(endpoint) = self.try_pick(now, tried) {
                 return Ok(endpoint);
             }
-            self.check_not_empty()?;
+            self.fail_if_none_expected()?;
             if now >= deadline {
                 self.set_queue_mode(QueueMode::FailingFast);
                 self.breaker_group.notify(); // wakes the other waiting requests, which fail too
             }
             if self.is_failing_fast.load(Ordering::Relaxed) {
-                return Err(PickError::QueueTimeout(
-                    self.queue.failfast_timeout,
-                    self.unavailable_reason(),
-                ));
+                let waited = (now - queued_at).min(self.queue.failfast_timeout);
+                return Err(PickError::QueueTimeout(waited, self.unavailable_reason()));
             }
             let next = self.available_at().map_or(deadline, |at| at.min(deadline));
             tokio::select! {
@@ -247,7 +248,8 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    fn pick_admitted(
+    /// Picks an available endpoint and admits the request to it.
+    fn pick_and_admit(
         &self,
         endpoints: &[Arc<E>],
         now: Instant,
@@ -280,7 +282,9 @@ impl<E: Candidate> Balancer<E> {
         None
     }
 
-    fn check_not_empty(&self) -> Result<(), PickError> {
+    /// # Errors
+    /// The service has no endpoints and none are expected. An empty list is no error.
+    fn fail_if_none_expected(&self) -> Result<(), PickError> {
         match &**self.snapshot.load() {
             DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),
             DiscoveryState::Unknown | DiscoveryState::Endpoints(_) => Ok(()),
@@ -374,7 +378,7 @@ mod tests {
         }
     }
 
-    fn series() -> Arc<Series> {
+    fn series() -> Arc<BalancerSeries> {
         Families::new(&Registry::new(), "http").series(&Labels::new())
     }
 
@@ -487,6 +491,21 @@ mod tests {
         peers(&balancer, 1);
         assert_eq!(waiter.await.unwrap(), Ok(0));
         assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_timeout_ends_the_wait_of_all_queued_requests() {
+        let balancer = balancer(Strategy::PeakEwma);
+        balancer.publish(DiscoveryState::Endpoints(Box::new([])));
+        let first_series = series();
+        let (first, second) = tokio::join!(balancer.pick(&[], &first_series), async {
+            advance(FAILFAST / 3).await;
+            balancer.pick(&[], &series()).await
+        });
+        for (result, waited) in [(first, FAILFAST), (second, FAILFAST * 2 / 3)] {
+            let expected = PickError::QueueTimeout(waited, UnavailableReason::Unreachable(None));
+            assert_eq!(result.unwrap_err(), expected);
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -87,7 +87,7 @@ enum Phase {
 impl Breaker {
     pub(crate) fn new(accrual: Option<FailureAccrual>, group: BreakerGroup, now: Instant) -> Self {
         let accrual = accrual.map(|policy| Accrual {
-            availability: Availability::new(policy.backoff.steps),
+            availability: Availability::new(policy.backoff.delays),
             policy,
             n_consecutive_failures: AtomicU32::new(0),
             window: Mutex::default(),
@@ -149,7 +149,7 @@ impl Breaker {
             Phase::Probing if accrual.is_failure(outcome) => AccrualAction::Eject,
             Phase::Probing => AccrualAction::Restore,
         };
-        let Backoff { max, .. } = accrual.policy.backoff.steps;
+        let Backoff { max, .. } = accrual.policy.backoff.delays;
         let retry_after = retry_after.filter(|_| accrual.policy.backoff.honors_retry_after);
         let (min_delay, min_ready) = (
             retry_after.unwrap_or_default().min(max),
@@ -160,7 +160,7 @@ impl Breaker {
             AccrualAction::Eject => {
                 let is_ejected = accrual
                     .availability
-                    .make_unavailable(self.nanos_at(now), min_delay, || self.try_mark_unavailable(min_ready));
+                    .make_unavailable(self.nanos_at(now), min_delay, || self.try_count_unavailable(min_ready));
                 if !is_ejected {
                     // Too few others are ready. Counts again from zero, so that not every further failure tries an ejection.
                     accrual.reset();
@@ -168,7 +168,7 @@ impl Breaker {
             }
             AccrualAction::Restore => {
                 accrual.reset();
-                accrual.availability.make_available(|| self.group.mark_available());
+                accrual.availability.make_available(|| self.group.uncount_unavailable());
                 self.group.notify();
             }
         }
@@ -192,12 +192,13 @@ impl Breaker {
     pub(crate) fn record_dial_failure(&self, cause: &'static str, now: Instant) {
         *self.dial_failure_cause.lock() = Some(cause);
         self.dial_availability
-            .make_unavailable(self.nanos_at(now), Duration::ZERO, || self.try_mark_unavailable(0));
+            .make_unavailable(self.nanos_at(now), Duration::ZERO, || self.try_count_unavailable(0));
     }
 
     pub(crate) fn record_connected(&self) {
         if self.dial_availability.phase() != Phase::Available {
-            self.dial_availability.make_available(|| self.group.mark_available());
+            self.dial_availability
+                .make_available(|| self.group.uncount_unavailable());
             self.group.notify();
         }
     }
@@ -207,14 +208,14 @@ impl Breaker {
         // Set first: a concurrent `make_unavailable` sees the flag, or is undone below.
         self.is_retired.store(true, Ordering::Relaxed);
         for availability in self.availabilities() {
-            availability.make_available(|| self.group.mark_available());
+            availability.make_available(|| self.group.uncount_unavailable());
         }
     }
 
     /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` others are ready. Returns whether it
     /// did.
-    fn try_mark_unavailable(&self, min_ready: u32) -> bool {
-        !self.is_retired.load(Ordering::Relaxed) && self.group.try_mark_unavailable(min_ready)
+    fn try_count_unavailable(&self, min_ready: u32) -> bool {
+        !self.is_retired.load(Ordering::Relaxed) && self.group.try_count_unavailable(min_ready)
     }
 
     fn availabilities(&self) -> impl Iterator<Item = &Availability> {
@@ -230,7 +231,7 @@ impl Breaker {
 impl Drop for Breaker {
     fn drop(&mut self) {
         for availability in self.availabilities() {
-            availability.make_available(|| self.group.mark_available());
+            availability.make_available(|| self.group.uncount_unavailable());
         }
     }
 }
@@ -337,15 +338,15 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint unavailable for the next backoff delay, at least `min_delay`. If it was available, `reserve` counts it
-    /// as unavailable. If `reserve` returns `false`, the endpoint stays available, and this returns `false`.
-    fn make_unavailable(&self, now: u64, min_delay: Duration, reserve: impl FnOnce() -> bool) -> bool {
+    /// Makes the endpoint unavailable for the next backoff delay, at least `min_delay`. If it was available, calls
+    /// `count_unavailable`; if this returns `false`, the endpoint stays available, and the result is `false`.
+    fn make_unavailable(&self, now: u64, min_delay: Duration, count_unavailable: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
         // Several workers may record the same failure: only the first one extends the backoff.
         if state.phase == Phase::Unavailable {
             return true;
         }
-        if state.phase == Phase::Available && !reserve() {
+        if state.phase == Phase::Available && !count_unavailable() {
             return false;
         }
         state.phase = Phase::Unavailable;
@@ -354,11 +355,12 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint available; `release` is called if it was not, and undoes the `reserve` of [`Self::make_unavailable`].
-    fn make_available(&self, release: impl FnOnce()) {
+    /// Makes the endpoint available. If it was not, calls `uncount_unavailable`, which undoes the `count_unavailable` of
+    /// [`Self::make_unavailable`].
+    fn make_available(&self, uncount_unavailable: impl FnOnce()) {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.phase, Phase::Available) != Phase::Available {
-            release();
+            uncount_unavailable();
         }
         state.backoff.reset();
         self.next_probe_at.store(0, Ordering::Relaxed);
@@ -391,7 +393,7 @@ impl BreakerGroup {
     }
 
     /// Counts one more endpoint as unavailable, if at least `min_ready` others are ready. Returns whether it did.
-    fn try_mark_unavailable(&self, min_ready: u32) -> bool {
+    fn try_count_unavailable(&self, min_ready: u32) -> bool {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         let incremented = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
         let update = self
@@ -401,7 +403,7 @@ impl BreakerGroup {
         update.is_ok()
     }
 
-    fn mark_available(&self) {
+    fn uncount_unavailable(&self) {
         self.0.n_unavailable.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -460,15 +462,15 @@ const WINDOW_SLOTS: u32 = 10;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::client::RetryAfterBackoff;
+    use crate::policy::client::BackoffPolicy;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     fn accrual(kind: AccrualKind) -> FailureAccrual {
         FailureAccrual {
             kind,
-            backoff: RetryAfterBackoff {
-                steps: Backoff {
+            backoff: BackoffPolicy {
+                delays: Backoff {
                     min: SECOND,
                     max: Duration::from_secs(3),
                     jitter: 0.0,

@@ -41,8 +41,8 @@ struct EndpointEntry<E> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SyncState {
-    /// The next addition is the full set, because a new stream starts with it.
-    Resync,
+    /// A new stream has started. Its first addition is the full set.
+    AwaitingFullSet,
     Synced,
     NoEndpoints,
 }
@@ -51,7 +51,7 @@ impl<E> Default for EndpointSet<E> {
     fn default() -> Self {
         Self {
             entries: BTreeMap::new(),
-            state: SyncState::Resync,
+            state: SyncState::AwaitingFullSet,
         }
     }
 }
@@ -61,7 +61,7 @@ impl<E> EndpointSet<E> {
     ///
     /// Until then, the last known endpoints stay.
     pub(crate) fn resync(&mut self) {
-        self.state = SyncState::Resync;
+        self.state = SyncState::AwaitingFullSet;
     }
 
     /// Applies an update; `build` creates an endpoint that is new or whose specification has changed.
@@ -72,10 +72,11 @@ impl<E> EndpointSet<E> {
         update: EndpointUpdate,
         mut build: impl FnMut(&Arc<EndpointSpec>) -> Arc<E>,
     ) -> Option<DiscoveryState<E>> {
-        let previous_state = std::mem::replace(&mut self.state, SyncState::Synced);
+        let previous_state = self.state;
         let changed = match update {
             EndpointUpdate::Add(specs) => {
-                let mut is_changed = previous_state == SyncState::Resync && self.retain_listed(&specs);
+                self.state = SyncState::Synced;
+                let mut is_changed = previous_state == SyncState::AwaitingFullSet && self.retain_listed(&specs);
                 for spec in specs {
                     is_changed |= self.add(spec, &mut build);
                 }
@@ -83,7 +84,6 @@ impl<E> EndpointSet<E> {
                 is_changed || previous_state != SyncState::Synced
             }
             EndpointUpdate::Remove(addrs) => {
-                self.state = previous_state;
                 let n_before = self.entries.len();
                 for addr in &addrs {
                     self.entries.remove(addr);

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_rtt_counts_until_there_is_a_measurement() {
+    fn an_unmeasured_endpoint_costs_nothing_when_idle_and_the_default_rtt_otherwise() {
         let now = Instant::now();
         let load = Load::new(peak_ewma(), now);
         assert!(load.cost(now) == 0.0, "the first request measures it");

@@ -78,7 +78,7 @@ pub fn public_variables(variables: impl Iterator<Item = (String, String)>) -> BT
 
 /// Reads all variables before it fails, so that all errors are found.
 fn config(env: &mut Env<'_>) -> Option<Config> {
-    let cluster_networks = env.or_default("POLICY_CLUSTER_NETWORKS", values::networks);
+    let cluster_networks = env.value_or_default("POLICY_CLUSTER_NETWORKS", values::networks);
     let ingress = match env.flag("INGRESS_MODE") {
         true => IngressMode::On,
         false => IngressMode::Off,
@@ -95,17 +95,17 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         );
     }
     let admin = admin::Config {
-        listen: env.or("ADMIN_LISTEN_ADDR", values::listen_addr, ([127, 0, 0, 1], 4191).into()),
+        listen: env.value_or("ADMIN_LISTEN_ADDR", values::listen_addr, ([127, 0, 0, 1], 4191).into()),
         shutdown_endpoint: match env.flag("SHUTDOWN_ENDPOINT_ENABLED") {
             true => ShutdownEndpoint::Enabled,
             false => ShutdownEndpoint::Disabled,
         },
-        probes: env.or_default(names::probes::VARIABLE, values::probes),
+        probes: env.value_or_default(names::probes::VARIABLE, values::probes),
     };
     let tap = env
         .get("TAP_SVC_NAME", values::identities)
         .map(|clients| tap::server::Config {
-            listen: env.or(
+            listen: env.value_or(
                 "CONTROL_LISTEN_ADDR",
                 values::listen_addr,
                 ([0, 0, 0, 0], port::TAP).into(),
@@ -113,18 +113,20 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
             clients,
         });
     let workers = Workers {
-        min: env.first(&["CORES_MIN", "CORES"], values::at_least_one).unwrap_or(1),
+        min: env
+            .first_value(&["CORES_MIN", "CORES"], values::at_least_one)
+            .unwrap_or(1),
         max: env.get("CORES_MAX", values::at_least_one),
         max_ratio: env.get("CORES_MAX_RATIO", values::ratio),
     };
     let log = Log {
-        filter: env.or("LOG", values::text, DEFAULT_LOG.to_owned()),
-        format: env.or_default("LOG_FORMAT", values::log_format),
+        filter: env.value_or("LOG", values::text, DEFAULT_LOG.to_owned()),
+        format: env.value_or_default("LOG_FORMAT", values::log_format),
         access_log_format: env.get("ACCESS_LOG", values::access_log),
-        access_directions: env.or_default(ACCESS_LOG_DIRECTIONS, values::directions),
+        access_directions: env.value_or_default(ACCESS_LOG_DIRECTIONS, values::directions),
     };
-    let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
-    let metrics_retain_idle = env.or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
+    let shutdown_grace_period = env.value_or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
+    let metrics_retain_idle = env.value_or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
     let memory_limit = env.get(MEMORY_LIMIT, values::number);
     let trace = trace(env);
     let ignored = env.ignored();
@@ -149,7 +151,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
 
 fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     let hide_by_default = ingress == IngressMode::On;
-    let hidden = env.or("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", values::flag, hide_by_default);
+    let hidden = env.value_or("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", values::flag, hide_by_default);
     let single = env.get("OUTBOUND_LISTEN_ADDR", values::listen_addr);
     let several = env.get("OUTBOUND_LISTEN_ADDRS", values::listen_addrs);
     let defaults = DirectionDefaults {
@@ -162,8 +164,8 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     Outbound {
         listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
         direction: direction(env, "OUTBOUND", &defaults),
-        tcp_queue_capacity: env.or("OUTBOUND_TCP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
-        tcp_failfast_timeout: env.or(
+        tcp_queue_capacity: env.value_or("OUTBOUND_TCP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
+        tcp_failfast_timeout: env.value_or(
             "OUTBOUND_TCP_FAILFAST_TIMEOUT",
             values::duration,
             Duration::from_secs(3),
@@ -175,7 +177,7 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
         },
         ingress_mode: ingress,
         explicit_listen: env.get(EXPLICIT_LISTEN_ADDR, values::loopback_addr),
-        load_balancing: env.or_default::<LoadBalancing>(BALANCER, values::balancing),
+        load_balancing: env.value_or_default::<LoadBalancing>(BALANCER, values::balancing),
     }
 }
 
@@ -191,10 +193,10 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     let connect_timeout = &mut direction.connect.timeout;
     *connect_timeout = MIN_INBOUND_CONNECT_TIMEOUT.max(*connect_timeout);
     Inbound {
-        listen: env.or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
-        mode: env.or_default::<InboundMode>(INBOUND_MODE, values::inbound_mode),
+        listen: env.value_or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
+        mode: env.value_or_default::<InboundMode>(INBOUND_MODE, values::inbound_mode),
         direction,
-        profile_timeout: env.or(
+        profile_timeout: env.value_or(
             "DESTINATION_PROFILE_INITIAL_TIMEOUT",
             values::duration,
             Duration::from_millis(500),
@@ -204,12 +206,12 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
             None => Visibility::Hidden,
         },
         missing_policy_action: env
-            .or_default::<MissingPolicyAction>(INBOUND_UNKNOWN_POLICY, values::missing_policy_action),
-        default_policy: env.or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
-        watched_ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
-        opaque_ports: env.or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
-        local_ips: env.or_default("INBOUND_IPS", values::ips),
-        gateway_suffixes: env.or_default::<Suffixes>("INBOUND_GATEWAY_SUFFIXES", values::suffixes),
+            .value_or_default::<MissingPolicyAction>(INBOUND_UNKNOWN_POLICY, values::missing_policy_action),
+        default_policy: env.value_or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
+        watched_ports: env.value_or_default::<PortSet>("INBOUND_PORTS", values::from_str),
+        opaque_ports: env.value_or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
+        local_ips: env.value_or_default("INBOUND_IPS", values::ips),
+        gateway_suffixes: env.value_or_default::<Suffixes>("INBOUND_GATEWAY_SUFFIXES", values::suffixes),
     }
 }
 
@@ -235,23 +237,23 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
             keepalive: env.get(&name("ACCEPT_KEEPALIVE"), values::duration),
             user_timeout: env.get(&name("ACCEPT_USER_TIMEOUT"), values::duration),
             backlog: env.get(&name("TCP_LISTEN_BACKLOG"), values::number),
-            detect_timeout: env.or(&name("DETECT_TIMEOUT"), values::duration, Duration::from_secs(10)),
+            detect_timeout: env.value_or(&name("DETECT_TIMEOUT"), values::duration, Duration::from_secs(10)),
         },
         connect: Connect {
             keepalive: env.get(&name("CONNECT_KEEPALIVE"), values::duration),
             user_timeout: env.get(&name("CONNECT_USER_TIMEOUT"), values::duration),
-            timeout: env.or(&name("CONNECT_TIMEOUT"), values::duration, defaults.connect_timeout),
+            timeout: env.value_or(&name("CONNECT_TIMEOUT"), values::duration, defaults.connect_timeout),
             backoff: backoff(env, &name("CONNECT_EXP_BACKOFF"), defaults.backoff_max),
         },
         http1_pool: Http1Pool {
-            max_idle_per_endpoint: env.or(defaults.max_idle_name, values::number, 10_000),
-            idle_timeout: env.or(
+            max_idle_per_endpoint: env.value_or(defaults.max_idle_name, values::number, 10_000),
+            idle_timeout: env.value_or(
                 &name("HTTP1_CONNECTION_POOL_IDLE_TIMEOUT"),
                 values::duration,
                 Duration::from_secs(3),
             ),
         },
-        resend_policy: env.or(
+        resend_policy: env.value_or(
             &format!("{TULLE_PREFIX}{dir}_RESEND"),
             values::resend,
             ResendPolicy::IdempotentMethods,
@@ -259,14 +261,14 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
         http1_server: http1_server(env, &name("HTTP1")),
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
-        max_in_flight_requests: env.or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
-        http_queue_capacity: env.or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
-        http_failfast_timeout: env.or(
+        max_in_flight_requests: env.value_or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
+        http_queue_capacity: env.value_or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
+        http_failfast_timeout: env.value_or(
             &name("HTTP_FAILFAST_TIMEOUT"),
             values::duration,
             defaults.failfast_timeout,
         ),
-        discovery_idle_timeout: env.or(
+        discovery_idle_timeout: env.value_or(
             &name("DISCOVERY_IDLE_TIMEOUT"),
             values::duration,
             defaults.discovery_idle_timeout,
@@ -284,23 +286,23 @@ fn backoff(env: &mut Env<'_>, prefix: &str, default_max: Duration) -> Backoff {
     Backoff {
         min,
         max,
-        jitter: env.or(&format!("{prefix}_JITTER"), values::jitter, 0.1),
+        jitter: env.value_or(&format!("{prefix}_JITTER"), values::jitter, 0.1),
     }
 }
 
 fn windows(env: &mut Env<'_>) -> Http2Windows {
     Http2Windows {
-        stream: env.or("HTTP2_INITIAL_STREAM_WINDOW_SIZE", values::window, 1 << 20),
-        connection: env.or("HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", values::window, 4 << 20),
+        stream: env.value_or("HTTP2_INITIAL_STREAM_WINDOW_SIZE", values::window, 1 << 20),
+        connection: env.value_or("HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", values::window, 4 << 20),
     }
 }
 
 fn http1_server(env: &mut Env<'_>, prefix: &str) -> Http1Server {
     let name = |rest: &str| format!("{TULLE_PREFIX}{prefix}_{rest}");
     Http1Server {
-        max_header_bytes: env.or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
-        header_read_timeout: env.or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
-        idle_timeout: env.or(&name("IDLE_TIMEOUT"), values::duration, Duration::from_secs(3600)),
+        max_header_bytes: env.value_or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
+        header_read_timeout: env.value_or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
+        idle_timeout: env.value_or(&name("IDLE_TIMEOUT"), values::duration, Duration::from_secs(3600)),
     }
 }
 
@@ -321,7 +323,7 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
             false => FlowControl::Fixed,
         },
         keep_alive: keep_alive.map(|(interval, timeout)| KeepAlive { interval, timeout }),
-        max_concurrent_streams: env.or(&name("MAX_CONCURRENT_STREAMS"), values::number, 16_384),
+        max_concurrent_streams: env.value_or(&name("MAX_CONCURRENT_STREAMS"), values::number, 16_384),
         max_frame_size: env.get(&name("MAX_FRAME_SIZE"), values::frame_size),
         max_header_list_bytes: env.get(&name("MAX_HEADER_LIST_SIZE"), values::number),
         max_pending_reset_streams: env.get(&name("MAX_PENDING_ACCEPT_RESET_STREAMS"), values::number),
@@ -383,8 +385,8 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
 fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
     let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
     let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
-    let min_refresh = env.or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
-    let max_refresh = env.or(
+    let min_refresh = env.value_or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
+    let max_refresh = env.value_or(
         "IDENTITY_MAX_REFRESH",
         values::duration,
         Duration::from_secs(24 * 60 * 60),
@@ -427,10 +429,10 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
         suffixes: env
             .get("DESTINATION_PROFILE_SUFFIXES", values::suffixes)
             .unwrap_or_else(cluster_local),
-        networks: env.or_default("DESTINATION_PROFILE_NETWORKS", values::networks),
+        networks: env.value_or_default("DESTINATION_PROFILE_NETWORKS", values::networks),
     };
     Some(Control {
-        context_token: env.or_default("DESTINATION_CONTEXT", values::text),
+        context_token: env.value_or_default("DESTINATION_CONTEXT", values::text),
         profiles,
         cluster_networks,
         stream_limits: stream_limits(env),
@@ -469,14 +471,14 @@ fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
 }
 
 fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
-    let sampling = env.or(TRACE_SAMPLING, values::ratio_or_zero, 0.0);
+    let sampling = env.value_or(TRACE_SAMPLING, values::ratio_or_zero, 0.0);
     if env.value("TRACE_COLLECTOR_SVC_ADDR").is_none() {
         if sampling > 0.0 {
             env.refuse(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
         }
         return None;
     }
-    let mut attributes = env.or_default("TRACE_EXTRA_ATTRIBUTES", values::attribute_lines);
+    let mut attributes = env.value_or_default("TRACE_EXTRA_ATTRIBUTES", values::attribute_lines);
     if let Some(text) = env.unprefixed_value("OTEL_RESOURCE_ATTRIBUTES") {
         match values::attribute_list(&text) {
             Ok(more) => attributes.extend(more),
@@ -490,7 +492,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
     Some(trace::export::Config {
         collector: control_addr(env, "TRACE_COLLECTOR_SVC")?,
         sampling,
-        service: env.or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
+        service: env.value_or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
         host: env.unprefixed_value("HOSTNAME"),
         labels: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
         attributes,
@@ -544,20 +546,20 @@ impl Env<'_> {
         }
     }
 
-    fn or<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>, default: T) -> T {
+    fn value_or<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>, default: T) -> T {
         self.get(name, parse).unwrap_or(default)
     }
 
-    fn or_default<T: Default>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> T {
+    fn value_or_default<T: Default>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> T {
         self.get(name, parse).unwrap_or_default()
     }
 
     fn flag(&mut self, name: &str) -> bool {
-        self.or(name, values::flag, false)
+        self.value_or(name, values::flag, false)
     }
 
     /// The first of several names that is set.
-    fn first<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, ParseError> + Copy) -> Option<T> {
+    fn first_value<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, ParseError> + Copy) -> Option<T> {
         let name = names.iter().find(|name| self.value(name).is_some())?;
         self.get(name, parse)
     }

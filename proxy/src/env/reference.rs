@@ -89,7 +89,7 @@ const VARIABLES: &[Row] = &[
     ),
     (
         "OUTBOUND_LISTEN_ADDRS",
-        "one or two of them, separated by a comma",
+        "one or two addresses with ports, separated by a comma",
         Text("the value of `LINKERD2_PROXY_OUTBOUND_LISTEN_ADDR`"),
         "The addresses for connections of the application, one for each IP family. It takes precedence over \
          `LINKERD2_PROXY_OUTBOUND_LISTEN_ADDR`.",
@@ -157,6 +157,20 @@ const VARIABLES: &[Row] = &[
     ),
     ("OUTBOUND_TCP_QUEUE_CAPACITY", COUNT, NONE, NO_EFFECT),
     ("OUTBOUND_TCP_FAILFAST_TIMEOUT", DURATION, NONE, NO_EFFECT),
+    ("INBOUND_HTTP_QUEUE_CAPACITY", COUNT, NONE, NO_EFFECT),
+    ("INBOUND_HTTP_FAILFAST_TIMEOUT", DURATION, NONE, NO_EFFECT),
+    (
+        "OUTBOUND_HTTP_QUEUE_CAPACITY",
+        COUNT,
+        Value("10000"),
+        "Maximum number of requests that wait for an endpoint.",
+    ),
+    (
+        "OUTBOUND_HTTP_FAILFAST_TIMEOUT",
+        DURATION,
+        Value("3s"),
+        "Maximum time that a request waits for an endpoint.",
+    ),
     (
         "MAX_IDLE_CONNS_PER_ENDPOINT",
         NUMBER,
@@ -247,20 +261,20 @@ const VARIABLES: &[Row] = &[
         "CORES",
         COUNT,
         NONE,
-        "Older name of `LINKERD2_PROXY_CORES_MIN`, which applies if both are set.",
+        "Older name of `LINKERD2_PROXY_CORES_MIN`. It has no effect if that is set.",
     ),
     (
         "CORES_MIN",
         COUNT,
         Value("1"),
-        "Minimum number of worker threads; never more than there are CPUs.",
+        "Minimum number of worker threads, and their number if neither `LINKERD2_PROXY_CORES_MAX` nor the ratio is set; never more \
+         than there are CPUs.",
     ),
     (
         "CORES_MAX",
         COUNT,
         NONE,
-        "Number of worker threads, but not below `LINKERD2_PROXY_CORES_MIN`, and not above the number of CPUs. Without it and without \
-         the ratio, the minimum applies.",
+        "Number of worker threads, unless `LINKERD2_PROXY_CORES_MIN` is higher; never more than there are CPUs.",
     ),
     (
         "CORES_MAX_RATIO",
@@ -308,7 +322,7 @@ const VARIABLES: &[Row] = &[
         super::MEMORY_LIMIT,
         "bytes",
         Text("the limit of the control group, if there is one"),
-        "When 90 % of it is in use, requests and connections are refused with the cause `memory-short`, until the use falls below 85 %.",
+        "The memory that the proxy can use. At 90 %, it starts to refuse requests and connections (cause `memory-short`); below 85 %, it accepts them again.",
     ),
     (
         "IDENTITY_DISABLED",
@@ -320,20 +334,20 @@ const VARIABLES: &[Row] = &[
         "IDENTITY_LOCAL_NAME",
         IDENTITY,
         Required,
-        "The identity of this proxy. Not used together with `LINKERD2_PROXY_IDENTITY_SERVER_ID`.",
+        "The identity of this proxy, which is also its TLS server name. Not used if `LINKERD2_PROXY_IDENTITY_SERVER_ID` is set.",
     ),
     (
         "IDENTITY_SERVER_ID",
         IDENTITY,
         NONE,
-        "The identity of this proxy where it differs from its TLS server name, together with \
-         `LINKERD2_PROXY_IDENTITY_SERVER_NAME`.",
+        "The identity of this proxy where it differs from its TLS server name. \
+         `LINKERD2_PROXY_IDENTITY_SERVER_NAME` has to be set too.",
     ),
     (
         "IDENTITY_SERVER_NAME",
         "DNS name",
         NONE,
-        "The TLS server name of this proxy, together with `LINKERD2_PROXY_IDENTITY_SERVER_ID`.",
+        "The TLS server name of this proxy. `LINKERD2_PROXY_IDENTITY_SERVER_ID` has to be set too.",
     ),
     (
         "IDENTITY_TRUST_ANCHORS",
@@ -542,7 +556,7 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "CONNECT_TIMEOUT",
         DURATION,
         [Text("`4s`; shorter times count as `4s`"), Value("1s")],
-        "Maximum time for the TCP handshake, and separately for the TLS handshake, of a new connection.",
+        "Maximum time for TCP and TLS together, for a new connection.",
     ),
     direction(
         "CONNECT_KEEPALIVE",
@@ -586,8 +600,6 @@ const DIRECTIONS: &[DirectionVariable] = &[
         [Value("100000"), Value("100000")],
         "Maximum number of concurrent HTTP requests. Further ones fail.",
     ),
-    direction("HTTP_QUEUE_CAPACITY", COUNT, [NONE, Value("10000")], QUEUE_CAPACITY),
-    direction("HTTP_FAILFAST_TIMEOUT", DURATION, [NONE, Value("3s")], FAILFAST_TIMEOUT),
     direction(
         "DISCOVERY_IDLE_TIMEOUT",
         DURATION,
@@ -654,21 +666,21 @@ const DIRECTIONS: &[DirectionVariable] = &[
         COUNT,
         "65536",
         "Maximum size of an HTTP/1 request head, in bytes. Longer ones, and those of more than 4096 lines, fail with the cause \
-         `head-too-long`.",
+         `head-too-long`. By default, header lists of HTTP/2 requests can be four times as long.",
     ),
     tulle_only(
         "HTTP1_HEAD_TIMEOUT",
         DURATION,
         "30s",
-        "Maximum time of a request head from its first byte (cause `head-timeout`), and for the first request of an HTTP/2 \
-         connection.",
+        "In HTTP/1, maximum time of a request head from its first byte (cause `head-timeout`); in HTTP/2, maximum time for the \
+         first request of a connection.",
     ),
     tulle_only(
         "HTTP1_IDLE_TIMEOUT",
         DURATION,
         "1h",
-        "Maximum time of an HTTP/1 or HTTP/2 connection without a request, and of a request without any transfer of its bodies \
-         (cause `body-timeout`).",
+        "In HTTP/1 and in HTTP/2, despite its name: maximum time of a connection without a request, and of a request without any \
+         transfer of its bodies (cause `body-timeout`).",
     ),
     tulle_only(
         "RESEND",
@@ -720,10 +732,6 @@ const CONNECTION_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_CONN
 const MAX_FRAME_SIZE: &str = "`65536` for meshed clients, for others that of the HTTP/2 library";
 const HEADER_LIST: &str = "four times `TULLE_PROXY_…_HTTP1_MAX_HEAD_SIZE`";
 const NO_EFFECT: &str = "Accepted for compatibility; it has no effect.";
-const QUEUE_CAPACITY: &str =
-    "Maximum number of requests that wait for an endpoint. It has no effect for inbound requests.";
-const FAILFAST_TIMEOUT: &str =
-    "Maximum time that a request waits for an endpoint. It has no effect for inbound requests.";
 
 #[cfg(test)]
 mod tests;

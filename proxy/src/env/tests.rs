@@ -45,7 +45,7 @@ fn load_with(changes: &[(&str, &str)]) -> Result<Config, Vec<EnvError>> {
 }
 
 #[test]
-fn defaults_are_those_of_the_contract() {
+fn defaults_are_those_of_linkerd() {
     let config = load_with(&[]).unwrap();
     assert_eq!(config.outbound.listen, ["127.0.0.1:4140".parse().unwrap()]);
     assert_eq!(config.inbound.listen, "0.0.0.0:4143".parse().unwrap());
@@ -114,7 +114,7 @@ fn loopback_control_addresses_are_plaintext_and_others_name_an_identity() {
 
 #[test]
 fn values_of_a_chart_are_understood() {
-    let anchors = Authority::new().root.pem();
+    let anchors = Authority::new().certificate.pem();
     let config = load_with(&[
         ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:9999"),
         ("OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140,[::1]:4140"),

@@ -62,7 +62,7 @@ pub(crate) trait ReceivedBody: Send {
         None
     }
 
-    /// Ready with the timeout error when a deadline of the body has passed. `unsent` is the number of bytes that wait for
+    /// Ready with the timeout error when a deadline of the body has expired. `unsent` is the number of bytes that wait for
     /// the receiver.
     fn poll_deadline(&mut self, _unsent: usize, _cx: &mut Context<'_>) -> Poll<Error> {
         Poll::Pending
@@ -205,7 +205,7 @@ impl Body {
         }
     }
 
-    /// Ready with the timeout error when a deadline of the body has passed. Poll it while the receiver still has `unsent`
+    /// Ready with the timeout error when a deadline of the body has expired. Poll it while the receiver still has `unsent`
     /// bytes and does not poll for frames.
     pub(crate) fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         let BodySource::Dyn(received) = &mut self.source else {
@@ -235,14 +235,15 @@ impl Body {
             }
             BodySource::H2(received) => received.poll_frame(cx),
             BodySource::Dyn(received) => received.poll_frame(cx),
-            BodySource::Replayed(replayed) => match (replayed.buffered.pop_front(), replayed.trailers.take()) {
-                (Some(bytes), trailers) => {
-                    replayed.trailers = trailers;
+            BodySource::Replayed(replayed) => {
+                if let Some(bytes) = replayed.buffered.pop_front() {
                     Poll::Ready(Some(Ok(Frame::data(bytes))))
+                } else if let Some(trailers) = replayed.trailers.take() {
+                    Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+                } else {
+                    Pin::new(&mut replayed.rest).poll_frame(cx)
                 }
-                (None, Some(trailers)) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
-                (None, None) => Pin::new(&mut replayed.rest).poll_frame(cx),
-            },
+            }
         }
     }
 }

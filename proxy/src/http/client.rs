@@ -72,13 +72,13 @@ pub(crate) struct PoolConfig {
 /// Maximum number of HTTP/2 connections of one worker to one endpoint.
 const MAX_HTTP2_CONNECTIONS: usize = 64;
 
-/// A connection that can take a request now.
+/// What a request is sent on.
 pub(crate) enum ReadyConnection {
     Http1(http1::ClientConnection, Option<Arc<ConnectionPool>>),
     Http2(http2::StreamSender),
     /// For an extended CONNECT, a stream that carries another protocol (RFC 8441).
     ExtendedConnect(Box<http2::ExtendedConnectSender>),
-    /// The peer does not accept another extended CONNECT stream.
+    /// No connection: the peer accepts no further extended CONNECT stream. [`EndpointClient::send`] returns this as an error.
     ExtendedConnectUnsupported,
 }
 
@@ -176,18 +176,23 @@ impl EndpointClient {
     /// a connection are unknown, or if a connection has no streams because its peer permits none.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
-        let is_full =
-            |connection: &http2::SharedConnection| !connection.awaits_settings() && connection.n_streams() > 0;
-        connections.len() < MAX_HTTP2_CONNECTIONS && connections.iter().all(is_full)
+        connections.len() < MAX_HTTP2_CONNECTIONS
+            && connections
+                .iter()
+                .all(|connection| !connection.awaits_settings() && connection.n_streams() > 0)
     }
 
     /// Returns the first shared connection whose peer accepts another extended CONNECT stream.
     async fn extended_connect_connection(&self) -> Option<ReadyConnection> {
-        let connections = self.http2.lock().clone();
-        for mut connection in connections {
-            if let Some(sender) = connection.extended_connect_sender().await
-                && !connection.is_closed()
-            {
+        let waits: SmallVec<[http2::ExtendedConnectWait; 1]> = {
+            let connections = self.http2.lock();
+            connections
+                .iter()
+                .map(http2::SharedConnection::extended_connect_wait)
+                .collect()
+        };
+        for wait in waits {
+            if let Some(sender) = wait.sender().await {
                 return Some(ReadyConnection::ExtendedConnect(Box::new(sender)));
             }
         }
@@ -209,14 +214,15 @@ impl EndpointClient {
         connection_use: ConnectionUse,
     ) -> Result<ReadyConnection, Error> {
         if connection_use == ConnectionUse::ExtendedConnect {
-            self.dial_http2().await?;
+            // Only makes sure that there is a connection: the stream that this reserves is released again.
+            self.stream_on_shared_connection().await?;
             match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
                 None if protocol == Protocol::Http2 => return Ok(ReadyConnection::ExtendedConnectUnsupported),
                 None => {}
             }
         } else if protocol == Protocol::Http2 {
-            return self.dial_http2().await;
+            return self.stream_on_shared_connection().await;
         }
         let connection = http1::ClientConnection::new((self.connect)(Protocol::Http1).await?);
         let pool = (connection_use == ConnectionUse::Pooled).then(|| self.pool.clone());
@@ -235,9 +241,10 @@ impl EndpointClient {
         *self.dial_started_at.lock()
     }
 
-    /// Reserves a stream on a new HTTP/2 connection, or, if no further connection can be dialled, waits for a free stream.
-    async fn dial_http2(&self) -> Result<ReadyConnection, Error> {
-        let begun = Instant::now();
+    /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; if none can be added, waits for a free
+    /// stream.
+    async fn stream_on_shared_connection(&self) -> Result<ReadyConnection, Error> {
+        let started_at = Instant::now();
         loop {
             let n_failed_before = self.failed_dials.lock().count;
             {
@@ -254,11 +261,11 @@ impl EndpointClient {
                     return Err(Error::DialFailed { addr: self.addr, cause });
                 }
                 if self.can_add_http2_connection() {
-                    return self.connect_http2().await;
+                    return self.dial_http2().await;
                 }
             }
             let (addr, limit) = (self.addr, http2::STREAM_TIMEOUT);
-            let waited = timeout_at(begun + limit, self.wait_for_free_stream()).await;
+            let waited = timeout_at(started_at + limit, self.wait_for_free_stream()).await;
             let sent = false;
             waited.map_err(|_| Error::StreamLimit { addr, limit, sent })?;
         }
@@ -276,7 +283,7 @@ impl EndpointClient {
         }
     }
 
-    async fn connect_http2(&self) -> Result<ReadyConnection, Error> {
+    async fn dial_http2(&self) -> Result<ReadyConnection, Error> {
         let dialled = {
             let _dialling = DialGuard::start(&self.dial_started_at);
             match (self.connect)(Protocol::Http2).await {
@@ -364,25 +371,25 @@ impl EndpointClient {
         }
     }
 
-    /// Sends a request again to this endpoint if the server has not read it, or if it can be processed twice. Or else returns an
-    /// error that says whether the request can go to another endpoint.
+    /// Sends a request again to this endpoint if [`Exchange::into_failure`] permits it. Otherwise returns an error that says
+    /// whether the request can go to another endpoint.
     async fn resend(&self, exchange: Exchange, head_error: ResponseHeadError) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
-        let FailedExchange { error, resend: request } = exchange.into_failure(head_error, self.resend_policy()).await;
+        let FailedExchange { error, request } = exchange.into_failure(head_error, self.resend_policy()).await;
         match request {
             None => Err(error),
             Some(request) if request.target == ResendTarget::SameEndpoint => {
                 self.reconnect_and_resend(request, error, pool).await
             }
-            Some(request) => Err(self.error_if_port_closed(request, error).await),
+            Some(request) => Err(self.error_after_port_check(request, error).await),
         }
     }
 
-    /// Dials only to learn whether the application still listens; the connection is not used. If the port is closed and the
-    /// request was discarded, the returned error allows another endpoint. Otherwise it is `error`.
-    async fn error_if_port_closed(&self, mut request: ResendableRequest, error: Error) -> Error {
+    /// If the port is closed and the request was discarded, returns an error that permits a resend to another endpoint;
+    /// otherwise returns `error`. Dials only to learn whether the application still listens; the connection is not used.
+    async fn error_after_port_check(&self, mut request: ResendableRequest, error: Error) -> Error {
         match (self.connect)(Protocol::Http1).await {
-            Err(dial_error) if dial_error.is_connection_refused() && request.was_discarded().await => {
+            Err(dial_error) if dial_error.is_connection_refused() && request.was_discarded_or_reset().await => {
                 self.reconnect_error(&error, dial_error)
             }
             Ok(_) | Err(_) => error,
@@ -421,9 +428,9 @@ impl EndpointClient {
 struct DialGuard<'a>(&'a Mutex<Option<Instant>>);
 
 impl<'a> DialGuard<'a> {
-    fn start(since: &'a Mutex<Option<Instant>>) -> Self {
-        *since.lock() = Some(Instant::now());
-        Self(since)
+    fn start(started_at: &'a Mutex<Option<Instant>>) -> Self {
+        *started_at.lock() = Some(Instant::now());
+        Self(started_at)
     }
 }
 
@@ -673,6 +680,28 @@ mod tests {
             assert!(client.dial_started_at().is_some());
         }
         assert!(client.dial_started_at().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_request_that_waits_for_settings_is_not_counted_as_a_stream() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let connect: ConnectFn =
+            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(1),
+            max_idle: 1,
+            resend: ResendPolicy::IdempotentMethods,
+        };
+        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        // The server sends no settings.
+        let mut waiting = pin!(client.connection(Protocol::Http2, ConnectionUse::ExtendedConnect));
+        while client.http2.lock().is_empty() {
+            assert!(futures_util::poll!(&mut waiting).is_pending());
+            tokio::task::yield_now().await;
+        }
+        assert!(futures_util::poll!(&mut waiting).is_pending());
+        assert_eq!(client.http2.lock()[0].n_streams(), 0);
     }
 
     /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.

@@ -86,9 +86,9 @@ pub(crate) enum Error {
     InvalidResponse(&'static str),
     #[error("{addr} does not accept another extended CONNECT stream (RFC 8441)")]
     ExtendedConnectUnsupported { addr: SocketAddr },
-    /// A retry was safe, but the body was too large to be kept for it.
+    /// A resend was safe, but the body was too large to be kept for it.
     #[error(transparent)]
-    TooLargeToRetry(Box<Self>),
+    TooLargeToResend(Box<Self>),
     #[error("receiving the request body failed")]
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
@@ -207,6 +207,7 @@ pub(crate) mod grpc {
     pub(crate) const FAILED_PRECONDITION: i32 = 9;
     pub(crate) const ABORTED: i32 = 10;
     pub(crate) const UNIMPLEMENTED: i32 = 12;
+    pub(crate) const DATA_LOSS: i32 = 15;
 }
 
 /// The status that the client gets.
@@ -248,7 +249,7 @@ impl Error {
 
     pub(crate) fn side(&self) -> Side {
         match self {
-            Self::TooLargeToRetry(error) => error.side(),
+            Self::TooLargeToResend(error) => error.side(),
             Self::ReadRequestBody(_)
             | Self::InvalidRequest(_)
             | Self::AmbiguousPath
@@ -312,7 +313,7 @@ impl Error {
     /// with a GOAWAY whose last stream is lower. The request can be sent again on a new connection.
     pub(crate) fn is_unprocessed(&self) -> bool {
         match self {
-            Self::TooLargeToRetry(error) => error.is_unprocessed(),
+            Self::TooLargeToResend(error) => error.is_unprocessed(),
             // Only streams above the last stream of a GOAWAY fail with it; the others continue.
             Self::H2(error) => {
                 error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.is_remote())
@@ -349,7 +350,7 @@ impl Error {
             closes_connection: close,
         };
         match self {
-            Self::TooLargeToRetry(error) => error.status(),
+            Self::TooLargeToResend(error) => error.status(),
             Self::ConnectTimeout(_)
             | Self::DialFailed {
                 cause: "connect-timeout",
@@ -415,10 +416,13 @@ impl Error {
         }
     }
 
-    /// Label of `*_http_errors_total`.
+    /// Label `error` of `*_http_errors_total` and `*_tcp_errors_total`.
+    ///
+    /// Source: Linkerd's proxy. There, too, the request whose wait ends is counted as `failfast`, and later ones, which do not
+    /// wait, as `loadshed`.
     pub(crate) fn label(&self) -> &'static str {
         match self {
-            Self::TooLargeToRetry(error) => error.label(),
+            Self::TooLargeToResend(error) => error.label(),
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::StreamLimit { .. }
@@ -455,7 +459,7 @@ impl Error {
         match self {
             Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
             Self::RateLimited { limit } => format!("{code}; limit={limit}"),
-            Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
+            Self::TooLargeToResend(error) => format!("{code}; after={}", error.cause()),
             Self::QueueTimeout(_, UnavailableCause::Unreachable { after: Some(after) })
             | Self::FailingFast(UnavailableCause::Unreachable { after: Some(after) }) => {
                 format!("{code}; after={after}")
@@ -476,22 +480,23 @@ impl Error {
             | Self::Http2ConnectionEnded { addr }
             | Self::StreamLimit { addr, .. }
             | Self::ExtendedConnectUnsupported { addr } => Some(*addr),
-            Self::TooLargeToRetry(error) => error.failed_addr(),
+            Self::TooLargeToResend(error) => error.failed_addr(),
             _ => None,
         }
     }
 
-    pub(crate) fn labels(&self) -> ErrorLabels {
+    /// Labels for the metrics of responses and of routes.
+    pub(crate) fn response_labels(&self) -> ErrorLabels {
         ErrorLabels {
             cause: self.cause(),
-            route_error: self.route_label(),
+            route_error: self.route_error_label(),
         }
     }
 
-    /// Label of the error in route metrics.
-    fn route_label(&self) -> &'static str {
+    /// Label `error` of route metrics.
+    fn route_error_label(&self) -> &'static str {
         match self {
-            Self::TooLargeToRetry(error) => error.route_label(),
+            Self::TooLargeToResend(error) => error.route_error_label(),
             Self::QueueTimeout(..) => "FAIL_FAST",
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
@@ -531,7 +536,7 @@ impl Error {
     /// The stable cause code, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
-            Self::TooLargeToRetry(_) => "body-too-large-to-retry",
+            Self::TooLargeToResend(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
             Self::ConnectionClosed { .. }

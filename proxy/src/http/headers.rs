@@ -42,18 +42,18 @@ struct RemovableHeaders {
 impl RemovableHeaders {
     /// Looks at each name once. Most messages have none of these headers, so this is faster than a lookup for each of them.
     fn scan(headers: &HeaderMap) -> Self {
-        let mut found = Self::default();
+        let mut removable = Self::default();
         for name in headers.keys() {
             match name.as_str() {
-                "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te" => found.has_hop_by_hop = true,
+                "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te" => removable.has_hop_by_hop = true,
                 name if name.starts_with("l5d") => {
-                    found.has_proxy_headers |= name.starts_with("l5d-");
-                    found.has_underscore_names |= is_underscore_alias(name);
+                    removable.has_proxy_headers |= name.starts_with("l5d-");
+                    removable.has_underscore_names |= is_underscore_alias(name);
                 }
                 _ => {}
             }
         }
-        found
+        removable
     }
 }
 
@@ -84,22 +84,22 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
 
 /// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for requests from a peer's proxy.
 pub(crate) fn strip_from_peer_request(headers: &mut HeaderMap) {
-    let found = RemovableHeaders::scan(headers);
-    if found.has_underscore_names {
+    let removable = RemovableHeaders::scan(headers);
+    if removable.has_underscore_names {
         strip_underscore_aliases(headers);
     }
-    if found.has_hop_by_hop {
+    if removable.has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
 }
 
 /// [`strip_hop_by_hop`] and [`strip_spoofed`] with one scan, for responses of the application.
 pub(crate) fn strip_from_app_response(headers: &mut HeaderMap) {
-    let found = RemovableHeaders::scan(headers);
-    if found.has_hop_by_hop {
+    let removable = RemovableHeaders::scan(headers);
+    if removable.has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
-    if found.has_proxy_headers {
+    if removable.has_proxy_headers {
         remove_spoofed(headers);
     }
 }
@@ -135,8 +135,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether a client cannot remove this header by listing it in `connection`, and cannot send it as a trailer: headers about the
-/// host and the framing, and `l5d-*` headers.
+/// Whether this header is protected: a client can neither remove it by listing it in `connection` nor send it as a trailer.
+/// These are the headers about the host and the framing, and `l5d-*` headers.
 fn is_protected(name: &HeaderName) -> bool {
     [
         header::HOST,
@@ -167,8 +167,8 @@ pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
         return false;
     }
     // A list that contains `h2c` does not count either: the application could choose it, and HTTP/2 would bypass the proxy.
-    let is_h2c = |to: &HeaderValue| {
-        let mut protocols = to.as_bytes().split(|b| *b == b',');
+    let is_h2c = |value: &HeaderValue| {
+        let mut protocols = value.as_bytes().split(|b| *b == b',');
         protocols.any(|protocol| protocol.trim_ascii().eq_ignore_ascii_case(b"h2c"))
     };
     let headers = req.headers();
@@ -215,12 +215,12 @@ fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     {
         return Err(Error::InvalidRequest("the transfer-encoding is not exactly chunked"));
     }
-    check_http1_target(req)
+    check_http1_target_and_body(req)
 }
 
-/// Checks the HTTP/1 rules for the target and the body of a request, but not `transfer-encoding`. Also for HTTP/1
-/// requests that a peer's proxy sent over HTTP/2. The parser has already checked the bytes of an HTTP/1 head.
-pub(crate) fn check_http1_target<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
+/// Checks the HTTP/1 rules for the target and the body of a request, but not `transfer-encoding`. Called also for
+/// HTTP/1 requests that a peer's proxy sent over HTTP/2. The parser has already checked the bytes of an HTTP/1 head.
+pub(crate) fn check_http1_target_and_body<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     let uri = req.uri();
     let is_connect = *req.method() == Method::CONNECT;
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
@@ -311,7 +311,7 @@ fn is_same_host(authority: &Authority, host: &HeaderValue, scheme: Option<&Schem
         return false;
     };
     let default = if scheme == Some(&Scheme::HTTPS) { 443 } else { 80 };
-    let port = |of: &Authority| of.port_u16().unwrap_or(default);
+    let port = |authority: &Authority| authority.port_u16().unwrap_or(default);
     host.host().eq_ignore_ascii_case(authority.host()) && port(&host) == port(authority) && !host.as_str().contains('@')
 }
 

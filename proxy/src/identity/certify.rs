@@ -22,7 +22,7 @@ use crate::identity::anchors::TrustAnchorSource;
 use crate::identity::key::Key;
 use crate::identity::metrics::Metrics;
 use crate::metrics::invalid_updates::InvalidUpdateReporter;
-use crate::tls::credentials::{Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::credentials::{CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 
 /// How certificates are requested.
 #[derive(Clone, Debug)]
@@ -46,8 +46,8 @@ pub(crate) struct Certifier {
     file_anchors: Option<TrustAnchors>,
     /// The last bundle that the control plane sent over a connection verified with the proxy's own anchors.
     control_plane_anchors: Option<TrustAnchors>,
-    /// Reports a file that cannot be used.
-    unreadable: InvalidUpdateReporter,
+    /// Reports a file of trust anchors that cannot be used.
+    invalid_anchors_reporter: InvalidUpdateReporter,
     key: Key,
     /// The clock by which certificates expire.
     clock: Clock,
@@ -109,7 +109,7 @@ impl Certifier {
                 file @ TrustAnchorSource::File(_) => file.read().ok(),
             },
             control_plane_anchors: None,
-            unreadable: anchors.reporter(registry),
+            invalid_anchors_reporter: anchors.reporter(registry),
             anchors,
             key,
             clock,
@@ -145,7 +145,7 @@ impl Certifier {
                         let delay = delays.next_delay();
                         debug!(error = %ErrorChain(&error), ?delay, "certification failed");
                         if let Some(ready_latch) = &ready_latch {
-                            ready_latch.hold(format!("no certificate yet: {}", ErrorChain(&error)));
+                            ready_latch.set_reason(format!("no certificate yet: {}", ErrorChain(&error)));
                         }
                         if last_error.is_none() {
                             warn!(error = %ErrorChain(&error), "certificate request failed, retrying");
@@ -197,11 +197,14 @@ impl Certifier {
             .chain(intermediates)
             .map(CertificateDer::from)
             .collect();
-        let leaf = Leaf {
+        let certified_key = CertifiedKey {
             chain,
             key: Zeroizing::new(self.key.pkcs8.clone_key()),
         };
-        let validity = self.creds.replace(leaf, anchors).map_err(CertifyError::Certificate)?;
+        let validity = self
+            .creds
+            .replace(certified_key, anchors)
+            .map_err(CertifyError::Certificate)?;
 
         // The next certificate gets a new key.
         if let Err(error) = self.key.renew(self.creds.id()) {
@@ -266,7 +269,7 @@ impl Certifier {
         let read = match self.anchors.read() {
             Ok(read) => read,
             Err(error) => {
-                self.unreadable.report(&error); // the old anchors stay
+                self.invalid_anchors_reporter.report(&error); // the old anchors stay
                 return false;
             }
         };
@@ -279,7 +282,7 @@ impl Certifier {
             .and_then(|anchors| self.creds.replace_anchors(anchors))
         {
             Ok(()) => info!("trust anchors have changed"),
-            Err(error) => drop(self.unreadable.report(&error)),
+            Err(error) => drop(self.invalid_anchors_reporter.report(&error)),
         }
         true
     }

@@ -129,7 +129,7 @@ async fn fixture(setup: Setup) -> Fixture {
 
     let dir = TempDir::new().unwrap();
     fs::write(dir.path().join("token"), "first\n").unwrap();
-    fs::write(dir.path().join("anchors.pem"), authority.root.pem()).unwrap();
+    fs::write(dir.path().join("anchors.pem"), authority.certificate.pem()).unwrap();
     let id: Identity = CLIENT.parse().unwrap();
     let anchors = match setup.in_file {
         true => TrustAnchorSource::File(dir.path().join("anchors.pem")),
@@ -295,8 +295,8 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
 
 fn both_roots(authority: &Authority) -> Vec<Vec<u8>> {
     vec![
-        authority.root.der().to_vec(),
-        Authority::named("next").root.der().to_vec(),
+        authority.certificate.der().to_vec(),
+        Authority::named("next").certificate.der().to_vec(),
     ]
 }
 
@@ -322,7 +322,7 @@ async fn anchors_of_file_and_control_plane_overlap() {
     with_timeout(fixture.creds.wait_certified()).await;
     let sent = fixture.creds.anchors();
     // A root that is added to the file stays, whatever bundle the control plane sends with the next certificate.
-    let file = fixture.authority.root.pem() + &Authority::named("added").root.pem();
+    let file = fixture.authority.certificate.pem() + &Authority::named("added").certificate.pem();
     let added = TrustAnchors::from_pem(&file).unwrap();
     fs::write(fixture.dir.path().join("anchors.pem"), file).unwrap();
     skip(Duration::from_secs(11)).await;
@@ -349,7 +349,7 @@ async fn anchors_from_an_unverified_server_are_ignored() {
 
 #[tokio::test]
 async fn a_bundle_without_the_issuer_is_not_used() {
-    let next_only = |_: &Authority| vec![Authority::named("next").root.der().to_vec()];
+    let next_only = |_: &Authority| vec![Authority::named("next").certificate.der().to_vec()];
     let fixture = fixture(Setup {
         anchors: next_only,
         in_file: false,
@@ -368,7 +368,7 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     let fixture = fixture(Setup::default()).await;
     with_timeout(fixture.creds.wait_certified()).await;
     let file = fixture.dir.path().join("anchors.pem");
-    let both = fixture.authority.root.pem() + &Authority::named("next").root.pem();
+    let both = fixture.authority.certificate.pem() + &Authority::named("next").certificate.pem();
     fs::write(&file, "no certificate").unwrap();
     skip(Duration::from_secs(11)).await;
     assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());

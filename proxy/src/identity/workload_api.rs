@@ -35,15 +35,15 @@ use crate::identity::anchors::{AnchorsError, TrustAnchorSource};
 use crate::identity::certify::{ANCHORS_RELOAD_INTERVAL, WAITING_LOG_INTERVAL, delayed_interval};
 use crate::identity::metrics::Metrics;
 use crate::metrics::invalid_updates::InvalidUpdateReporter;
-use crate::tls::credentials::{Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::credentials::{CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 
 /// Keeps [`Credentials`] up to date from a Workload API.
 pub(crate) struct WorkloadApiClient {
     socket: PathBuf,
     /// Additional trust anchors.
     extra_anchors: Option<TrustAnchorSource>,
-    /// Reports a file of additional anchors that cannot be read.
-    unreadable: Option<InvalidUpdateReporter>,
+    /// Reports a file of additional anchors that cannot be used.
+    invalid_anchors_reporter: Option<InvalidUpdateReporter>,
     creds: Credentials,
     metrics: Metrics,
     /// The last bundle of the API, without additional anchors.
@@ -52,13 +52,13 @@ pub(crate) struct WorkloadApiClient {
 
 #[derive(Debug, thiserror::Error)]
 enum FetchError {
-    #[error("connecting to the Workload API at {}", .path.display())]
+    #[error("connecting to the Workload API at {} failed", .path.display())]
     Connect {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("starting HTTP/2 with the Workload API")]
+    #[error("starting HTTP/2 with the Workload API failed")]
     Http(#[source] hyper::Error),
     #[error("the Workload API at {} did not answer within {RESPONSE_TIMEOUT:?}", .path.display())]
     Timeout { path: PathBuf },
@@ -87,7 +87,7 @@ impl WorkloadApiClient {
     ) -> Self {
         Self {
             socket,
-            unreadable: extra_anchors.as_ref().map(|added| added.reporter(registry)),
+            invalid_anchors_reporter: extra_anchors.as_ref().map(|added| added.reporter(registry)),
             extra_anchors,
             creds,
             metrics: Metrics::new(registry),
@@ -99,22 +99,22 @@ impl WorkloadApiClient {
     ///
     /// The proxy becomes ready when `ready_latch` is dropped, with the first certificate.
     pub(crate) async fn run(mut self, ready_latch: Latch) {
-        let waiting = Arc::new(Mutex::new(PendingCertificate {
+        let status = Arc::new(Mutex::new(CertificateStatus {
             ready_latch: Some(ready_latch),
             error: None,
         }));
-        let pending_logs = log_pending(waiting.clone());
+        let logging = log_while_missing(status.clone());
         tokio::select! {
-            () = self.watch(&waiting) => {}
-            () = pending_logs => {}
+            () = self.watch(&status) => {}
+            () = logging => {}
         }
     }
 
-    async fn watch(&mut self, waiting: &Mutex<PendingCertificate>) {
+    async fn watch(&mut self, status: &Mutex<CertificateStatus>) {
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let generation_before = self.creds.generation();
-            let error = match self.stream(waiting).await {
+            let error = match self.stream(status).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -124,13 +124,13 @@ impl WorkloadApiClient {
             }
             let delay = delays.next_delay();
             debug!(error = %ErrorChain(&error), ?delay, "the Workload API failed");
-            waiting.lock().failed(&error);
+            status.lock().failed(&error);
             sleep(delay).await;
         }
     }
 
     /// Reads one stream of updates until it fails.
-    async fn stream(&mut self, waiting: &Mutex<PendingCertificate>) -> Result<std::convert::Infallible, FetchError> {
+    async fn stream(&mut self, status: &Mutex<CertificateStatus>) -> Result<std::convert::Infallible, FetchError> {
         // Closes the connection with the stream.
         let mut connection = JoinSet::new();
         let connecting = connect(&self.socket, &mut connection);
@@ -146,7 +146,7 @@ impl WorkloadApiClient {
                 update = updates.message() => {
                     let update = update.map_err(FetchError::Refused)?.ok_or(FetchError::Ended)?;
                     self.install(update)?;
-                    waiting.lock().succeeded();
+                    status.lock().succeeded();
                 }
                 _ = reload_interval.tick() => self.reload_anchors_file(),
             }
@@ -158,11 +158,14 @@ impl WorkloadApiClient {
         let bundle = certificates(svid.bundle, "trust anchors")?;
         let bundle = TrustAnchors::from_der(bundle).map_err(FetchError::Anchors)?;
         let anchors = self.with_extra_anchors(&bundle)?;
-        let leaf = Leaf {
+        let certified_key = CertifiedKey {
             chain: certificates(svid.x509_svid, "certificates")?,
             key: Zeroizing::new(PrivatePkcs8KeyDer::from(svid.x509_svid_key)),
         };
-        let validity = self.creds.replace(leaf, anchors).map_err(FetchError::Certificate)?;
+        let validity = self
+            .creds
+            .replace(certified_key, anchors)
+            .map_err(FetchError::Certificate)?;
         if self.bundle.as_ref().is_some_and(|known| *known != bundle) {
             info!("the Workload API sent new trust anchors");
         }
@@ -202,18 +205,24 @@ impl WorkloadApiClient {
             Ok(true) => info!("trust anchors have changed"),
             Ok(false) => {}
             // The old anchors stay.
-            Err(error) => drop(self.unreadable.as_mut().map(|unreadable| unreadable.report(&error))),
+            Err(error) => {
+                if let Some(reporter) = &mut self.invalid_anchors_reporter {
+                    reporter.report(&error);
+                }
+            }
         }
     }
 }
 
-/// The errors that are reported while there is no certificate.
-struct PendingCertificate {
+/// Whether there is a certificate, for logs and readiness.
+struct CertificateStatus {
+    /// Held until the first certificate.
     ready_latch: Option<Latch>,
+    /// Last error since the last certificate.
     error: Option<String>,
 }
 
-impl PendingCertificate {
+impl CertificateStatus {
     fn succeeded(&mut self) {
         self.ready_latch = None;
         self.error = None;
@@ -225,19 +234,20 @@ impl PendingCertificate {
             warn!(error = %ErrorChain(error), "no certificate from the Workload API, retrying");
         }
         if let Some(ready_latch) = &self.ready_latch {
-            ready_latch.hold(format!("no certificate yet: {}", ErrorChain(error)));
+            ready_latch.set_reason(format!("no certificate yet: {}", ErrorChain(error)));
         }
         self.error = Some(ErrorChain(error).to_string());
     }
 }
 
-async fn log_pending(waiting: Arc<Mutex<PendingCertificate>>) {
+/// Logs from time to time that the first certificate is still missing.
+async fn log_while_missing(status: Arc<Mutex<CertificateStatus>>) {
     let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
     loop {
         log_interval.tick().await;
-        let waiting = waiting.lock();
-        if waiting.ready_latch.is_some()
-            && let Some(error) = &waiting.error
+        let status = status.lock();
+        if status.ready_latch.is_some()
+            && let Some(error) = &status.error
         {
             warn!(error, "still waiting for a certificate");
         }

@@ -90,7 +90,7 @@ fn fixture(added: Option<&Authority>) -> Fixture {
     let server = tokio::spawn(serve(listener, api));
     let added = added.map(|authority| {
         let file = dir.path().join("added.pem");
-        fs::write(&file, authority.root.pem()).unwrap();
+        fs::write(&file, authority.certificate.pem()).unwrap();
         TrustAnchorSource::File(file)
     });
     let creds = Credentials::new(VM.parse().unwrap(), "vm.example.com", TrustAnchors::none()).unwrap();
@@ -141,7 +141,7 @@ fn svid(authority: &Authority, id: &str, until: SystemTime) -> X509svid {
         spiffe_id: id.to_owned(),
         x509_svid: leaf.chain.iter().flat_map(|der| der.to_vec()).collect(),
         x509_svid_key: leaf.key.secret_pkcs8_der().to_vec(),
-        bundle: authority.root.der().to_vec(),
+        bundle: authority.certificate.der().to_vec(),
         hint: String::new(),
     }
 }
@@ -171,7 +171,7 @@ async fn certificate_key_and_anchors_come_from_the_socket_and_updates_take_effec
 
     // A new root is placed before the certificate that it signs.
     let mut both = svid(&one, VM, in_an_hour());
-    both.bundle.extend_from_slice(two.root.der());
+    both.bundle.extend_from_slice(two.certificate.der());
     stream.send(update(vec![both])).await.unwrap();
     fixture.until(|fixture| fixture.creds.generation() == 2).await;
     assert!(fixture.creds.anchors() == one.anchors().union(&two.anchors()).unwrap());
@@ -219,7 +219,7 @@ async fn an_invalid_answer_changes_nothing() {
     let changes: [fn(&mut X509svid, &Authority); 6] = [
         |svid, _| svid.bundle.clear(),
         |svid, _| svid.bundle = b"hello".to_vec(),
-        |svid, foreign| svid.bundle = foreign.root.der().to_vec(),
+        |svid, foreign| svid.bundle = foreign.certificate.der().to_vec(),
         |svid, _| svid.x509_svid.clear(),
         |svid, _| svid.x509_svid_key = b"hello".to_vec(),
         |svid, foreign| svid.x509_svid = foreign.leaf(&[VM], in_an_hour()).chain[0].to_vec(),
@@ -254,7 +254,7 @@ async fn trust_anchors_of_the_environment_are_added_to_those_of_the_socket() {
     fixture.until(|fixture| fixture.readiness.is_ready()).await;
     assert!(fixture.creds.anchors() == own.anchors().union(&mesh.anchors()).unwrap());
     let next = Authority::named("next");
-    fs::write(fixture.dir.path().join("added.pem"), next.root.pem()).unwrap();
+    fs::write(fixture.dir.path().join("added.pem"), next.certificate.pem()).unwrap();
     fixture
         .until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
         .await;

@@ -43,9 +43,9 @@ impl Inbound {
         if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }
-        let port = self.port_policies.get_or_watch(caller.local.port());
-        self.port_policies.wait_until_received(&port).await;
-        let current = port.current();
+        let port_policy = self.port_policies.get_or_watch(caller.local.port());
+        self.port_policies.wait_until_received(&port_policy).await;
+        let current = port_policy.current();
         if current.is_placeholder {
             self.port_policies.warn_unknown_policy(caller.local.port());
             return Err(Error::PolicyUnknown);
@@ -82,7 +82,7 @@ impl Inbound {
         filters::apply_request_filters(
             &found.rule.filters,
             &mut Request::from_parts(head, Body::empty()),
-            found.prefix,
+            found.matched_prefix_len,
         )?;
         if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
             && let Err(which) = limiter.check(tls.client_id(), Instant::now())

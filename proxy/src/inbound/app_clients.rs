@@ -29,7 +29,7 @@ pub(crate) struct AppClients {
     pub(crate) source_address: SourceAddress,
     pub(crate) http2: h2::Http2Config,
     pub(crate) pool: PoolConfig,
-    pub(crate) connections: tcp_metrics::Families,
+    pub(crate) tcp_families: tcp_metrics::Families,
     /// HTTP clients, by worker and target.
     pub(crate) by_worker: Vec<Mutex<HashMap<AppTarget, Arc<EndpointClient>>>>,
 }
@@ -78,7 +78,7 @@ impl AppClients {
     /// The metrics of connections to `target`.
     pub(super) fn connection_metrics(&self, target: SocketAddr) -> Arc<ConnectionMetrics> {
         let labels = target_labels(target).with("peer", "dst").with("tls", "no_identity");
-        self.connections.series(labels.with("no_tls_reason", "loopback"))
+        self.tcp_families.series(labels.with("no_tls_reason", "loopback"))
     }
 
     fn new_client(&self, app: AppTarget) -> EndpointClient {
@@ -86,14 +86,14 @@ impl AppClients {
             addr: target,
             source_ip,
         } = app;
-        let (config, counts) = (self.connect, self.connection_metrics(target));
+        let (config, metrics) = (self.connect, self.connection_metrics(target));
         let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
-            let counts = counts.clone();
+            let metrics = metrics.clone();
             Box::pin(async move {
                 let stream = connect::dial_from(source_ip, target, &config)
                     .await
                     .map_err(Error::from_connect)?;
-                Ok(Io::tcp(Tcp::new(stream)).count(counts))
+                Ok(Io::tcp(Tcp::new(stream)).count(metrics))
             })
         };
         EndpointClient::new(target, Box::new(open), self.http2, self.pool)

@@ -6,6 +6,6 @@ use tulle_core::addr::ClientAddr;
 #[derive(Clone, Copy, Debug)]
 pub(in crate::inbound) struct ConnectionAddrs {
     pub(in crate::inbound) client: ClientAddr,
-    /// The application's address, as the client dialled it.
+    /// The address that the client dialled: the application's, or the proxy's own for direct connections to a gateway.
     pub(in crate::inbound) target: SocketAddr,
 }

@@ -38,10 +38,10 @@ pub(crate) struct Inbound {
     pub(crate) taps: Arc<TapRegistry>,
     /// `None` if tracing is disabled.
     pub(crate) tracer: Option<Tracer>,
-    /// Server names (SNI and transport header) that may be metric labels. A set of bounded size, without values.
-    pub(crate) label_server_names: HostSeries<()>,
+    /// Server names (SNI and transport header) that may be metric labels, a set of bounded size.
+    pub(crate) server_name_labels: HostSeries<()>,
     /// Request authorities that may be metric labels, a set of bounded size; `None` if requests are not counted by authority.
-    pub(crate) label_authorities: Option<HostSeries<Arc<str>>>,
+    pub(crate) authority_labels: Option<HostSeries<Arc<str>>>,
     /// `None` if this proxy is not a gateway.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Limits log lines about refused clients.

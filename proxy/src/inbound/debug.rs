@@ -45,7 +45,7 @@ struct AuthorizationStatus {
 struct RateLimitStatus {
     name: String,
     requests_per_second: Option<u32>,
-    requests_per_second_of_an_identity: Option<u32>,
+    requests_per_second_per_identity: Option<u32>,
 }
 
 impl PortPolicies {
@@ -58,20 +58,20 @@ impl PortPolicies {
 }
 
 impl PortStatus {
-    fn from_port(number: u16, port: &PortPolicy) -> Self {
-        let current = port.current();
+    fn from_port(port: u16, port_policy: &PortPolicy) -> Self {
+        let current = port_policy.current();
         let policy = &current.server_policy;
         let http = policy.protocol.http();
         Self {
-            port: number,
+            port,
             policy: policy.meta.to_string(),
-            source: match (port.is_received(), port.fallback_origin()) {
+            source: match (port_policy.is_received(), port_policy.fallback_origin()) {
                 (true, _) => "control plane",
                 (false, FallbackOrigin::LastKnown) => "control plane, last known; the current watch has no answer yet",
                 (false, FallbackOrigin::Placeholder) => {
                     "unknown: the control plane has not answered, and connections are refused"
                 }
-                (false, FallbackOrigin::Configured) => "environment default, until the control plane answers",
+                (false, FallbackOrigin::EnvironmentDefault) => "environment default, until the control plane answers",
             },
             protocol: match &policy.protocol {
                 ServerProtocol::Detect { .. } => "detect",
@@ -102,7 +102,7 @@ impl PortStatus {
                 .map(|limit| RateLimitStatus {
                     name: limit.meta.to_string(),
                     requests_per_second: limit.total,
-                    requests_per_second_of_an_identity: limit.identity,
+                    requests_per_second_per_identity: limit.per_identity,
                 }),
         }
     }

@@ -7,7 +7,7 @@ use crate::http::server_config::ServerConfig;
 pub(crate) struct HttpServerConfigs {
     /// For clients with an identity.
     pub(crate) meshed: ServerConfig,
-    /// For clients without an identity, if the policy permits them any request.
+    /// For clients without an identity, if the policy permits them at least one request.
     pub(crate) unmeshed: ServerConfig,
     /// For clients to which the policy permits no request at the time they connect.
     pub(crate) unauthorized: ServerConfig,
@@ -41,8 +41,8 @@ impl HttpServerConfigs {
 /// all requests of a worker on one connection.
 const MAX_UNMESHED_STREAMS: u32 = 1024;
 
-/// Maximum concurrent streams of an HTTP/2 connection of an unauthorized client. Before a stream is reset, twice
-/// [`MAX_UNAUTHORIZED_HEADER_LIST_BYTES`] is read, so the headers of all streams take at most 1 MiB.
+/// Maximum concurrent streams of an HTTP/2 connection of an unauthorized client. The h2 crate reads up to twice
+/// [`MAX_UNAUTHORIZED_HEADER_LIST_BYTES`] before it resets a stream, so the headers of all streams take at most 1 MiB.
 const MAX_UNAUTHORIZED_STREAMS: u32 = 16;
 const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 

@@ -100,8 +100,8 @@ impl RouteSeries {
 
     /// Records the end of a response, or that there is none.
     pub(super) fn record_response(&self, timing: &RequestTiming, outcome: &ResponseOutcome, now: Instant) {
-        routes::observe(&self.request_duration, timing.started(), now);
-        routes::observe(&self.response_duration, timing.ended(), now);
+        routes::observe(&self.request_duration, timing.started_at(), now);
+        routes::observe(&self.response_duration, timing.body_ended_at(), now);
         self.statuses.record(outcome);
     }
 }
@@ -253,7 +253,7 @@ pub(super) fn target_labels(target: SocketAddr) -> Labels {
 
 /// Labels of everything on one connection under one policy.
 pub(super) fn connection_labels(target: SocketAddr, tls: &ServerTls, server: &Arc<Meta>) -> Labels {
-    with_server(tls.labels(target_labels(target)), server, target.port())
+    with_server(tls.metric_labels(target_labels(target)), server, target.port())
 }
 
 /// Adds the server whose policy applies to `port`.

@@ -1,8 +1,8 @@
 //! The current policy of each port.
 //!
 //! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] ports are watched, the policy of a further port is polled.
-//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its last policy is
-//! remembered as long as the process runs. It applies to new connections until a new watch has an answer.
+//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its policy is stored
+//! as the last known one of the port, as long as the process runs. It applies to new connections until a new watch has an answer.
 
 use std::{
     collections::HashMap,
@@ -38,7 +38,7 @@ use crate::{
 
 /// The policies of the ports that clients have dialled, and of those that are always watched.
 pub(crate) struct PortPolicies {
-    client: Policies,
+    api: Policies,
     invalid_updates: invalid_updates::Families,
     /// Applies to a port until the control plane sends its policy.
     initial_policy: InitialPolicy,
@@ -59,11 +59,11 @@ pub(crate) struct PortPolicies {
 pub(crate) enum InitialPolicy {
     /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
-    /// The configured default applies immediately.
+    /// The default policy of the environment applies immediately.
     Default(DefaultPolicies),
 }
 
-/// The configured default policies.
+/// The default policies of the environment.
 pub(crate) struct DefaultPolicies {
     pub(crate) detect: Arc<ActivePolicy>,
     pub(crate) opaque: Arc<ActivePolicy>,
@@ -82,10 +82,11 @@ struct PortTable {
 }
 
 struct WatchedPort {
-    port: Arc<PortPolicy>,
+    port_policy: Arc<PortPolicy>,
     used_at: Instant,
 }
 
+/// The policy of one port, watched or polled.
 pub(crate) struct PortPolicy {
     policy_rx: watch::Receiver<WatchState<Arc<ActivePolicy>>>,
     /// In force until the control plane answers.
@@ -94,8 +95,10 @@ pub(crate) struct PortPolicy {
     /// Shortens the backoff of the watch or poll.
     retry_signal: RetrySignal,
     watched_since: Instant,
-    /// The side that speaks first: without TLS, and inside TLS that this proxy terminates.
-    pub(super) learned_speakers: [LearnedSpeaker; 2],
+    /// Which side has sent the first bytes on earlier connections without TLS.
+    pub(super) learned_speaker_without_tls: LearnedSpeaker,
+    /// The same inside TLS that this proxy terminates.
+    pub(super) learned_speaker_inside_tls: LearnedSpeaker,
 }
 
 /// The source of the policy that is in force until the control plane answers.
@@ -105,8 +108,8 @@ pub(super) enum FallbackOrigin {
     Placeholder,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
-    /// The configured default.
-    Configured,
+    /// The default policy of the environment.
+    EnvironmentDefault,
 }
 
 /// A policy and its runtime state.
@@ -161,31 +164,31 @@ impl ActivePolicy {
         }
     }
 
-    /// Finds the rule of `http`, which must belong to this policy, that matches a request.
+    /// Finds the rule that matches a request. `http` are the routes of this policy.
     ///
     /// # Errors
     /// The path is ambiguous, and user-defined rules depend on the path.
     pub(super) fn find_route<'a>(
         &'a self,
         http: &'a ServerHttp,
-        head: RequestAttributes<'_>,
+        attributes: RequestAttributes<'_>,
     ) -> Result<Option<RouteMatch<'a, Arc<[Authorization]>>>, Error> {
         let normalized_path = match self.path_rules {
             PathRules::None => None,
-            PathRules::ProbesOnly => path::normalize(head.path),
-            PathRules::UserDefined => Some(path::normalize(head.path).ok_or(Error::AmbiguousPath)?),
+            PathRules::ProbesOnly => path::normalize(attributes.path),
+            PathRules::UserDefined => Some(path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?),
         };
         let Some(normalized_path) = normalized_path else {
-            return Ok(route::find(&http.routes, &head));
+            return Ok(route::find(&http.routes, &attributes));
         };
         let found = route::find(
             &http.routes,
             &RequestAttributes {
                 path: &normalized_path,
-                ..head
+                ..attributes
             },
         );
-        Ok(found.map(|found| found.with_prefix(|length| path::original_len(head.path, length))))
+        Ok(found.map(|found| found.map_matched_prefix_len(|length| path::original_len(attributes.path, length))))
     }
 }
 
@@ -199,14 +202,10 @@ pub(crate) struct PortPoliciesConfig {
 }
 
 impl PortPolicies {
-    pub(crate) fn new(
-        client: Policies,
-        config: PortPoliciesConfig,
-        invalid_updates: invalid_updates::Families,
-    ) -> Self {
+    pub(crate) fn new(api: Policies, config: PortPoliciesConfig, invalid_updates: invalid_updates::Families) -> Self {
         let ports = Self {
             invalid_updates,
-            client,
+            api,
             initial_policy: config.initial_policy,
             detect_timeout: config.detect_timeout,
             always_watched: config.always_watched,
@@ -228,15 +227,15 @@ impl PortPolicies {
         let mut table = self.table.lock();
         if let Some(watched) = table.watched.get_mut(&port) {
             watched.used_at = now;
-            return watched.port.clone();
+            return watched.port_policy.clone();
         }
         if !self.always_watched.contains(port) && !self.make_room_for_watch(&mut table, now) {
             return self.get_or_poll(&mut table, port, now);
         }
-        let remembered = table.last_known.get(&port).cloned();
-        let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, remembered, now));
+        let last_known = table.last_known.get(&port).cloned();
+        let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, last_known, now));
         let watched = WatchedPort {
-            port: port_policy.clone(),
+            port_policy: port_policy.clone(),
             used_at: now,
         };
         table.watched.insert(port, watched);
@@ -251,8 +250,8 @@ impl PortPolicies {
         table.polled.retain(|_, polled| polled.strong_count() > 0);
         let n_polled = u32::try_from(table.polled.len()).unwrap_or(u32::MAX);
         let interval = self.poll_interval.max(MIN_TIME_BETWEEN_POLLS.saturating_mul(n_polled));
-        let remembered = table.last_known.get(&port).cloned();
-        let port_policy = Arc::new(self.watch_port(port, WatchMode::Poll(interval), remembered, now));
+        let last_known = table.last_known.get(&port).cloned();
+        let port_policy = Arc::new(self.watch_port(port, WatchMode::Poll(interval), last_known, now));
         table.polled.insert(port, Arc::downgrade(&port_policy));
         port_policy
     }
@@ -260,7 +259,7 @@ impl PortPolicies {
     /// Ends idle watches, and one more if the limit is still reached. Returns whether another port can be watched.
     fn make_room_for_watch(&self, table: &mut PortTable, now: Instant) -> bool {
         let can_end = |port: u16, watched: &WatchedPort| {
-            !self.always_watched.contains(port) && Arc::strong_count(&watched.port) == 1
+            !self.always_watched.contains(port) && Arc::strong_count(&watched.port_policy) == 1
         };
         let idle = table.watched.iter().filter(|(port, watched)| {
             can_end(**port, watched) && now.duration_since(watched.used_at) >= self.idle_timeout
@@ -275,45 +274,45 @@ impl PortPolicies {
             .count();
         if n_on_demand >= MAX_ON_DEMAND_WATCHES {
             let evictable = table.watched.iter().filter(|(port, watched)| can_end(**port, watched));
-            let evicted = evictable.min_by_key(|(_, watched)| (watched.port.eviction_rank(), watched.used_at));
+            let evicted = evictable.min_by_key(|(_, watched)| (watched.port_policy.eviction_rank(), watched.used_at));
             let Some((&port, _)) = evicted else { return false };
             table.end_watch(port);
         }
         true
     }
 
-    /// Waits up to [`MAX_POLICY_WAIT`] for the policy of `port`.
+    /// Waits up to [`MAX_POLICY_WAIT`] for the policy of a port.
     ///
     /// The caller then applies the current policy, which refuses every client if it is still unknown.
-    pub(super) async fn wait_until_received(&self, port: &PortPolicy) {
-        if !self.must_wait(port) {
+    pub(super) async fn wait_until_received(&self, port_policy: &PortPolicy) {
+        if !self.must_wait(port_policy) {
             return;
         }
-        let mut policy = port.policy_rx.clone();
-        let began_at = match port.fallback_origin {
-            // The last known policy delays connections only once: the time counts from the start of the watch.
-            FallbackOrigin::LastKnown => port.watched_since,
-            FallbackOrigin::Placeholder | FallbackOrigin::Configured => Instant::now(),
+        let mut policy_rx = port_policy.policy_rx.clone();
+        let began_at = match port_policy.fallback_origin {
+            // With a last known policy, connections wait only during the first [`MAX_POLICY_WAIT`] of the watch.
+            FallbackOrigin::LastKnown => port_policy.watched_since,
+            FallbackOrigin::Placeholder | FallbackOrigin::EnvironmentDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
         // Asks the watch or poll to retry, again and again, until a policy arrives, none can be expected, or the time is over.
-        while self.must_wait(port) && Instant::now() < deadline {
-            self.client.retry_soon(&port.retry_signal);
+        while self.must_wait(port_policy) && Instant::now() < deadline {
+            self.api.retry_soon(&port_policy.retry_signal);
             let next_retry_at = deadline.min(Instant::now() + MIN_RETRY_DELAY);
-            let watch_has_ended = matches!(timeout_at(next_retry_at, policy.changed()).await, Ok(Err(_)));
+            let watch_has_ended = matches!(timeout_at(next_retry_at, policy_rx.changed()).await, Ok(Err(_)));
             if watch_has_ended {
                 sleep_until(next_retry_at).await; // `changed` has returned immediately
             }
         }
     }
 
-    /// Whether connections must wait: no policy is known, or a remembered one may be outdated and the control plane is reachable.
-    fn must_wait(&self, port: &PortPolicy) -> bool {
-        !port.is_received()
-            && match port.fallback_origin {
+    /// Whether connections must wait: no policy is known, or the last known one may be outdated and the control plane is reachable.
+    fn must_wait(&self, port_policy: &PortPolicy) -> bool {
+        !port_policy.is_received()
+            && match port_policy.fallback_origin {
                 FallbackOrigin::Placeholder => true,
-                FallbackOrigin::LastKnown => self.client.is_reachable(),
-                FallbackOrigin::Configured => false,
+                FallbackOrigin::LastKnown => self.api.is_reachable(),
+                FallbackOrigin::EnvironmentDefault => false,
             }
     }
 
@@ -336,72 +335,74 @@ impl PortPolicies {
         let watched = table
             .watched
             .iter()
-            .map(|(number, watched)| (*number, watched.port.clone()));
+            .map(|(port, watched)| (*port, watched.port_policy.clone()));
         let polled = table
             .polled
             .iter()
-            .filter(|(number, _)| !table.watched.contains_key(number));
-        let polled = polled.filter_map(|(number, port)| Some((*number, port.upgrade()?)));
-        watched.chain(polled).map(|(number, port)| map(number, &port)).collect()
+            .filter(|(port, _)| !table.watched.contains_key(port));
+        let polled = polled.filter_map(|(port, port_policy)| Some((*port, port_policy.upgrade()?)));
+        let all = watched.chain(polled);
+        all.map(|(port, port_policy)| map(port, &port_policy)).collect()
     }
 
     fn watch_port(
         &self,
         port: u16,
         mode: WatchMode,
-        remembered: Option<Arc<ActivePolicy>>,
+        last_known: Option<Arc<ActivePolicy>>,
         now: Instant,
     ) -> PortPolicy {
         let timeout = self.detect_timeout;
-        let last = Mutex::new(remembered.clone());
+        let latest = Mutex::new(last_known.clone());
         let retry_signal = RetrySignal::default();
         let mut reporter = self
             .invalid_updates
             .reporter(UpdateKind::InboundPolicy, port.to_string());
-        // A polled policy is remembered immediately, a watched one when its watch ends.
-        let remember_in = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
-        let policy = self.client.inbound(port, mode, retry_signal.clone(), move |update| {
+        // A polled policy is stored as the last known one immediately, a watched one when its watch ends.
+        let store_in = matches!(mode, WatchMode::Poll(_)).then(|| self.table.clone());
+        let policy_rx = self.api.inbound(port, mode, retry_signal.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
                 reporter.report(&error); // connections are refused until a valid policy arrives
                 ServerPolicy::invalid(timeout)
             });
-            let mut last = last.lock();
-            let current = ActivePolicy::updated_from(last.as_ref(), policy);
-            *last = Some(current.clone());
-            if let Some(table) = &remember_in {
+            let mut latest = latest.lock();
+            let current = ActivePolicy::updated_from(latest.as_ref(), policy);
+            *latest = Some(current.clone());
+            if let Some(table) = &store_in {
                 table.lock().store_last_known(port, &current);
             }
             current
         });
-        let (fallback, origin) = match (remembered, &self.initial_policy) {
-            (Some(remembered), _) => (remembered, FallbackOrigin::LastKnown),
+        let (fallback, fallback_origin) = match (last_known, &self.initial_policy) {
+            (Some(last_known), _) => (last_known, FallbackOrigin::LastKnown),
             (None, InitialPolicy::Refuse) => (ActivePolicy::placeholder(), FallbackOrigin::Placeholder),
             (None, InitialPolicy::Default(defaults)) => {
                 let current = match defaults.opaque_ports.contains(port) {
                     true => defaults.opaque.clone(),
                     false => defaults.detect.clone(),
                 };
-                (current, FallbackOrigin::Configured)
+                (current, FallbackOrigin::EnvironmentDefault)
             }
         };
         PortPolicy {
-            policy_rx: policy,
+            policy_rx,
             fallback,
-            fallback_origin: origin,
+            fallback_origin,
             retry_signal,
             watched_since: now,
-            learned_speakers: Default::default(),
+            learned_speaker_without_tls: LearnedSpeaker::default(),
+            learned_speaker_inside_tls: LearnedSpeaker::default(),
         }
     }
 }
 
 impl PortTable {
-    /// Ends the watch of a port and remembers its policy.
+    /// Ends the watch of a port, and stores its policy as the last known one.
     fn end_watch(&mut self, port: u16) {
-        let Some(WatchedPort { port: watched, .. }) = self.watched.remove(&port) else {
+        let Some(WatchedPort { port_policy, .. }) = self.watched.remove(&port) else {
             return;
         };
-        if let WatchState::Known(current) = &*watched.policy_rx.borrow() {
+        if let WatchState::Known(current) = &*port_policy.policy_rx.borrow() {
             self.store_last_known(port, current);
         }
     }
@@ -448,7 +449,8 @@ impl PortPolicy {
         self.fallback_origin
     }
 
-    /// Ports with the lowest rank lose their watch first.
+    /// Ports with the lowest rank lose their watch first: those without a policy, then those that permit everybody. An outdated
+    /// policy that restricts clients would be the most harmful.
     fn eviction_rank(&self) -> u8 {
         match &*self.policy_rx.borrow() {
             WatchState::Pending | WatchState::Refused(_) => 0,
@@ -691,11 +693,7 @@ mod tests {
             !watched.contains(&2),
             "the least recently used port that permits every client"
         );
-        assert_eq!(
-            ports.table.lock().interned.len(),
-            1,
-            "equal policies are remembered once"
-        );
+        assert_eq!(ports.table.lock().interned.len(), 1, "equal policies are stored once");
         assert_eq!(authorize_client(&ports, 2).await, Some(true));
     }
 
@@ -765,7 +763,7 @@ mod tests {
                 http.rate_limit = Some(Arc::new(RateLimit {
                     meta: Meta::default_named("limit"),
                     total: Some(total),
-                    identity: None,
+                    per_identity: None,
                     overrides: Vec::new(),
                 }));
             }

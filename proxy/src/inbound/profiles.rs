@@ -98,7 +98,11 @@ impl Profiles {
     ) -> Arc<Self> {
         Arc::new(Self {
             destinations,
-            families: http_metrics::Families::with_prefix(registry, "route_", ", by route of the ServiceProfile"),
+            families: http_metrics::Families::with_prefix(
+                registry,
+                "route_",
+                ", by route of the ServiceProfile, each request counted once",
+            ),
             invalid_updates: invalid_updates::Families::new(registry),
             timeouts,
             runtime,
@@ -217,9 +221,9 @@ impl ProfileRoutes {
     }
 
     /// Counts a request for the first route that matches it.
-    pub(super) fn record_request(self: Arc<Self>, head: &RequestAttributes<'_>) -> ProfileRequestGuard {
+    pub(super) fn begin_request(self: Arc<Self>, attributes: &RequestAttributes<'_>) -> ProfileRequestGuard {
         let guard = ProfileRequestGuard {
-            route_index: profile::find(&self.routes, head),
+            route_index: profile::find(&self.routes, attributes),
             routes: self,
             is_recorded: false,
         };

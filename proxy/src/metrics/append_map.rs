@@ -1,9 +1,9 @@
-//! A map of earlier look-ups that is read without a lock.
+//! Caches the series of a few label values. It is read without a lock.
 
 use std::sync::OnceLock;
 
 /// A map for a few keys. It only grows, so reading needs no lock, and its size is limited: some keys (status codes) come from
-/// servers, so their number has no other bound. Keys beyond the limit are looked up each time.
+/// servers, so their number has no other bound. Further keys are looked up in the metric family each time.
 pub(super) struct AppendOnlyMap<K, V> {
     first: Slot<K, V>,
 }

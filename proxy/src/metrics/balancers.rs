@@ -20,7 +20,7 @@ pub(crate) struct Families {
     queue_mode: Option<QueueModeFamilies>,
 }
 
-/// `queue_gate_*`: the gate is open while requests wait in the queue.
+/// `queue_gate_*`: the gate is open unless requests fail fast.
 #[derive(Clone)]
 struct QueueModeFamilies {
     opened: Family<Counter>,
@@ -32,7 +32,7 @@ struct QueueModeFamilies {
 
 /// The series of a balancer for one of its users.
 #[derive(Debug)]
-pub(crate) struct Series {
+pub(crate) struct BalancerSeries {
     ready: Arc<Gauge>,
     pending: Arc<Gauge>,
     known: Arc<Gauge>,
@@ -70,8 +70,8 @@ pub(crate) enum QueueMode {
 
 /// A request that waits; it stops waiting when this is dropped.
 pub(crate) struct QueueGuard<'a> {
-    series: &'a Series,
-    since: Instant,
+    series: &'a BalancerSeries,
+    queued_at: Instant,
 }
 
 impl Families {
@@ -107,10 +107,10 @@ impl Families {
         }
     }
 
-    pub(crate) fn series(&self, labels: &Labels) -> Arc<Series> {
+    pub(crate) fn series(&self, labels: &Labels) -> Arc<BalancerSeries> {
         let endpoints = |state| self.endpoints.get(&labels.clone().with("endpoint_state", state));
         let updates = |op| self.updates.get(&labels.clone().with("op", op));
-        Arc::new(Series {
+        Arc::new(BalancerSeries {
             ready: endpoints("ready"),
             pending: endpoints("pending"),
             known: self.known.get(labels),
@@ -136,11 +136,11 @@ impl QueueModeFamilies {
             ),
             opened_at: seconds(
                 "queue_gate_open_time_seconds",
-                "Unix time since when the queue accepts requests, 0 if it does not",
+                "Time at which the queue started to accept requests, as Unix time; 0 while requests fail fast",
             ),
             shut_at: seconds(
                 "queue_gate_shut_time_seconds",
-                "Unix time since when requests fail fast, 0 if they do not",
+                "Time at which requests started to fail fast, as Unix time; 0 while the queue accepts requests",
             ),
             timeout: seconds("queue_gate_timeout_seconds", "Maximum seconds to wait for an endpoint"),
         }
@@ -157,7 +157,7 @@ impl QueueModeFamilies {
     }
 }
 
-impl Series {
+impl BalancerSeries {
     pub(crate) fn has_same_labels(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queued_total, &other.queued_total)
     }
@@ -197,7 +197,7 @@ impl Series {
         self.queue_length.add(1);
         QueueGuard {
             series: self,
-            since: Instant::now(),
+            queued_at: Instant::now(),
         }
     }
 }
@@ -205,6 +205,8 @@ impl Series {
 impl Drop for QueueGuard<'_> {
     fn drop(&mut self) {
         self.series.queue_length.add(-1);
-        self.series.queue_latency.observe(self.since.elapsed().as_secs_f64());
+        self.series
+            .queue_latency
+            .observe(self.queued_at.elapsed().as_secs_f64());
     }
 }

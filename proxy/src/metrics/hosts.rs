@@ -31,21 +31,28 @@ impl<T: Clone> HostSeries<T> {
             true => Cow::Owned(host.to_ascii_lowercase()),
             false => Cow::Borrowed(host),
         };
-        let mut known = self.0.lock();
-        if let Some(found) = known.hosts.get(&*host) {
+        let mut table = self.0.lock();
+        if let Some(found) = table.hosts.get(&*host) {
             return Some(found.clone());
         }
-        let (taken, most) = match source {
-            HostSource::Trusted => (known.hosts.len() - known.n_untrusted, MAX_TRUSTED_HOSTS),
-            HostSource::Untrusted => (known.n_untrusted, MAX_UNTRUSTED_HOSTS),
+        let (n_hosts, max_hosts) = match source {
+            HostSource::Trusted => (table.hosts.len() - table.n_untrusted, MAX_TRUSTED_HOSTS),
+            HostSource::Untrusted => (table.n_untrusted, MAX_UNTRUSTED_HOSTS),
         };
-        if taken >= most {
+        if n_hosts >= max_hosts {
             return None;
         }
         let made = make(&host);
-        known.hosts.insert(host.into(), made.clone());
-        known.n_untrusted += usize::from(source == HostSource::Untrusted);
+        table.hosts.insert(host.into(), made.clone());
+        table.n_untrusted += usize::from(source == HostSource::Untrusted);
         Some(made)
+    }
+}
+
+impl HostSeries<()> {
+    /// Whether `host` is in the set, or could be added to it.
+    pub(crate) fn admit(&self, host: &str, source: HostSource) -> bool {
+        self.get(host, source, |_| ()).is_some()
     }
 }
 

@@ -48,12 +48,11 @@ pub(crate) struct ResponseOutcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResponseEnd {
     Complete,
-    /// It ended early.
-    Broken(ErrorLabels),
+    EndedEarly(ErrorLabels),
     /// No response was received.
-    Failed(ErrorLabels),
+    NoResponse(ErrorLabels),
     /// The receiver cancelled it; this says nothing about the sender.
-    Abandoned,
+    Cancelled,
 }
 
 /// The names of an error in labels.
@@ -70,13 +69,19 @@ impl ResponseEnd {
     fn label(self) -> Option<&'static str> {
         match self {
             Self::Complete => None,
-            Self::Broken(fault) | Self::Failed(fault) => Some(fault.cause),
-            Self::Abandoned => Some("client-left"),
+            Self::EndedEarly(fault) | Self::NoResponse(fault) => Some(fault.cause),
+            Self::Cancelled => Some("client-left"),
         }
     }
 }
 
 impl Families {
+    /// The families without a prefix: of inbound requests by server, and of outbound attempts by endpoint.
+    pub(crate) fn new(registry: &Registry) -> Self {
+        let detail = ", by server (inbound), or by endpoint with each attempt counted (outbound)";
+        Self::with_prefix(registry, "", detail)
+    }
+
     /// The families, with `prefix` before their names, and `detail` after their help texts.
     pub(crate) fn with_prefix(registry: &Registry, prefix: &str, detail: &str) -> Self {
         let name = |name| format!("{prefix}{name}");
@@ -150,7 +155,7 @@ mod tests {
     #[test]
     fn series_without_requests_are_not_exported() {
         let registry = Registry::new();
-        let series = Families::with_prefix(&registry, "", "").series(Labels::new().with("direction", "outbound"));
+        let series = Families::new(&registry).series(Labels::new().with("direction", "outbound"));
         assert_eq!(registry.render(), "");
         series.request();
         series.request();

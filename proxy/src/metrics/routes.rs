@@ -81,7 +81,7 @@ impl Statuses {
 
     fn status_of(&self, outcome: &ResponseOutcome) -> Option<u16> {
         match self.kind {
-            StatusKind::Http if matches!(outcome.end, ResponseEnd::Failed(_)) => None,
+            StatusKind::Http if matches!(outcome.end, ResponseEnd::NoResponse(_)) => None,
             StatusKind::Http => Some(outcome.status.as_u16()),
             StatusKind::Grpc => outcome.grpc.and_then(|code| u16::try_from(code).ok()),
         }
@@ -101,8 +101,8 @@ impl StatusSeries {
         let error = match outcome.end {
             _ if !self.statuses.has_error_label => None,
             ResponseEnd::Complete => None,
-            ResponseEnd::Broken(fault) | ResponseEnd::Failed(fault) => Some(fault.route_error),
-            ResponseEnd::Abandoned => Some("CANCEL"),
+            ResponseEnd::EndedEarly(fault) | ResponseEnd::NoResponse(fault) => Some(fault.route_error),
+            ResponseEnd::Cancelled => Some("CANCEL"),
         };
         let status = self.statuses.status_of(outcome);
         let counter = || {

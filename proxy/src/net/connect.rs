@@ -23,7 +23,7 @@ pub(crate) struct SocketOptions {
 /// How to dial in one direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Config {
-    /// Timeout of the TCP handshake, and separately of the TLS handshake.
+    /// Timeout of TCP, or of TCP and TLS together.
     pub(crate) timeout: Duration,
     pub(crate) options: SocketOptions,
     /// The port of the proxy's own listener. It must not be dialled, because the connection would loop back to the proxy.
@@ -55,7 +55,7 @@ impl ConnectError {
     pub(crate) fn cause(&self) -> &'static str {
         match self {
             Self::Timeout { .. } => "connect-timeout",
-            Self::Io { .. } => "connect-refused",
+            Self::Io { .. } => "connect-refused", // or unreachable: its description names both
             Self::OwnListener { .. } => "loop",
         }
     }
@@ -64,7 +64,7 @@ impl ConnectError {
 /// Opens a TCP connection.
 ///
 /// # Errors
-/// The connection is refused, the address is unreachable, or the timeout passes.
+/// The connection is refused, the address is unreachable, or the timeout expires.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
     dial_from(None, addr, config).await
 }

@@ -1,6 +1,6 @@
 //! Copies bytes both ways between two connections, in chunks of up to 32 KiB. A buffer is held only while there is data.
 //!
-//! Half-closes and resets are passed on: a receiver must not mistake a broken connection for one that ended cleanly. 32 KiB is
+//! Half-closes and resets are forwarded: a receiver must not mistake a broken connection for one that ended cleanly. 32 KiB is
 //! the measured optimum: it costs half the CPU of 8 KiB and fits the kernel's page fragments. The buffer is borrowed from the
 //! thread, so that an idle connection holds none.
 
@@ -15,8 +15,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::net::io::Io;
 
-/// Serves a connection from the time on when its bytes are only copied. It is a separate future, so that the state of the
-/// earlier steps is freed.
+/// The last step of a connection, in which its bytes are only copied. It is a separate future, so that the state of the earlier
+/// steps is freed.
 pub(crate) type CopyFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Bytes gathered before they are written.
@@ -40,9 +40,10 @@ impl ResetOnDrop for Io {
 
 #[derive(Default)]
 struct CopyDirection {
-    /// Bytes that were read and not yet written.
-    unwritten: Vec<u8>,
-    written: usize,
+    /// Bytes that were read and could not be written at once.
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` that are written.
+    n_written: usize,
     /// A read error that came after bytes which are not flushed yet.
     read_error: Option<io::Error>,
     state: State,
@@ -128,7 +129,7 @@ impl CopyDirection {
                     self.state = State::Done;
                 }
                 State::Flushing => {
-                    ready!(self.poll_write_unwritten(cx, to))?;
+                    ready!(self.poll_write_buffer(cx, to))?;
                     ready!(Pin::new(&mut *to).poll_flush(cx))?;
                     self.state = State::Copying;
                 }
@@ -173,14 +174,14 @@ impl CopyDirection {
                     Poll::Ready(Ok(n)) => rest = &rest[n..],
                     Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                     Poll::Pending => {
-                        self.unwritten.extend_from_slice(rest);
+                        self.buffer.extend_from_slice(rest);
                         break;
                     }
                 }
             }
             // An end of stream seen while bytes are buffered is seen again after the flush: a closed reader keeps returning
             // zero.
-            self.state = if ended && self.unwritten.is_empty() {
+            self.state = if ended && self.buffer.is_empty() {
                 State::Closing
             } else {
                 State::Flushing
@@ -189,20 +190,16 @@ impl CopyDirection {
         })
     }
 
-    fn poll_write_unwritten<W: AsyncWrite + Unpin>(
-        &mut self,
-        cx: &mut Context<'_>,
-        to: &mut W,
-    ) -> Poll<io::Result<()>> {
-        while self.written < self.unwritten.len() {
-            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.unwritten[self.written..]))?;
+    fn poll_write_buffer<W: AsyncWrite + Unpin>(&mut self, cx: &mut Context<'_>, to: &mut W) -> Poll<io::Result<()>> {
+        while self.n_written < self.buffer.len() {
+            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.buffer[self.n_written..]))?;
             if n == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            self.written += n;
+            self.n_written += n;
         }
-        self.unwritten = Vec::new();
-        self.written = 0;
+        self.buffer = Vec::new();
+        self.n_written = 0;
         Poll::Ready(Ok(()))
     }
 }

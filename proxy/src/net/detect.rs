@@ -28,7 +28,7 @@ pub(crate) enum Detection {
 
 /// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
-/// After so many bytes, a line that can be the start of a request counts as HTTP/1 without its end.
+/// After so many bytes, a line that can be the start of a request counts as HTTP/1 although its end has not arrived.
 const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
 /// Maximum bytes that detection reads. A longer request line counts as HTTP by its start.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;
@@ -109,12 +109,12 @@ pub(crate) async fn detect<IO: AsyncRead + Unpin>(
 }
 
 /// Appends the result of the next read; allocates only once there is data. Cancel-safe.
-pub(crate) async fn read_some<IO: AsyncRead + Unpin>(io: &mut IO, into: &mut BytesMut) -> io::Result<usize> {
+pub(crate) async fn read_some<IO: AsyncRead + Unpin>(io: &mut IO, buffer: &mut BytesMut) -> io::Result<usize> {
     poll_fn(|cx| {
         let mut space = [std::mem::MaybeUninit::uninit(); MAX_DETECT_BYTES];
         let mut buf = ReadBuf::uninit(&mut space);
         Pin::new(&mut *io).poll_read(cx, &mut buf).map_ok(|()| {
-            into.extend_from_slice(buf.filled());
+            buffer.extend_from_slice(buf.filled());
             buf.filled().len()
         })
     })
@@ -205,7 +205,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn detection_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             classify(&bytes);
         }
     }

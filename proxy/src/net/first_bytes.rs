@@ -1,7 +1,8 @@
 //! Which side speaks first: HTTP is detected by the client's first bytes; in other protocols the server may speak first.
 //!
 //! If a client is silent for a moment, the server is dialled too, and the side that sends first decides the protocol. The
-//! result is remembered for each target, so that later connections wait less or not at all.
+//! result is remembered for each target: later connections dial the server at once if it speaks first, or a little later if
+//! the client does.
 
 use std::{
     future::Future,
@@ -23,7 +24,8 @@ use crate::net::{
 /// first bytes within a millisecond or two.
 const CLIENT_WAIT: Duration = Duration::from_millis(15);
 
-/// The same, for a target whose clients have spoken first before.
+/// The same, for a target whose clients have spoken first before. Longer, because a dial before the client's bytes would most
+/// likely be useless.
 const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
 
 /// If the dial fails, a silent client still has this time, counted from the start of the dial, to send its first bytes. It allows
@@ -59,7 +61,8 @@ impl FirstBytes {
             Detection::TimedOut if detect::is_partial_request_with_method(&seen) => DetectedProtocol::Http1,
             Detection::TimedOut => DetectedProtocol::NotHttp,
         };
-        // Only HTTP proves that the client speaks first: other clients may have answered a greeting that was sent elsewhere.
+        // Only HTTP proves that the client speaks first: a client of a server-first protocol may send early, without waiting for
+        // the greeting.
         if protocol != DetectedProtocol::NotHttp {
             learned.record(CLIENT_FIRST);
         }
@@ -74,8 +77,8 @@ impl FirstBytes {
         }
     }
 
-    /// Whether the bytes look like one complete request, as far as that can be seen without parsing it.
-    pub(crate) fn is_request(&self) -> bool {
+    /// Whether the bytes look like one complete GET or HEAD, as far as that can be seen without parsing it.
+    pub(crate) fn is_complete_request_without_body(&self) -> bool {
         matches!(self, Self::Client(client, DetectedProtocol::Http1, _)
             if client.ends_with(b"\r\n\r\n") && (client.starts_with(b"GET ") || client.starts_with(b"HEAD ")))
     }
@@ -106,8 +109,14 @@ where
             detection => return Ok(FirstBytes::from_client(detection, seen, None, learned)),
         }
     }
+    let remaining = limit - wait;
     // Boxed: rare, and much larger than what a plain request needs.
-    Box::pin(dial_and_wait(client, seen, learned, limit, dial)).await
+    if seen.is_empty() {
+        return Box::pin(dial_and_wait(client, learned, remaining, dial)).await;
+    }
+    // The client has sent part of a request, so it speaks first.
+    let detection = Box::pin(detect::detect(client, &mut seen, remaining)).await?;
+    Ok(FirstBytes::from_client(detection, seen, None, learned))
 }
 
 /// Waits up to `limit` for the client's first bytes.
@@ -131,9 +140,9 @@ enum FirstSpeaker {
     Server(Io),
 }
 
+/// Dials the server, and waits up to `limit` for the first bytes of either side.
 async fn dial_and_wait<C, F>(
     client: &mut C,
-    mut seen: BytesMut,
     learned: &LearnedSpeaker,
     limit: Duration,
     dial: impl FnOnce() -> F,
@@ -142,12 +151,7 @@ where
     C: AsyncRead + Unpin,
     F: Future<Output = Option<Io>>,
 {
-    if !seen.is_empty() {
-        // The client has sent part of a request, so the client speaks first.
-        let detection = detect::detect(client, &mut seen, limit).await?;
-        return Ok(FirstBytes::from_client(detection, seen, None, learned));
-    }
-    let mut server_bytes = BytesMut::new();
+    let (mut seen, mut server_bytes) = (BytesMut::new(), BytesMut::new());
     let give_up_at = Instant::now() + limit.min(WAIT_AFTER_DIAL_FAILURE);
     let speaker = {
         let mut detecting = pin!(detect::detect(client, &mut seen, limit));
@@ -213,6 +217,8 @@ impl LearnedSpeaker {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt as _;
+
     use super::*;
 
     #[test]
@@ -227,8 +233,24 @@ mod tests {
             (b"hello\r\n\r\n", false),
         ] {
             let first = FirstBytes::Client(Bytes::from_static(bytes), detect::classify(bytes), None);
-            assert_eq!(first.is_request(), is_request, "{first:?}");
+            assert_eq!(first.is_complete_request_without_body(), is_request, "{first:?}");
         }
-        assert!(!FirstBytes::Closed.is_request());
+        assert!(!FirstBytes::Closed.is_complete_request_without_body());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_undecided_client_is_waited_for_up_to_the_limit() {
+        for sent in [&b""[..], b"GE"] {
+            let (mut client, mut peer) = tokio::io::duplex(10);
+            peer.write_all(sent).await.unwrap();
+            let (limit, started_at) = (Duration::from_secs(1), Instant::now());
+            let dial = std::future::pending::<Option<Io>>;
+            let first = wait_for_either(&mut client, &LearnedSpeaker::default(), limit, dial).await;
+            assert!(matches!(
+                first,
+                Ok(FirstBytes::Client(_, DetectedProtocol::NotHttp, None))
+            ));
+            assert_eq!(started_at.elapsed(), limit, "{sent:?}");
+        }
     }
 }

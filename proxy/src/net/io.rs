@@ -264,7 +264,7 @@ impl Io {
         self.transport().permit.as_ref().map(ConnectionPermit::handle)
     }
 
-    /// Whether this is a plain connection to `peer` on this host: a connection whose two addresses are equal stays on the host.
+    /// Whether `peer`, the remote address, is this host: it then equals the local address. False under TLS.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return false;

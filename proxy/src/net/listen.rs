@@ -26,24 +26,27 @@ use crate::net::{
 
 /// Backoff of an accept loop after the process ran out of descriptors or memory.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
-/// A burst: this many clients arrive with at most [`BURST_MAX_MEAN_INTERVAL`] between them, while the number of pending
-/// responses varies by at least [`BURST_MIN_PENDING_SPREAD`].
+/// Minimum interval between warnings of one accept loop.
+const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(10);
+/// Number of clients by which a burst is detected.
 const BURST_SAMPLE_SIZE: usize = 32;
-/// Also the time without a new client after which a burst pauses. The next client resumes it.
+/// Maximum mean interval between the clients of a burst. A burst also pauses when no client has arrived for this time; the next
+/// client resumes it.
 const BURST_MAX_MEAN_INTERVAL: Duration = Duration::from_micros(300);
-const BURST_MIN_PENDING_SPREAD: usize = 4;
+/// Minimum difference between the lowest and the highest number of pending responses during a burst.
+const BURST_MIN_RESPONSE_SPREAD: usize = 4;
 /// Time without a new client after which a burst is over.
 const BURST_RESET_AFTER: Duration = Duration::from_millis(2);
-/// Maximum time that clients of a burst wait for a response; if none is released by then, the burst is over. Waiting clients
-/// are accepted together, with the data that they have sent by then. A wake-up for each client and each request would cost more
-/// than this wait.
+/// Maximum time that clients of a burst stay in the accept queue until any pending response is released; if none is released by
+/// then, the burst is over. The queued clients are accepted together, with the data that they have sent by then. A wake-up for
+/// each client and each request would cost more than this wait.
 pub(crate) const BURST_MAX_WAIT: Duration = Duration::from_millis(1);
-/// Responses that are passed on before clients of the burst are served. Each response makes its client send the next request.
-/// If all responses were passed on at once, the next hop would be idle until the first request of many is served.
+/// Responses that are released before clients of the burst are served. Each response makes its client send the next request. If
+/// all responses were released at once, the next hop would be idle until the first request of many is served.
 const RESPONSES_PER_RELEASE: usize = 5;
 /// Maximum time that a client of a burst may be silent; then it is served like any other.
 const BURST_MAX_CLIENT_SILENCE: Duration = Duration::from_millis(2);
-/// Clients that are accepted before those accepted earlier are served.
+/// Maximum number of clients that are accepted in a row; then they are served, and other tasks run.
 const ACCEPT_BATCH_SIZE: usize = 128;
 /// Default size of the accept queue.
 const DEFAULT_BACKLOG: i32 = 4096;
@@ -107,10 +110,14 @@ pub(crate) async fn accept_loop(
     serve: impl Fn(AcceptedClient, ClientAddr),
 ) {
     let mut acceptor = Acceptor::new(&listener, serve);
+    let mut warned_at: Option<Instant> = None;
     let accepting = async {
         loop {
             let Err(error) = acceptor.accept(&burst_timer).await;
-            tracing::warn!(%error, "accepting connections failed");
+            if warned_at.is_none_or(|at| at.elapsed() >= ACCEPT_WARNING_INTERVAL) {
+                warned_at = Some(Instant::now());
+                tracing::warn!(%error, "accepting connections failed");
+            }
             acceptor.serve_ready(|_| true);
             tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
         }
@@ -137,14 +144,15 @@ struct Acceptor<'l, S> {
     listener: &'l std::net::TcpListener,
     serve: S,
     burst: BurstDetector,
-    pending: Vec<PendingClient>,
+    waiting_clients: Vec<WaitingClient>,
     responses: Arc<PendingResponses>,
 }
 
-struct PendingClient {
+/// An accepted client that is not served yet.
+struct WaitingClient {
     client: AcceptedClient,
     addr: ClientAddr,
-    since: Instant,
+    accepted_at: Instant,
 }
 
 /// Whether the accept queue may hold more clients.
@@ -160,7 +168,7 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
             listener,
             serve,
             burst: BurstDetector::new(Instant::now()),
-            pending: Vec::new(),
+            waiting_clients: Vec::new(),
             responses: PendingResponses::current(),
         }
     }
@@ -184,7 +192,7 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
         }
     }
 
-    /// Clients of a burst wait for a response, because its arrival wakes the worker anyway:
+    /// Clients of a burst wait until a response is released, because its arrival wakes the worker anyway:
     /// 1. releases the next [`RESPONSES_PER_RELEASE`] responses; the others are throttled;
     /// 2. serves clients that have sent data or were silent too long;
     /// 3. waits for the next released response, or [`BURST_MAX_WAIT`], which ends the burst;
@@ -198,10 +206,10 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
         throttle
             .get_or_insert_with(|| self.responses.throttle())
             .release(RESPONSES_PER_RELEASE);
-        self.serve_ready(|pending| pending.read_first_bytes() || now - pending.since > BURST_MAX_CLIENT_SILENCE);
+        self.serve_ready(|client| client.read_first_bytes() || now - client.accepted_at > BURST_MAX_CLIENT_SILENCE);
         tokio::select! {
             biased;
-            () = self.responses.wait_for_completion() => {}
+            () = self.responses.wait_for_release_of_any() => {}
             waited = burst_timer.wait() => {
                 waited?;
                 self.burst = BurstDetector::new(Instant::now());
@@ -223,14 +231,16 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
         Ok(())
     }
 
-    /// Accepts all queued clients. If there are many, the first ones and other tasks are served in between, because accepting
-    /// all of them takes longer than a response should wait. Most clients have sent data by then, so their protocol is known at
-    /// once; otherwise detection buffers for all of them would be allocated at the same time and not be returned to the system.
+    /// Accepts all queued clients, in batches. If there is more than one batch, throttling ends, and after each batch its clients
+    /// are served and other tasks run, so that responses do not wait.
+    ///
+    /// The first bytes of these clients are read at once: otherwise detection buffers for all of them would be allocated at the
+    /// same time and not be returned to the system.
     async fn accept_queued(&mut self, throttle: &mut Option<ReleaseThrottle>) -> io::Result<()> {
         while self.accept_batch()? == QueueState::MayHoldMore {
-            *throttle = None;
-            self.serve_ready(|pending| {
-                pending.read_first_bytes();
+            *throttle = None; // ends throttling
+            self.serve_ready(|client| {
+                client.read_first_bytes(); // usually the protocol is known then; the client is served in any case
                 true
             });
             tokio::task::yield_now().await;
@@ -239,20 +249,20 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
     }
 
     fn accept_batch(&mut self) -> io::Result<QueueState> {
-        let (now, n_before) = (Instant::now(), self.pending.len());
+        let (now, n_before) = (Instant::now(), self.waiting_clients.len());
         let queue_state = loop {
-            if self.pending.len() - n_before == ACCEPT_BATCH_SIZE {
+            if self.waiting_clients.len() - n_before == ACCEPT_BATCH_SIZE {
                 break Ok(QueueState::MayHoldMore);
             }
             let accepted = self.listener.accept();
             match accepted.and_then(|(stream, addr)| stream.set_nonblocking(true).map(|()| (stream, addr))) {
-                Ok((stream, addr)) => self.pending.push(PendingClient {
+                Ok((stream, addr)) => self.waiting_clients.push(WaitingClient {
                     client: AcceptedClient {
                         stream,
                         prefix: Bytes::new(),
                     },
                     addr: ClientAddr(addr::canonical(addr)),
-                    since: now,
+                    accepted_at: now,
                 }),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(QueueState::Empty),
                 Err(error) if is_connection_error(&error) => {}
@@ -260,19 +270,19 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
             }
         };
         self.burst
-            .record(now, self.pending.len() - n_before, self.responses.n_pending());
+            .record(now, self.waiting_clients.len() - n_before, self.responses.n_pending());
         queue_state
     }
 
-    /// Serves the pending clients for which `is_ready` is true.
-    fn serve_ready(&mut self, is_ready: impl FnMut(&mut PendingClient) -> bool) {
-        for PendingClient { client, addr, .. } in self.pending.extract_if(.., is_ready) {
+    /// Serves the waiting clients for which `is_ready` is true.
+    fn serve_ready(&mut self, is_ready: impl FnMut(&mut WaitingClient) -> bool) {
+        for WaitingClient { client, addr, .. } in self.waiting_clients.extract_if(.., is_ready) {
             (self.serve)(client, addr);
         }
     }
 }
 
-impl PendingClient {
+impl WaitingClient {
     /// Reads what the client has sent. Returns whether it can be served: it has sent data, or its connection has ended.
     fn read_first_bytes(&mut self) -> bool {
         let mut space = [0; detect::MAX_DETECT_BYTES];
@@ -290,7 +300,8 @@ fn register_readable(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<
     Ok(unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?)
 }
 
-/// Detects bursts of clients, by samples of [`BURST_SAMPLE_SIZE`] clients.
+/// Detects bursts: samples of [`BURST_SAMPLE_SIZE`] clients that arrive with at most [`BURST_MAX_MEAN_INTERVAL`] between them,
+/// while the number of pending responses varies by at least [`BURST_MIN_RESPONSE_SPREAD`].
 struct BurstDetector {
     /// Whether the last complete sample was a burst.
     is_burst: bool,
@@ -298,8 +309,8 @@ struct BurstDetector {
     /// The current sample: its start, its number of clients, and the lowest and highest number of pending responses.
     sample_start: Instant,
     n_clients: usize,
-    min_pending: usize,
-    max_pending: usize,
+    min_responses: usize,
+    max_responses: usize,
 }
 
 impl BurstDetector {
@@ -309,8 +320,8 @@ impl BurstDetector {
             last_arrival: now,
             sample_start: now,
             n_clients: 0,
-            min_pending: usize::MAX,
-            max_pending: 0,
+            min_responses: usize::MAX,
+            max_responses: 0,
         }
     }
 
@@ -330,11 +341,12 @@ impl BurstDetector {
         }
         self.last_arrival = now;
         self.n_clients += n;
-        self.min_pending = self.min_pending.min(n_pending);
-        self.max_pending = self.max_pending.max(n_pending + n);
+        self.min_responses = self.min_responses.min(n_pending);
+        // Each new client will soon have a pending response.
+        self.max_responses = self.max_responses.max(n_pending + n);
         if self.n_clients >= BURST_SAMPLE_SIZE {
             let is_burst = now - self.sample_start < BURST_MAX_MEAN_INTERVAL * self.n_clients as u32
-                && self.max_pending - self.min_pending >= BURST_MIN_PENDING_SPREAD;
+                && self.max_responses - self.min_responses >= BURST_MIN_RESPONSE_SPREAD;
             *self = Self {
                 is_burst,
                 ..Self::new(now)
@@ -430,7 +442,7 @@ mod tests {
         addr: SocketAddr,
         stop: tokio::sync::oneshot::Sender<()>,
         served: tokio::sync::mpsc::UnboundedReceiver<(AcceptedClient, usize)>,
-        passed_on: Arc<AtomicUsize>,
+        n_released: Arc<AtomicUsize>,
     }
 
     fn acceptor() -> TestAcceptor {
@@ -442,8 +454,8 @@ mod tests {
         let (stop_tx, stop_rx) = tokio::sync::oneshot::channel::<()>();
         let addr = listener.local_addr().unwrap();
         let (served_tx, served_rx) = tokio::sync::mpsc::unbounded_channel();
-        let passed_on = Arc::<AtomicUsize>::default();
-        let n = passed_on.clone();
+        let n_released = Arc::<AtomicUsize>::default();
+        let n = n_released.clone();
         tokio::spawn(async move {
             let serve = |client, _| served_tx.send((client, n.load(Ordering::Relaxed))).unwrap();
             accept_loop(listener, ShortTimer::new(max_wait).unwrap(), stop_rx.map(|_| ()), serve).await;
@@ -452,7 +464,7 @@ mod tests {
             addr,
             stop: stop_tx,
             served: served_rx,
-            passed_on,
+            n_released,
         }
     }
 
@@ -514,47 +526,47 @@ mod tests {
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
     }
 
-    /// Makes three times as many responses arrive as are passed on at once, while a client of the burst is served.
-    async fn complete_responses(acceptor: &mut TestAcceptor) -> tokio::task::JoinSet<()> {
-        let (release, mut passing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
+    /// Makes three times as many responses arrive as are released at once, while a client of the burst is served.
+    async fn make_responses_arrive(acceptor: &mut TestAcceptor) -> tokio::task::JoinSet<()> {
+        let (arrive, mut releasing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
         for _ in 0..3 * RESPONSES_PER_RELEASE {
-            let (response, release, passed_on) =
-                (PendingResponse::register(), release.clone(), acceptor.passed_on.clone());
-            passing.spawn(async move {
-                release.notified().await;
+            let (response, arrive, n_released) =
+                (PendingResponse::register(), arrive.clone(), acceptor.n_released.clone());
+            releasing.spawn(async move {
+                arrive.notified().await;
                 response.wait_for_release().await;
-                passed_on.fetch_add(1, Ordering::Relaxed);
+                n_released.fetch_add(1, Ordering::Relaxed);
             });
         }
         let _first = acceptor.connect(b"hello");
         acceptor.next().await;
-        release.notify_waiters();
-        passing
+        arrive.notify_waiters();
+        releasing
     }
 
     #[tokio::test(start_paused = true)]
     async fn burst_clients_are_served_between_released_responses() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let passing = complete_responses(&mut acceptor).await;
+        let releasing = make_responses_arrive(&mut acceptor).await;
         let _another = acceptor.connect(b"hello");
         assert_eq!(acceptor.served.recv().await.unwrap().1, RESPONSES_PER_RELEASE);
-        passing.join_all().await;
+        releasing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
     async fn responses_do_not_wait_until_a_long_queue_is_accepted() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let passing = complete_responses(&mut acceptor).await;
+        let releasing = make_responses_arrive(&mut acceptor).await;
         let queued = [(); 2 * ACCEPT_BATCH_SIZE].map(|()| acceptor.connect(b"hello"));
-        let mut passed_on = Vec::new();
+        let mut n_released = Vec::new();
         for _ in &queued {
-            passed_on.push(acceptor.served.recv().await.unwrap().1);
+            n_released.push(acceptor.served.recv().await.unwrap().1);
         }
-        assert_eq!(passed_on[ACCEPT_BATCH_SIZE - 1], RESPONSES_PER_RELEASE);
-        assert_eq!(passed_on[ACCEPT_BATCH_SIZE], 3 * RESPONSES_PER_RELEASE);
-        passing.join_all().await;
+        assert_eq!(n_released[ACCEPT_BATCH_SIZE - 1], RESPONSES_PER_RELEASE);
+        assert_eq!(n_released[ACCEPT_BATCH_SIZE], 3 * RESPONSES_PER_RELEASE);
+        releasing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
@@ -570,9 +582,9 @@ mod tests {
     async fn a_stopped_listener_does_not_throttle_responses() {
         let mut acceptor = acceptor();
         let _burst = acceptor.serve_burst().await;
-        let passing = complete_responses(&mut acceptor).await;
+        let releasing = make_responses_arrive(&mut acceptor).await;
         acceptor.stop.send(()).unwrap();
-        passing.join_all().await;
+        releasing.join_all().await;
     }
 
     #[tokio::test(start_paused = true)]
@@ -592,10 +604,10 @@ mod tests {
         let addr = listener.local_addr().unwrap();
         let _queued = [(); ACCEPT_BATCH_SIZE + 1].map(|()| std::net::TcpStream::connect(addr).unwrap());
         let mut acceptor = acceptor_on(listener, BURST_MAX_WAIT);
-        let passed_on = acceptor.passed_on.clone();
+        let n_released = acceptor.n_released.clone();
         tokio::spawn(async move {
             loop {
-                passed_on.fetch_add(1, Ordering::Relaxed);
+                n_released.fetch_add(1, Ordering::Relaxed);
                 tokio::task::yield_now().await;
             }
         });
@@ -620,9 +632,9 @@ mod tests {
         assert_eq!(acceptor.next().await.0, "hello", "the silent client still waits");
         drop(closing);
         drop(PendingResponse::register());
-        let (received, mut left) = acceptor.next().await;
+        let (received, mut closed) = acceptor.next().await;
         assert!(received.is_empty());
-        assert_eq!(left.read(&mut [0]).await.unwrap(), 0);
+        assert_eq!(closed.read(&mut [0]).await.unwrap(), 0);
 
         let (_silent, mut sending) = (acceptor.connect(b""), Vec::new());
         // 200 µs pass in each round.

@@ -60,7 +60,7 @@ impl MemoryMonitor {
         shown_limit.set(i64::try_from(limit).unwrap_or(i64::MAX));
         let pressure_gauges = registry.gauge(
             "tulle_memory_short",
-            "1 while requests and connections are refused because memory is about to run out",
+            "1 under memory pressure: while requests and connections are refused because memory is about to run out",
         );
         Some(Self {
             usage,
@@ -88,8 +88,8 @@ impl MemoryMonitor {
     fn check(&self) -> Option<u64> {
         let was_active = self.pressure.is_active();
         let mut used = self.usage.read()?;
-        // Also while the pressure lasts: otherwise the allocator would keep the memory that finished requests have freed, and the
-        // pressure would never end. The proxy has little else to do then.
+        // The heap is trimmed while the pressure lasts too: otherwise the allocator would keep the memory that finished requests
+        // have freed, and the pressure would never end. The proxy has little else to do then.
         if is_pressure(used, self.limit, was_active) {
             trim_heap();
             used = self.usage.read()?;

@@ -83,14 +83,14 @@ fn encode_request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
 
 /// Source: as for [`encode_request`], `struct nlmsgerr` and `struct inet_diag_msg`.
 fn parse_response(response: &[u8]) -> io::Result<Option<u32>> {
-    let bad = || io::Error::from(io::ErrorKind::InvalidData);
+    let invalid_data = || io::Error::from(io::ErrorKind::InvalidData);
     let kind = response
         .get(4..6)
         .and_then(|bytes| bytes.try_into().ok())
-        .ok_or_else(bad)?;
-    let number = |at: usize| {
-        let bytes = response.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-        bytes.ok_or_else(bad)
+        .ok_or_else(invalid_data)?;
+    let number = |offset: usize| {
+        let bytes = response.get(offset..offset + 4).and_then(|bytes| bytes.try_into().ok());
+        bytes.ok_or_else(invalid_data)
     };
     match u16::from_ne_bytes(kind) {
         SOCK_DIAG_BY_FAMILY => Ok(Some(u32::from_ne_bytes(number(INODE_AT)?))),
@@ -98,7 +98,7 @@ fn parse_response(response: &[u8]) -> io::Result<Option<u32>> {
             libc::ENOENT => Ok(None),
             errno => Err(io::Error::from_raw_os_error(errno)),
         },
-        _ => Err(bad()),
+        _ => Err(invalid_data()),
     }
 }
 
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn no_answer_panics() {
+    fn parsing_never_panics() {
         for n in 0..100 {
             assert!(parse_response(&vec![20; n]).is_err() || n >= INODE_AT + 4, "{n}");
             let _ = parse_response(&vec![0; n]);

@@ -1,5 +1,5 @@
-//! Counts the responses that a worker waits for, and releases them to their clients, a few at a time during a burst of clients.
-//! Each arrival of a response wakes the worker, which can then also do other work.
+//! Counts the responses that a worker waits for. Each arrival of a response wakes the worker, which can then also do other work.
+//! Then the response is released to its client; during a burst of clients, a few at a time.
 
 use std::sync::{
     Arc,
@@ -8,23 +8,24 @@ use std::sync::{
 
 use tokio::sync::{Notify, Semaphore};
 
+/// The pending responses of one worker.
 pub(crate) struct PendingResponses {
     n: AtomicUsize,
-    completed: Notify,
-    /// One permit for each response that may be passed on now.
+    released: Notify,
+    /// One permit for each response that may be released now.
     release_permits: Semaphore,
 }
 
 /// A response that is pending from its request until it is released to its client, or until this is dropped.
 pub(crate) struct PendingResponse(Arc<PendingResponses>);
 
-/// While this exists, responses are passed on a few at a time.
+/// While this exists, responses are released a few at a time.
 pub(crate) struct ReleaseThrottle(Arc<PendingResponses>);
 
 thread_local! {
     static BY_THIS_WORKER: Arc<PendingResponses> = Arc::new(PendingResponses {
         n: AtomicUsize::new(0),
-        completed: Notify::new(),
+        released: Notify::new(),
         release_permits: Semaphore::new(UNLIMITED_PERMITS),
     });
 }
@@ -41,19 +42,19 @@ impl PendingResponses {
         self.n.load(Ordering::Relaxed)
     }
 
-    /// Waits until a pending response is released to its client or given up.
-    pub(crate) async fn wait_for_completion(&self) {
-        self.completed.notified().await;
+    /// Waits until any pending response is released or dropped.
+    pub(crate) async fn wait_for_release_of_any(&self) {
+        self.released.notified().await;
     }
 
-    /// Starts passing responses on only through [`ReleaseThrottle::release`]. If there are several throttles, the latest call
+    /// From now on, responses are released only by [`ReleaseThrottle::release`]. If there are several throttles, the latest call
     /// decides, and dropping any of them ends throttling.
     pub(crate) fn throttle(self: &Arc<Self>) -> ReleaseThrottle {
         self.release_permits.forget_permits(UNLIMITED_PERMITS);
         ReleaseThrottle(self.clone())
     }
 
-    /// Allows exactly `n` responses to be passed on.
+    /// Allows exactly `n` responses to be released.
     fn set_permits(&self, n: usize) {
         self.release_permits.forget_permits(UNLIMITED_PERMITS);
         self.release_permits.add_permits(n);
@@ -61,7 +62,7 @@ impl PendingResponses {
 }
 
 impl ReleaseThrottle {
-    /// Allows the next `n` responses to be passed on, the longest waiting first.
+    /// Allows the next `n` responses to be released, the longest waiting first.
     pub(crate) fn release(&self, n: usize) {
         self.0.set_permits(n);
     }
@@ -80,7 +81,7 @@ impl PendingResponse {
         Self(responses)
     }
 
-    /// Waits until this response, which has arrived, may be passed on.
+    /// Waits until this response, which has arrived, is released.
     pub(crate) async fn wait_for_release(self) {
         if let Ok(permit) = self.0.release_permits.acquire().await {
             permit.forget();
@@ -91,7 +92,7 @@ impl PendingResponse {
 impl Drop for PendingResponse {
     fn drop(&mut self) {
         self.0.n.fetch_sub(1, Ordering::Relaxed);
-        self.0.completed.notify_waiters();
+        self.0.released.notify_waiters();
     }
 }
 
@@ -102,12 +103,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn every_waiter_is_notified_when_a_response_is_completed() {
+    async fn every_waiter_is_notified_when_a_response_is_dropped() {
         let responses = PendingResponses::current();
         assert_eq!(responses.n_pending(), 0);
         let (first, second) = (PendingResponse::register(), PendingResponse::register());
         assert_eq!(responses.n_pending(), 2);
-        let mut waiters = [(); 2].map(|()| Box::pin(responses.wait_for_completion()));
+        let mut waiters = [(); 2].map(|()| Box::pin(responses.wait_for_release_of_any()));
         for waiter in &mut waiters {
             assert!(waiter.now_or_never().is_none());
         }
@@ -117,7 +118,7 @@ mod tests {
             assert!(waiter.now_or_never().is_some());
         }
         assert!(
-            responses.wait_for_completion().now_or_never().is_none(),
+            responses.wait_for_release_of_any().now_or_never().is_none(),
             "the second is still pending"
         );
         drop(second);

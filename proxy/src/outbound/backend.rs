@@ -1,4 +1,5 @@
-//! Backends of a route: a balancer, a fixed endpoint, or a refusal. Also selects among several backends.
+//! Backends of a route: a balancer, a fixed endpoint, or a refusal. Creates them as the policy specifies them
+//! ([`BackendSpec`]), and selects one of several.
 
 use std::{
     collections::HashMap,
@@ -31,7 +32,7 @@ use crate::{
         metrics::{BackendSeries, MetricScope},
     },
     policy::{
-        client::{self, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue},
+        client::{BackendSpec, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue, RouteBackend},
         decode,
         endpoint::{EndpointSpec, EndpointUpdate},
         meta::Meta,
@@ -55,7 +56,7 @@ pub(crate) struct BackendChoice<F> {
 #[derive(Clone)]
 pub(crate) enum Backend {
     /// A service, and the balancer series of the route.
-    Balanced(Arc<BalancedService>, Arc<balancers::Series>),
+    Balanced(Arc<BalancedService>, Arc<balancers::BalancerSeries>),
     Forward(Arc<Endpoint>),
     Fail,
 }
@@ -88,24 +89,24 @@ pub(crate) struct BackendFactory {
     /// Counts endpoints that cannot be decoded.
     pub(crate) invalid_updates: invalid_updates::Families,
     pub(crate) services: Mutex<HashMap<Arc<str>, Vec<Weak<BalancedService>>>>,
-    pub(crate) forwards: Mutex<ForwardCache>,
+    pub(crate) fixed_endpoints: Mutex<FixedEndpointCache>,
 }
 
 /// Endpoints at fixed addresses. A new policy with the same endpoints keeps their connections.
 #[derive(Default)]
-pub(crate) struct ForwardCache {
-    endpoints: HashMap<SocketAddr, Vec<ForwardEntry>>,
+pub(crate) struct FixedEndpointCache {
+    endpoints: HashMap<SocketAddr, Vec<FixedEndpointEntry>>,
     /// Number of addresses above which the unused ones are removed.
     sweep_at: usize,
 }
 
 /// Specification of an endpoint, and the endpoint while it is in use.
-type ForwardEntry = (Arc<EndpointSpec>, Weak<Endpoint>);
+type FixedEndpointEntry = (Arc<EndpointSpec>, Weak<Endpoint>);
 
-impl ForwardCache {
+impl FixedEndpointCache {
     fn sweep(&mut self) {
         if self.endpoints.len() > self.sweep_at {
-            let in_use = |(_, endpoint): &ForwardEntry| endpoint.strong_count() > 0;
+            let in_use = |(_, endpoint): &FixedEndpointEntry| endpoint.strong_count() > 0;
             self.endpoints.retain(|_, list| list.iter().any(in_use));
             self.sweep_at = 2 * self.endpoints.len();
         }
@@ -120,43 +121,43 @@ impl BackendFactory {
         scope: &MetricScope<'_>,
         series: impl Fn(&Meta) -> Option<Arc<BackendSeries>>,
     ) -> Backends<F> {
-        let choice = |route: &client::RouteBackend<F>| BackendChoice {
-            filters: route.filters.clone(),
-            series: series(&route.backend.meta),
-            backend: self.backend(&route.backend, accrual, scope),
+        let choice = |route_backend: &RouteBackend<F>| BackendChoice {
+            filters: route_backend.filters.clone(),
+            series: series(&route_backend.backend.meta),
+            backend: self.backend(&route_backend.backend, accrual, scope),
         };
         match distribution {
             Distribution::Empty => Backends::None,
             Distribution::FirstAvailable(list) => Backends::FirstAvailable(list.iter().map(choice).collect()),
             Distribution::RandomAvailable(list) => match Weights::new(list.iter().map(|(_, weight)| *weight)) {
-                Some(weights) => Backends::ByWeight(weights, list.iter().map(|(route, _)| choice(route)).collect()),
+                Some(weights) => Backends::ByWeight(weights, list.iter().map(|(backend, _)| choice(backend)).collect()),
                 None => Backends::None,
             },
         }
     }
 
-    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>, scope: &MetricScope<'_>) -> Backend {
-        match &backend.target {
+    fn backend(&self, spec: &BackendSpec, accrual: Option<FailureAccrual>, scope: &MetricScope<'_>) -> Backend {
+        match &spec.target {
             BackendTarget::Fail => Backend::Fail,
-            BackendTarget::Forward(spec) => Backend::Forward(self.fixed_endpoint(spec)),
+            BackendTarget::Forward(endpoint) => Backend::Forward(self.fixed_endpoint(endpoint)),
             BackendTarget::Balance { authority, load } => {
                 let params = BalancerParams {
                     load: *load,
                     queue: Queue {
-                        capacity: backend.queue.capacity.max(self.min_queue_capacity),
-                        ..backend.queue
+                        capacity: spec.queue.capacity.max(self.min_queue_capacity),
+                        ..spec.queue
                     },
                     accrual,
                 };
-                self.balanced_backend(authority, params, scope, &backend.meta)
+                self.balanced_backend(authority, params, scope, &spec.meta)
             }
         }
     }
 
     /// The endpoint at a fixed address. Returns an existing one with its connections if it is still in use.
     pub(super) fn fixed_endpoint(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
-        let mut forwards = self.forwards.lock();
-        let list = forwards.endpoints.entry(spec.addr).or_default();
+        let mut cache = self.fixed_endpoints.lock();
+        let list = cache.endpoints.entry(spec.addr).or_default();
         list.retain(|(_, endpoint)| endpoint.strong_count() > 0);
         let existing = list.iter().find(|(other, _)| other == spec);
         if let Some(endpoint) = existing.and_then(|(_, endpoint)| endpoint.upgrade()) {
@@ -166,7 +167,7 @@ impl BackendFactory {
         let breaker = Breaker::new(None, BreakerGroup::default(), Instant::now());
         let endpoint = Arc::new(Endpoint::new(&self.endpoint_context, None, spec.clone(), load, breaker));
         list.push((spec.clone(), Arc::downgrade(&endpoint)));
-        forwards.sweep();
+        cache.sweep();
         endpoint
     }
 
@@ -192,10 +193,10 @@ impl BackendFactory {
         authority: &Arc<str>,
         params: BalancerParams,
         scope: &MetricScope<'_>,
-        backend: &Meta,
+        backend_meta: &Meta,
     ) -> Backend {
         let families = &self.endpoint_context.families;
-        let series = families.balancer(scope, backend, authority);
+        let series = families.balancer(scope, backend_meta, authority);
         let balanced = self.get_or_create_service(authority, params);
         balanced.balancer.register_series(&series);
         Backend::Balanced(balanced, series)
@@ -341,15 +342,13 @@ impl Backend {
                     .await
                     .map_err(|error| match error {
                         PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::QueueTimeout(limit, missing) => Error::QueueTimeout(limit, unready_reason(missing)),
-                        PickError::FailingFast(missing) => Error::FailingFast(unready_reason(missing)),
+                        PickError::QueueTimeout(limit, reason) => Error::QueueTimeout(limit, unavailable_cause(reason)),
+                        PickError::FailingFast(reason) => Error::FailingFast(unavailable_cause(reason)),
                         PickError::QueueFull(_) => Error::QueueFull,
                     })
             }
             Self::Forward(endpoint) => Ok(endpoint.clone()),
-            Self::Fail => Err(Error::InvalidBackend(
-                "it has no dispatcher, neither a Service nor an address",
-            )),
+            Self::Fail => Err(Error::InvalidBackend("it names neither a Service nor an address")),
         }
     }
 
@@ -362,8 +361,8 @@ impl Backend {
     }
 }
 
-fn unready_reason(missing: UnavailableReason) -> error::UnavailableCause {
-    match missing {
+fn unavailable_cause(reason: UnavailableReason) -> error::UnavailableCause {
+    match reason {
         UnavailableReason::Unreachable(after) => error::UnavailableCause::Unreachable { after },
         UnavailableReason::Ejected => error::UnavailableCause::Ejected,
     }

@@ -36,13 +36,13 @@ pub(crate) struct DestinationStatus {
     open_connections: i64,
     services: Vec<ServiceStatus>,
     /// Endpoints at fixed addresses.
-    forwards: Vec<EndpointStatus>,
+    fixed_endpoints: Vec<EndpointStatus>,
 }
 
 #[derive(Serialize)]
 struct ServiceStatus {
     name: Arc<str>,
-    /// `no answer yet`, `no endpoints` or `watching`.
+    /// `no answer yet`, `no endpoints` or `has endpoints`.
     discovery: &'static str,
     fails_fast: bool,
     endpoints: Vec<EndpointStatus>,
@@ -100,8 +100,8 @@ impl DestinationStatus {
                 .iter()
                 .map(|service| ServiceStatus::from_balanced(service, now))
                 .collect(),
-            forwards: summary
-                .forwards
+            fixed_endpoints: summary
+                .fixed_endpoints
                 .iter()
                 .map(|endpoint| EndpointStatus::from_endpoint(endpoint, now))
                 .collect(),
@@ -115,7 +115,7 @@ impl DestinationStatus {
 struct PlanSummary {
     routes: Vec<String>,
     services: Vec<Arc<BalancedService>>,
-    forwards: Vec<Arc<Endpoint>>,
+    fixed_endpoints: Vec<Arc<Endpoint>>,
 }
 
 impl PlanSummary {
@@ -132,7 +132,7 @@ impl PlanSummary {
             }
             Plan::Http1(router) | Plan::Http2(router) => self.add_router(router),
             Plan::Opaque(opaque) => self.add_backends(&opaque.backends),
-            Plan::Tls { plans, .. } => plans.iter().for_each(|plan| self.add_backends(&plan.backends)),
+            Plan::Tls { compiled, .. } => compiled.iter().for_each(|route| self.add_backends(&route.backends)),
         }
     }
 
@@ -163,7 +163,7 @@ impl PlanSummary {
         for choice in choices {
             match &choice.backend {
                 Backend::Balanced(balanced, _) => push_unique(&mut self.services, balanced),
-                Backend::Forward(endpoint) => push_unique(&mut self.forwards, endpoint),
+                Backend::Forward(endpoint) => push_unique(&mut self.fixed_endpoints, endpoint),
                 Backend::Fail => {}
             }
         }
@@ -182,7 +182,7 @@ impl ServiceStatus {
         let (discovery, endpoints) = match &*discovered {
             DiscoveryState::Unknown => ("no answer yet", &[][..]),
             DiscoveryState::NoEndpoints => ("no endpoints", &[][..]),
-            DiscoveryState::Endpoints(endpoints) => ("watching", &**endpoints),
+            DiscoveryState::Endpoints(endpoints) => ("has endpoints", &**endpoints),
         };
         Self {
             name: balanced.authority.clone(),

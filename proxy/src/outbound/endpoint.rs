@@ -85,11 +85,13 @@ impl Endpoint {
         };
         let labels = endpoint_labels(authority, &spec, &tls);
         let zone_traffic = context.families.connections.zone_traffic(spec.locality);
-        let counts = context
+        let metrics = context
             .families
             .tcp
             .series_with_zone_traffic(labels.clone().with("peer", "dst"), Some(zone_traffic));
         let creds = (!is_local).then_some(&context.creds);
+        // A local endpoint is the application itself, not its proxy: it restores no converted requests, and expects its own
+        // authority.
         let spec = if is_local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {
                 hint: ProtocolHint::Unknown,
@@ -100,7 +102,7 @@ impl Endpoint {
             spec
         };
         Self {
-            connector: Arc::new(Connector::new(&spec, creds, context.connect, counts)),
+            connector: Arc::new(Connector::new(&spec, creds, context.connect, metrics)),
             http2: http2_params(&context.http2, &spec),
             pool: context.pool,
             clients: (0..context.workers).map(|_| OnceLock::new()).collect(),

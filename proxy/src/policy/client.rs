@@ -37,13 +37,13 @@ pub(crate) enum ClientProtocol {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ClientHttp {
-    pub(crate) routes: Arc<[Route<HttpTarget>]>,
+    pub(crate) routes: Arc<[Route<RouteAction>]>,
     pub(crate) failure_accrual: Option<FailureAccrual>,
 }
 
-/// What the matched rule does with a request.
+/// What a rule of a route does with its requests.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct HttpTarget {
+pub(crate) struct RouteAction {
     pub(crate) backends: Distribution<Filter>,
     pub(crate) timeouts: Timeouts,
     pub(crate) retry: Option<RetryPolicy>,
@@ -75,11 +75,12 @@ pub(crate) enum Distribution<F> {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteBackend<F> {
     pub(crate) filters: Vec<F>,
-    pub(crate) backend: Arc<Backend>,
+    pub(crate) backend: Arc<BackendSpec>,
 }
 
+/// A backend as the policy specifies it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Backend {
+pub(crate) struct BackendSpec {
     pub(crate) meta: Arc<Meta>,
     pub(crate) queue: Queue,
     pub(crate) target: BackendTarget,
@@ -137,7 +138,7 @@ pub(crate) struct RetryPolicy {
     pub(crate) conditions: RetryConditions,
     /// Timeout of the response head, for each attempt but the last.
     pub(crate) timeout: Option<Duration>,
-    pub(crate) backoff: Option<RetryAfterBackoff>,
+    pub(crate) backoff: Option<BackoffPolicy>,
 }
 
 /// The responses that are retried.
@@ -149,10 +150,10 @@ pub(crate) struct RetryConditions {
     pub(crate) grpc: Vec<i32>,
 }
 
-/// A backoff that may honour the server's `retry-after`.
+/// The delays between tries, and whether the server's `retry-after` may extend them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct RetryAfterBackoff {
-    pub(crate) steps: Backoff,
+pub(crate) struct BackoffPolicy {
+    pub(crate) delays: Backoff,
     pub(crate) honors_retry_after: bool,
 }
 
@@ -161,7 +162,7 @@ pub(crate) struct RetryAfterBackoff {
 pub(crate) struct FailureAccrual {
     pub(crate) kind: AccrualKind,
     /// Delay before an ejected endpoint is tried again.
-    pub(crate) backoff: RetryAfterBackoff,
+    pub(crate) backoff: BackoffPolicy,
     /// No endpoint is ejected if fewer than this number would then be ready.
     pub(crate) min_ready_endpoints: u32,
 }
@@ -172,9 +173,11 @@ pub(crate) enum AccrualKind {
     Consecutive {
         max_failures: u32,
     },
+    /// Ejects after consecutive failures, or if the success rate within `window` is too low.
     Unified {
         /// From 0 to 1.
         success_rate: f64,
+        /// `decay` in the API.
         window: Duration,
         min_requests: u32,
         /// 0: no limit.
@@ -200,10 +203,9 @@ pub(crate) struct TlsRoute {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OpaqueFilter {
+    /// Refuses connections, for this reason.
     Invalid(Arc<str>),
     Forbidden,
-    /// An unknown filter; no connection passes.
-    Unknown,
 }
 
 /// The index of the most specific TLS route for a server name; the first of equals.
@@ -229,7 +231,7 @@ pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
 impl ClientPolicy {
     /// Sends everything to one endpoint, for destinations without a policy from the control plane.
     pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, config: LocalPolicyConfig) -> Self {
-        let backend = Arc::new(Backend {
+        let backend = Arc::new(BackendSpec {
             meta: meta.clone(),
             queue: config.queue,
             target: BackendTarget::Forward(endpoint),
@@ -259,7 +261,7 @@ impl ClientPolicy {
         let meta = Meta::default_named("invalid");
         let opaque = OpaqueRoute {
             meta: meta.clone(),
-            filters: vec![OpaqueFilter::Unknown],
+            filters: vec![OpaqueFilter::Invalid(reason.as_str().into())],
             backends: Distribution::Empty,
         };
         let refuse = vec![Filter::Invalid(reason.into())];
@@ -273,7 +275,7 @@ impl ClientPolicy {
         opaque: OpaqueRoute,
         timeout: Duration,
     ) -> Self {
-        let payload = HttpTarget {
+        let payload = RouteAction {
             backends,
             timeouts: Timeouts::default(),
             retry: None,
@@ -304,7 +306,7 @@ impl ClientPolicy {
 }
 
 impl<F> Distribution<F> {
-    fn only(backend: Arc<Backend>) -> Self {
+    fn only(backend: Arc<BackendSpec>) -> Self {
         Self::FirstAvailable(
             [RouteBackend {
                 filters: Vec::new(),

@@ -27,6 +27,7 @@ pub(crate) struct EndpointSpec {
     pub(crate) authority_override: Option<Authority>,
     pub(crate) http2: Http2Params,
     pub(crate) locality: Locality,
+    /// The workload that the control plane names, for debug output.
     pub(crate) resource: Option<Arc<Meta>>,
 }
 

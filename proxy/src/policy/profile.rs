@@ -25,7 +25,9 @@ pub(crate) struct Profile {
     pub(crate) overrides: Arc<[WeightedDestination]>,
     /// The single endpoint of an address that belongs to no service.
     pub(crate) endpoint: Option<Arc<EndpointSpec>>,
+    /// The Service that the control plane names, for debug output.
     pub(crate) parent: Option<Arc<Meta>>,
+    /// The ServiceProfile that the control plane names, for debug output.
     pub(crate) resource: Option<Arc<Meta>>,
 }
 
@@ -89,12 +91,13 @@ pub(crate) struct RetryBudget {
 pub(crate) struct WeightedDestination {
     pub(crate) destination: NameAddr,
     pub(crate) weight: u32,
+    /// The Service that the control plane names, for debug output.
     pub(crate) backend: Option<Arc<Meta>>,
 }
 
 /// The index of the first route whose condition a request matches.
-pub(crate) fn find(routes: &[ProfileRoute], head: &RequestAttributes<'_>) -> Option<usize> {
-    routes.iter().position(|route| route.condition.matches(head))
+pub(crate) fn find(routes: &[ProfileRoute], attributes: &RequestAttributes<'_>) -> Option<usize> {
+    routes.iter().position(|route| route.condition.matches(attributes))
 }
 
 /// Metric labels of a route, or of requests that match no route; `dst` is the logical name with its port.
@@ -130,13 +133,13 @@ impl ProfileRoute {
 }
 
 impl RequestCondition {
-    fn matches(&self, head: &RequestAttributes<'_>) -> bool {
+    fn matches(&self, attributes: &RequestAttributes<'_>) -> bool {
         match self {
-            Self::All(conditions) => conditions.iter().all(|condition| condition.matches(head)),
-            Self::Any(conditions) => conditions.iter().any(|condition| condition.matches(head)),
-            Self::Not(condition) => !condition.matches(head),
-            Self::Path(pattern) => pattern.matches(head.path.as_bytes()),
-            Self::Method(method) => method == head.method,
+            Self::All(conditions) => conditions.iter().all(|condition| condition.matches(attributes)),
+            Self::Any(conditions) => conditions.iter().any(|condition| condition.matches(attributes)),
+            Self::Not(condition) => !condition.matches(attributes),
+            Self::Path(pattern) => pattern.matches(attributes.path.as_bytes()),
+            Self::Method(method) => method == attributes.method,
         }
     }
 }
@@ -166,7 +169,7 @@ pub(crate) struct RetryBudgetState {
 
 #[derive(Debug, Default)]
 struct BudgetWindow {
-    /// The step of the newest slot, `slots[newest_step % SLOTS]`.
+    /// The step of the newest slot.
     newest_step: u64,
     slots: [Slot; SLOTS as usize],
 }
@@ -191,7 +194,8 @@ impl RetryBudgetState {
     pub(crate) fn deposit(&self, now: Instant) {
         let step = self.step_at(now);
         let mut window = self.window.lock();
-        let slot = window.slot_for(step);
+        window.advance_to(step);
+        let slot = window.newest_slot();
         slot.requests = slot.requests.saturating_add(1);
     }
 
@@ -200,7 +204,7 @@ impl RetryBudgetState {
     pub(crate) fn withdraw(&self, now: Instant) -> bool {
         let step = self.step_at(now);
         let mut window = self.window.lock();
-        window.slot_for(step); // clears expired slots
+        window.advance_to(step);
         let (requests, retries) = window.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
             (requests + f64::from(slot.requests), retries + f64::from(slot.retries))
         });
@@ -208,7 +212,7 @@ impl RetryBudgetState {
         let balance = always_allowed + requests * f64::from(self.config.ratio) - retries;
         let is_allowed = balance >= 1.0;
         if is_allowed {
-            window.slot_for(step).retries += 1;
+            window.newest_slot().retries += 1;
         }
         is_allowed
     }
@@ -224,20 +228,26 @@ fn nanos(duration: Duration) -> u64 {
 }
 
 impl BudgetWindow {
-    /// The slot of a step; expired slots are cleared first.
-    fn slot_for(&mut self, step: u64) -> &mut Slot {
-        let slots = u64::from(SLOTS);
-        // A worker whose clock was read earlier must not clear newer slots.
-        let step = step.max(self.newest_step);
-        for expired in (self.newest_step + 1..=step).rev().take(self.slots.len()) {
-            self.slots[(expired % slots) as usize] = Slot::default();
+    /// Makes the slot of `step` the newest one, and clears the slots that have expired. If a newer slot exists, nothing changes: a
+    /// worker may have read its clock earlier.
+    fn advance_to(&mut self, step: u64) {
+        for reused in (self.newest_step + 1..=step).rev().take(self.slots.len()) {
+            self.slots[slot_index(reused)] = Slot::default();
         }
-        self.newest_step = step;
-        &mut self.slots[(step % slots) as usize]
+        self.newest_step = step.max(self.newest_step);
+    }
+
+    fn newest_slot(&mut self) -> &mut Slot {
+        &mut self.slots[slot_index(self.newest_step)]
     }
 }
 
-/// Number of steps in the `ttl` of a budget.
+/// Steps that are [`SLOTS`] apart use the same slot.
+fn slot_index(step: u64) -> usize {
+    (step % u64::from(SLOTS)) as usize
+}
+
+/// Number of steps in the `ttl` of a budget, each with a slot of its own.
 const SLOTS: u32 = 10;
 
 #[cfg(test)]
@@ -264,14 +274,18 @@ mod tests {
             (All(vec![]), Method::GET, "/", true),
             (Any(vec![]), Method::GET, "/", false),
         ] {
-            let head = RequestAttributes {
+            let attributes = RequestAttributes {
                 method: &method,
                 authority: None,
                 path: target,
                 query: None,
                 headers: &headers,
             };
-            assert_eq!(condition.matches(&head), expected, "{condition:?} {method} {target}");
+            assert_eq!(
+                condition.matches(&attributes),
+                expected,
+                "{condition:?} {method} {target}"
+            );
         }
     }
 

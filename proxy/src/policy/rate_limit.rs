@@ -1,4 +1,4 @@
-//! Local rate limits: token buckets in total and per client identity.
+//! Local rate limits: token buckets in total and per client identity (GCRA, the generic cell rate algorithm).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub(crate) struct RateLimit {
     pub(crate) meta: Arc<Meta>,
     pub(crate) total: Option<u32>,
     /// For each client identity; clients without one share a bucket.
-    pub(crate) identity: Option<u32>,
+    pub(crate) per_identity: Option<u32>,
     pub(crate) overrides: Vec<RateLimitOverride>,
 }
 
@@ -87,7 +87,7 @@ impl Limiter {
             start: now,
             total: limit.total.map(Bucket::new),
             overrides,
-            identity: limit.identity.map(|requests_per_second| IdentityBuckets {
+            identity: limit.per_identity.map(|requests_per_second| IdentityBuckets {
                 requests_per_second,
                 capacity,
                 anonymous: Bucket::new(requests_per_second),
@@ -149,9 +149,9 @@ impl Bucket {
 
     fn take(&self, now: u64) -> Option<()> {
         // Zero requests per second means that none is allowed.
-        let token = SECOND.checked_div(self.requests_per_second.into())?;
+        let nanos_per_token = SECOND.checked_div(self.requests_per_second.into())?;
         let next = |full_at: u64| {
-            let full_at = full_at.max(now) + token;
+            let full_at = full_at.max(now) + nanos_per_token;
             (full_at - now <= SECOND).then_some(full_at)
         };
         self.full_at
@@ -175,7 +175,7 @@ mod tests {
         RateLimit {
             meta: Meta::default_named("test"),
             total: None,
-            identity: None,
+            per_identity: None,
             overrides: Vec::new(),
         }
     }
@@ -209,7 +209,7 @@ mod tests {
         let now = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {
-                identity: Some(1),
+                per_identity: Some(1),
                 ..limit()
             },
             now,
@@ -230,7 +230,7 @@ mod tests {
         }];
         let limiter = Limiter::new(
             &RateLimit {
-                identity: Some(1),
+                per_identity: Some(1),
                 overrides,
                 ..limit()
             },
@@ -249,7 +249,7 @@ mod tests {
         let limiter = Limiter::new(
             &RateLimit {
                 total: Some(10),
-                identity: Some(1),
+                per_identity: Some(1),
                 overrides: vec![RateLimitOverride {
                     requests_per_second: 2,
                     clients: vec!["c.test".into()],
@@ -284,7 +284,7 @@ mod tests {
         let now = Instant::now();
         let limiter = Limiter::with_capacity(
             &RateLimit {
-                identity: Some(1),
+                per_identity: Some(1),
                 ..limit()
             },
             now,

@@ -27,16 +27,16 @@ pub(crate) struct Rule<T> {
 pub(crate) struct RouteMatch<'a, T> {
     pub(crate) route: &'a Route<T>,
     pub(crate) rule: &'a Rule<T>,
-    /// Bytes of the path that a prefix match covered, for redirects that replace it.
-    pub(crate) prefix: Option<usize>,
+    /// Length in bytes of the path prefix that a prefix match covered, for redirects that replace it.
+    pub(crate) matched_prefix_len: Option<usize>,
     rank: (Option<HostScore>, Score),
 }
 
 impl<T> RouteMatch<'_, T> {
-    /// The same match, with another length of the prefix.
-    pub(crate) fn with_prefix(self, length: impl FnOnce(usize) -> usize) -> Self {
+    /// The same match, with another length of the matched prefix.
+    pub(crate) fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
         Self {
-            prefix: self.prefix.map(length),
+            matched_prefix_len: self.matched_prefix_len.map(map),
             ..self
         }
     }
@@ -45,7 +45,7 @@ impl<T> RouteMatch<'_, T> {
 /// The most specific rule for a request, or `None` if the request has no route.
 ///
 /// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
-pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &RequestAttributes<'_>) -> Option<RouteMatch<'a, T>> {
+pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes<'_>) -> Option<RouteMatch<'a, T>> {
     let mut best: Option<RouteMatch<'a, T>> = None;
     // Parsed at most once, and only if a route needs it.
     let mut host: Option<Option<&str>> = None;
@@ -53,14 +53,14 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &RequestAttributes<'_>) 
         let host_score = if route.hosts.is_empty() {
             None
         } else {
-            let host = host.get_or_insert_with(|| head.host());
+            let host = host.get_or_insert_with(|| attributes.host());
             let Some(score) = host.and_then(|host| matches::best_host(&route.hosts, host)) else {
                 continue;
             };
             Some(score)
         };
         for rule in &route.rules {
-            let Some((score, prefix)) = rule.score(head) else {
+            let Some((score, matched_prefix_len)) = rule.score(attributes) else {
                 continue;
             };
             let rank = (host_score, score);
@@ -68,7 +68,7 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &RequestAttributes<'_>) 
                 best = Some(RouteMatch {
                     route,
                     rule,
-                    prefix,
+                    matched_prefix_len,
                     rank,
                 });
             }
@@ -112,14 +112,14 @@ impl<T> Route<T> {
 }
 
 impl<T> Rule<T> {
-    fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
+    fn score(&self, attributes: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
         if self.matches.is_empty() {
             return Some((Score::default(), None));
         }
         let mut best: Option<(Score, Option<usize>)> = None;
-        for (score, prefix) in self.matches.iter().filter_map(|candidate| candidate.score(head)) {
+        for (score, matched_prefix_len) in self.matches.iter().filter_map(|candidate| candidate.score(attributes)) {
             if best.is_none_or(|(best_score, _)| score > best_score) {
-                best = Some((score, prefix));
+                best = Some((score, matched_prefix_len));
             }
         }
         best
@@ -330,7 +330,7 @@ mod tests {
             let uri = Uri::from_static("/x/y");
             let routes = [route(&[], vec![matcher], 1)];
             let found = find(&routes, &RequestAttributes::of(&Method::GET, &uri, &headers)).unwrap();
-            assert_eq!(found.prefix, expected);
+            assert_eq!(found.matched_prefix_len, expected);
         }
     }
 

@@ -123,8 +123,8 @@ impl ServerPolicy {
         }
     }
 
-    /// Whether the client may make any request at all.
-    pub(crate) fn permits_any_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
+    /// Whether the client may make at least one request.
+    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
         let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
@@ -146,8 +146,8 @@ impl ServerHttp {
     /// Whether it restricts clients that the server authorizes: by a rate limit, by a user-defined route, by a filter, or
     /// because no route matches all requests.
     ///
-    /// The generated routes `default` and `probe` restrict nobody whom the server authorizes: a route can only add authorizations
-    /// to the server's.
+    /// The generated routes `default` and `probe` take no access away: each has the authorizations of the server, and can only add
+    /// others.
     fn restricts_requests(&self) -> bool {
         let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
         self.rate_limit.is_some()
@@ -315,7 +315,7 @@ mod tests {
         let limit = Arc::new(RateLimit {
             meta: Meta::default_named("limit"),
             total: Some(1),
-            identity: None,
+            per_identity: None,
             overrides: Vec::new(),
         });
         for (what, routes, rate_limit, demands_http, path_rules) in [

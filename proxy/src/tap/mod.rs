@@ -1,4 +1,4 @@
-//! A live stream of requests, for authorized observers. Without observers, a request costs one atomic load.
+//! A live stream of requests, for authorized clients. Without taps, a request costs one atomic load.
 
 pub(crate) mod matches;
 mod request_info;
@@ -43,32 +43,32 @@ use crate::{
 
 #[derive(Default)]
 pub(crate) struct TapRegistry {
-    /// A request whose random number is above this is sampled by no observer, which is the usual case. 0 without observers.
-    sample_threshold: AtomicU32,
-    observers: ArcSwap<Vec<Arc<Observer>>>,
+    /// Largest random number with which any tap samples a request; 0 without taps.
+    max_draw: AtomicU32,
+    taps: ArcSwap<Vec<Arc<Tap>>>,
     /// Held while the list is changed.
     update_lock: Mutex<()>,
-    /// Number of observers so far.
+    /// Number of taps so far.
     next_id: AtomicU32,
 }
 
-/// An observer of requests: one tap.
-struct Observer {
+/// One client's stream of requests.
+struct Tap {
     id: u32,
     matches: Match,
     /// Maximum number of requests to show.
     limit: u32,
     n_shown: AtomicU32,
-    /// One of this many matching requests is shown.
-    sample_every: u32,
+    /// On average, one of this many matching requests is shown.
+    sample_one_in: u32,
     headers: bool,
     events: mpsc::Sender<TapEvent>,
 }
 
-/// The observers that sample the current request.
-pub(crate) struct SampledObservers(SmallVec<[Arc<Observer>; 1]>);
+/// The taps that sample the current request.
+pub(crate) struct SampledTaps(SmallVec<[Arc<Tap>; 1]>);
 
-/// A request that is shown to at least one observer.
+/// A request that is shown to at least one tap.
 pub(crate) struct TappedRequest {
     sinks: Vec<EventSink>,
     /// The common fields of its events.
@@ -90,83 +90,79 @@ struct EventSink {
 pub(crate) struct TapRequest {
     pub(crate) matches: Match,
     pub(crate) limit: u32,
-    pub(crate) sample_every: u32,
+    pub(crate) sample_one_in: u32,
     pub(crate) headers: bool,
 }
 
 impl TapRegistry {
-    /// The observers that sample the next request; usually none. The event is only built afterwards, because that costs much
+    /// The taps that sample the next request; usually none. The event is only built afterwards, because that costs much
     /// more.
-    pub(crate) fn sample(&self) -> Option<SampledObservers> {
-        match self.sample_threshold.load(Ordering::Relaxed) {
+    pub(crate) fn sample(&self) -> Option<SampledTaps> {
+        match self.max_draw.load(Ordering::Relaxed) {
             0 => None,
             max_draw => {
-                let drawn = fastrand::u32(..);
-                if drawn <= max_draw {
-                    self.sampled_by(drawn)
-                } else {
-                    None
-                }
+                let draw = fastrand::u32(..);
+                if draw <= max_draw { self.sampled_by(draw) } else { None }
             }
         }
     }
 
     #[cold]
-    fn sampled_by(&self, draw: u32) -> Option<SampledObservers> {
-        let observers = self.observers.load();
-        let sampled = observers.iter().filter(|observer| draw <= observer.max_draw());
+    fn sampled_by(&self, draw: u32) -> Option<SampledTaps> {
+        let taps = self.taps.load();
+        let sampled = taps.iter().filter(|tap| draw <= tap.max_draw());
         let sampled: SmallVec<_> = sampled.cloned().collect();
-        (!sampled.is_empty()).then_some(SampledObservers(sampled))
+        (!sampled.is_empty()).then_some(SampledTaps(sampled))
     }
 
-    /// Adds an observer; returns its id for [`TapRegistry::remove`] and its events.
+    /// Adds a tap; returns its id for [`TapRegistry::remove`] and its events.
     pub(crate) fn add(&self, params: TapRequest) -> (u32, mpsc::Receiver<TapEvent>) {
         let (events, events_rx) = mpsc::channel(MAX_QUEUED_EVENTS);
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let observer = Arc::new(Observer {
+        let tap = Arc::new(Tap {
             id,
             matches: params.matches,
             limit: params.limit,
             n_shown: AtomicU32::new(0),
-            sample_every: params.sample_every.max(1),
+            sample_one_in: params.sample_one_in.max(1),
             headers: params.headers,
             events,
         });
-        self.change(|observers| observers.push(observer.clone()));
+        self.change(|taps| taps.push(tap.clone()));
         (id, events_rx)
     }
 
-    /// Removes an observer; events of requests that it already sees continue.
+    /// Removes a tap; events of requests that it already shows continue.
     pub(crate) fn remove(&self, id: u32) {
-        self.change(|observers| observers.retain(|observer| observer.id != id));
+        self.change(|taps| taps.retain(|tap| tap.id != id));
     }
 
-    fn change(&self, change: impl FnOnce(&mut Vec<Arc<Observer>>)) {
+    fn change(&self, change: impl FnOnce(&mut Vec<Arc<Tap>>)) {
         let _update_guard = self.update_lock.lock();
-        let mut observers = Vec::clone(&self.observers.load());
-        change(&mut observers);
-        let max_draw = observers.iter().map(|observer| observer.max_draw()).max();
-        self.sample_threshold.store(max_draw.unwrap_or(0), Ordering::Relaxed);
-        self.observers.store(Arc::new(observers));
+        let mut taps = Vec::clone(&self.taps.load());
+        change(&mut taps);
+        let max_draw = taps.iter().map(|tap| tap.max_draw()).max();
+        self.max_draw.store(max_draw.unwrap_or(0), Ordering::Relaxed);
+        self.taps.store(Arc::new(taps));
     }
 
-    /// Shows a request to those sampled observers that match it.
-    pub(crate) fn show(&self, sampled: &SampledObservers, mut subject: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
+    /// Shows a request to those sampled taps that match it.
+    pub(crate) fn show(&self, sampled: &SampledTaps, mut subject: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
         let mut sinks = Vec::new();
         let mut finished = Vec::new();
-        for observer in sampled.0.iter().filter(|observer| observer.matches.matches(&subject)) {
-            let stream = observer.n_shown.fetch_add(1, Ordering::Relaxed);
-            if stream.saturating_add(1) >= observer.limit {
-                finished.push(observer.id);
+        for tap in sampled.0.iter().filter(|tap| tap.matches.matches(&subject)) {
+            let stream = tap.n_shown.fetch_add(1, Ordering::Relaxed);
+            if stream.saturating_add(1) >= tap.limit {
+                finished.push(tap.id);
             }
-            if stream < observer.limit {
+            if stream < tap.limit {
                 sinks.push(EventSink {
                     id: StreamId {
-                        base: observer.id,
+                        base: tap.id,
                         stream: stream.into(),
                     },
-                    headers: observer.headers,
-                    events: observer.events.clone(),
+                    headers: tap.headers,
+                    events: tap.events.clone(),
                 });
             }
         }
@@ -205,10 +201,10 @@ impl TapRegistry {
     }
 }
 
-impl Observer {
-    /// Upper bound of the random numbers that sample a request for this observer.
+impl Tap {
+    /// Largest random number with which this tap samples a request.
     fn max_draw(&self) -> u32 {
-        u32::MAX / self.sample_every
+        u32::MAX / self.sample_one_in
     }
 }
 
@@ -229,7 +225,7 @@ impl TappedRequest {
                 headers: sink.headers.then(all),
             })
         });
-        rsp.map(|body| body.with_observer(Box::new(EndObserver(self))))
+        rsp.map(|body| body.with_observer(Box::new(TapBodyObserver(self))))
     }
 
     /// Shows that the request got no response.
@@ -244,8 +240,8 @@ impl TappedRequest {
             _ => "outbound",
         };
         let mut cause = format!("{}; direction={direction}", error.cause_header());
-        let own = || SocketAddr::try_from(self.common.destination?).ok();
-        if let Some(target) = error.failed_addr().or_else(own) {
+        let own_destination = || SocketAddr::try_from(self.common.destination?).ok();
+        if let Some(target) = error.failed_addr().or_else(own_destination) {
             cause = format!("{cause}; target={target}");
         }
         self.send_end(reset_code(error).map(eos::End::ResetErrorCode), None, cause);
@@ -269,9 +265,9 @@ impl TappedRequest {
         });
     }
 
-    /// Sends an event to each observer that has room for it.
+    /// Sends an event to each tap that has room for it.
     fn send(&self, common: TapEvent, event: impl Fn(&EventSink) -> events::Event) {
-        // The last observer gets the value itself, the others clones.
+        // The last tap gets the value itself, the others clones.
         for (sink, common) in self.sinks.iter().zip(repeat_n(common, self.sinks.len())) {
             let http = Http {
                 event: Some(event(sink)),
@@ -280,7 +276,7 @@ impl TappedRequest {
                 event: Some(Event::Http(http)),
                 ..common
             };
-            // A slow observer misses events: tap is a live view, not a record.
+            // A slow client misses events: a tap is a live view, not a record.
             let _ = sink.events.try_send(whole);
         }
     }
@@ -296,9 +292,9 @@ impl Drop for TappedRequest {
     }
 }
 
-struct EndObserver(Box<TappedRequest>);
+struct TapBodyObserver(Box<TappedRequest>);
 
-impl BodyObserver for EndObserver {
+impl BodyObserver for TapBodyObserver {
     fn data(&mut self, len: usize) {
         self.0.n_bytes += len as u64;
     }
@@ -335,5 +331,5 @@ fn method(method: &Method) -> http_types::HttpMethod {
     }
 }
 
-/// Maximum queued events of an observer.
+/// Maximum queued events of a tap.
 const MAX_QUEUED_EVENTS: usize = 400;

@@ -1,4 +1,4 @@
-//! The facts of a request that observers match and see.
+//! The properties of a request that taps match and show.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

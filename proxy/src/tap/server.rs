@@ -174,7 +174,7 @@ impl Tap for Service {
         let (id, events) = self.taps.add(TapRequest {
             matches,
             limit,
-            sample_every: sample_one_in,
+            sample_one_in,
             headers,
         });
         Ok(Response::new(EventStream {

@@ -24,8 +24,8 @@ pub(super) struct CertificateInfo {
 
 /// Parses names and validity of a certificate; names that cannot be an identity are ignored.
 pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo, Error> {
-    let bad = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
-    let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad)?;
+    let bad_encoding = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
+    let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad_encoding)?;
     let general_names = parsed
         .extensions()
         .iter()

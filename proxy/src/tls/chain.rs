@@ -58,7 +58,8 @@ pub(super) fn verify_own(
     check_issuer_constraints(end_entity, intermediates)
 }
 
-/// Checks that no intermediate signs an identity that it is not limited to: the issuer of an external workload is limited to one.
+/// Checks that an intermediate which is limited to some identities has signed no other. That of an external workload is limited
+/// to one.
 fn check_issuer_constraints(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -117,7 +118,7 @@ impl VerifiedChains {
             .chain([end_entity])
             .map(|certificate| certificate.len())
             .sum();
-        // An intermediate that cannot be parsed is allowed if the chain does not need it.
+        // A chain whose validity cannot be read is not cached, so it is verified each time.
         if length <= MAX_CACHED_CHAIN_BYTES
             && let Ok(chain) = Chain::new(end_entity, intermediates)
         {
@@ -318,7 +319,7 @@ mod tests {
         let authority = Authority::new();
         let now = SystemTime::now();
         let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
-        let longer = [chain[0].clone(), authority.root.der().clone()];
+        let longer = [chain[0].clone(), authority.certificate.der().clone()];
         let other = authority.leaf(&["a.example.com"], in_an_hour()).chain;
         let cache = VerifiedChains::default();
         for chain in [&chain[..], &longer, &other] {
@@ -371,7 +372,7 @@ mod tests {
         let name = ServerName::try_from("web.example.com").unwrap();
         let verify_all = |names: &[&str]| {
             let chain = issuer.leaf(names, in_an_hour()).chain;
-            let (leaf, above) = (&chain[0], [issuer.root.der().clone()]);
+            let (leaf, above) = (&chain[0], [issuer.certificate.der().clone()]);
             let now = at(SystemTime::now());
             // Twice: a refused chain is not remembered.
             [(); 2].map(|()| {
@@ -402,15 +403,27 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_bounded_and_skips_long_or_unreadable_chains() {
+    fn a_chain_with_an_unreadable_intermediate_is_refused() {
+        let [leaf, ..] = &Authority::new().leaf(&["a.example.com"], in_an_hour()).chain[..] else {
+            panic!("the chain is empty");
+        };
+        let unreadable = CertificateDer::from(vec![0; 10]);
+        let now = at(SystemTime::now());
+        let result = VerifiedChains::default().verify_cached(leaf, &[unreadable], now, || Ok(()));
+        assert!(
+            matches!(result, Err(Error::InvalidCertificate(CertificateError::Other(_)))),
+            "it could be a restricted authority: {result:?}"
+        );
+    }
+
+    #[test]
+    fn the_cache_is_bounded_and_skips_long_chains() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let cache = VerifiedChains::default();
         let leaf = authority.leaf(&["a.example.com"], in_an_hour()).chain;
         let long = vec![leaf[0].clone(); MAX_CACHED_CHAIN_BYTES / leaf[0].len() + 1];
         assert!(verify_was_called(&cache, &long, now, Ok(())) && verify_was_called(&cache, &long, now, Ok(())));
-        let unread = [leaf[0].clone(), CertificateDer::from(vec![0; 10])];
-        assert!(verify_was_called(&cache, &unread, now, Ok(())) && verify_was_called(&cache, &unread, now, Ok(())));
         for _ in 0..=MAX_CACHED_CHAINS {
             let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
             assert!(verify_was_called(&cache, &chain, now, Ok(())));

@@ -14,7 +14,7 @@ use crate::tls::handshake_failure::HandshakeFailure;
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub(crate) enum ConnectError {
+pub(crate) enum TlsConnectError {
     #[error("{server_name:?} cannot be a TLS server name, expected a DNS name")]
     ServerName { server_name: String },
     #[error("TLS handshake with {server_id} failed ({failure})")]
@@ -38,11 +38,11 @@ pub(crate) async fn connect<IO>(
     server_id: &Identity,
     server_name: &str,
     alpn: Alpn,
-) -> Result<TlsStream<IO>, ConnectError>
+) -> Result<TlsStream<IO>, TlsConnectError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
-    let name = ServerName::try_from(server_name.to_owned()).map_err(|_| ConnectError::ServerName {
+    let name = ServerName::try_from(server_name.to_owned()).map_err(|_| TlsConnectError::ServerName {
         server_name: server_name.to_owned(),
     })?;
     let stream = TlsConnector::from(creds.client_config(alpn))
@@ -50,7 +50,7 @@ where
         .await
         .map_err(|source| {
             let failure = HandshakeFailure::from_io_error(&source);
-            ConnectError::Handshake {
+            TlsConnectError::Handshake {
                 server_id: server_id.clone(),
                 failure,
                 source,
@@ -64,7 +64,7 @@ pub(crate) fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
     Alpn::negotiated(stream.get_ref().1.alpn_protocol())
 }
 
-impl ConnectError {
+impl TlsConnectError {
     pub(crate) fn failure(&self) -> HandshakeFailure {
         match self {
             Self::ServerName { .. } => HandshakeFailure::Protocol,
@@ -74,7 +74,7 @@ impl ConnectError {
     }
 }
 
-fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(), ConnectError> {
+fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(), TlsConnectError> {
     let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
     let names = leaf
         .and_then(|leaf| certificate::parse(leaf).ok())
@@ -84,7 +84,7 @@ fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(),
         return Ok(());
     }
     let presented = names.iter().map(ToString::to_string).collect();
-    Err(ConnectError::WrongIdentity {
+    Err(TlsConnectError::WrongIdentity {
         expected: expected.clone(),
         presented,
     })

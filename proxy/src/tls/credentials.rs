@@ -26,7 +26,7 @@ pub struct TrustAnchors {
 
 /// The credentials that a workload presents: its certificate, the intermediates between it and a root, and its key. The key is
 /// overwritten when it is dropped; rustls has its own copy.
-pub(crate) struct Leaf {
+pub(crate) struct CertifiedKey {
     /// Leaf first, then its issuer, towards the root; DER.
     pub chain: Vec<CertificateDer<'static>>,
     pub key: Zeroizing<PrivatePkcs8KeyDer<'static>>,
@@ -90,7 +90,7 @@ struct Shared {
 /// One consistent set of credentials; a handshake keeps the one that it started with.
 struct State {
     anchors: TrustAnchors,
-    leaf: Option<Leaf>,
+    certified_key: Option<CertifiedKey>,
     validity: Option<Validity>,
     clients: ByAlpn<ClientConfig>,
     servers: Option<ByAlpn<ServerConfig>>,
@@ -172,16 +172,16 @@ impl fmt::Debug for TrustAnchors {
     }
 }
 
-impl fmt::Debug for Leaf {
+impl fmt::Debug for CertifiedKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leaf")
+        f.debug_struct("CertifiedKey")
             .field("certificates", &self.chain.len())
             .field("key", &"…")
             .finish()
     }
 }
 
-impl Clone for Leaf {
+impl Clone for CertifiedKey {
     fn clone(&self) -> Self {
         Self {
             chain: self.chain.clone(),
@@ -225,7 +225,10 @@ impl Credentials {
 
     pub(super) fn certificates(&self) -> (Vec<CertificateDer<'static>>, Arc<[CertificateDer<'static>]>) {
         let state = self.shared.state.load();
-        let chain = state.leaf.as_ref().map(|leaf| leaf.chain.clone());
+        let chain = state
+            .certified_key
+            .as_ref()
+            .map(|certified_key| certified_key.chain.clone());
         (chain.unwrap_or_default(), state.anchors.certificates.clone())
     }
 
@@ -252,16 +255,20 @@ impl Credentials {
 
     /// Installs a certificate; see [`Credentials::replace`].
     #[cfg(test)]
-    pub(crate) fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
-        self.replace(leaf, self.anchors())
+    pub(crate) fn install(&self, certified_key: CertifiedKey) -> Result<Validity, CredentialsError> {
+        self.replace(certified_key, self.anchors())
     }
 
     /// Installs a certificate and trust anchors, after checking that the certificate chains to them, has the proxy's identity,
     /// and matches its key.
     ///
     /// On error nothing changes.
-    pub(crate) fn replace(&self, leaf: Leaf, anchors: TrustAnchors) -> Result<Validity, CredentialsError> {
-        let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
+    pub(crate) fn replace(
+        &self,
+        certified_key: CertifiedKey,
+        anchors: TrustAnchors,
+    ) -> Result<Validity, CredentialsError> {
+        let (end_entity, intermediates) = certified_key.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
         chain::verify_own(end_entity, intermediates, &anchors.roots, &self.shared.provider)
             .map_err(CredentialsError::Leaf)?;
         let info = certificate::parse(end_entity).map_err(CredentialsError::Leaf)?;
@@ -272,7 +279,7 @@ impl Credentials {
                 presented,
             });
         }
-        let state = State::build(&self.shared.provider, anchors, Some(leaf), Some(info.validity))?;
+        let state = State::build(&self.shared.provider, anchors, Some(certified_key), Some(info.validity))?;
         self.shared.state.store(Arc::new(state));
         self.shared.generation.send_modify(|generation| *generation += 1);
         Ok(info.validity)
@@ -286,7 +293,12 @@ impl Credentials {
     /// One task makes all replacements: a concurrent one would be lost.
     pub(crate) fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
         let current = self.shared.state.load_full();
-        let state = State::build(&self.shared.provider, anchors, current.leaf.clone(), current.validity)?;
+        let state = State::build(
+            &self.shared.provider,
+            anchors,
+            current.certified_key.clone(),
+            current.validity,
+        )?;
         self.shared.state.store(Arc::new(state));
         Ok(())
     }
@@ -320,24 +332,24 @@ impl State {
     fn build(
         provider: &Arc<CryptoProvider>,
         anchors: TrustAnchors,
-        leaf: Option<Leaf>,
+        certified_key: Option<CertifiedKey>,
         validity: Option<Validity>,
     ) -> Result<Self, CredentialsError> {
         let server_chain = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
-        let clients = ByAlpn::build(|alpn| client_config(provider, &server_chain, leaf.as_ref(), alpn))?;
-        let servers = match &leaf {
-            Some(leaf) => {
+        let clients = ByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
+        let servers = match &certified_key {
+            Some(certified_key) => {
                 let client_chain = ClientChainVerifier::new(anchors.roots.clone(), provider);
                 let client_chain = Arc::new(client_chain.map_err(CredentialsError::ClientVerifier)?);
                 Some(ByAlpn::build(|alpn| {
-                    server_config(provider, &client_chain, leaf, alpn)
+                    server_config(provider, &client_chain, certified_key, alpn)
                 })?)
             }
             None => None,
         };
         Ok(Self {
             anchors,
-            leaf,
+            certified_key,
             validity,
             clients,
             servers,
@@ -382,7 +394,7 @@ impl Alpn {
 fn client_config(
     provider: &Arc<CryptoProvider>,
     server_chain: &Arc<ServerChainVerifier>,
-    leaf: Option<&Leaf>,
+    certified_key: Option<&CertifiedKey>,
     alpn: Alpn,
 ) -> Result<ClientConfig, CredentialsError> {
     let builder = ClientConfig::builder_with_provider(provider.clone())
@@ -390,11 +402,11 @@ fn client_config(
         .map_err(CredentialsError::Config)?
         .dangerous()
         .with_custom_certificate_verifier(server_chain.clone());
-    let mut config = match leaf {
-        Some(leaf) => {
-            let key = PrivateKeyDer::Pkcs8(leaf.key.clone_key());
+    let mut config = match certified_key {
+        Some(certified_key) => {
+            let key = PrivateKeyDer::Pkcs8(certified_key.key.clone_key());
             builder
-                .with_client_auth_cert(leaf.chain.clone(), key)
+                .with_client_auth_cert(certified_key.chain.clone(), key)
                 .map_err(CredentialsError::Key)?
         }
         None => builder.with_no_client_auth(),
@@ -407,14 +419,17 @@ fn client_config(
 fn server_config(
     provider: &Arc<CryptoProvider>,
     client_chain: &Arc<ClientChainVerifier>,
-    leaf: &Leaf,
+    certified_key: &CertifiedKey,
     alpn: Alpn,
 ) -> Result<ServerConfig, CredentialsError> {
     let mut config = ServerConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(CredentialsError::Config)?
         .with_client_cert_verifier(client_chain.clone())
-        .with_single_cert(leaf.chain.clone(), PrivateKeyDer::Pkcs8(leaf.key.clone_key()))
+        .with_single_cert(
+            certified_key.chain.clone(),
+            PrivateKeyDer::Pkcs8(certified_key.key.clone_key()),
+        )
         .map_err(CredentialsError::Key)?;
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;

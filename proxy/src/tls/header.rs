@@ -1,4 +1,4 @@
-//! The transport header: port, name and protocol, sent before the data of a direct connection.
+//! The transport header: port, name and protocol, sent before the data of a connection to the proxy's inbound port.
 
 use std::num::NonZeroU16;
 
@@ -22,7 +22,7 @@ pub(crate) enum SessionProtocol {
     Http2,
 }
 
-/// The result of parsing the first bytes of a direct connection.
+/// The result of parsing the first bytes of such a connection.
 #[derive(Debug)]
 pub(crate) enum Decoded {
     Incomplete,
@@ -67,11 +67,11 @@ impl TransportHeader {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Decoded {
-        let known = bytes.len().min(PREFACE.len());
-        if bytes[..known] != PREFACE[..known] {
+        let n_preface = bytes.len().min(PREFACE.len());
+        if bytes[..n_preface] != PREFACE[..n_preface] {
             return Decoded::Invalid(InvalidHeader::Preface);
         }
-        let Some((length, rest)) = bytes[known..].split_first_chunk() else {
+        let Some((length, rest)) = bytes[n_preface..].split_first_chunk() else {
             return Decoded::Incomplete;
         };
         let length = u32::from_be_bytes(*length);

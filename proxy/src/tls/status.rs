@@ -55,7 +55,7 @@ impl ServerTls {
         }
     }
 
-    pub(crate) fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn metric_labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Terminated { client_id } => labels
                 .with("tls", "true")
@@ -78,35 +78,35 @@ impl ServerTls {
 
 impl ServerTls {
     /// The labels for tap and traces.
-    pub(crate) fn label_map(&self) -> BTreeMap<String, String> {
+    pub(crate) fn tap_labels(&self) -> BTreeMap<String, String> {
         match self {
             Self::Terminated { client_id } => {
                 let id = client_id.as_ref().map_or("", Identity::as_str);
-                labels([("tls", "true"), ("client_id", id)])
+                to_map([("tls", "true"), ("client_id", id)])
             }
             // The name that Linkerd's tap uses.
-            Self::PassedThrough { sni } => labels([("tls", "passthru"), ("sni", sni)]),
-            Self::Plain(why) => labels([("tls", why.as_str())]),
+            Self::PassedThrough { sni } => to_map([("tls", "passthru"), ("sni", sni)]),
+            Self::Plain(why) => to_map([("tls", why.as_str())]),
         }
     }
 }
 
 impl ClientTls {
     /// The labels for tap and traces.
-    pub(crate) fn label_map(&self) -> BTreeMap<String, String> {
+    pub(crate) fn tap_labels(&self) -> BTreeMap<String, String> {
         match self {
-            Self::Meshed(server_id) => labels([("tls", "true"), ("server_id", server_id.as_str())]),
-            Self::Plain(why) => labels([("tls", why.as_str())]),
+            Self::Meshed(server_id) => to_map([("tls", "true"), ("server_id", server_id.as_str())]),
+            Self::Plain(why) => to_map([("tls", why.as_str())]),
         }
     }
 }
 
-fn labels<const N: usize>(labels: [(&str, &str); N]) -> BTreeMap<String, String> {
+fn to_map<const N: usize>(labels: [(&str, &str); N]) -> BTreeMap<String, String> {
     labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
 
 impl ClientTls {
-    pub(crate) fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn metric_labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Meshed(server_id) => labels.with("tls", "true").with("server_id", server_id),
             Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_those_of_the_contract() {
+    fn labels_are_those_of_linkerd() {
         let id: Identity = "web.shop".parse().unwrap();
         for (status, expected) in [
             (
@@ -164,7 +164,7 @@ mod tests {
                 r#"tls="no_identity",no_tls_reason="no_tls_from_remote""#,
             ),
         ] {
-            assert_eq!(status.labels(Labels::new()).as_str(), expected);
+            assert_eq!(status.metric_labels(Labels::new()).as_str(), expected);
         }
         let discovered = NoClientTls::NotProvidedByServiceDiscovery;
         for (status, expected) in [
@@ -174,7 +174,7 @@ mod tests {
                 r#"tls="no_identity",no_tls_reason="not_provided_by_service_discovery""#,
             ),
         ] {
-            assert_eq!(status.labels(Labels::new()).as_str(), expected);
+            assert_eq!(status.metric_labels(Labels::new()).as_str(), expected);
         }
     }
 }

@@ -15,14 +15,14 @@ use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
 
 use crate::tls::client;
-use crate::tls::credentials::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
 use crate::tls::server::{self, HELLO_LIMIT, ParsedHello};
 
 pub(crate) struct Authority {
     pub(crate) issuer: Issuer<'static, KeyPair>,
-    pub(crate) root: rcgen::Certificate,
+    pub(crate) certificate: rcgen::Certificate,
 }
 
 impl Authority {
@@ -40,10 +40,10 @@ impl Authority {
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        let root = params.self_signed(&key).unwrap();
+        let certificate = params.self_signed(&key).unwrap();
         Self {
             issuer: Issuer::new(params, key),
-            root,
+            certificate,
         }
     }
 
@@ -59,19 +59,19 @@ impl Authority {
             excluded_subtrees: vec![GeneralSubtree::DnsName(String::new())],
         });
         let key = KeyPair::generate().unwrap();
-        let root = params.signed_by(&key, &self.issuer).unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
         Self {
             issuer: Issuer::new(params, key),
-            root,
+            certificate,
         }
     }
 
     pub(crate) fn anchors(&self) -> TrustAnchors {
-        TrustAnchors::from_pem(&self.root.pem()).unwrap()
+        TrustAnchors::from_pem(&self.certificate.pem()).unwrap()
     }
 
     /// A leaf for `names` that expires at `not_after`, which may be in the past.
-    pub(crate) fn leaf(&self, names: &[&str], not_after: SystemTime) -> Leaf {
+    pub(crate) fn leaf(&self, names: &[&str], not_after: SystemTime) -> CertifiedKey {
         let mut params = CertificateParams::default();
         params.subject_alt_names = names.iter().map(|name| san(name)).collect();
         params.not_before = (SystemTime::now() - Duration::from_secs(3600)).into();
@@ -79,7 +79,7 @@ impl Authority {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         let key = Zeroizing::new(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        Leaf {
+        CertifiedKey {
             chain: vec![certificate.der().clone()],
             key,
         }
@@ -108,7 +108,7 @@ const SERVER: &str = "web.emojivoto.serviceaccount.identity.linkerd.cluster.loca
 const CLIENT: &str = "vote-bot.emojivoto.serviceaccount.identity.linkerd.cluster.local";
 const SERVER_NAME: &str = SERVER;
 
-type Connected = Result<tokio_rustls::client::TlsStream<DuplexStream>, client::ConnectError>;
+type Connected = Result<tokio_rustls::client::TlsStream<DuplexStream>, client::TlsConnectError>;
 type Accepted = Result<(tokio_rustls::server::TlsStream<DuplexStream>, server::PeerTls), server::AcceptError>;
 
 async fn handshake(
@@ -319,11 +319,11 @@ fn a_bad_leaf_changes_nothing() {
         theirs.leaf(&[SERVER], in_an_hour()),
         ours.leaf(&[CLIENT], in_an_hour()),
         ours.leaf(&[SERVER], SystemTime::now() - Duration::from_secs(1)),
-        Leaf {
+        CertifiedKey {
             key: ours.leaf(&[SERVER], in_an_hour()).key,
             ..ours.leaf(&[SERVER], in_an_hour())
         },
-        Leaf {
+        CertifiedKey {
             chain: Vec::new(),
             ..ours.leaf(&[SERVER], in_an_hour())
         },
@@ -358,7 +358,7 @@ fn invalid_trust_anchors_are_refused_with_the_reason() {
 #[test]
 fn secrets_are_not_printed() {
     let leaf = Authority::new().leaf(&[SERVER], in_an_hour());
-    assert_eq!(format!("{leaf:?}"), r#"Leaf { certificates: 1, key: "…" }"#);
+    assert_eq!(format!("{leaf:?}"), r#"CertifiedKey { certificates: 1, key: "…" }"#);
 }
 
 /// A ClientHello as rustls encodes it.

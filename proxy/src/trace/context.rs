@@ -33,16 +33,16 @@ impl Context {
         let mut parents = headers.get_all(&TRACEPARENT).iter();
         let parent = parents.next().filter(|_| parents.next().is_none()); // several values are ambiguous, so none is used
         parent
-            .and_then(|parent| w3c(parent.as_bytes()))
-            .or_else(|| value(&GRPC_TRACE).and_then(grpc))
+            .and_then(|parent| parse_w3c(parent.as_bytes()))
+            .or_else(|| value(&GRPC_TRACE).and_then(parse_grpc))
             .or_else(|| {
                 let sampled = value(&B3_SAMPLED).is_some_and(|value| matches!(value, b"1" | b"true"));
                 let debugged = value(&B3_FLAGS) == Some(b"1");
-                b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || debugged)
+                parse_b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || debugged)
             })
     }
 
-    /// Whether the headers have no trace context but say that the request is not sampled.
+    /// Whether B3 headers say that the request is not sampled. Only for requests without a trace context.
     pub(super) fn is_marked_unsampled(headers: &HeaderMap) -> bool {
         let sampled = headers.get(&B3_SAMPLED).map(HeaderValue::as_bytes);
         matches!(sampled, Some(b"0" | b"false"))
@@ -93,7 +93,7 @@ impl Context {
 /// `<version>-<trace>-<span>-<flags>`; a later version may have more fields.
 ///
 /// Source: W3C Trace Context, section 3.2.
-fn w3c(text: &[u8]) -> Option<Context> {
+fn parse_w3c(text: &[u8]) -> Option<Context> {
     let (version, rest) = (text.get(..3)?, text.get(3..)?);
     let (head, more) = rest.split_at_checked(52)?;
     if version.iter().chain(head).any(u8::is_ascii_uppercase) {
@@ -101,14 +101,14 @@ fn w3c(text: &[u8]) -> Option<Context> {
     }
     let is_known = version == b"00-" && more.is_empty();
     let is_later = version != b"00-" && (more.is_empty() || more.starts_with(b"-"));
-    let [version] = bytes::<1>(version.strip_suffix(b"-")?)?;
+    let [version] = decode_hex::<1>(version.strip_suffix(b"-")?)?;
     if version == 0xff || !(is_known || is_later) || head[32] != b'-' || head[49] != b'-' {
         return None;
     }
-    let [flags] = bytes::<1>(&head[50..])?;
+    let [flags] = decode_hex::<1>(&head[50..])?;
     Context {
-        trace: bytes(&head[..32])?,
-        span: bytes(&head[33..49])?,
+        trace: decode_hex(&head[..32])?,
+        span: decode_hex(&head[33..49])?,
         is_sampled: flags & 1 == 1,
         format: PropagationFormat::W3c,
     }
@@ -116,7 +116,7 @@ fn w3c(text: &[u8]) -> Option<Context> {
 }
 
 /// A version, then fields in any order, each after its number: 0 is the trace, 1 the span, 2 the flags.
-fn grpc(text: &[u8]) -> Option<Context> {
+fn parse_grpc(text: &[u8]) -> Option<Context> {
     let decoded = BASE64.decode(text).ok()?;
     let (&[0], mut rest) = decoded.split_first_chunk()? else {
         return None;
@@ -150,18 +150,18 @@ fn grpc(text: &[u8]) -> Option<Context> {
 }
 
 /// A trace id of 8 bytes is the second half of one of 16.
-fn b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
-    let trace = match bytes::<8>(trace) {
+fn parse_b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
+    let trace = match decode_hex::<8>(trace) {
         Some(half) => {
             let mut whole = [0; 16];
             whole[8..].copy_from_slice(&half);
             whole
         }
-        None => bytes(trace)?,
+        None => decode_hex(trace)?,
     };
     Context {
         trace,
-        span: bytes(span)?,
+        span: decode_hex(span)?,
         is_sampled,
         format: PropagationFormat::B3,
     }
@@ -176,7 +176,7 @@ impl Context {
 }
 
 /// Decodes exactly `N` bytes, two hexadecimal digits each.
-fn bytes<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
+fn decode_hex<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
     if text.len() != 2 * N {
         return None;
     }
@@ -313,9 +313,9 @@ mod tests {
     #[test]
     fn metadata_of_grpc_is_read_with_and_without_padding() {
         let mut bytes = vec![0, 0];
-        bytes.extend(super::bytes::<16>(TRACE.as_bytes()).unwrap());
+        bytes.extend(decode_hex::<16>(TRACE.as_bytes()).unwrap());
         bytes.push(1);
-        bytes.extend(super::bytes::<8>(SPAN.as_bytes()).unwrap());
+        bytes.extend(decode_hex::<8>(SPAN.as_bytes()).unwrap());
         bytes.extend([2, 1]);
         let (whole, known) = (BASE64.encode(&bytes), Some((TRACE.to_owned(), SPAN.to_owned(), true)));
         assert_eq!(parsed(&[("grpc-trace-bin", &whole)]), known);

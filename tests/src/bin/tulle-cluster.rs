@@ -99,7 +99,7 @@ fn run(command: Command) -> anyhow::Result<()> {
                 audit,
                 ..ClusterOptions::default()
             };
-            runtime.block_on(Cluster::leave_running(options))?;
+            runtime.block_on(Cluster::start_detached(options))?;
             eprintln!(
                 "cluster: up; inspect it with `./run cluster kubectl get pods -A`, stop it with `./run cluster down`"
             );

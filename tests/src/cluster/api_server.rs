@@ -28,8 +28,8 @@ use crate::programs;
 pub struct ApiServer {
     // Fields drop in declaration order: clients before servers, the directory last.
     controllers: Option<Component>,
-    _server: Component,
-    _etcd: Component,
+    server: Component,
+    etcd: Component,
     client: kube::Client,
     addr: IpAddr,
     dir: TempDir,
@@ -99,8 +99,8 @@ impl ApiServer {
         }
         Ok(Self {
             controllers,
-            _server: server,
-            _etcd: etcd,
+            server,
+            etcd,
             client,
             addr,
             dir,
@@ -240,7 +240,7 @@ impl ApiServer {
     /// # Errors
     /// Fails if a process has exited; the error contains the end of its log.
     pub fn check_alive(&mut self) -> anyhow::Result<()> {
-        for component in [&mut self._etcd, &mut self._server]
+        for component in [&mut self.etcd, &mut self.server]
             .into_iter()
             .chain(&mut self.controllers)
         {
@@ -289,7 +289,7 @@ fn free_addr() -> anyhow::Result<IpAddr> {
             return Ok(addr);
         }
     }
-    bail!("this process has four API servers already, one for each address it has")
+    bail!("a process can run at most four API servers")
 }
 
 /// Removes the directories of killed processes.

@@ -19,8 +19,8 @@ pub(super) fn create(name: &str) -> anyhow::Result<()> {
                 fs::write(&to, all).with_context(|| format!("writing {}", to.display()))?;
             }
         }
-        // On a dedicated machine, the daemons of a node share one cgroup next to the pods. Here, each of their threads has the same
-        // weight as all pods of a node together, which would starve the pods whenever a container starts.
+        // Without this, each thread of containerd and the kubelet would weigh as much as all pods of a node, and starting a
+        // container would starve the pods.
         for (file, share) in [("cpu.shares", "32768"), ("cpu.weight", "3200")] {
             let file = group.join(file);
             if file.exists() {

@@ -88,7 +88,7 @@ impl Cluster {
     ///
     /// # Errors
     /// The same as [`Cluster::start`], and if a cluster is already running.
-    pub async fn leave_running(options: ClusterOptions) -> anyhow::Result<()> {
+    pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
         let mut cluster = Self::launch(options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
         mem::forget(mem::take(&mut cluster.nodes));
@@ -132,7 +132,7 @@ impl Cluster {
         let mut forwards = JoinSet::new();
         let target = SocketAddr::new(context.addr, API_PORT);
         let server = format!("https://{}", forward(&mut forwards, first.clone(), target)?);
-        let user = kubeconfig::by_certificate(&context.pki(), "admin");
+        let user = kubeconfig::certificate_user(&context.pki(), "admin");
         kubeconfig::write(
             &context.kubeconfig_path("outside"),
             &server,
@@ -389,7 +389,7 @@ pub async fn stop() -> anyhow::Result<()> {
     leftovers::remove(dir)
 }
 
-/// Whether a cluster is running that [`Cluster::leave_running`] started.
+/// Whether a cluster is running that [`Cluster::start_detached`] started.
 ///
 /// # Errors
 /// Fails if the processes of this machine cannot be listed.

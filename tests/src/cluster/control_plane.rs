@@ -82,7 +82,7 @@ impl ComponentContext<'_> {
 
     /// Writes `<name>.conf` for the client with the certificate of this name.
     pub(super) fn kubeconfig(&self, name: &str) -> anyhow::Result<()> {
-        let user = kubeconfig::by_certificate(&self.pki(), name);
+        let user = kubeconfig::certificate_user(&self.pki(), name);
         let ca = self.pki().join("ca.crt");
         kubeconfig::write(&self.kubeconfig_path(name), &self.url(), &ca, &user)
     }
@@ -106,14 +106,24 @@ impl ComponentContext<'_> {
     }
 
     pub(super) fn etcd(&self) -> anyhow::Result<Component> {
-        // Client and peer URLs; only the API server uses this address.
-        let (clients, peers) = (self.etcd_url(), format!("http://{}:2380", self.addr));
+        // Only the API server uses this address.
+        let (client_url, peer_url) = (self.etcd_url(), format!("http://{}:2380", self.addr));
         let mut command = self.command("etcd")?;
         command
             .args(["--data-dir", "etcd", "--unsafe-no-fsync"])
-            .args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients])
-            .args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers])
-            .args(["--initial-cluster", &format!("default={peers}")]);
+            .args([
+                "--listen-client-urls",
+                &client_url,
+                "--advertise-client-urls",
+                &client_url,
+            ])
+            .args([
+                "--listen-peer-urls",
+                &peer_url,
+                "--initial-advertise-peer-urls",
+                &peer_url,
+            ])
+            .args(["--initial-cluster", &format!("default={peer_url}")]);
         self.start("etcd", command)
     }
 

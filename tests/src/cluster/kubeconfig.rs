@@ -22,7 +22,7 @@ pub(super) fn write(path: &Path, server: &str, ca: &Path, user: &Value) -> anyho
 }
 
 /// A user that authenticates with the certificate `<pki>/<name>.crt`.
-pub(super) fn by_certificate(pki: &Path, name: &str) -> Value {
+pub(super) fn certificate_user(pki: &Path, name: &str) -> Value {
     json!({
         "client-certificate": pki.join(format!("{name}.crt")),
         "client-key": pki.join(format!("{name}.key")),

@@ -108,9 +108,9 @@ fn remove_external_files(dir: &Path) {
     }
     // The network plugins store their results, with the network namespace.
     let ours = dir.to_string_lossy();
-    for answer in entries("/var/lib/cni/results") {
-        if fs::read_to_string(&answer).is_ok_and(|text| text.contains(&*ours)) {
-            let _ = fs::remove_file(answer);
+    for cni_result in entries("/var/lib/cni/results") {
+        if fs::read_to_string(&cni_result).is_ok_and(|text| text.contains(&*ours)) {
+            let _ = fs::remove_file(cni_result);
         }
     }
     // The path of the kubelet's plugin socket cannot be configured.

@@ -218,7 +218,7 @@ state = "{state}"
         self.start(context, "kube-proxy", command)
     }
 
-    /// Whether containerd answers.
+    /// Fails if containerd does not answer.
     pub(super) fn check_containerd(&self) -> anyhow::Result<()> {
         ctr(&self.socket(), &[OsStr::new("version")])
     }
@@ -239,11 +239,11 @@ state = "{state}"
 
     /// A command in this node's namespace. Its working directory marks it as part of the cluster.
     fn command(&self, context: &ComponentContext<'_>, program: &str) -> anyhow::Result<Command> {
-        let here = ComponentContext {
+        let node_context = ComponentContext {
             namespace: Some(&self.namespace),
             ..*context
         };
-        here.command(program)
+        node_context.command(program)
     }
 
     fn start(&self, context: &ComponentContext<'_>, program: &str, command: Command) -> anyhow::Result<Component> {

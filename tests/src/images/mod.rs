@@ -24,7 +24,7 @@ pub enum Image {
     Controller,
     /// The injected containers: proxy, init, validator.
     Proxy,
-    /// `tulle-bench`: clients and servers without support for a mesh.
+    /// `tulle-bench`: plain clients and servers that know nothing of the mesh.
     Bench,
     /// [`Self::Bench`] for tests: it has a shell with the usual programs, and curl.
     Workload,

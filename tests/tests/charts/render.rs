@@ -27,7 +27,7 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
             .collect::<Vec<_>>()
     };
     let ha = format!("--values={}/values-ha.yaml", path_of("tulle-control-plane"));
-    let own = [
+    let external_ca = [
         "--set=identity.externalCA=true",
         "--set=identity.issuer.scheme=kubernetes.io/tls",
     ];
@@ -35,8 +35,8 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
         ("default", with(&[])),
         ("highly available", with(&[&ha])),
         ("with a CNI plugin", with(&["--set=cniEnabled=true"])),
-        ("a CA of one's own", own.map(str::to_owned).to_vec()),
-        ("an issuer of cert-manager's", {
+        ("an external CA", external_ca.map(str::to_owned).to_vec()),
+        ("a cert-manager issuer", {
             let mut values = with(&["--set=identity.issuer.scheme=kubernetes.io/tls"]);
             values.retain(|value| !value.contains("issuer.tls"));
             values
@@ -650,14 +650,14 @@ fn every_value_has_a_comment_and_a_schema() {
 
 fn collect<'a>(value: &'a Value, within: &str, names: &mut BTreeSet<&'a str>) {
     // Fields below these are defined by the user or by Kubernetes.
-    const FREE: &[&str] = &[
+    const USER_DEFINED_FIELDS: &[&str] = &[
         "nodeSelector",
         "namespaceSelector",
         "objectSelector",
         "meshedHttp2ClientProtobuf",
     ];
     if let Value::Object(fields) = value
-        && !FREE.contains(&within)
+        && !USER_DEFINED_FIELDS.contains(&within)
     {
         for (name, value) in fields {
             names.insert(name);

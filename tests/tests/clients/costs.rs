@@ -21,7 +21,7 @@ fn costs(args: &[&str]) {
     if !can_run(&["valgrind", "h2load"]) {
         return;
     }
-    // The static binaries have the optimisations of a release, except the slow last steps.
+    // The static binaries have the optimisations of a release, except fat LTO and profile-guided optimization.
     let output = Command::new(static_binaries_dir().unwrap().join("tulle-bench"))
         .arg("costs")
         .args(args)

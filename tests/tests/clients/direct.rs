@@ -24,12 +24,12 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
     testbed.wait_for_series(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
 
     let mut refused = Vec::new();
-    for (shown, reason) in [
+    for (certificate, reason) in [
         (None, "no_certificate"),
         (Some(&of_other_ca), "unknown_ca"),
         (Some(&expired), "expired"),
     ] {
-        let output = ask(&testbed, ALPN, shown);
+        let output = ask(&testbed, ALPN, certificate);
         assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:4143\""];
@@ -46,12 +46,12 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
 /// Requests the application's HTTP port from outside.
-fn ask(testbed: &Testbed, alpn: Option<&'static str>, shown: Option<&Leaf>) -> ProgramOutput {
+fn ask(testbed: &Testbed, alpn: Option<&'static str>, client_certificate: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),
         alpn,
-        certificate: shown,
+        certificate: client_certificate,
     };
     client.connect_and_send(&testbed.outside, &[&header(HTTP), REQUEST].concat())
 }

@@ -18,17 +18,17 @@ fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
         b"",
     );
     assert!(output.status.success(), "{output:?}");
-    let (body, facts) = output.out.rsplit_once('\n').unwrap();
-    let (version, status) = facts.split_once(' ').unwrap();
+    let (body, version_and_status) = output.out.rsplit_once('\n').unwrap();
+    let (version, status) = version_and_status.split_once(' ').unwrap();
     (version.into(), status.into(), body.into())
 }
 
-fn check_curl(flag: &str, version: &str) {
+fn check_curl(flag: &str, expected_version: &str) {
     let Some(testbed) = start_testbed(&["curl"]) else {
         return;
     };
-    let (answered, status, headers) = curl(&testbed.client, flag);
-    assert_eq!((&*answered, &*status), (version, "200"), "{headers}");
+    let (version, status, headers) = curl(&testbed.client, flag);
+    assert_eq!((&*version, &*status), (expected_version, "200"), "{headers}");
     // Both sidecars handled the request: only the server's sidecar knows the client's identity, by mutual TLS with the
     // client's sidecar.
     let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));

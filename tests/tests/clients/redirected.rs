@@ -28,8 +28,8 @@ fn under_all_authenticated_a_valid_certificate_is_accepted_and_all_others_are_re
     testbed.wait_for_series(DENIED, &[HTTP_LABEL], "reason", &[("no-identity", 1)]);
 
     let mut refused = Vec::new();
-    for (shown, reason) in [(&of_other_ca, "unknown_ca"), (&expired, "expired")] {
-        let output = ask(&testbed, HTTP, Some(shown));
+    for (certificate, reason) in [(&of_other_ca, "unknown_ca"), (&expired, "expired")] {
+        let output = ask(&testbed, HTTP, Some(certificate));
         assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:8080\""];
@@ -57,12 +57,12 @@ fn a_valid_identity_that_no_policy_permits_is_refused() {
 }
 
 /// Sends one request from outside the mesh.
-fn ask(testbed: &Testbed, port: u16, shown: Option<&Leaf>) -> ProgramOutput {
+fn ask(testbed: &Testbed, port: u16, client_certificate: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port).into(),
         name: &identity("server"),
         alpn: None,
-        certificate: shown,
+        certificate: client_certificate,
     };
     client.connect_and_send(
         &testbed.outside,

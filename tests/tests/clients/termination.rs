@@ -32,13 +32,13 @@ fn after_sigterm_a_sidecar_serves_without_failures_while_its_application_listens
     wait_until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
     // Clients may not know yet that the sidecar is shutting down, so it still accepts connections.
     terminate(&testbed, "sidecar-server");
-    let before = n_ok.load(Ordering::Relaxed);
-    wait_until("requests go on", || n_ok.load(Ordering::Relaxed) > before + 50);
+    let n_ok_at_sigterm = n_ok.load(Ordering::Relaxed);
+    wait_until("requests go on", || n_ok.load(Ordering::Relaxed) > n_ok_at_sigterm + 50);
     stop.store(true, Ordering::Relaxed);
     load.into_iter().for_each(join);
     // A second SIGTERM changes nothing.
-    let n_before = n_ok.load(Ordering::Relaxed) as u64;
-    assert_graceful_exit(&testbed, "sidecar-server", n_before);
+    let n_counted_before = n_ok.load(Ordering::Relaxed) as u64;
+    assert_graceful_exit(&testbed, "sidecar-server", n_counted_before);
 }
 
 /// No application listens on this host, so the sidecar does not wait for one.
@@ -48,13 +48,14 @@ fn a_clients_sidecar_after_sigterm_completes_all_requests_in_flight() {
     assert_graceful_exit(&testbed, "sidecar-client", 0);
 }
 
-/// Sends SIGTERM while the application processes requests, and waits for their responses and the exit.
-fn assert_graceful_exit(testbed: &Testbed, sidecar: &str, n_before: u64) {
+/// Sends SIGTERM while the application processes requests, and waits for their responses and the exit. `n_counted_before` is the
+/// number of requests that the server's sidecar has counted already.
+fn assert_graceful_exit(testbed: &Testbed, sidecar: &str, n_counted_before: u64) {
     let in_flight: Vec<_> = (0..8)
         .map(|_| in_client(testbed, || assert_ok(&ask("/delay/2000"))))
         .collect();
     let labels = ["direction=\"inbound\"", "target_port=\"8080\""];
-    testbed.wait_for_count("request_total", &labels, n_before + 8);
+    testbed.wait_for_count("request_total", &labels, n_counted_before + 8);
     let pid = terminate(testbed, sidecar);
     in_flight.into_iter().for_each(join);
     wait_until("the sidecar has ended", || {

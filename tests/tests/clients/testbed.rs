@@ -296,7 +296,7 @@ pub(crate) fn service(port: u16) -> SocketAddr {
     (SERVICE, port).into()
 }
 
-/// The IPv6 address of a host or of the service: fd79::20 for 10.79.0.20.
+/// The IPv6 address of a host or of the service: fd79::20 for 10.79.0.20. The decimal digits are reused as hexadecimal digits.
 pub(crate) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     let [_, network, _, host] = ip
         .octets()

@@ -106,10 +106,11 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
         .unwrap();
     drop(sidecar);
     for file in ["tulle-proxy", "of-image"] {
-        let mut without = start(file, &["--bounding-set=-all"]);
-        let ended = without.wait_for("certificate", |_| Ok(false)).unwrap_err().to_string();
+        let mut without_capability = start(file, &["--bounding-set=-all"]);
+        let error = without_capability.wait_for("certificate", |_| Ok(false));
+        let error = error.unwrap_err().to_string();
         let expected = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container";
-        assert!(ended.contains(expected), "{file}: {ended}");
+        assert!(error.contains(expected), "{file}: {error}");
     }
 }
 
@@ -131,7 +132,7 @@ fn redirect_rules_are_distinguished_from_tproxy_rules() {
         log.contains("run tulle-init with --inbound-mode tproxy, or unset the variable"),
         "{log}"
     );
-    // Traffic from peers to the proxy's own port needs no redirect rules, but the return path does.
+    // Peers reach the proxy's own port without redirect rules; but replies of the application need the tproxy rules.
     redirect(&testbed.server, &["--inbound-mode", "tproxy"]);
     assert_eq!(ask(&testbed.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
 }
@@ -169,7 +170,7 @@ fn respond(mut stream: &TcpStream) -> std::io::Result<()> {
 
 /// The last line of the response, or the whole response if it is an error.
 fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> String {
-    let dialled = || {
+    let exchange = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
         if let Some(from) = from {
             socket.bind(&SocketAddr::new(from, 0).into())?;
@@ -184,7 +185,7 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
             _ => Ok(answer),
         }
     };
-    let answer: std::io::Result<String> = host.run(dialled).unwrap();
+    let answer: std::io::Result<String> = host.run(exchange).unwrap();
     let answer = answer.unwrap_or_else(|error| panic!("{from:?} to {to}: {error}"));
     if answer.starts_with("HTTP/") && !answer.starts_with("HTTP/1.1 200") {
         return answer;

@@ -44,7 +44,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     assert!(answer.contains(&format!(r#""l5d-client-id":["{client}"]"#)), "{answer}");
     let metrics = testbed.metrics(&testbed.client);
     assert!(
-        has(
+        has_series(
             &metrics,
             "request_total",
             &["direction=\"outbound\"", &format!("server_id=\"{IDENTITY}\"")]
@@ -53,7 +53,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     );
     let metrics = testbed.metrics(&testbed.outside);
     assert!(
-        has(
+        has_series(
             &metrics,
             "inbound_http_authz_allow_total",
             &[&format!("client_id=\"{client}\"")]
@@ -149,7 +149,7 @@ fn ask(host: &Namespace, to: SocketAddr) -> String {
 }
 
 /// Whether a metric family has a series with all these labels.
-fn has(metrics: &str, family: &str, labels: &[&str]) -> bool {
+fn has_series(metrics: &str, family: &str, labels: &[&str]) -> bool {
     let of_family = |line: &&str| line.strip_prefix(family).is_some_and(|rest| rest.starts_with('{'));
     metrics
         .lines()
@@ -164,6 +164,7 @@ fn renewals(testbed: &Testbed) -> u64 {
     value.parse().unwrap()
 }
 
+/// `proxy-harness` is the MeshTLSAuthentication of the guide's `policy.yaml`.
 const PERMISSION: &str = "\
 apiVersion: policy.linkerd.io/v1alpha1
 kind: AuthorizationPolicy

@@ -1,5 +1,6 @@
 //! A WebSocket client library.
 
+use std::collections::BTreeSet;
 use std::net::TcpStream as StdStream;
 
 use futures_util::{SinkExt as _, StreamExt as _};
@@ -40,9 +41,13 @@ async fn ten_thousand_messages_are_echoed_over_a_websocket() {
     println!("{MESSAGES} WebSocket messages were echoed in {:?}", started.elapsed());
 }
 
-/// Text and binary messages in turn, with lengths for all three header forms.
+/// Text and binary messages in turn, each with lengths for all three header forms.
 fn message(n: usize) -> Message {
-    let length = [5, 200, 70_000][usize::from(n.is_multiple_of(10)) + usize::from(n.is_multiple_of(1000))];
+    let length = match n {
+        n if n.is_multiple_of(999) => 70_000,
+        n if n.is_multiple_of(9) => 200,
+        _ => 5,
+    };
     let mut text = n.to_string();
     text.extend(std::iter::repeat_n('.', length));
     if n.is_multiple_of(2) {
@@ -53,3 +58,19 @@ fn message(n: usize) -> Message {
 }
 
 const MESSAGES: usize = 10_000;
+
+#[test]
+fn text_and_binary_messages_have_all_header_forms() {
+    let forms = |is_kind: fn(&Message) -> bool| -> BTreeSet<usize> {
+        let lengths = (0..MESSAGES).map(message).filter(is_kind).map(|message| message.len());
+        lengths
+            .map(|length| match length {
+                ..=125 => 0,
+                126..=0xffff => 1,
+                _ => 2,
+            })
+            .collect()
+    };
+    assert_eq!(forms(Message::is_text), [0, 1, 2].into());
+    assert_eq!(forms(Message::is_binary), [0, 1, 2].into());
+}

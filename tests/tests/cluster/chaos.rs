@@ -58,14 +58,14 @@ async fn no_request_is_lost_when_components_restart() {
 impl Chaos {
     /// Runs load on one application during a disturbance, for `seconds`. Stores the result of the application without sidecars as
     /// the baseline, and compares the meshed one with it.
-    async fn during(
+    async fn compare_with_baseline(
         &self,
         namespace: &'static str,
         what: &str,
         seconds: u32,
         disturb: impl Future<Output = anyhow::Result<()>>,
     ) {
-        let p99_9 = self.load_during(namespace, what, seconds, disturb).await;
+        let p99_9 = self.assert_load_during(namespace, what, seconds, disturb).await;
         if namespace == "plain" {
             self.baseline.lock().insert(what.to_owned(), p99_9);
         } else {
@@ -75,10 +75,10 @@ impl Chaos {
     }
 
     /// Runs load during a disturbance, on the meshed application and at the same time on the one without sidecars.
-    async fn during_on_both(&self, what: &str, seconds: u32, disturb: impl Future<Output = anyhow::Result<()>>) {
-        let meshed = self.load_during("meshed", what, seconds, disturb);
+    async fn compare_at_same_time(&self, what: &str, seconds: u32, disturb: impl Future<Output = anyhow::Result<()>>) {
+        let meshed = self.assert_load_during("meshed", what, seconds, disturb);
         if self.full {
-            let plain = self.load_during("plain", what, seconds, async { Ok(()) });
+            let plain = self.assert_load_during("plain", what, seconds, async { Ok(()) });
             let (meshed, plain) = tokio::join!(meshed, plain);
             self.check_latency(what, meshed, Some(plain));
         } else {
@@ -87,7 +87,7 @@ impl Chaos {
     }
 
     /// Prints the result of the load, asserts that no meshed request failed, and returns the p99.9 in ms.
-    async fn load_during(
+    async fn assert_load_during(
         &self,
         namespace: &'static str,
         what: &str,
@@ -101,8 +101,8 @@ impl Chaos {
         };
         let line = format!("{TARGET} --duration={seconds}s");
         let reports = self.meshed.load_during(client, &line, disturb).await;
-        let (report, seconds) = reports.unwrap_or_else(|error| panic!("{what}: {error:#}"));
-        print(namespace, what, &report, &seconds);
+        let (report, per_second) = reports.unwrap_or_else(|error| panic!("{what}: {error:#}"));
+        print(namespace, what, &report, &per_second);
         if namespace == "meshed" {
             assert_all_ok(&report, what);
         }
@@ -125,13 +125,14 @@ impl Chaos {
         let ready = async || meshed.cluster.wait_for_deployment(namespace, "echo").await;
 
         if self.full {
-            self.during(namespace, "nothing", 10, async { Ok(()) }).await;
+            self.compare_with_baseline(namespace, "nothing", 10, async { Ok(()) })
+                .await;
         }
         let rollout = async {
             kubectl("rollout restart deploy/echo").await?;
             ready().await
         };
-        self.during(namespace, "rollout", 20, rollout).await;
+        self.compare_with_baseline(namespace, "rollout", 20, rollout).await;
         if self.full {
             let waits = r#"{"spec":{"template":{"spec":{"containers":[{"name":"echo","lifecycle":{"preStop":{"sleep":{"seconds":5}}}}]}}}}"#;
             let rollout = async {
@@ -141,7 +142,8 @@ impl Chaos {
                 kubectl("rollout restart deploy/echo").await?;
                 ready().await
             };
-            self.during(namespace, "rollout with preStop", 40, rollout).await;
+            self.compare_with_baseline(namespace, "rollout with preStop", 40, rollout)
+                .await;
         }
         let scale = async {
             kubectl("scale deploy/echo --replicas=1").await?;
@@ -149,16 +151,17 @@ impl Chaos {
             kubectl("scale deploy/echo --replicas=4").await?;
             ready().await
         };
-        self.during(namespace, "scale 3, 1, 4", 20, scale).await;
+        self.compare_with_baseline(namespace, "scale 3, 1, 4", 20, scale).await;
         let kill = async {
             let pod = &meshed.pods(namespace, "app=echo").await?[0];
             kubectl(&format!("delete pod {pod} --force --grace-period=0")).await
         };
-        self.during(namespace, "a backend force-deleted", 10, kill).await;
+        self.compare_with_baseline(namespace, "a backend force-deleted", 10, kill)
+            .await;
         ready().await.unwrap();
         if self.full {
             // Longer than the time after which an unresponsive node is marked unreachable.
-            self.during(
+            self.compare_with_baseline(
                 namespace,
                 "a node's kubelet stopped",
                 80,
@@ -182,9 +185,9 @@ impl Chaos {
                 let delete = format!("delete pod -n linkerd -l {selector} --force --grace-period=0");
                 meshed.kubectl(&delete).await.map(drop)
             };
-            self.during_on_both(&format!("{component} killed"), if self.full { 10 } else { 6 }, kill)
+            self.compare_at_same_time(&format!("{component} killed"), if self.full { 10 } else { 6 }, kill)
                 .await;
-            meshed.control_plane_ready().await.unwrap();
+            meshed.wait_for_control_plane().await.unwrap();
         }
         let chart = path_of("tulle-control-plane");
         let upgrade = async |values: &[&str]| {
@@ -197,18 +200,19 @@ impl Chaos {
                 "--reuse-values",
             ];
             meshed.helm.run(&[&fixed[..], values].concat())?;
-            meshed.control_plane_ready().await
+            meshed.wait_for_control_plane().await
         };
-        self.during_on_both("helm upgrade", 15, upgrade(&["--set=controllerLogLevel=debug"]))
+        self.compare_at_same_time("helm upgrade", 15, upgrade(&["--set=controllerLogLevel=debug"]))
             .await;
-        // A change right after the control plane is back reaches proxies that have been reconnecting for a while.
+        // Proxies that have retried for a while must reconnect soon enough to see a change made right after the control plane is
+        // back.
         // With third-party proxies this change is left out: they reconnect too rarely.
         let seconds = if self.full { 30 } else { 15 };
         let gone = async {
             meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
             sleep(Duration::from_secs(seconds.into())).await;
             meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
-            meshed.control_plane_ready().await?;
+            meshed.wait_for_control_plane().await?;
             if meshed.has_third_party_proxies {
                 Ok(())
             } else {
@@ -216,7 +220,7 @@ impl Chaos {
             }
         };
         let what = format!("control plane gone for {seconds} s");
-        self.during_on_both(&what, seconds + 25, gone).await;
+        self.compare_at_same_time(&what, seconds + 25, gone).await;
         if !self.full {
             return;
         }
@@ -251,7 +255,7 @@ impl Chaos {
             // New pods have certificates of the new issuer, and old pods still those of the previous one.
             rollout().await
         };
-        self.during_on_both("issuer rotated", 60, rotate).await;
+        self.compare_at_same_time("issuer rotated", 60, rotate).await;
     }
 }
 

@@ -121,10 +121,10 @@ fn find_leftovers(dir: &Path) -> Vec<String> {
     let groups = list("/sys/fs/cgroup")
         .into_iter()
         .flat_map(|dir| list(dir.to_str().unwrap()));
-    let answers = list("/var/lib/cni/results").into_iter();
+    let cni_results = list("/var/lib/cni/results").into_iter();
     let named = namespaces
         .chain(groups)
-        .chain(answers)
+        .chain(cni_results)
         .filter(|path| path.to_string_lossy().contains(name));
     let mounts = read(Path::new("/proc/self/mounts"));
     let mounts = mounts.lines().filter(|line| line.contains(name)).map(str::to_owned);

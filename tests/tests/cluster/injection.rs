@@ -44,7 +44,8 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
             assert_eq!(containers, expected, "{kind} in {namespace}");
         }
     }
-    // With a native sidecar a Job ends when its container exits. A classic sidecar is shut down by a wrapper around the command.
+    // With a native sidecar a Job ends when its container exits. A classic sidecar is shut down by a wrapper around the command;
+    // this Job has no such wrapper, so it would not end in the namespace "classic".
     for namespace in ["plain", "native"] {
         let complete = format!("wait job/job -n {namespace} --for=condition=complete --timeout=60s");
         meshed.kubectl(&complete).await.unwrap();
@@ -54,13 +55,13 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
     let complete = "wait job/once -n native --for=condition=complete --timeout=60s";
     meshed.kubectl(complete).await.unwrap();
 
-    times_to_ready(&meshed).await;
-    an_outage_is_audited(&meshed).await;
+    measure_times_to_ready(&meshed).await;
+    assert_outage_is_audited(&meshed).await;
 }
 
 /// Prints how long the same pod takes to become ready with and without a sidecar, and how much of that is after the
 /// proxy's start. `TULLE_TEST_FULL=1` bounds the difference.
-async fn times_to_ready(meshed: &MeshedCluster) {
+async fn measure_times_to_ready(meshed: &MeshedCluster) {
     let mut took = Vec::new();
     for namespace in ["plain", "native", "classic"] {
         let mut times = Vec::new();
@@ -109,7 +110,7 @@ async fn times_to_ready(meshed: &MeshedCluster) {
 }
 
 /// Creates pods while the injector is killed, and compares the audit of its successor with the pods that have no sidecar.
-async fn an_outage_is_audited(meshed: &MeshedCluster) {
+async fn assert_outage_is_audited(meshed: &MeshedCluster) {
     // The pods are never scheduled: injection happens before scheduling.
     let pod = |n: usize| {
         json!({

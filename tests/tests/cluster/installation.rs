@@ -87,32 +87,32 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     };
     let blocks = blocks();
     let [
-        certificates,
+        create_certificates,
         install,
-        ready,
-        application,
-        look,
-        identities,
-        policy,
+        wait_until_ready,
+        apply_application,
+        show_pods_and_log,
+        show_identities,
+        apply_policy,
         clean_up,
     ] = &blocks[..]
     else {
         panic!("the tutorial has {} blocks", blocks.len())
     };
 
-    run(certificates).await;
+    run(create_certificates).await;
     let begun = Instant::now();
     run(install).await;
-    let helm = begun.elapsed();
-    run(ready).await;
+    let helm_took = begun.elapsed();
+    run(wait_until_ready).await;
     eprintln!(
-        "helm took {helm:.1?}, every pod was ready after {:.1?}",
+        "helm took {helm_took:.1?}, every pod was ready after {:.1?}",
         begun.elapsed()
     );
     let metrics = MetricsSnapshot::read(&cluster).await.unwrap();
     check_tutorial_output(&cluster).await;
 
-    run(application).await;
+    run(apply_application).await;
     let answered = async || {
         let logs = cluster
             .kubectl(&["logs", "-n", "quickstart", "deploy/client", "-c", "client"])
@@ -121,9 +121,9 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         Ok(())
     };
     cluster.wait_until("the client gets answers", answered).await.unwrap();
-    run(look).await;
-    run(identities).await;
-    run(policy).await;
+    run(show_pods_and_log).await;
+    run(show_identities).await;
+    run(apply_policy).await;
     telemetry::check_telemetry(&cluster).await;
 
     exercise_control_plane(&cluster).await;
@@ -133,7 +133,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     telemetry::wait_until_available(&cluster).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
-    // Kubernetes itself creates these in a namespace, and other users may need the definitions.
+    // What remains with the namespace: itself, and what Kubernetes creates in each namespace.
     let of_namespace = [
         "Namespace/linkerd",
         "ConfigMap/kube-root-ca.crt",
@@ -147,6 +147,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
                 remaining.partition(|name| name.contains("gateway.networking.k8s.io"));
             let others: BTreeSet<&str> = others.iter().map(|name| name.split_once(' ').unwrap().1).collect();
             ensure!(others == allowed.iter().copied().collect(), "{others:?} are left");
+            // They stay, because other users may need them.
             ensure!(
                 definitions.len() == 4,
                 "definitions of the Gateway API: {definitions:?}"

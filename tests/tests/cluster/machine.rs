@@ -52,10 +52,10 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     // A workload that is not ready gets no traffic.
     meshed.apply(machine.file("external.yaml")).await.unwrap();
     meshed.apply(machine.file("policy.yaml")).await.unwrap();
-    slice_becomes(&meshed, &format!("{ADDR}:false")).await;
+    wait_for_slices(&meshed, &format!("{ADDR}:false")).await;
     let ready = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
     patch(&meshed, &["--subresource=status", "-p", ready]).await;
-    slice_becomes(&meshed, &format!("{ADDR}:true")).await;
+    wait_for_slices(&meshed, &format!("{ADDR}:true")).await;
 
     let _application = machine.application().unwrap();
     let _workload_api = machine.start("tulle-workload-api.service").unwrap();
@@ -91,11 +91,11 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
         "{answer}"
     );
 
-    outlives_the_leader(&meshed).await;
+    assert_slice_outlives_leader(&meshed).await;
 }
 
 /// After the leader is killed, another replica continues its work.
-async fn outlives_the_leader(meshed: &MeshedCluster) {
+async fn assert_slice_outlives_leader(meshed: &MeshedCluster) {
     let scale = "scale -n linkerd deploy/linkerd-destination --replicas=2";
     meshed.kubectl(scale).await.unwrap();
     meshed
@@ -119,7 +119,7 @@ async fn outlives_the_leader(meshed: &MeshedCluster) {
     meshed.kubectl(&delete).await.unwrap();
     let moved = r#"{"spec":{"workloadIPs":[{"ip":"172.30.0.9"}]}}"#;
     patch(meshed, &["-p", moved]).await;
-    slice_becomes(meshed, "172.30.0.9:true").await;
+    wait_for_slices(meshed, "172.30.0.9:true").await;
     let written = Timestamp::now().duration_since(killed);
     assert_ne!(holder().await.unwrap(), leader);
     let path = "get lease -n linkerd linkerd-destination-endpoint-write -o jsonpath={.spec.acquireTime}";
@@ -139,7 +139,7 @@ async fn patch(meshed: &MeshedCluster, args: &[&str]) {
 }
 
 /// Waits until our slices have these addresses, each with its readiness.
-async fn slice_becomes(meshed: &MeshedCluster, expected: &str) {
+async fn wait_for_slices(meshed: &MeshedCluster, expected: &str) {
     let path = "jsonpath={range .items[*].endpoints[*]}{.addresses[0]}:{.conditions.ready}{end}";
     let ours = "endpointslice.kubernetes.io/managed-by=linkerd-external-workloads-controller,\
                 kubernetes.io/service-name=simple-app-v1";

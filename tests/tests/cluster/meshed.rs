@@ -81,7 +81,7 @@ impl MeshedCluster {
         let set: Vec<&str> = credentials.iter().chain(&image).map(String::as_str).collect();
         let named = ["tulle-control-plane", &control_plane];
         meshed.helm.run(&[&install[..], &named, &set].concat())?;
-        meshed.control_plane_ready().await?;
+        meshed.wait_for_control_plane().await?;
         meshed.wait_for_injection().await?;
         Ok(meshed)
     }
@@ -185,7 +185,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the wait times out; the error describes its pods.
-    pub(crate) async fn control_plane_ready(&self) -> anyhow::Result<()> {
+    pub(crate) async fn wait_for_control_plane(&self) -> anyhow::Result<()> {
         for component in COMPONENTS {
             let name = format!("linkerd-{component}");
             self.cluster.wait_for_deployment("linkerd", &name).await?;
@@ -277,14 +277,15 @@ impl MeshedCluster {
     ) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut running = self.start_load(client, &format!("{line} --report-every=1s"))?;
         running.lines.next_line().await?.context("the first second of load")?;
-        let (reports, disturbed) = tokio::join!(at_the_end(running.reports()), at_the_end(disturb));
-        disturbed.0?;
+        let ((reports, load_ended_at), (disturbed, disturbance_ended_at)) =
+            tokio::join!(with_end_time(running.reports()), with_end_time(disturb));
+        disturbed?;
         ensure!(
-            disturbed.1 < reports.1,
+            disturbance_ended_at < load_ended_at,
             "the load ended {:.1?} before all was done",
-            disturbed.1 - reports.1
+            disturbance_ended_at - load_ended_at
         );
-        reports.0
+        reports
     }
 
     /// The metrics of a pod's proxy.
@@ -342,7 +343,7 @@ pub(crate) fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -
 }
 
 /// The output of a future, and the time of its end.
-async fn at_the_end<T>(future: impl Future<Output = T>) -> (T, Instant) {
+async fn with_end_time<T>(future: impl Future<Output = T>) -> (T, Instant) {
     (future.await, Instant::now())
 }
 

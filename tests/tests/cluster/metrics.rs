@@ -93,20 +93,20 @@ pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnap
     .await;
     kubectl(&["label", "-n", "quickstart", "pod", "-l", "app=web", "tier=front"]).await;
 
-    let moved = async || {
+    let all_changed = async || {
         let pages = MetricsSnapshot::read(cluster).await?;
-        let still = CHANGING_METRICS.iter().flat_map(|(component, metrics)| {
-            let is_still = |metric: &&&str| {
+        let unchanged = CHANGING_METRICS.iter().flat_map(|(component, metrics)| {
+            let is_unchanged = |metric: &&&str| {
                 let series = pages.series(component, metric);
                 series.is_empty() || series == before.series(component, metric)
             };
             metrics
                 .iter()
-                .filter(is_still)
+                .filter(is_unchanged)
                 .map(move |metric| format!("{component}: {metric}"))
         });
-        let still: Vec<_> = still.collect();
-        ensure!(still.is_empty(), "did not change:\n{}", still.join("\n"));
+        let unchanged: Vec<_> = unchanged.collect();
+        ensure!(unchanged.is_empty(), "did not change:\n{}", unchanged.join("\n"));
         for (component, metrics) in CONSTANT_METRICS {
             for metric in *metrics {
                 ensure!(
@@ -117,7 +117,7 @@ pub(crate) async fn wait_for_all_changes(cluster: &Cluster, before: &MetricsSnap
         }
         Ok(())
     };
-    cluster.wait_until("every metric changes", moved).await.unwrap();
+    cluster.wait_until("every metric changes", all_changed).await.unwrap();
 }
 
 const CHANGING_METRICS: &[(&str, &[&str])] = &[

@@ -53,48 +53,44 @@ const KINDS: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// The expected results of a container with readiness and liveness probes, and of one with a startup probe.
+/// The expected result of one container. A container is good if it is ready, or started if it has the startup probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Expected {
-    ready: Ready,
+    becomes_good: BecomesGood,
     restarts: bool,
-    started: Ready,
-    /// Whether the container with the startup probe restarts.
-    startup_restarts: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ready {
-    /// Becomes ready and stays ready.
+enum BecomesGood {
+    /// And stays good.
     Soon,
     /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`].
     Late,
     Never,
-    /// Becomes ready, and unready later.
-    ThenUnready,
+    /// And ceases to be good later.
+    Temporarily,
 }
 
-/// The result of Kubernetes without a mesh; the test verifies it too.
-fn expected(application: Application, kind: &str) -> Expected {
-    let (ready, restarts) = match (application, kind) {
+/// The result of Kubernetes without a mesh, with readiness and liveness probes; the test verifies it too.
+fn expected_with_readiness(application: Application, kind: &str) -> Expected {
+    let (becomes_good, restarts) = match (application, kind) {
         // The kernel accepts its connections.
-        (Application::Hangs, "tcp") | (Application::Listens, _) => (Ready::Soon, false),
-        (Application::ListensLate, _) => (Ready::Late, false),
-        (Application::NeverListens, _) => (Ready::Never, true),
-        (Application::StopsListening | Application::Hangs, _) => (Ready::ThenUnready, true),
+        (Application::Hangs, "tcp") | (Application::Listens, _) => (BecomesGood::Soon, false),
+        (Application::ListensLate, _) => (BecomesGood::Late, false),
+        (Application::NeverListens, _) => (BecomesGood::Never, true),
+        (Application::StopsListening | Application::Hangs, _) => (BecomesGood::Temporarily, true),
     };
-    // A startup probe is not repeated after it has succeeded.
-    let (started, startup_restarts) = match application {
-        Application::ListensLate => (Ready::Late, false),
-        Application::NeverListens => (Ready::Never, true),
-        Application::Listens | Application::StopsListening | Application::Hangs => (Ready::Soon, false),
+    Expected { becomes_good, restarts }
+}
+
+/// The same with a startup probe, which is not repeated after it has succeeded.
+fn expected_with_startup(application: Application) -> Expected {
+    let (becomes_good, restarts) = match application {
+        Application::ListensLate => (BecomesGood::Late, false),
+        Application::NeverListens => (BecomesGood::Never, true),
+        Application::Listens | Application::StopsListening | Application::Hangs => (BecomesGood::Soon, false),
     };
-    Expected {
-        ready,
-        restarts,
-        started,
-        startup_restarts,
-    }
+    Expected { becomes_good, restarts }
 }
 
 /// Namespaces with their annotations.
@@ -145,7 +141,7 @@ async fn probes_work_as_without_a_mesh_and_a_rollout_waits_for_them() {
         meshed.kubectl(&delete).await.unwrap();
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    a_rollout_loses_nothing(&meshed).await;
+    assert_rollout_loses_nothing(&meshed).await;
 }
 
 /// One container, which is one row of the table.
@@ -164,26 +160,26 @@ fn rows() -> impl Iterator<Item = Row> {
             kind,
             is_startup,
         });
-        rows.filter(|row| !row.is_startup || starts_differently(row.application))
+        rows.filter(|row| !row.is_startup || has_startup_probe(row.application))
     })
 }
 
-/// Whether the application's start differs from `Listens`. The others need no startup probe, because a probe that has succeeded
-/// is not repeated.
-fn starts_differently(application: Application) -> bool {
+/// Whether there is a container with a startup probe. `StopsListening` and `Hangs` start as `Listens` does, so the startup probe
+/// of that kind of start is tested once, with `Listens`.
+fn has_startup_probe(application: Application) -> bool {
     !matches!(application, Application::StopsListening | Application::Hangs)
 }
 
 #[derive(Debug, Default)]
 struct ObservedContainer {
-    /// Age in seconds when it was first ready (or started), without a restart before.
-    good_after: Option<i64>,
-    /// Whether it was ready and then not, without a restart.
-    became_bad: bool,
+    /// Age in seconds when it was first good, without a restart before.
+    first_good_at: Option<i64>,
+    /// Whether it was good and then not, without a restart.
+    ceased_to_be_good: bool,
     is_good: bool,
     restarts: i32,
     /// Age in seconds without a restart.
-    ran: i64,
+    age: i64,
 }
 
 impl Row {
@@ -192,11 +188,10 @@ impl Row {
         format!("{}/{}-{probe}", pod_name(self.application), self.kind)
     }
 
-    fn expected(&self) -> (Ready, bool) {
-        let expected = expected(self.application, self.kind);
+    fn expected(&self) -> Expected {
         match self.is_startup {
-            true => (expected.started, expected.startup_restarts),
-            false => (expected.ready, expected.restarts),
+            true => expected_with_startup(self.application),
+            false => expected_with_readiness(self.application, self.kind),
         }
     }
 
@@ -206,31 +201,31 @@ impl Row {
         let Some(seen) = seen.get(&name) else {
             return Some(format!("{name} does not run"));
         };
-        let (ready, restarts) = self.expected();
-        let is_settled = (!restarts || seen.restarts > 0)
-            && (restarts || seen.ran > OBSERVATION_SECONDS)
-            && match ready {
-                Ready::Soon | Ready::Late => seen.is_good,
-                Ready::Never => true,
-                Ready::ThenUnready => seen.became_bad,
+        let expected = self.expected();
+        let is_settled = (!expected.restarts || seen.restarts > 0)
+            && (expected.restarts || seen.age > OBSERVATION_SECONDS)
+            && match expected.becomes_good {
+                BecomesGood::Soon | BecomesGood::Late => seen.is_good,
+                BecomesGood::Never => true,
+                BecomesGood::Temporarily => seen.ceased_to_be_good,
             };
-        (!is_settled).then(|| format!("{name}: expected {ready:?}, restarts {restarts}: {seen:?}"))
+        (!is_settled).then(|| format!("{name}: {expected:?}: {seen:?}"))
     }
 
     /// An observed state that contradicts the expectation, if any.
     fn find_violation(&self, seen: &BTreeMap<String, ObservedContainer>) -> Option<String> {
         let seen = seen.get(&self.name())?;
-        let (ready, restarts) = self.expected();
-        let is_right = (restarts || seen.restarts == 0)
-            && match ready {
-                Ready::Soon | Ready::ThenUnready => true,
+        let expected = self.expected();
+        let is_right = (expected.restarts || seen.restarts == 0)
+            && match expected.becomes_good {
+                BecomesGood::Soon | BecomesGood::Temporarily => true,
                 // Kubernetes reports times in whole seconds.
-                Ready::Late => seen
-                    .good_after
-                    .is_none_or(|after| after >= BEHAVIOUR_CHANGE_AT_SECONDS - 1),
-                Ready::Never => seen.good_after.is_none(),
+                BecomesGood::Late => seen
+                    .first_good_at
+                    .is_none_or(|age| age >= BEHAVIOUR_CHANGE_AT_SECONDS - 1),
+                BecomesGood::Never => seen.first_good_at.is_none(),
             };
-        (!is_right).then(|| format!("{}: expected {ready:?}, restarts {restarts}: {seen:?}", self.name()))
+        (!is_right).then(|| format!("{}: {expected:?}: {seen:?}", self.name()))
     }
 }
 
@@ -252,14 +247,14 @@ async fn observe(
             .unwrap_or_default()
         {
             let seen = seen.entry(format!("{name}/{}", status.name)).or_default();
-            seen.note(&status, now);
+            seen.record(&status, now);
         }
     }
     Ok(())
 }
 
 impl ObservedContainer {
-    fn note(&mut self, status: &ContainerStatus, now: i64) {
+    fn record(&mut self, status: &ContainerStatus, now: i64) {
         self.restarts = self.restarts.max(status.restart_count);
         self.is_good = match status.name.ends_with("-startup") {
             true => status.started == Some(true),
@@ -269,13 +264,13 @@ impl ObservedContainer {
         let Some(since) = running.and_then(|running| running.started_at.as_ref()) else {
             return;
         };
-        let ran = now - since.0.as_second();
+        let age = now - since.0.as_second();
         if self.is_good {
-            self.good_after.get_or_insert(ran);
+            self.first_good_at.get_or_insert(age);
         }
         if status.restart_count == 0 {
-            self.ran = ran;
-            self.became_bad |= self.good_after.is_some() && !self.is_good;
+            self.age = age;
+            self.ceased_to_be_good |= self.first_good_at.is_some() && !self.is_good;
         }
     }
 }
@@ -288,7 +283,7 @@ fn pod(namespace: &str, application: Application) -> Value {
     let mut containers = Vec::new();
     for (n, (kind, flag, handler)) in KINDS.iter().enumerate() {
         for (is_startup, port) in [(false, 8000 + n), (true, 8100 + n)] {
-            if is_startup && !starts_differently(application) {
+            if is_startup && !has_startup_probe(application) {
                 continue;
             }
             let probe = |failures: usize| {
@@ -349,7 +344,7 @@ const CLIENT: Client = Client {
 
 /// Two replicas that listen 8 s after their start, with a `tcpSocket` probe. A client without retries loses no request
 /// while they are replaced.
-async fn a_rollout_loses_nothing(meshed: &MeshedCluster) {
+async fn assert_rollout_loses_nothing(meshed: &MeshedCluster) {
     meshed.apply(SHOP).await.unwrap();
     meshed.set_up_client("shop", "client").await.unwrap();
     meshed.cluster.wait_for_deployment("shop", "web").await.unwrap();

@@ -109,19 +109,19 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     let load = &meshed.pods("demo", "app=load").await.unwrap()[0];
     let identity = |account: &str| format!("{account}.demo.serviceaccount.identity.linkerd.cluster.local");
     for account in ["web", "ws", "tcp"] {
-        let theirs = format!("client_id=\"{}\"", identity("load"));
+        let client_label = format!("client_id=\"{}\"", identity("load"));
         let mut verified = 0;
         for pod in meshed.pods("demo", &format!("app={account}")).await.unwrap() {
             let metrics = meshed.proxy_metrics_for(LOAD, "demo", &pod).await.unwrap();
             // The admin port also counts the client that reads these metrics.
-            let of_load = |line: &str| line.contains(&theirs) && !line.contains(":4191\"");
+            let of_load = |line: &str| line.contains(&client_label) && !line.contains(":4191\"");
             verified += usize::from(metrics.lines().any(of_load));
         }
         assert!(verified > 0, "no proxy of {account} has verified load");
         let metrics = meshed.proxy_metrics("demo", load).await.unwrap();
-        let ours = format!("server_id=\"{}\"", identity(account));
+        let server_label = format!("server_id=\"{}\"", identity(account));
         assert!(
-            metrics.lines().any(|line| line.contains(&ours)),
+            metrics.lines().any(|line| line.contains(&server_label)),
             "load has not verified {account}"
         );
     }

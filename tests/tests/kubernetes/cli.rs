@@ -161,9 +161,9 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
     let port = listener.local_addr().unwrap().port();
     let forwarding = tokio::spawn(async move {
         loop {
-            let (mut here, _) = listener.accept().await.unwrap();
-            let mut there = tokio::net::TcpStream::connect(&addr).await.unwrap();
-            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut here, &mut there).await });
+            let (mut client, _) = listener.accept().await.unwrap();
+            let mut server = tokio::net::TcpStream::connect(&addr).await.unwrap();
+            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut client, &mut server).await });
         }
     });
     for (host, reached) in [("localhost", true), ("nowhere.invalid", false)] {
@@ -297,7 +297,7 @@ spec: {containers: [{name: linkerd-proxy, image: none}]}
     assert!(!refused.success);
     assert_contains(
         &refused.err,
-        &["1 pods have a proxy of this control plane (shop/web)", "--force"],
+        &["1 pod has a proxy of this control plane (shop/web)", "--force"],
     );
     kubectl(&server, "delete pod web -n shop --force --grace-period=0", "").await;
 

@@ -27,8 +27,8 @@ async fn concurrent_api_servers_are_independent_and_leave_nothing_behind() {
     let pod = pods.create(&PostParams::default(), &pod).await.unwrap();
     assert_eq!(pod.spec.unwrap().service_account_name.as_deref(), Some("default"));
 
-    let there = Api::<Namespace>::all(other.client());
-    assert!(there.get_opt("here").await.unwrap().is_none());
+    let other_namespaces = Api::<Namespace>::all(other.client());
+    assert!(other_namespaces.get_opt("here").await.unwrap().is_none());
     assert_eq!(
         other
             .kubectl(&["get", "namespace", "default", "-o", "name"])

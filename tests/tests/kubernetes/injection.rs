@@ -159,7 +159,7 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     assert_eq!(db.metadata.annotations.unwrap()["config.linkerd.io/opaque-ports"], "33");
 
     let metrics = fixture.admin("/metrics").await;
-    let counted = |name: &str, owner: &str, rest: &str| {
+    let assert_counted = |name: &str, owner: &str, rest: &str| {
         let start = format!("{name}{{owner_kind=\"{owner}\",namespace=\"shop\",annotation_at=\"namespace\"{rest}");
         assert!(
             metrics.lines().any(|line| line.starts_with(&start)),
@@ -167,8 +167,8 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
         );
     };
     for owner in ["deployment", "statefulset", "job", "cronjob", "pod"] {
-        counted("proxy_inject_admission_requests_total", owner, "");
-        counted(
+        assert_counted("proxy_inject_admission_requests_total", owner, "");
+        assert_counted(
             "proxy_inject_admission_responses_total",
             owner,
             ",skip=\"false\",skip_reason=\"\"",

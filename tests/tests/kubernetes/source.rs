@@ -20,7 +20,7 @@ use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
 /// The destination service with an API server as its source, called in this process.
-struct Mesh {
+struct DestinationFixture {
     api: ApiServer,
     cluster: Cluster,
     registry: Registry,
@@ -29,14 +29,14 @@ struct Mesh {
     _signal: drain::Signal,
 }
 
-impl Drop for Mesh {
+impl Drop for DestinationFixture {
     fn drop(&mut self) {
         self.source.abort();
     }
 }
 
 /// Starts an API server with namespace `shop` and these objects, and waits until all of them are loaded.
-async fn mesh(objects: &[Value]) -> Mesh {
+async fn start_fixture(objects: &[Value]) -> DestinationFixture {
     let api = ApiServer::start().await.unwrap();
     api.create_namespace("shop").await.unwrap();
     for object in objects {
@@ -56,13 +56,13 @@ async fn mesh(objects: &[Value]) -> Mesh {
             endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        stale_kinds: Readiness::new(),
+        freshness: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
     let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
     let source = tokio::spawn(source);
     with_timeout(cluster.synced()).await;
-    Mesh {
+    DestinationFixture {
         api,
         cluster,
         registry,
@@ -98,7 +98,7 @@ async fn apply(api: &ApiServer, object: &Value) {
     }
 }
 
-impl Mesh {
+impl DestinationFixture {
     fn destination(&self) -> DestinationClient<tulle_control::grpc::Service<destination::server::Service>> {
         let config = destination::config::Config::default();
         DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
@@ -212,7 +212,7 @@ const WEB: &str = "web.shop.svc.cluster.local:80";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn endpoints_follow_the_slices_of_an_api_server() {
-    let mesh = mesh(&[
+    let fixture = start_fixture(&[
         node(),
         replica_set(),
         pod("10.1.0.1"),
@@ -221,7 +221,7 @@ async fn endpoints_follow_the_slices_of_an_api_server() {
         slice(&["10.1.0.1"]),
     ])
     .await;
-    let mut stream = mesh.get(WEB).await.unwrap();
+    let mut stream = fixture.get(WEB).await.unwrap();
     let first = next(&mut stream).await;
     let Some(update::Update::Add(set)) = &first.update else {
         panic!("no addition: {first:?}")
@@ -231,30 +231,35 @@ async fn endpoints_follow_the_slices_of_an_api_server() {
     assert_eq!(labels, [Some("web-10-1-0-1"), Some("web"), Some("a"), Some("local")]);
     assert_eq!(short(first), "+10.1.0.1:8080");
 
-    apply(&mesh.api, &slice(&["10.1.0.2"])).await;
+    apply(&fixture.api, &slice(&["10.1.0.2"])).await;
     assert_eq!(short(next(&mut stream).await), "+10.1.0.2:8080");
     assert_eq!(short(next(&mut stream).await), "-10.1.0.1:8080");
-    mesh.api
+    fixture
+        .api
         .kubectl(&["delete", "endpointslice", "-n", "shop", "web-1"])
         .await
         .unwrap();
     assert_eq!(short(next(&mut stream).await), "-10.1.0.2:8080");
     assert_eq!(short(next(&mut stream).await), "true");
-    mesh.api
+    fixture
+        .api
         .kubectl(&["delete", "service", "-n", "shop", "web"])
         .await
         .unwrap();
     assert_eq!(short(next(&mut stream).await), "false");
-    assert_eq!(mesh.get(WEB).await.unwrap_err().message(), "Service web.shop not found");
+    assert_eq!(
+        fixture.get(WEB).await.unwrap_err().message(),
+        "Service web.shop not found"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_is_found_by_its_address_from_its_start_to_its_deletion() {
-    let mesh = mesh(&[]).await;
-    let mut stream = mesh.profile("10.1.0.1:8080").await;
+    let fixture = start_fixture(&[]).await;
+    let mut stream = fixture.profile("10.1.0.1:8080").await;
     let pod_of = |profile: DestinationProfile| profile.endpoint.unwrap().metric_labels.remove("pod");
     assert_eq!(pod_of(next(&mut stream).await), None);
-    apply(&mesh.api, &pod("10.1.0.1")).await;
+    apply(&fixture.api, &pod("10.1.0.1")).await;
     assert_eq!(pod_of(next(&mut stream).await).as_deref(), Some("web-10-1-0-1"));
     let delete = [
         "delete",
@@ -265,7 +270,7 @@ async fn a_pod_is_found_by_its_address_from_its_start_to_its_deletion() {
         "--force",
         "--grace-period=0",
     ];
-    mesh.api.kubectl(&delete).await.unwrap();
+    fixture.api.kubectl(&delete).await.unwrap();
     assert_eq!(pod_of(next(&mut stream).await), None);
 }
 
@@ -293,34 +298,36 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
         json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": format!("0.0.0.0:{port}")})
     });
     meshed["spec"]["containers"] = json!([{"name": "linkerd-proxy", "image": "proxy", "env": env}]);
-    let mesh = mesh(&[meshed]).await;
-    let mut stream = mesh.profile("10.1.0.1:8080").await;
+    let fixture = start_fixture(&[meshed]).await;
+    let mut stream = fixture.profile("10.1.0.1:8080").await;
     assert!(!next(&mut stream).await.opaque_protocol);
 
-    apply(&mesh.api, &server_definition()).await;
+    apply(&fixture.api, &server_definition()).await;
     let established = ["wait", "--for=condition=established", "crd/servers.policy.linkerd.io"];
-    mesh.api.kubectl(&established).await.unwrap();
+    fixture.api.kubectl(&established).await.unwrap();
     let server = json!({
         "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server",
         "metadata": {"name": "web", "namespace": "shop"},
         "spec": {"podSelector": {}, "port": 8080, "proxyProtocol": "opaque"},
     });
-    apply(&mesh.api, &server).await;
+    apply(&fixture.api, &server).await;
     assert!(next(&mut stream).await.opaque_protocol);
-    assert!(mesh.has_metric_line(r#"server_cache_size{cluster="local"} 1"#));
+    assert!(fixture.has_metric_line(r#"server_cache_size{cluster="local"} 1"#));
 
     // An object that cannot be decoded is left out; the others are not.
     let mut bad = server.clone();
     bad["metadata"]["name"] = "bad".into();
     bad["spec"]["port"] = json!([]);
-    apply(&mesh.api, &bad).await;
-    mesh.api
+    apply(&fixture.api, &bad).await;
+    fixture
+        .api
         .kubectl(&["delete", "crd", "servers.policy.linkerd.io"])
         .await
         .unwrap();
     assert!(!next(&mut stream).await.opaque_protocol);
     eventually("an empty cache", async || {
-        mesh.has_metric_line(r#"server_cache_size{cluster="local"} 0"#)
+        fixture
+            .has_metric_line(r#"server_cache_size{cluster="local"} 0"#)
             .then_some(())
     })
     .await;
@@ -328,9 +335,9 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_are_counted_and_no_secret_is_requested() {
-    let mesh = mesh(&[]).await;
-    let page = mesh.registry.render();
-    let counted = |line: &str| {
+    let fixture = start_fixture(&[]).await;
+    let page = fixture.registry.render();
+    let is_counted = |line: &str| {
         page.lines()
             .any(|other| other.starts_with(line) && !other.ends_with(" 0"))
     };
@@ -340,7 +347,7 @@ async fn requests_are_counted_and_no_secret_is_requested() {
         r#"http_client_request_latency_seconds_count{client="k8s"}"#,
         r#"endpointslices_cache_size{cluster="local"}"#,
     ] {
-        assert!(counted(line), "{line} is not in\n{page}");
+        assert!(is_counted(line), "{line} is not in\n{page}");
     }
     assert!(!page.contains("secret_cache_size"), "{page}");
     assert!(page.contains(r#"tulle_kind_is_stale{kind="servers"} 0"#), "{page}");

@@ -397,7 +397,7 @@ async fn a_supplied_certificate_makes_the_webhook_ready_once_the_ca_bundle_conta
             .await
             .unwrap();
     };
-    let why = |part: &'static str| {
+    let wait_for_reason = |part: &'static str| {
         let readiness = &fixture.readiness;
         eventually(part, async move || {
             readiness
@@ -407,9 +407,9 @@ async fn a_supplied_certificate_makes_the_webhook_ready_once_the_ca_bundle_conta
                 .then_some(())
         })
     };
-    why("has no CA bundle").await;
+    wait_for_reason("has no CA bundle").await;
     publish(&other).await;
-    why("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
+    wait_for_reason("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
     publish(&ca).await;
     let refused_metric_is = |n: u8| {
         let line = format!("webhook_certificate_refused{{webhook=\"linkerd-policy-validator\"}} {n}\n");
@@ -420,7 +420,7 @@ async fn a_supplied_certificate_makes_the_webhook_ready_once_the_ca_bundle_conta
         eventually("readiness", async || fixture.readiness.is_ready().then_some(())).await;
         assert!(refused_metric_is(0));
         publish(&other).await;
-        why("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
+        wait_for_reason("is not verified by the CA bundle of linkerd-policy-validator-webhook-config").await;
         assert!(refused_metric_is(1));
         publish(&ca).await;
     }
@@ -585,7 +585,8 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         .await
         .unwrap();
     fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
-    // Both controllers check at the same interval. So when the other one has restored its Secret, this one has checked, too.
+    // Both controllers check at the same interval. So when the sp-validator's controller has restored its Secret, the policy
+    // validator's has checked, too.
     fixture
         .secrets()
         .delete("linkerd-sp-validator-k8s-tls", &DeleteParams::default())

@@ -100,15 +100,15 @@ fn a_test_that_does_not_exist_is_found() {
 ## Other
 | x | kept | `mesh/b.rs` nothing_here |
 ## Proxy: a
-| Row | | Test |
+| Linkerd | tulle | Test |
 | x | kept | `mesh/a.rs` one_and…, one_and_two |
 | y | kept | `mesh/a.rs` one_and, two_and… |
 | z | kept | `mesh/b.rs` one_and_two |
-| no | improved: a bit | |
-| nor | kept: as it was | |
-| said | kept | no test |
-| well | not yet | |
-| hold | holds | |
+| improved-without-test | improved: a bit | |
+| kept-without-test | kept: as it was | |
+| no-test-declared | kept | no test |
+| not-yet | not yet | |
+| claim-without-test | holds | |
 ";
     assert_eq!(
         wrong_rows(page, |title| title.starts_with("Proxy: "), source_of),
@@ -117,9 +117,9 @@ fn a_test_that_does_not_exist_is_found() {
             "y: there is no test two_and…",
             "z: there is no mesh/b.rs",
             "z: there is no test one_and_two",
-            "no: name a test, or write 'no test'",
-            "nor: name a test, or write 'no test'",
-            "hold: name a test, or write 'no test'",
+            "improved-without-test: name a test, or write 'no test'",
+            "kept-without-test: name a test, or write 'no test'",
+            "claim-without-test: name a test, or write 'no test'",
         ]
     );
 }

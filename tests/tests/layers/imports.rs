@@ -81,7 +81,7 @@ impl Scope {
                 }
                 (TokenTree::Ident(_), [colon, ..]) if is_sign(colon, ':') => {
                     let path = path(&mut tokens[at - 1..].iter());
-                    at += (path.len() - 1) * 3;
+                    at += (path.len() - 1) * 3; // each further name follows two tokens `:`
                     if path.len() > 1 {
                         found.extend(self.import(token.span().start().line, path, &children));
                     }

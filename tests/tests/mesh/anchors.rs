@@ -53,17 +53,17 @@ fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_fai
 /// all proxies know the previous one.
 async fn rotate(mesh: &Mesh) {
     let files = mesh.files();
-    let new = trust::create_anchor("new", trust::ANCHOR_LIFETIME).expect("ten years are a lifetime");
+    let new = trust::create_anchor("new", trust::ANCHOR_LIFETIME).expect("the lifetime is valid");
     files
         .replace_anchors(&[files.anchors.as_str(), &new.certificate].concat())
-        .expect("the temporary directory is ours");
+        .expect("the directory is writable");
     wait_for_renewal(mesh).await;
     let issuer = trust::create_issuer("new", trust::ISSUER_LIFETIME, &new).expect("the anchor is good");
-    files.replace_issuer(&issuer).expect("the temporary directory is ours");
+    files.replace_issuer(&issuer).expect("the directory is writable");
     wait_for_renewal(mesh).await;
     files
         .replace_anchors(&new.certificate)
-        .expect("the temporary directory is ours");
+        .expect("the directory is writable");
     wait_for_renewal(mesh).await;
 }
 

@@ -40,7 +40,7 @@ fn a_slow_replica_gets_fewer_requests() {
         let mut apps = Vec::new();
         for (i, delay) in [(0, 100), (1, 0), (2, 0)] {
             let listener = mesh.listen(&format!("web-{i}"), HTTP).await;
-            apps.push(apps::http(listener, move |_| async move {
+            apps.push(apps::serve_http(listener, move |_| async move {
                 tokio::time::sleep(Duration::from_millis(delay)).await;
                 http::Response::new(full("ok"))
             }));

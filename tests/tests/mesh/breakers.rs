@@ -10,7 +10,7 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use socket2::SockRef;
 use tokio::io::AsyncWriteExt as _;
-use tulle_tests::apps::{self, App, slow_response};
+use tulle_tests::apps::{self, App, unfinished_response};
 use tulle_tests::client::{Http1, Http2, full, read_until, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
@@ -26,7 +26,7 @@ impl Replica {
     async fn start(mesh: &Mesh, workload: &str, status: u16) -> Self {
         let (status, received) = (Arc::new(AtomicU16::new(status)), Arc::new(AtomicUsize::new(0)));
         let (answer, count) = (status.clone(), received.clone());
-        let app = apps::http(mesh.listen(workload, HTTP).await, move |_| {
+        let app = apps::serve_http(mesh.listen(workload, HTTP).await, move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             let status = answer.load(Ordering::Relaxed);
             async move { Response::builder().status(status).body(full("")).unwrap() }
@@ -109,7 +109,7 @@ fn a_client_disconnect_during_a_silent_response_is_not_an_endpoint_failure() {
     check_client_disconnect(1);
 }
 
-/// Clients close their connection during a response of `pieces` frames that does not end.
+/// Clients close their connection during a response that sends `pieces` frames and then stalls.
 fn check_client_disconnect(pieces: usize) {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
@@ -119,27 +119,27 @@ fn check_client_disconnect(pieces: usize) {
         .annotated("web", annotations)
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
-            let _app = apps::http(listener, move |_| async move {
-                slow_response(pieces, Duration::from_millis(10), false)
+            let _app = apps::serve_http(listener, move |_| async move {
+                unfinished_response(pieces, Duration::from_millis(10))
             });
-            let mut waited_at_first = None;
+            let mut n_waited_before = None;
             for _ in 0..5 {
                 let mut client = client(mesh).await;
                 let rsp = client.send(request("/")).await.unwrap();
                 assert_eq!(rsp.status(), 200);
-                waited_at_first = waited_at_first.or(Some(n_waited(mesh).await));
+                n_waited_before = n_waited_before.or(Some(n_waited(mesh).await));
                 drop((rsp, client));
             }
-            let left = ["error=\"client-left\""];
+            let disconnected = ["error=\"client-left\""];
             eventually("the responses have ended", async || {
-                (mesh.metric("client", "response_total", &left).await >= 5.0).then_some(())
+                (mesh.metric("client", "response_total", &disconnected).await >= 5.0).then_some(())
             })
             .await;
             let failed = ["cause=\"client-left\"", "direction=\"outbound\""];
             assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 5.0);
             let rsp = client(mesh).await.send(request("/")).await.unwrap();
             assert_eq!(rsp.status(), 200);
-            assert_eq!(Some(n_waited(mesh).await), waited_at_first);
+            assert_eq!(Some(n_waited(mesh).await), n_waited_before);
         });
 }
 
@@ -159,12 +159,12 @@ fn a_client_disconnect_during_an_upload_is_not_an_endpoint_failure() {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             let listener = mesh.listen(workload, HTTP).await;
-            apps.push(apps::http(listener, |req: Request<Incoming>| async move {
+            apps.push(apps::serve_http(listener, |req: Request<Incoming>| async move {
                 if *req.method() == Method::GET {
                     return Response::new(full("ok"));
                 }
                 tokio::spawn(req.into_body().collect());
-                slow_response(1, Duration::ZERO, false)
+                unfinished_response(1, Duration::ZERO)
             }));
         }
         for workload in ["web", "legacy"] {
@@ -172,23 +172,23 @@ fn a_client_disconnect_during_an_upload_is_not_an_endpoint_failure() {
                 mesh.get("client", mesh.service_addr(workload, HTTP), "/").await.status,
                 200
             );
-            let waited_at_first = n_waited(mesh).await;
+            let n_waited_before = n_waited(mesh).await;
             for _ in 0..5 {
                 let mut client = mesh.dial("client", mesh.service_addr(workload, HTTP)).await;
                 let head = b"POST / HTTP/1.1\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n";
                 client.write_all(head).await.unwrap();
                 read_until(&mut client, "x\r\n").await;
-                let left = async || mesh.metric("client", "response_total", &["error"]).await;
-                let left_before = left().await;
+                let n_cancelled = async || mesh.metric("client", "response_total", &["error"]).await;
+                let n_cancelled_before = n_cancelled().await;
                 drop(client);
                 eventually("the cancelled request is counted", async || {
-                    (left().await > left_before).then_some(())
+                    (n_cancelled().await > n_cancelled_before).then_some(())
                 })
                 .await;
                 let answer = mesh.get("client", mesh.service_addr(workload, HTTP), "/").await;
                 assert_eq!(
                     (answer.status.as_u16(), n_waited(mesh).await),
-                    (200, waited_at_first),
+                    (200, n_waited_before),
                     "{workload}"
                 );
             }
@@ -214,7 +214,7 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
             let n_silent = n_silent.clone();
-            let app = apps::http(mesh.listen(workload, HTTP).await, move |req: Request<Incoming>| {
+            let app = apps::serve_http(mesh.listen(workload, HTTP).await, move |req: Request<Incoming>| {
                 let n_silent = n_silent.clone();
                 async move {
                     match req.uri().path() {
@@ -222,11 +222,11 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
                             n_silent.fetch_add(1, Ordering::Relaxed);
                             std::future::pending().await
                         }
-                        "/begun" => slow_response(1, Duration::ZERO, false),
-                        "/slow" => slow_response(2000, Duration::from_millis(10), false),
+                        "/begun" => unfinished_response(1, Duration::ZERO),
+                        "/slow" => unfinished_response(2000, Duration::from_millis(10)),
                         "/upload" => {
                             tokio::spawn(req.into_body().collect());
-                            slow_response(1, Duration::ZERO, false)
+                            unfinished_response(1, Duration::ZERO)
                         }
                         _ => Response::new(full("ok")),
                     }
@@ -234,15 +234,15 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
             });
             apps.push(app);
         }
-        let mut n_left = 0.;
+        let mut n_disconnects = 0.;
         for workload in ["web", "legacy"] {
             assert_eq!(
                 mesh.get("client", mesh.service_addr(workload, HTTP), "/").await.status,
                 200
             );
-            let waited_at_first = n_waited(mesh).await;
+            let n_waited_before = n_waited(mesh).await;
             for path in ["/silent", "/begun", "/slow", "/upload"] {
-                for leaving in [ClientDisconnect::ResetsStream, ClientDisconnect::ClosesConnection] {
+                for disconnect in [ClientDisconnect::ResetsStream, ClientDisconnect::ClosesConnection] {
                     let stream = mesh.dial("client", mesh.service_addr(workload, HTTP)).await;
                     let socket = SockRef::from(&stream).try_clone().unwrap();
                     let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
@@ -262,20 +262,20 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
                     } else {
                         assert_eq!(rsp.await.unwrap().into_body().data().await.unwrap().unwrap(), "x");
                     }
-                    match leaving {
+                    match disconnect {
                         ClientDisconnect::ResetsStream => stream.send_reset(h2::Reason::CANCEL),
                         ClientDisconnect::ClosesConnection => socket.shutdown(Shutdown::Both).unwrap(),
                     }
-                    n_left += 1.;
-                    let left = ["cause=\"client-left\"", "direction=\"outbound\""];
-                    eventually(&format!("{workload}{path}: {leaving:?}"), async || {
-                        let counted = mesh.metric("client", "tulle_failures_total", &left).await;
-                        (counted == n_left).then_some(())
+                    n_disconnects += 1.;
+                    let disconnected = ["cause=\"client-left\"", "direction=\"outbound\""];
+                    eventually(&format!("{workload}{path}: {disconnect:?}"), async || {
+                        let counted = mesh.metric("client", "tulle_failures_total", &disconnected).await;
+                        (counted == n_disconnects).then_some(())
                     })
                     .await;
                     let answer = mesh.get("client", mesh.service_addr(workload, HTTP), "/").await;
                     let what = (answer.status.as_u16(), n_waited(mesh).await);
-                    assert_eq!(what, (200, waited_at_first), "{workload}{path}: {leaving:?}");
+                    assert_eq!(what, (200, n_waited_before), "{workload}{path}: {disconnect:?}");
                 }
             }
         }
@@ -292,7 +292,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
     mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
         let n_requests = Arc::new(AtomicUsize::new(0));
         let count = n_requests.clone();
-        let _silent = apps::http(mesh.listen("web-0", HTTP).await, move |_| {
+        let _silent = apps::serve_http(mesh.listen("web-0", HTTP).await, move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             std::future::pending()
         });
@@ -317,7 +317,7 @@ fn an_endpoint_that_causes_request_timeouts_is_ejected() {
         balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
         balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
     mesh_with_failure_accrual(annotations).run(async |mesh: &Mesh| {
-        let _silent = apps::http(mesh.listen("web-0", HTTP).await, |_| std::future::pending());
+        let _silent = apps::serve_http(mesh.listen("web-0", HTTP).await, |_| std::future::pending());
         let good = Replica::start(mesh, "web-1", 200).await;
         let mut client = client(mesh).await;
         let mut n_late = 0;
@@ -351,7 +351,7 @@ spec:
     );
     let mesh = mesh().workload("client").workload("web").annotated("web", annotations);
     mesh.manifest("route", &route).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
         let mut client = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         for cause in ["response-timeout", "response-timeout", "breaker-open"] {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);

@@ -98,7 +98,7 @@ fn long_http2_heads_pass_and_longer_ones_are_refused() {
 #[test]
 fn targets_arrive_as_they_were_sent() {
     run_without_app(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async move {
             Response::new(full(format!("{} {:?}", req.uri(), req.headers().get("host"))))
         });
         for target in [
@@ -198,7 +198,7 @@ fn a_response_that_is_not_http_is_a_bad_gateway() {
 #[test]
 fn an_answer_before_the_end_of_the_upload_arrives() {
     run_without_app(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
             let mut rsp = Response::new(full("too much"));
             *rsp.status_mut() = StatusCode::PAYLOAD_TOO_LARGE;
             rsp
@@ -227,7 +227,7 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
     run_without_app(async |mesh: &Mesh| {
         let n_waiting = Arc::new(AtomicUsize::new(0));
         let counted = n_waiting.clone();
-        let _app = apps::http(mesh.listen("web", HTTP).await, move |_| {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |_| {
             counted.fetch_add(1, Ordering::Relaxed);
             let waiting = InFlightGuard(counted.clone());
             async move {

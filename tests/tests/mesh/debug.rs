@@ -137,6 +137,7 @@ fn a_blocked_worker_delays_no_pages_policies_or_certificates() {
         };
         assert_eq!(served().await.unwrap().unwrap().status, 200);
         let stalled = mesh.stall_workers();
+        // The next accepted connection blocks the worker.
         let _unserved = TcpStream::connect((mesh.ip("web"), 4143)).await.unwrap();
         eventually("the worker is blocked", async || served().await.is_none().then_some(())).await;
 

@@ -8,7 +8,7 @@ use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 #[test]
 fn an_address_shared_by_two_pods_is_waited_for_and_never_reached_in_plaintext() {
-    // The address of `web`, which is the second workload.
+    // Its podIP is that of `web`, the second workload.
     let ghost = "\
 apiVersion: v1
 kind: Pod
@@ -21,7 +21,7 @@ status: {podIP: 10.66.0.11}
         apps::start_echo(mesh, "web").await;
         let dst = SocketAddr::from((mesh.ip("web"), HTTP));
         assert_eq!(dst.to_string(), "10.66.0.11:8080");
-        let going = async {
+        let remove_ghost = async {
             let ambiguous = ["grpc_status=\"9\""];
             eventually("the control plane reports the address as ambiguous", async || {
                 (mesh.metric("client", "control_response_total", &ambiguous).await >= 2.).then_some(())
@@ -29,7 +29,7 @@ status: {podIP: 10.66.0.11}
             .await;
             mesh.remove("pod-ghost");
         };
-        let (answer, ()) = tokio::join!(mesh.get("client", dst, "/"), going);
+        let (answer, ()) = tokio::join!(mesh.get("client", dst, "/"), remove_ghost);
         assert_eq!(answer.text(), "web\n");
         let to_web = ["direction=\"outbound\"", "target_addr=\"10.66.0.11:8080\""];
         let with = |tls: &'static str| [to_web[0], to_web[1], tls];

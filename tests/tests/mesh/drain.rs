@@ -67,17 +67,17 @@ fn a_replica_that_drains_under_load_fails_no_request() {
             apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let during = async {
-            let many = async |workload: &str, n: f64| {
+            let wait_for_n_requests = async |workload: &str, n: f64| {
                 eventually("requests arrive", async || {
                     (mesh.metric(workload, "request_total", &[]).await >= n).then_some(())
                 })
                 .await;
             };
-            many("web-0", 100.).await;
+            wait_for_n_requests("web-0", 100.).await;
             mesh.shut_down("web-0");
             mesh.wait_for_exit("web-0").await;
             let before = mesh.metric("web-1", "request_total", &[]).await;
-            many("web-1", before + 200.).await;
+            wait_for_n_requests("web-1", before + 200.).await;
         };
         load(mesh, "client", mesh.service_addr("web", HTTP), 8, during)
             .await

@@ -335,8 +335,8 @@ fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
             apps::start_echo_at(name, addr).await;
         }
         let dir = tempfile::tempdir().unwrap();
-        let say = |addr: SocketAddr| write_hosts(dir.path(), &[addr.ip()]);
-        say(old);
+        let set_address = |addr: SocketAddr| write_hosts(dir.path(), &[addr.ip()]);
+        set_address(old);
         let mut server = dns(dir.path());
         let http = format!("http://{PROXY}");
         let answers = async |expected: &str| {
@@ -345,7 +345,7 @@ fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
             received.contains(&format!("x-replica: {expected}")).then_some(())
         };
         eventually("the name leads to its address", async || answers("old").await).await;
-        say(new);
+        set_address(new);
         eventually("the new answer is used", async || answers("new").await).await;
         let failed = ["client=\"applications\"", "result=\"not_found\""];
         let failures = async || mesh.metric("client", "control_dns_resolutions_total", &failed).await;

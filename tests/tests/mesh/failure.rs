@@ -66,7 +66,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
             apps::start_echo(mesh, "legacy").await;
             mesh.write("half", &half_silent.replace("@legacy", &mesh.ip("legacy").to_string()));
             let half = ([10, 66, 2, 2], HTTP).into();
-            // Also dial it before discovery has finished.
+            // The first of these requests dial the service before discovery has finished.
             eventually("the service is known", async || {
                 (mesh.get("client", half, "/").await.status == 200).then_some(())
             })
@@ -265,7 +265,7 @@ fn an_application_that_dies_under_load_causes_no_failed_request() {
         let mut apps = Vec::new();
         for i in 0..3 {
             let listener = mesh.listen(&format!("web-{i}"), HTTP).await;
-            apps.push(apps::http(listener, |_| async { Response::new(full("ok")) }));
+            apps.push(apps::serve_http(listener, |_| async { Response::new(full("ok")) }));
         }
         let during = async {
             until_requests(mesh, "web-0", 100.).await;

@@ -117,14 +117,14 @@ fn each_direction_has_its_own_head_size_limit() {
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE", "3000");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        for (is_inbound, most) in [(false, 1000), (true, 3000)] {
-            for (longer, status) in [(0, "200"), (1, "431")] {
+        for (is_inbound, limit) in [(false, 1000), (true, 3000)] {
+            for (excess, status) in [(0, "200"), (1, "431")] {
                 let mut client = match is_inbound {
                     true => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                     false => dial(mesh).await,
                 };
                 let start = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\na: ";
-                let fill = "b".repeat(most + longer - start.len() - 4);
+                let fill = "b".repeat(limit + excess - start.len() - 4);
                 client
                     .write_all(format!("{start}{fill}\r\n\r\n").as_bytes())
                     .await
@@ -132,7 +132,7 @@ fn each_direction_has_its_own_head_size_limit() {
                 let rsp = rest(&mut client).await;
                 assert!(
                     rsp.starts_with(&format!("HTTP/1.1 {status} ")),
-                    "{most} + {longer}: {rsp}"
+                    "{limit} + {excess}: {rsp}"
                 );
             }
         }
@@ -210,10 +210,10 @@ fn slow_heads_time_out_and_do_not_delay_other_clients() {
 /// Sends a byte at intervals until the connection ends, and returns the response.
 async fn send_slowly(mut stream: TcpStream) -> String {
     let (mut read, mut write) = stream.split();
-    let mut now_and_then = tokio::time::interval(Duration::from_millis(100));
+    let mut interval = tokio::time::interval(Duration::from_millis(100));
     let sending = async {
         loop {
-            now_and_then.tick().await;
+            interval.tick().await;
             if write.write_all(b"a").await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -259,7 +259,7 @@ fn stalled_uploads_time_out_and_others_do_not() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, answer);
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, answer);
         let upload = async |path: &str, length: usize, first: &str| {
             let mut stream = dial(mesh).await;
             let head = format!("POST {path} HTTP/1.1\r\nhost: web.test\r\ncontent-length: {length}\r\n\r\n{first}");
@@ -294,8 +294,8 @@ fn an_upload_that_waits_for_its_response_does_not_time_out() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
-            apps::slow_response(PIECES, Duration::from_millis(100), true)
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
+            apps::slow_response(PIECES, Duration::from_millis(100))
         });
         let mut client = dial(mesh).await;
         let head = b"POST / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\ncontent-length: 5\r\n\r\n";
@@ -359,15 +359,15 @@ fn expect_100_continue_is_decided_by_the_application() {
 fn a_client_disconnect_cancels_its_request() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (left_tx, mut left_rx) = mpsc::channel(1);
+        let (disconnected_tx, mut disconnected_rx) = mpsc::channel(1);
         let (arrived_tx, mut arrived_rx) = mpsc::channel(1);
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let (arrived_tx, left_tx) = (arrived_tx.clone(), left_tx.clone());
+            let (arrived_tx, disconnected_tx) = (arrived_tx.clone(), disconnected_tx.clone());
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 arrived_tx.send(()).await.unwrap();
                 let read = stream.read(&mut [0]).await;
-                left_tx.send(read.unwrap_or(0)).await.unwrap();
+                disconnected_tx.send(read.unwrap_or(0)).await.unwrap();
             }
         });
         for ends_its_side_first in [false, true] {
@@ -381,7 +381,7 @@ fn a_client_disconnect_cancels_its_request() {
                 client.shutdown().await.unwrap();
             }
             drop(client);
-            assert_eq!(left_rx.recv().await, Some(0));
+            assert_eq!(disconnected_rx.recv().await, Some(0));
         }
     });
 }
@@ -650,12 +650,12 @@ fn the_number_of_idle_connections_to_an_application_is_limited() {
         ("OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
     ];
-    run_on_both_pools(&variables, async |app: &CountingApp, [mut one, mut other]| {
-        let (this, that) = tokio::join!(one.fetch(request("/together")), other.fetch(request("/together")));
-        assert_eq!((this.unwrap().text(), that.unwrap().text()), ("ok".into(), "ok".into()));
+    run_on_both_pools(&variables, async |app: &CountingApp, [mut first, mut second]| {
+        let (rsp1, rsp2) = tokio::join!(first.fetch(request("/together")), second.fetch(request("/together")));
+        assert_eq!((rsp1.unwrap().text(), rsp2.unwrap().text()), ("ok".into(), "ok".into()));
         eventually("one of two is closed", async || (app.n_open() == 1).then_some(())).await;
         let n_accepted = app.n_accepted();
-        for client in [&mut one, &mut other] {
+        for client in [&mut first, &mut second] {
             client.fetch(request("/")).await.unwrap();
         }
         assert_eq!(
@@ -673,7 +673,9 @@ fn idle_connections_to_an_application_are_closed_in_time() {
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
     ];
     run_on_both_pools(&variables, async |app: &CountingApp, [mut one, silent]| {
-        drop(silent); // the proxy dialled for it to detect a server-speaks-first protocol
+        // The proxy dialled the application for it, to detect a server-speaks-first protocol, so that connection must be closed
+        // first.
+        drop(silent);
         one.fetch(request("/")).await.unwrap();
         let closed = eventually("the connection is closed", async || (app.n_open() == 0).then_some(()));
         // The default timeout is 3 s.
@@ -686,16 +688,16 @@ fn idle_connections_to_an_application_are_closed_in_time() {
 fn a_client_reset_during_an_upload_is_detected_after_the_response_has_started() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (left_tx, mut left_rx) = mpsc::channel(1);
+        let (disconnected_tx, mut disconnected_rx) = mpsc::channel(1);
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let left_tx = left_tx.clone();
+            let disconnected_tx = disconnected_tx.clone();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
                 // Reads until the connection fails.
                 while stream.read_u8().await.is_ok() {}
-                left_tx.send(()).await.unwrap();
+                disconnected_tx.send(()).await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
@@ -703,7 +705,7 @@ fn a_client_reset_during_an_upload_is_detected_after_the_response_has_started() 
         client.write_all(head).await.unwrap();
         read_until(&mut client, "ok").await;
         drop(client);
-        left_rx.recv().await.unwrap();
+        disconnected_rx.recv().await.unwrap();
     });
 }
 

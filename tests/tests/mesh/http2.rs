@@ -482,7 +482,7 @@ fn a_host_header_that_differs_from_the_authority_is_refused() {
 #[test]
 fn the_original_protocol_header_is_accepted_from_peers_only() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async move {
             let mark = req.headers().contains_key("l5d-orig-proto");
             Response::new(full(format!("{:?} {mark}", req.version())))
         });
@@ -506,10 +506,10 @@ fn stalled_uploads_time_out_and_others_do_not() {
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "1s");
     mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s")
         .run(async |mesh: &Mesh| {
-            let _app = apps::http(mesh.listen("web", HTTP).await, move |req| async move {
+            let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| async move {
                 match req.uri().path() {
                     "/echo" => Response::new(any(req.into_body())),
-                    "/drip" => apps::slow_response(PIECES, each, false),
+                    "/drip" => apps::unfinished_response(PIECES, each),
                     _ => std::future::pending().await,
                 }
             });

@@ -153,7 +153,7 @@ fn an_endpoint_that_loses_connections_is_ejected() {
 
 #[test]
 fn possibly_processed_requests_are_resent_as_configured() {
-    for (value, sent) in [("idempotent", [3, 3, 1]), ("safe", [3, 1, 1]), ("never", [1, 1, 1])] {
+    for (value, n_received) in [("idempotent", [3, 3, 1]), ("safe", [3, 1, 1]), ("never", [1, 1, 1])] {
         let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
         let mesh = mesh.env("TULLE_PROXY_OUTBOUND_RESEND", value);
         mesh.env("TULLE_PROXY_INBOUND_RESEND", value).run(async |mesh: &Mesh| {
@@ -161,7 +161,7 @@ fn possibly_processed_requests_are_resent_as_configured() {
             let _web = apps::serve_tcp(mesh.listen("web", HTTP).await, close_at_request(&requests));
             let _legacy = apps::serve_tcp(mesh.listen("legacy", HTTP).await, close_at_request(&requests));
             for is_inbound in [true, false] {
-                for (method, sent) in ["GET", "PUT", "POST"].into_iter().zip(sent) {
+                for (method, n_received) in ["GET", "PUT", "POST"].into_iter().zip(n_received) {
                     let mut client = Http2::handshake(match is_inbound {
                         true => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                         false => mesh.dial("client", mesh.service_addr("legacy", HTTP)).await,
@@ -173,7 +173,7 @@ fn possibly_processed_requests_are_resent_as_configured() {
                     assert_eq!(client.fetch(req).await.unwrap().status, 502);
                     assert_eq!(
                         requests.load(Ordering::Relaxed) - before,
-                        sent,
+                        n_received,
                         "{method}, {value}, {is_inbound}"
                     );
                 }

@@ -139,10 +139,10 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
                 }
             }));
         }
-        // With a supported version it would be a valid request for the Server with HTTP/1.
-        let odd = b"get /secret HTTP/1.9\r\nhost: web\r\nl5d-client-id: forged\r\n\r\n".to_vec();
+        // HTTP/1.9 does not exist; with HTTP/1.1 this would be a valid request.
+        let unsupported = b"get /secret HTTP/1.9\r\nhost: web\r\nl5d-client-id: forged\r\n\r\n".to_vec();
         let words = [
-            odd.clone(),
+            unsupported.clone(),
             b"not HTTP, and long enough to know\r\n".to_vec(),
             client_hello("elsewhere.test").to_vec(),
             Vec::new(),
@@ -152,7 +152,7 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
                 send_and_read_all(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
             }
             // The client's proxy announces opaque bytes.
-            send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &odd).await;
+            send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &unsupported).await;
         }
         assert_eq!(n_dialled.load(Ordering::Relaxed), 0);
         assert!(
@@ -171,7 +171,7 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
             .await;
         let peers = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
         for mut stream in [unmeshed, peers] {
-            stream.write_all(&odd).await.unwrap();
+            stream.write_all(&unsupported).await.unwrap();
             read_until(&mut stream, "forged\r\n\r\n").await;
         }
     });
@@ -215,7 +215,7 @@ fn requests_sent_as_opaque_bytes_are_authorized_as_requests() {
         .manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
         let listener = TcpListener::bind(at(mesh, ROUTED)).await.unwrap();
-        let _app = apps::http(listener, |req| async move {
+        let _app = apps::serve_http(listener, |req| async move {
             let id = req.headers().get("l5d-client-id").map(|id| id.as_bytes().to_vec());
             Response::new(full(id.unwrap_or_default()))
         });
@@ -295,7 +295,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
         let mut apps = Vec::new();
         for port in [ROUTED, DEFAULT] {
             let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
-            apps.push(apps::http(listener, |req| async move {
+            apps.push(apps::serve_http(listener, |req| async move {
                 Response::new(full(req.uri().path().to_owned()))
             }));
         }
@@ -356,7 +356,7 @@ fn proxy_headers_of_other_clients_are_removed_in_every_spelling() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let listener = mesh.listen("web", tulle_tests::mesh::HTTP).await;
-        let _app = apps::http(listener, |req| async move {
+        let _app = apps::serve_http(listener, |req| async move {
             let mut names: Vec<_> = req.headers().keys().map(|name| name.to_string()).collect();
             names.retain(|name| name.starts_with("l5d"));
             names.sort_unstable();

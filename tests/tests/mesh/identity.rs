@@ -158,7 +158,7 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
         assert_eq!(admin("/live").await.status, 200);
         assert_eq!(mesh.accept_queues("web").map(|(n, _)| n), [1, 1]);
 
-        fs::copy(mesh.files().token("web", "web", NS).unwrap(), &token).unwrap();
+        fs::copy(mesh.files().create_token_file("web", "web", NS).unwrap(), &token).unwrap();
         for stream in waiting {
             assert_eq!(client::get(stream, "/").await.status, 200);
         }

@@ -35,7 +35,7 @@ fn request_with_dst_override(target: Option<&str>) -> Request<AnyBody> {
     req.body(empty()).unwrap()
 }
 
-fn full(service: &str) -> String {
+fn service_name(service: &str) -> String {
     format!("{service}.shop.svc.cluster.local:{HTTP}")
 }
 
@@ -44,7 +44,7 @@ fn requests_of_one_connection_go_to_the_services_that_they_name() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let mut client = Http1::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
-        let (other, web) = (full("other"), full("Web"));
+        let (other, web) = (service_name("other"), service_name("Web"));
         for (target, expected) in [(Some(&other), "other"), (None, "web"), (Some(&web), "web")] {
             let answer = client
                 .fetch(request_with_dst_override(target.map(String::as_str)))
@@ -64,7 +64,7 @@ fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let mut client = Http2::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
-        let other = full("other");
+        let other = service_name("other");
         let replicas = eventually("both replicas answer", async || {
             let mut replicas = BTreeSet::new();
             for _ in 0..20 {
@@ -166,7 +166,7 @@ fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
             for workload in ["web", "other"] {
                 apps::start_echo(mesh, workload).await;
             }
-            let answer = ask(mesh, "web", Some(&full("other"))).await;
+            let answer = ask(mesh, "web", Some(&service_name("other"))).await;
             assert_eq!(answer.header("x-replica"), "web");
             assert!(answer.text().contains("l5d-dst-override"), "{}", answer.text());
         });
@@ -176,7 +176,7 @@ fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
 fn a_service_that_appears_is_found_by_its_name() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        let late = full("late");
+        let late = service_name("late");
         assert_eq!(ask(mesh, "web", Some(&late)).await.status, 503);
         let manifest = mesh.manifest("service-other");
         let manifest = manifest.replace("name: other", "name: late");

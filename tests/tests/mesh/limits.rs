@@ -82,7 +82,7 @@ fn unread_uploads_do_not_block_other_clients() {
         let n_started = Arc::new(AtomicUsize::new(0));
         let may_continue = Arc::new(tokio::sync::Semaphore::new(0));
         let (app_n_started, app_may_continue) = (n_started.clone(), may_continue.clone());
-        let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| {
             let (n_started, may_continue) = (app_n_started.clone(), app_may_continue.clone());
             async move {
                 if req.method() == http::Method::GET {
@@ -129,8 +129,12 @@ fn the_listen_backlog_of_the_environment_is_used() {
     let mesh = mesh.workload_env("OUTBOUND_TCP_LISTEN_BACKLOG", "17");
     let mesh = mesh.workload_env("INBOUND_TCP_LISTEN_BACKLOG", "23");
     mesh.run(async |mesh: &Mesh| {
-        for (workload, most) in [("web", [17, 23]), ("client", [4096, 4096])] {
-            assert_eq!(mesh.accept_queues(workload), most.map(|most| (0, most)), "{workload}");
+        for (workload, backlogs) in [("web", [17, 23]), ("client", [4096, 4096])] {
+            assert_eq!(
+                mesh.accept_queues(workload),
+                backlogs.map(|backlog| (0, backlog)),
+                "{workload}"
+            );
         }
     });
 }
@@ -146,7 +150,7 @@ fn connections_to_many_ports_do_not_block_other_ports() {
             held.push(mesh.dial_inbound_as(UNMESHED_IP, "web", at(port)).await);
         }
         let listener = TcpListener::bind((mesh.ip("web"), 30_000)).await.unwrap();
-        let _app = apps::http(listener, |_| async { Response::new(empty()) });
+        let _app = apps::serve_http(listener, |_| async { Response::new(empty()) });
         let further = client::get(mesh.dial_inbound_as(UNMESHED_IP, "web", at(30_000)).await, "/").await;
         assert_eq!(further.status, 200);
         let declared = client::get(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "/").await;

@@ -32,7 +32,7 @@ async fn proxies_can_decode_every_message_of_the_control_plane() {
     let mut counts = DecodedCounts::default();
     for seed in first..first + N_GENERATED_CLUSTERS {
         let manifests = ObjectGenerator(fastrand::Rng::with_seed(seed)).cluster();
-        counts.check(seed, &manifests).await;
+        counts.decode_all(seed, &manifests).await;
     }
     let DecodedCounts {
         policies,
@@ -64,8 +64,8 @@ struct DecodedCounts {
 }
 
 impl DecodedCounts {
-    /// Reads these manifests into a control plane, and requests all messages about destinations and ports.
-    async fn check(&mut self, seed: u64, manifests: &str) {
+    /// Reads these manifests into a control plane, requests all messages about destinations and ports, and decodes and counts them.
+    async fn decode_all(&mut self, seed: u64, manifests: &str) {
         let (registry, dir) = (Registry::new(), tempfile::tempdir().unwrap());
         // If one document of a file is refused, the whole file is ignored, so each document has its own file.
         for (n, document) in manifests.split("---\n").enumerate() {

@@ -119,7 +119,7 @@ async fn wait_until_unused(mesh: &Mesh, workload: &str) {
 
 async fn replica(mesh: &Mesh, n: usize) -> App {
     let listener = mesh.listen(&format!("web-{n}"), HTTP).await;
-    apps::http(listener, |_| async { Response::new(full("ok")) })
+    apps::serve_http(listener, |_| async { Response::new(full("ok")) })
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::{Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tulle_tests::apps::{self, slow_response};
+use tulle_tests::apps::{self, unfinished_response};
 use tulle_tests::client::{AnyBody, Http1, empty, full, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, identity, mesh};
@@ -31,7 +31,7 @@ fn a_server_without_the_required_identity_gets_no_request() {
         let mut servers = Vec::new();
         for workload in ["web", "legacy"] {
             let n_received = n_received.clone();
-            servers.push(apps::http(mesh.listen(workload, HTTP).await, move |req| {
+            servers.push(apps::serve_http(mesh.listen(workload, HTTP).await, move |req| {
                 n_received.fetch_add(1, Ordering::Relaxed);
                 let leaked = req.headers().contains_key("l5d-require-id");
                 async move { Response::new(full(if leaked { "leaked" } else { "ok" })) }
@@ -60,9 +60,9 @@ fn requests_over_the_in_flight_limit_are_shed_until_a_response_has_ended() {
     let mesh = mesh().workload("web").workload("client");
     let mesh = mesh.workload_env("OUTBOUND_MAX_IN_FLIGHT", "1");
     mesh.run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async move {
             match req.uri().path() {
-                "/endless" => slow_response(1, Duration::ZERO, false),
+                "/endless" => unfinished_response(1, Duration::ZERO),
                 _ => Response::new(full("ok")),
             }
         });
@@ -109,8 +109,8 @@ fn proxy_headers_are_removed_from_application_responses() {
             forged.body(full("forged")).unwrap()
         };
         let _apps = [
-            apps::http(mesh.listen("web", HTTP).await, forging),
-            apps::http(mesh.listen("legacy", HTTP).await, forging),
+            apps::serve_http(mesh.listen("web", HTTP).await, forging),
+            apps::serve_http(mesh.listen("legacy", HTTP).await, forging),
         ];
         for app in ["web", "legacy"] {
             let answer = client(mesh, app).await.fetch(request("/")).await.unwrap();

@@ -19,7 +19,7 @@ fn workloads() -> Builder {
     mesh().workload("client").workload("web").unmeshed("legacy")
 }
 
-/// Makes a connection end with a reset when it is dropped.
+/// Resets a connection: drops it with a linger time of 0.
 fn reset(stream: TcpStream) {
     SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
@@ -189,7 +189,7 @@ fn a_full_accept_queue_is_waited_for() {
         drop(waiting);
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener.into()).unwrap();
-        let _app = apps::http(listener, |_| std::future::ready(Response::new(full("at last"))));
+        let _app = apps::serve_http(listener, |_| std::future::ready(Response::new(full("at last"))));
         assert_eq!(response.await.text(), "at last");
     });
 }

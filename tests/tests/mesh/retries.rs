@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use tulle_proto::outbound::http_route::retry::Conditions;
 use tulle_proto::outbound::http_route::retry::conditions::StatusRange;
 use tulle_proto::outbound::{ExponentialBackoff, http_route};
-use tulle_tests::apps::{self, App, slow_response};
+use tulle_tests::apps::{self, App, slow_response, unfinished_response};
 use tulle_tests::client::{AnyBody, CollectedResponse, Http1, Http2, any, empty, full};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
@@ -85,7 +85,7 @@ where
     F: Future<Output = Response<AnyBody>> + Send + 'static,
 {
     let seen = seen.clone();
-    apps::http(mesh.listen(workload, HTTP).await, move |req| {
+    apps::serve_http(mesh.listen(workload, HTTP).await, move |req| {
         let (seen, answer) = (seen.clone(), answer.clone());
         async move { answer(seen.note(req).await).await }
     })
@@ -167,9 +167,9 @@ fn a_retry_goes_to_another_endpoint() {
         for n in 0..100 {
             assert_eq!(client.fetch(get(&n.to_string())).await.unwrap().status, 200, "{n}");
         }
-        let counts = |seen: &RecordedRequests| seen.0.lock().values().map(Vec::len).max();
-        assert_eq!(counts(&good), Some(1));
-        assert!(counts(&bad).is_none_or(|most| most == 1));
+        let max_attempts = |seen: &RecordedRequests| seen.0.lock().values().map(Vec::len).max();
+        assert_eq!(max_attempts(&good), Some(1));
+        assert!(max_attempts(&bad).is_none_or(|max| max == 1));
     });
 }
 
@@ -220,7 +220,7 @@ fn the_deadline_covers_the_body_of_the_response() {
     ] {
         mesh_with_route(&route("HTTPRoute", annotation, "")).run(async |mesh: &Mesh| {
             let seen = RecordedRequests::default();
-            let _app = server(mesh, "web", &seen, async |_| slow_response(1, Duration::ZERO, false)).await;
+            let _app = server(mesh, "web", &seen, async |_| unfinished_response(1, Duration::ZERO)).await;
             let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let start = Instant::now();
             let result = match version {
@@ -250,7 +250,7 @@ fn data_resets_only_the_idle_timeout() {
     let idle_timeout = route("HTTPRoute", "timeout.linkerd.io/idle: 300ms", "");
     mesh_with_route(&idle_timeout).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
-            slow_response(5, Duration::from_millis(100), true)
+            slow_response(5, Duration::from_millis(100))
         })
         .await;
         assert_eq!(client(mesh).await.fetch(get("x")).await.unwrap().body.len(), 5);
@@ -258,7 +258,7 @@ fn data_resets_only_the_idle_timeout() {
     let strict = route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "");
     mesh_with_route(&strict).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
-            slow_response(9, Duration::from_millis(100), true)
+            slow_response(9, Duration::from_millis(100))
         })
         .await;
         assert!(client(mesh).await.fetch(get("x")).await.is_err());
@@ -337,7 +337,7 @@ fn a_grpc_stream_that_times_out_ends_with_a_status() {
     let route = route("GRPCRoute", "timeout.linkerd.io/idle: 300ms", "");
     mesh_with_route(&route).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &RecordedRequests::default(), async |_| {
-            let mut rsp = slow_response(1, Duration::ZERO, false);
+            let mut rsp = unfinished_response(1, Duration::ZERO);
             let kind = HeaderValue::from_static("application/grpc");
             rsp.headers_mut().insert("content-type", kind);
             rsp
@@ -367,7 +367,7 @@ fn l5d_retry_headers_override_the_route_where_allowed() {
             let seen = RecordedRequests::default();
             let heads = Arc::new(Mutex::new(Vec::new()));
             let (app_seen, app_heads) = (seen.clone(), heads.clone());
-            let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+            let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| {
                 let app_seen = app_seen.clone();
                 app_heads.lock().push(req.headers().clone());
                 async move {
@@ -417,7 +417,7 @@ fn retries_at_most_double_what_a_failing_server_gets() {
             assert_eq!(status.unwrap(), 500);
         }
         let n: usize = seen.0.lock().values().map(Vec::len).sum();
-        // Two hundred requests, as many retries, and the minimum of ten per second for ten seconds.
+        // 200 requests; the budget permits 200 retries, and 10 per second for 10 s.
         assert!((400..=501).contains(&n), "{n}");
     });
 }

@@ -317,7 +317,7 @@ async fn echoed_request(mut stream: TcpStream) -> String {
 fn the_protocol_of_a_policy_replaces_detection() {
     run_with_policies(async |mesh: &Mesh, policies: &FakePolicyService| {
         let _app = request_echo_server(mesh.listen("legacy", OPAQUE).await).await;
-        let _http = apps::http(
+        let _http = apps::serve_http(
             TcpListener::bind((UNMESHED_IP, HTTP)).await.unwrap(),
             |req| async move { Response::new(full(format!("{:?}", req.version()))) },
         );
@@ -380,7 +380,7 @@ fn each_error_status_of_the_policy_service_is_handled() {
             (4, Code::FailedPrecondition, (500, "invalid-policy")),
         ] {
             let addr = SocketAddr::from(([10, 66, 7, n], HTTP));
-            let _app = apps::http(TcpListener::bind(addr).await.unwrap(), |_| async {
+            let _app = apps::serve_http(TcpListener::bind(addr).await.unwrap(), |_| async {
                 Response::new(full("as dialled"))
             });
             policies.set_destination_policy(Err(code));
@@ -709,7 +709,7 @@ fn ports_use_the_protocol_of_their_policy() {
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         let _app = request_echo_server(mesh.listen("web", OPAQUE).await).await;
-        let _http = apps::http(mesh.listen("web", 8888).await, |req| async move {
+        let _http = apps::serve_http(mesh.listen("web", 8888).await, |req| async move {
             Response::new(full(format!("{:?}", req.version())))
         });
         let set_protocol = async |what: &str, kind: Kind| {

@@ -22,7 +22,7 @@ impl Server {
     async fn start(mesh: &Mesh, workload: &str, status: &Arc<AtomicU16>) -> Self {
         let (received, connected) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (requests, status) = (received.clone(), status.clone());
-        let http = apps::http(mesh.listen(workload, HTTP).await, move |_| {
+        let http = apps::serve_http(mesh.listen(workload, HTTP).await, move |_| {
             requests.fetch_add(1, Ordering::Relaxed);
             let status = status.load(Ordering::Relaxed);
             async move { Response::builder().status(status).body(full("")).unwrap() }
@@ -168,7 +168,7 @@ fn a_profile_timeout_is_reported_and_closes_the_connection() {
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async move {
             if req.uri().path() == "/slow" {
                 tokio::time::sleep(Duration::from_secs(20)).await;
             }
@@ -191,7 +191,7 @@ fn a_profile_timeout_covers_grpc_responses_that_stall_after_the_head() {
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
         let call = || {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
             let req = req.header("content-type", "application/grpc").header("te", "trailers");
@@ -349,7 +349,7 @@ fn a_request_cancelled_before_its_response_is_counted_by_its_profile() {
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let mut client = client(mesh).await;
         let request_task = tokio::spawn(async move { client.fetch(request("/slow")).await });
         let slow = "rt_route=\"slow\"";
@@ -359,12 +359,12 @@ fn a_request_cancelled_before_its_response_is_counted_by_its_profile() {
         })
         .await;
         request_task.abort();
-        let left = [slow, "error=\"client-left\""];
+        let disconnected = [slow, "error=\"client-disconnected\""];
         eventually("its end is counted", async || {
-            (counted("route_response_total", &left).await == 1.0).then_some(())
+            (counted("route_response_total", &disconnected).await == 1.0).then_some(())
         })
         .await;
-        assert_eq!(counted("route_actual_response_total", &left).await, 1.0);
+        assert_eq!(counted("route_actual_response_total", &disconnected).await, 1.0);
     });
 }
 

@@ -107,7 +107,7 @@ fn run_with_client(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
 fn a_request_cancelled_before_its_response_is_shown_and_counted() {
     let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let mut outbound = observe(mesh, "client", |_| ()).await.unwrap();
         let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;

@@ -42,8 +42,8 @@ async fn json(line: &str) -> Value {
     serde_json::from_str(&run_tulle(&format!("{line} -o json")).await).unwrap()
 }
 
-/// `client` sends requests continuously to `web` and to `broken`, whose application is not running. `shy` permits tap
-/// to another client only, and `plain` is not meshed.
+/// `client` sends requests continuously to `web` and to `broken`, whose application is not running. `shy` permits
+/// taps only to another identity, and `plain` is not meshed.
 fn run_with_traffic(test: impl AsyncFnOnce(&Mesh) + Send) {
     run_mesh_with_traffic(mesh(), test);
 }
@@ -77,7 +77,7 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
 }
 
 /// Waits until a workload has traffic, and returns its row.
-async fn row(name: &str) -> Value {
+async fn wait_for_row(name: &str) -> Value {
     eventually(&format!("there is traffic to {name}"), async || {
         let answer = json(&format!("stat pod/{name} -n shop")).await;
         let row = answer["rows"][0].clone();
@@ -89,13 +89,13 @@ async fn row(name: &str) -> Value {
 #[test]
 fn golden_metrics_show_servers_and_success_rates() {
     run_with_traffic(async |_: &Mesh| {
-        let web = row("web").await;
+        let web = wait_for_row("web").await;
         assert_eq!(
             (&web["successRate"], &web["meshed"], &web["total"]),
             (&1.0.into(), &1.into(), &1.into())
         );
         assert!(web["latencyMsP99"].as_f64().is_some(), "{web}");
-        assert_eq!(row("broken").await["successRate"], 0.0);
+        assert_eq!(wait_for_row("broken").await["successRate"], 0.0);
 
         let table = run_tulle("stat -o wide").await;
         let line = |name: &str| -> Vec<&str> {
@@ -116,7 +116,7 @@ fn golden_metrics_show_servers_and_success_rates() {
 #[test]
 fn edges_show_both_identities_and_routes_show_requests() {
     run_with_traffic(async |_: &Mesh| {
-        row("web").await;
+        wait_for_row("web").await;
         let edges = json("edges pod/web -n shop").await;
         let rows = edges["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 1, "{edges}");
@@ -197,7 +197,7 @@ fn a_tap_shows_requests_and_the_causes_of_failures() {
 
 #[test]
 fn a_refused_request_is_shown_with_its_policy() {
-    // As an injector sets it for both: until a policy arrives, a sidecar uses its own default.
+    // The injector gives the control plane and the sidecar the same default; the sidecar uses its own until a policy arrives.
     let mesh = mesh()
         .flag("--default-policy=deny")
         .env("INBOUND_DEFAULT_POLICY", "deny");

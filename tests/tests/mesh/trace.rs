@@ -59,7 +59,7 @@ impl SpanReceiver {
     }
 
     /// Waits for `n` spans, by service, direction and span kind.
-    async fn get(&mut self, n: usize) -> BTreeMap<(String, String, SpanKind), Span> {
+    async fn wait_for_spans(&mut self, n: usize) -> BTreeMap<(String, String, SpanKind), Span> {
         let mut all = BTreeMap::new();
         while all.len() < n {
             for spans_of_resource in self.sent.recv().await.unwrap().resource_spans {
@@ -95,7 +95,7 @@ fn run_with_tracing(sampling: &str, traceparent: Option<&str>, test: impl AsyncF
     mesh.run(async |mesh: &Mesh| {
         let spans = SpanReceiver::start().await;
         let (context_tx, mut contexts) = mpsc::unbounded_channel();
-        let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| {
             let context = req
                 .headers()
                 .get("traceparent")
@@ -122,7 +122,7 @@ fn run_with_tracing(sampling: &str, traceparent: Option<&str>, test: impl AsyncF
 
 /// The spans of a request in order from client to server; each is the parent of the next.
 async fn chain(spans: &mut SpanReceiver) -> Vec<Span> {
-    let all = spans.get(4).await;
+    let all = spans.wait_for_spans(4).await;
     let hops = [
         ("client", "outbound", SpanKind::Server),
         ("client", "outbound", SpanKind::Client),

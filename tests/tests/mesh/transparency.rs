@@ -86,7 +86,7 @@ fn unknown_addresses_are_reached_as_dialled() {
     mesh().workload("client").run(async |mesh: &Mesh| {
         let server = tokio::net::TcpListener::bind((UNMESHED_IP, HTTP)).await.unwrap();
         let addr = server.local_addr().unwrap();
-        let _app = apps::http(server, |_| std::future::ready(Response::new(full("outside"))));
+        let _app = apps::serve_http(server, |_| std::future::ready(Response::new(full("outside"))));
         assert_eq!(mesh.get("client", addr, "/").await.text(), "outside");
     });
 }
@@ -152,7 +152,7 @@ fn grpc_streams_alternate_in_both_directions() {
 #[test]
 fn chunked_requests_and_responses_keep_their_trailers() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async {
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async {
             let sent = req.into_body().collect().await.unwrap();
             let mut trailers = HeaderMap::new();
             trailers.insert(
@@ -234,7 +234,7 @@ fn clients_that_wait_for_100_continue_get_it() {
     for mesh in [mesh(), mesh().transparent()] {
         mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
             // Reading the body sends `100 Continue`.
-            let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+            let _app = apps::serve_http(mesh.listen("web", HTTP).await, |req| async move {
                 let body = req.into_body().collect().await.unwrap();
                 Response::new(full(body.to_bytes()))
             });

@@ -35,7 +35,7 @@ async fn applications(mesh: &Mesh) -> Vec<App> {
     let mut apps = Vec::new();
     for port in [UNDECLARED, DENIED] {
         let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
-        apps.push(apps::http(listener, |_| async { Response::new(full("reached")) }));
+        apps.push(apps::serve_http(listener, |_| async { Response::new(full("reached")) }));
     }
     apps
 }
@@ -134,7 +134,7 @@ fn the_default_policy_of_the_environment_applies_to_unknown_ports_only_if_enable
         assert_eq!(
             status(mesh, HTTP).await,
             502,
-            "no listener, and the cause is reported to all clients"
+            "the default policy permits the port, and nothing listens there"
         );
         mesh.stop_control().await;
         assert_eq!(status(mesh, UNDECLARED).await, 200);

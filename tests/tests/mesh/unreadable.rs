@@ -22,7 +22,7 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
                 ..forward(legacy())
             }))
         };
-        let counted = async |n: f64| {
+        let wait_until_counted = async |n: f64| {
             let kind = ["kind=\"outbound_policy\""];
             eventually("the bad update is counted", async || {
                 (mesh.metric("client", "tulle_unreadable_updates_total", &kind).await >= n).then_some(())
@@ -31,7 +31,7 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
         };
         policies.set_destination_policy(Ok(queueless()));
         wait_for_response(mesh, "refused without a good one", (500, "invalid-policy")).await;
-        counted(1.0).await;
+        wait_until_counted(1.0).await;
 
         policies.set_destination_policy(Ok(http1(rule(forward(legacy())))));
         wait_for_response(mesh, "good", (200, "")).await;
@@ -41,7 +41,7 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
         );
 
         policies.set_destination_policy(Ok(queueless()));
-        counted(2.0).await;
+        wait_until_counted(2.0).await;
         for _ in 0..10 {
             assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
         }
@@ -52,7 +52,7 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
         let mut unsupported = legacy();
         unsupported.tls_identity = Some(TlsIdentity::default());
         policies.set_destination_policy(Ok(http1(rule(forward(unsupported)))));
-        counted(3.0).await;
+        wait_until_counted(3.0).await;
         assert_eq!(mesh.get("client", ORIG_DST, "/").await.text(), "legacy\n");
         let error = destination_status(mesh, ORIG_DST).await["policy_error"].clone();
         assert!(

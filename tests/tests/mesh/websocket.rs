@@ -409,7 +409,7 @@ fn an_extended_connect_passes_where_the_application_takes_it() {
 fn an_extended_connect_is_refused_where_the_application_has_not_announced_it() {
     meshed().unmeshed("legacy").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "legacy").await;
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
         for (app, direction) in [("web", "inbound"), ("legacy", "outbound")] {
             let rsp = ask_extended(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await;
             let cause = rsp.headers()["l5d-proxy-cause"].to_str().unwrap();

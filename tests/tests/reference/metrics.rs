@@ -28,7 +28,7 @@ async fn metrics_of_the_proxy_and_of_the_control_plane() {
         "Metrics",
         "the metrics that each program registers",
         "All metrics are in the Prometheus text format, at `/metrics` of the admin port: 4191 for proxies, 9990 and up for the control \
-         plane. A metric without series is not shown. Times are in seconds, sizes in bytes.",
+         plane. A metric without series is not shown. Times are in seconds, those of metrics named `…_ms` in milliseconds; sizes are in bytes.",
     );
     for (title, metrics) in [("Proxy", &proxy), ("Control plane", &control_plane)] {
         let rows = metrics
@@ -119,7 +119,7 @@ fn proxy_metrics(server: &ApiServer) -> BTreeSet<Description> {
     let config = env::load(|name| variables.get(name).map(|value| (*value).to_owned())).unwrap();
     let app = App::build(config, ProcessContext::with_redirect(None, BTreeMap::new())).unwrap();
     // The proxy registers these when it has started its runtimes.
-    tulle_core::metrics::runtime_metrics(app.metrics(), Vec::new());
+    tulle_core::metrics::register_runtime_metrics(app.metrics(), Vec::new());
     app.metrics().descriptions().into_iter().collect()
 }
 

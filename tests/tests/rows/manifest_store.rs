@@ -70,7 +70,7 @@ impl ManifestStore {
                 endpoints_source: config.endpoints_source,
             },
             log_addr: ":8086".to_owned(),
-            stale_kinds: Readiness::new(),
+            freshness: Readiness::new(),
         };
         let source = kubernetes::run(client, config, writer, registry.clone(), drain);
         async { source.await.unwrap() }

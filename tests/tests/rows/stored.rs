@@ -57,15 +57,15 @@ impl TestObjects {
         for document in &documents {
             self.create_prerequisites(server, document).await?;
         }
-        // Objects of one age must get the same creation time, which the API server sets itself, in whole seconds: create each
-        // group within one second, again if the second changes, and wait for the next second between groups.
+        // Objects of one age must get the same creation time, which the API server sets itself, in whole seconds. So each group is
+        // created within one second, and again if the second changes meanwhile. Between groups, this waits for the next second.
         let mut groups: BTreeMap<String, Vec<Value>> = BTreeMap::new();
         for mut document in documents {
             let metadata = document["metadata"].as_object_mut().context("metadata")?;
             let created = metadata.remove("creationTimestamp");
             let created = created.and_then(|time| time.as_str().map(str::to_owned));
             groups
-                .entry(created.unwrap_or_else(|| "later".to_owned()))
+                .entry(created.unwrap_or_else(|| "later".to_owned())) // sorts after every timestamp
                 .or_default()
                 .push(document);
         }
@@ -212,7 +212,7 @@ impl TestObjects {
                 endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            stale_kinds: Readiness::new(),
+            freshness: Readiness::new(),
         };
         let watching = kubernetes::run(self.client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });

@@ -10,7 +10,7 @@ use tulle_control::trust::{self, CertificateAuthority};
 
 use super::control_plane::CRDS;
 use super::report::Outcome;
-use super::snapshot::{Access, AccessScope, ListError, ListResult, Snapshot};
+use super::snapshot::{ListError, ListResult, Permission, PermissionScope, Snapshot};
 use super::*;
 
 const DAY: u64 = 86_400;
@@ -232,8 +232,8 @@ fn meshed_pod(name: &str, ready: bool) -> Value {
 fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
     let mut findings = Vec::new();
     for category in categories(snapshot) {
-        let (report, _, weight) = run_category(&category, snapshot);
-        for check in report.checks {
+        let run = run_category(&category, snapshot);
+        for check in run.report.checks {
             if check.result != Outcome::Success {
                 let text = format!(
                     "{}: {} → {}",
@@ -244,7 +244,7 @@ fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
                 findings.push((check.result, text));
             }
         }
-        if weight == FailureMode::Abort {
+        if run.failure_mode == FailureMode::Abort {
             break;
         }
     }
@@ -346,8 +346,8 @@ fn unready_components_are_waited_for_and_explained() {
             "kubectl describe deployments,pods -n linkerd",
         ],
     );
-    let (_, waiting, _) = run_category(&control_plane::existence(), &snapshot);
-    assert_eq!(waiting, Some("control plane pods are ready"));
+    let run = run_category(&control_plane::existence(), &snapshot);
+    assert_eq!(run.first_retryable_failure, Some("control plane pods are ready"));
 }
 
 #[test]
@@ -580,15 +580,14 @@ fn unreachable_telemetry_is_reported_if_it_is_installed() {
         Outcome::Error,
         &["has not checked it yet"],
     );
-    let mut late = with(&[service(json!([]))]);
-    let category = super::trust::webhooks();
-    let (_, waiting, _) = run_category(&category, &late);
-    assert_eq!(waiting, Some("telemetry API service is available"));
-    late.api_services = Err(ListError {
+    let mut unavailable = with(&[service(json!([]))]);
+    let run = run_category(&super::trust::webhooks(), &unavailable);
+    assert_eq!(run.first_retryable_failure, Some("telemetry API service is available"));
+    unavailable.api_services = Err(ListError {
         kind: "apiservices",
         reason: "you may not".to_owned(),
     });
-    assert_finding(&late, Outcome::Warning, &["apiservices", "you may not"]);
+    assert_finding(&unavailable, Outcome::Warning, &["apiservices", "you may not"]);
 }
 
 #[test]
@@ -670,7 +669,7 @@ fn missing_permissions_are_reported_with_the_skipped_checks() {
 
 fn ready_to_install() -> Snapshot {
     let mut snapshot = cluster(Mode::Pre, &[]);
-    snapshot.access = platform::accesses()
+    snapshot.access = platform::required_permissions()
         .into_iter()
         .map(|access| (access, Ok(true)))
         .collect();
@@ -692,11 +691,11 @@ fn before_an_installation_the_namespace_must_be_free() {
 #[test]
 fn before_an_installation_the_user_must_have_the_rights() {
     let mut snapshot = ready_to_install();
-    let access = Access {
+    let access = Permission {
         verb: "create",
         group: "apps",
         resource: "deployments",
-        scope: AccessScope::Namespace,
+        scope: PermissionScope::Namespace,
     };
     assert!(snapshot.access.insert(access, Ok(false)).is_some());
     let fix = "kubectl auth can-i create deployments.apps -n linkerd";

@@ -1,5 +1,6 @@
 //! Metrics of stored objects: their number, and their unsupported or unreadable parts.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use tulle_core::metrics::{Gauge, Labels};
 use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{CountChange, LookupKey, Store};
 use crate::resources::event::Event;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::route::ParentKind;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::unsupported::{self, UnsupportedPart};
@@ -24,16 +25,16 @@ pub(in crate::cluster) struct ObjectMetrics {
     /// Keys of Services with routes.
     routes: HashMap<LookupKey, GaugeGuard>,
     /// Unsupported parts by object.
-    unsupported: HashMap<(Kind, Name), Vec<(UnsupportedPart, GaugeGuard)>>,
+    unsupported: HashMap<(Kind, NamespacedName), Vec<(UnsupportedPart, GaugeGuard)>>,
     /// By Server: parts of routes and rate limits that the Server does not support.
-    unsupported_by_server: HashMap<Name, Vec<PartUnsupportedByServer>>,
+    unsupported_by_server: HashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
-    unreadable: HashMap<(Kind, Name), (String, GaugeGuard)>,
+    unreadable: HashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
 }
 
 /// A part of an object that its Server does not support.
 struct PartUnsupportedByServer {
-    part: (Kind, Name, UnsupportedPart),
+    part: (Kind, NamespacedName, UnsupportedPart),
     _gauge_guard: GaugeGuard,
 }
 
@@ -76,7 +77,7 @@ impl ObjectMetrics {
         &mut self,
         metrics: &Metrics,
         event: &Event,
-    ) -> Vec<(Kind, Name, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
         let (id, found) = match event {
             Event::Applied(object) => (
                 (object.kind(), object.meta().name.clone()),
@@ -111,8 +112,8 @@ impl ObjectMetrics {
         metrics: &Metrics,
         store: &Store,
         changed_keys: &HashSet<LookupKey>,
-    ) -> Vec<(Kind, Name, UnsupportedPart)> {
-        let mut servers: HashSet<Name> = HashSet::new();
+    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+        let mut servers: HashSet<NamespacedName> = HashSet::new();
         for key in changed_keys {
             match key {
                 LookupKey::Routes(ParentKind::Server, name) | LookupKey::Object(Kind::Server, name) => {
@@ -134,7 +135,7 @@ impl ObjectMetrics {
             let routes = LookupKey::Routes(ParentKind::Server, name.clone());
             let limits = LookupKey::Namespace(Kind::RateLimitPolicy, name.namespace.clone());
             let found = unsupported::unsupported_by_server(server, store.find(&routes).chain(store.find(&limits)));
-            let is_new = |part: &&(Kind, Name, UnsupportedPart)| !before.iter().any(|old| old.part == **part);
+            let is_new = |part: &&(Kind, NamespacedName, UnsupportedPart)| !before.iter().any(|old| old.part == **part);
             new.extend(found.iter().filter(is_new).cloned());
             if !found.is_empty() {
                 let counted = found.into_iter().map(|part| PartUnsupportedByServer {
@@ -148,7 +149,7 @@ impl ObjectMetrics {
     }
 
     /// Updates the metrics of Service addresses and of Services with routes.
-    pub(in crate::cluster) fn refresh_policy_index(
+    pub(in crate::cluster) fn update_service_metrics(
         &mut self,
         metrics: &Metrics,
         store: &Store,
@@ -190,27 +191,15 @@ impl ObjectMetrics {
         if kind == Kind::Service {
             metrics.services.add(change);
         }
-        let Some(index) = index_metric_name(kind) else { return };
-        let by_namespace = self.by_namespace.entry((kind, namespace.clone())).or_insert_with(|| {
-            metrics
-                .registry
-                .gauge(index, "Policy objects of this kind.")
-                .get(&Labels::new().with("namespace", namespace))
-        });
+        let by_namespace = match self.by_namespace.entry((kind, namespace.clone())) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let Some(gauge) = metrics.policy_objects(kind, namespace) else {
+                    return;
+                };
+                entry.insert(gauge)
+            }
+        };
         by_namespace.add(change);
     }
-}
-
-fn index_metric_name(kind: Kind) -> Option<&'static str> {
-    Some(match kind {
-        Kind::MeshTlsAuthentication => "inbound_index_meshtls_authentication_index_size",
-        Kind::NetworkAuthentication => "inbound_index_network_authentication_index_size",
-        Kind::Pod => "inbound_index_pod_index_size",
-        Kind::ExternalWorkload => "inbound_index_external_workload_index_size",
-        Kind::Server => "inbound_index_server_index_size",
-        Kind::ServerAuthorization => "inbound_index_server_authorization_index_size",
-        Kind::AuthorizationPolicy => "inbound_index_authorization_policy_index_size",
-        Kind::PolicyHttpRoute => "inbound_index_http_route_index_size",
-        _ => return None,
-    })
 }

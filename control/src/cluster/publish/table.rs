@@ -15,13 +15,13 @@ use crate::cluster::views::view::View;
 
 pub(in crate::cluster) struct ViewTable<V: View> {
     entries: HashMap<Arc<V::Key>, Entry<V::Value>>,
-    /// The keys whose values were computed from a fact.
+    /// For each lookup key, the keys whose values were computed from its objects.
     dependents: HashMap<LookupKey, HashSet<Arc<V::Key>>>,
 }
 
 struct Entry<T> {
     value: watch::Sender<Arc<SharedResponse<T>>>,
-    /// Sorted.
+    /// The lookup keys that the value was computed from, sorted.
     dependencies: Vec<LookupKey>,
     metrics: EntryMetrics,
 }

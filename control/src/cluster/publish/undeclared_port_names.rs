@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{LookupKey, Store};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::server::Server;
 use crate::resources::unsupported::{self, PortNameMatch, UnsupportedPart};
 use crate::resources::{Kind, Object};
@@ -13,14 +13,14 @@ use crate::resources::{Kind, Object};
 /// The Servers that select their port by name. Updated incrementally from changed pods, external workloads and Servers.
 #[derive(Default)]
 pub(in crate::cluster) struct UndeclaredPortNames {
-    servers: HashMap<Name, SelectedWorkloads>,
+    servers: HashMap<NamespacedName, SelectedWorkloads>,
 }
 
 /// The workloads that a Server selects.
 #[derive(Default)]
 struct SelectedWorkloads {
     /// Whether each workload declares the Server's port.
-    workloads: HashMap<(Kind, Name), bool>,
+    workloads: HashMap<(Kind, NamespacedName), bool>,
     gauge_guard: Option<GaugeGuard>,
 }
 
@@ -31,7 +31,7 @@ impl UndeclaredPortNames {
         metrics: &Metrics,
         store: &Store,
         changed_keys: &HashSet<LookupKey>,
-    ) -> Vec<(Kind, Name, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
         let mut affected_servers = self.remove_changed_servers(changed_keys);
         self.match_workloads(store, &affected_servers);
         for key in changed_keys {
@@ -58,7 +58,7 @@ impl UndeclaredPortNames {
     }
 
     /// Removes the state of changed Servers, which is built again, and returns their names.
-    fn remove_changed_servers(&mut self, changed_keys: &HashSet<LookupKey>) -> HashSet<Name> {
+    fn remove_changed_servers(&mut self, changed_keys: &HashSet<LookupKey>) -> HashSet<NamespacedName> {
         let mut servers = HashSet::new();
         for key in changed_keys {
             if let LookupKey::Object(Kind::Server, name) = key {
@@ -70,7 +70,7 @@ impl UndeclaredPortNames {
     }
 
     /// Finds the workloads of the Servers in one pass over all objects.
-    fn match_workloads(&mut self, store: &Store, servers: &HashSet<Name>) {
+    fn match_workloads(&mut self, store: &Store, servers: &HashSet<NamespacedName>) {
         let mut by_namespace: HashMap<&Arc<str>, Vec<&Arc<Server>>> = HashMap::new();
         for name in servers {
             if let Some(Object::Server(server)) = store.object(Kind::Server, name) {
@@ -93,7 +93,7 @@ impl UndeclaredPortNames {
         }
     }
 
-    fn update_workload(&mut self, server: &Server, workload: (Kind, Name), port_match: PortNameMatch) {
+    fn update_workload(&mut self, server: &Server, workload: (Kind, NamespacedName), port_match: PortNameMatch) {
         let name = &server.meta.name;
         if port_match != PortNameMatch::NotSelected {
             let selected = self.servers.entry(name.clone()).or_default();
@@ -119,7 +119,7 @@ impl UndeclaredPortNames {
         if selected.gauge_guard.is_some() {
             return None;
         }
-        let found = unsupported::undeclared_port_name(server)?;
+        let found = unsupported::undeclared_port_name(server.port_name()?);
         selected.gauge_guard = Some(metrics.unsupported_guard(Kind::Server, &server.meta.name, found.field));
         Some(found)
     }
@@ -132,7 +132,5 @@ fn servers_with_port_names<'a>(store: &'a Store, namespace: &Arc<str>) -> Vec<&'
         Object::Server(server) => Some(server),
         _ => None,
     });
-    servers
-        .filter(|server| unsupported::undeclared_port_name(server).is_some())
-        .collect()
+    servers.filter(|server| server.port_name().is_some()).collect()
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ahash::AHashMap;
 
 use crate::resources::event::Event;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::route::{ParentKind, Route};
 use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
@@ -19,15 +19,15 @@ use crate::resources::{Kind, Object};
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(in crate::cluster) enum LookupKey {
     /// One object, which may not exist.
-    Object(Kind, Name),
+    Object(Kind, NamespacedName),
     /// All objects of a kind in a namespace.
     Namespace(Kind, Arc<str>),
     /// Services, pods and external workloads with this address.
     Ip(IpAddr),
     /// Pods on the host with this address.
     HostIp(IpAddr),
-    EndpointSlices(Name),
-    Routes(ParentKind, Name),
+    EndpointSlices(NamespacedName),
+    Routes(ParentKind, NamespacedName),
 }
 
 /// Change of the number of objects in a namespace.
@@ -39,10 +39,10 @@ pub(in crate::cluster) enum CountChange {
 
 #[derive(Default)]
 pub(in crate::cluster) struct Store {
-    objects: AHashMap<(Kind, Name), Object>,
+    objects: AHashMap<(Kind, NamespacedName), Object>,
     /// Sorted by kind, namespace and name. There is about one key per pod and most keys have one object, so the lists are
     /// allocated without spare capacity.
-    index: AHashMap<LookupKey, Vec<(Kind, Name)>>,
+    index: AHashMap<LookupKey, Vec<(Kind, NamespacedName)>>,
 }
 
 impl Store {
@@ -91,11 +91,11 @@ impl Store {
     }
 
     /// Whether the store has a readable version of the object.
-    pub(in crate::cluster) fn is_readable(&self, kind: Kind, name: &Name) -> bool {
+    pub(in crate::cluster) fn is_readable(&self, kind: Kind, name: &NamespacedName) -> bool {
         self.object(kind, name).is_some_and(|object| !object.is_placeholder())
     }
 
-    fn remove(&mut self, id: &(Kind, Name), changed_keys: &mut HashSet<LookupKey>) -> bool {
+    fn remove(&mut self, id: &(Kind, NamespacedName), changed_keys: &mut HashSet<LookupKey>) -> bool {
         let Some(object) = self.objects.remove(id) else {
             return false;
         };
@@ -114,7 +114,7 @@ impl Store {
         true
     }
 
-    pub(in crate::cluster) fn object(&self, kind: Kind, name: &Name) -> Option<&Object> {
+    pub(in crate::cluster) fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&Object> {
         // The map needs a reference to a tuple, so the key is cloned.
         self.objects.get(&(kind, name.clone()))
     }
@@ -143,7 +143,7 @@ impl Store {
     }
 }
 
-/// The keys of an object, without its name.
+/// The keys under which an object is indexed. `LookupKey::Object` is not among them, because objects are stored by it.
 fn lookup_keys(object: &Object) -> Vec<LookupKey> {
     match object {
         Object::Service(service) => service_keys(service),

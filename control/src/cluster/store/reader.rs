@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use crate::cluster::store::objects::{LookupKey, Store};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
 use crate::resources::policy::authorization::{AuthorizationPolicy, ServerAuthorization};
 use crate::resources::policy::egress_network::EgressNetwork;
@@ -26,7 +26,7 @@ pub(in crate::cluster) struct Reader<'a> {
 /// Defines a lookup by name for each kind.
 macro_rules! by_name {
     ($($method:ident: $kind:ident($object:ty);)*) => {$(
-        pub(in crate::cluster) fn $method(&self, name: &Name) -> Option<&'a Arc<$object>> {
+        pub(in crate::cluster) fn $method(&self, name: &NamespacedName) -> Option<&'a Arc<$object>> {
             match self.object(Kind::$kind, name) {
                 Some(Object::$kind(object)) => Some(object),
                 _ => None,
@@ -105,7 +105,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    pub(in crate::cluster) fn slices_of(&self, service: &Name) -> Vec<&'a Arc<EndpointSlice>> {
+    pub(in crate::cluster) fn slices_of(&self, service: &NamespacedName) -> Vec<&'a Arc<EndpointSlice>> {
         self.find(LookupKey::EndpointSlices(service.clone()), |object| match object {
             Object::EndpointSlice(slice) => Some(slice),
             _ => None,
@@ -113,7 +113,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Routes that reference the parent, oldest first.
-    pub(in crate::cluster) fn routes_of(&self, kind: ParentKind, parent: &Name) -> Vec<&'a Arc<Route>> {
+    pub(in crate::cluster) fn routes_of(&self, kind: ParentKind, parent: &NamespacedName) -> Vec<&'a Arc<Route>> {
         let mut routes = self.find(LookupKey::Routes(kind, parent.clone()), |object| match object {
             Object::PolicyHttpRoute(route)
             | Object::GatewayHttpRoute(route)
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         routes
     }
 
-    fn object(&self, kind: Kind, name: &Name) -> Option<&'a Object> {
+    fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&'a Object> {
         self.dependencies
             .borrow_mut()
             .insert(LookupKey::Object(kind, name.clone()));

@@ -14,7 +14,7 @@ use crate::cluster::views::workload::{external_endpoint, has_address_conflict, p
 use crate::model::endpoints::{
     Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope,
 };
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::service::{
     Address, AddressTarget, EndpointReadiness, EndpointsSource, InternalTrafficPolicy, NotReadyAddresses, Service,
     ServiceKind, Subset,
@@ -23,7 +23,7 @@ use crate::resources::service::{
 /// A service port, or one pod of a headless service.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    pub service: Name,
+    pub service: NamespacedName,
     pub port: u16,
     pub hostname: Option<String>,
 }
@@ -53,9 +53,14 @@ impl View for EndpointsView {
             let Some(port) = target_port(service, key.port, subset) else {
                 continue;
             };
-            for address in subset.addresses.iter().filter(|address| matches_key(address, key)) {
-                let without_target = AddressWithoutTarget { meta, port: key.port };
-                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &without_target) {
+            let listing = Listing {
+                meta,
+                service_port: key.port,
+            };
+            let is_candidate =
+                |address: &&Address| address.ready != EndpointReadiness::NotReady && matches_hostname(address, key);
+            for address in subset.addresses.iter().filter(is_candidate) {
+                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &listing) {
                     let target_map = match (state, service.not_ready_addresses) {
                         (EndpointState::Terminating, NotReadyAddresses::Omitted) => &mut terminating,
                         (EndpointState::Terminating, NotReadyAddresses::Published) | (EndpointState::Active, _) => {
@@ -138,9 +143,8 @@ fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
     }
 }
 
-fn matches_key(address: &Address, key: &Key) -> bool {
-    let matches_hostname = key.hostname.is_none() || address.hostname == key.hostname;
-    matches_hostname && address.ready != EndpointReadiness::NotReady
+fn matches_hostname(address: &Address, key: &Key) -> bool {
+    key.hostname.is_none() || address.hostname == key.hostname
 }
 
 /// An endpoint is terminating if its slice says so or if its pod is being deleted. The pod is checked too, because slices
@@ -156,7 +160,7 @@ fn resolve_endpoint(
     config: &Config,
     address: &Address,
     port: u16,
-    without_target: &AddressWithoutTarget<'_>,
+    listing: &Listing<'_>,
 ) -> Option<(Endpoint, EndpointState)> {
     let mut state = match address.ready {
         EndpointReadiness::Terminating => EndpointState::Terminating,
@@ -177,7 +181,7 @@ fn resolve_endpoint(
             }
             external_endpoint(reader, config, workload, address.ip, port)
         }
-        AddressTarget::Unset => without_target.endpoint(config, address.ip, port),
+        AddressTarget::Unset => listing.endpoint_without_target(config, address.ip, port),
         AddressTarget::UnsupportedKind => return None,
     };
     endpoint.node = endpoint.node.or_else(|| address.node.clone());
@@ -187,19 +191,20 @@ fn resolve_endpoint(
     Some((endpoint, state))
 }
 
-/// Context of an address without `targetRef`: the metadata of the object that lists it, and the requested port. Mirrored
-/// Services list the gateway of the other cluster in this way.
-struct AddressWithoutTarget<'a> {
+/// The slice or Endpoints object that lists an address, and the requested port of the Service.
+struct Listing<'a> {
     meta: &'a Meta,
-    port: u16,
+    service_port: u16,
 }
 
-impl AddressWithoutTarget<'_> {
-    fn endpoint(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
+impl Listing<'_> {
+    /// The endpoint at an address without `targetRef`, described by the annotations and labels of the listing. Mirrored
+    /// Services list the gateway of the other cluster in this way.
+    fn endpoint_without_target(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
         let mut endpoint = Endpoint::from_addr((ip, port).into());
         let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
-        let remote = annotated(annotation::REMOTE_SERVICE_NAME);
-        endpoint.authority_override = remote.map(|name| format!("{name}:{}", self.port).into());
+        let remote_name = annotated(annotation::REMOTE_SERVICE_NAME);
+        endpoint.authority_override = remote_name.map(|name| format!("{name}:{}", self.service_port).into());
         if let Some(identity) = annotated(annotation::REMOTE_GATEWAY_IDENTITY) {
             let name: Arc<str> = identity.into();
             endpoint.identity = Some(TlsIdentity::Dns {
@@ -211,13 +216,14 @@ impl AddressWithoutTarget<'_> {
         }
         if let Some(cluster) = self.meta.label(label::MIRRORED_CLUSTER) {
             endpoint.labels.push(("target_cluster".into(), cluster.into()));
-            // The name of one pod of a headless Service has one more label in front.
-            let labels: Vec<&str> = remote.unwrap_or_default().split('.').collect();
-            let at = labels
+            // Service and namespace come before `svc`. In the name of one pod of a headless Service, the pod's hostname
+            // comes first.
+            let dns_labels: Vec<&str> = remote_name.unwrap_or_default().split('.').collect();
+            let service_index = dns_labels
                 .iter()
                 .position(|label| *label == "svc")
-                .and_then(|at| at.checked_sub(2));
-            if let Some([service, namespace]) = at.and_then(|at| labels.get(at..at + 2)) {
+                .and_then(|svc_index| svc_index.checked_sub(2));
+            if let Some([service, namespace]) = service_index.and_then(|index| dns_labels.get(index..index + 2)) {
                 endpoint.labels.push(("target_service".into(), (*service).into()));
                 endpoint
                     .labels

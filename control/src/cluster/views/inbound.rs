@@ -22,7 +22,7 @@ use crate::model::inbound::{
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
 use crate::resources::acceptance;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredAuthentication, ServerAuthorization, ServerClient, ServerSelector,
 };
@@ -42,12 +42,12 @@ pub struct Key {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum WorkloadId {
-    Pod(Name),
-    External(Name),
+    Pod(NamespacedName),
+    External(NamespacedName),
 }
 
 impl WorkloadId {
-    pub fn name(&self) -> &Name {
+    pub fn name(&self) -> &NamespacedName {
         match self {
             Self::Pod(name) | Self::External(name) => name,
         }
@@ -68,7 +68,7 @@ impl View for InboundView {
             }
             WorkloadId::External(name) => (WorkloadRef::External(reader.external_workload(name)?), BTreeSet::new()),
         };
-        let view = PortContext {
+        let context = PortContext {
             reader,
             config,
             workload,
@@ -78,9 +78,9 @@ impl View for InboundView {
         Some(match &workload.servers(reader, key.port)[..] {
             [server, others @ ..] => InboundPolicy {
                 overridden_servers: others.iter().map(|other| other.meta.name.name.clone()).collect(),
-                ..view.server_policy(server)
+                ..context.server_policy(server)
             },
-            [] => view.unselected_port_policy(),
+            [] => context.unselected_port_policy(),
         })
     }
 
@@ -127,7 +127,7 @@ impl PortContext<'_> {
     }
 
     /// The default policy of the workload's annotations, or of the cluster. An invalid annotation denies all clients, because
-    /// the intended restriction is unknown: an entry in the list of ports that is not understood could mean this port.
+    /// the intended restriction is unknown: an invalid entry in the list of ports could mean this port.
     fn default_policy(&self) -> DefaultPolicy {
         let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
             Some(text) => text.parse().unwrap_or(DefaultPolicy::Deny),
@@ -263,7 +263,7 @@ impl PortContext<'_> {
             ServerClient::NoClient => return None,
         };
         let networks = authorization.networks.clone();
-        let networks = networks.unwrap_or_else(|| without_exceptions(&self.config.cluster_networks));
+        let networks = networks.unwrap_or_else(|| network_matches(&self.config.cluster_networks));
         // Proxies reject a message with an authorization that has no networks.
         (!networks.is_empty()).then(|| Authorization {
             reference: object_reference("serverauthorization", &authorization.meta.name),
@@ -305,7 +305,7 @@ impl PortContext<'_> {
                 };
                 let networks = match from {
                     DefaultNetworks::All => all_networks(),
-                    DefaultNetworks::Cluster => without_exceptions(&self.config.cluster_networks),
+                    DefaultNetworks::Cluster => network_matches(&self.config.cluster_networks),
                 };
                 (clients, networks)
             }
@@ -341,7 +341,7 @@ impl PortContext<'_> {
         identities
     }
 
-    fn service_account(&self, account: &Name) -> String {
+    fn service_account(&self, account: &NamespacedName) -> String {
         let Config {
             controller_namespace,
             trust_domain,
@@ -352,7 +352,7 @@ impl PortContext<'_> {
 
     fn http_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::GatewayHttp) {
+        if let Some((route, failure)) = routes::find_server_wide_failure(attached, RouteKind::GatewayHttp) {
             return vec![self.failing_route(route, failure, HttpMatch::match_all())];
         }
         for server_route in attached {
@@ -368,7 +368,8 @@ impl PortContext<'_> {
         self.replace_filters_if_rate_limit_unsupported(server, RouteKind::GatewayHttp, found)
     }
 
-    /// A route that answers all requests of the Server with an error, because the requests that `route` restricts are unknown.
+    /// A route that answers all requests of the Server with an error, because it is unknown which requests `route` is meant to
+    /// restrict.
     fn failing_route<M>(&self, route: &raw::Route, failure: Filter, match_all: M) -> Route<M> {
         let rule = Rule {
             matches: vec![match_all],
@@ -382,7 +383,7 @@ impl PortContext<'_> {
 
     fn grpc_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        if let Some((route, failure)) = routes::find_route_failing_all_requests(attached, RouteKind::Grpc) {
+        if let Some((route, failure)) = routes::find_server_wide_failure(attached, RouteKind::Grpc) {
             return vec![self.failing_route(route, failure, GrpcMatch::default())];
         }
         for server_route in attached {
@@ -424,7 +425,7 @@ impl PortContext<'_> {
                 hosts: Vec::new(),
                 authorizations: vec![Authorization {
                     reference: AuthorizationReference::Default("probe"),
-                    networks: without_exceptions(&self.config.probe_networks),
+                    networks: network_matches(&self.config.probe_networks),
                     authentication: ClientAuthentication::Unauthenticated,
                 }],
                 rules: vec![Rule {
@@ -483,7 +484,7 @@ impl PortContext<'_> {
                 port: None,
             },
             total: limit.total.map(std::num::NonZero::get),
-            identity: limit.identity.map(std::num::NonZero::get),
+            per_identity: limit.per_identity.map(std::num::NonZero::get),
             overrides: per_client.collect(),
         })
     }
@@ -501,7 +502,7 @@ fn default_route<M>(match_all: M) -> Route<M> {
     }
 }
 
-fn object_reference(kind: &'static str, name: &Name) -> AuthorizationReference {
+fn object_reference(kind: &'static str, name: &NamespacedName) -> AuthorizationReference {
     AuthorizationReference::Object {
         kind,
         namespace: name.namespace.clone(),
@@ -509,14 +510,14 @@ fn object_reference(kind: &'static str, name: &Name) -> AuthorizationReference {
     }
 }
 
-fn without_exceptions(networks: &[IpNet]) -> Vec<NetworkMatch> {
+fn network_matches(networks: &[IpNet]) -> Vec<NetworkMatch> {
     networks.iter().copied().map(NetworkMatch::from).collect()
 }
 
 fn all_networks() -> Vec<NetworkMatch> {
     let v4 = IpNet::V4(ipnet::Ipv4Net::default());
     let v6 = IpNet::V6(ipnet::Ipv6Net::default());
-    without_exceptions(&[v4, v6])
+    network_matches(&[v4, v6])
 }
 
 /// Timeout of protocol detection in the proxy.

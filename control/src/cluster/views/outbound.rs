@@ -18,7 +18,7 @@ use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::resources::acceptance;
 use crate::resources::annotations::{self, Annotations};
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
@@ -34,7 +34,7 @@ pub struct Key {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Target {
     /// A Service by name; it may not exist.
-    Service(Name, u16),
+    Service(NamespacedName, u16),
     Address(SocketAddr),
 }
 
@@ -45,14 +45,14 @@ impl View for OutboundView {
     type Value = Outbound;
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Outbound {
-        let view = OutboundContext {
+        let context = OutboundContext {
             reader,
             config,
             namespace: &key.client_namespace,
         };
         match &key.target {
-            Target::Service(name, port) => Outbound::Policy(Box::new(view.service_policy(name, *port))),
-            Target::Address(addr) => view.address_policy(*addr),
+            Target::Service(name, port) => Outbound::Policy(Box::new(context.service_policy(name, *port))),
+            Target::Address(addr) => context.address_policy(*addr),
         }
     }
 
@@ -78,7 +78,7 @@ struct OutboundContext<'a> {
 /// The parent of routes: a Service or an EgressNetwork, with the default backend and settings of its policy.
 struct ParentDefaults<'a> {
     kind: ParentKind,
-    name: &'a Name,
+    name: &'a NamespacedName,
     port: u16,
     reference: Reference,
     default: Backend,
@@ -106,7 +106,7 @@ impl OutboundContext<'_> {
         Outbound::Policy(Box::new(egress_fallback_policy(addr)))
     }
 
-    fn service_policy(&self, name: &Name, port: u16) -> Policy {
+    fn service_policy(&self, name: &NamespacedName, port: u16) -> Policy {
         let service = self.reader.service(name);
         let parent = self.service_parent(name, port, service.map(|service| &service.meta));
         let listed = service.and_then(|service| service.port(port));
@@ -143,7 +143,7 @@ impl OutboundContext<'_> {
             None => Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http: http_or_default(http),
-                opaque: parent.detected_stream("opaq"),
+                opaque: parent.default_stream_with_load_bias("opaq"),
             },
         };
         Policy {
@@ -153,7 +153,7 @@ impl OutboundContext<'_> {
         }
     }
 
-    fn service_parent<'b>(&self, name: &'b Name, port: u16, meta: Option<&Meta>) -> ParentDefaults<'b> {
+    fn service_parent<'b>(&self, name: &'b NamespacedName, port: u16, meta: Option<&Meta>) -> ParentDefaults<'b> {
         let load = meta
             .and_then(|meta| read_annotation(meta, annotations::parse_load_bias))
             .map_or(Load::PeakEwma, |bias| Load::Penalized {
@@ -176,7 +176,7 @@ impl OutboundContext<'_> {
         }
     }
 
-    fn service_authority(&self, service: &Name, port: u16) -> String {
+    fn service_authority(&self, service: &NamespacedName, port: u16) -> String {
         format!(
             "{}.{}.svc.{}:{port}",
             service.name, service.namespace, self.config.cluster_domain
@@ -225,27 +225,32 @@ impl OutboundContext<'_> {
         if let Some(reason) = &network.unreadable {
             return parent.unreadable_network_policy(reason);
         }
-        let allow = network.traffic == TrafficPolicy::Allow;
         let mut http = self.http_routes(&parent);
         let mut grpc = self.grpc_routes(&parent);
         let mut tls = self.stream_routes(&parent, RouteKind::Tls);
         let tcp = self.stream_routes(&parent, RouteKind::Tcp);
-        let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
+        let opaque = match network.traffic {
+            TrafficPolicy::Allow => parent.default_stream("tcp-egress-allow"),
+            TrafficPolicy::Deny => parent.denied_stream("tcp-egress-deny"),
+        };
         let tcp_or_default = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
         // An EgressNetwork has no named ports.
         let is_opaque = is_marked_opaque(self.config, &network.meta, addr.port(), |_| Vec::new());
         let protocol = if is_opaque {
             Protocol::Opaque(tcp_or_default(tcp))
         } else if !grpc.is_empty() {
-            grpc.push(parent.egress_grpc(allow));
+            grpc.push(parent.egress_grpc(network.traffic));
             Protocol::Grpc(grpc)
         } else if http.is_empty() && !tls.is_empty() {
-            tls.push(parent.egress_stream(allow, "tls-egress-allow", "tls-egress-deny"));
+            tls.push(match network.traffic {
+                TrafficPolicy::Allow => parent.default_stream("tls-egress-allow"),
+                TrafficPolicy::Deny => parent.denied_stream("tls-egress-deny"),
+            });
             Protocol::Tls(tls)
         } else if http.is_empty() && !tcp.is_empty() {
             Protocol::Opaque(tcp)
         } else {
-            http.push(parent.egress_http(allow));
+            http.push(parent.egress_http(network.traffic));
             Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http,
@@ -416,7 +421,7 @@ impl<'a> ParentDefaults<'a> {
     /// Defaults without timeouts, retries and failure accrual.
     fn plain(
         kind: ParentKind,
-        (name, port): (&'a Name, u16),
+        (name, port): (&'a NamespacedName, u16),
         reference: Reference,
         default: Backend,
         load: Load,
@@ -461,21 +466,19 @@ impl<'a> ParentDefaults<'a> {
         }
     }
 
-    /// The default for connections that are not HTTP. They share the balancer of HTTP requests.
-    fn detected_stream(&self, name: &'static str) -> StreamRoute {
+    /// The default for connections in which detection finds no HTTP. Their backend equals that of HTTP requests, including the
+    /// load bias, so that both share one balancer.
+    fn default_stream_with_load_bias(&self, name: &'static str) -> StreamRoute {
         StreamRoute {
             action: StreamAction::Forward(Distribution::FirstAvailable(Box::new(self.default.clone()))),
             ..self.default_stream(name)
         }
     }
 
-    fn egress_stream(&self, allow: bool, allowed: &'static str, denied: &'static str) -> StreamRoute {
-        match allow {
-            true => self.default_stream(allowed),
-            false => StreamRoute {
-                action: StreamAction::Forbidden,
-                ..self.default_stream(denied)
-            },
+    fn denied_stream(&self, name: &'static str) -> StreamRoute {
+        StreamRoute {
+            action: StreamAction::Forbidden,
+            ..self.default_stream(name)
         }
     }
 
@@ -490,7 +493,7 @@ impl<'a> ParentDefaults<'a> {
             protocol: Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http: vec![self.default_route(name, HttpMatch::match_all(), None, vec![failure])],
-                opaque: self.egress_stream(false, "", "tcp-egress-unreadable"),
+                opaque: self.denied_stream("tcp-egress-unreadable"),
             },
             accrual: self.accrual,
             reference: self.reference,
@@ -501,8 +504,8 @@ impl<'a> ParentDefaults<'a> {
         self.default_route(name, HttpMatch::match_all(), self.http_retry.clone(), Vec::new())
     }
 
-    fn egress_http(&self, allow: bool) -> Route<HttpMatch> {
-        if allow {
+    fn egress_http(&self, traffic: TrafficPolicy) -> Route<HttpMatch> {
+        if traffic == TrafficPolicy::Allow {
             return self.default_http("http-egress-allow");
         }
         let failure = Filter::FailHttp {
@@ -512,8 +515,8 @@ impl<'a> ParentDefaults<'a> {
         self.default_route("http-egress-deny", HttpMatch::match_all(), None, vec![failure])
     }
 
-    fn egress_grpc(&self, allow: bool) -> Route<GrpcMatch> {
-        if allow {
+    fn egress_grpc(&self, traffic: TrafficPolicy) -> Route<GrpcMatch> {
+        if traffic == TrafficPolicy::Allow {
             let retry = self.grpc_retry.clone();
             return self.default_route("grpc-egress-allow", GrpcMatch::default(), retry, Vec::new());
         }
@@ -584,7 +587,7 @@ fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&Annotations) -> Result<Opt
     read(&meta.annotations).unwrap_or_default()
 }
 
-fn service_reference(name: &Name, port: u16) -> Reference {
+fn service_reference(name: &NamespacedName, port: u16) -> Reference {
     Reference::Object(ObjectRef {
         group: "core",
         kind: ParentKind::Service.name(),
@@ -594,7 +597,7 @@ fn service_reference(name: &Name, port: u16) -> Reference {
     })
 }
 
-fn egress_network_reference(name: &Name, port: Option<u16>) -> Reference {
+fn egress_network_reference(name: &NamespacedName, port: Option<u16>) -> Reference {
     Reference::Object(ObjectRef {
         group: POLICY_GROUP,
         kind: ParentKind::EgressNetwork.name(),
@@ -613,7 +616,7 @@ fn failing_backend(reference: Reference, kind: RouteKind, message: &str) -> Back
     }
 }
 
-fn undefined_port_policy(service: &Name, port: u16) -> Policy {
+fn undefined_port_policy(service: &NamespacedName, port: u16) -> Policy {
     let route = StreamRoute {
         reference: Reference::Default("undefined-port"),
         snis: Vec::new(),
@@ -634,7 +637,7 @@ fn egress_fallback_policy(addr: SocketAddr) -> Policy {
         target: BackendTarget::Forward(addr),
         filters: Vec::new(),
     };
-    let empty_name = Name::new("", "");
+    let empty_name = NamespacedName::new("", "");
     let kind = ParentKind::EgressNetwork;
     let at = (&empty_name, addr.port());
     let parent = ParentDefaults::plain(kind, at, reference.clone(), backend, Load::PeakEwma);

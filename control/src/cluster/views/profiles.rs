@@ -13,24 +13,28 @@ use crate::cluster::views::workload::{
     service_is_opaque,
 };
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
-use crate::model::profile::{DstOverride, Profile, RetryBudget, ServiceProfile as ServiceModel};
+use crate::model::profile::{self, DstOverride, Profile, RetryBudget};
 use crate::resources::interning::intern;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::service::{AddressTarget, Service, ServiceKind};
-use crate::resources::service_profile as sp;
+use crate::resources::service_profile::ServiceProfile;
 use crate::resources::workload::{Pod, PodPhase};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Key {
     /// A Service by name. The profile has the name as the client requested it.
     Service {
-        service: Name,
+        service: NamespacedName,
         port: u16,
         fqn: String,
         client_namespace: Option<Arc<str>>,
     },
     /// One pod of a headless service.
-    Instance { service: Name, hostname: String, port: u16 },
+    Instance {
+        service: NamespacedName,
+        hostname: String,
+        port: u16,
+    },
     /// A service or a workload by address.
     Address {
         addr: SocketAddr,
@@ -98,7 +102,7 @@ fn address_profile(
     }
 }
 
-fn service_fqn(service: &Name, config: &Config) -> String {
+fn service_fqn(service: &NamespacedName, config: &Config) -> String {
     format!("{}.{}.svc.{}", service.name, service.namespace, config.cluster_domain)
 }
 
@@ -116,27 +120,27 @@ fn service_profile(
         return Profile::UndefinedPort;
     }
     let name = &service.meta.name;
-    let source = find_service_profile(reader, config, name, client_namespace);
-    let mut profile = ServiceModel {
+    let resource = find_service_profile(reader, config, name, client_namespace);
+    let mut profile = profile::ServiceProfile {
         namespace: name.namespace.clone(),
         service: name.name.clone(),
         port,
         is_opaque: service_is_opaque(config, service, port),
-        source: None,
+        resource: None,
         routes: Vec::new(),
         budget: RetryBudget::default(),
         overrides: Vec::new(),
         fqn,
     };
-    if let Some(source) = source {
-        let found = &source.meta.name;
-        profile.source = Some((found.namespace.clone(), found.name.clone()));
-        profile.routes = source.routes.clone();
-        if let Some(budget) = source.retry_budget {
+    if let Some(resource) = resource {
+        let found = &resource.meta.name;
+        profile.resource = Some((found.namespace.clone(), found.name.clone()));
+        profile.routes = resource.routes.clone();
+        if let Some(budget) = resource.retry_budget {
             profile.budget = budget;
         }
         let domain = &config.cluster_domain;
-        profile.overrides = source
+        profile.overrides = resource
             .overrides
             .iter()
             .map(|dst| destination_override(dst, port, domain))
@@ -149,17 +153,24 @@ fn service_profile(
 fn find_service_profile<'a>(
     reader: &Reader<'a>,
     config: &Config,
-    service: &Name,
+    service: &NamespacedName,
     client_namespace: Option<&Arc<str>>,
-) -> Option<&'a Arc<sp::ServiceProfile>> {
+) -> Option<&'a Arc<ServiceProfile>> {
     let name: Arc<str> = service_fqn(service, config).into();
-    let in_namespace = |namespace: &Arc<str>| reader.service_profile(&Name::new(namespace.clone(), name.clone()));
+    let in_namespace =
+        |namespace: &Arc<str>| reader.service_profile(&NamespacedName::new(namespace.clone(), name.clone()));
     client_namespace
         .and_then(in_namespace)
         .or_else(|| in_namespace(&service.namespace))
 }
 
-fn instance_profile(reader: &Reader<'_>, config: &Config, service: &Name, hostname: &str, port: u16) -> Profile {
+fn instance_profile(
+    reader: &Reader<'_>,
+    config: &Config,
+    service: &NamespacedName,
+    hostname: &str,
+    port: u16,
+) -> Profile {
     let Some(service) = reader.service(service) else {
         return Profile::ServiceMissing;
     };
@@ -223,7 +234,10 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
         return unmeshed_profile(config, addr);
     };
     endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
-    let node = pod.node.as_deref().and_then(|node| reader.node(&Name::new("", node)));
+    let node = pod
+        .node
+        .as_deref()
+        .and_then(|node| reader.node(&NamespacedName::new("", node)));
     endpoint.zone = node.and_then(|node| node.zone.clone());
     Profile::Endpoint {
         endpoint,
@@ -247,7 +261,8 @@ fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
     }
 }
 
-/// Service names become full names, as proxies resolve them. Other names are unchanged and have no endpoints.
+/// Service names become full names, as proxies resolve them. Other names are left as they are: proxies find no endpoints for
+/// them.
 fn destination_override(dst: &DstOverride, port: u16, cluster_domain: &str) -> DstOverride {
     let authority = match dst.parse_destination(cluster_domain) {
         Ok(destination) => destination.authority(port, cluster_domain),

@@ -9,7 +9,7 @@ use crate::model::route::{
     Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
 };
 use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, RouteRejection};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::Server;
 use crate::resources::route as raw;
@@ -22,7 +22,7 @@ pub(super) fn attached_routes<'a>(
     reader: &Reader<'a>,
     config: &Config,
     kind: ParentKind,
-    parent: &Name,
+    parent: &NamespacedName,
     port: Option<u16>,
 ) -> Vec<&'a Arc<Route>> {
     let routes = reader.routes_of(kind, parent);
@@ -62,21 +62,18 @@ impl ServerRoute<'_> {
 
 /// Routes of the Server's namespace that reference the Server, oldest first.
 ///
-/// Acceptance is computed here, because the status may not be written yet. Leaving out such a route would let other rules
-/// serve its requests.
-pub(super) fn server_routes<'a>(reader: &Reader<'a>, config: &Config, server: &Name) -> Vec<ServerRoute<'a>> {
+/// Acceptance is computed here, because the status may not be written yet. Leaving out a route without a status would let
+/// other rules serve its requests.
+pub(super) fn server_routes<'a>(reader: &Reader<'a>, config: &Config, server: &NamespacedName) -> Vec<ServerRoute<'a>> {
     let check = |route: &'a Arc<Route>| {
         let parents = route.parents.iter();
         let is_server = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == *server;
-        let mut rejections: Vec<_> = parents
+        let rejections = parents
             .filter(is_server)
-            .map(|parent| acceptance::check_route(reader, acceptance_settings(config), route, parent, []).err())
-            .collect();
-        // A route that references the Server twice is served if one reference is accepted.
-        rejections.sort_by_key(Option::is_some);
+            .map(|parent| acceptance::check_route(reader, acceptance_settings(config), route, parent, []).err());
+        // A route that references the Server twice is accepted (`None`, the minimum) if one reference is.
         rejections
-            .into_iter()
-            .next()
+            .min_by_key(Option::is_some)
             .map(|rejection| ServerRoute { route, rejection })
     };
     let routes = reader.routes_of(ParentKind::Server, server);
@@ -123,15 +120,15 @@ fn acceptance_settings(config: &Config) -> AcceptanceSettings<'_> {
 }
 
 impl ParentLookup for Reader<'_> {
-    fn server(&self, name: &Name) -> Option<&Server> {
+    fn server(&self, name: &NamespacedName) -> Option<&Server> {
         self.server(name).map(|server| &**server)
     }
 
-    fn service(&self, name: &Name) -> Option<&Service> {
+    fn service(&self, name: &NamespacedName) -> Option<&Service> {
         self.service(name).map(|service| &**service)
     }
 
-    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork> {
+    fn egress_network(&self, name: &NamespacedName) -> Option<&EgressNetwork> {
         self.egress_network(name).map(|network| &**network)
     }
 }
@@ -281,7 +278,7 @@ pub(super) fn inbound_grpc_filters(server_route: &ServerRoute<'_>, rule: &raw::R
 
 /// Returns the route that makes all requests of the Server fail, with the failure filter: the kind of the route does not fit
 /// the Server's protocol, or its matches cannot be read.
-pub(super) fn find_route_failing_all_requests<'a>(
+pub(super) fn find_server_wide_failure<'a>(
     routes: &[ServerRoute<'a>],
     protocol: RouteKind,
 ) -> Option<(&'a Arc<Route>, Filter)> {
@@ -295,7 +292,7 @@ pub(super) fn find_route_failing_all_requests<'a>(
     Some((route, route_failure_filter(route, protocol, reason)))
 }
 
-/// The first route whose matches cannot be read, so that the requests it applies to are unknown.
+/// The first route whose matches cannot be read, so that it is unknown which requests it applies to.
 fn find_unreadable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
     let is_unreadable =
         |part: Option<&raw::UnreadablePart>| part.is_some_and(|unreadable| !unreadable.matches_are_readable);

@@ -11,7 +11,7 @@ use crate::cluster::config::{Config, H2Upgrade, TransportMode};
 use crate::cluster::store::reader::Reader;
 use crate::model::endpoints::{Endpoint, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
 use crate::resources::interning::intern;
-use crate::resources::meta::{Meta, Name, Owner};
+use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::service::Service;
@@ -242,7 +242,7 @@ fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str
 /// label.
 pub(super) fn owner(reader: &Reader<'_>, meta: &Meta) -> Option<(Cow<'static, str>, Arc<str>)> {
     let owner = meta.owner.as_ref()?;
-    let name = Name::new(meta.namespace().clone(), owner.name.clone());
+    let name = NamespacedName::new(meta.namespace().clone(), owner.name.clone());
     let parent_owner = match &*owner.kind {
         "Job" => reader.job(&name).and_then(|job| job.meta.owner.as_ref()),
         "ReplicaSet" => reader

@@ -16,13 +16,13 @@ use crate::cluster::store::reader::Reader;
 use crate::cluster::views::workload::{external_identity, owner, pod_identity};
 use crate::model::endpoints::TlsIdentity;
 use crate::resources::Object;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::workload::{ExternalWorkload, Pod, ProxyContainer};
 
 /// A running pod or an external workload.
 #[derive(Clone, Debug)]
 pub struct WorkloadMember {
-    pub name: Name,
+    pub name: NamespacedName,
     pub kind: MemberKind,
     /// Kind of the owner, as metric labels spell it, and its name. The workload itself if it has no owner.
     pub owner: (Cow<'static, str>, Arc<str>),

@@ -192,7 +192,8 @@ fn init_args(values: &Values) -> Vec<String> {
 fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> SecurityContext {
     let init = &values.proxy_init;
     let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
-    // Copies the capabilities of the first container, because Pod Security checks every container.
+    // Pod Security checks every container. What it requires, such as `drop: [ALL]`, the application has, so the init container
+    // gets the capabilities of the first container.
     let first = target.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
     let first_capabilities = security

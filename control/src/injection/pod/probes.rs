@@ -118,7 +118,7 @@ fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
     probe.as_ref()
 }
 
-/// The original probe, as the proxy makes it. `None` for probes that stay with the kubelet: other kinds, probes of another host,
+/// The original probe, as the proxy executes it. `None` for probes that stay with the kubelet: other kinds, probes of another host,
 /// and invalid probes.
 fn to_original_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<OriginalProbe> {
     let has_other_host = |host: &Option<String>| host.as_ref().is_some_and(|host| !host.is_empty());
@@ -199,7 +199,7 @@ fn to_port(port: &IntOrString) -> Option<Port> {
     }
 }
 
-/// Linkerd's proxy cannot make probes.
+/// Linkerd's proxy cannot execute probes.
 fn uses_linkerd_image(values: &Values) -> bool {
     values.proxy.image.name.ends_with("linkerd/proxy")
 }

@@ -133,7 +133,7 @@ impl AnnotationProblems {
         match RESTRICTING_ANNOTATIONS.contains(&key) {
             true => self
                 .restriction_errors
-                .push(format!("{key}: {text:?} is not understood; {reason}")),
+                .push(format!("{key}: {text:?} is invalid; {reason}")),
             false => self.ignored.push(format!("{key}: {text:?} is ignored; {reason}")),
         }
     }

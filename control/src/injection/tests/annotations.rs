@@ -1,8 +1,10 @@
+//! Effects of the annotations of the injector.
+
 use super::*;
 
 /// Annotation (without `config.linkerd.io/`), its value, the place of its effect, and the value there.
 ///
-/// `env NAME`, `init --flag`, or a JSON pointer below the sidecar.
+/// The place is `env NAME` or a JSON pointer, both in the sidecar's container, or `init --flag`.
 const EFFECTS: &[(&str, &str, &str, &str)] = &[
     (
         "proxy-image",
@@ -332,7 +334,7 @@ fn invalid_values_that_restrict_access_refuse_the_pod() {
         (
             "default-inbound-policy",
             "allow",
-            "\"allow\" is not understood; expected all-unauthenticated",
+            "\"allow\" is invalid; expected all-unauthenticated",
         ),
         ("default-inbound-policy", "", "expected all-unauthenticated"),
         (

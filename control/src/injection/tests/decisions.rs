@@ -1,3 +1,5 @@
+//! Which pods get a proxy.
+
 use super::*;
 
 fn reasons(case: &Case) -> String {

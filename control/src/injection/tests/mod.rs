@@ -3,8 +3,8 @@
 mod annotations;
 mod decisions;
 mod golden;
+mod patched_pods;
 mod probes;
-mod shapes;
 
 use std::collections::BTreeMap;
 

@@ -92,7 +92,7 @@ fn other_probes_stay_with_the_kubelet() {
     for case in [
         probed(tcp).annotate(&off),
         probed(tcp).namespace(&off),
-        // Linkerd's proxy cannot make probes.
+        // Linkerd's proxy cannot execute probes.
         probed(tcp).annotate(&[(annotation::PROXY_IMAGE, "cr.l5d.io/linkerd/proxy")]),
     ] {
         let injected = case.injected();
@@ -124,7 +124,7 @@ spec:
 
 #[test]
 fn every_kind_of_probe_of_every_container_is_rewritten() {
-    let asks = |injected: &Injected| {
+    let rewritten_paths = |injected: &Injected| {
         let mut all = Vec::new();
         for name in ["side", "app", "plain"] {
             for field in ["startupProbe", "readinessProbe", "livenessProbe"] {
@@ -138,7 +138,7 @@ fn every_kind_of_probe_of_every_container_is_rewritten() {
         .annotate(&[(annotation::ADMIN_PORT, "5191")])
         .injected();
     assert_eq!(
-        asks(&native),
+        rewritten_paths(&native),
         "/probes/side/startup /probes/side/readiness /probes/side/liveness /probes/app/startup /probes/app/readiness \
          /probes/app/liveness"
     );
@@ -147,7 +147,7 @@ fn every_kind_of_probe_of_every_container_is_rewritten() {
     // A sidecar that is not native does not run while init containers start, and would wait for them.
     let not_native = Case::pod(ALL_PROBES).annotate(&[NOT_NATIVE]).injected();
     assert_eq!(
-        asks(&not_native),
+        rewritten_paths(&not_native),
         "/probes/side/readiness /probes/app/startup /probes/app/readiness /probes/app/liveness"
     );
     for case in [Case::pod(ALL_PROBES), Case::pod(ALL_PROBES).annotate(&[NOT_NATIVE])] {

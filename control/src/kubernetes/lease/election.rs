@@ -35,8 +35,8 @@ pub(super) struct Record {
 
 struct ObservedRecord {
     record: Record,
-    /// The record has not changed since this time.
-    unchanged_since: Instant,
+    /// From when the record's `duration` is counted.
+    counted_from: Instant,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,13 +70,13 @@ impl Election {
             self.renewed_at = None;
         }
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
-            // The lease has changed since the previous read. Counting from the time of that read is safe and shortens
-            // the takeover. It is limited to one retry interval, because an older read says nothing about when the
-            // holder renewed.
+            // The holder renewed at some time between the previous read and this one. Counting from the previous read, but
+            // at most one retry interval ago, shortens the takeover by this time at most. That is safe, because a holder
+            // stops leading after `renew_deadline`, which is shorter than `duration` by more than a retry interval.
             let earliest = asked_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,
-                unchanged_since: before.unwrap_or(asked_at).max(earliest),
+                counted_from: before.unwrap_or(asked_at).max(earliest),
             });
         }
         match self.takeover_at() {
@@ -91,7 +91,7 @@ impl Election {
         self.requested_at = Some(sent_at);
         self.observed = Some(ObservedRecord {
             record,
-            unchanged_since: sent_at,
+            counted_from: sent_at,
         });
     }
 
@@ -129,7 +129,7 @@ impl Election {
         if seen.record.holder.is_empty() || seen.record.holder == self.holder {
             return None;
         }
-        Some(seen.unchanged_since + seen.record.duration.saturating_sub(TAKEOVER_LEAD_TIME))
+        Some(seen.counted_from + seen.record.duration.saturating_sub(TAKEOVER_LEAD_TIME))
     }
 }
 

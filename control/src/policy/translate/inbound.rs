@@ -213,7 +213,7 @@ fn rate_limit(limit: &RateLimit) -> HttpLocalRateLimit {
     HttpLocalRateLimit {
         metadata: Some(metadata_without_namespace(&limit.reference)),
         total: limit.total.map(rate),
-        identity: limit.identity.map(rate),
+        identity: limit.per_identity.map(rate),
         overrides: limit
             .overrides
             .iter()

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use tulle_core::networks::NetworkMatch;
 
 use crate::resources::labels::Selector;
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::reference::{
     GATEWAY_GROUP, MeshClient, POLICY_GROUP, RawNetwork, RawReference, RawResource, parse_networks,
 };
@@ -16,7 +16,7 @@ use crate::resources::route::RouteKind;
 pub struct AuthorizationPolicy {
     pub meta: Meta,
     pub target: AuthorizationTarget,
-    pub network: Option<Name>,
+    pub network: Option<NamespacedName>,
     pub client: Option<RequiredAuthentication>,
 }
 
@@ -30,8 +30,8 @@ pub enum AuthorizationTarget {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RequiredAuthentication {
-    MeshTls(Name),
-    ServiceAccount(Name),
+    MeshTls(NamespacedName),
+    ServiceAccount(NamespacedName),
 }
 
 #[derive(Deserialize)]
@@ -202,7 +202,7 @@ fn parse_mesh_tls(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient,
     }
     for RawServiceAccount { name, namespace: other } in raw.service_accounts {
         let namespace = other.map_or_else(|| namespace.clone(), Arc::from);
-        clients.push(MeshClient::ServiceAccount(Name::new(namespace, name)));
+        clients.push(MeshClient::ServiceAccount(NamespacedName::new(namespace, name)));
     }
     match (raw.unauthenticated_tls, clients.is_empty()) {
         (true, true) => Ok(ServerClient::UnauthenticatedTls),

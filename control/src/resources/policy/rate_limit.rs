@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::reference::{POLICY_GROUP, RawReference, RawResource};
 use crate::resources::status::{PolicyStatus, TargetRef};
 
@@ -18,19 +18,22 @@ pub struct RateLimitPolicy {
     pub server: Arc<str>,
     /// The target reference as in the manifest.
     pub target: TargetRef,
+    /// For all clients together.
     pub total: Option<NonZeroU32>,
-    pub identity: Option<NonZeroU32>,
+    /// For the clients of each identity.
+    pub per_identity: Option<NonZeroU32>,
+    /// Limits of some service accounts, instead of `per_identity`.
     pub overrides: Vec<RateLimitOverride>,
     pub status: PolicyStatus,
     /// Why the object cannot be read. If set, requests to the Server fail.
     pub unreadable: Option<Arc<str>>,
 }
 
-/// A separate limit for some service accounts.
+/// A limit for some service accounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimitOverride {
     pub limit: NonZeroU32,
-    pub clients: Vec<Name>,
+    pub clients: Vec<NamespacedName>,
 }
 
 #[derive(Deserialize)]
@@ -74,7 +77,7 @@ impl RateLimitPolicy {
             Some(total) if limit > total => Err(format!("{field} of {limit} is above the total of {total}")),
             _ => Ok(limit),
         };
-        let identity = identity
+        let per_identity = identity
             .map(|limit| within_total("spec.identity", limit.requests_per_second))
             .transpose()?;
         let mut parsed = Vec::new();
@@ -100,7 +103,7 @@ impl RateLimitPolicy {
             server: target_ref.name.as_str().into(),
             target: target_ref.into(),
             total,
-            identity,
+            per_identity,
             overrides: parsed,
             status: raw.status,
             unreadable: None,
@@ -116,7 +119,7 @@ impl RateLimitPolicy {
             server: target.name.as_str().into(),
             target: target.into(),
             total: None,
-            identity: None,
+            per_identity: None,
             overrides: Vec::new(),
             status: PolicyStatus::deserialize(&object["status"]).unwrap_or_default(),
             unreadable: Some(reason.into()),

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use tulle_core::identity::Identity;
 use tulle_core::networks::NetworkMatch;
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::status::{PolicyStatus, TargetRef};
 
 pub const POLICY_GROUP: &str = "policy.linkerd.io";
@@ -50,8 +50,8 @@ impl RawReference {
         same_kind(&self.group, &self.kind, group, kind)
     }
 
-    pub(super) fn resolve(&self, namespace: &Arc<str>) -> Name {
-        Name::new(
+    pub(super) fn resolve(&self, namespace: &Arc<str>) -> NamespacedName {
+        NamespacedName::new(
             self.namespace.as_deref().map_or_else(|| namespace.clone(), Arc::from),
             self.name.as_str(),
         )
@@ -80,7 +80,7 @@ pub enum MeshClient {
     Identity(String),
     /// Any identity that ends with these labels. An empty list matches all identities.
     Suffix(Vec<String>),
-    ServiceAccount(Name),
+    ServiceAccount(NamespacedName),
     Namespace(Arc<str>),
 }
 

@@ -63,7 +63,7 @@ impl fmt::Display for ProxyProtocol {
     }
 }
 
-/// Which clients can use a port without authorizations.
+/// Which clients are authorized besides those of authorization policies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DefaultPolicy {
     Allow {
@@ -85,6 +85,16 @@ pub enum DefaultPolicyClients {
 pub enum DefaultPolicyNetworks {
     All,
     Cluster,
+}
+
+impl Server {
+    /// The name of the port. `None` if the Server has a port number.
+    pub fn port_name(&self) -> Option<&str> {
+        match &self.port {
+            Some(PortRef::Name(name)) => Some(name),
+            Some(PortRef::Number(_)) | None => None,
+        }
+    }
 }
 
 impl DefaultPolicy {

@@ -7,18 +7,19 @@ use tulle_core::readiness::{Latch, Readiness};
 
 use crate::resources::Kind;
 
+/// Whether one kind is stale.
 pub(super) struct Freshness {
     kind: String,
     /// 1 while the API server cannot be read and the last known state is in use.
     stale: Arc<Gauge>,
-    stale_kinds: Readiness,
-    /// Held while the kind is stale.
+    all_kinds: Readiness,
+    /// Latch of `all_kinds`, held while the kind is stale.
     latch: Option<Latch>,
 }
 
 impl Freshness {
-    /// Creates the state of a kind that is not listed yet. `stale_kinds` collects the reasons of all kinds.
-    pub(super) fn new(registry: &Registry, stale_kinds: &Readiness, kind: Kind) -> Self {
+    /// Creates the state of a kind that is not listed yet, and therefore stale. `all_kinds` is ready while no kind is stale.
+    pub(super) fn new(registry: &Registry, all_kinds: &Readiness, kind: Kind) -> Self {
         let kind = kind.info().plural();
         let help = "1 while the last known state of a kind is served because the API server cannot be read.";
         let stale = registry
@@ -26,10 +27,10 @@ impl Freshness {
             .get(&Labels::new().with("kind", &kind));
         stale.set(1);
         Self {
-            latch: Some(stale_kinds.latch(format!("{kind}: not listed yet"))),
+            latch: Some(all_kinds.latch(format!("{kind}: not listed yet"))),
             kind,
             stale,
-            stale_kinds: stale_kinds.clone(),
+            all_kinds: all_kinds.clone(),
         }
     }
 
@@ -38,8 +39,8 @@ impl Freshness {
         self.stale.set(1);
         let reason = format!("{}: {reason}", self.kind);
         match &self.latch {
-            Some(latch) => latch.hold(reason),
-            None => self.latch = Some(self.stale_kinds.latch(reason)),
+            Some(latch) => latch.set_reason(reason),
+            None => self.latch = Some(self.all_kinds.latch(reason)),
         }
     }
 

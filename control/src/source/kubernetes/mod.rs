@@ -1,9 +1,9 @@
 //! The Kubernetes source. It lists each kind, then watches it from that resource version, until the process ends.
 //!
 //! One task per kind keeps only the names and versions of the reported objects. Objects are pruned when they are
-//! decoded. A kind whose CRD is not installed counts as empty. If the API server fails, or omits a kind for a short
-//! time, the last known state stays. Objects are passed on unchanged, because the API server applies defaults,
-//! admission and status.
+//! decoded, and otherwise reported as they are: the API server has already applied defaults and admission. A kind whose
+//! CRD is not installed counts as empty. If the API server fails, or omits a kind for a short time, the last known state
+//! stays.
 
 mod freshness;
 pub mod kinds;
@@ -37,8 +37,8 @@ pub struct Config {
     pub requirements: WatchRequirements,
     /// The address of the destination service in log lines.
     pub log_addr: String,
-    /// Collects the reasons why kinds are stale.
-    pub stale_kinds: Readiness,
+    /// Ready while no kind is stale. A stale kind adds its reason.
+    pub freshness: Readiness,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -81,7 +81,7 @@ pub async fn run(
         unlisted.push(kind);
         let metrics = KindMetrics {
             lag: InformerLag::new(&registry, kind),
-            freshness: Freshness::new(&registry, &config.stale_kinds, kind),
+            freshness: Freshness::new(&registry, &config.freshness, kind),
         };
         let reflector = Reflector::new(client.clone(), watched, writer.clone(), metrics, listed.clone());
         tasks.spawn(async move {

@@ -18,7 +18,7 @@ use tulle_core::backoff::Backoff;
 
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::source::kubernetes::freshness::Freshness;
 use crate::source::kubernetes::kinds::WatchedKind;
 use crate::source::kubernetes::metrics::InformerLag;
@@ -38,7 +38,7 @@ pub(super) struct Reflector {
     /// Number of consecutive rounds in which the kind was absent. A round is one list and one look at discovery.
     absent_rounds: u32,
     /// The reported objects, each with a hash of its resource version.
-    known_versions: AHashMap<Name, u64>,
+    known_versions: AHashMap<NamespacedName, u64>,
     hasher: RandomState,
     /// Namespace names, shared by the names of all objects in them.
     namespaces: AHashSet<Arc<str>>,
@@ -99,7 +99,7 @@ enum WatchEnd {
 
 struct WatchPosition {
     resource_version: String,
-    /// Time of the last change.
+    /// Time of the last change, at first of the list.
     changed_at: Instant,
 }
 
@@ -137,13 +137,13 @@ impl Reflector {
 
     /// Follows the kind. Never returns.
     pub(super) async fn run(mut self) -> Infallible {
-        let mut retries = LIST_BACKOFF.start();
+        let mut retries = RETRY_BACKOFF.start();
         loop {
             match self.list().await {
                 Ok(ListOutcome::Complete(resource_version)) => {
                     self.absent_rounds = 0;
                     self.set_presence(Presence::Served);
-                    self.mark_listed().await;
+                    self.mark_up_to_date().await;
                     if self.watch(resource_version).await == WatchProgress::Progressed {
                         retries.reset();
                     }
@@ -157,9 +157,9 @@ impl Reflector {
                     if self.absent_rounds >= ABSENT_ROUNDS_BEFORE_DELETE {
                         self.apply_list(AHashMap::new(), Vec::new());
                         self.set_presence(Presence::Absent);
-                        self.mark_listed().await;
+                        self.mark_up_to_date().await;
                     } else {
-                        self.mark_absent();
+                        self.mark_stale_while_missing();
                     }
                     let pause = if self.first_list.is_some() {
                         ABSENT_KIND_STARTUP_BACKOFF
@@ -182,8 +182,9 @@ impl Reflector {
         }
     }
 
-    /// Marks the kind as up to date. The first call also reports that the kind is listed.
-    async fn mark_listed(&mut self) {
+    /// Marks the kind as up to date: as listed, or as absent and therefore empty. The first call reports to the source that
+    /// the kind is no longer awaited.
+    async fn mark_up_to_date(&mut self) {
         self.freshness.mark_fresh();
         if let Some(listed) = self.first_list.take() {
             // Fails only if the receiver is dropped, which no longer needs the message.
@@ -192,7 +193,7 @@ impl Reflector {
     }
 
     /// Marks the kind as stale. Its objects stay until discovery has omitted it `ABSENT_ROUNDS_BEFORE_DELETE` times.
-    fn mark_absent(&mut self) {
+    fn mark_stale_while_missing(&mut self) {
         if self.absent_rounds == 1 && !self.known_versions.is_empty() {
             warn!(
                 kind = self.kind_name(),
@@ -307,7 +308,7 @@ impl Reflector {
     }
 
     /// Reports these events, and the deletion of all objects that are not in `known`.
-    fn apply_list(&mut self, known: AHashMap<Name, u64>, mut events: Vec<Event>) {
+    fn apply_list(&mut self, known: AHashMap<NamespacedName, u64>, mut events: Vec<Event>) {
         let deleted = self.known_versions.keys().filter(|name| !known.contains_key(*name));
         events.extend(deleted.map(|name| Event::Deleted(self.watched.kind, name.clone())));
         self.known_versions = known;
@@ -324,7 +325,7 @@ impl Reflector {
 
     /// Watches the kind until it must be listed again.
     async fn watch(&mut self, resource_version: String) -> WatchProgress {
-        let mut retries = LIST_BACKOFF.start();
+        let mut retries = RETRY_BACKOFF.start();
         let mut failures = 0;
         let mut progress = WatchProgress::NoProgress;
         let mut position = WatchPosition {
@@ -459,7 +460,7 @@ impl Reflector {
     }
 
     /// Returns the name of an object and a hash of its resource version. `None` if the object has no name.
-    fn name_and_version_hash(&mut self, head: &ObjectHead<'_>) -> Option<(Name, u64)> {
+    fn name_and_version_hash(&mut self, head: &ObjectHead<'_>) -> Option<(NamespacedName, u64)> {
         if head.name.is_empty() {
             return None;
         }
@@ -473,17 +474,17 @@ impl Reflector {
         };
         let name = match self
             .known_versions
-            .get_key_value(&Name::new(namespace.clone(), &*head.name))
+            .get_key_value(&NamespacedName::new(namespace.clone(), &*head.name))
         {
             Some((name, _)) => name.clone(),
-            None => Name::new(namespace, &*head.name),
+            None => NamespacedName::new(namespace, &*head.name),
         };
         Some((name, self.hasher.hash_one(&*head.resource_version)))
     }
 
     /// Decodes the object, which then shares its name with `known_versions`. Reports an object that cannot be decoded
     /// as unreadable.
-    fn decode_event(&self, name: &Name, item: &RawObject<'_>) -> Event {
+    fn decode_event(&self, name: &NamespacedName, item: &RawObject<'_>) -> Event {
         match item.decode(self.watched.kind, self.watched.detail) {
             Ok(mut decoded) => {
                 decoded.meta_mut().name = name.clone();
@@ -538,7 +539,8 @@ impl Reflector {
     }
 }
 
-const LIST_BACKOFF: Backoff = Backoff {
+/// Delays between lists, and between failed watches.
+const RETRY_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(200),
     max: Duration::from_secs(15),
     jitter: 0.5,

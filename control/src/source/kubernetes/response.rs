@@ -191,7 +191,7 @@ impl<'a> RawObject<'a> {
 fn prune(kind: Kind, detail: ObjectDetail, object: &mut Object) {
     let meta = object.meta_mut();
     meta.annotations.retain(|key, _| is_used_annotation(key));
-    // Node heartbeats and pod status changes alter the version but no field that is read.
+    // Node heartbeats and most updates of a pod's status change only the version. With it, each would count as a change.
     if detail == ObjectDetail::Metadata || kind == Kind::Pod {
         meta.version = String::new();
     }

@@ -112,8 +112,8 @@ struct ScriptedSource {
     /// Each request, with its time in seconds since the start.
     requests: Arc<Mutex<Vec<(u64, String)>>>,
     batches: Arc<Mutex<Vec<String>>>,
-    /// The readiness reasons of the kinds, as `/ready` shows them.
-    kinds: Readiness,
+    /// Ready while no kind is stale.
+    freshness: Readiness,
     registry: Registry,
     running: JoinHandle<Result<(), SourceError>>,
 }
@@ -180,9 +180,9 @@ fn start_with_discovery(
             endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        stale_kinds: Readiness::new(),
+        freshness: Readiness::new(),
     };
-    let (kinds, registry) = (config.stale_kinds.clone(), Registry::new());
+    let (freshness, registry) = (config.freshness.clone(), Registry::new());
     let counted = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
@@ -193,7 +193,7 @@ fn start_with_discovery(
     ScriptedSource {
         requests,
         batches,
-        kinds,
+        freshness,
         registry,
         running,
     }
@@ -322,7 +322,7 @@ async fn an_expired_resource_version_is_relisted_and_missing_objects_are_deleted
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_kind_without_a_change_for_ten_minutes_is_listed_anew() {
+async fn a_kind_without_a_change_for_ten_minutes_is_listed_again() {
     let source = start_scripted(|_, uri| match uri.contains("watch=true") {
         true => watch(
             &[&watch_line("BOOKMARK", r#"{"metadata":{"resourceVersion":"20"}}"#)],
@@ -370,7 +370,7 @@ async fn kinds_are_empty_while_their_crd_is_not_installed() {
         "kinds that are not installed do not delay readiness"
     );
     source.wait_for_stale(0).await;
-    assert!(source.kinds.is_ready());
+    assert!(source.freshness.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
@@ -385,11 +385,11 @@ async fn a_few_404s_delete_nothing_and_mark_the_kind_stale() {
     });
     source.wait_for_batches(&["+a@5"]).await;
     source.wait_for_stale(1).await;
-    let reasons = source.kinds.reasons();
+    let reasons = source.freshness.reasons();
     assert_eq!(reasons, ["servers: the API server does not have this kind"]);
     source.wait_for_batches(&["+a@5", "+b@29"]).await;
     source.wait_for_stale(0).await;
-    assert!(source.kinds.is_ready());
+    assert!(source.freshness.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
@@ -414,7 +414,7 @@ async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
         tokio::time::sleep(Duration::from_secs(3600)).await;
         source.wait_for_batches(&["+a@5"]).await;
         source.wait_for_stale(1).await;
-        assert!(!source.kinds.is_ready(), "{what}");
+        assert!(!source.freshness.is_ready(), "{what}");
     }
     let gone = start_with_discovery(|_, uri| discovery_response(uri, false), one_server_then_404);
     gone.wait_for_batches(&["+a@5", "-a"]).await;
@@ -536,7 +536,7 @@ async fn watches_last_at_random_between_150_and_295_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watch_that_the_server_does_not_end_is_begun_again() {
+async fn a_watch_that_the_server_does_not_end_is_restarted() {
     let source = start_scripted(|n, _| match n {
         0 => list(7, &[]),
         1 => watch(&[], AfterChunks::Hang),
@@ -556,7 +556,7 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
     assert!(!source.running.is_finished());
     assert!(source.batches.lock().is_empty(), "{:?}", source.batches.lock());
     source.wait_for_stale(1).await;
-    let reasons = source.kinds.reasons();
+    let reasons = source.freshness.reasons();
     assert_eq!(
         reasons,
         ["servers: the API server responded with 403 Forbidden: servers is forbidden"]

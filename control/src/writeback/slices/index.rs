@@ -9,7 +9,7 @@ use tracing::debug;
 use tulle_core::names::label;
 
 use crate::resources::labels::Selector;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::service::{EndpointSlice as DecodedSlice, Service, ServiceKind};
 use crate::resources::workload::ExternalWorkload;
 use crate::writeback::slices::write_tracker::WriteTracker;
@@ -17,12 +17,12 @@ use crate::writeback::slices::write_tracker::WriteTracker;
 /// Index of the objects. They are shared with the other consumers of the events.
 #[derive(Default)]
 pub(super) struct SliceIndex {
-    services: BTreeMap<Name, Arc<Service>>,
-    workloads: BTreeMap<Name, Arc<ExternalWorkload>>,
+    services: BTreeMap<NamespacedName, Arc<Service>>,
+    workloads: BTreeMap<NamespacedName, Arc<ExternalWorkload>>,
     /// EndpointSlices that this controller writes, by Service.
-    slices: AHashMap<Name, BTreeMap<Name, Arc<EndpointSlice>>>,
+    slices: AHashMap<NamespacedName, BTreeMap<NamespacedName, Arc<EndpointSlice>>>,
     /// The Service of each of these EndpointSlices.
-    service_by_slice: AHashMap<Name, Name>,
+    service_by_slice: AHashMap<NamespacedName, NamespacedName>,
     pub(super) tracker: WriteTracker,
 }
 
@@ -32,19 +32,20 @@ pub(super) struct ReconcileInputs {
     pub(super) slices: Vec<Arc<EndpointSlice>>,
 }
 
+/// Methods that apply a change return the Services whose slices it affects.
 impl SliceIndex {
-    pub(super) fn service_applied(&mut self, service: &Arc<Service>) -> BTreeSet<Name> {
+    pub(super) fn service_applied(&mut self, service: &Arc<Service>) -> BTreeSet<NamespacedName> {
         let name = service.meta.name.clone();
         self.services.insert(name.clone(), service.clone());
         BTreeSet::from([name])
     }
 
-    pub(super) fn service_deleted(&mut self, name: &Name) -> BTreeSet<Name> {
+    pub(super) fn service_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         self.services.remove(name);
         BTreeSet::from([name.clone()])
     }
 
-    pub(super) fn workload_applied(&mut self, new: &Arc<ExternalWorkload>) -> BTreeSet<Name> {
+    pub(super) fn workload_applied(&mut self, new: &Arc<ExternalWorkload>) -> BTreeSet<NamespacedName> {
         let Some(old) = self.workloads.insert(new.meta.name.clone(), new.clone()) else {
             return self.selecting_services(new);
         };
@@ -68,19 +69,19 @@ impl SliceIndex {
         }
     }
 
-    pub(super) fn workload_deleted(&mut self, name: &Name) -> BTreeSet<Name> {
+    pub(super) fn workload_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         let old = self.workloads.remove(name);
         old.map(|old| self.selecting_services(&old)).unwrap_or_default()
     }
 
-    pub(super) fn slice_applied(&mut self, slice: &DecodedSlice) -> BTreeSet<Name> {
+    pub(super) fn slice_applied(&mut self, slice: &DecodedSlice) -> BTreeSet<NamespacedName> {
         let name = &slice.meta.name;
         let service = slice.meta.label(label::SERVICE_NAME);
         let (Some(managed), Some(service)) = (&slice.managed_object, service) else {
-            // This controller could have owned it before.
+            // Another controller owns the slice. If this one owned it before, it is removed from the index.
             return self.slice_deleted(name);
         };
-        let service = Name::new(name.namespace.clone(), service);
+        let service = NamespacedName::new(name.namespace.clone(), service);
         let mut affected = BTreeSet::new();
         if self.service_by_slice.get(name).is_some_and(|before| *before != service) {
             affected.extend(self.slice_deleted(name));
@@ -94,7 +95,7 @@ impl SliceIndex {
         affected
     }
 
-    pub(super) fn slice_deleted(&mut self, name: &Name) -> BTreeSet<Name> {
+    pub(super) fn slice_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         let Some(service) = self.service_by_slice.remove(name) else {
             return BTreeSet::new();
         };
@@ -111,16 +112,16 @@ impl SliceIndex {
         }
     }
 
-    pub(super) fn all_services(&self) -> impl Iterator<Item = &Name> {
+    pub(super) fn all_services(&self) -> impl Iterator<Item = &NamespacedName> {
         self.services.keys()
     }
 
-    pub(super) fn has_service(&self, name: &Name) -> bool {
+    pub(super) fn has_service(&self, name: &NamespacedName) -> bool {
         self.services.contains_key(name)
     }
 
     /// Returns the inputs of a Service. `None` if it does not exist or cannot select external workloads.
-    pub(super) fn reconcile_inputs(&self, name: &Name) -> Option<ReconcileInputs> {
+    pub(super) fn reconcile_inputs(&self, name: &NamespacedName) -> Option<ReconcileInputs> {
         let service = self.services.get(name)?;
         if service.kind == ServiceKind::ExternalName || service.selector.is_empty() {
             return None;
@@ -141,7 +142,7 @@ impl SliceIndex {
         })
     }
 
-    fn selecting_services(&self, workload: &ExternalWorkload) -> BTreeSet<Name> {
+    fn selecting_services(&self, workload: &ExternalWorkload) -> BTreeSet<NamespacedName> {
         in_namespace(&self.services, workload.meta.namespace())
             .filter(|service| !service.selector.is_empty())
             .filter(|service| Selector::from_match_labels(&service.selector).matches(&workload.meta.labels))
@@ -150,9 +151,12 @@ impl SliceIndex {
     }
 }
 
-fn in_namespace<'a, T>(objects: &'a BTreeMap<Name, T>, namespace: &'a Arc<str>) -> impl Iterator<Item = &'a T> {
+fn in_namespace<'a, T>(
+    objects: &'a BTreeMap<NamespacedName, T>,
+    namespace: &'a Arc<str>,
+) -> impl Iterator<Item = &'a T> {
     objects
-        .range(Name::new(namespace.clone(), "")..)
+        .range(NamespacedName::new(namespace.clone(), "")..)
         .take_while(move |(name, _)| name.namespace == *namespace)
         .map(|(_, object)| object)
 }

@@ -30,7 +30,7 @@ use tulle_core::metrics::Registry;
 
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::resources::event::{Event, EventWriter};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::{Kind, Object};
 use crate::writeback::metrics::QueueMetrics;
 use crate::writeback::queue::{FailureOutcome, MAX_RETRIES, WorkQueue};
@@ -59,18 +59,18 @@ struct State {
 
 #[derive(Debug, thiserror::Error)]
 enum SyncError {
-    /// In the words of Linkerd, whose informers are the reflectors here.
+    /// Has the message of Linkerd, so that searches for it find this error. What Linkerd calls an informer is a reflector here.
     #[error("EndpointSlice informer cache is out of date")]
     Stale,
     #[error("{verb} the EndpointSlice {slice}")]
     Api {
         verb: &'static str,
-        slice: Name,
+        slice: NamespacedName,
         #[source]
         source: Box<Error>,
     },
     #[error("{verb} the EndpointSlice {slice} took longer than {REQUEST_TIMEOUT:?}")]
-    Timeout { verb: &'static str, slice: Name },
+    Timeout { verb: &'static str, slice: NamespacedName },
 }
 
 impl Controller {
@@ -110,7 +110,7 @@ impl Controller {
         self.enqueue(state, affected);
     }
 
-    fn enqueue(&self, state: &mut State, services: BTreeSet<Name>) {
+    fn enqueue(&self, state: &mut State, services: BTreeSet<NamespacedName>) {
         let Some(queue) = &mut state.queue else { return };
         let now = Instant::now();
         for service in services
@@ -186,7 +186,7 @@ impl Controller {
         }
     }
 
-    async fn next_service(&self) -> Name {
+    async fn next_service(&self) -> NamespacedName {
         loop {
             let next_at = {
                 let mut state = self.0.state.lock();
@@ -215,7 +215,7 @@ impl Controller {
         }
     }
 
-    fn record_result(&self, service: Name, result: Result<(), SyncError>) {
+    fn record_result(&self, service: NamespacedName, result: Result<(), SyncError>) {
         let state = &mut *self.0.state.lock();
         let Some(queue) = &mut state.queue else { return };
         let Err(err) = result else {
@@ -239,7 +239,7 @@ impl Controller {
     }
 
     /// Creates, updates and deletes the slices of one Service as needed.
-    async fn sync(&self, name: &Name) -> Result<(), SyncError> {
+    async fn sync(&self, name: &NamespacedName) -> Result<(), SyncError> {
         let plan = {
             let state = &mut *self.0.state.lock();
             if !state.index.has_service(name) {
@@ -273,13 +273,13 @@ impl Controller {
         self.apply_plan(name, plan).await
     }
 
-    async fn apply_plan(&self, service: &Name, plan: Plan) -> Result<(), SyncError> {
+    async fn apply_plan(&self, service: &NamespacedName, plan: Plan) -> Result<(), SyncError> {
         let namespace = &service.namespace;
         let api: Api<EndpointSlice> = Api::namespaced(self.0.client.clone(), namespace);
         let params = PostParams::default();
         for slice in plan.create {
             // The API server completes the name.
-            let name = Name::new(
+            let name = NamespacedName::new(
                 namespace.clone(),
                 slice.metadata.generate_name.as_deref().unwrap_or_default(),
             );
@@ -315,7 +315,7 @@ impl Controller {
 
 async fn with_request_timeout<T>(
     verb: &'static str,
-    slice: &Name,
+    slice: &NamespacedName,
     request: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, SyncError> {
     match timeout(REQUEST_TIMEOUT, request).await {
@@ -332,8 +332,8 @@ async fn with_request_timeout<T>(
     }
 }
 
-fn slice_name(namespace: &Arc<str>, slice: &EndpointSlice) -> Name {
-    Name::new(namespace.clone(), slice.metadata.name.as_deref().unwrap_or_default())
+fn slice_name(namespace: &Arc<str>, slice: &EndpointSlice) -> NamespacedName {
+    NamespacedName::new(namespace.clone(), slice.metadata.name.as_deref().unwrap_or_default())
 }
 
 fn is_not_found(err: &Error) -> bool {

@@ -341,18 +341,16 @@ fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFami
 fn is_valid_endpoint_ip(ip: &IpAddr) -> bool {
     let special = match ip {
         IpAddr::V4(ip) => {
-            ip.is_unspecified() || ip.is_loopback() || ip.is_link_local() || is_local_multicast(ip.octets())
+            let is_link_local_multicast = ip.octets().starts_with(&[224, 0, 0]);
+            ip.is_unspecified() || ip.is_loopback() || ip.is_link_local() || is_link_local_multicast
         }
         IpAddr::V6(ip) => {
-            let [first, ..] = ip.segments();
-            ip.is_unspecified() || ip.is_loopback() || ip.is_unicast_link_local() || first & 0xff0f == 0xff02
+            // ff02::/16, with any flags.
+            let is_link_local_multicast = ip.segments()[0] & 0xff0f == 0xff02;
+            ip.is_unspecified() || ip.is_loopback() || ip.is_unicast_link_local() || is_link_local_multicast
         }
     };
     !special
-}
-
-fn is_local_multicast(octets: [u8; 4]) -> bool {
-    octets.starts_with(&[224, 0, 0])
 }
 
 /// Returns whether a name can be a hostname below the Service.

@@ -208,28 +208,28 @@ fn ports_resolve_by_name_or_number_and_protocol_and_group_the_endpoints() {
             {"name": "dns", "port": 53, "protocol": "UDP"},
         ],
     }));
-    let with = |name: &str, ip: &str, ports: Value| Workload {
+    let workload_with_ports = |name: &str, ip: &str, ports: Value| Workload {
         ports,
         ..workload(name, ip)
     };
     let workloads = [
-        with(
+        workload_with_ports(
             "both",
             "192.0.2.1",
             json!([{"name": "web", "port": 8080}, {"port": 53, "protocol": "UDP"}]),
         ),
-        with(
+        workload_with_ports(
             "tcp53",
             "192.0.2.2",
             json!([{"name": "web", "port": 8080}, {"port": 53}]),
         ),
-        with("other", "192.0.2.3", json!([{"name": "web", "port": 9090}])),
-        with(
+        workload_with_ports("other", "192.0.2.3", json!([{"name": "web", "port": 9090}])),
+        workload_with_ports(
             "same",
             "192.0.2.4",
             json!([{"name": "web", "port": 8080}, {"port": 22}]),
         ),
-        with("none", "192.0.2.5", json!([])),
+        workload_with_ports("none", "192.0.2.5", json!([])),
     ];
     let mut slices = TestSlices::default();
     assert_eq!(slices.reconcile(&service, &workloads), [4, 0, 0]);
@@ -486,13 +486,13 @@ proptest! {
     }
 }
 
-fn names(affected: &BTreeSet<Name>) -> Vec<&str> {
+fn names(affected: &BTreeSet<NamespacedName>) -> Vec<&str> {
     affected.iter().map(|name| &*name.name).collect()
 }
 
 fn named_service(name: &str, selector: Value) -> Arc<Service> {
     let mut service = service(json!({"clusterIP": "10.96.0.7", "selector": selector}));
-    Arc::make_mut(&mut service).meta.name = Name::new("shop", name);
+    Arc::make_mut(&mut service).meta.name = NamespacedName::new("shop", name);
     service
 }
 
@@ -507,7 +507,7 @@ fn a_workload_change_affects_the_services_that_select_it() {
     ] {
         index.service_applied(&service);
     }
-    let with = |version: &str, labels: Value, ready: bool| {
+    let vm = |version: &str, labels: Value, ready: bool| {
         Workload {
             version: version.to_owned(),
             labels,
@@ -519,37 +519,37 @@ fn a_workload_change_affects_the_services_that_select_it() {
     let blue = json!({"app": "web", "color": "blue"});
     let green = json!({"app": "web", "color": "green"});
     assert_eq!(
-        names(&index.workload_applied(&with("1", blue.clone(), true))),
+        names(&index.workload_applied(&vm("1", blue.clone(), true))),
         ["app", "blue"],
         "added"
     );
     assert!(
-        index.workload_applied(&with("1", blue.clone(), true)).is_empty(),
+        index.workload_applied(&vm("1", blue.clone(), true)).is_empty(),
         "unchanged version"
     );
     assert!(
-        index.workload_applied(&with("2", blue.clone(), true)).is_empty(),
+        index.workload_applied(&vm("2", blue.clone(), true)).is_empty(),
         "no relevant change"
     );
     assert_eq!(
-        names(&index.workload_applied(&with("3", blue, false))),
+        names(&index.workload_applied(&vm("3", blue, false))),
         ["app", "blue"],
         "endpoints"
     );
-    let moved = index.workload_applied(&with("4", green.clone(), false));
+    let moved = index.workload_applied(&vm("4", green.clone(), false));
     assert_eq!(names(&moved), ["blue", "green"], "labels: the old and the new Services");
-    let both = index.workload_applied(&with("5", json!({"app": "web"}), true));
+    let both = index.workload_applied(&vm("5", json!({"app": "web"}), true));
     assert_eq!(
         names(&both),
         ["app", "green"],
         "labels and endpoints: all Services that select it"
     );
-    index.workload_applied(&with("6", green, true));
+    index.workload_applied(&vm("6", green, true));
     assert_eq!(
-        names(&index.workload_deleted(&Name::new("shop", "vm"))),
+        names(&index.workload_deleted(&NamespacedName::new("shop", "vm"))),
         ["app", "green"]
     );
-    assert!(index.workload_deleted(&Name::new("shop", "vm")).is_empty());
+    assert!(index.workload_deleted(&NamespacedName::new("shop", "vm")).is_empty());
 }
 
 fn decode_slice(name: &str, labels: Value, generation: i64) -> DecodedSlice {
@@ -581,7 +581,7 @@ fn an_external_slice_change_affects_its_service() {
         ["web"],
         "unknown"
     );
-    let web = Name::new("shop", "web");
+    let web = NamespacedName::new("shop", "web");
     index
         .tracker
         .record_write(&web, &decode_slice("a", ours("web"), 2).managed_object.unwrap());
@@ -605,10 +605,13 @@ fn an_external_slice_change_affects_its_service() {
     index
         .tracker
         .record_delete(&web, &decode_slice("b", ours("web"), 1).managed_object.unwrap());
-    assert!(index.slice_deleted(&Name::new("shop", "b")).is_empty(), "deleted by us");
+    assert!(
+        index.slice_deleted(&NamespacedName::new("shop", "b")).is_empty(),
+        "deleted by us"
+    );
     index.slice_applied(&decode_slice("c", ours("web"), 1));
     assert_eq!(
-        names(&index.slice_deleted(&Name::new("shop", "c"))),
+        names(&index.slice_deleted(&NamespacedName::new("shop", "c"))),
         ["web"],
         "deleted by others"
     );
@@ -620,10 +623,10 @@ fn services_without_selectors_and_external_names_are_left_alone() {
     index.service_applied(&named_service("plain", json!({"app": "web"})));
     index.service_applied(&named_service("none", json!({})));
     let mut alias = service(json!({"type": "ExternalName", "externalName": "x.example", "selector": {"app": "web"}}));
-    Arc::make_mut(&mut alias).meta.name = Name::new("shop", "alias");
+    Arc::make_mut(&mut alias).meta.name = NamespacedName::new("shop", "alias");
     index.service_applied(&alias);
     index.workload_applied(&workload("vm", "192.0.2.1").build());
-    let inputs = |name: &str| index.reconcile_inputs(&Name::new("shop", name));
+    let inputs = |name: &str| index.reconcile_inputs(&NamespacedName::new("shop", name));
     assert_eq!(inputs("plain").unwrap().workloads.len(), 1);
     assert!(inputs("none").is_none());
     assert!(inputs("alias").is_none());
@@ -637,11 +640,11 @@ fn workloads_of_other_namespaces_are_left_out() {
     index.workload_applied(&workload("here", "192.0.2.1").build());
     for namespace in ["default", "sho", "shop-2", "shops"] {
         let mut elsewhere = workload("there", "192.0.2.2").build();
-        Arc::make_mut(&mut elsewhere).meta.name = Name::new(namespace, "there");
+        Arc::make_mut(&mut elsewhere).meta.name = NamespacedName::new(namespace, "there");
         let affected = index.workload_applied(&elsewhere);
         assert!(affected.is_empty(), "{namespace}: {affected:?}");
     }
-    let inputs = index.reconcile_inputs(&Name::new("shop", "web")).unwrap();
+    let inputs = index.reconcile_inputs(&NamespacedName::new("shop", "web")).unwrap();
     let workloads = inputs.workloads.iter().map(|workload| workload.meta.name.to_string());
     assert_eq!(workloads.collect::<Vec<_>>(), ["shop/here"]);
 }
@@ -671,9 +674,9 @@ async fn lead_until(controller: &Controller, checks: impl Future<Output = ()>) {
 async fn services_in_kube_system_are_ignored() {
     let controller = failing_controller();
     let mut system = plain_service();
-    Arc::make_mut(&mut system).meta.name = Name::new("kube-system", "web");
+    Arc::make_mut(&mut system).meta.name = NamespacedName::new("kube-system", "web");
     let mut workload = workload("vm", "192.0.2.1").build();
-    Arc::make_mut(&mut workload).meta.name = Name::new("kube-system", "vm");
+    Arc::make_mut(&mut workload).meta.name = NamespacedName::new("kube-system", "vm");
     let events = || {
         vec![
             Event::Applied(Object::Service(system.clone())),

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use ahash::AHashMap;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 
 /// The expected states of slices, by Service and by the uid of the slice.
 #[derive(Default)]
-pub(super) struct WriteTracker(AHashMap<Name, AHashMap<String, ExpectedState>>);
+pub(super) struct WriteTracker(AHashMap<NamespacedName, AHashMap<String, ExpectedState>>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ExpectedState {
@@ -19,15 +19,15 @@ enum ExpectedState {
 }
 
 impl WriteTracker {
-    pub(super) fn record_write(&mut self, service: &Name, slice: &EndpointSlice) {
+    pub(super) fn record_write(&mut self, service: &NamespacedName, slice: &EndpointSlice) {
         self.set_expected(service, slice, ExpectedState::Generation(generation(slice)));
     }
 
-    pub(super) fn record_delete(&mut self, service: &Name, slice: &EndpointSlice) {
+    pub(super) fn record_delete(&mut self, service: &NamespacedName, slice: &EndpointSlice) {
         self.set_expected(service, slice, ExpectedState::Deleted);
     }
 
-    fn set_expected(&mut self, service: &Name, slice: &EndpointSlice, expected: ExpectedState) {
+    fn set_expected(&mut self, service: &NamespacedName, slice: &EndpointSlice, expected: ExpectedState) {
         if let Some(uid) = &slice.metadata.uid {
             let slices = self.0.entry(service.clone()).or_default();
             slices.insert(uid.clone(), expected);
@@ -35,7 +35,7 @@ impl WriteTracker {
     }
 
     /// Returns whether the cached slices of a Service are older than our writes.
-    pub(super) fn is_stale(&self, service: &Name, cached: &[Arc<EndpointSlice>]) -> bool {
+    pub(super) fn is_stale(&self, service: &NamespacedName, cached: &[Arc<EndpointSlice>]) -> bool {
         let Some(expected) = self.0.get(service) else {
             return false;
         };
@@ -48,7 +48,7 @@ impl WriteTracker {
     }
 
     /// Returns whether another client has changed a slice that the watch reports.
-    pub(super) fn is_external_change(&self, service: &Name, slice: &EndpointSlice) -> bool {
+    pub(super) fn is_external_change(&self, service: &NamespacedName, slice: &EndpointSlice) -> bool {
         let uid = slice.metadata.uid.as_ref();
         match uid.and_then(|uid| self.0.get(service)?.get(uid)) {
             Some(ExpectedState::Generation(ours)) => generation(slice) > *ours,
@@ -59,7 +59,7 @@ impl WriteTracker {
     }
 
     /// Records that the watch has reported the deletion of a slice. Returns whether we deleted it.
-    pub(super) fn record_observed_deletion(&mut self, service: &Name, slice: &EndpointSlice) -> bool {
+    pub(super) fn record_observed_deletion(&mut self, service: &NamespacedName, slice: &EndpointSlice) -> bool {
         let Some(slices) = self.0.get_mut(service) else {
             return false;
         };
@@ -70,7 +70,7 @@ impl WriteTracker {
         expected == Some(ExpectedState::Deleted)
     }
 
-    pub(super) fn remove_service(&mut self, service: &Name) {
+    pub(super) fn remove_service(&mut self, service: &NamespacedName) {
         self.0.remove(service);
     }
 }
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_cache_is_stale_until_it_contains_our_writes() {
-        let service = Name::new("ns", "web");
+        let service = NamespacedName::new("ns", "web");
         let mut tracker = WriteTracker::default();
         assert!(!tracker.is_stale(&service, &[slice("a", 1)]), "no writes");
         tracker.record_write(&service, &slice("a", 2));
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn only_changes_by_others_are_external() {
-        let service = Name::new("ns", "web");
+        let service = NamespacedName::new("ns", "web");
         let mut tracker = WriteTracker::default();
         assert!(tracker.is_external_change(&service, &slice("a", 1)));
         tracker.record_write(&service, &slice("a", 2));

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use crate::resources::acceptance::RouteRejection;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED_VALUE};
 use crate::writeback::statuses::object_id::ObjectId;
 
@@ -15,7 +15,7 @@ pub(super) enum RateLimitRejection<'a> {
     /// Rate limits do not support the Server's protocol.
     Protocol(String),
     /// An older rate limit for the same Server takes precedence.
-    OlderRateLimit(&'a Name),
+    OlderRateLimit(&'a NamespacedName),
 }
 
 pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Option<i64>) -> Condition {
@@ -38,7 +38,7 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
 }
 
 /// The `ResolvedRefs` condition: whether all backends of a route exist.
-pub(super) fn backends_condition(missing: &[Name], generation: Option<i64>) -> Condition {
+pub(super) fn backends_condition(missing: &[NamespacedName], generation: Option<i64>) -> Condition {
     if missing.is_empty() {
         return condition_true(RESOLVED_REFS, generation);
     }
@@ -47,7 +47,7 @@ pub(super) fn backends_condition(missing: &[Name], generation: Option<i64>) -> C
     condition_false(RESOLVED_REFS, "BackendNotFound", message, generation)
 }
 
-pub(super) fn invalid_backend_condition(name: &Name, generation: Option<i64>) -> Condition {
+pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
     let message = format!("backend {name} is neither a Service nor an EgressNetwork");
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
@@ -64,8 +64,8 @@ pub(super) fn egress_network_condition(
         return condition_true(ACCEPTED, generation);
     }
     let message =
-        "spec.networks overlaps clusterNetworks, so the routes of this EgressNetwork are ignored, and traffic that \
-                   it denies stays denied, also inside the cluster; use networks outside the cluster"
+        "spec.networks overlaps clusterNetworks; use networks outside the cluster. Until then the routes of this EgressNetwork \
+         are ignored, and its trafficPolicy Deny also applies inside the cluster"
             .to_owned();
     condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
 }
@@ -82,7 +82,7 @@ pub(super) fn rate_limit_condition(rejection: Option<RateLimitRejection<'_>>, ge
         }
         Some(RateLimitRejection::Protocol(reason)) => condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason, generation),
         Some(RateLimitRejection::OlderRateLimit(name)) => {
-            let message = format!("{name} is older");
+            let message = format!("HTTPLocalRateLimitPolicy {name} is older and applies to the Server instead");
             condition_false(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)
         }
     }
@@ -94,15 +94,16 @@ pub(super) fn external_workload_condition(conflicts: &[(IpAddr, ObjectId)], had_
         // The status of external workloads has no observed generation.
         return had_condition.then(|| condition_true(ACCEPTED, None));
     }
-    let conflicts = conflicts
+    let owners = conflicts
         .iter()
         .map(|(ip, id)| format!("{ip} is an address of {} {}", id.kind.info().name, id.name));
-    let message = format!("{}; it is not served", conflicts.collect::<Vec<_>>().join(", "));
+    let owners = owners.collect::<Vec<_>>().join(", ");
+    let message = format!("{owners}; clients do not reach this ExternalWorkload there");
     Some(condition_false(ACCEPTED, "AddressTaken", message, None))
 }
 
-/// Sets the transition time of each condition. It keeps the current time if the status is the same.
-pub(super) fn keep_transition_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
+/// Sets the transition time of each condition: that of the condition in `current` if its status is the same, otherwise `now`.
+pub(super) fn set_transition_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
     for condition in wanted {
         let before = current
             .iter()

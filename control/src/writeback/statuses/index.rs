@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use serde_json::{Value, json};
 
 use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup};
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::Server;
@@ -26,16 +26,16 @@ use crate::writeback::statuses::object_id::ObjectId;
 pub(super) struct StatusIndex {
     cluster_networks: Vec<IpNet>,
     global_egress_namespace: String,
-    servers: AHashMap<Name, Arc<Server>>,
-    services: AHashMap<Name, Arc<Service>>,
-    egress_networks: AHashMap<Name, Arc<EgressNetwork>>,
+    servers: AHashMap<NamespacedName, Arc<Server>>,
+    services: AHashMap<NamespacedName, Arc<Service>>,
+    egress_networks: AHashMap<NamespacedName, Arc<EgressNetwork>>,
     routes: AHashMap<ObjectId, Arc<Route>>,
-    rate_limits: AHashMap<Name, Arc<RateLimitPolicy>>,
-    external_workloads: AHashMap<Name, Arc<ExternalWorkload>>,
+    rate_limits: AHashMap<NamespacedName, Arc<RateLimitPolicy>>,
+    external_workloads: AHashMap<NamespacedName, Arc<ExternalWorkload>>,
     /// Services, pods and external workloads by address. External workloads are included for all addresses in their
     /// spec, even if another object has the address.
     objects_by_ip: AHashMap<IpAddr, BTreeSet<ObjectId>>,
-    pod_ips: AHashMap<Name, Vec<IpAddr>>,
+    pod_ips: AHashMap<NamespacedName, Vec<IpAddr>>,
     /// The objects whose status depends on an object.
     dependents: AHashMap<ObjectId, BTreeSet<ObjectId>>,
     /// Statuses that are written but not reported by the watch yet, each with the version that it replaces.
@@ -80,8 +80,9 @@ impl StatusIndex {
     /// Adds or replaces an object. Returns the objects whose status can change.
     pub(super) fn apply(&mut self, object: &Object) -> BTreeSet<ObjectId> {
         let id = ObjectId::new(object.kind(), object.meta().name.clone());
-        let is_old = |(replaced, _): &(String, Status)| *replaced != object.meta().version;
-        if self.unconfirmed_writes.get(&id).is_some_and(is_old) {
+        // Any version but the replaced one shows the write, or a later change.
+        let is_confirmed = |(replaced, _): &(String, Status)| *replaced != object.meta().version;
+        if self.unconfirmed_writes.get(&id).is_some_and(is_confirmed) {
             self.unconfirmed_writes.remove(&id);
         }
         if let Some(route) = object.route() {
@@ -156,11 +157,11 @@ impl StatusIndex {
                 self.update_addresses(id, &old, &[])
             }
             Kind::ExternalWorkload => {
-                let old = self.external_workloads.remove(&id.name);
-                let ips = old.as_ref().map(|old| old.ips.clone()).unwrap_or_default();
-                let mut affected = self.update_addresses(id, &ips, &[]);
-                let age = old.as_ref().map(|old| old.meta.age_order());
-                affected.retain(|id| self.is_younger(&id.name, age));
+                let Some(old) = self.external_workloads.remove(&id.name) else {
+                    return BTreeSet::new();
+                };
+                let mut affected = self.update_addresses(id, &old.ips, &[]);
+                affected.retain(|other| self.is_younger(&other.name, old.meta.age_order()));
                 affected
             }
             Kind::EgressNetwork => {
@@ -199,16 +200,16 @@ impl StatusIndex {
         self.workloads_at(old.iter().chain(new))
     }
 
-    /// Returns whether an external workload is younger than `age`. Only younger ones can get or lose an address by a change of the
-    /// workload with this age.
-    fn is_younger(&self, name: &Name, age: Option<(i64, &Name)>) -> bool {
+    /// Returns whether an external workload was created after one of this age. The oldest workload of an address keeps it, so
+    /// the change of a workload affects the younger ones only.
+    fn is_younger(&self, name: &NamespacedName, age: (i64, &NamespacedName)) -> bool {
         let workload = self.external_workloads.get(name);
-        workload.is_some_and(|workload| Some(workload.meta.age_order()) > age)
+        workload.is_some_and(|workload| workload.meta.age_order() > age)
     }
 
     fn workloads_at<'a>(&self, ips: impl IntoIterator<Item = &'a IpAddr>) -> BTreeSet<ObjectId> {
-        let at = ips.into_iter().filter_map(|ip| self.objects_by_ip.get(ip)).flatten();
-        at.filter(|id| id.kind == Kind::ExternalWorkload).cloned().collect()
+        let ids = ips.into_iter().filter_map(|ip| self.objects_by_ip.get(ip)).flatten();
+        ids.filter(|id| id.kind == Kind::ExternalWorkload).cloned().collect()
     }
 
     fn apply_external_workload(&mut self, id: ObjectId, workload: &Arc<ExternalWorkload>) -> BTreeSet<ObjectId> {
@@ -226,7 +227,7 @@ impl StatusIndex {
             Some(before) => before.meta.age_order().min(workload.meta.age_order()),
             None => workload.meta.age_order(),
         };
-        affected.retain(|id| self.is_younger(&id.name, Some(older_age)));
+        affected.retain(|id| self.is_younger(&id.name, older_age));
         affected.insert(id);
         affected
     }
@@ -239,8 +240,8 @@ impl StatusIndex {
         let same_parents = |old: &Arc<Route>| {
             old.parents
                 .iter()
-                .map(parent_key)
-                .eq(route.parents.iter().map(parent_key))
+                .map(reference_fields)
+                .eq(route.parents.iter().map(reference_fields))
                 && (&old.hostnames, old.meta.created_at) == (&route.hostnames, route.meta.created_at)
         };
         // Routes with unchanged parents do not affect the other routes of these parents.
@@ -463,7 +464,7 @@ impl StatusIndex {
     }
 
     fn routes_of_parent(&self, parent: &Parent) -> impl Iterator<Item = &Route> {
-        let dependents = parent_id(parent).and_then(|id| self.dependents.get(&id));
+        let dependents = parent_object_id(parent).and_then(|id| self.dependents.get(&id));
         let routes = dependents.into_iter().flatten().filter_map(|id| self.routes.get(id));
         routes.map(|route| &**route)
     }
@@ -519,15 +520,15 @@ impl StatusIndex {
 }
 
 impl ParentLookup for StatusIndex {
-    fn server(&self, name: &Name) -> Option<&Server> {
+    fn server(&self, name: &NamespacedName) -> Option<&Server> {
         self.servers.get(name).map(|server| &**server)
     }
 
-    fn service(&self, name: &Name) -> Option<&Service> {
+    fn service(&self, name: &NamespacedName) -> Option<&Service> {
         self.services.get(name).map(|service| &**service)
     }
 
-    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork> {
+    fn egress_network(&self, name: &NamespacedName) -> Option<&EgressNetwork> {
         self.egress_networks.get(name).map(|network| &**network)
     }
 }
@@ -539,14 +540,14 @@ impl Status {
                 for status in wanted {
                     let before = current.iter().find(|before| before.parent_ref == status.parent_ref);
                     let before = before.map(|before| &*before.conditions).unwrap_or_default();
-                    conditions::keep_transition_times(&mut status.conditions, before, now);
+                    conditions::set_transition_times(&mut status.conditions, before, now);
                 }
             }
             (Self::Policy(wanted), Self::Policy(current)) => {
-                conditions::keep_transition_times(&mut wanted.conditions, &current.conditions, now);
+                conditions::set_transition_times(&mut wanted.conditions, &current.conditions, now);
             }
             (Self::Workload(Some(wanted)), Self::Workload(current)) => {
-                conditions::keep_transition_times(std::slice::from_mut(wanted), current.as_slice(), now);
+                conditions::set_transition_times(std::slice::from_mut(wanted), current.as_slice(), now);
             }
             _ => {}
         }
@@ -561,7 +562,7 @@ fn is_managed(condition: &Value) -> bool {
 
 /// Returns the objects on which the status of a route depends.
 fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
-    let mut targets: BTreeSet<ObjectId> = route.parents.iter().filter_map(parent_id).collect();
+    let mut targets: BTreeSet<ObjectId> = route.parents.iter().filter_map(parent_object_id).collect();
     for backend in route.rules.backend_refs() {
         let name = backend.resolve(route.meta.namespace());
         if backend.is_service() {
@@ -573,11 +574,12 @@ fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
     targets
 }
 
-fn parent_key(parent: &Parent) -> (ParentKind, &Name, Option<u16>) {
-    (parent.kind, &parent.name, parent.port)
+/// All fields of a reference to a parent, without the acceptance in the status.
+fn reference_fields(parent: &Parent) -> (ParentKind, &NamespacedName, Option<u16>, Option<&str>) {
+    (parent.kind, &parent.name, parent.port, parent.section.as_deref())
 }
 
-fn parent_id(parent: &Parent) -> Option<ObjectId> {
+fn parent_object_id(parent: &Parent) -> Option<ObjectId> {
     Some(ObjectId::new(parent_kind(parent.kind)?.0, parent.name.clone()))
 }
 
@@ -594,6 +596,6 @@ fn parent_kind(kind: ParentKind) -> Option<(Kind, &'static str)> {
 }
 
 fn rate_limit_server(limit: &RateLimitPolicy) -> ObjectId {
-    let name = Name::new(limit.meta.namespace().clone(), limit.server.clone());
+    let name = NamespacedName::new(limit.meta.namespace().clone(), limit.server.clone());
     ObjectId::new(Kind::Server, name)
 }

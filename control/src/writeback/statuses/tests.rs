@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::resources;
-use crate::resources::meta::Name;
+use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
 
 const POLICY: &str = "policy.linkerd.io";
@@ -58,7 +58,7 @@ impl TestIndex {
     }
 
     fn patch(&self, kind: Kind, name: &str) -> Option<Value> {
-        let id = ObjectId::new(kind, Name::new("shop", name));
+        let id = ObjectId::new(kind, NamespacedName::new("shop", name));
         self.0.build_patch(&id, "2026-01-01T00:00:00Z").map(|patch| patch.body)
     }
 
@@ -150,11 +150,31 @@ fn apply_route(index: &mut TestIndex, kind: Kind, metadata: Value, spec: Value) 
 fn first_condition(index: &TestIndex, kind: Kind, namespace: &str, name: &str) -> String {
     let patch = index
         .0
-        .build_patch(&ObjectId::new(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z")
+        .build_patch(
+            &ObjectId::new(kind, NamespacedName::new(namespace, name)),
+            "2026-01-01T00:00:00Z",
+        )
         .unwrap();
     let condition = &patch.body["status"]["parents"][0]["conditions"][0];
     let [status, reason, message] = ["status", "reason", "message"].map(|field| condition[field].as_str().unwrap());
     format!("{status} {reason}: {message}")
+}
+
+#[test]
+fn a_route_with_a_rejected_reference_displaces_no_other_route() {
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    let with_section = json!([{"group": "", "kind": "Service", "name": "web", "port": 80, "sectionName": "x"}]);
+    index.route(Kind::GrpcRoute, "grpc", with_section, json!([]));
+    index.route(Kind::GatewayHttpRoute, "http", json!([service_ref("web")]), json!([]));
+    let condition = first_condition(&index, Kind::GrpcRoute, "shop", "grpc");
+    assert!(condition.starts_with("False NoMatchingParent: "), "{condition}");
+    let condition_of_http = |index: &TestIndex| first_condition(index, Kind::GatewayHttpRoute, "shop", "http");
+    assert_eq!(condition_of_http(&index), "True Accepted: ");
+    let affected = index.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
+    assert!(affected.contains(&"http".to_owned()), "{affected:?}");
+    let condition = condition_of_http(&index);
+    assert!(condition.starts_with("False RouteReasonConflicted: "), "{condition}");
 }
 
 #[test]
@@ -358,7 +378,7 @@ fn an_external_workload_with_a_taken_address_is_not_accepted() {
     );
     let refused = json!({
         "type": "Accepted", "status": "False", "reason": "AddressTaken",
-        "message": "10.1.0.1 is an address of Pod other/web; it is not served",
+        "message": "10.1.0.1 is an address of Pod other/web; clients do not reach this ExternalWorkload there",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     });
     assert_eq!(body["status"]["conditions"], json!([ready, refused]));
@@ -374,7 +394,10 @@ fn an_external_workload_with_a_taken_address_is_not_accepted() {
     assert_eq!(index.service("api", "10.1.0.1"), ["vm"]);
     let patch = index.patch(kind, "vm").unwrap();
     let message = &patch["status"]["conditions"][1]["message"];
-    assert_eq!(message, "10.1.0.1 is an address of Service shop/api; it is not served");
+    assert_eq!(
+        message,
+        "10.1.0.1 is an address of Service shop/api; clients do not reach this ExternalWorkload there"
+    );
 }
 
 #[test]
@@ -389,9 +412,10 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
         })
     };
     let condition_of = |index: &TestIndex, namespace: &str, name: &str| {
-        let patch = index
-            .0
-            .build_patch(&ObjectId::new(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z");
+        let patch = index.0.build_patch(
+            &ObjectId::new(kind, NamespacedName::new(namespace, name)),
+            "2026-01-01T00:00:00Z",
+        );
         patch.map(|patch| patch.body["status"]["conditions"][0]["message"].to_string())
     };
     index.apply(kind, workload("evil", "vm", 3, 90));
@@ -401,7 +425,8 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
             .apply(kind, workload("shop", "db", 2, 80))
             .contains(&"vm".to_owned())
     );
-    let of_other = "\"10.2.0.1 is an address of ExternalWorkload shop/db; it is not served\"";
+    let of_other =
+        "\"10.2.0.1 is an address of ExternalWorkload shop/db; clients do not reach this ExternalWorkload there\"";
     assert_eq!(condition_of(&index, "evil", "vm").as_deref(), Some(of_other));
     assert_eq!(condition_of(&index, "shop", "db"), None);
     // In one namespace several workloads can share an address if their ports differ.
@@ -409,8 +434,8 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
     assert_eq!(condition_of(&index, "shop", "web"), None);
     index.apply(kind, workload("shop", "web", 4, 80));
     assert_eq!(condition_of(&index, "shop", "web").as_deref(), Some(of_other));
-    let freed = index.0.delete(&ObjectId::new(kind, Name::new("shop", "db")));
-    assert!(freed.contains(&ObjectId::new(kind, Name::new("evil", "vm"))));
+    let freed = index.0.delete(&ObjectId::new(kind, NamespacedName::new("shop", "db")));
+    assert!(freed.contains(&ObjectId::new(kind, NamespacedName::new("evil", "vm"))));
     assert_eq!(condition_of(&index, "evil", "vm"), None);
 }
 
@@ -469,8 +494,11 @@ fn the_more_specific_protocol_wins_the_same_port() {
     assert!(accepted(&index, Kind::GatewayHttpRoute, "elsewhere"));
     let freed = index
         .0
-        .delete(&ObjectId::new(Kind::GrpcRoute, Name::new("shop", "grpc")));
-    assert!(freed.contains(&ObjectId::new(Kind::GatewayHttpRoute, Name::new("shop", "http"))));
+        .delete(&ObjectId::new(Kind::GrpcRoute, NamespacedName::new("shop", "grpc")));
+    assert!(freed.contains(&ObjectId::new(
+        Kind::GatewayHttpRoute,
+        NamespacedName::new("shop", "http")
+    )));
     assert!(accepted(&index, Kind::GatewayHttpRoute, "http"));
 }
 
@@ -500,7 +528,7 @@ fn routes_of_a_network_are_accepted_with_it() {
     assert_eq!(own["reason"], "EgressReasonNetworkOverlap");
     let message = own["message"].as_str().unwrap();
     assert!(
-        message.starts_with("spec.networks overlaps clusterNetworks, so "),
+        message.starts_with("spec.networks overlaps clusterNetworks; "),
         "{message}"
     );
 }
@@ -535,9 +563,10 @@ fn the_oldest_rate_limit_of_a_server_is_accepted() {
     assert_eq!(affected, ["old", "young"]);
     assert_eq!(reason(&index, "old"), "True Accepted");
     assert_eq!(reason(&index, "young"), "False RateLimitReasonAlreadyExists");
-    index
-        .0
-        .delete(&ObjectId::new(Kind::RateLimitPolicy, Name::new("shop", "old")));
+    index.0.delete(&ObjectId::new(
+        Kind::RateLimitPolicy,
+        NamespacedName::new("shop", "old"),
+    ));
     assert_eq!(reason(&index, "young"), "True Accepted");
     for protocol in ["gRPC", "opaque", "TLS"] {
         let server = json!({
@@ -600,13 +629,15 @@ fn what_was_written_is_not_written_again_before_the_watch_reports_it() {
     let mut index = TestIndex::new();
     let kind = Kind::GrpcRoute;
     index.route(kind, "r", json!([service_ref("web")]), json!([]));
-    let id = ObjectId::new(kind, Name::new("shop", "r"));
+    let id = ObjectId::new(kind, NamespacedName::new("shop", "r"));
     let patch = index.0.build_patch(&id, "2026-01-01T00:00:00Z").unwrap();
     index.0.record_write(id, patch);
     assert_eq!(index.patch(kind, "r"), None);
     index.service("web", "10.96.0.7");
     assert!(index.patch(kind, "r").is_some(), "another change was applied");
-    index.0.delete(&ObjectId::new(Kind::Service, Name::new("shop", "web")));
+    index
+        .0
+        .delete(&ObjectId::new(Kind::Service, NamespacedName::new("shop", "web")));
     assert_eq!(index.patch(kind, "r"), None);
     // The watch reports that another client has removed the status.
     index.route_with(kind, ("r", "2"), (json!([service_ref("web")]), json!([])), json!([]));

@@ -54,7 +54,7 @@ impl Probe {
             ProbeAction::Grpc { service } => grpc::check(addr, service, self.timeout, user_agent)
                 .await
                 .map(|()| StatusCode::OK),
-            ProbeAction::Https(get) => https::get(get, addr, user_agent).await,
+            ProbeAction::Https(action) => https::send(action, addr, user_agent).await,
         }
     }
 }
@@ -76,7 +76,7 @@ impl TryFrom<OriginalProbe> for Probe {
             } => {
                 let (headers, host) = headers(&path, http_headers)?;
                 ProbeAction::Https(HttpGetAction {
-                    target: https::target(target.as_deref().unwrap_or_default())
+                    path_and_query: https::path_to_target(target.as_deref().unwrap_or_default())
                         .map_err(|_| InvalidProbe::Path { path: path.clone() })?,
                     headers,
                     host,

@@ -24,7 +24,7 @@ use super::connection::{self, ProbeError, drive_connection};
 
 #[derive(Clone, Debug)]
 pub(super) struct HttpGetAction {
-    pub(super) target: PathAndQuery,
+    pub(super) path_and_query: PathAndQuery,
     pub(super) headers: HeaderMap,
     /// The value of the probe's `Host` header.
     pub(super) host: Option<Authority>,
@@ -35,25 +35,25 @@ pub(super) struct HttpGetAction {
 struct RequestTarget {
     scheme: Scheme,
     port: u16,
-    target: PathAndQuery,
+    path_and_query: PathAndQuery,
     host: Option<Authority>,
 }
 
 /// Sends the request and follows redirects on the same host.
-pub(super) async fn get(
-    get: &HttpGetAction,
+pub(super) async fn send(
+    action: &HttpGetAction,
     addr: SocketAddr,
     user_agent: &HeaderValue,
 ) -> Result<StatusCode, ProbeError> {
     let mut request_target = RequestTarget {
         scheme: Scheme::HTTPS,
         port: addr.port(),
-        target: get.target.clone(),
-        host: get.host.clone(),
+        path_and_query: action.path_and_query.clone(),
+        host: action.host.clone(),
     };
     for _ in 0..MAX_REQUESTS {
         let rsp = send_request(
-            get,
+            action,
             SocketAddr::new(addr.ip(), request_target.port),
             &request_target,
             user_agent,
@@ -73,27 +73,27 @@ pub(super) async fn get(
 
 /// Sends one request. The body is read as far as the kubelet reads it, and dropped.
 async fn send_request(
-    get: &HttpGetAction,
+    action: &HttpGetAction,
     addr: SocketAddr,
     request_target: &RequestTarget,
     user_agent: &HeaderValue,
 ) -> Result<Response<()>, ProbeError> {
     let stream = connection::dial(addr).await?;
     if request_target.scheme == Scheme::HTTP {
-        return send_http1(get, addr, request_target, user_agent, stream).await;
+        return send_http1(action, addr, request_target, user_agent, stream).await;
     }
     // SNI does not allow addresses, so none is sent.
     let name = ServerName::from(addr.ip());
     let tls = TlsConnector::from(TLS_CONFIG.clone()).connect(name, stream).await;
     let tls = tls.map_err(|source| ProbeError::Tls { addr, source })?;
     match tls.get_ref().1.alpn_protocol() == Some(HTTP2) {
-        true => send_http2(get, addr, request_target, user_agent, tls).await,
-        false => send_http1(get, addr, request_target, user_agent, tls).await,
+        true => send_http2(action, addr, request_target, user_agent, tls).await,
+        false => send_http1(action, addr, request_target, user_agent, tls).await,
     }
 }
 
 async fn send_http1<IO>(
-    get: &HttpGetAction,
+    action: &HttpGetAction,
     addr: SocketAddr,
     request_target: &RequestTarget,
     user_agent: &HeaderValue,
@@ -108,7 +108,7 @@ where
             .title_case_headers(true)
             .handshake(TokioIo::new(io))
             .await?;
-        let mut req = request_target.request(get, user_agent, Uri::from(request_target.target.clone()));
+        let mut req = request_target.request(action, user_agent, Uri::from(request_target.path_and_query.clone()));
         let host = request_target.authority(addr);
         let host = HeaderValue::from_str(host.as_str()).expect("an authority is visible ASCII");
         req.headers_mut().insert(HOST, host);
@@ -119,7 +119,7 @@ where
 }
 
 async fn send_http2<IO>(
-    get: &HttpGetAction,
+    action: &HttpGetAction,
     addr: SocketAddr,
     request_target: &RequestTarget,
     user_agent: &HeaderValue,
@@ -136,9 +136,9 @@ where
         let uri = Uri::builder()
             .scheme(request_target.scheme.clone())
             .authority(request_target.authority(addr))
-            .path_and_query(request_target.target.clone());
+            .path_and_query(request_target.path_and_query.clone());
         let uri = uri.build().expect("the URI has all parts");
-        let req = request_target.request(get, user_agent, uri);
+        let req = request_target.request(action, user_agent, uri);
         drive_connection(connection, async { read_body(sender.send_request(req).await?).await }).await
     };
     exchange.await.map_err(|source| ProbeError::Http { addr, source })
@@ -165,11 +165,11 @@ enum RedirectOutcome {
 }
 
 impl RequestTarget {
-    fn request(&self, get: &HttpGetAction, user_agent: &HeaderValue, uri: Uri) -> Request<Empty<Bytes>> {
+    fn request(&self, action: &HttpGetAction, user_agent: &HeaderValue, uri: Uri) -> Request<Empty<Bytes>> {
         let mut req = Request::new(Empty::new());
         *req.uri_mut() = uri;
         let headers = req.headers_mut();
-        headers.clone_from(&get.headers);
+        headers.clone_from(&action.headers);
         headers.entry(USER_AGENT).or_insert_with(|| user_agent.clone());
         headers.entry(ACCEPT).or_insert(ACCEPT_ANY);
         // An empty value means that the header is not sent.
@@ -186,7 +186,7 @@ impl RequestTarget {
         self.host.clone().unwrap_or_else(probed_addr)
     }
 
-    /// The target of a redirect from the probed host.
+    /// Whether to follow the response, and to which target.
     fn follow(&self, host: IpAddr, rsp: &Response<()>) -> RedirectOutcome {
         let location = rsp
             .headers()
@@ -195,9 +195,10 @@ impl RequestTarget {
         let Some(location) = location else {
             return RedirectOutcome::Done;
         };
-        let unusable = || RedirectOutcome::InvalidLocation(String::from_utf8_lossy(location.as_bytes()).into_owned());
+        let invalid_location =
+            || RedirectOutcome::InvalidLocation(String::from_utf8_lossy(location.as_bytes()).into_owned());
         let Ok(text) = location.to_str() else {
-            return unusable();
+            return invalid_location();
         };
         let text = text.split('#').next().unwrap_or_default();
         let absolute = match text.strip_prefix("//") {
@@ -206,29 +207,32 @@ impl RequestTarget {
         };
         let Some(absolute) = absolute else {
             return match self.join(text).parse() {
-                Ok(target) => RedirectOutcome::Follow(Self { target, ..self.clone() }),
-                Err(_) => unusable(),
+                Ok(path_and_query) => RedirectOutcome::Follow(Self {
+                    path_and_query,
+                    ..self.clone()
+                }),
+                Err(_) => invalid_location(),
             };
         };
         let Ok(uri) = absolute.parse::<Uri>() else {
-            return unusable();
+            return invalid_location();
         };
         let parts = uri.into_parts();
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
-            return unusable();
+            return invalid_location();
         };
         let is_same = authority.host().trim_matches(['[', ']']).parse() == Ok(host);
         let default_port = match scheme.as_str() {
             "http" => 80,
             "https" => 443,
             // Other schemes cannot be followed.
-            _ => return unusable(),
+            _ => return invalid_location(),
         };
         match is_same {
             false => RedirectOutcome::Done,
             true => RedirectOutcome::Follow(Self {
                 port: authority.port_u16().unwrap_or(default_port),
-                target: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
+                path_and_query: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
                 scheme,
                 host: None,
             }),
@@ -237,9 +241,9 @@ impl RequestTarget {
 
     /// Resolves a relative reference against the current target.
     fn join(&self, reference: &str) -> String {
-        let path = self.target.path();
+        let path = self.path_and_query.path();
         match reference.chars().next() {
-            None => self.target.to_string(),
+            None => self.path_and_query.to_string(),
             Some('/') => reference.to_owned(),
             Some('?') => format!("{path}{reference}"),
             Some(_) => {
@@ -255,7 +259,7 @@ impl RequestTarget {
 ///
 /// # Errors
 /// The path is too long for a request target.
-pub(super) fn target(declared: &str) -> Result<PathAndQuery, InvalidUri> {
+pub(super) fn path_to_target(declared: &str) -> Result<PathAndQuery, InvalidUri> {
     let is_url = !declared.chars().any(|ch| ch.is_ascii_control()) && has_valid_escapes(declared);
     let url = match is_url {
         true => declared.split('#').next().unwrap_or_default(),
@@ -387,14 +391,14 @@ mod tests {
     proptest! {
         #[test]
         fn any_path_and_any_redirect_are_used_or_refused(path in ".{0,40}", location in "[ -~]{0,40}", text in any::<Vec<u8>>()) {
-            let target = target(&path).unwrap();
-            prop_assert!(target.as_str().starts_with('/'));
-            let request_target = RequestTarget { scheme: Scheme::HTTPS, port: 1, target, host: None };
+            let path_and_query = path_to_target(&path).unwrap();
+            prop_assert!(path_and_query.as_str().starts_with('/'));
+            let request_target = RequestTarget { scheme: Scheme::HTTPS, port: 1, path_and_query, host: None };
             for location in [location.as_bytes(), format!("https://{location}").as_bytes(), &text] {
                 let Ok(location) = HeaderValue::from_bytes(location) else { continue };
                 let rsp = Response::builder().status(302).header(LOCATION, location).body(()).unwrap();
                 if let RedirectOutcome::Follow(next) = request_target.follow(IpAddr::from([10, 0, 0, 1]), &rsp) {
-                    prop_assert!(next.target.as_str().starts_with('/'));
+                    prop_assert!(next.path_and_query.as_str().starts_with('/'));
                 }
             }
         }
@@ -414,9 +418,9 @@ mod tests {
             ("/é", "/%C3%A9"),
             ("?x=1", "/?x=1"),
         ] {
-            assert_eq!(target(declared).unwrap(), *expected, "{declared}");
+            assert_eq!(path_to_target(declared).unwrap(), *expected, "{declared}");
         }
-        assert!(target(&"é".repeat(20_000)).is_err());
+        assert!(path_to_target(&"é".repeat(20_000)).is_err());
     }
 
     #[test]
@@ -424,13 +428,13 @@ mod tests {
         let request_target = RequestTarget {
             scheme: Scheme::HTTPS,
             port: 8443,
-            target: PathAndQuery::from_static("/a/b?c"),
+            path_and_query: PathAndQuery::from_static("/a/b?c"),
             host: Some(Authority::from_static("web.test")),
         };
         let target_at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| RequestTarget {
             scheme,
             port,
-            target: PathAndQuery::from_static(target),
+            path_and_query: PathAndQuery::from_static(target),
             host: host.map(Authority::from_static),
         };
         let host = Some("web.test");

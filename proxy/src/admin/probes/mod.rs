@@ -63,7 +63,7 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
     if probes.is_empty() {
         return admin;
     }
-    let made = registry.counter(
+    let probes_total = registry.counter(
         "tulle_probes_total",
         "Probes of the application that the proxy ran instead of the kubelet",
     );
@@ -71,25 +71,25 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
         let labels = Labels::new()
             .with("container", &probe.container)
             .with("probe", probe.kind);
-        let served = Arc::new(ProbeRunner {
+        let runner = Arc::new(ProbeRunner {
             running: Mutex::default(),
             log_state: Mutex::default(),
-            succeeded: made.get(&labels.clone().with("outcome", "success")),
-            failed: made.get(&labels.with("outcome", "failure")),
+            succeeded: probes_total.get(&labels.clone().with("outcome", "success")),
+            failed: probes_total.get(&labels.with("outcome", "failure")),
             probe: Arc::new(probe),
         });
-        admin.public_route(served.probe.path.clone(), move |req| answer(served.clone(), req))
+        admin.public_route(runner.probe.path.clone(), move |req| answer(runner.clone(), req))
     })
 }
 
-async fn answer(served: Arc<ProbeRunner>, req: AdminRequest) -> AdminResponse {
+async fn answer(runner: Arc<ProbeRunner>, req: AdminRequest) -> AdminResponse {
     if req.method != Method::GET {
         return method_not_allowed("GET");
     }
     let user_agent = req.headers.get(USER_AGENT).filter(|agent| is_kubelet(agent));
     let user_agent = user_agent.map_or(DEFAULT_USER_AGENT, HeaderValue::clone);
-    let found = served.run_or_join(req.local.ip(), user_agent).await;
-    text(found.status, format!("{}\n", found.text))
+    let result = runner.run_or_join(req.local.ip(), user_agent).await;
+    text(result.status, format!("{}\n", result.text))
 }
 
 fn is_kubelet(user_agent: &HeaderValue) -> bool {
@@ -98,30 +98,30 @@ fn is_kubelet(user_agent: &HeaderValue) -> bool {
 
 impl ProbeRunner {
     /// The result of the current run, or of a new one.
-    fn run_or_join(self: &Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> Shared<ProbeFuture> {
+    fn run_or_join(self: &Arc<Self>, local_ip: IpAddr, user_agent: HeaderValue) -> Shared<ProbeFuture> {
         let mut running = self.running.lock();
-        let running_probe = running.get(&at).and_then(WeakShared::upgrade);
+        let running_probe = running.get(&local_ip).and_then(WeakShared::upgrade);
         if let Some(run) = running_probe.filter(|run| run.peek().is_none()) {
             return run;
         }
-        let run: ProbeFuture = Box::pin(self.clone().run(at, user_agent));
+        let run: ProbeFuture = Box::pin(self.clone().run(local_ip, user_agent));
         let run = run.shared();
         running.retain(|_, run| run.upgrade().is_some());
-        running.extend(run.downgrade().map(|run| (at, run)));
+        running.extend(run.downgrade().map(|run| (local_ip, run)));
         run
     }
 
-    async fn run(self: Arc<Self>, at: IpAddr, user_agent: HeaderValue) -> ProbeResult {
+    async fn run(self: Arc<Self>, local_ip: IpAddr, user_agent: HeaderValue) -> ProbeResult {
         let probe = &self.probe;
-        let addr = SocketAddr::new(at, probe.port);
-        let result = match tokio::time::timeout(probe.timeout, probe.check(addr, &user_agent)).await {
-            Ok(result) => result,
+        let addr = SocketAddr::new(local_ip, probe.port);
+        let checked = match tokio::time::timeout(probe.timeout, probe.check(addr, &user_agent)).await {
+            Ok(checked) => checked,
             Err(_) => Err(ProbeError::Timeout {
                 addr,
                 limit: probe.timeout,
             }),
         };
-        let found = match result {
+        let result = match checked {
             Ok(status) => ProbeResult {
                 status,
                 text: format!("{addr}: {status}").into(),
@@ -131,19 +131,19 @@ impl ProbeRunner {
                 text: format!("{:#}", anyhow::Error::new(error)).into(),
             },
         };
-        self.record(&found);
-        found
+        self.record(&result);
+        result
     }
 
     /// Counts the result; logs a changed result, at most once a minute.
-    fn record(&self, found: &ProbeResult) {
+    fn record(&self, result: &ProbeResult) {
         let Probe { container, kind, .. } = &*self.probe;
-        let is_failing = !is_success(found.status);
+        let is_failing = !is_success(result.status);
         match is_failing {
             true => self.failed.inc(),
             false => self.succeeded.inc(),
         }
-        debug!(%container, probe = %kind, found = %found.text, "probed the application");
+        debug!(%container, probe = %kind, result = %result.text, "probed the application");
         let mut log_state = self.log_state.lock();
         let is_new = log_state.is_failing != is_failing;
         if !is_new || log_state.logged_at.is_some_and(|at| at.elapsed() < LOG_INTERVAL) {
@@ -154,7 +154,7 @@ impl ProbeRunner {
             logged_at: Some(Instant::now()),
         };
         match is_failing {
-            true => info!(%container, probe = %kind, reason = %found.text, "a probe of the application failed"),
+            true => info!(%container, probe = %kind, reason = %result.text, "a probe of the application failed"),
             false => info!(%container, probe = %kind, "a probe of the application succeeds again"),
         }
     }

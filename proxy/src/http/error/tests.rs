@@ -109,7 +109,7 @@ fn the_errors_page_lists_every_status() {
         code: 1,
         message: String::new(),
     };
-    for error in [injected, Error::TooLargeToRetry(Box::new(Error::Connect(refused())))] {
+    for error in [injected, Error::TooLargeToResend(Box::new(Error::Connect(refused())))] {
         assert!(causes::find(error.cause()).is_some(), "{error:?}");
     }
 }

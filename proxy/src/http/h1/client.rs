@@ -48,7 +48,7 @@ pub(crate) struct ClientConnection {
 pub(crate) struct FailedExchange {
     pub(crate) error: Error,
     /// The request, if it may be sent again.
-    pub(crate) resend: Option<ResendableRequest>,
+    pub(crate) request: Option<ResendableRequest>,
 }
 
 /// A request that was written in one short piece, or not at all.
@@ -62,10 +62,10 @@ pub(crate) struct ResendableRequest {
 
 impl ResendableRequest {
     /// Whether the kernel discarded unread request data, or the application reset the connection.
-    pub(crate) async fn was_discarded(&mut self) -> bool {
+    pub(crate) async fn was_discarded_or_reset(&mut self) -> bool {
         match &self.closed_io {
             Some(io) => was_discarded(io).await,
-            None => true,
+            None => true, // without a FIN, the connection was reset
         }
     }
 }
@@ -138,7 +138,7 @@ impl ClientConnection {
         pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
         Exchange {
-            has_no_body: message.is_encoded(),
+            has_no_body: message.is_body_encoded(),
             connection: self,
             message,
             is_sending: true,
@@ -156,6 +156,8 @@ pub(crate) struct Exchange {
     connection: ClientConnection,
     message: encode::OutgoingMessage<Body>,
     is_sending: bool,
+    /// Also true for a resent message, whose body was encoded with its head. Its connection is new, so nothing depends on
+    /// it.
     has_no_body: bool,
     method: Method,
     addr: SocketAddr,
@@ -207,51 +209,58 @@ impl Exchange {
         poll_head(cx, io, read_buffer, progress, &self.method)
     }
 
-    /// Converts a missing response head to an error, with the request if it may be sent again. `resend` selects the
-    /// requests that may be processed twice. The first case that applies decides:
+    /// Converts a missing response head to an error, with the request if it may be sent again. `policy` selects the
+    /// requests that may be repeated. The first case that applies decides:
     ///
     /// | Case | May be sent again |
     /// |---|---|
-    /// | The connection was idle before, the request has no body and may be processed twice | to the same endpoint |
+    /// | The connection was idle before, the request has no body and may be repeated | to the same endpoint |
     /// | A local application has not read the request | to the same endpoint |
-    /// | A local application may have read it, and it may be processed twice | if the port is closed, to another endpoint |
+    /// | A local application may have read it, and it may be repeated | if the port is closed, to another endpoint |
+    /// | Nothing of it was written to a remote endpoint | to another endpoint, as [`Error::resendable`] says |
     /// | Any other | no |
     ///
     /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can
     /// no longer be read with a reset. A reset alone proves nothing, because an application can cause one after it has
     /// read everything (`SO_LINGER` of 0).
-    pub(crate) async fn into_failure(self, head_error: ResponseHeadError, resend: ResendPolicy) -> FailedExchange {
+    pub(crate) async fn into_failure(self, head_error: ResponseHeadError, policy: ResendPolicy) -> FailedExchange {
         if let ResponseHeadError::Error(error) = head_error {
-            return FailedExchange { error, resend: None };
+            return FailedExchange { error, request: None };
         }
         let (addr, ClientConnection { io, reused }) = (self.addr, self.connection);
-        let was_written = self.message.has_begun();
-        let is_local = io.is_local(addr.ip());
-        let may_process_twice = resend.allows(&self.method);
+        let (is_local, may_repeat) = (io.is_local(addr.ip()), policy.allows(&self.method));
         // A server may close an idle connection at any time.
-        let is_idle_close = may_process_twice && reused && self.has_no_body && self.pool.is_some();
+        let is_idle_close = may_repeat && reused && self.has_no_body && self.pool.is_some();
         let got_fin = matches!(head_error, ResponseHeadError::Eof);
-        // An interim response proves that the application has read the request.
-        let got_interim = self.head_progress.n_interims > 0;
-        let may_be_discarded = got_fin && is_local && !got_interim && !is_idle_close;
+        let was_written = self.message.has_begun();
         let message = self.message.into_resendable(Body::empty());
-        let is_unread = match &message {
-            Some(message) => !was_written || (may_be_discarded && arrived_after_close(&io, message.n_unsent()).await),
-            None => false,
-        };
-        let target = if is_idle_close || (is_unread && is_local) {
-            Some(ResendTarget::SameEndpoint)
+        let delivery = if !was_written {
+            Delivery::NotWritten
+        } else if self.head_progress.n_interims > 0 {
+            Delivery::Read
+        } else if got_fin
+            && is_local
+            && !is_idle_close // it is sent again in any case
+            && let Some(message) = &message
+            && arrived_after_close(&io, message.n_unsent()).await
+        {
+            Delivery::DiscardedUnread
         } else {
-            (may_process_twice && !is_unread && is_local && !got_interim)
-                .then_some(ResendTarget::OtherEndpointIfPortClosed)
+            Delivery::MaybeRead
+        };
+        let target = match delivery {
+            _ if is_idle_close => Some(ResendTarget::SameEndpoint),
+            Delivery::NotWritten | Delivery::DiscardedUnread if is_local => Some(ResendTarget::SameEndpoint),
+            Delivery::MaybeRead if is_local && may_repeat => Some(ResendTarget::OtherEndpointIfPortClosed),
+            _ => None,
         };
         FailedExchange {
             error: Error::ConnectionClosed {
                 addr,
                 reused,
-                sent: !is_unread,
+                sent: !matches!(delivery, Delivery::NotWritten | Delivery::DiscardedUnread),
             },
-            resend: target.zip(message).map(|(target, message)| ResendableRequest {
+            request: target.zip(message).map(|(target, message)| ResendableRequest {
                 message,
                 method: self.method,
                 target,
@@ -273,46 +282,35 @@ impl Exchange {
         if let Some(pool) = &pool {
             pool.set_server_keep_alive(headers::keep_alive_timeout(response.headers()));
         }
-        let is_switching = head::switches_protocol(response.status(), &self.method);
-        let (io, mut read_buffer, mut request_message) = (self.connection.io, self.read_buffer, self.message);
-        let source = if is_switching {
-            ResponseIo::Upgraded(Some(io.prepend(std::mem::take(&mut read_buffer))))
-        } else if self.is_sending {
-            let (read, mut write) = tokio::io::split(*io);
-            let (mut write_half_tx, write_half_rx) = oneshot::channel();
-            tokio::spawn(async move {
-                let written = tokio::select! {
-                    written = poll_fn(|cx| request_message.poll_write(cx, &mut write)) => written,
-                    () = wait_grace_after_response(&mut write_half_tx) => Err(Error::RequestCancelled),
-                };
-                match written {
-                    // If the response has already ended, this closes the connection.
-                    Ok(()) => drop(write_half_tx.send(write)),
-                    Err(error) => {
-                        tracing::debug!(%error, "request body ended early");
-                        // Tells the server that no more data follows. This fails if the server has closed the
-                        // connection.
-                        let _ = write.shutdown().await;
-                    }
-                }
-            });
-            ResponseIo::ReadHalf { read, write_half_rx }
+        let (io, read_buffer) = (self.connection.io, self.read_buffer);
+        if head::switches_protocol(response.status(), &self.method) {
+            let upgraded = ResponseBody {
+                source: Some(ResponseIo::Upgraded(Some(io.prepend(read_buffer)))),
+                read_buffer: Bytes::new(),
+                framing,
+                pool,
+            };
+            return response.map(|()| Body::received(Box::new(upgraded)));
+        }
+        let source = if self.is_sending {
+            send_rest(*io, self.message)
         } else {
             ResponseIo::Whole(io)
         };
+        // As usual for small responses.
+        let has_whole_body = !read_buffer.is_empty() && framing == Framing::Length(read_buffer.len() as u64);
         let mut received = ResponseBody {
             source: Some(source),
-            read_buffer: Bytes::new(),
+            read_buffer,
             framing,
             pool,
         };
-        if framing == Framing::Length(read_buffer.len() as u64) && !read_buffer.is_empty() {
-            // The whole body arrived with the head, as usual for small responses.
+        if has_whole_body {
+            let data = std::mem::take(&mut received.read_buffer);
             received.finish();
-            return response.map(|()| Body::full(read_buffer));
+            return response.map(|()| Body::full(data));
         }
-        received.read_buffer = read_buffer;
-        if framing.is_end() && !is_switching {
+        if framing.is_end() {
             received.finish();
             return response.map(|()| Body::empty());
         }
@@ -320,10 +318,45 @@ impl Exchange {
     }
 }
 
+/// What is known about a request that got no response.
+#[derive(Clone, Copy)]
+enum Delivery {
+    /// No byte of it was written.
+    NotWritten,
+    /// The application had closed the connection when it arrived, so the kernel discarded it.
+    DiscardedUnread,
+    MaybeRead,
+    /// The application has sent an interim response to it.
+    Read,
+}
+
+/// Sends the rest of a request in a new task, while the response body is read.
+fn send_rest(io: Io, mut message: encode::OutgoingMessage<Body>) -> ResponseIo {
+    let (read, mut write) = tokio::io::split(io);
+    let (mut write_half_tx, write_half_rx) = oneshot::channel();
+    tokio::spawn(async move {
+        let written = tokio::select! {
+            written = poll_fn(|cx| message.poll_write(cx, &mut write)) => written,
+            () = wait_grace_after_response(&mut write_half_tx) => Err(Error::RequestCancelled),
+        };
+        match written {
+            // If the response has already ended, this closes the connection.
+            Ok(()) => drop(write_half_tx.send(write)),
+            Err(error) => {
+                tracing::debug!(%error, "request body ended early");
+                // Tells the server that no more data follows. This fails if the server has closed the connection.
+                let _ = write.shutdown().await;
+            }
+        }
+    });
+    ResponseIo::ReadHalf { read, write_half_rx }
+}
+
 /// Maximum time that the request body is still sent after its response has ended.
 const REQUEST_BODY_GRACE: Duration = Duration::from_secs(1);
 
-/// Waits until [`REQUEST_BODY_GRACE`] has passed since the response body was dropped, and with it the receiver of the write half.
+/// Waits until [`REQUEST_BODY_GRACE`] has passed since the response body was dropped, and with it the receiver of the write
+/// half.
 async fn wait_grace_after_response<T>(write_half_tx: &mut oneshot::Sender<T>) {
     write_half_tx.closed().await;
     tokio::time::sleep(REQUEST_BODY_GRACE).await;
@@ -355,7 +388,7 @@ fn poll_head(
 ) -> Poll<Result<ResponseHead, ResponseHeadError>> {
     loop {
         if !read_buffer.is_empty()
-            && (progress.n_scanned == 0 || framing::may_be_complete(read_buffer, progress.n_scanned))
+            && (progress.n_scanned == 0 || framing::has_new_empty_line(read_buffer, progress.n_scanned))
             && let Some(head) = head::parse_response_head(read_buffer, method).map_err(invalid_head_error)?
         {
             let status = head.response.status();
@@ -391,10 +424,10 @@ fn poll_head(
     }
 }
 
-fn invalid_head_error(bad: HeadError) -> Error {
-    Error::InvalidResponse(match bad {
+fn invalid_head_error(error: HeadError) -> Error {
+    Error::InvalidResponse(match error {
         HeadError::TooLarge => "the response head is too long",
-        HeadError::Invalid(what) => what,
+        HeadError::InvalidFirstLine(what) | HeadError::Invalid(what) => what,
     })
 }
 

@@ -53,18 +53,20 @@ enum BodyFraming {
     UntilClose,
 }
 
-/// A message that is being written: encoded bytes, then the rest of the body.
+/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then what
+/// `body` still contains.
 pub(crate) struct OutgoingMessage<B> {
     /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
     staged: PooledBuffer,
     /// Body bytes that are written without a copy, after `staged`.
     data: ChunkQueue,
-    /// The end of the chunk in `data`. It is written together with `data`; without `data` it is moved to `staged`.
-    after_data: &'static [u8],
+    /// The line end of the chunk in `data`, and the last chunk if it follows. It is written together with `data`; without `data`
+    /// it is moved to `staged`.
+    chunk_end: &'static [u8],
     body: B,
     framing: BodyFraming,
     /// Whether the end of the body is encoded.
-    is_encoded: bool,
+    is_body_encoded: bool,
     /// End of the body that is encoded when `data` is written: trailers or an error.
     deferred_end: Option<Result<HeaderMap, Error>>,
     /// Whether any byte was written.
@@ -76,9 +78,11 @@ pub(crate) struct OutgoingMessage<B> {
     io_error: fn(io::Error) -> Error,
 }
 
+/// Whether a head that could be written waits for its body.
 enum BodyWait {
     Never,
-    Possible,
+    /// The wait begins when the body is not available at once.
+    Allowed,
     Until(Pin<Box<Sleep>>),
 }
 
@@ -136,7 +140,7 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     // With `expect: 100-continue`, the body arrives only after the head was sent.
     let fits = size.upper().is_some_and(|length| length <= MAX_RESENDABLE_BYTES as u64);
     let body_wait = if !ended && fits && !parts.headers.contains_key(header::EXPECT) {
-        BodyWait::Possible
+        BodyWait::Allowed
     } else {
         BodyWait::Never
     };
@@ -148,7 +152,7 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     header_map_pool::put(parts.headers);
     OutgoingMessage {
         framing,
-        is_encoded: ended,
+        is_body_encoded: ended,
         deferred_end: None,
         body_wait,
         ..new_message(out, body)
@@ -158,16 +162,16 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
 /// Encodes the head of a response. Returns `Close` if the body ends when the connection closes.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
-    to: RequestLine<'_>,
+    request: RequestLine<'_>,
     mut reuse: ConnectionReuse,
 ) -> (OutgoingMessage<B>, ConnectionReuse) {
     let (parts, body) = rsp.into_parts();
     let mut out = PooledBuffer::take();
-    let is_10 = to.version == Version::HTTP_10;
+    let is_10 = request.version == Version::HTTP_10;
     out.put_slice(if is_10 { b"HTTP/1.0 " } else { b"HTTP/1.1 " });
     put_status(&mut out, parts.status);
     put_headers(&mut out, &parts.headers);
-    let no_body = head::has_no_body(parts.status, to.method);
+    let no_body = head::has_no_body(parts.status, request.method);
     let ended = no_body || body.is_end_stream();
     let declared = headers::content_length(&parts.headers);
     let framing = match declared.or_else(|| body.size_hint().exact()) {
@@ -178,7 +182,7 @@ pub(crate) fn encode_response<B: SendableBody>(
     };
     match declared {
         // A response without a body may declare a length, unless the status or method forbids it.
-        Some(length) if no_body && may_have_content_length(parts.status, to.method) => {
+        Some(length) if no_body && may_have_content_length(parts.status, request.method) => {
             put_framing(&mut out, BodyFraming::Length(length));
         }
         _ if no_body => {}
@@ -198,7 +202,7 @@ pub(crate) fn encode_response<B: SendableBody>(
     header_map_pool::put(parts.headers);
     let message = OutgoingMessage {
         framing,
-        is_encoded: ended,
+        is_body_encoded: ended,
         io_error: Error::ClientIo,
         ..new_message(out, body)
     };
@@ -216,10 +220,10 @@ fn new_message<B>(out: PooledBuffer, body: B) -> OutgoingMessage<B> {
     OutgoingMessage {
         staged: out,
         data: ChunkQueue::default(),
-        after_data: b"",
+        chunk_end: b"",
         body,
         framing: BodyFraming::Length(0),
-        is_encoded: true,
+        is_body_encoded: true,
         deferred_end: None,
         has_begun: false,
         resend_copy: PooledBuffer::default(),
@@ -262,8 +266,9 @@ fn put_framing(out: &mut BytesMut, framing: BodyFraming) {
 }
 
 impl BodyWait {
+    /// Ready when the head must be written without waiting longer for the body.
     fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if matches!(self, Self::Possible) {
+        if matches!(self, Self::Allowed) {
             *self = Self::Until(Box::pin(sleep(BODY_WAIT_TIMEOUT)));
         }
         if let Self::Until(end) = self {
@@ -275,7 +280,7 @@ impl BodyWait {
 }
 
 impl OutgoingMessage<Body> {
-    /// Ready with the timeout error when a deadline of the body has passed. Poll it while nothing can be written.
+    /// Ready with the timeout error when a deadline of the body has expired. Poll it while nothing can be written.
     pub(crate) fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
         let unsent = self.n_unsent();
         self.body.poll_deadline(unsent, cx)
@@ -310,7 +315,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
                     self.encode_end(Some(&deferred_end?))?;
                     continue;
                 }
-                if self.is_encoded {
+                if self.is_body_encoded {
                     return Pin::new(&mut *io).poll_flush(cx).map_err(self.io_error);
                 }
                 continue;
@@ -321,7 +326,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
                 let mut parts = [io::IoSlice::new(&[]); MAX_CHUNKS_PER_WRITE + 2];
                 parts[0] = io::IoSlice::new(&self.staged);
                 let n = 1 + self.data.fill_slices(&mut parts[1..=MAX_CHUNKS_PER_WRITE]);
-                parts[n] = io::IoSlice::new(self.after_data);
+                parts[n] = io::IoSlice::new(self.chunk_end);
                 ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts[..=n]))
             };
             let n = n.map_err(self.io_error)?;
@@ -343,13 +348,14 @@ impl<B: SendableBody> OutgoingMessage<B> {
     /// # Errors
     /// As for [`Self::poll_write`].
     pub(crate) fn poll_encode(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        while !self.is_encoded
+        while !self.is_body_encoded
             && self.deferred_end.is_none()
             && self.data.is_empty()
             && self.staged.len() < MAX_INLINE_BODY_BYTES
         {
             let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
-            self.encode(cx, frame.transpose()?)?;
+            let piece = frame.transpose()?.map_or(BodyPiece::End, BodyPiece::of_frame);
+            self.encode_available(cx, piece)?;
         }
         Poll::Ready(Ok(()))
     }
@@ -357,52 +363,49 @@ impl<B: SendableBody> OutgoingMessage<B> {
     fn advance(&mut self, n: usize) {
         let n_staged = n.min(self.staged.len());
         self.staged.advance(n_staged);
-        let n_after_data = self.data.advance(n - n_staged);
-        self.after_data = &self.after_data[n_after_data..];
+        let n_chunk_end = self.data.advance(n - n_staged);
+        self.chunk_end = &self.chunk_end[n_chunk_end..];
         if self.data.is_empty() {
-            // No data is left, so the next write would not include the rest of `after_data`.
-            self.staged.put_slice(std::mem::take(&mut self.after_data));
+            // No data is left, so the next write would not include the rest of `chunk_end`.
+            self.staged.put_slice(std::mem::take(&mut self.chunk_end));
         }
     }
 
     /// Encoded bytes that are not written yet.
     pub(crate) fn n_unsent(&self) -> usize {
-        self.staged.len() + self.data.len() + self.after_data.len()
+        self.staged.len() + self.data.len() + self.chunk_end.len()
     }
 
+    /// Whether everything that is encoded so far is written.
     fn is_written(&self) -> bool {
         self.staged.is_empty() && self.data.is_empty()
     }
 
-    fn encode(&mut self, cx: &mut Context<'_>, frame: Option<http_body::Frame<Bytes>>) -> Result<(), Error> {
-        let mut next = frame.map(http_body::Frame::into_data);
+    /// Encodes the next piece of the body. If it is large, the pieces after it that are available are encoded with it.
+    fn encode_available(&mut self, cx: &mut Context<'_>, mut next: BodyPiece) -> Result<(), Error> {
         loop {
             match next {
-                Some(Ok(data)) => self.data.push(data),
-                Some(Err(trailers)) => {
-                    let trailers = trailers.into_trailers().ok();
-                    if self.data.is_empty() {
-                        return self.encode_end(trailers.as_ref());
-                    }
-                    self.deferred_end = trailers.map(Ok);
+                BodyPiece::Data(data) => self.data.push(data),
+                BodyPiece::Trailers(trailers) if self.data.is_empty() => return self.encode_end(Some(&trailers)),
+                BodyPiece::Trailers(trailers) => {
+                    self.deferred_end = Some(Ok(trailers));
                     return self.encode_data();
                 }
-                None => {
+                BodyPiece::End => {
                     self.encode_data()?;
                     return self.encode_end(None);
                 }
             }
             if self.body.is_end_stream() {
-                next = None;
+                next = BodyPiece::End;
                 continue;
             }
-            // Large data is written together with the frames after it that are available.
             if self.data.len() <= MAX_INLINE_BODY_BYTES || !self.data.has_room() {
                 return self.encode_data();
             }
             next = match Pin::new(&mut self.body).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => Some(frame.into_data()),
-                Poll::Ready(None) => None,
+                Poll::Ready(Some(Ok(frame))) => BodyPiece::of_frame(frame),
+                Poll::Ready(None) => BodyPiece::End,
                 Poll::Ready(Some(Err(error))) => {
                     self.deferred_end = Some(Err(error));
                     return self.encode_data();
@@ -422,24 +425,25 @@ impl<B: SendableBody> OutgoingMessage<B> {
             BodyFraming::Length(left) => *left = left.checked_sub(len as u64).ok_or(Error::ContentLengthMismatch)?,
             BodyFraming::Chunked => {
                 let _ = write!((&mut *self.staged).writer(), "{len:x}\r\n");
-                self.after_data = b"\r\n";
+                self.chunk_end = b"\r\n";
             }
             BodyFraming::UntilClose => {}
         }
         if len <= MAX_INLINE_BODY_BYTES {
+            // Short data is always one chunk: more chunks are collected only after a large one.
             let data = std::mem::take(&mut self.data);
             self.staged.put_slice(&data.first);
-            self.staged.put_slice(std::mem::take(&mut self.after_data));
+            self.staged.put_slice(std::mem::take(&mut self.chunk_end));
         }
         Ok(())
     }
 
     fn encode_end(&mut self, trailers: Option<&HeaderMap>) -> Result<(), Error> {
-        self.is_encoded = true;
+        self.is_body_encoded = true;
         match self.framing {
             BodyFraming::Length(0) | BodyFraming::UntilClose => {}
             BodyFraming::Length(_) => return Err(Error::ContentLengthMismatch),
-            BodyFraming::Chunked if trailers.is_none() && !self.data.is_empty() => self.after_data = b"\r\n0\r\n\r\n",
+            BodyFraming::Chunked if trailers.is_none() && !self.data.is_empty() => self.chunk_end = b"\r\n0\r\n\r\n",
             BodyFraming::Chunked => {
                 let out = &mut self.staged;
                 out.put_slice(b"0\r\n");
@@ -454,12 +458,12 @@ impl<B: SendableBody> OutgoingMessage<B> {
 
     /// Whether the message is completely encoded, short, and not written yet.
     fn is_resendable(&self) -> bool {
-        !self.has_begun && self.is_encoded && self.data.is_empty() && self.staged.len() <= MAX_RESENDABLE_BYTES
+        !self.has_begun && self.is_body_encoded && self.data.is_empty() && self.staged.len() <= MAX_RESENDABLE_BYTES
     }
 
     /// Whether the end of the body is encoded.
-    pub(crate) fn is_encoded(&self) -> bool {
-        self.is_encoded
+    pub(crate) fn is_body_encoded(&self) -> bool {
+        self.is_body_encoded
     }
 
     pub(crate) fn has_begun(&self) -> bool {
@@ -483,7 +487,23 @@ impl<B: SendableBody> OutgoingMessage<B> {
 
     /// Whether the whole message is written.
     pub(crate) fn is_done(&self) -> bool {
-        self.is_encoded && self.is_written()
+        self.is_body_encoded && self.is_written()
+    }
+}
+
+enum BodyPiece {
+    Data(Bytes),
+    Trailers(HeaderMap),
+    End,
+}
+
+impl BodyPiece {
+    fn of_frame(frame: http_body::Frame<Bytes>) -> Self {
+        match frame.into_data().map_err(http_body::Frame::into_trailers) {
+            Ok(data) => Self::Data(data),
+            Err(Ok(trailers)) => Self::Trailers(trailers),
+            Err(Err(_)) => Self::End, // a frame has no other kind
+        }
     }
 }
 

@@ -100,9 +100,9 @@ impl Framing {
                         *chunk = ChunkState::Size;
                     }
                     ChunkState::Trailers(seen) => {
-                        // Without trailers the body ends with CRLF directly after the last chunk, which `may_be_complete`
-                        // does not find.
-                        let may_end = *seen < 2 || may_be_complete(read_buffer, *seen);
+                        // Without trailers the body ends with CRLF directly after the last chunk, which
+                        // `has_new_empty_line` does not find.
+                        let may_end = *seen < 2 || has_new_empty_line(read_buffer, *seen);
                         *seen = read_buffer.len();
                         let trailers = if may_end { parse_trailers(read_buffer)? } else { None };
                         let Some(trailers) = trailers else {
@@ -197,8 +197,9 @@ fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static
     }
 }
 
-/// Whether an empty line, which completes a head, ends within the bytes after the first `seen`.
-pub(crate) fn may_be_complete(bytes: &[u8], seen: usize) -> bool {
+/// Whether the bytes after the first `seen` contain the end of an empty line. Only then can a head be complete that was
+/// incomplete before.
+pub(crate) fn has_new_empty_line(bytes: &[u8], seen: usize) -> bool {
     let new = &bytes[seen.saturating_sub(3)..];
     new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")
 }
@@ -270,7 +271,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), step in 1usize..50) {
+        fn decoding_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300), step in 1usize..50) {
             let _ = decode(&bytes, step);
         }
     }

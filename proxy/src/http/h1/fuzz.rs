@@ -215,6 +215,6 @@ fn head_lengths(bytes: &[u8], is_head: impl Fn(&mut Bytes) -> bool) -> [Option<u
         let mut rest = Bytes::copy_from_slice(&bytes[..n_received]);
         is_head(&mut rest).then(|| n_received - rest.len())
     };
-    let is_parsed = |n: &usize| *n == 1 || framing::may_be_complete(&bytes[..*n], n - 1);
+    let is_parsed = |n: &usize| *n == 1 || framing::has_new_empty_line(&bytes[..*n], n - 1);
     [end(bytes.len()), (1..=bytes.len()).filter(is_parsed).find_map(end)]
 }

@@ -66,24 +66,56 @@ struct IdleConnections {
 struct ServerKeepAlive {
     /// From the last response that announces it.
     announced: Option<Duration>,
-    /// Minimum age of an idle connection that the server has closed, and the time of the last observation.
-    observed: Option<(Duration, Instant)>,
+    /// An age at which the server has closed idle connections twice.
+    observed: Option<ClosedConnection>,
+    /// The last connection that the server has closed. Another one confirms it.
+    unconfirmed: Option<ClosedConnection>,
+}
+
+/// An idle connection that the server has closed.
+#[derive(Clone, Copy)]
+struct ClosedConnection {
+    age: Duration,
+    noticed_at: Instant,
+}
+
+impl ClosedConnection {
+    fn is_recent(&self, now: Instant) -> bool {
+        now - self.noticed_at < OBSERVED_KEEP_ALIVE_TTL
+    }
 }
 
 impl ServerKeepAlive {
-    fn record_closed(&mut self, age: Duration, now: Instant) {
+    /// Records a connection that was idle since `idle_since` and that the server has closed. A server that exits closes all
+    /// connections at once, whatever their age. So an age counts as its keep-alive timeout only if a connection that became
+    /// idle later was closed too.
+    fn record_closed(&mut self, idle_since: Instant, now: Instant) {
+        let age = now - idle_since;
         if age < MIN_OBSERVED_IDLE_AGE {
-            return; // the server may have exited and closed all connections
+            return;
         }
-        let known = self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
-        let least = known.map_or(age, |(known, _)| known.min(age));
-        self.observed = Some((least, now));
+        let closed = ClosedConnection { age, noticed_at: now };
+        match self.unconfirmed.filter(|first| first.is_recent(now)) {
+            Some(first) if idle_since < first.noticed_at => return, // perhaps closed at the same time
+            Some(first) => {
+                let confirmed_age = first.age.max(age);
+                let known = self.observed.filter(|known| known.is_recent(now));
+                if known.is_none_or(|known| confirmed_age <= known.age) {
+                    self.observed = Some(ClosedConnection {
+                        age: confirmed_age,
+                        noticed_at: now,
+                    });
+                }
+            }
+            None => {}
+        }
+        self.unconfirmed = Some(closed);
     }
 
     /// Age at which an idle connection is no longer used; `None` if unknown.
     fn max_idle_age(&self, now: Instant) -> Option<Duration> {
-        let recent = || self.observed.filter(|(_, at)| now - *at < OBSERVED_KEEP_ALIVE_TTL);
-        let keep_alive_timeout = self.announced.or_else(|| recent().map(|(age, _)| age))?;
+        let recent = || self.observed.filter(|known| known.is_recent(now));
+        let keep_alive_timeout = self.announced.or_else(|| recent().map(|known| known.age))?;
         Some(keep_alive_timeout - KEEP_ALIVE_MARGIN.min(keep_alive_timeout / 2))
     }
 }
@@ -116,17 +148,16 @@ impl ConnectionPool {
     pub(crate) fn take(&self) -> Option<Box<Io>> {
         loop {
             let mut idle = self.idle.lock();
-            let (mut io, since) = idle.connections.pop()?;
+            let (mut io, idle_since) = idle.connections.pop()?;
             if !is_usable(&mut io) {
-                let now = Instant::now();
-                idle.server_keep_alive.record_closed(now - since, now);
+                idle.server_keep_alive.record_closed(idle_since, Instant::now());
                 continue;
             }
             let is_known = idle.server_keep_alive.announced.is_some() || idle.server_keep_alive.observed.is_some();
             let now = is_known.then(Instant::now);
             let is_old = now.is_some_and(|now| {
                 let limit = idle.server_keep_alive.max_idle_age(now);
-                limit.is_some_and(|limit| now - since >= limit)
+                limit.is_some_and(|limit| now - idle_since >= limit)
             });
             if is_old {
                 // All other idle connections are older.
@@ -168,7 +199,9 @@ async fn close_idle(pool: std::sync::Weak<ConnectionPool>, mut at: Instant) {
         let now = Instant::now();
         let mut idle = pool.idle.lock();
         let limit = pool.idle_limit(&idle, now);
-        let n_old = idle.connections.partition_point(|(_, since)| now - *since >= limit);
+        let n_old = idle
+            .connections
+            .partition_point(|(_, idle_since)| now - *idle_since >= limit);
         let old: Vec<_> = idle.connections.drain(..n_old).collect();
         let Some((_, oldest)) = idle.connections.first() else {
             idle.connections = Vec::new();
@@ -239,17 +272,15 @@ mod tests {
         let (pool, connect) = pool().await;
         tokio::time::pause();
         let advance = async |ms| tokio::time::advance(Duration::from_millis(ms)).await;
-        // A close shortly after use, as when the server exits, is not an observation.
-        let (io, server) = connect().await;
-        pool.put(io);
-        drop(server);
-        advance(50).await;
-        assert!(pool.take().is_none());
         for (age, closes, is_used) in [
-            (20_000, false, true),
+            (50, true, false), // shortly after use, which does not count
+            (6000, true, false),
+            (20_000, false, true), // one observation does not count
             (6000, true, false),
             (4999, false, true),
             (5000, false, false),
+            (4000, true, false),
+            (4999, false, true),
             (4000, true, false),
             (3000, false, false),
             (2999, false, true),
@@ -265,6 +296,23 @@ mod tests {
         pool.put(io);
         advance(20_000).await;
         assert!(pool.take().is_some(), "the observation has expired");
+    }
+
+    #[tokio::test]
+    async fn a_server_that_exits_and_closes_all_connections_has_no_keep_alive_timeout() {
+        let (pool, connect) = pool().await;
+        tokio::time::pause();
+        for _ in 0..3 {
+            let (io, server) = connect().await;
+            pool.put(io);
+            drop(server);
+            tokio::time::advance(Duration::from_millis(150)).await;
+        }
+        assert!(pool.take().is_none());
+        let (io, _server) = connect().await;
+        pool.put(io);
+        tokio::time::advance(Duration::from_secs(20)).await;
+        assert!(pool.take().is_some());
     }
 
     #[tokio::test(start_paused = true)]

@@ -37,7 +37,7 @@ impl RequestBody {
         shared.request_state = if expects {
             RequestBodyState::AwaitingContinue
         } else {
-            RequestBodyState::Body
+            RequestBodyState::Receiving
         };
         Self {
             connection: connection.clone(),
@@ -78,13 +78,13 @@ impl ReceivedBody for RequestBody {
         let connection = &mut *self.connection.lock();
         if matches!(
             connection.request_state,
-            RequestBodyState::Abandoned | RequestBodyState::Incomplete
+            RequestBodyState::NotRead | RequestBodyState::ConnectionLost
         ) {
             return Poll::Ready(Some(Err(Error::from_client(
                 "the response was sent before the request body was read",
             ))));
         }
-        let (failed, next_state) = loop {
+        loop {
             let decoded = self.framing.decode(&mut connection.read_buffer);
             let is_end = self.framing.is_end();
             let frame = match decoded {
@@ -94,14 +94,16 @@ impl ReceivedBody for RequestBody {
                 Ok(DecodeStep::NeedsData) => {
                     match read_buffer::poll_read_into(cx, &mut connection.io, &mut connection.read_buffer) {
                         Poll::Ready(Ok(0)) => {
-                            let end = io::Error::from(io::ErrorKind::UnexpectedEof);
-                            break (Error::from_client(end), RequestBodyState::Incomplete);
+                            let error = Error::from_client(io::Error::from(io::ErrorKind::UnexpectedEof));
+                            return fail(connection, error, RequestBodyState::ConnectionLost);
                         }
                         Poll::Ready(Ok(_)) => {
                             self.idle_deadline = None;
                             continue;
                         }
-                        Poll::Ready(Err(error)) => break (Error::from_client(error), RequestBodyState::Incomplete),
+                        Poll::Ready(Err(error)) => {
+                            return fail(connection, Error::from_client(error), RequestBodyState::ConnectionLost);
+                        }
                         Poll::Pending => {
                             ready!(Self::poll_idle_timeout(
                                 &mut self.idle_deadline,
@@ -109,22 +111,21 @@ impl ReceivedBody for RequestBody {
                                 cx,
                                 connection
                             ));
-                            break (Error::BodyIdleTimeout(self.idle_timeout), RequestBodyState::Abandoned);
+                            let error = Error::BodyIdleTimeout(self.idle_timeout);
+                            return fail(connection, error, RequestBodyState::NotRead);
                         }
                     }
                 }
-                Err(wrong) => break (Error::from_client(wrong), RequestBodyState::Abandoned),
+                Err(wrong) => return fail(connection, Error::from_client(wrong), RequestBodyState::NotRead),
             };
             if is_end {
                 self.is_ended = true;
                 connection.set_request_state(RequestBodyState::Complete);
             } else {
-                connection.request_state = RequestBodyState::Body;
+                connection.request_state = RequestBodyState::Receiving;
             }
             return Poll::Ready(frame);
-        };
-        connection.set_request_state(next_state);
-        Poll::Ready(Some(Err(failed)))
+        }
     }
 
     fn is_end_stream(&self) -> bool {
@@ -136,13 +137,23 @@ impl ReceivedBody for RequestBody {
     }
 }
 
+/// Ends the body with an error.
+fn fail(
+    connection: &mut ServerConnection,
+    error: Error,
+    state: RequestBodyState,
+) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+    connection.set_request_state(state);
+    Poll::Ready(Some(Err(error)))
+}
+
 impl Drop for RequestBody {
     fn drop(&mut self) {
         if self.is_ended {
             return;
         }
         let mut connection = self.connection.lock();
-        if connection.request_state == RequestBodyState::Incomplete {
+        if connection.request_state == RequestBodyState::ConnectionLost {
             return;
         }
         // Skip bytes that are already buffered, which is often the whole of a short body.
@@ -150,7 +161,7 @@ impl Drop for RequestBody {
             match self.framing.decode(&mut connection.read_buffer) {
                 Ok(DecodeStep::Data(_)) => {}
                 Ok(DecodeStep::Trailers(_) | DecodeStep::End) => {
-                    break connection.request_state == RequestBodyState::Body;
+                    break connection.request_state == RequestBodyState::Receiving;
                 }
                 Ok(DecodeStep::NeedsData) | Err(_) => break false,
             }
@@ -158,7 +169,7 @@ impl Drop for RequestBody {
         connection.set_request_state(if is_complete {
             RequestBodyState::Complete
         } else {
-            RequestBodyState::Abandoned
+            RequestBodyState::NotRead
         });
     }
 }

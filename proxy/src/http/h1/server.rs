@@ -66,7 +66,7 @@ enum ConnectionEnd {
 /// Serves a connection until it ends. Ends it gracefully when `drain` is signaled.
 ///
 /// Most connections are idle, and a future has the size of its largest state. So the future drops finished state early,
-/// and does not keep arguments beside the values built from them.
+/// and arguments are moved into the values that are built from them, so that they are not stored twice.
 ///
 /// # Errors
 /// The connection fails, or the client closes it within a request.
@@ -85,7 +85,7 @@ where
         unsent_interims: BytesMut::new(),
         request_state: RequestBodyState::Complete,
         wrote_at: None,
-        close_poll: None,
+        next_close_check: None,
         server_waker: None,
         timer: ResettableTimer::default(),
     }));
@@ -142,7 +142,7 @@ where
 /// Writes an error response and closes the connection. A separate function, so that its state does not enlarge the
 /// connection's future.
 async fn write_error(connection: SharedConnection, rsp: Response<Body>) -> Result<(), Error> {
-    connection.lock().request_state = RequestBodyState::Abandoned;
+    connection.lock().request_state = RequestBodyState::NotRead;
     let (mut message, _) = encode::encode_response(rsp, UNPARSED_REQUEST, ConnectionReuse::Close);
     let written = poll_fn(|cx| message.poll_write(cx, &mut ConnectionIo(&connection))).await;
     written?;
@@ -235,10 +235,10 @@ impl PendingExchange {
             .is_some_and(|value| value == "close");
         let is_body_lost = {
             let mut connection = connection.lock();
-            connection.answer_without_continue(rsp.status());
+            connection.stop_awaiting_continue(rsp.status());
             matches!(
                 connection.request_state,
-                RequestBodyState::Abandoned | RequestBodyState::Incomplete
+                RequestBodyState::NotRead | RequestBodyState::ConnectionLost
             )
         };
         let must_close = !is_switching && (!self.keep_alive || asks_to_close || is_body_lost || drain.is_signaled());
@@ -280,7 +280,7 @@ fn write_message(
     poll_fn(move |cx| {
         let message = &mut writing.message;
         let encoded = message.poll_encode(cx);
-        if is_last && message.is_encoded() {
+        if is_last && message.is_body_encoded() {
             connection.lock().cork();
             is_last = false;
         }
@@ -321,7 +321,8 @@ async fn close(connection: SharedConnection) -> Result<(), Error> {
         let connection = connection.lock();
         connection.request_state == RequestBodyState::Complete && connection.read_buffer.is_empty()
     };
-    // If the service still holds the request body, the body holds the connection: dropping ours sends no FIN, so it is shut down.
+    // The request body may still hold the connection. Then dropping this reference sends no FIN, so the connection is shut
+    // down explicitly.
     let is_sole_owner = Arc::strong_count(&connection) == 1;
     let closed = match is_done {
         true if is_sole_owner => poll_fn(|cx| connection.lock().io.poll_close_notify(cx)).await,
@@ -353,12 +354,12 @@ impl HeadReader<'_> {
         &mut self,
         cx: &mut Context<'_>,
         connection: &mut ServerConnection,
-        ending: Pin<&mut impl Future<Output = ()>>,
+        drain_signal: Pin<&mut impl Future<Output = ()>>,
     ) -> Poll<Result<RequestHead, ConnectionEnd>> {
         let ServerConnection {
             io, read_buffer, timer, ..
         } = connection;
-        let broken = |error| ConnectionEnd::Failed(Error::ClientIo(error));
+        let io_error = |error| ConnectionEnd::Failed(Error::ClientIo(error));
         loop {
             // Some clients send an extra CRLF after a body (RFC 9112, section 2.2).
             while self.n_scanned == 0 && read_buffer.starts_with(b"\r\n") {
@@ -369,14 +370,14 @@ impl HeadReader<'_> {
             }
             match read_buffer::poll_read_into(cx, io, read_buffer) {
                 Poll::Ready(Ok(0)) if read_buffer.is_empty() => return Poll::Ready(Err(ConnectionEnd::Closed)),
-                Poll::Ready(Ok(0)) => return Poll::Ready(Err(broken(io::ErrorKind::UnexpectedEof.into()))),
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(io_error(io::ErrorKind::UnexpectedEof.into()))),
                 Poll::Ready(Ok(_)) => {}
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(broken(error))),
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(io_error(error))),
                 Poll::Pending => break,
             }
         }
         let is_idle = read_buffer.is_empty();
-        if is_idle && (self.is_draining || ending.poll(cx).is_ready()) {
+        if is_idle && (self.is_draining || drain_signal.poll(cx).is_ready()) {
             self.is_draining = true;
             // A request in the socket buffer is served, even if the runtime has not reported the socket as readable
             // yet.
@@ -399,13 +400,13 @@ impl HeadReader<'_> {
 
     fn parse(&mut self, read_buffer: &mut Bytes) -> Result<Option<RequestHead>, Error> {
         let seen = std::mem::replace(&mut self.n_scanned, read_buffer.len());
-        if read_buffer.is_empty() || (seen > 0 && !framing::may_be_complete(read_buffer, seen)) {
+        if read_buffer.is_empty() || (seen > 0 && !framing::has_new_empty_line(read_buffer, seen)) {
             return self.check_size(read_buffer.len()).map(|()| None);
         }
         let n_before = read_buffer.len();
-        let head = head::parse_request_head(read_buffer).map_err(|bad| match bad {
+        let head = head::parse_request_head(read_buffer).map_err(|error| match error {
             HeadError::TooLarge => self.size_error(),
-            HeadError::Invalid(what) => Error::InvalidRequest(what),
+            HeadError::InvalidFirstLine(what) | HeadError::Invalid(what) => Error::InvalidRequest(what),
         })?;
         let used = match head {
             Some(_) => n_before.saturating_sub(read_buffer.len()),
@@ -450,7 +451,7 @@ mod tests {
                 unsent_interims: BytesMut::new(),
                 request_state: RequestBodyState::Complete,
                 wrote_at: None,
-                close_poll: None,
+                next_close_check: None,
                 server_waker: None,
                 timer: ResettableTimer::default(),
             };

@@ -35,13 +35,19 @@ pub(super) struct ServerConnection {
     pub(super) request_state: RequestBodyState,
     /// Last write of response bytes while the request is incomplete; the request body takes it for its idle timeout.
     pub(super) wrote_at: Option<Instant>,
-    /// Time of the next check whether a client that sent FIN has closed the connection, and the delay to the check
-    /// after it.
-    pub(super) close_poll: Option<(Instant, Duration)>,
+    /// Set after the client's FIN.
+    pub(super) next_close_check: Option<CloseCheck>,
     /// Wakes the server when the request body has ended or was dropped.
     pub(super) server_waker: Option<Waker>,
     /// Used by the server while it waits for the client, or by the request body while it waits for data.
     pub(super) timer: ResettableTimer,
+}
+
+/// The next check whether a client that sent FIN has closed the connection.
+pub(super) struct CloseCheck {
+    at: Instant,
+    /// Delay from this check to the one after it.
+    next_delay: Duration,
 }
 
 pub(super) type SharedConnection = Arc<Mutex<ServerConnection>>;
@@ -50,13 +56,14 @@ pub(super) type SharedConnection = Arc<Mutex<ServerConnection>>;
 pub(super) enum RequestBodyState {
     /// The whole request was received.
     Complete,
-    Body,
+    /// The body is being received.
+    Receiving,
     /// The client waits for `100 Continue` before it sends the body.
     AwaitingContinue,
     /// The rest of the body is not read, so the connection cannot carry another request.
-    Abandoned,
+    NotRead,
     /// The connection ended or failed within the body.
-    Incomplete,
+    ConnectionLost,
 }
 
 impl ServerConnection {
@@ -66,25 +73,29 @@ impl ServerConnection {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);
         match self.request_state {
-            RequestBodyState::Incomplete => return Poll::Ready(Error::ClientClosed),
+            RequestBodyState::ConnectionLost => return Poll::Ready(Error::ClientClosed),
             RequestBodyState::Complete if check_close && self.read_buffer.is_empty() => {}
             RequestBodyState::Complete => return Poll::Pending,
             // The request body changes the state when it ends or is dropped.
-            RequestBodyState::Body | RequestBodyState::AwaitingContinue | RequestBodyState::Abandoned => {
+            RequestBodyState::Receiving | RequestBodyState::AwaitingContinue | RequestBodyState::NotRead => {
                 self.server_waker = Some(cx.waker().clone());
                 return Poll::Pending;
             }
         }
         loop {
-            if let Some((at, _)) = self.close_poll {
-                self.timer.set(at);
+            if let Some(check) = &self.next_close_check {
+                self.timer.set(check.at);
                 ready!(self.timer.poll(cx));
             }
             match ready!(read_buffer::poll_read_into(cx, &mut self.io, &mut self.read_buffer)) {
                 Ok(0) if self.io.is_closed_by_peer() == Some(true) => return Poll::Ready(Error::ClientClosed),
                 Ok(0) => {
-                    let delay = self.close_poll.map_or(FIRST_CLOSE_POLL, |(_, delay)| delay);
-                    self.close_poll = Some((Instant::now() + delay, MAX_CLOSE_POLL_INTERVAL.min(delay * 4)));
+                    let last_check = self.next_close_check.take();
+                    let delay = last_check.map_or(FIRST_CLOSE_CHECK_DELAY, |check| check.next_delay);
+                    self.next_close_check = Some(CloseCheck {
+                        at: Instant::now() + delay,
+                        next_delay: MAX_CLOSE_CHECK_DELAY.min(delay * 4),
+                    });
                 }
                 Ok(_) => return Poll::Pending, // bytes of the next request
                 Err(error) => return Poll::Ready(Error::ClientIo(error)),
@@ -94,7 +105,7 @@ impl ServerConnection {
 
     /// Ready when the request body is complete, failed or dropped.
     pub(super) fn poll_body_done(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.request_state == RequestBodyState::Body {
+        if self.request_state == RequestBodyState::Receiving {
             self.server_waker = Some(cx.waker().clone());
             return Poll::Pending;
         }
@@ -108,14 +119,14 @@ impl ServerConnection {
         }
     }
 
-    /// Decides what happens to a request body for which no `100 Continue` was sent before the final response.
-    pub(super) fn answer_without_continue(&mut self, status: StatusCode) {
+    /// Decides, at the final response, what becomes of a request body whose client still waits for `100 Continue`.
+    pub(super) fn stop_awaiting_continue(&mut self, status: StatusCode) {
         if self.request_state == RequestBodyState::AwaitingContinue {
             // With a successful response, the application may still read a body that the client sends although it got no
             // `100 Continue`. With any other, the body is not read; if it arrives, it must not be parsed as a request.
             self.request_state = match status.is_success() {
-                true => RequestBodyState::Body,
-                false => RequestBodyState::Abandoned,
+                true => RequestBodyState::Receiving,
+                false => RequestBodyState::NotRead,
             };
         }
     }
@@ -141,7 +152,7 @@ impl ServerConnection {
             if self.request_state != RequestBodyState::AwaitingContinue {
                 return;
             }
-            self.request_state = RequestBodyState::Body;
+            self.request_state = RequestBodyState::Receiving;
         }
         if version == Version::HTTP_11 {
             encode::encode_interim(rsp, &mut self.unsent_interims);
@@ -208,6 +219,6 @@ impl AsyncWrite for ConnectionIo<'_> {
 }
 
 /// Delay before the first check whether a client that sent FIN has closed the connection. A close also starts with FIN.
-const FIRST_CLOSE_POLL: Duration = Duration::from_millis(10);
+const FIRST_CLOSE_CHECK_DELAY: Duration = Duration::from_millis(10);
 /// Maximum delay between these checks while the response is outstanding.
-const MAX_CLOSE_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_CLOSE_CHECK_DELAY: Duration = Duration::from_secs(1);

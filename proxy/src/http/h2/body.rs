@@ -24,7 +24,7 @@ pub(crate) struct StreamBody {
     n_remaining: Option<u64>,
     /// Idle timeout of a client's body; created by the first wait for data.
     idle: Option<Box<IdleTimeout>>,
-    /// Held while the stream can use the connection's window.
+    /// Counts the stream as open.
     _token: StreamToken,
 }
 
@@ -60,7 +60,7 @@ struct IdleTimeout {
 }
 
 impl IdleTimeout {
-    /// Ready when no bytes have passed in either direction for the idle timeout.
+    /// Ready when no bytes were forwarded in either direction for the idle timeout.
     fn poll(&mut self, cx: &mut Context<'_>, progress: &ResponseProgress) -> Poll<Error> {
         let limit = progress.idle_timeout;
         loop {
@@ -99,7 +99,7 @@ impl StreamBody {
                 .idle
                 .get_or_insert_default()
                 .poll(cx, progress)
-                .map(|late| Some(Err(late)));
+                .map(|timeout_error| Some(Err(timeout_error)));
         }
         if let Some(idle) = &mut self.idle {
             idle.deadline = None;
@@ -118,9 +118,9 @@ impl StreamBody {
             Some(Err(error)) => Poll::Ready(Some(Err(self.map_error(error)))),
             None => match ready!(self.stream.poll_trailers(cx)) {
                 Ok(Some(trailers)) if trailers.keys().any(|name| !headers::is_forwarded_trailer(name)) => {
-                    let sent = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
-                    let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
-                    Poll::Ready(Some(Ok(Frame::trailers(sent.collect()))))
+                    let forwarded = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
+                    let forwarded = forwarded.map(|(name, value)| (name.clone(), value.clone()));
+                    Poll::Ready(Some(Ok(Frame::trailers(forwarded.collect()))))
                 }
                 Ok(Some(trailers)) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
                 Ok(None) => Poll::Ready(None),

@@ -32,7 +32,7 @@ use crate::{
         h2::{
             body::{BodyOrigin, StreamBody},
             config::{Http2Config, KeepAlive},
-            flow_control::{FlowControlWindows, StreamToken, StreamWaiters},
+            flow_control::{FlowControlWindows, StreamToken, StreamWaiters, WeakStreamToken},
             keep_alive::wait_ping_timeout,
             send_body::BodySender,
             upgraded_stream::{UpgradedStream, UpgradedStreamCounter, UpgradedStreamGuard},
@@ -73,7 +73,6 @@ impl StreamLimit {
 }
 
 /// A connection for requests and for streams that carry other protocols.
-#[derive(Clone)]
 pub(crate) struct SharedConnection {
     send: SendRequest<Bytes>,
     token: StreamToken,
@@ -81,8 +80,8 @@ pub(crate) struct SharedConnection {
     settings_rx: watch::Receiver<bool>,
     limit: Arc<StreamLimit>,
     upgraded_streams: UpgradedStreamCounter,
-    /// When the connection was opened or last needed.
-    used_at: Instant,
+    /// When the connection was opened, or a request last found no free stream on the connections before it.
+    last_needed_at: Instant,
 }
 
 /// A reserved stream for another protocol.
@@ -92,15 +91,13 @@ pub(crate) struct ExtendedConnectSender {
     guard: UpgradedStreamGuard,
 }
 
-/// Clones of the token of a connection without streams: that of the windows and that of [`SharedConnection`].
+/// Tokens that belong to no stream: that of the windows and that of [`SharedConnection`].
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 
 impl SharedConnection {
     /// Whether the connection accepts no further request.
     pub(crate) fn is_closed(&mut self) -> bool {
-        // Never pending, because this handle does not wait for a stream.
-        let polled = self.send.poll_ready(&mut Context::from_waker(noop_waker_ref()));
-        matches!(polled, Poll::Ready(Err(_)))
+        is_closed(&mut self.send)
     }
 
     /// Number of streams that are open or about to open.
@@ -133,32 +130,59 @@ impl SharedConnection {
         }
     }
 
-    /// Records that the connection is needed in addition to others.
+    /// Records that the connections before this one had no free stream.
     pub(crate) fn mark_needed(&mut self) {
-        self.used_at = Instant::now();
+        self.last_needed_at = Instant::now();
     }
 
     /// Whether the connection has no streams and was not needed for [`SURPLUS_CONNECTION_TIMEOUT`].
     pub(crate) fn is_surplus(&self) -> bool {
-        self.n_streams() == 0 && self.used_at.elapsed() > SURPLUS_CONNECTION_TIMEOUT
+        self.n_streams() == 0 && self.last_needed_at.elapsed() > SURPLUS_CONNECTION_TIMEOUT
     }
 
-    /// Reserves a stream for another protocol, if the peer's settings permit one more. Waits up to [`STREAM_TIMEOUT`] for the
-    /// settings: a busy peer may need longer for them than for its TLS handshake.
-    pub(crate) async fn extended_connect_sender(&mut self) -> Option<ExtendedConnectSender> {
+    /// Starts to reserve a stream for another protocol.
+    pub(crate) fn extended_connect_wait(&self) -> ExtendedConnectWait {
+        ExtendedConnectWait {
+            send: self.send.clone(),
+            token: self.token.downgrade(),
+            settings_rx: self.settings_rx.clone(),
+            upgraded_streams: self.upgraded_streams.clone(),
+        }
+    }
+}
+
+/// Waits for the settings of a peer, without counting as a stream of the connection.
+pub(crate) struct ExtendedConnectWait {
+    send: SendRequest<Bytes>,
+    token: WeakStreamToken,
+    settings_rx: watch::Receiver<bool>,
+    upgraded_streams: UpgradedStreamCounter,
+}
+
+impl ExtendedConnectWait {
+    /// Reserves a stream for another protocol, if the connection is open and the peer's settings permit one more. Waits up to
+    /// [`STREAM_TIMEOUT`] for the settings: a busy peer may need longer for them than for its TLS handshake.
+    pub(crate) async fn sender(mut self) -> Option<ExtendedConnectSender> {
         let received = async { self.settings_rx.wait_for(|received| *received).await.is_ok() };
         let received = timeout(STREAM_TIMEOUT, received).await;
-        if received != Ok(true) || !self.send.is_extended_connect_protocol_enabled() {
+        if received != Ok(true) || !self.send.is_extended_connect_protocol_enabled() || is_closed(&mut self.send) {
             return None;
         }
         // These streams live long, so they may use only half of the streams that the peer permits.
         let max_streams = self.send.current_max_send_streams() / 2;
         Some(ExtendedConnectSender {
             guard: self.upgraded_streams.try_acquire(max_streams)?,
-            send: self.send.clone(),
-            token: self.token.clone(),
+            send: self.send,
+            token: self.token.upgrade()?,
         })
     }
+}
+
+/// Whether the connection accepts no further request.
+fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
+    // Never pending, because this handle does not wait for a stream.
+    let polled = send.poll_ready(&mut Context::from_waker(noop_waker_ref()));
+    matches!(polled, Poll::Ready(Err(_)))
 }
 
 /// Stream limit of `h2` before the peer's settings arrive: higher than any limit a peer can send.
@@ -216,7 +240,7 @@ pub(crate) async fn connect(
         settings_rx,
         limit,
         upgraded_streams: UpgradedStreamCounter::default(),
-        used_at: Instant::now(),
+        last_needed_at: Instant::now(),
     })
 }
 
@@ -357,7 +381,7 @@ async fn send_request(
             let token = token.clone();
             tokio::spawn(async move {
                 sending.send_rest().await;
-                drop(token); // the stream is open until then
+                drop(token); // the stream was open until now
             });
         }
         head

@@ -5,7 +5,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -18,19 +18,35 @@ use tokio::{
 
 use crate::http::h2::config::Http2Config;
 
-/// Held for each message that can have a body to receive. The number of clones is the number of these messages.
+/// Counts the open streams of a connection by its clones: each stream holds one, until its last body has ended. Two further
+/// clones belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request that waits
+/// for a stream.
 #[derive(Clone, Default)]
 pub(super) struct StreamToken(Arc<Option<Arc<StreamWaiters>>>);
 
+/// A token that does not count until it is upgraded.
+pub(super) struct WeakStreamToken(Weak<Option<Arc<StreamWaiters>>>);
+
+impl WeakStreamToken {
+    /// Returns `None` if the connection has ended.
+    pub(super) fn upgrade(&self) -> Option<StreamToken> {
+        self.0.upgrade().map(StreamToken)
+    }
+}
+
 impl StreamToken {
-    /// The first token of a connection. Dropping one of its clones wakes a request that waits for a stream.
+    /// The first token of a client's connection.
     pub(super) fn with_waiters(waiters: Arc<StreamWaiters>) -> Self {
         Self(Arc::new(Some(waiters)))
     }
 
-    /// Number of tokens, including this one and others that belong to no message.
+    /// Number of clones, including this one and the others that belong to no stream.
     pub(super) fn n_tokens(&self) -> usize {
         Arc::strong_count(&self.0)
+    }
+
+    pub(super) fn downgrade(&self) -> WeakStreamToken {
+        WeakStreamToken(Arc::downgrade(&self.0))
     }
 }
 
@@ -103,8 +119,8 @@ pub(super) struct FlowControlWindows {
     params: Http2Config,
     /// Number of streams for which the current windows suffice, even if all bodies stay unread.
     n_sized_for: usize,
-    /// Last time when more than an eighth of `n_sized_for` streams were open.
-    last_well_used_at: Instant,
+    /// When more than an eighth of `n_sized_for` streams were last open.
+    last_needed_at: Instant,
 }
 
 /// Bytes that one stream, and all streams together, can send before any data is read.
@@ -120,7 +136,7 @@ impl FlowControlWindows {
             token,
             params: *params,
             n_sized_for: initial_streams(params),
-            last_well_used_at: Instant::now(),
+            last_needed_at: Instant::now(),
         }
     }
 
@@ -128,8 +144,8 @@ impl FlowControlWindows {
         self.token.clone()
     }
 
-    /// Shrinks the windows at once when there are more streams than they were sized for; enlarges them after
-    /// [`WINDOW_GROW_DELAY`] with at most an eighth of these streams. If `set` fails, the next call tries again.
+    /// Shrinks the windows at once when there are more streams than they are sized for. Enlarges them when at most an eighth of
+    /// that number of streams was open for [`WINDOW_GROW_DELAY`]. If `set` fails, the next call tries again.
     pub(super) fn adapt<E>(&mut self, set: impl FnOnce(WindowSizes) -> Result<(), E>) {
         // Counts the few tokens that belong to no stream too, which makes no difference for the sizes.
         let (n, n_initial) = (self.token.n_tokens(), initial_streams(&self.params));
@@ -138,9 +154,9 @@ impl FlowControlWindows {
             return; // the windows are as large as they can be
         }
         if n > self.n_sized_for / 8 {
-            self.last_well_used_at = Instant::now();
+            self.last_needed_at = Instant::now();
         }
-        if !must_shrink && self.last_well_used_at.elapsed() <= WINDOW_GROW_DELAY {
+        if !must_shrink && self.last_needed_at.elapsed() <= WINDOW_GROW_DELAY {
             return;
         }
         let n_streams = n.next_power_of_two().max(n_initial);
@@ -155,8 +171,9 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams. Earlier streams keep their larger windows, so the connection window is the sum over all
-/// sizes given so far.
+/// Windows for this number of streams. Streams that are open when the windows shrink keep their larger ones. `adapt` at least
+/// doubles the number of streams, so streams `n` to `2 * n` have at most the window for `2 * n`. The connection window is the
+/// sum of them all.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);
@@ -164,9 +181,9 @@ fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     };
     let (mut connection, mut n) = (params.connection_window as usize, initial_streams(params));
     while n < n_streams {
-        let more = (n * 2).min(n_streams);
-        connection += (more - n) * stream(more) as usize;
-        n = more;
+        let next_n = (n * 2).min(n_streams);
+        connection += (next_n - n) * stream(next_n) as usize;
+        n = next_n;
     }
     WindowSizes {
         stream: stream(n_streams),

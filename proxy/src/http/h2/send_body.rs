@@ -59,17 +59,19 @@ impl BodySender {
         }
     }
 
-    /// Ends the stream after its body has failed.
-    fn abort(&mut self, error: Error) -> Result<(), Error> {
+    /// Ends the stream after its body has failed. Returns the error of the body, or of the stream.
+    fn abort(&mut self, error: Error) -> Error {
         // A reset of the stream that the body is read from is forwarded as a reset: gRPC clients know its meaning.
         match self.grpc_error_detail {
             Some(detail) if !matches!(&error, Error::H2(error) if error.is_reset()) => {
                 let trailers = error_response::grpc_error_trailers(&error, detail);
-                self.stream.send_trailers(trailers).map_err(Error::H2)?;
+                if let Err(stream_error) = self.stream.send_trailers(trailers) {
+                    return Error::H2(stream_error);
+                }
             }
             _ => self.stream.send_reset(reset_reason(&error, Reason::CANCEL)),
         }
-        Err(error)
+        error
     }
 
     /// Ready when the body is handed to `h2`, or the peer wants no more of it.
@@ -84,8 +86,8 @@ impl BodySender {
                     Poll::Ready(Some(capacity)) => capacity.map_err(Error::H2)?,
                     Poll::Ready(None) => return Poll::Ready(Ok(())), // the peer closed its side of the stream
                     Poll::Pending => {
-                        let late = ready!(self.body.poll_deadline(self.chunk.len(), cx));
-                        return Poll::Ready(self.abort(late));
+                        let timeout_error = ready!(self.body.poll_deadline(self.chunk.len(), cx));
+                        return Poll::Ready(Err(self.abort(timeout_error)));
                     }
                 };
                 if capacity == 0 {
@@ -110,7 +112,7 @@ impl BodySender {
                     self.stream.send_data(Bytes::new(), true).map_err(Error::H2)?;
                     return Poll::Ready(Ok(()));
                 }
-                Some(Err(error)) => return Poll::Ready(self.abort(error)),
+                Some(Err(error)) => return Poll::Ready(Err(self.abort(error))),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() && !self.body.is_end_stream() => {}
                     Ok(data) if data.is_empty() => {

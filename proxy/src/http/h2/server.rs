@@ -124,10 +124,11 @@ where
         }
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
-            match idle_tracker.update(task_pool.trim_idle()) {
-                IdleState::Active => {}
-                IdleState::Close if goaway_sent => return Poll::Ready(Ok(())),
-                IdleState::SendGoAway | IdleState::Close => is_idle_timeout = true,
+            task_pool.end_spare_tasks();
+            match idle_tracker.update(task_pool.take_activity()) {
+                IdleState::BelowLimit => {}
+                IdleState::LimitExceeded if goaway_sent => return Poll::Ready(Ok(())),
+                IdleState::LimitReached | IdleState::LimitExceeded => is_idle_timeout = true,
             }
         }
         if !goaway_sent && (is_idle_timeout || close_signal.as_mut().poll(cx).is_ready()) {
@@ -176,13 +177,15 @@ struct IdleTracker {
     limit_after_first_request: Duration,
 }
 
-/// What to do with a connection that may be idle.
+/// How long a connection has been idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum IdleState {
-    Active,
-    SendGoAway,
-    /// GOAWAY was sent, and the client has not reacted.
-    Close,
+    /// Not at all, or for less than the limit.
+    BelowLimit,
+    /// GOAWAY is sent.
+    LimitReached,
+    /// For one more interval: the connection is closed if GOAWAY was sent.
+    LimitExceeded,
 }
 
 impl IdleTracker {
@@ -205,15 +208,15 @@ impl IdleTracker {
             }
         }
         match self.idle_for {
-            idle_for if idle_for < self.current_limit => IdleState::Active,
-            idle_for if idle_for < self.current_limit.saturating_add(self.check_interval) => IdleState::SendGoAway,
-            _ => IdleState::Close,
+            idle_for if idle_for < self.current_limit => IdleState::BelowLimit,
+            idle_for if idle_for < self.current_limit.saturating_add(self.check_interval) => IdleState::LimitReached,
+            _ => IdleState::LimitExceeded,
         }
     }
 }
 
 /// A request and the handle for its response.
-struct RequestTask {
+struct PendingRequest {
     req: Request<Body>,
     /// Header list size of the request, in bytes.
     list_size: usize,
@@ -258,7 +261,7 @@ struct RequestTaskPool<S> {
 }
 
 struct TaskPoolState {
-    idle_tasks: Vec<Arc<TaskSlot>>,
+    idle_tasks: Vec<Arc<RequestTask>>,
     /// Requests in progress.
     n_busy: usize,
     /// Total header list size of the requests in progress.
@@ -271,9 +274,9 @@ struct TaskPoolState {
     closed: bool,
 }
 
-/// Passes requests to one task.
-struct TaskSlot {
-    request: Mutex<Option<RequestTask>>,
+/// A task that serves one request after the other, and its next request.
+struct RequestTask {
+    request: Mutex<Option<PendingRequest>>,
     wake: Notify,
     progress: Arc<ResponseProgress>,
 }
@@ -285,7 +288,7 @@ enum ConnectionActivity {
     Busy,
 }
 
-/// Clones of the token of a connection without streams: that of the windows and that of the task pool.
+/// Tokens that belong to no stream: that of the windows and that of the task pool.
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 /// Maximum number of idle tasks of one connection.
 const MAX_IDLE_TASKS: usize = 64;
@@ -318,13 +321,13 @@ where
 
     fn dispatch(&self, req: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         let list_size = headers::header_list_size(&req);
-        let slot = {
+        let idle_task = {
             let mut state = self.state.lock();
             if list_size <= self.max_header_list_bytes
                 && state.header_list_bytes + list_size > self.max_total_header_list_bytes
             {
                 drop(state);
-                self.service.record_error(&Error::HeaderListsTooLarge {
+                self.service.record_refused(&Error::HeaderListsTooLarge {
                     limit: self.max_total_header_list_bytes,
                 });
                 return respond.send_reset(Reason::REFUSED_STREAM);
@@ -332,12 +335,12 @@ where
             state.header_list_bytes += list_size;
             state.n_busy += 1;
             state.was_busy = true;
-            let slot = state.idle_tasks.pop();
+            let idle_task = state.idle_tasks.pop();
             state.min_idle = state.min_idle.min(state.idle_tasks.len());
-            slot
+            idle_task
         };
-        let is_reused = slot.is_some();
-        let slot = slot.unwrap_or_else(|| Arc::new(TaskSlot::new(self.idle_timeout)));
+        let is_reused = idle_task.is_some();
+        let task = idle_task.unwrap_or_else(|| Arc::new(RequestTask::new(self.idle_timeout)));
         let content_length = headers::content_length(req.headers());
         let is_extended = *req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_some();
         let token = || self.token.clone();
@@ -354,26 +357,26 @@ where
             }
             true => Body::empty(),
             false => {
-                let origin = BodyOrigin::Client(slot.progress.clone());
+                let origin = BodyOrigin::Client(task.progress.clone());
                 Body::from(StreamBody::new(stream, origin, content_length, token()))
             }
         });
-        *slot.request.lock() = Some(RequestTask {
+        *task.request.lock() = Some(PendingRequest {
             req,
             list_size,
             respond,
             extended,
         });
         if is_reused {
-            slot.wake.notify_one();
+            task.wake.notify_one();
         } else {
             let (service, state) = (self.service.clone(), self.state.clone());
-            tokio::spawn(run_task(service, self.max_header_list_bytes, slot, state));
+            tokio::spawn(run_task(service, self.max_header_list_bytes, task, state));
         }
     }
 }
 
-impl TaskSlot {
+impl RequestTask {
     fn new(idle_timeout: Duration) -> Self {
         Self {
             request: Mutex::default(),
@@ -387,14 +390,19 @@ impl TaskSlot {
 }
 
 impl<S> RequestTaskPool<S> {
-    /// Ends idle tasks that were not needed since the last check, and returns the activity since then.
-    fn trim_idle(&self) -> ConnectionActivity {
+    /// Ends idle tasks that were not needed since the last check.
+    fn end_spare_tasks(&self) {
         let mut state = self.state.lock();
         let spare = state.min_idle.min(state.idle_tasks.len());
-        for slot in state.idle_tasks.drain(..spare) {
-            slot.wake.notify_one();
+        for task in state.idle_tasks.drain(..spare) {
+            task.wake.notify_one();
         }
         state.min_idle = state.idle_tasks.len();
+    }
+
+    /// Returns the activity since the last check.
+    fn take_activity(&self) -> ConnectionActivity {
+        let mut state = self.state.lock();
         // Streams of other protocols, and request bodies that are read after the response, also count.
         let is_busy = state.n_busy > 0 || self.token.n_tokens() > N_TOKENS_WITHOUT_STREAMS;
         match std::mem::replace(&mut state.was_busy, is_busy) {
@@ -408,8 +416,8 @@ impl<S> Drop for RequestTaskPool<S> {
     fn drop(&mut self) {
         let mut state = self.state.lock();
         state.closed = true;
-        for slot in state.idle_tasks.drain(..) {
-            slot.wake.notify_one();
+        for task in state.idle_tasks.drain(..) {
+            task.wake.notify_one();
         }
     }
 }
@@ -418,18 +426,18 @@ impl<S> Drop for RequestTaskPool<S> {
 async fn run_task<S>(
     mut service: ErrorToResponse<S>,
     max_list: usize,
-    slot: Arc<TaskSlot>,
+    task: Arc<RequestTask>,
     state: Arc<Mutex<TaskPoolState>>,
 ) where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
     loop {
-        let task = slot.request.lock().take();
-        let Some(task) = task else { return };
-        let list_size = task.list_size;
+        let pending = task.request.lock().take();
+        let Some(pending) = pending else { return };
+        let list_size = pending.list_size;
         match list_size > max_list {
-            true => send_header_too_large(&service, max_list, task),
-            false => serve_request(&mut service, task, &slot.progress).await,
+            true => send_header_too_large(&service, max_list, pending),
+            false => serve_request(&mut service, pending, &task.progress).await,
         }
         {
             let mut state = state.lock();
@@ -438,34 +446,34 @@ async fn run_task<S>(
             if state.closed || state.idle_tasks.len() >= MAX_IDLE_TASKS {
                 return;
             }
-            state.idle_tasks.push(slot.clone());
+            state.idle_tasks.push(task.clone());
         }
-        slot.wake.notified().await;
+        task.wake.notified().await;
     }
 }
 
 /// Refuses a request whose header list is too large.
 #[cold]
-fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut task: RequestTask) {
+fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut pending: PendingRequest) {
     let (head, _) = service
-        .error_response(&Error::HeaderTooLarge { limit }, ErrorFormat::of_request(&task.req))
+        .error_response(&Error::HeaderTooLarge { limit }, ErrorFormat::of_request(&pending.req))
         .into_parts();
-    if let Err(error) = task.respond.send_response(Response::from_parts(head, ()), true) {
+    if let Err(error) = pending.respond.send_response(Response::from_parts(head, ()), true) {
         tracing::debug!(%error, "error response not sent");
     }
 }
 
 /// Serves one request, unless the client resets its stream.
-async fn serve_request<S>(service: &mut ErrorToResponse<S>, task: RequestTask, progress: &Arc<ResponseProgress>)
+async fn serve_request<S>(service: &mut ErrorToResponse<S>, pending: PendingRequest, progress: &Arc<ResponseProgress>)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
-    let RequestTask {
+    let PendingRequest {
         req,
         mut respond,
         extended,
         ..
-    } = task;
+    } = pending;
     // A request that is already reset is not served, so that clients with many resets do not take time from others.
     if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
         return;
@@ -523,23 +531,28 @@ mod tests {
     #[test]
     fn an_idle_connection_gets_go_away_and_is_then_closed() {
         use ConnectionActivity::{Busy, Idle};
-        use IdleState::{Active, Close, SendGoAway};
+        use IdleState::{BelowLimit, LimitExceeded, LimitReached};
         let cases: [(_, _, &[_]); 4] = [
             (
                 30 * S,
                 3600 * S,
-                &[(Idle, Active), (Idle, Active), (Idle, SendGoAway), (Idle, Close)],
+                &[
+                    (Idle, BelowLimit),
+                    (Idle, BelowLimit),
+                    (Idle, LimitReached),
+                    (Idle, LimitExceeded),
+                ],
             ),
             // After the first request, the longer timeout applies.
             (
                 10 * S,
                 30 * S,
                 &[
-                    (Busy, Active),
-                    (Idle, Active),
-                    (Idle, Active),
-                    (Idle, SendGoAway),
-                    (Busy, Active),
+                    (Busy, BelowLimit),
+                    (Idle, BelowLimit),
+                    (Idle, BelowLimit),
+                    (Idle, LimitReached),
+                    (Busy, BelowLimit),
                 ],
             ),
             // Activity after GOAWAY keeps the connection open.
@@ -547,14 +560,14 @@ mod tests {
                 10 * S,
                 20 * S,
                 &[
-                    (Idle, SendGoAway),
-                    (Busy, Active),
-                    (Idle, Active),
-                    (Idle, SendGoAway),
-                    (Idle, Close),
+                    (Idle, LimitReached),
+                    (Busy, BelowLimit),
+                    (Idle, BelowLimit),
+                    (Idle, LimitReached),
+                    (Idle, LimitExceeded),
                 ],
             ),
-            (S / 5, S / 10, &[(Idle, SendGoAway), (Idle, Close)]),
+            (S / 5, S / 10, &[(Idle, LimitReached), (Idle, LimitExceeded)]),
         ];
         for (head, idle, steps) in cases {
             let mut idle_tracker = IdleTracker::new(head, idle);

@@ -22,7 +22,7 @@ pub(crate) struct UpgradedStream {
     recv: RecvStream,
     /// Bytes received but not read yet.
     read_buffer: Bytes,
-    /// Held while the stream can use the connection's window.
+    /// Counts the stream as open.
     _token: StreamToken,
     _guard: Option<UpgradedStreamGuard>,
 }

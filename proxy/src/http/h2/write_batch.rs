@@ -23,8 +23,7 @@ pub(super) struct WriteBatch(Arc<Mutex<BatchState>>);
 
 struct BatchState {
     io: Io,
-    /// Whether a write returned `Pending` since the last flush. If only the batching caused it, no wake-up is
-    /// registered.
+    /// Whether a write returned `Pending` since the last flush.
     write_blocked: bool,
 }
 
@@ -47,7 +46,8 @@ impl WriteBatch {
         let polled = work(cx);
         let mut shared = self.0.lock();
         shared.io.set_write_buffering(false);
-        // If the socket is full, it wakes the task later. `h2` sees an error at its next read.
+        // A write that the batching refused has registered no waker. So the task wakes itself after the flush, unless the flush
+        // is pending: then the socket wakes it. `h2` sees an error at its next read.
         let flushed = Pin::new(&mut shared.io).poll_flush(cx);
         if std::mem::take(&mut shared.write_blocked) && flushed.is_ready() {
             cx.waker().wake_by_ref();

@@ -93,14 +93,13 @@ pub(crate) fn failed_outcome(error: &Error) -> ResponseOutcome {
         status: error.status().status,
         grpc: None,
         success: false,
-        end: ResponseEnd::Failed(error.labels()),
+        end: ResponseEnd::NoResponse(error.response_labels()),
     }
 }
 
 /// Whether a response counts as a success.
 ///
-/// Source: HTTP 5xx and the gRPC codes Unknown, DeadlineExceeded, PermissionDenied, Internal, Unavailable and DataLoss
-/// are failures.
+/// Source: Linkerd's default classification.
 pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
     const FAILURES: [i32; 6] = [
         grpc::UNKNOWN,
@@ -108,7 +107,7 @@ pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
         grpc::PERMISSION_DENIED,
         grpc::INTERNAL,
         grpc::UNAVAILABLE,
-        15,
+        grpc::DATA_LOSS,
     ];
     match grpc_status {
         Some(code) => !FAILURES.contains(&code),
@@ -161,8 +160,8 @@ impl<E: ResponseObserver> BodyObserver for ResponseClassifier<E> {
     fn end(&mut self, result: Result<(), &Error>) {
         self.record_end(match result {
             Ok(()) => ResponseEnd::Complete,
-            Err(Error::ClientClosed) => ResponseEnd::Abandoned,
-            Err(error) => ResponseEnd::Broken(error.labels()),
+            Err(Error::ClientClosed) => ResponseEnd::Cancelled,
+            Err(error) => ResponseEnd::EndedEarly(error.response_labels()),
         });
     }
 }
@@ -170,7 +169,7 @@ impl<E: ResponseObserver> BodyObserver for ResponseClassifier<E> {
 impl<E: ResponseObserver> Drop for ResponseClassifier<E> {
     fn drop(&mut self) {
         if !self.is_recorded {
-            self.record_end(ResponseEnd::Abandoned);
+            self.record_end(ResponseEnd::Cancelled);
         }
     }
 }

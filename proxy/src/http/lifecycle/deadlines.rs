@@ -25,9 +25,9 @@ use crate::http::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RequestTimeouts {
     /// Deadline for the end of the response, over all attempts, with the timeout that it was computed from.
-    pub(crate) deadline: Option<(Instant, Duration)>,
-    /// Deadline for the head of the returned response, over all attempts, with the timeout that it was computed from.
-    pub(crate) response_deadline: Option<(Instant, Duration)>,
+    pub(crate) request_deadline: Option<(Instant, Duration)>,
+    /// Deadline of a ServiceProfile for the response head, over all attempts, with the timeout that it was computed from.
+    pub(crate) profile_deadline: Option<(Instant, Duration)>,
     /// From the end of the request to the head of the response.
     pub(crate) response_headers_timeout: Option<Duration>,
     /// From the end of the request to the end of the response.
@@ -47,9 +47,9 @@ pub(crate) struct AttemptDeadlines {
 struct StreamProgress {
     /// When the request ended.
     request_ended_at: Option<Instant>,
-    /// When data last passed in either direction.
+    /// When data was last forwarded in either direction.
     last_data_at: Instant,
-    /// A deadline has passed; the rest of the request is not sent.
+    /// A deadline has expired; the rest of the request is not sent.
     is_cancelled: bool,
     /// The task that waits for the response. Woken when the request has been sent.
     response_waker: Option<Waker>,
@@ -110,9 +110,9 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has passed. Without `deadlines`
-    /// there is no timeout.
-    pub(crate) fn poll_head<T>(
+    /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has expired. Without
+    /// `deadlines` there is no timeout.
+    pub(crate) fn check_head_deadline<T>(
         deadlines: &mut Option<&mut Self>,
         polled: Poll<Result<T, Error>>,
         cx: &mut Context<'_>,
@@ -123,7 +123,7 @@ impl AttemptDeadlines {
     /// Awaits `read`, which reads from the response body.
     ///
     /// # Errors
-    /// `read` fails, or a deadline passes.
+    /// `read` fails, or a deadline expires.
     pub(crate) async fn with_deadline<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         self.progress.lock().last_data_at = Instant::now();
         let (mut read, mut deadlines) = (pin!(read), Some(self));
@@ -156,13 +156,14 @@ impl AttemptDeadlines {
     /// Wraps the body of a response that is returned to the client, until its end.
     pub(crate) fn limit_response(mut self, rsp: Response<Body>) -> Response<Body> {
         let timeouts = self.timeouts;
-        let is_limited =
-            timeouts.deadline.is_some() || timeouts.response_timeout.is_some() || timeouts.idle_timeout.is_some();
+        let is_limited = timeouts.request_deadline.is_some()
+            || timeouts.response_timeout.is_some()
+            || timeouts.idle_timeout.is_some();
         if !is_limited || rsp.body().is_end_stream() {
             return rsp;
         }
         self.progress.lock().last_data_at = Instant::now();
-        self.timeouts.response_deadline = None;
+        self.timeouts.profile_deadline = None;
         rsp.map(|body| {
             let state = DeadlineBodyState::Response {
                 body,
@@ -180,7 +181,7 @@ impl AttemptDeadlines {
             };
             self.timer.set(at);
             ready!(self.timer.poll(cx));
-            // Data that has passed since then extends the deadline.
+            // Data that was forwarded since then extends the deadline.
             if self.next_deadline(cx, phase).is_none_or(|(at, _)| at > Instant::now()) {
                 continue;
             }
@@ -198,17 +199,17 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Records that response data has passed. Returns the timeout whose deadline has passed, if any.
+    /// Records that response data was forwarded. Returns the timeout that has expired, if any.
     fn record_and_check(&self) -> Option<TimeoutKind> {
         let now = Instant::now();
         let mut progress = self.progress.lock();
         progress.last_data_at = now;
         let RequestTimeouts {
-            deadline,
+            request_deadline,
             response_timeout: response,
             ..
         } = self.timeouts;
-        if let Some((_, limit)) = deadline.filter(|(at, _)| *at <= now) {
+        if let Some((_, limit)) = request_deadline.filter(|(at, _)| *at <= now) {
             return Some(TimeoutKind::Request(limit));
         }
         let (request_ended_at, limit) = (progress.request_ended_at?, response?);
@@ -222,8 +223,8 @@ impl AttemptDeadlines {
             progress.response_waker = Some(cx.waker().clone());
         }
         let RequestTimeouts {
-            deadline,
-            response_deadline,
+            request_deadline,
+            profile_deadline,
             response_headers_timeout: head,
             response_timeout: response,
             idle_timeout: idle,
@@ -233,8 +234,8 @@ impl AttemptDeadlines {
             Some((at + limit, expired(limit)))
         };
         [
-            deadline.map(|(at, limit)| (at, TimeoutKind::Request(limit))),
-            response_deadline.map(|(at, limit)| (at, TimeoutKind::Profile(limit))),
+            request_deadline.map(|(at, limit)| (at, TimeoutKind::Request(limit))),
+            profile_deadline.map(|(at, limit)| (at, TimeoutKind::Profile(limit))),
             deadline_after(
                 progress.request_ended_at,
                 head.filter(|_| phase == ResponsePhase::Head),
@@ -288,7 +289,7 @@ impl ReceivedBody for DeadlineBody {
             DeadlineBodyState::Response { body, limits, .. } => {
                 let expired = match Pin::new(&mut *body).poll_frame(cx) {
                     // A body that is always ready never polls the timer, so each frame checks the deadlines. If one has
-                    // passed and the whole response is already received, it is delivered anyway; otherwise it times out.
+                    // expired and the whole response is already received, it is delivered anyway; otherwise it times out.
                     Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.record_and_check() {
                         None => return Poll::Ready(Some(Ok(frame))),
                         Some(expired) => {
@@ -326,7 +327,7 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// The timeout error when a deadline has passed while the receiver still sends `unsent` bytes and does not poll for frames.
+    /// The timeout error when a deadline has expired while the receiver still sends `unsent` bytes and does not poll for frames.
     fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
             // A complete response does not time out, however slowly the client reads it.
@@ -411,7 +412,9 @@ mod tests {
     /// Waits for a response head that does not arrive.
     async fn wait(limits: &mut AttemptDeadlines) -> TimeoutKind {
         let mut limits = Some(limits);
-        match poll_fn(|cx| AttemptDeadlines::poll_head(&mut limits, Poll::<Result<(), Error>>::Pending, cx)).await {
+        match poll_fn(|cx| AttemptDeadlines::check_head_deadline(&mut limits, Poll::<Result<(), Error>>::Pending, cx))
+            .await
+        {
             Err(Error::Timeout(expired)) => expired,
             other => panic!("{other:?}"),
         }
@@ -421,8 +424,8 @@ mod tests {
     async fn the_earliest_deadline_expires_first() {
         let start = Instant::now();
         let timeouts = RequestTimeouts {
-            deadline: Some((start + 3 * S, 3 * S)),
-            response_deadline: None,
+            request_deadline: Some((start + 3 * S, 3 * S)),
+            profile_deadline: None,
             response_headers_timeout: Some(S),
             response_timeout: Some(2 * S),
             idle_timeout: Some(S / 2),
@@ -438,16 +441,16 @@ mod tests {
             (expired, start.elapsed())
         };
         assert_eq!(ended(timeouts).await, (TimeoutKind::ResponseHeaders(S), S));
-        let deadline = Some((Instant::now() + 3 * S, 3 * S));
+        let request_deadline = Some((Instant::now() + 3 * S, 3 * S));
         let without_head_timeout = RequestTimeouts {
             response_headers_timeout: None,
-            deadline,
+            request_deadline,
             ..timeouts
         };
         assert_eq!(ended(without_head_timeout).await, (TimeoutKind::Response(2 * S), 2 * S));
-        let deadline = Some((Instant::now() + S, 3 * S));
+        let request_deadline = Some((Instant::now() + S, 3 * S));
         let expired = RequestTimeouts {
-            deadline,
+            request_deadline,
             ..without_head_timeout
         };
         assert_eq!(ended(expired).await, (TimeoutKind::Request(3 * S), S));
@@ -474,9 +477,9 @@ mod tests {
         limits.limit_response(Response::new(body)).into_body()
     }
 
-    async fn late(body: &mut Body, unsent: usize) -> Option<TimeoutKind> {
+    async fn expired(body: &mut Body, unsent: usize) -> Option<TimeoutKind> {
         match poll_fn(|cx| Poll::Ready(body.poll_deadline(unsent, cx))).await {
-            Poll::Ready(Error::Timeout(late)) => Some(late),
+            Poll::Ready(Error::Timeout(kind)) => Some(kind),
             Poll::Ready(other) => panic!("{other:?}"),
             Poll::Pending => None,
         }
@@ -506,10 +509,10 @@ mod tests {
         let mut body = response(timeouts, unfinished());
         for unsent in [3, 2, 1] {
             advance(S * 3 / 4).await;
-            assert_eq!(late(&mut body, unsent).await, None);
+            assert_eq!(expired(&mut body, unsent).await, None);
         }
         advance(S).await;
-        assert_eq!(late(&mut body, 1).await, Some(TimeoutKind::Idle(S)));
+        assert_eq!(expired(&mut body, 1).await, Some(TimeoutKind::Idle(S)));
     }
 
     #[tokio::test(start_paused = true)]
@@ -522,21 +525,21 @@ mod tests {
         let mut polled_late = response(timeouts, whole());
         let read_late = response(timeouts, whole());
         advance(2 * S).await;
-        assert_eq!(late(&mut polled_late, 1).await, None);
+        assert_eq!(expired(&mut polled_late, 1).await, None);
         for body in [polled_late, read_late] {
             assert_eq!(body.collect().await.unwrap().to_bytes(), "onetwo");
         }
         let mut incomplete = response(timeouts, unfinished());
         advance(2 * S).await;
-        assert_eq!(late(&mut incomplete, 1).await, Some(TimeoutKind::Response(S)));
+        assert_eq!(expired(&mut incomplete, 1).await, Some(TimeoutKind::Response(S)));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_timed_out_request_is_not_sent_further() {
         let mut req = Request::new(Body::full("hello"));
-        let deadline = Some((Instant::now() + S, S));
+        let request_deadline = Some((Instant::now() + S, S));
         let timeouts = RequestTimeouts {
-            deadline,
+            request_deadline,
             ..RequestTimeouts::default()
         };
         assert_eq!(

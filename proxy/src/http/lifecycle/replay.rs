@@ -41,7 +41,7 @@ struct ReplayState {
     frames: VecDeque<Bytes>,
     len: usize,
     max_bytes: usize,
-    /// The body exceeds `max_bytes`, or its trailers have passed, or it failed: it cannot be sent again.
+    /// The body exceeds `max_bytes`, or its trailers were sent, or it failed: it cannot be sent again.
     is_incomplete: bool,
     /// The task that sends the body.
     sender_waker: Option<Waker>,

@@ -44,12 +44,12 @@ impl RequestTiming {
         }
     }
 
-    pub(crate) fn started(&self) -> Instant {
+    pub(crate) fn started_at(&self) -> Instant {
         self.started
     }
 
     /// When the body ended; the start if it has not ended, or if there is no body.
-    pub(crate) fn ended(&self) -> Instant {
+    pub(crate) fn body_ended_at(&self) -> Instant {
         let ended = self.ended.as_ref().and_then(|ended| ended.get().copied());
         ended.unwrap_or(self.started)
     }

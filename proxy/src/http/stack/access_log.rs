@@ -119,8 +119,8 @@ impl AccessLog {
 }
 
 impl AccessLogEntry {
-    pub(crate) fn add_processing_time(&mut self, since: Instant) {
-        self.processing_time += since.elapsed();
+    pub(crate) fn add_processing_time(&mut self, started_at: Instant) {
+        self.processing_time += started_at.elapsed();
     }
 
     /// Queues the line; `rsp` is `None` if the request got no response.

@@ -76,7 +76,7 @@ pub(crate) fn error_response(
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(GRPC_STATUS, HeaderValue::from(status.grpc_code));
         if detail == ErrorDetail::Include || matches!(error, Error::InjectedGrpc { .. }) {
-            headers.insert(GRPC_MESSAGE, header_text(&error.to_string()));
+            headers.insert(GRPC_MESSAGE, grpc_message(&error.to_string()));
         }
         *rsp.status_mut() = StatusCode::OK;
     } else {
@@ -103,7 +103,7 @@ pub(crate) fn grpc_error_trailers(error: &Error, detail: ErrorDetail) -> HeaderM
     let mut trailers = HeaderMap::with_capacity(2);
     trailers.insert(GRPC_STATUS, HeaderValue::from(error.status().grpc_code));
     if detail == ErrorDetail::Include {
-        trailers.insert(GRPC_MESSAGE, header_text(&error.to_string()));
+        trailers.insert(GRPC_MESSAGE, grpc_message(&error.to_string()));
     }
     trailers
 }
@@ -141,9 +141,32 @@ fn header_text(message: &str) -> HeaderValue {
     HeaderValue::from_str(&printable).unwrap_or(HeaderValue::from_static("error"))
 }
 
+/// The value of `grpc-message`: percent-encoded, as clients decode it (gRPC over HTTP/2, "Responses").
+fn grpc_message(message: &str) -> HeaderValue {
+    let mut encoded = String::with_capacity(message.len());
+    for byte in message.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(char::from(byte)),
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    HeaderValue::from_str(&encoded).unwrap_or(HeaderValue::from_static("error"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_grpc_message_is_percent_encoded() {
+        for (message, encoded) in [
+            ("no endpoints", "no endpoints"),
+            ("50% of a\nline", "50%25 of a%0Aline"),
+            ("Zähler", "Z%C3%A4hler"),
+        ] {
+            assert_eq!(grpc_message(message), encoded);
+        }
+    }
 
     fn responder() -> ResponderInfo {
         ResponderInfo {

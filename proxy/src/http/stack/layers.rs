@@ -43,7 +43,7 @@ impl ServiceStack {
         &self,
         serve: H,
         detail: ErrorDetail,
-        responder: ResponderInfo,
+        info: ResponderInfo,
         closer: ConnectionCloser,
     ) -> ErrorToResponse<CountService<AdmissionService<ServiceFn<H>>>>
     where
@@ -51,7 +51,7 @@ impl ServiceStack {
         F: Future<Output = Result<Response<Body>, Error>>,
     {
         ServiceBuilder::new()
-            .layer(ErrorToResponseLayer::new(detail, responder, closer, self))
+            .layer(ErrorToResponseLayer::new(detail, info, closer, self))
             .layer(self.count_layer.clone())
             .layer(AdmissionLayer(self.admission.clone()))
             .service_fn(serve)
@@ -246,8 +246,8 @@ impl ErrorMetrics {
         }
     }
 
-    fn record(&self, error: &Error, responder: &ResponderInfo) {
-        let labels = match &responder.error_labeler {
+    fn record(&self, error: &Error, info: &ResponderInfo) {
+        let labels = match &info.error_labeler {
             Some(labeler) => labeler.labels(error),
             None => Some(Labels::clone(&self.labels)),
         };
@@ -264,7 +264,7 @@ struct ErrorToResponseLayer(Arc<ErrorResponder>);
 
 struct ErrorResponder {
     error_detail: ErrorDetail,
-    responder: Arc<ResponderInfo>,
+    info: Arc<ResponderInfo>,
     closer: ConnectionCloser,
     errors: ErrorMetrics,
     totals: Arc<RequestTotals>,
@@ -273,10 +273,10 @@ struct ErrorResponder {
 
 impl ErrorToResponseLayer {
     /// `closer` closes the connection if an error requires it.
-    fn new(detail: ErrorDetail, responder: ResponderInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
+    fn new(detail: ErrorDetail, info: ResponderInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
         Self(Arc::new(ErrorResponder {
             error_detail: detail,
-            responder: Arc::new(responder),
+            info: Arc::new(info),
             closer,
             errors: stack.error_metrics.clone(),
             totals: stack.count_layer.0.clone(),
@@ -329,7 +329,7 @@ where
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let (format, version) = (ErrorFormat::of_request(&req), req.version());
         let log = self.responder.access_log.as_ref();
-        let entry = log.map(|log| log.entry(&req, &self.responder.responder));
+        let entry = log.map(|log| log.entry(&req, &self.responder.info));
         ErrorToResponseFuture {
             inner: self.inner.call(req),
             format,
@@ -353,7 +353,9 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ErrorToRespon
         if let Some(entry) = entry {
             entry.add_processing_time(started_at);
         }
-        if let (Poll::Ready(rsp), Some(entry)) = (&polled, entry.take_if(|_| polled.is_ready())) {
+        if let Poll::Ready(rsp) = &polled
+            && let Some(entry) = entry.take()
+        {
             entry.finish(rsp.as_ref().ok());
         }
         polled
@@ -389,12 +391,13 @@ impl<S> ErrorToResponse<S> {
         self.responder.error_detail
     }
 
-    /// Counts a request that is refused without a response.
-    pub(crate) fn record_error(&self, error: &Error) {
+    /// Counts a request that is refused without a response, and its error.
+    pub(crate) fn record_refused(&self, error: &Error) {
         self.responder.record(error);
+        self.responder.totals.requests.inc();
     }
 
-    /// Counts a request that could not be read and returns the response to it.
+    /// Counts a request that could not be read, and its error. Returns the response to it.
     pub(crate) fn error_response(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
         self.responder.record(error);
         self.responder.totals.requests.inc();
@@ -404,13 +407,13 @@ impl<S> ErrorToResponse<S> {
 
 impl ErrorResponder {
     fn respond(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
-        let rsp = error_response::error_response(error, format, self.error_detail, &self.responder);
+        let rsp = error_response::error_response(error, format, self.error_detail, &self.info);
         self.totals.record_response(rsp.status());
         rsp
     }
 
     fn record(&self, error: &Error) {
-        self.errors.record(error, &self.responder);
+        self.errors.record(error, &self.info);
         tracing::debug!(error = %ErrorChain(error), cause = error.cause(), side = ?error.side(), "request failed");
     }
 }
@@ -423,5 +426,44 @@ fn is_stream_error(error: &Error) -> bool {
         Error::H2(error) => error.is_reset(),
         Error::ReadRequestBody(source) => source.downcast_ref().is_some_and(h2::Error::is_reset),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::{
+        addr::Addr,
+        connections::{ConnectionLimiter, SameAddressEviction},
+    };
+
+    use super::*;
+    use crate::net::memory::MemoryPressure;
+
+    #[test]
+    fn a_request_that_is_refused_without_a_response_is_counted() {
+        let registry = Registry::new();
+        let failures = Failures::new(&registry, "inbound");
+        let connections = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &registry);
+        let stack = ServiceStack {
+            admission: Admission::new(1, connections, MemoryPressure::default(), failures.clone()),
+            count_layer: CountLayer::new(&registry, "inbound"),
+            error_metrics: ErrorMetrics::new(
+                registry.counter("inbound_http_errors_total", ""),
+                failures,
+                Labels::new(),
+            ),
+            access_log: None,
+        };
+        let info = ResponderInfo {
+            direction: "inbound",
+            proxy_identity: "web.shop".into(),
+            target: Addr::Socket(([10, 0, 0, 1], 80).into()),
+            client_addr: ([10, 0, 0, 2], 4321).into(),
+            client_id: None,
+            error_labeler: None,
+        };
+        let layer = ErrorToResponseLayer::new(ErrorDetail::Omit, info, ConnectionCloser::default(), &stack);
+        layer.layer(()).record_refused(&Error::HeaderListsTooLarge { limit: 1 });
+        assert_eq!(stack.count_layer.0.requests.get(), 1);
     }
 }

@@ -38,7 +38,7 @@ pub(crate) fn request_to_http2(req: &mut Request<Body>) -> Result<(), Error> {
     let headers = req.headers_mut();
     headers.insert(L5D_ORIG_PROTO, HeaderValue::from_static(orig_proto));
     headers.remove(header::HOST);
-    strip_for_http2(headers);
+    remove_transfer_encoding(headers);
     *req.version_mut() = Version::HTTP_2;
     Ok(())
 }
@@ -195,13 +195,14 @@ pub(crate) fn response_to_http2(rsp: &mut Response<Body>, restored: &RestoredReq
     };
     rsp.headers_mut()
         .insert(L5D_ORIG_PROTO, HeaderValue::from_static(orig_proto));
-    strip_for_http2(rsp.headers_mut());
+    remove_transfer_encoding(rsp.headers_mut());
     *rsp.version_mut() = Version::HTTP_2;
     Ok(())
 }
 
-/// Removes `transfer-encoding`, which HTTP/2 does not allow.
-pub(crate) fn strip_for_http2(headers: &mut HeaderMap) {
+/// Removes `transfer-encoding`, which HTTP/2 does not allow. The other headers that it does not allow (RFC 9113, section 8.2.2)
+/// are hop-by-hop headers, which are removed before.
+pub(crate) fn remove_transfer_encoding(headers: &mut HeaderMap) {
     if headers::get(headers, &header::TRANSFER_ENCODING).is_some() {
         headers.remove(header::TRANSFER_ENCODING);
     }

@@ -117,7 +117,7 @@ mod tests {
         net::{TcpListener, TcpStream},
     };
     use tulle_core::{
-        connections::{ConnectionLimiter, SelfEviction},
+        connections::{ConnectionLimiter, SameAddressEviction},
         metrics::Registry,
     };
 
@@ -132,7 +132,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_tunnel_keeps_its_permit_until_eviction() {
-        let limiter = ConnectionLimiter::new("test", 1, SelfEviction::Idlest, &Registry::new());
+        let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
         let ip = |last| IpAddr::from(Ipv4Addr::new(10, 0, 0, last));
         let ((mut client, accepted), (upstream, mut application)) = (pair().await, pair().await);
         let accepted = Tcp::new(accepted).with_permit(limiter.admit(ip(1)));

@@ -8,7 +8,7 @@ use tulle_core::{drain, info_limited};
 
 use crate::{
     inbound::{
-        connection::{opaque::OpaqueForwarder, started_connection::PortClient},
+        connection::{classified_connection::PortClient, opaque::OpaqueForwarder},
         connection_addrs::ConnectionAddrs,
         context::Inbound,
         policy::{ActivePolicy, PortPolicy},
@@ -31,15 +31,15 @@ impl Connection {
     /// Returns the policy of the target port. Waits up to `MAX_POLICY_WAIT` for a policy that is not known yet.
     pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
         let ports = &self.inbound.port_policies;
-        let port = ports.get_or_watch(addrs.target.port());
-        if !port.is_received() {
-            Box::pin(ports.wait_until_received(&port)).await;
+        let port_policy = ports.get_or_watch(addrs.target.port());
+        if !port_policy.is_received() {
+            Box::pin(ports.wait_until_received(&port_policy)).await;
         }
-        let active_policy = port.current();
+        let active_policy = port_policy.current();
         if active_policy.is_placeholder {
             ports.warn_unknown_policy(addrs.target.port());
         }
-        (port, active_policy)
+        (port_policy, active_policy)
     }
 
     pub(super) fn with_client_metrics(&self, tcp: Tcp, client: &PortClient, active_policy: &ActivePolicy) -> Io {
@@ -56,20 +56,8 @@ impl Connection {
         }
     }
 
-    /// Records a connection that is not HTTP on a port whose policy requires HTTP. The caller resets it.
-    pub(super) fn record_not_http(&self, client: &PortClient, active_policy: &ActivePolicy) {
-        if self
-            .opaque_forwarder(client)
-            .authorize_and_record(active_policy)
-            .is_some()
-        {
-            self.inbound.families.record_not_http(client.addrs.target);
-            tracing::debug!(client = %client.addrs.client.0, target = %client.addrs.target, "connection refused: it is not HTTP");
-        }
-    }
-
-    /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if the client negotiates another protocol than
-    /// `alpn`, which announces the transport header of a direct connection; these failures are counted by reason.
+    /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`: that of the
+    /// transport header for direct connections, [`Alpn::Unset`] for others. These failures are counted by reason.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,

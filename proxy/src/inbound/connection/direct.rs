@@ -14,8 +14,8 @@ use crate::{
     http::{client::Protocol, error::Error},
     inbound::{
         connection::{
+            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
             context::Connection,
-            started_connection::{PortClient, StartedConnection, StartedHttp, StartedOpaque},
         },
         connection_addrs::ConnectionAddrs,
         gateway,
@@ -36,13 +36,14 @@ use crate::{
 };
 
 impl Connection {
-    /// Starts a connection to the proxy's own port. It must have mTLS and a transport header.
-    pub(super) async fn start_direct(
+    /// Finds the protocol of a connection to the proxy's own port. It must have mTLS and a transport header. An opaque connection
+    /// through the gateway is connected to its target too.
+    pub(super) async fn classify_direct(
         &self,
         stream: Tcp,
         client: ClientAddr,
         local: SocketAddr,
-    ) -> Option<StartedConnection> {
+    ) -> Option<ClassifiedConnection> {
         let addrs = ConnectionAddrs { client, target: local };
         let deadline = Instant::now() + self.inbound.detect_timeout;
         let (io, tls) = self
@@ -64,36 +65,36 @@ impl Connection {
             tls,
             port_policy,
         };
-        let protocol = match header.protocol {
-            // The client's proxy treats the connection as opaque. The policy of the port decides.
-            None if active_policy.requires_http && header.name.is_none() => {
-                return self.start_terminated(io, client, active_policy).await;
+        // Without a protocol in the header, the client's proxy treats the connection as opaque.
+        let protocol = match (header.protocol, &header.name) {
+            (Some(SessionProtocol::Http1), _) => Protocol::Http1,
+            (Some(SessionProtocol::Http2), _) => Protocol::Http2,
+            // For this workload, on a port whose policy requires HTTP: the connection may be HTTP nevertheless.
+            (None, None) if active_policy.requires_http => {
+                return self.classify_after_tls(io, client, active_policy).await;
             }
-            None if active_policy.requires_http => {
-                self.record_not_http(&client, &active_policy);
+            (None, None) => return Some(ClassifiedConnection::opaque(io, client)),
+            // For a gateway whose policy requires HTTP.
+            (None, Some(_)) if active_policy.requires_http => {
+                self.opaque_forwarder(&client).record_denied_or_not_http(&active_policy);
                 io.reset_on_drop();
                 return None;
             }
-            None => {
-                let mut app_io = None;
-                if let Some(name) = &header.name {
-                    app_io = self.connect_gateway(name, &client, &active_policy).await;
-                    if app_io.is_none() {
-                        io.reset_on_drop();
-                        return None;
-                    }
+            (None, Some(name)) => {
+                let upstream_io = self.connect_gateway(name, &client, &active_policy).await;
+                if upstream_io.is_none() {
+                    io.reset_on_drop();
+                    return None;
                 }
-                return Some(StartedConnection::Opaque(StartedOpaque {
+                return Some(ClassifiedConnection::Opaque(ClassifiedOpaque {
                     io,
-                    app_io,
+                    upstream_io,
                     client_prefix: Bytes::new(),
                     client,
                 }));
             }
-            Some(SessionProtocol::Http1) => Protocol::Http1,
-            Some(SessionProtocol::Http2) => Protocol::Http2,
         };
-        Some(StartedConnection::Http(StartedHttp {
+        Some(ClassifiedConnection::Http(ClassifiedHttp {
             io,
             protocol,
             client,
@@ -130,9 +131,9 @@ impl Connection {
                 return None;
             }
         };
-        let label_names = &self.inbound.label_server_names;
-        let is_label = |name: &&NameAddr| label_names.get(&name.name, HostSource::Trusted, |_| ()).is_some();
-        let label = header.name.as_ref().filter(is_label);
+        let label_names = &self.inbound.server_name_labels;
+        let label = header.name.as_ref();
+        let label = label.filter(|name| label_names.admit(&name.name, HostSource::Trusted));
         record_transport_header(families, &header, label, tls);
         Some((io, header))
     }

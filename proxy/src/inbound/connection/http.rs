@@ -15,8 +15,8 @@ use crate::{
     },
     inbound::{
         connection::{
+            classified_connection::{ClassifiedHttp, PortClient},
             context::Connection,
-            started_connection::{PortClient, StartedHttp},
         },
         gateway::GatewayConnection,
         request::context::{HttpConnection, Upstream},
@@ -25,13 +25,13 @@ use crate::{
 };
 
 impl Connection {
-    pub(super) fn serve_http(&self, started: StartedHttp) -> impl Future<Output = ()> {
-        let StartedHttp {
+    pub(super) fn serve_http(&self, http: ClassifiedHttp) -> impl Future<Output = ()> {
+        let ClassifiedHttp {
             io,
             protocol,
             client,
             gateway_name,
-        } = started;
+        } = http;
         let is_authorized = client.is_authorized();
         let PortClient {
             addrs,
@@ -72,7 +72,7 @@ impl Connection {
             tls,
             port_policy,
             client_id: client_id.clone(),
-            metrics_cache: Mutex::default(),
+            authorized_routes: Mutex::default(),
             cached_authority: Mutex::default(),
             unauthorized_closer: (!is_authorized).then(|| closer.clone()),
             drain: self.drain.clone(),
@@ -85,7 +85,7 @@ impl Connection {
             client_id,
             error_labeler: Some(connection.clone()),
         };
-        let denied = connection.clone().apply_policy_changes();
+        let stop_when_denied = connection.clone().wait_until_denied();
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
@@ -98,7 +98,7 @@ impl Connection {
             drain: &self.drain,
         };
         let serving = server::serve(io, protocol, service, config, signals);
-        run_until::run_until(denied, serving).map(move |served| {
+        run_until::run_until(stop_when_denied, serving).map(move |served| {
             if let Some(Err(error)) = served {
                 tracing::debug!(client = %addrs.client.0, %error, "HTTP connection ended");
             }

@@ -1,12 +1,12 @@
 //! Accepts one connection (I1–I6): policy, TLS, protocol detection. Then HTTP is served request by request, and other bytes are
 //! forwarded.
 
+mod classified_connection;
 mod context;
 mod direct;
 mod http;
 mod opaque;
 mod redirected;
-mod started_connection;
 mod tls_detection;
 
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use tulle_core::{
 };
 
 use self::{
+    classified_connection::{ClassifiedConnection, ClassifiedOpaque},
     context::Connection,
-    started_connection::{StartedConnection, StartedOpaque},
 };
 use crate::{
     inbound::{connection_addrs::ConnectionAddrs, context::Inbound},
@@ -60,17 +60,17 @@ impl Inbound {
             worker,
             drain,
         };
-        let started = if target.port() == connection.inbound.own_port {
-            Box::pin(connection.start_direct(stream, client, target)).await
+        let classified = if target.port() == connection.inbound.own_port {
+            Box::pin(connection.classify_direct(stream, client, target)).await
         } else {
             connection
-                .start_redirected(stream, ConnectionAddrs { client, target })
+                .classify_redirected(stream, ConnectionAddrs { client, target })
                 .await
         };
         // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
-        let serving = match started? {
-            StartedConnection::Http(started) => connection.serve_http(started),
-            StartedConnection::Opaque(started) => return Some(Box::pin(connection.serve_opaque(started))),
+        let serving = match classified? {
+            ClassifiedConnection::Http(http) => connection.serve_http(http),
+            ClassifiedConnection::Opaque(opaque) => return Some(Box::pin(connection.serve_opaque(opaque))),
         };
         serving.await;
         None
@@ -78,13 +78,15 @@ impl Inbound {
 }
 
 impl Connection {
-    async fn serve_opaque(self, started: StartedOpaque) {
-        let StartedOpaque {
+    async fn serve_opaque(self, opaque: ClassifiedOpaque) {
+        let ClassifiedOpaque {
             io,
-            app_io,
+            upstream_io,
             client_prefix,
             client,
-        } = started;
-        self.opaque_forwarder(&client).forward(io, app_io, client_prefix).await;
+        } = opaque;
+        self.opaque_forwarder(&client)
+            .forward(io, upstream_io, client_prefix)
+            .await;
     }
 }

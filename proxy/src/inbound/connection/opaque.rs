@@ -9,7 +9,7 @@ use crate::{
     http::error::Error,
     inbound::{
         app_clients::AppTarget,
-        connection::started_connection::PortClient,
+        connection::classified_connection::PortClient,
         context::Inbound,
         metrics::{connection_labels, with_meta},
         policy::ActivePolicy,
@@ -72,6 +72,16 @@ impl OpaqueForwarder<'_> {
         }
     }
 
+    /// Records why a connection that is not HTTP is refused on a port whose policy requires HTTP: the client is not authorized, or
+    /// otherwise, it is not HTTP. The caller resets the connection.
+    pub(super) fn record_denied_or_not_http(&self, active_policy: &ActivePolicy) {
+        if self.authorize_and_record(active_policy).is_some() {
+            let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
+            self.inbound.families.record_not_http(target);
+            tracing::debug!(%client, %target, "connection refused: it is not HTTP");
+        }
+    }
+
     async fn dial_app(&self, allow_labels: &Labels) -> Option<Io> {
         let AppTarget {
             addr: target,
@@ -90,31 +100,33 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Copies between `client` and the application until both directions have ended or a changed policy denies the client.
-    ///
-    /// `app` is the connection to the application, if detection opened one. `client_prefix` are bytes already read from the
+    /// Copies between `client` and the application, or the gateway, until both directions have ended or a changed policy denies the
     /// client.
-    pub(in crate::inbound) async fn forward(&self, mut client: Io, app: Option<Io>, client_prefix: Bytes) {
+    ///
+    /// `upstream` is the connection to the application, or through the gateway, if it is open already. `client_prefix` are bytes
+    /// already read from the client.
+    pub(in crate::inbound) async fn forward(&self, mut client: Io, upstream: Option<Io>, client_prefix: Bytes) {
         // The policy may have changed during protocol detection.
         let mut current = self.client.port_policy.current();
         if current.requires_http {
             client.reset_on_drop();
-            return self.inbound.families.record_not_http(self.client.addrs.target);
+            return self.record_denied_or_not_http(&current);
         }
         let Some(allow_labels) = self.authorize_and_record(&current) else {
             return client.reset_on_drop(); // the client sees a refused connection
         };
-        let app = match app {
-            Some(app) => Some(app),
+        let upstream = match upstream {
+            Some(upstream) => Some(upstream),
             None => self.dial_app(&allow_labels).await,
         };
-        let Some(mut app) = app else {
+        let Some(mut upstream) = upstream else {
             return client.reset_on_drop();
         };
-        if !client_prefix.is_empty() && app.write_all(&client_prefix).await.is_err() {
+        if !client_prefix.is_empty() && upstream.write_all(&client_prefix).await.is_err() {
             return client.reset_on_drop();
         }
-        let copy_future = copy::copy_bidirectional(&mut client, &mut app);
+        // Resets both connections if it is dropped before its end.
+        let copy_future = copy::copy_bidirectional(&mut client, &mut upstream);
         tokio::pin!(copy_future);
         loop {
             tokio::select! {
@@ -126,13 +138,13 @@ impl OpaqueForwarder<'_> {
                 }
                 changed = self.client.port_policy.wait_changed(&current) => {
                     current = changed;
-                    if current.requires_http {
-                        tracing::info!(client = %self.client.addrs.client.0, "connection closed: the changed policy requires HTTP");
-                        return self.inbound.families.record_not_http(self.client.addrs.target);
-                    }
                     if let Err((labels, denied)) = self.authorize(&current) {
                         tracing::info!(client = %self.client.addrs.client.0, %denied, "connection closed by a policy change");
                         return self.inbound.families.record_tcp_terminated(&labels, denied);
+                    }
+                    if current.requires_http {
+                        tracing::info!(client = %self.client.addrs.client.0, "connection closed: the changed policy requires HTTP");
+                        return self.inbound.families.record_not_http(self.client.addrs.target);
                     }
                 }
             }

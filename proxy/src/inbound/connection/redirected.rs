@@ -10,8 +10,8 @@ use crate::{
     http::client::Protocol,
     inbound::{
         connection::{
+            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
             context::Connection,
-            started_connection::{PortClient, StartedConnection, StartedHttp, StartedOpaque},
             tls_detection::{TLS_DETECTION_TIMEOUT_ERROR, TlsDetection, is_not_client_hello},
         },
         connection_addrs::ConnectionAddrs,
@@ -32,8 +32,12 @@ use crate::{
 };
 
 impl Connection {
-    /// Starts a redirected connection under the policy of the dialled port.
-    pub(super) async fn start_redirected(&self, stream: Tcp, addrs: ConnectionAddrs) -> Option<StartedConnection> {
+    /// Finds the protocol of a redirected connection, under the policy of the dialled port.
+    pub(super) async fn classify_redirected(
+        &self,
+        stream: Tcp,
+        addrs: ConnectionAddrs,
+    ) -> Option<ClassifiedConnection> {
         let (port_policy, active_policy) = self.wait_port_policy(&addrs).await;
         let client = |tls| PortClient {
             addrs,
@@ -43,7 +47,7 @@ impl Connection {
         if active_policy.server_policy.protocol == ServerProtocol::Opaque {
             let client = client(ServerTls::Plain(NoServerTls::PortSkipped));
             let io = self.with_client_metrics(stream, &client, &active_policy);
-            return Some(StartedConnection::opaque(io, client));
+            return Some(ClassifiedConnection::opaque(io, client));
         }
         let plaintext_client = client(ServerTls::Plain(NoServerTls::NoTlsFromRemote));
         let began_at = Instant::now();
@@ -58,19 +62,19 @@ impl Connection {
             TlsDetection::Terminate(prefix) => {
                 let (io, tls) = self.terminate_tls(stream, prefix, &addrs, Alpn::Unset).await?;
                 let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
-                self.start_terminated(io, client(tls), active_policy).await
+                self.classify_after_tls(io, client(tls), active_policy).await
             }
             TlsDetection::PassThrough { prefix, sni } => {
-                let is_label = self.inbound.label_server_names.get(&sni, HostSource::Untrusted, |_| ());
-                let sni = is_label.map_or_else(String::new, |()| sni);
+                let is_label = self.inbound.server_name_labels.admit(&sni, HostSource::Untrusted);
+                let sni = if is_label { sni } else { String::new() };
                 let client = client(ServerTls::PassedThrough { sni });
                 if active_policy.requires_http {
-                    self.record_not_http(&client, &active_policy);
+                    self.opaque_forwarder(&client).record_denied_or_not_http(&active_policy);
                     stream.reset_on_drop();
                     return None;
                 }
                 let io = self.with_client_metrics(stream.prepend(prefix), &client, &active_policy);
-                Some(StartedConnection::opaque(io, client))
+                Some(ClassifiedConnection::opaque(io, client))
             }
             TlsDetection::NotTerminated(first)
                 if active_policy.server_policy.protocol == ServerProtocol::Tls && is_not_client_hello(&first) =>
@@ -80,31 +84,31 @@ impl Connection {
                 None
             }
             TlsDetection::NotTerminated(first) => {
-                let counts = self
+                let metrics = self
                     .inbound
                     .client_connection_metrics(&addrs, &plaintext_client.tls, &active_policy);
-                counts.read(first.n_read() as u64);
-                let io = Io::tcp(stream).count(counts);
+                metrics.read(first.n_read() as u64); // counts the bytes that detection has read
+                let io = Io::tcp(stream).count(metrics);
                 self.record_detection(Some(&first), &addrs, &active_policy, began_at);
-                self.start_detected(io, first, plaintext_client, active_policy)
+                self.classify_by_first_bytes(io, first, plaintext_client, active_policy)
             }
         }
     }
 
-    /// Starts a connection whose TLS was terminated. Detects the protocol unless the policy sets it.
-    pub(super) async fn start_terminated(
+    /// Finds the protocol of a connection whose TLS was terminated: the policy sets it, or it is detected.
+    pub(super) async fn classify_after_tls(
         &self,
         mut io: Io,
         client: PortClient,
         active_policy: Arc<ActivePolicy>,
-    ) -> Option<StartedConnection> {
+    ) -> Option<ClassifiedConnection> {
         let protocol = match &active_policy.server_policy.protocol {
             ServerProtocol::Detect { timeout, .. } => {
                 let began_at = Instant::now();
                 let first = self.detect_protocol(&mut io, &client, &active_policy, *timeout).await;
                 self.record_detection(first.as_ref().ok(), &client.addrs, &active_policy, began_at);
                 return match first {
-                    Ok(first) => self.start_detected(io, first, client, active_policy),
+                    Ok(first) => self.classify_by_first_bytes(io, first, client, active_policy),
                     Err(_) => {
                         let families = &self.inbound.families;
                         // Mostly the client: the application was dialled only if the client was silent.
@@ -126,9 +130,9 @@ impl Connection {
                 }
             }
             ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
-            ServerProtocol::Opaque | ServerProtocol::Tls => return Some(StartedConnection::opaque(io, client)),
+            ServerProtocol::Opaque | ServerProtocol::Tls => return Some(ClassifiedConnection::opaque(io, client)),
         };
-        Some(StartedConnection::Http(StartedHttp {
+        Some(ClassifiedConnection::Http(ClassifiedHttp {
             io,
             protocol,
             client,
@@ -136,39 +140,42 @@ impl Connection {
         }))
     }
 
-    /// Chooses HTTP or opaque by the detected protocol and the policy.
-    fn start_detected(
+    /// Finds the protocol of a connection by its first bytes and the policy.
+    fn classify_by_first_bytes(
         &self,
         io: Io,
         first: FirstBytes,
         client: PortClient,
         active_policy: Arc<ActivePolicy>,
-    ) -> Option<StartedConnection> {
+    ) -> Option<ClassifiedConnection> {
         let (client_prefix, detected, app_io) = match first {
             FirstBytes::Closed => return None,
-            FirstBytes::Server { server, client } => (client, DetectedProtocol::NotHttp, Some(server)),
-            FirstBytes::Client(prefix, detected, app_io) => (prefix, detected, app_io),
+            FirstBytes::Server {
+                server: app_io,
+                client: client_bytes,
+            } => (client_bytes, DetectedProtocol::NotHttp, Some(app_io)),
+            FirstBytes::Client(client_bytes, detected, app_io) => (client_bytes, detected, app_io),
         };
         let protocol = match (&active_policy.server_policy.protocol, detected) {
             (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => Protocol::Http1,
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
             | (ServerProtocol::Detect { .. }, DetectedProtocol::Http2) => Protocol::Http2,
             _ if active_policy.requires_http => {
-                self.record_not_http(&client, &active_policy);
+                self.opaque_forwarder(&client).record_denied_or_not_http(&active_policy);
                 io.reset_on_drop();
                 return None;
             }
             _ => {
-                return Some(StartedConnection::Opaque(StartedOpaque {
+                return Some(ClassifiedConnection::Opaque(ClassifiedOpaque {
                     io,
-                    app_io,
+                    upstream_io: app_io,
                     client_prefix,
                     client,
                 }));
             }
         };
-        drop(app_io); // needed only if the server had sent first
-        Some(StartedConnection::Http(StartedHttp {
+        drop(app_io); // HTTP requests use the connections of the pool
+        Some(ClassifiedConnection::Http(ClassifiedHttp {
             io: io.prepend(client_prefix),
             protocol,
             client,

@@ -7,7 +7,7 @@ use tokio::{io::AsyncRead, time::Instant};
 
 use crate::{
     inbound::{
-        connection::{context::Connection, started_connection::PortClient},
+        connection::{classified_connection::PortClient, context::Connection},
         policy::ActivePolicy,
     },
     net::{
@@ -25,13 +25,13 @@ use crate::{
 /// Value of the metric label `error` if TLS detection times out.
 pub(super) const TLS_DETECTION_TIMEOUT_ERROR: &str = "tls detection timeout";
 
-/// The first bytes of a connection, before TLS.
+/// What to do about TLS, by the first bytes of a connection.
 pub(super) enum TlsDetection {
     /// TLS for this proxy; the bytes are its start.
     Terminate(Bytes),
     /// TLS for another server name; it is passed through.
     PassThrough { prefix: Bytes, sni: String },
-    /// Plaintext, or TLS without a server name. The bytes are not decrypted; this is how the connection began.
+    /// Plaintext, or TLS without a server name: the connection continues with these bytes as they are.
     NotTerminated(FirstBytes),
 }
 
@@ -44,20 +44,24 @@ pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
 }
 
 impl Connection {
-    /// Detects TLS. If the policy asks for detection and the client is silent, the server is dialled too, because it may speak
-    /// first. A policy with rules for HTTP requests excludes this: HTTP clients speak first.
+    /// Reads the first bytes, and decides by them what to do about TLS.
+    ///
+    /// If the policy asks for detection of the protocol, that reads the first bytes ([`Self::detect_protocol`]), and the parser of
+    /// TLS then gets the same bytes. Otherwise they are read until the timeout.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,
         client: &PortClient,
         active_policy: &ActivePolicy,
     ) -> Result<(Tcp, TlsDetection), &'static str> {
-        let limit = self.inbound.detect_timeout;
-        let deadline = Instant::now() + limit;
+        let tls_deadline = Instant::now() + self.inbound.detect_timeout;
         let mut stream = stream;
         let first = if let ServerProtocol::Detect { timeout, .. } = &active_policy.server_policy.protocol {
-            let limit = (*timeout).min(limit);
-            match self.detect_protocol(&mut stream, client, active_policy, limit).await {
+            let detect_limit = (*timeout).min(self.inbound.detect_timeout);
+            match self
+                .detect_protocol(&mut stream, client, active_policy, detect_limit)
+                .await
+            {
                 Ok(first) => first,
                 Err(_) => {
                     stream.reset_on_drop(); // the client or the application has failed
@@ -66,7 +70,7 @@ impl Connection {
             }
         } else {
             let mut prefix = BytesMut::new();
-            match read_more(&mut stream, &mut prefix, deadline).await? {
+            match read_more(&mut stream, &mut prefix, tls_deadline).await? {
                 0 => FirstBytes::Closed,
                 _ => FirstBytes::Client(prefix.freeze(), DetectedProtocol::Incomplete, None),
             }
@@ -92,7 +96,7 @@ impl Connection {
                 }
                 ParsedHello::ClientHello { sni: None } => break DetectedProtocol::NotHttp,
                 ParsedHello::Incomplete => {
-                    if read_more(&mut stream, &mut prefix, deadline).await? == 0 {
+                    if read_more(&mut stream, &mut prefix, tls_deadline).await? == 0 {
                         break DetectedProtocol::NotHttp; // the client has closed its side
                     }
                 }
@@ -102,7 +106,8 @@ impl Connection {
         Ok((stream, TlsDetection::NotTerminated(first)))
     }
 
-    /// Waits for the first bytes of a port whose protocol is detected.
+    /// Waits for the first bytes of a connection to a port whose protocol is detected. If the client is silent, the application is
+    /// dialled too, because it may send first; not if the policy requires HTTP, because HTTP clients send first.
     pub(super) async fn detect_protocol(
         &self,
         stream: &mut (impl AsyncRead + Unpin),
@@ -110,8 +115,10 @@ impl Connection {
         active_policy: &ActivePolicy,
         limit: Duration,
     ) -> std::io::Result<FirstBytes> {
-        let is_terminated = matches!(client.tls, ServerTls::Terminated { .. });
-        let learned = &client.port_policy.learned_speakers[usize::from(is_terminated)];
+        let learned = match client.tls {
+            ServerTls::Terminated { .. } => &client.port_policy.learned_speaker_inside_tls,
+            _ => &client.port_policy.learned_speaker_without_tls,
+        };
         if active_policy.requires_http {
             return first_bytes::wait_for_client(stream, learned, limit).await;
         }

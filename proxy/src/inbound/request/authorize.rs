@@ -13,8 +13,8 @@ use crate::{
         metrics::{connection_labels, with_meta},
         policy::ActivePolicy,
         request::{
-            context::HttpConnection,
-            observe::{AuthorizedRouteMetrics, RequestMetrics},
+            context::{HttpConnection, Upstream},
+            observe::{AuthorizedRoute, AuthorizedRouteMetrics, RequestMetrics},
         },
     },
     metrics::{hosts::HostSource, http::Series, routes::StatusKind},
@@ -37,12 +37,15 @@ impl HttpConnection {
                 "the changed policy of this port is not HTTP".into(),
             ));
         };
-        let head = RequestAttributes::of(req.method(), req.uri(), req.headers());
-        let found = current.find_route(http, head)?.ok_or_else(|| {
+        let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+        let found = current.find_route(http, attributes)?.ok_or_else(|| {
             if current.is_placeholder {
                 return Error::PolicyUnknown;
             }
-            self.inbound.families.record_route_not_found(&labels());
+            // The requests of a gateway connection are counted as errors instead, because the gateway returns this error too.
+            if matches!(self.upstream, Upstream::App(_)) {
+                self.inbound.families.record_route_not_found(&labels());
+            }
             Error::RouteNotFound
         })?;
         let permitted = authz::authorize(&found.rule.payload, self.addrs.client.0.ip(), self.tls.to_conn_tls());
@@ -67,20 +70,20 @@ impl HttpConnection {
         };
         request_metrics.route_metrics.allowed.inc();
         request_metrics.series().request();
-        let refused = |error: Error| {
+        let record_refusal = |error: Error| {
             request_metrics.series().response(classify::failed_outcome(&error));
             error
         };
         if !found.rule.filters.is_empty() {
-            let (filters, prefix) = (&found.rule.filters, found.prefix);
-            filters::apply_request_filters(filters, req, prefix).map_err(refused)?;
+            filters::apply_request_filters(&found.rule.filters, req, found.matched_prefix_len)
+                .map_err(record_refusal)?;
         }
         if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
             && let Err(which) = limiter.check(self.tls.client_id(), Instant::now())
         {
             self.inbound.families.record_rate_limited(labels(), &limit.meta, which);
             let limit = limit.meta.to_string();
-            return Err(refused(Error::RateLimited { limit }));
+            return Err(record_refusal(Error::RateLimited { limit }));
         }
         Ok(request_metrics)
     }
@@ -92,20 +95,20 @@ impl HttpConnection {
         route: &route::Route<T>,
         authorization: &Authorization,
     ) -> Arc<AuthorizedRouteMetrics> {
-        // `current` owns the route and the authorization, so their addresses identify them while `current` is held.
-        let (route_ptr, authorization_ptr) = (
+        let (route_addr, authorization_addr) = (
             std::ptr::from_ref(route).addr(),
             std::ptr::from_ref(authorization).addr(),
         );
-        let mut cache = self.metrics_cache.lock();
-        let cached = cache.iter().find(|(policy, route, authorization, _)| {
-            Arc::ptr_eq(policy, current) && *route == route_ptr && *authorization == authorization_ptr
+        let mut authorized_routes = self.authorized_routes.lock();
+        let known = authorized_routes.iter().find(|known| {
+            Arc::ptr_eq(&known.policy, current)
+                && known.route_addr == route_addr
+                && known.authorization_addr == authorization_addr
         });
-        if let Some((.., route_metrics)) = cached {
-            return route_metrics.clone();
+        if let Some(known) = known {
+            return known.metrics.clone();
         }
-        cache
-            .retain(|(policy, .., route_metrics)| Arc::ptr_eq(policy, current) || Arc::strong_count(route_metrics) > 1);
+        authorized_routes.retain(|known| Arc::ptr_eq(&known.policy, current) || known.is_in_progress());
         let labels = connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
@@ -122,13 +125,18 @@ impl HttpConnection {
             route: families.route_series(kind, &current.server_policy.meta, self.addrs.target.port(), &route.meta),
             last_host_series: Mutex::default(),
         });
-        cache.push((current.clone(), route_ptr, authorization_ptr, route_metrics.clone()));
+        authorized_routes.push(AuthorizedRoute {
+            policy: current.clone(),
+            route_addr,
+            authorization_addr,
+            metrics: route_metrics.clone(),
+        });
         route_metrics
     }
 
     /// The series of a request's authority, if requests are counted by authority.
     fn host_series(&self, route_metrics: &AuthorizedRouteMetrics, req: &Request<Body>) -> Option<Arc<Series>> {
-        let authorities = self.inbound.label_authorities.as_ref()?;
+        let authorities = self.inbound.authority_labels.as_ref()?;
         let source = match self.client_id {
             Some(_) => HostSource::Trusted,
             None => HostSource::Untrusted,
@@ -145,15 +153,17 @@ impl HttpConnection {
         Some(series)
     }
 
-    /// Applies changes of the policy to this connection: closes it gracefully once its unauthorized client is permitted a request,
-    /// and returns once a request or tunnel in progress is denied.
-    pub(in crate::inbound) async fn apply_policy_changes(self: Arc<Self>) {
+    /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
+    ///
+    /// Meanwhile, closes the connection gracefully as soon as its unauthorized client is permitted a request: the client has the
+    /// limits of unauthorized clients, and reconnects with the normal ones.
+    pub(in crate::inbound) async fn wait_until_denied(self: Arc<Self>) {
         loop {
             let current = self.port_policy.current();
             if let Some(closer) = &self.unauthorized_closer
                 && current
                     .server_policy
-                    .permits_any_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
+                    .permits_some_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
             {
                 closer.notify_one();
             }
@@ -166,23 +176,21 @@ impl HttpConnection {
         }
     }
 
-    /// Returns the reason if `policy` denies a request or tunnel in progress. The route with the same name decides; if the
-    /// policy has no such route, the server's authorizations decide.
+    /// Returns the reason if `policy` denies a request or tunnel in progress. It is permitted if any rule of the route with the
+    /// same name permits it, or, if the policy has no such route, if the authorizations of the server do.
     fn check_in_progress(&self, policy: &ServerPolicy) -> Option<Denied> {
         let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
         let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
         let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
-        let cache = self.metrics_cache.lock();
-        let in_progress = cache.iter().map(|(.., route_metrics)| route_metrics);
-        in_progress
-            .filter(|route_metrics| Arc::strong_count(route_metrics) > 1)
-            .find_map(|route_metrics| {
-                let same_route = routes().filter(|route| route.meta == route_metrics.route_meta);
-                let rules = same_route
-                    .flat_map(|route| &route.rules)
-                    .map(|rule| permit(&rule.payload));
-                let permitted = rules.reduce(Result::or);
-                permitted.unwrap_or_else(|| permit(&policy.authorizations)).err()
-            })
+        let authorized_routes = self.authorized_routes.lock();
+        let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
+        in_progress.find_map(|in_progress| {
+            let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);
+            let by_rule = same_route
+                .flat_map(|route| &route.rules)
+                .map(|rule| permit(&rule.payload));
+            let by_route = by_rule.reduce(Result::or);
+            by_route.unwrap_or_else(|| permit(&policy.authorizations)).err()
+        })
     }
 }

@@ -20,7 +20,7 @@ use crate::{
         metrics::{target_labels, with_server},
         policy::PortPolicy,
         profiles::{ProfileEntry, ProfileLimitReached},
-        request::observe::RouteMetricsCache,
+        request::observe::AuthorizedRoutes,
     },
     tls::status::ServerTls,
 };
@@ -35,7 +35,7 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) upstream: Upstream,
     /// Value of `l5d-client-id` in every request; `None` if the client has no identity.
     pub(in crate::inbound) client_id: Option<HeaderValue>,
-    pub(in crate::inbound) metrics_cache: Mutex<RouteMetricsCache>,
+    pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
     /// Closes the connection of an unauthorized client once a policy permits it a request, so that it reconnects with the
     /// normal limits.

@@ -15,7 +15,7 @@ use tulle_core::names::header as names;
 
 use self::{
     context::{HttpConnection, Upstream},
-    observe::{RequestMetrics, RouteResponseObserver},
+    observe::{RequestMetrics, RouteRequestGuard},
     profile::ProfileNameSource,
 };
 use crate::{
@@ -59,18 +59,22 @@ impl HttpConnection {
     ) -> Result<Response<Body>, Error> {
         let upgrade = req.body_mut().take_client_tunnel();
         self.clean_headers(req, upgrade.is_some());
-        let request_metrics = self.authorize_and_tap(req)?; // I9
-        let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);
+        let request_metrics = self.authorize_or_tap_denial(req)?; // I9
+        let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let profile = wait_profile(self.find_profile(req)).await;
         let profile_request = profile.map(|profile| {
             let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
-            Box::new(profile.record_request(&attributes))
+            Box::new(profile.begin_request(&attributes))
         });
-        let tapped = self.start_tap(req, Some(&observer.metrics.route_metrics), profile_request.as_deref());
+        let tapped = self.start_tap(
+            req,
+            Some(&route_guard.metrics.route_metrics),
+            profile_request.as_deref(),
+        );
         let tracer = self.inbound.tracer.as_ref();
         let server_span = trace::start_server_span(tracer, req);
         let client_span = trace::start_client_span(tracer, req);
-        let route_metrics = &observer.metrics.route_metrics;
+        let route_metrics = &route_guard.metrics.route_metrics;
         let result = self.send_to_app(app, req, upgrade, route_metrics).await; // I10
         trace::finish(client_span, &result);
         trace::finish(server_span, &result);
@@ -83,12 +87,12 @@ impl HttpConnection {
                 };
                 let rsp = match profile_request {
                     Some(profile_request) => {
-                        observer.profile_class = profile_request.classify(rsp.status());
+                        route_guard.profile_class = profile_request.classify(rsp.status());
                         profile_request.observe_response(rsp, started_at)
                     }
                     None => rsp,
                 };
-                Ok(classify::observe(rsp, started_at, observer))
+                Ok(classify::observe(rsp, started_at, route_guard))
             }
             Err(error) => {
                 if let Some(mut profile_request) = profile_request {
@@ -97,7 +101,7 @@ impl HttpConnection {
                 if let Some(tapped) = tapped {
                     tapped.failed(&error);
                 }
-                observer.record_error(&error);
+                route_guard.record_error(&error);
                 Err(error)
             }
         }
@@ -124,8 +128,8 @@ impl HttpConnection {
         }
     }
 
-    /// Authorizes a request. Tap also shows denied requests.
-    fn authorize_and_tap(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
+    /// Authorizes a request. A denied one is shown to tap observers here, a permitted one by [`Self::serve_from_app`].
+    fn authorize_or_tap_denial(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         self.authorize(req).inspect_err(|error| {
             if let Some(tapped) = self.start_tap(req, None, None) {
                 tapped.failed(error);
@@ -144,7 +148,7 @@ impl HttpConnection {
         }
         let restored = http1_over_http2::request_to_http1(req)?;
         if restored.is_some() {
-            headers::check_http1_target(req)?;
+            headers::check_http1_target_and_body(req)?;
         }
         Ok(restored)
     }

@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Records one request in the metrics of its route. If it is dropped without a result, it records that the client disconnected.
-pub(super) struct RouteResponseObserver {
+pub(super) struct RouteRequestGuard {
     pub(super) metrics: RequestMetrics,
     pub(super) timing: RequestTiming,
     /// The response class from the ServiceProfile; it overrides the default classification.
@@ -29,13 +29,9 @@ pub(super) struct RouteResponseObserver {
     pub(super) is_recorded: bool,
 }
 
-impl RouteResponseObserver {
+impl RouteRequestGuard {
     /// Counts a permitted request that arrived at `started_at`.
-    pub(super) fn record_request(
-        request_metrics: RequestMetrics,
-        req: &mut Request<Body>,
-        started_at: Instant,
-    ) -> Self {
+    pub(super) fn begin(request_metrics: RequestMetrics, req: &mut Request<Body>, started_at: Instant) -> Self {
         let route = &request_metrics.route_metrics.route;
         route.record_request();
         let timing = RequestTiming::observe(req, started_at, &route.request_frame_bytes);
@@ -56,7 +52,7 @@ impl RouteResponseObserver {
 }
 
 /// The client has disconnected.
-impl Drop for RouteResponseObserver {
+impl Drop for RouteRequestGuard {
     fn drop(&mut self) {
         if !self.is_recorded {
             self.record_error(&Error::ClientClosed);
@@ -64,7 +60,7 @@ impl Drop for RouteResponseObserver {
     }
 }
 
-impl ResponseObserver for RouteResponseObserver {
+impl ResponseObserver for RouteRequestGuard {
     fn series(&self) -> Option<&Series> {
         Some(self.metrics.series())
     }
@@ -86,13 +82,28 @@ impl ResponseObserver for RouteResponseObserver {
     }
 }
 
-/// The metrics by policy, route and authorization that this connection has used, so that each is looked up once. The numbers
-/// are the addresses of route and authorization.
-pub(in crate::inbound) type RouteMetricsCache =
-    SmallVec<[(Arc<ActivePolicy>, usize, usize, Arc<AuthorizedRouteMetrics>); 1]>;
+/// The routes and authorizations by which requests of a connection were permitted. They serve two purposes: the metrics of each
+/// are looked up once, and if the policy changes, requests in progress that it denies are found by
+/// [`AuthorizedRoute::is_in_progress`].
+pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
-/// Metrics of permitted requests by route and authorization. A request or tunnel in progress holds a reference besides
-/// [`RouteMetricsCache`], so a strong count above 1 means that there is one.
+/// A route, and the authorization that permitted requests on it.
+pub(in crate::inbound) struct AuthorizedRoute {
+    /// The policy that owns the route and the authorization: while it is held, their addresses identify them.
+    pub(super) policy: Arc<ActivePolicy>,
+    pub(super) route_addr: usize,
+    pub(super) authorization_addr: usize,
+    pub(super) metrics: Arc<AuthorizedRouteMetrics>,
+}
+
+impl AuthorizedRoute {
+    /// Whether a request or tunnel that was permitted by it is in progress. Each of them holds a reference to the metrics.
+    pub(super) fn is_in_progress(&self) -> bool {
+        Arc::strong_count(&self.metrics) > 1
+    }
+}
+
+/// Metrics of the requests that an authorization permits on a route. Every request and tunnel in progress holds a reference.
 pub(in crate::inbound) struct AuthorizedRouteMetrics {
     pub(super) route_meta: Arc<Meta>,
     pub(super) authorization_meta: Arc<Meta>,

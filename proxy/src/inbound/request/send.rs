@@ -20,7 +20,7 @@ use crate::{
         gateway::{self, Gateway, GatewayConnection},
         request::{
             context::HttpConnection,
-            observe::{AuthorizedRouteMetrics, RouteResponseObserver},
+            observe::{AuthorizedRouteMetrics, RouteRequestGuard},
         },
     },
     trace,
@@ -41,7 +41,7 @@ impl HttpConnection {
         );
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
         let request_metrics = self.authorize(req)?;
-        let mut observer = RouteResponseObserver::record_request(request_metrics, req, started_at);
+        let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let result = match gateway::check_loop(own, client, Some(req)) {
             Ok(()) => {
                 gateway::append_forwarded_header(own, client, req);
@@ -53,9 +53,9 @@ impl HttpConnection {
             Err(error) => Err(error),
         };
         match result {
-            Ok(rsp) => Ok(classify::observe(rsp, started_at, observer)),
+            Ok(rsp) => Ok(classify::observe(rsp, started_at, route_guard)),
             Err(error) => {
-                observer.record_error(&error);
+                route_guard.record_error(&error);
                 Err(error)
             }
         }
@@ -98,15 +98,16 @@ impl HttpConnection {
         match (upgrade, rsp.body_mut().take_server_tunnel()) {
             (Some(client_tunnel), Some(app_tunnel)) => {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
-                let denied = async move {
+                let stop_when_denied = async move {
                     match connection.protocol {
-                        Protocol::Http1 => connection.apply_policy_changes().await,
-                        // The tunnel's stream ends when the denied client's connection is closed.
+                        // The client's connection is now the tunnel, so nothing else stops it.
+                        Protocol::Http1 => connection.wait_until_denied().await,
+                        // The tunnel is a stream of the client's connection, which is closed when the client is denied.
                         Protocol::Http2 => std::future::pending().await,
                     }
                     drop(route_metrics); // the tunnel counts as in progress until here
                 };
-                tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain, denied);
+                tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain, stop_when_denied);
                 headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut());
                 headers::strip_spoofed(rsp.headers_mut());
             }
@@ -124,9 +125,9 @@ impl HttpConnection {
 /// Resends an HTTP/2 request, possibly on another connection, while its error permits that.
 ///
 /// # Errors
-/// The server may have processed the request, its body is too long to be buffered, or all attempts failed.
+/// The server may have processed the request, its body is too long to be buffered, or every send failed.
 async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Error) -> Result<Response<Body>, Error> {
-    for _ in 1..MAX_HTTP2_SEND_ATTEMPTS {
+    for _ in 1..MAX_HTTP2_SENDS {
         let may_send = match error.resendable() {
             Resendable::Always => true,
             Resendable::IfIdempotent => app.resend_policy().allows(copy.method()),
@@ -136,7 +137,7 @@ async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Er
             break;
         }
         let Some(mut req) = copy.to_request() else {
-            return Err(Error::TooLargeToRetry(Box::new(error)));
+            return Err(Error::TooLargeToResend(Box::new(error)));
         };
         copy = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
         let ready = app.connection(Protocol::Http2, ConnectionUse::Pooled).await;
@@ -149,7 +150,7 @@ async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Er
 }
 
 /// Maximum number of times that an HTTP/2 request is sent to the application.
-const MAX_HTTP2_SEND_ATTEMPTS: usize = 3;
+const MAX_HTTP2_SENDS: usize = 3;
 
 /// Every failure to connect to the application becomes 502, even a timeout: the client's proxy can then try another endpoint.
 fn timeout_as_connect_error(error: Error) -> Error {

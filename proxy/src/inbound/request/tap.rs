@@ -13,7 +13,7 @@ use crate::{
         profiles::ProfileRequestGuard,
         request::{context::HttpConnection, observe::AuthorizedRouteMetrics},
     },
-    tap::{RequestInfo, SampledObservers, TappedRequest},
+    tap::{RequestInfo, SampledTaps, TappedRequest},
     tls::status::{ClientTls, NoClientTls},
 };
 
@@ -32,7 +32,7 @@ impl HttpConnection {
     #[cold]
     fn start_sampled_tap(
         &self,
-        sampled: &SampledObservers,
+        sampled: &SampledTaps,
         req: &Request<Body>,
         route_metrics: Option<&AuthorizedRouteMetrics>,
         profile_request: Option<&ProfileRequestGuard>,
@@ -51,9 +51,9 @@ impl HttpConnection {
             labels.extend(meta_labels("authz", &route_metrics.authorization_meta).map(to_owned));
         }
         let request_info = RequestInfo {
-            source_labels: self.tls.label_map(),
+            source_labels: self.tls.tap_labels(),
             destination_labels: Cow::Owned(labels),
-            destination_tls: ClientTls::Plain(NoClientTls::Loopback).label_map(),
+            destination_tls: ClientTls::Plain(NoClientTls::Loopback).tap_labels(),
             route_labels,
             ..RequestInfo::of(req, ProxyDirection::Inbound, client.0, target)
         };

@@ -44,8 +44,8 @@ impl Outbound {
     pub(crate) async fn connect_to_service(&self, name: &NameAddr) -> Result<Io, Error> {
         let snapshot = self.service_destination(name).await?.snapshot();
         match &snapshot.plan {
-            Plan::Opaque(plan) | Plan::Detect { opaque: plan, .. } => {
-                let opened = opaque::open(plan).await;
+            Plan::Opaque(route) | Plan::Detect { opaque: route, .. } => {
+                let opened = opaque::open(route).await;
                 opened.map_err(|error| error.into_http_error(&snapshot))
             }
             Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Err(Error::RouteNotFound),

@@ -54,17 +54,18 @@ impl Outbound {
     /// # Errors
     /// Discovery fails, DNS has no address, or the target is a listener of this proxy, or a local or multicast address.
     pub(super) async fn resolve_target(&self, target: Addr) -> Result<ResolvedTarget, Error> {
-        let found = match target {
+        let (destination, fallback_addrs) = match target {
             Addr::Name(name) => self.discovery.resolve_name(name, self.detect_timeout).await?,
             Addr::Socket(addr) => {
                 self.check_target(addr)?;
                 (self.discovery.get(target, self.detect_timeout).await?, Vec::new())
             }
         };
-        if let Addr::Socket(addr) = found.0.target {
+        // A name may have been resolved to an address that clients may not name.
+        if let Addr::Socket(addr) = destination.target {
             self.check_target(addr)?;
         }
-        Ok(found)
+        Ok((destination, fallback_addrs))
     }
 
     /// # Errors
@@ -84,8 +85,8 @@ impl Outbound {
     }
 }
 
-/// Whether a connection to `dst` would loop back to the listener at `own`. A listener at an unspecified address has every address
-/// of this host, and not all of them are known: there the port decides, also for other hosts.
+/// Whether a connection to `dst` would loop back to the listener at `own`. If the listener has an unspecified address, every
+/// connection to its port counts, even one to another host, because not all addresses of this host are known.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {
     own.port() == dst.port() && (own.ip() == dst.ip() || own.ip().is_unspecified())
 }

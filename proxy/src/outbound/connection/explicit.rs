@@ -150,9 +150,9 @@ impl Outbound {
 /// No endpoint can be reached, or the policy refuses the connection.
 async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
     let opened = match &snapshot.plan {
-        Plan::Opaque(plan) => opaque::open(plan).await.map(Some),
+        Plan::Opaque(route) => opaque::open(route).await.map(Some),
         // The client's protocol is not known yet: the policy may refuse opaque bytes and permit HTTP.
-        Plan::Detect { opaque: plan, .. } => match opaque::open(plan).await {
+        Plan::Detect { opaque: route, .. } => match opaque::open(route).await {
             Err(OpaqueError::Policy(_)) => Ok(None),
             opened => opened.map(Some),
         },

@@ -26,7 +26,10 @@ use crate::{
     outbound::{
         connection::context::{AcceptedClient, Outbound},
         destination::{discovery::ResolvedTarget, snapshot::Destination},
-        request::context::{OutgoingRequest, RequestContext},
+        request::{
+            context::{ClientContext, OutgoingRequest},
+            route,
+        },
     },
     trace,
 };
@@ -46,10 +49,12 @@ pub(super) enum TargetSource {
     /// The request target, as in requests to an explicit proxy; CONNECT requests are served by `on_connect`.
     RequestTarget { on_connect: ConnectHandler },
     /// The dialled address; its discovery failed, so requests are refused.
-    Undiscovered(Addr),
+    DiscoveryFailed(Addr),
 }
 
 /// Serves a CONNECT request. The last argument receives the client's end of the tunnel once the response is sent.
+///
+/// It is always `serve_connect` of `explicit.rs`. That file imports this one, so this one cannot call it by name.
 type ConnectHandler = for<'a> fn(
     &'a HttpConnection,
     &'a mut Request<Body>,
@@ -69,10 +74,8 @@ impl HttpConnection {
         }
         let (destination, fallback_addrs) = match &self.target_source {
             TargetSource::Fixed(destination) => {
-                return self
-                    .context()
-                    .send(destination, &mut OutgoingRequest { req, upgrade })
-                    .await;
+                let mut outgoing = OutgoingRequest { req, upgrade };
+                return route::route_and_send(self.client_context(), destination, &mut outgoing).await;
             }
             TargetSource::Override(dialled) => Box::pin(self.resolve_override(dialled, req)).await?,
             // An extended CONNECT (RFC 8441) has a scheme and a path. It is routed like any other request.
@@ -82,11 +85,11 @@ impl HttpConnection {
                 return on_connect(self, req, upgrade).await;
             }
             TargetSource::RequestTarget { .. } => Box::pin(self.resolve_request_target(req)).await?,
-            TargetSource::Undiscovered(target) => return Err(Error::DiscoveryTimeout(target.clone())),
+            TargetSource::DiscoveryFailed(target) => return Err(Error::DiscoveryTimeout(target.clone())),
         };
         let mut outgoing = OutgoingRequest { req, upgrade };
         match fallback_addrs.is_empty() {
-            true => self.context().send(&destination, &mut outgoing).await,
+            true => route::route_and_send(self.client_context(), &destination, &mut outgoing).await,
             // Boxed because it is rare and its future is large.
             false => Box::pin(self.send_with_fallback(destination, fallback_addrs, &mut outgoing)).await,
         }
@@ -99,21 +102,22 @@ impl HttpConnection {
         fallback_addrs: Vec<SocketAddr>,
         outgoing: &mut OutgoingRequest<'_>,
     ) -> Result<Response<Body>, Error> {
-        // Each round tries the destination of the round before; the last one is tried after the loop.
-        for addr in fallback_addrs {
+        let mut fallback_addrs = fallback_addrs.into_iter();
+        loop {
             let headers = outgoing.req.headers().clone();
-            match self.context().send(&destination, outgoing).await {
-                Err(error) if error.is_dial_error() => {}
-                sent => return sent,
+            let result = route::route_and_send(self.client_context(), &destination, outgoing).await;
+            match (result, fallback_addrs.next()) {
+                (Err(error), Some(addr)) if error.is_dial_error() => {
+                    *outgoing.req.headers_mut() = headers; // without the changes by filters
+                    (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;
+                }
+                (result, _) => return result,
             }
-            *outgoing.req.headers_mut() = headers; // filters may have changed them; the rest of the request is unchanged
-            (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;
         }
-        self.context().send(&destination, outgoing).await
     }
 
-    fn context(&self) -> RequestContext<'_> {
-        RequestContext {
+    fn client_context(&self) -> ClientContext<'_> {
+        ClientContext {
             worker: self.client.worker,
             client_addr: self.client.addr.0,
             families: &self.outbound.families,
@@ -193,7 +197,8 @@ impl Outbound {
                 let mut result = connection.serve(&mut req).await;
                 trace::finish(span, &result);
                 if let (Ok(rsp), ErrorDetail::Omit) = (&mut result, connection.outbound.error_detail) {
-                    headers::strip_spoofed(rsp.headers_mut()); // removes those of the peer's proxy, which are for this proxy
+                    // Error details are hidden from the application, also those that the peer's proxy has set for this proxy.
+                    headers::strip_spoofed(rsp.headers_mut());
                 }
                 result
             }

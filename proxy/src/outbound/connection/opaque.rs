@@ -11,7 +11,7 @@ use crate::{
     http::error::{Error, Resendable},
     net::{copy, io::Io},
     outbound::{
-        destination::snapshot::{self, OpaquePlan, PolicyRefusal, Snapshot},
+        destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal, Snapshot},
         endpoint::Endpoint,
     },
 };
@@ -21,7 +21,7 @@ const MAX_ENDPOINTS_PER_CONNECTION: usize = 3;
 /// Why a connection reached no endpoint.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::outbound) enum OpaqueError {
-    #[error("refused by policy: {}", .0.label())]
+    #[error(transparent)]
     Policy(PolicyRefusal),
     #[error(transparent)]
     Connect(#[from] Error),
@@ -49,18 +49,18 @@ impl OpaqueError {
     }
 }
 
-/// Opens a connection to an endpoint of the plan.
+/// Opens a connection to an endpoint of the route.
 ///
 /// Up to [`MAX_ENDPOINTS_PER_CONNECTION`] endpoints are dialled, none twice. If none can be reached, the client sees the failure,
 /// as without a proxy, and decides itself whether to try again.
 ///
 /// # Errors
 /// The policy refuses the connection, or no endpoint can be reached.
-pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
-    if let Some(refusal) = plan.refusal {
-        return Err(OpaqueError::Policy(refusal));
+pub(in crate::outbound) async fn open(route: &CompiledOpaqueRoute) -> Result<Io, OpaqueError> {
+    if let Some(refusal) = &route.refusal {
+        return Err(OpaqueError::Policy(refusal.clone()));
     }
-    let choice = plan.backends.choose()?;
+    let choice = route.backends.choose()?;
     if let Some(refusal) = snapshot::policy_refusal(&choice.filters) {
         return Err(OpaqueError::Policy(refusal));
     }
@@ -71,6 +71,7 @@ pub(in crate::outbound) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueErr
         let error = match endpoint.connector.open(None).await {
             Ok(io) => {
                 endpoint.breaker().record_connected();
+                // The load of opaque connections is the time to connect. Open connections do not count as in flight.
                 in_flight.record_response(Instant::now());
                 return Ok(io);
             }
@@ -106,4 +107,27 @@ pub(in crate::outbound) async fn copy_streams(mut client: Io, mut server: Io, cl
     copying
         .await
         .inspect_err(|error| tracing::debug!(%error, "connection ended"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::policy::client::{ClientPolicy, ClientProtocol};
+
+    #[test]
+    fn the_error_of_an_opaque_connection_says_why_the_policy_is_invalid() {
+        let policy = ClientPolicy::invalid("it has no backends".into(), Duration::from_secs(1));
+        let ClientProtocol::Detect {
+            opaque: Some(route), ..
+        } = policy.protocol
+        else {
+            panic!("{policy:?}");
+        };
+        let refusal = snapshot::policy_refusal(&route.filters).unwrap();
+        let error = OpaqueError::Policy(refusal);
+        assert_eq!(error.to_string(), "the policy is invalid: it has no backends");
+        assert_eq!(error.route_label(), "invalid_policy");
+    }
 }

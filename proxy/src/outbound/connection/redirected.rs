@@ -23,7 +23,7 @@ use crate::{
             http::{HttpConnection, TargetSource},
             opaque::{self, OpaqueError},
         },
-        destination::snapshot::{Destination, OpaquePlan, Plan},
+        destination::snapshot::{CompiledOpaqueRoute, Destination, Plan},
         metrics::labels,
         mode::Mode,
     },
@@ -71,7 +71,7 @@ impl Outbound {
                     addr: client,
                     drain,
                 };
-                Box::pin(self.refuse_undiscovered(stream, client, dst, &error)).await;
+                Box::pin(self.refuse_after_failed_discovery(stream, client, dst, &error)).await;
                 return None;
             }
         };
@@ -84,8 +84,15 @@ impl Outbound {
         self.new_connection(client, destination).serve(io, None).await
     }
 
-    /// Refuses a connection whose destination discovery has not returned. HTTP clients get an error response, all others a reset.
-    async fn refuse_undiscovered(self: Arc<Self>, stream: Tcp, client: AcceptedClient, dst: Addr, error: &Error) {
+    /// Refuses a connection because the discovery of its destination failed or timed out. HTTP clients get an error response, all
+    /// others a reset.
+    async fn refuse_after_failed_discovery(
+        self: Arc<Self>,
+        stream: Tcp,
+        client: AcceptedClient,
+        dst: Addr,
+        error: &Error,
+    ) {
         let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
         let protocol = match detect::detect(&mut io, &mut prefix, REFUSAL_DETECT_TIMEOUT).await {
             Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
@@ -98,7 +105,7 @@ impl Outbound {
         let connection = HttpConnection {
             outbound: self.clone(),
             client: client.clone(),
-            target_source: TargetSource::Undiscovered(dst.clone()),
+            target_source: TargetSource::DiscoveryFailed(dst.clone()),
         };
         let stream = (io.prepend(prefix.freeze()), protocol);
         self.serve_http(stream, connection, &dst, &client.drain).await;
@@ -126,8 +133,8 @@ enum ServerDial {
     Failed(Box<OpaqueError>),
 }
 
-/// A connection whose protocol is known.
-enum StartedConnection {
+/// A connection whose protocol is known. If it is opaque, it is connected to the server, and the future copies its bytes.
+enum ClassifiedConnection {
     Http(Io, Protocol),
     Opaque(CopyFuture),
 }
@@ -141,26 +148,27 @@ impl Connection {
     /// Serves the client's connection `io`; returns as [`Outbound::serve`]. `server` is the connection to the server, if it was
     /// dialled before.
     pub(super) async fn serve(self, io: Io, server: Option<Io>) -> Option<CopyFuture> {
-        let counts = self.destination.connection_metrics.get_or_init(|| {
+        let metrics = self.destination.connection_metrics.get_or_init(|| {
             let labels = labels::target_labels(self.dst()).with("peer", "src");
             let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
             self.outbound.families.tcp.series(labels)
         });
-        let io = io.count(counts.clone());
+        let io = io.count(metrics.clone());
         let server = server.map_or(ServerDial::NotDialled, ServerDial::Connected);
         // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
         let serving = match self.detect_and_connect(io, server).await? {
-            StartedConnection::Http(io, protocol) => self.serve_http(io, protocol),
-            StartedConnection::Opaque(copy_future) => return Some(copy_future),
+            ClassifiedConnection::Http(io, protocol) => self.serve_http(io, protocol),
+            ClassifiedConnection::Opaque(copy_future) => return Some(copy_future),
         };
         serving.await;
         None
     }
 
-    async fn detect_and_connect(&self, mut io: Io, mut server: ServerDial) -> Option<StartedConnection> {
+    async fn detect_and_connect(&self, mut io: Io, mut server: ServerDial) -> Option<ClassifiedConnection> {
         let snapshot = self.destination.snapshot();
         snapshot.connection_counter.inc();
         if !matches!(snapshot.plan, Plan::Detect { .. }) {
+            // Without detection it is not known yet whether the client sends a complete request (see `connect_by_first_bytes`).
             io.enable_quickack();
         }
         match &snapshot.plan {
@@ -168,10 +176,10 @@ impl Connection {
             Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => {
                 self.detect_ingress_http(io).await
             }
-            Plan::Http1(_) => Some(StartedConnection::Http(io, Protocol::Http1)),
-            Plan::Http2(_) => Some(StartedConnection::Http(io, Protocol::Http2)),
+            Plan::Http1(_) => Some(ClassifiedConnection::Http(io, Protocol::Http1)),
+            Plan::Http2(_) => Some(ClassifiedConnection::Http(io, Protocol::Http2)),
             Plan::Opaque(opaque) => self.connect_opaque((io, Bytes::new()), opaque, None, server).await,
-            Plan::Tls { routes, plans } => self.connect_tls(io, routes, plans).await,
+            Plan::Tls { routes, compiled } => self.connect_tls(io, routes, compiled).await,
             Plan::Detect {
                 timeout,
                 opaque,
@@ -184,7 +192,7 @@ impl Connection {
                 let began_at = Instant::now();
                 let first = self.wait_first_bytes(&mut io, &mut server, opaque, limit).await;
                 detected.record(first.as_ref().ok(), began_at.elapsed());
-                self.start_detected(io, opaque, first, server).await
+                self.connect_by_first_bytes(io, opaque, first, server).await
             }
         }
     }
@@ -194,8 +202,8 @@ impl Connection {
         &self,
         mut io: Io,
         routes: &[TlsRoute],
-        plans: &[Arc<OpaquePlan>],
-    ) -> Option<StartedConnection> {
+        compiled: &[Arc<CompiledOpaqueRoute>],
+    ) -> Option<ClassifiedConnection> {
         let families = &self.outbound.families;
         let sni = tokio::time::timeout(self.outbound.detect_timeout, read_server_name(&mut io)).await;
         let Ok(Some((sni, prefix))) = sni else {
@@ -205,7 +213,7 @@ impl Connection {
         };
         match client::find_tls(routes, &sni) {
             Some(index) => {
-                self.connect_opaque((io, prefix), &plans[index], Some(&sni), ServerDial::NotDialled)
+                self.connect_opaque((io, prefix), &compiled[index], Some(&sni), ServerDial::NotDialled)
                     .await
             }
             None => {
@@ -218,16 +226,16 @@ impl Connection {
 
     /// Waits for the first bytes of the client or of the server, which is dialled if the client is silent.
     ///
-    /// The connection to the server is then part of the result, and no longer in `server`; a failed dial is left in `server`.
+    /// A connection to the server moves from `server` into the result. If the dial fails, `server` keeps the error.
     async fn wait_first_bytes(
         &self,
         io: &mut Io,
         server: &mut ServerDial,
-        plan: &Arc<OpaquePlan>,
+        route: &Arc<CompiledOpaqueRoute>,
         limit: Duration,
     ) -> std::io::Result<FirstBytes> {
         let connect = move || async move {
-            match connect_server(std::mem::replace(server, ServerDial::NotDialled), plan).await {
+            match connect_server(std::mem::replace(server, ServerDial::NotDialled), route).await {
                 Ok(connected) => Some(connected),
                 Err(error) => {
                     *server = ServerDial::Failed(error);
@@ -238,14 +246,14 @@ impl Connection {
         first_bytes::wait_for_either(io, &self.destination.learned_speaker, limit, connect).await
     }
 
-    /// Starts a connection whose first bytes are known.
-    async fn start_detected(
+    /// Chooses HTTP or opaque bytes by the first bytes, and connects opaque bytes to the server.
+    async fn connect_by_first_bytes(
         &self,
         io: Io,
-        plan: &Arc<OpaquePlan>,
+        route: &Arc<CompiledOpaqueRoute>,
         first: std::io::Result<FirstBytes>,
         server: ServerDial,
-    ) -> Option<StartedConnection> {
+    ) -> Option<ClassifiedConnection> {
         let first = match first {
             Ok(first) => first,
             Err(error) => {
@@ -254,37 +262,38 @@ impl Connection {
                 return None;
             }
         };
-        if !first.is_request() {
+        if !first.is_complete_request_without_body() {
+            // The acknowledgement of a request is sent with its response. Other clients may wait for it before they send more.
             io.enable_quickack();
         }
         match first {
             FirstBytes::Closed => None,
             FirstBytes::Client(prefix, DetectedProtocol::Http1, _) => {
-                Some(StartedConnection::Http(io.prepend(prefix), Protocol::Http1))
+                Some(ClassifiedConnection::Http(io.prepend(prefix), Protocol::Http1))
             }
             FirstBytes::Client(prefix, DetectedProtocol::Http2, _) => {
-                Some(StartedConnection::Http(io.prepend(prefix), Protocol::Http2))
+                Some(ClassifiedConnection::Http(io.prepend(prefix), Protocol::Http2))
             }
             FirstBytes::Client(prefix, _, connected) => {
                 let server = connected.map_or(server, ServerDial::Connected);
-                self.connect_opaque((io, prefix), plan, None, server).await
+                self.connect_opaque((io, prefix), route, None, server).await
             }
             FirstBytes::Server { server, client } => {
-                self.connect_opaque((io, client), plan, None, ServerDial::Connected(server))
+                self.connect_opaque((io, client), route, None, ServerDial::Connected(server))
                     .await
             }
         }
     }
 
     /// Detects HTTP/1 or HTTP/2 from the first bytes. Other bytes are handled as HTTP/1, which answers with an error.
-    async fn detect_ingress_http(&self, mut io: Io) -> Option<StartedConnection> {
+    async fn detect_ingress_http(&self, mut io: Io) -> Option<ClassifiedConnection> {
         let mut prefix = BytesMut::new();
         match detect::detect(&mut io, &mut prefix, self.outbound.detect_timeout).await {
             Ok(Detection::Detected(DetectedProtocol::Http2)) => {
-                Some(StartedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http2))
+                Some(ClassifiedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http2))
             }
             Ok(Detection::Detected(_) | Detection::TimedOut) => {
-                Some(StartedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http1))
+                Some(ClassifiedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http1))
             }
             Ok(Detection::Closed) | Err(_) => None,
         }
@@ -295,12 +304,12 @@ impl Connection {
     async fn connect_opaque(
         &self,
         (io, client_prefix): (Io, Bytes),
-        plan: &Arc<OpaquePlan>,
+        route: &Arc<CompiledOpaqueRoute>,
         name: Option<&str>,
         server: ServerDial,
-    ) -> Option<StartedConnection> {
-        let route_counters = plan.series.record_open(name);
-        let server = match connect_server(server, plan).await {
+    ) -> Option<ClassifiedConnection> {
+        let route_counters = route.series.record_open(name);
+        let server = match connect_server(server, route).await {
             Ok(server) => server,
             Err(error) => {
                 let (label, cause) = match &*error {
@@ -315,7 +324,7 @@ impl Connection {
             }
         };
         let destination = self.destination.clone();
-        Some(StartedConnection::Opaque(Box::pin(async move {
+        Some(ClassifiedConnection::Opaque(Box::pin(async move {
             let copied = opaque::copy_streams(io, server, client_prefix).await;
             route_counters.record_close(if copied.is_ok() { "" } else { "unexpected" });
             drop(destination); // in use until here, so not evicted
@@ -340,9 +349,9 @@ impl Connection {
 ///
 /// # Errors
 /// No endpoint can be reached, or the policy refuses the connection.
-async fn connect_server(server: ServerDial, plan: &OpaquePlan) -> Result<Io, Box<OpaqueError>> {
+async fn connect_server(server: ServerDial, route: &CompiledOpaqueRoute) -> Result<Io, Box<OpaqueError>> {
     match server {
-        ServerDial::NotDialled => opaque::open(plan).await.map_err(Box::new),
+        ServerDial::NotDialled => opaque::open(route).await.map_err(Box::new),
         ServerDial::Connected(io) => Ok(io),
         ServerDial::Failed(error) => Err(error),
     }

@@ -10,15 +10,15 @@ use crate::{
     outbound::{
         backend::{Backend, BackendChoice, BackendFactory, Backends},
         destination::{
-            profile::ProfilePlan,
-            snapshot::{HttpPlan, OpaquePlan, Plan, PolicyRefusal, Router, Snapshot, policy_refusal},
+            profile::CompiledProfile,
+            snapshot::{CompiledAction, CompiledOpaqueRoute, Plan, PolicyRefusal, Router, Snapshot, policy_refusal},
             timeouts_and_retries::TimeoutsAndRetries,
         },
         metrics::{MetricScope, connections::DestinationProtocol},
     },
     policy::{
         client::{
-            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, HttpTarget, OpaqueFilter, OpaqueRoute, Queue,
+            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, OpaqueFilter, OpaqueRoute, Queue, RouteAction,
         },
         matches::RequestMatch,
         meta::Meta,
@@ -57,7 +57,7 @@ impl Compiler<'_> {
     fn plan(&self) -> Plan {
         let protocol = &self.policy.protocol;
         if let Some(profile) = self.profile.filter(|profile| profile.is_opaque) {
-            return Plan::Opaque(self.plan_for_opaque_profile(profile));
+            return Plan::Opaque(self.compile_opaque_profile(profile));
         }
         let http = |routes| Arc::new(self.router(StatusKind::Http, routes));
         match protocol {
@@ -82,36 +82,39 @@ impl Compiler<'_> {
                         http(http2)
                     },
                     http1: http1_router,
-                    opaque: self.plan_for_opaque_route(opaque.as_ref(), DestinationProtocol::Opaque),
+                    opaque: self.compile_opaque_route(opaque.as_ref(), DestinationProtocol::Opaque),
                 }
             }
             ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
             ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
             ClientProtocol::Grpc(routes) => Plan::Http2(Arc::new(self.router(StatusKind::Grpc, routes))),
             ClientProtocol::Opaque(route) => {
-                Plan::Opaque(self.plan_for_opaque_route(route.as_ref(), DestinationProtocol::Opaque))
+                Plan::Opaque(self.compile_opaque_route(route.as_ref(), DestinationProtocol::Opaque))
             }
             ClientProtocol::Tls(routes) => Plan::Tls {
                 routes: routes.clone(),
-                plans: routes
+                compiled: routes
                     .iter()
-                    .map(|route| self.plan_for_opaque_route(Some(&route.route), DestinationProtocol::Tls))
+                    .map(|route| self.compile_opaque_route(Some(&route.route), DestinationProtocol::Tls))
                     .collect(),
             },
         }
     }
 
-    /// The plan of a port that the profile declares as opaque, whatever protocol the policy names.
-    fn plan_for_opaque_profile(&self, profile: &Profile) -> Arc<OpaquePlan> {
+    /// The route of a port that the profile declares as opaque, whatever protocol the policy names.
+    fn compile_opaque_profile(&self, profile: &Profile) -> Arc<CompiledOpaqueRoute> {
         match &self.policy.protocol {
             ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
-                self.plan_for_opaque_route(route.as_ref(), DestinationProtocol::Opaque)
+                self.compile_opaque_route(route.as_ref(), DestinationProtocol::Opaque)
             }
-            _ if profile.overrides_opaque_policy() => self.plan_for_opaque_route(None, DestinationProtocol::Opaque),
+            _ if profile.overrides_opaque_policy() => {
+                let backends = self.traffic_split_backends(profile, None, DestinationProtocol::Opaque);
+                self.new_opaque_route(None, None, backends, DestinationProtocol::Opaque)
+            }
             // The policy has no route for opaque bytes, and the profile no traffic split: they go to the profile's service.
             _ => {
                 let backend = self.profile_service_backend(profile, None, DestinationProtocol::Opaque);
-                self.new_opaque_plan(None, None, Backends::single(backend), DestinationProtocol::Opaque)
+                self.new_opaque_route(None, None, Backends::single(backend), DestinationProtocol::Opaque)
             }
         }
     }
@@ -122,15 +125,15 @@ impl Compiler<'_> {
         }
         let parent = &self.policy.meta;
         let scope = self.metric_scope(parent, ANY_HTTP);
-        let compile = |route: &Route<HttpTarget>| {
+        let compile = |route: &Route<RouteAction>| {
             let series = self.factory.endpoint_context.families.route(kind, parent, &route.meta);
-            route.map(|rule| HttpPlan {
+            route.map(|rule| CompiledAction {
                 backends: self
                     .factory
                     .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
                         Some(series.backend(meta))
                     }),
-                timeouts_and_retries: TimeoutsAndRetries::from_target(&rule.payload, || {
+                timeouts_and_retries: TimeoutsAndRetries::from_action(&rule.payload, || {
                     self.previous_budget(&route.meta, &rule.matches)
                 }),
                 series: series.clone(),
@@ -152,7 +155,9 @@ impl Compiler<'_> {
             Router::Profile(previous) => Some(&**previous),
             Router::Routes(_) => None,
         });
-        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends, previous)))
+        Router::Profile(Box::new(CompiledProfile::new(
+            families, profile, &dst, backends, previous,
+        )))
     }
 
     fn previous_routers(&self) -> impl Iterator<Item = &Router> {
@@ -171,8 +176,12 @@ impl Compiler<'_> {
         Some(same_rule.payload.timeouts_and_retries.as_ref()?.budget().clone())
     }
 
-    /// Plan of an opaque or TLS route. The profile may override its backends.
-    fn plan_for_opaque_route(&self, route: Option<&OpaqueRoute>, protocol: DestinationProtocol) -> Arc<OpaquePlan> {
+    /// Compiles an opaque or TLS route. The profile may override its backends.
+    fn compile_opaque_route(
+        &self,
+        route: Option<&OpaqueRoute>,
+        protocol: DestinationProtocol,
+    ) -> Arc<CompiledOpaqueRoute> {
         let refused = route.and_then(|route| policy_refusal(&route.filters));
         let (refusal, backends) = match (self.profile.filter(|profile| profile.overrides_opaque_policy()), route) {
             (Some(profile), _) => (refused, self.traffic_split_backends(profile, None, protocol)),
@@ -180,22 +189,25 @@ impl Compiler<'_> {
                 let scope = self.metric_scope(&self.policy.meta, protocol);
                 (refused, self.factory.backends(&route.backends, None, &scope, |_| None))
             }
-            (None, None) => (Some(PolicyRefusal::Invalid), Backends::None),
+            (None, None) => {
+                let reason = "the policy has no route for opaque bytes";
+                (Some(PolicyRefusal::Invalid(reason.into())), Backends::None)
+            }
         };
-        self.new_opaque_plan(route, refusal, backends, protocol)
+        self.new_opaque_route(route, refusal, backends, protocol)
     }
 
-    fn new_opaque_plan(
+    fn new_opaque_route(
         &self,
         route: Option<&OpaqueRoute>,
         refusal: Option<PolicyRefusal>,
         backends: Backends<OpaqueFilter>,
         protocol: DestinationProtocol,
-    ) -> Arc<OpaquePlan> {
+    ) -> Arc<CompiledOpaqueRoute> {
         let families = &self.factory.endpoint_context.families.connections;
         let parent = &self.policy.meta;
         let meta = route.map_or(parent, |route| &route.meta);
-        Arc::new(OpaquePlan {
+        Arc::new(CompiledOpaqueRoute {
             refusal,
             backends,
             series: match protocol {
@@ -258,5 +270,5 @@ impl Compiler<'_> {
     }
 }
 
-/// The protocol in the metric labels of balancers, which distinguish no versions of HTTP.
+/// Stands for every version of HTTP in the metric scope of balancers: their metrics distinguish HTTP, opaque and TLS only.
 const ANY_HTTP: DestinationProtocol = DestinationProtocol::Http1;

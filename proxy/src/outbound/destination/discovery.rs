@@ -154,9 +154,10 @@ async fn watch_destination(discovery: Arc<Discovery>, destination: Arc<Destinati
     }
 }
 
-/// The profile of a destination; `None` while no profile could be decoded.
+/// The last valid profile of a destination; `None` if the control plane has sent invalid ones only.
 type ProfileWatch = watch::Receiver<WatchState<Option<Profile>>>;
 
+/// Watches the profile of a destination. Returns `None` if its target cannot have one.
 fn watch_profile(
     destinations: &Destinations,
     invalid_updates: &invalid_updates::Families,
@@ -177,7 +178,8 @@ fn watch_profile(
     })
 }
 
-/// Watches the policy of a destination. While none could be decoded, it is a policy that refuses everything.
+/// Watches the policy of a destination: the last valid one. If the control plane has sent invalid ones only, it is a policy that
+/// refuses everything.
 fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Receiver<WatchState<ClientPolicy>> {
     let (target, timeout) = (&destination.target, discovery.local_policy_config.detect_timeout);
     let mut reporter = discovery
@@ -198,53 +200,41 @@ fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Rece
     })
 }
 
-/// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding.
+/// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding, or while several workloads have the
+/// address.
 fn build_snapshot(
     discovery: &Discovery,
     destination: &Destination,
-    profile: Option<&ProfileWatch>,
-    policy: &watch::Receiver<WatchState<ClientPolicy>>,
+    profile_watch: Option<&ProfileWatch>,
+    policy_watch: &watch::Receiver<WatchState<ClientPolicy>>,
 ) -> Option<Snapshot> {
-    let profile = profile.map(|profile| profile.borrow());
-    let mut is_shared_address = false;
-    let profile = match profile.as_deref() {
+    let profile_state = profile_watch.map(|profile| profile.borrow());
+    let (profile, is_shared_address) = match profile_state.as_deref() {
+        None => (None, false),
         Some(WatchState::Pending) => return None,
-        Some(WatchState::Known(Some(profile))) => Some(profile),
+        Some(WatchState::Known(Some(profile))) => (Some(profile), false),
         Some(WatchState::Known(None)) => {
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
             let invalid = ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout);
             return Some(compile_snapshot(discovery, destination, invalid, None));
         }
-        Some(WatchState::Refused(refusal)) => {
-            // Linkerd's code for an address that several workloads have.
-            is_shared_address = refusal.code == tonic::Code::FailedPrecondition;
-            None
-        }
-        None => None,
+        // Linkerd's code for an address that several workloads have.
+        Some(WatchState::Refused(refusal)) => (None, refusal.code == tonic::Code::FailedPrecondition),
     };
-    let policy = policy.borrow();
     let target = &destination.target;
-    let forward = |name: &str, spec: Arc<EndpointSpec>| {
-        ClientPolicy::forward(Meta::default_named(name), spec, discovery.local_policy_config)
-    };
     let mut is_unknown_name = false;
-    let policy = match &*policy {
+    let policy = match &*policy_watch.borrow() {
         WatchState::Pending => return None,
         WatchState::Known(policy) => policy.clone(),
-        // It is shared until the control plane learns that one of the workloads is gone. Do not dial in plaintext meanwhile: the
-        // other one may require mTLS.
+        // Several workloads have this address. There is no snapshot until the control plane knows which of them remains: a
+        // connection in plaintext could reach one that requires mTLS.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) && is_shared_address => return None,
         // Clients choose names. A refused name is treated as unknown, without a warning.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) || matches!(target, Addr::Name(_)) => {
             *destination.update_errors.policy.lock() = None;
-            match (profile.and_then(|profile| profile.endpoint.clone()), target) {
-                (Some(endpoint), _) => forward("endpoint", endpoint),
-                (None, Addr::Socket(dst)) => forward("fallback", Arc::new(EndpointSpec::plain(*dst))),
-                (None, Addr::Name(_)) => {
-                    is_unknown_name = true;
-                    ClientPolicy::unknown_name(discovery.local_policy_config.detect_timeout)
-                }
-            }
+            let endpoint = profile.and_then(|profile| profile.endpoint.clone());
+            is_unknown_name = endpoint.is_none() && matches!(target, Addr::Name(_));
+            policy_of_unknown_destination(target, endpoint, discovery.local_policy_config)
         }
         WatchState::Refused(refusal) => {
             tracing::warn!(dst = %target, code = ?refusal.code, message = refusal.message, "refused by the control plane");
@@ -258,6 +248,22 @@ fn build_snapshot(
         is_unknown_name,
         ..compiled
     })
+}
+
+/// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
+fn policy_of_unknown_destination(
+    target: &Addr,
+    endpoint: Option<Arc<EndpointSpec>>,
+    config: LocalPolicyConfig,
+) -> ClientPolicy {
+    match (endpoint, target) {
+        (Some(endpoint), _) => ClientPolicy::forward(Meta::default_named("endpoint"), endpoint, config),
+        (None, Addr::Socket(dst)) => {
+            let endpoint = Arc::new(EndpointSpec::plain(*dst));
+            ClientPolicy::forward(Meta::default_named("fallback"), endpoint, config)
+        }
+        (None, Addr::Name(_)) => ClientPolicy::unknown_name(config.detect_timeout),
+    }
 }
 
 fn compile_snapshot(
@@ -285,8 +291,8 @@ fn is_unknown_destination(refusal: &Refusal) -> bool {
 
 /// Waits until the destination has been unused for the idle timeout, then removes it from the cache.
 ///
-/// That no connection exists at one moment is not enough: a destination with only short connections would be removed between two
-/// of them. While the control plane is unreachable, destinations with a snapshot stay cached.
+/// The destination must have been unused for the whole timeout: otherwise one with only short connections would be removed between
+/// two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
 async fn evict_when_idle(discovery: &Discovery, destination: &Arc<Destination>) {
     loop {
         let due = *destination.used_at.lock() + discovery.idle_timeout;

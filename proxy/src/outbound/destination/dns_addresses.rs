@@ -1,7 +1,7 @@
 //! DNS addresses of names that are not services of the mesh, in rotation.
 //!
-//! The destination of the address then decides about the connection or request, as if the application had resolved the name and
-//! dialled the address itself.
+//! Only the name is resolved here. Policy, routes and endpoints are those of the address, as if the application had resolved the
+//! name and dialled the address itself.
 
 use std::{
     fmt::Display,
@@ -60,7 +60,7 @@ impl DnsAddresses {
             };
             match look_up(limit).await {
                 Ok(found) => answer.replace(name, found)?,
-                Err(error) => answer.keep_addresses(name, &error)?,
+                Err(error) => answer.record_failed_lookup(name, &error)?,
             }
         } else if answer.addrs.is_empty() {
             return Err(answer.unresolved_error(name));
@@ -79,7 +79,7 @@ impl DnsAnswer {
         addrs.sort_unstable();
         addrs.dedup();
         if addrs.is_empty() {
-            return self.keep_addresses(name, &"none of its addresses can be reached from here");
+            return self.record_failed_lookup(name, &"none of its addresses can be reached from here");
         }
         if addrs != self.addrs {
             tracing::debug!(%name, ?addrs, "DNS addresses changed");
@@ -89,8 +89,11 @@ impl DnsAnswer {
         Ok(())
     }
 
-    /// Keeps the last addresses, or caches the failure if there are none.
-    fn keep_addresses(&mut self, name: &NameAddr, source: &dyn Display) -> Result<(), Error> {
+    /// If there are addresses from an earlier lookup, they stay in use. Otherwise the failure is cached.
+    ///
+    /// # Errors
+    /// There are no addresses.
+    fn record_failed_lookup(&mut self, name: &NameAddr, source: &dyn Display) -> Result<(), Error> {
         if self.addrs.is_empty() {
             self.failure = Some(source.to_string().into());
             self.expires_at = Some(Instant::now() + NEGATIVE_CACHE_TTL);

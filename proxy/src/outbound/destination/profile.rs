@@ -17,18 +17,19 @@ use crate::{
 };
 
 /// A compiled ServiceProfile.
-pub(crate) struct ProfilePlan {
+pub(crate) struct CompiledProfile {
     pub(in crate::outbound) profile: Profile,
     /// The traffic split, or the service itself.
     pub(in crate::outbound) backends: Backends<Filter>,
     /// One for each route, in the profile's order. The last one is for requests that match no route.
-    pub(in crate::outbound) routes: Vec<ProfileRouteMetrics>,
+    pub(in crate::outbound) route_metrics: Vec<ProfileRouteMetrics>,
     pub(in crate::outbound) budget: Option<Arc<RetryBudgetState>>,
+    /// Value of `l5d-dst-canonical` in every request.
     pub(in crate::outbound) canonical: Option<HeaderValue>,
 }
 
-impl ProfilePlan {
-    /// `dst` is the logical name with the dialled port. `previous` is the plan that this one replaces.
+impl CompiledProfile {
+    /// `dst` is the logical name with the dialled port. `previous` is the compiled profile that this one replaces.
     pub(in crate::outbound) fn new(
         families: &Families,
         profile: &Profile,
@@ -41,7 +42,7 @@ impl ProfilePlan {
         let new_budget = |config| Arc::new(RetryBudgetState::new(config, Instant::now()));
         let routes = profile.routes.iter().map(Some).chain([None]);
         Self {
-            routes: routes.map(|route| families.route(dst, route)).collect(),
+            route_metrics: routes.map(|route| families.route(dst, route)).collect(),
             budget: reused.map_or_else(|| profile.retry_budget.map(new_budget), |reused| reused.budget.clone()),
             canonical: HeaderValue::from_str(dst).ok(),
             profile: profile.clone(),

@@ -17,7 +17,9 @@ use crate::{
     net::{detect_metrics, first_bytes::LearnedSpeaker, tcp_metrics::ConnectionMetrics},
     outbound::{
         backend::Backends,
-        destination::{dns_addresses::DnsAddresses, profile::ProfilePlan, timeouts_and_retries::TimeoutsAndRetries},
+        destination::{
+            dns_addresses::DnsAddresses, profile::CompiledProfile, timeouts_and_retries::TimeoutsAndRetries,
+        },
         metrics::{
             RouteSeries,
             connections::{self, DestinationProtocol},
@@ -37,6 +39,7 @@ pub(crate) struct Destination {
     /// The current snapshot, once there is one. It stays while the control plane is unreachable.
     snapshot: OnceLock<ArcSwap<Snapshot>>,
     pub(in crate::outbound) has_snapshot: watch::Sender<bool>,
+    /// Which side has sent the first bytes on earlier connections.
     pub(in crate::outbound) learned_speaker: LearnedSpeaker,
     pub(in crate::outbound) update_errors: Arc<UpdateErrors>,
     /// DNS addresses, for a name that is not a service.
@@ -68,7 +71,7 @@ pub(crate) struct Snapshot {
     pub(in crate::outbound) profile: Option<Profile>,
 }
 
-/// How connections to a destination are handled.
+/// How connections to a destination are handled, by its protocol.
 pub(crate) enum Plan {
     Detect {
         /// Maximum time for the first bytes.
@@ -76,35 +79,35 @@ pub(crate) enum Plan {
         detected: detect_metrics::Series,
         http1: Arc<Router>,
         http2: Arc<Router>,
-        opaque: Arc<OpaquePlan>,
+        opaque: Arc<CompiledOpaqueRoute>,
     },
     Http1(Arc<Router>),
     Http2(Arc<Router>),
-    Opaque(Arc<OpaquePlan>),
+    Opaque(Arc<CompiledOpaqueRoute>),
     /// TLS that is not terminated, routed by server name (SNI).
     Tls {
         routes: Arc<[TlsRoute]>,
-        /// One for each route.
-        plans: Vec<Arc<OpaquePlan>>,
+        /// One for each of `routes`.
+        compiled: Vec<Arc<CompiledOpaqueRoute>>,
     },
 }
 
 /// The routes of HTTP requests, from the policy or from a ServiceProfile.
 pub(crate) enum Router {
-    Routes(Vec<Route<HttpPlan>>),
-    Profile(Box<ProfilePlan>),
+    Routes(Vec<Route<CompiledAction>>),
+    Profile(Box<CompiledProfile>),
 }
 
-/// What happens to requests that match a route rule.
-pub(crate) struct HttpPlan {
+/// What happens to requests that match a route rule: the compiled [`RouteAction`](crate::policy::client::RouteAction).
+pub(crate) struct CompiledAction {
     pub(in crate::outbound) backends: Backends<Filter>,
     /// `None` if the policy sets no timeouts and no retries.
     pub(in crate::outbound) timeouts_and_retries: Option<TimeoutsAndRetries>,
     pub(in crate::outbound) series: Arc<RouteSeries>,
 }
 
-/// Backends of an opaque or TLS route.
-pub(crate) struct OpaquePlan {
+/// A compiled opaque or TLS route.
+pub(crate) struct CompiledOpaqueRoute {
     pub(in crate::outbound) refusal: Option<PolicyRefusal>,
     pub(in crate::outbound) backends: Backends<OpaqueFilter>,
     pub(in crate::outbound) series: connections::OpaqueRouteSeries,
@@ -148,25 +151,29 @@ impl Destination {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why the policy refuses an opaque connection.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PolicyRefusal {
+    #[error("the policy forbids the connection")]
     Forbidden,
-    Invalid,
+    #[error("the policy is invalid: {0}")]
+    Invalid(Arc<str>),
 }
 
 impl PolicyRefusal {
     /// The cause in `tulle_failures_total`.
-    pub(in crate::outbound) fn cause(self) -> &'static str {
+    pub(in crate::outbound) fn cause(&self) -> &'static str {
         match self {
             Self::Forbidden => "forbidden",
-            Self::Invalid => "invalid-policy",
+            Self::Invalid(_) => "invalid-policy",
         }
     }
 
-    pub(in crate::outbound) fn label(self) -> &'static str {
+    /// Value of the `error` label in the metrics of connections.
+    pub(in crate::outbound) fn label(&self) -> &'static str {
         match self {
             Self::Forbidden => "forbidden",
-            Self::Invalid => "invalid_policy",
+            Self::Invalid(_) => "invalid_policy",
         }
     }
 }
@@ -197,6 +204,6 @@ impl Plan {
 pub(in crate::outbound) fn policy_refusal(filters: &[OpaqueFilter]) -> Option<PolicyRefusal> {
     filters.first().map(|filter| match filter {
         OpaqueFilter::Forbidden => PolicyRefusal::Forbidden,
-        OpaqueFilter::Invalid(_) | OpaqueFilter::Unknown => PolicyRefusal::Invalid,
+        OpaqueFilter::Invalid(reason) => PolicyRefusal::Invalid(reason.clone()),
     })
 }

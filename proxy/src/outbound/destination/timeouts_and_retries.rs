@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 
 use crate::policy::{
-    client::{HeaderOverrides, HttpTarget, RetryPolicy, Timeouts},
+    client::{HeaderOverrides, RetryPolicy, RouteAction, Timeouts},
     profile::{RetryBudget, RetryBudgetState},
 };
 
@@ -20,17 +20,17 @@ pub(crate) struct TimeoutsAndRetries {
 impl TimeoutsAndRetries {
     /// `None` if the rule sets no timeouts and no retries, and requests cannot override them. `previous_budget` returns the budget
     /// of the same rule in the previous policy, if there is one.
-    pub(in crate::outbound) fn from_target(
-        target: &HttpTarget,
+    pub(in crate::outbound) fn from_action(
+        action: &RouteAction,
         previous_budget: impl FnOnce() -> Option<Arc<RetryBudgetState>>,
     ) -> Option<Self> {
-        let is_plain = target.timeouts == Timeouts::default()
-            && target.retry.is_none()
-            && target.header_overrides == HeaderOverrides::Ignore;
+        let is_plain = action.timeouts == Timeouts::default()
+            && action.retry.is_none()
+            && action.header_overrides == HeaderOverrides::Ignore;
         (!is_plain).then(|| Self {
-            timeouts: target.timeouts,
-            retry: target.retry.clone(),
-            header_overrides: target.header_overrides,
+            timeouts: action.timeouts,
+            retry: action.retry.clone(),
+            header_overrides: action.header_overrides,
             budget: previous_budget()
                 .unwrap_or_else(|| Arc::new(RetryBudgetState::new(DEFAULT_RETRY_BUDGET, Instant::now()))),
         })

@@ -4,7 +4,8 @@ use http::Response;
 
 use crate::http::{body::Body, error::Error};
 
-/// Metrics of the attempts of one request.
+/// Metrics of the attempts of one request. An implementation leaves out what is counted elsewhere: for a route of the policy,
+/// `RouteAttemptGuard` counts attempts.
 pub(in crate::outbound) trait AttemptMetrics {
     fn attempt_started(&self) {}
     /// An attempt has ended. `grpc_status` is the status of a gRPC response, if it is known.

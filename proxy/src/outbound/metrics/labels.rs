@@ -44,7 +44,7 @@ pub(in crate::outbound) fn endpoint_labels(authority: Option<&str>, spec: &Endpo
     if let Some(authority) = authority {
         labels = labels.with("authority", authority);
     }
-    labels = tls.labels(labels);
+    labels = tls.metric_labels(labels);
     for (name, value) in &spec.labels {
         labels = labels.with(&format!("dst_{name}"), value);
     }

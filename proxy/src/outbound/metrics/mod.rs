@@ -100,8 +100,8 @@ struct RouteFamilies {
     frames: Family<Histogram>,
     retries: Family<Counter>,
     retry_successes: Family<Counter>,
-    retries_exhausted: Family<Counter>,
-    retries_refused: Family<Counter>,
+    retry_limit_exceeded: Family<Counter>,
+    retry_overflow: Family<Counter>,
     backend_requests: Family<Counter>,
     backend_duration: Family<Histogram>,
     backend_statuses: Statuses,
@@ -121,8 +121,8 @@ pub(crate) struct RouteSeries {
     pub(in crate::outbound) frames: Arc<Histogram>,
     retries: Arc<Counter>,
     retry_successes: Arc<Counter>,
-    retries_exhausted: Arc<Counter>,
-    retries_refused: Arc<Counter>,
+    retry_limit_exceeded: Arc<Counter>,
+    retry_overflow: Arc<Counter>,
 }
 
 /// The series of one backend of a route.
@@ -155,8 +155,8 @@ impl RouteFamilies {
             frames: frames("request_frame_size_bytes", "Sizes of the data frames of request bodies"),
             retries: counter("retry_requests_total", "Retries sent"),
             retry_successes: counter("retry_successes_total", "Requests that succeeded after a retry"),
-            retries_exhausted: counter("retry_limit_exceeded_total", "Requests that failed at the retry limit"),
-            retries_refused: counter(
+            retry_limit_exceeded: counter("retry_limit_exceeded_total", "Requests that failed at the retry limit"),
+            retry_overflow: counter(
                 "retry_overflow_total",
                 "Requests not retried because no endpoint was available or the retry budget was empty",
             ),
@@ -183,8 +183,8 @@ impl RouteFamilies {
             frames: self.frames.get(&request_labels),
             retries: self.retries.get(&request_labels),
             retry_successes: self.retry_successes.get(&request_labels),
-            retries_exhausted: self.retries_exhausted.get(&request_labels),
-            retries_refused: self.retries_refused.get(&request_labels),
+            retry_limit_exceeded: self.retry_limit_exceeded.get(&request_labels),
+            retry_overflow: self.retry_overflow.get(&request_labels),
             families: self.clone(),
             labels,
             by_host: hosts,
@@ -199,7 +199,7 @@ impl Families {
         scope: &MetricScope<'_>,
         backend: &Meta,
         authority: &str,
-    ) -> Arc<balancers::Series> {
+    ) -> Arc<balancers::BalancerSeries> {
         let MetricScope { protocol, parent, dst } = *scope;
         let labels = with_meta_and_port(with_meta_and_port(Labels::new(), "parent", parent), "backend", backend);
         let (families, labels) = match protocol {
@@ -270,15 +270,15 @@ impl AttemptMetrics for RouteSeries {
     }
 
     fn retry_limit_exceeded(&self) {
-        self.retries_exhausted.inc();
+        self.retry_limit_exceeded.inc();
     }
 
     fn budget_exhausted(&self) {
-        self.retries_refused.inc();
+        self.retry_overflow.inc();
     }
 
     fn endpoints_exhausted(&self) {
-        self.retries_refused.inc();
+        self.retry_overflow.inc();
     }
 }
 
@@ -306,6 +306,6 @@ pub(in crate::outbound) struct RouteResponseObserver {
 
 impl ResponseObserver for RouteResponseObserver {
     fn response_ended(&mut self, outcome: ResponseOutcome, now: Instant) {
-        self.route.record(self.timing.started(), now, &outcome);
+        self.route.record(self.timing.started_at(), now, &outcome);
     }
 }

@@ -28,11 +28,15 @@ pub(in crate::outbound) struct ProfileRouteMetrics {
 impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self {
-            logical: http_metrics::Families::with_prefix(registry, "route_", ", by route of the ServiceProfile"),
+            logical: http_metrics::Families::with_prefix(
+                registry,
+                "route_",
+                ", by route of the ServiceProfile, each request counted once",
+            ),
             attempts: http_metrics::Families::with_prefix(
                 registry,
                 "route_actual_",
-                ", of each attempt, retries included, by route of the ServiceProfile",
+                ", by route of the ServiceProfile, each attempt counted",
             ),
             retryable: registry.counter("route_retryable_total", "Requests that could have been retried"),
         }

@@ -1,4 +1,5 @@
-//! One attempt at a request: selects a backend, applies its filters and sends the request to it (O7).
+//! Selects the backend of an attempt, and applies its filters (O7). `backend_attempt.rs` then sends the attempt to endpoints of
+//! this backend.
 
 use http::Response;
 use tokio::time::Instant;
@@ -11,10 +12,10 @@ use crate::{
     outbound::{
         backend::Backends,
         request::{
+            backend_attempt::BackendAttempt,
             connect::{RequestConnector, TriedEndpoints},
-            context::{OutgoingRequest, RequestContext},
-            dispatch::BackendAttempt,
-            observe::{AttemptKind, RouteRequestGuard, RouteSource},
+            context::{ClientContext, OutgoingRequest},
+            observe::{ResponseRecorder, RouteRequestGuard, RouteSource},
         },
     },
     policy::filter::{self, Filter},
@@ -23,7 +24,7 @@ use crate::{
 /// Sends the attempts of one request. Each attempt selects a backend again.
 #[derive(Clone, Copy)]
 pub(super) struct AttemptSender<'a> {
-    pub(super) context: RequestContext<'a>,
+    pub(super) client: ClientContext<'a>,
     pub(super) route_source: RouteSource<'a>,
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
@@ -31,7 +32,7 @@ pub(super) struct AttemptSender<'a> {
     /// Length in bytes of the path prefix that the route matched.
     pub(super) matched_prefix_len: Option<usize>,
     /// Set if the attempts are recorded in the series of a route.
-    pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, AttemptKind)>,
+    pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, ResponseRecorder)>,
 }
 
 /// Start and deadlines of one attempt.
@@ -58,7 +59,7 @@ impl AttemptSender<'_> {
     ///
     /// # Errors
     /// As [`BackendAttempt::run`], or a filter of the backend responds to the request.
-    pub(super) async fn send(
+    pub(super) async fn send_attempt(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
@@ -74,14 +75,14 @@ impl AttemptSender<'_> {
         let route_attempt = self
             .route_request
             .zip(choice.series.as_ref())
-            .map(|((request, kind), backend)| request.start_attempt(backend.clone(), kind, started_at));
+            .map(|((request, recorder), backend)| request.start_attempt(backend.clone(), recorder, started_at));
         let attempt = BackendAttempt {
-            context: self.context,
+            client: self.client,
             connector: RequestConnector {
-                worker: self.context.worker,
+                worker: self.client.worker,
                 backend: &choice.backend,
                 required_identity: self.required_identity,
-                families: self.context.families,
+                families: self.client.families,
                 n_tried_before: tried.len(),
             },
             route_source: self.route_source,
@@ -91,7 +92,7 @@ impl AttemptSender<'_> {
             retry_copy: retry_copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
         };
         let mut rsp = attempt.run(outgoing, tried, deadlines, route_attempt).await?;
-        filter_response(&choice.filters, &mut rsp);
+        apply_response_filters(&choice.filters, &mut rsp);
         Ok(rsp)
     }
 
@@ -101,7 +102,7 @@ impl AttemptSender<'_> {
     }
 }
 
-pub(super) fn filter_response(filters: &[Filter], rsp: &mut Response<Body>) {
+pub(super) fn apply_response_filters(filters: &[Filter], rsp: &mut Response<Body>) {
     if !filters.is_empty() {
         filter::apply_response(filters, rsp.headers_mut());
     }

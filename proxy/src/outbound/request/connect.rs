@@ -32,7 +32,7 @@ use crate::{
 };
 
 /// Endpoints that a request has been sent to, or could not reach.
-pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_REQUEST]>;
+pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_ATTEMPT]>;
 
 struct PendingDial {
     endpoint: Arc<Endpoint>,
@@ -47,7 +47,7 @@ pub(super) struct RequestConnector<'a> {
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
     pub(super) families: &'a Families,
-    /// Number of endpoints that earlier attempts were sent to.
+    /// Number of endpoints that earlier attempts of the request were sent to.
     pub(super) n_tried_before: usize,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct RequestConnector<'a> {
 pub(super) struct ConnectionRequirements {
     version: Version,
     /// True if the request cannot be converted to an HTTP/2 request: it is an HTTP/1 upgrade, or has no host. A WebSocket upgrade
-    /// may still use an HTTP/2 connection, as an extended CONNECT; `connection_use` says so.
+    /// may still use an HTTP/2 connection: then `connection_use` is [`ConnectionUse::ExtendedConnect`].
     requires_http1: bool,
     connection_use: ConnectionUse,
 }
@@ -73,38 +73,50 @@ impl RequestConnector<'_> {
         needs: ConnectionRequirements,
     ) -> Result<(Arc<Endpoint>, ReadyConnection), Error> {
         let endpoint = self.backend.pick(tried).await?;
-        match self.reuse_connection(&endpoint, needs).await? {
+        self.check_identity(&endpoint)?;
+        match self.reuse_connection(&endpoint, needs).await {
             Some(ready) => Ok((endpoint, ready)),
             // Boxed because it is rare and its timer is large.
             None => Box::pin(self.dial_with_hedging(endpoint, tried, needs)).await,
         }
     }
 
-    /// An open connection to the endpoint, if there is one.
-    ///
     /// # Errors
     /// The endpoint does not have the required identity.
+    fn check_identity(&self, endpoint: &Endpoint) -> Result<(), Error> {
+        match self.required_identity {
+            Some(required) if !has_identity(endpoint, required) => Err(Error::IdentityMismatch {
+                required: required.to_owned(),
+                actual: endpoint.identity().cloned(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether an endpoint can replace those that the request has tried or is dialling. One without the required identity cannot:
+    /// a dial in progress may still reach an endpoint that has it.
+    fn is_alternative(&self, endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+        let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
+        !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
+            && self
+                .required_identity
+                .is_none_or(|required| has_identity(endpoint, required))
+    }
+
+    /// An open connection to the endpoint, if there is one.
     async fn reuse_connection(
         &self,
         endpoint: &Arc<Endpoint>,
         needs: ConnectionRequirements,
-    ) -> Result<Option<ReadyConnection>, Error> {
-        if let Some(required) = self.required_identity
-            && endpoint.identity().is_none_or(|identity| identity.as_str() != required)
-        {
-            return Err(Error::IdentityMismatch {
-                required: required.to_owned(),
-                actual: endpoint.identity().cloned(),
-            });
-        }
+    ) -> Option<ReadyConnection> {
         let client = endpoint.client(self.worker);
         let ready = client
-            .existing_connection(needs.protocol(endpoint), needs.connection_use(endpoint))
+            .existing_connection(needs.request_protocol(endpoint), needs.connection_use(endpoint))
             .await;
         if ready.is_some() {
             endpoint.breaker().record_connected();
         }
-        Ok(ready)
+        ready
     }
 
     /// Dials this endpoint and, if that is slow or fails, others; returns the first connection. If another endpoint has an open
@@ -115,7 +127,7 @@ impl RequestConnector<'_> {
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
     ) -> Result<(Arc<Endpoint>, ReadyConnection), Error> {
-        let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_REQUEST]> = SmallVec::new();
+        let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
         let mut hedge_at = Some(start_dial(&mut dials, endpoint, self.worker, needs));
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
             return Ok(connected);
@@ -132,7 +144,7 @@ impl RequestConnector<'_> {
                     },
                 },
                 () = sleep_until(hedge_at.unwrap_or_else(Instant::now)), if hedge_at.is_some() => {
-                    match self.backend.pick_where(|other| is_untried(other, tried, &dials)) {
+                    match self.backend.pick_where(|other| self.is_alternative(other, tried, &dials)) {
                         Some(other) => other,
                         None => {
                             hedge_at = None; // no other endpoint is available
@@ -141,18 +153,19 @@ impl RequestConnector<'_> {
                     }
                 }
             };
-            if let Some(ready) = self.reuse_connection(&next, needs).await? {
+            if let Some(ready) = self.reuse_connection(&next, needs).await {
                 return Ok((next, ready));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
-            hedge_at = (dials.len() < MAX_ENDPOINTS_PER_REQUEST).then_some(next_hedge_at);
+            hedge_at = (dials.len() < MAX_ENDPOINTS_PER_ATTEMPT).then_some(next_hedge_at);
         }
     }
 
-    /// Chooses the endpoint that is used after a failed dial; `None` while other dials are in progress.
+    /// Chooses the endpoint that is used after a failed dial; `None` if other dials are in progress, which the request then waits
+    /// for.
     ///
     /// # Errors
-    /// No dial is in progress, and no other endpoint may be tried or is available.
+    /// No dial is in progress, and no other endpoint may be tried, is available, or has the required identity.
     async fn next_after_failed_dial(
         &self,
         failed: Arc<Endpoint>,
@@ -161,28 +174,28 @@ impl RequestConnector<'_> {
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
         let may_try_another = error.resendable() == Resendable::Always && self.can_try_another_endpoint(tried.len());
-        if may_try_another {
-            tried.push(failed);
+        if !may_try_another {
+            return if dials.is_empty() { Err(error) } else { Ok(None) };
         }
+        tried.push(failed);
+        let cause = error.cause();
         if !dials.is_empty() {
-            if may_try_another {
-                self.count_resend(error.cause());
-            }
+            self.count_resend(cause);
             return Ok(None);
         }
-        if !may_try_another {
-            return Err(error);
-        }
         if matches!(error, Error::StreamLimit { .. }) {
-            // This dial has waited for a free stream already. Another endpoint is used only if it is available now.
-            let Some(other) = self.backend.pick_where(|other| is_untried(other, tried, dials)) else {
-                return Err(error);
-            };
-            self.count_resend(error.cause());
+            // The dial has already waited for a free stream. The request does not also wait until another endpoint is available.
+            let available = self
+                .backend
+                .pick_where(|other| self.is_alternative(other, tried, dials));
+            let other = available.ok_or(error)?;
+            self.count_resend(cause);
             return Ok(Some(other));
         }
-        self.count_resend(error.cause());
-        self.backend.pick(tried).await.map(Some)
+        self.count_resend(cause);
+        let other = self.backend.pick(tried).await?;
+        self.check_identity(&other)?;
+        Ok(Some(other))
     }
 
     /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections carry one request at a time: that all of an endpoint
@@ -194,22 +207,24 @@ impl RequestConnector<'_> {
         needs: ConnectionRequirements,
     ) -> Option<(Arc<Endpoint>, ReadyConnection)> {
         let other = self.backend.pick_where(|other| {
-            needs.protocol(other) == Protocol::Http2
+            needs.request_protocol(other) == Protocol::Http2
                 && other.client(self.worker).has_http2_connection()
-                && is_untried(other, tried, dials)
+                && self.is_alternative(other, tried, dials)
         })?;
-        let ready = self.reuse_connection(&other, needs).await.ok()??;
+        let ready = self.reuse_connection(&other, needs).await?;
         Some((other, ready))
     }
 
-    /// Whether the request may be given to another endpoint of the backend, after `n_tried` endpoints.
+    /// Whether the request may be given to another endpoint of the backend. `n_tried` as in [`Self::may_send_again`].
     pub(super) fn can_try_another_endpoint(&self, n_tried: usize) -> bool {
         self.may_send_again(n_tried) && !matches!(self.backend, Backend::Forward(_))
     }
 
-    /// Whether the request may be sent once more in this attempt, possibly to the same endpoint.
+    /// Whether the request may be sent once more in this attempt, possibly to the same endpoint. `n_tried` is the number of tried
+    /// endpoints in all attempts, without the current endpoint.
     pub(super) fn may_send_again(&self, n_tried: usize) -> bool {
-        n_tried + 1 < self.n_tried_before + MAX_ENDPOINTS_PER_REQUEST
+        let n_in_this_attempt = n_tried + 1 - self.n_tried_before; // with the current endpoint
+        n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
     pub(super) fn count_resend(&self, cause: &str) {
@@ -223,16 +238,18 @@ impl ConnectionRequirements {
         // Without a host, a server may assume that all requests of the connection are for the same site.
         let has_no_host = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
         let is_http1 = version <= Version::HTTP_11;
+        let can_use_extended_connect = || !is_http1 || (!has_no_host && websocket::can_use_extended_connect(req));
+        let connection_use = if is_upgrade && can_use_extended_connect() {
+            ConnectionUse::ExtendedConnect
+        } else if is_upgrade || has_no_host || version == Version::HTTP_10 {
+            ConnectionUse::NewConnection
+        } else {
+            ConnectionUse::Pooled
+        };
         Self {
             version,
             requires_http1: (is_upgrade || has_no_host) && is_http1,
-            connection_use: match is_upgrade {
-                true if !is_http1 || (!has_no_host && websocket::can_use_extended_connect(req)) => {
-                    ConnectionUse::ExtendedConnect
-                }
-                false if version != Version::HTTP_10 && !has_no_host => ConnectionUse::Pooled,
-                _ => ConnectionUse::NewConnection,
-            },
+            connection_use,
         }
     }
 
@@ -247,22 +264,23 @@ impl ConnectionRequirements {
         }
     }
 
-    /// The HTTP version in which the request is sent to this endpoint, unless it becomes an extended CONNECT.
-    pub(super) fn protocol(&self, endpoint: &Endpoint) -> Protocol {
+    /// The HTTP version of the request that the endpoint's client gets. A WebSocket upgrade of HTTP/1 is still HTTP/1 here, even
+    /// if the client sends it as an extended CONNECT on an HTTP/2 connection.
+    pub(super) fn request_protocol(&self, endpoint: &Endpoint) -> Protocol {
         endpoint.protocol(self.version, self.requires_http1)
     }
 }
 
-/// Whether the request has neither tried this endpoint nor is dialling it.
-fn is_untried(endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
-    let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
-    !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
+fn has_identity(endpoint: &Endpoint, required: &str) -> bool {
+    endpoint
+        .identity()
+        .is_some_and(|identity| identity.as_str() == required)
 }
 
 /// Dials an endpoint in a task that completes even if the request ends before. Returns the time at which another endpoint is
 /// dialled if this dial has not succeeded.
 fn start_dial(
-    dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_REQUEST]>,
+    dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]>,
     endpoint: Arc<Endpoint>,
     worker: usize,
     needs: ConnectionRequirements,
@@ -272,7 +290,7 @@ fn start_dial(
     tokio::spawn(async move {
         let client = dialled.client(worker);
         let result = client
-            .dial(needs.protocol(&dialled), needs.connection_use(&dialled))
+            .dial(needs.request_protocol(&dialled), needs.connection_use(&dialled))
             .await;
         match &result {
             Ok(_) | Err(Error::StreamLimit { .. }) => dialled.breaker().record_connected(),
@@ -294,12 +312,13 @@ fn start_dial(
 
 /// Waits for the first dial that completes, and removes it from `dials`, which must not be empty.
 async fn first_completed(
-    dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_REQUEST]>,
+    dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]>,
 ) -> (Arc<Endpoint>, Result<ReadyConnection, Error>) {
     let poll = |cx: &mut Context<'_>| {
         for index in 0..dials.len() {
             if let Poll::Ready(result) = Pin::new(&mut dials[index].result_rx).poll(cx) {
                 let PendingDial { endpoint, .. } = dials.swap_remove(index);
+                // Without a result, the task of the dial has panicked, or was cancelled because the process ends.
                 let (addr, cause) = (endpoint.spec.addr, "connect-refused");
                 return Poll::Ready((endpoint, result.unwrap_or(Err(Error::DialFailed { addr, cause }))));
             }
@@ -309,6 +328,121 @@ async fn first_completed(
     poll_fn(poll).await
 }
 
-pub(super) const MAX_ENDPOINTS_PER_REQUEST: usize = 3;
+/// Maximum number of endpoints that one attempt is sent to or dials, resends included.
+pub(super) const MAX_ENDPOINTS_PER_ATTEMPT: usize = 3;
 /// Delay before another endpoint is dialled. Longer than a dial with mTLS takes within one data centre.
 const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::{
+        balance::{
+            breaker::{Breaker, BreakerGroup},
+            load::Load,
+        },
+        http::{client::PoolConfig, h1::pool::ResendPolicy, h2::Http2Config},
+        metrics::http as http_metrics,
+        net::{
+            connect::{Config, SocketOptions},
+            tcp_metrics,
+        },
+        outbound::{endpoint::EndpointContext, mode::Mode},
+        policy::{
+            client::LoadParams,
+            endpoint::{EndpointSpec, EndpointTls},
+        },
+        tap::TapRegistry,
+        tls::tests::Authority,
+    };
+
+    const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+    const OTHER: &str = "other.shop.serviceaccount.identity.linkerd.cluster.local";
+
+    fn context() -> EndpointContext {
+        let registry = Registry::new();
+        EndpointContext {
+            creds: Authority::new().credentials(WEB),
+            connect: Config {
+                timeout: Duration::from_secs(1),
+                options: SocketOptions::default(),
+                own_port: None,
+            },
+            http2: Http2Config::default(),
+            pool: PoolConfig {
+                idle_timeout: Duration::from_secs(1),
+                max_idle: 1,
+                resend: ResendPolicy::Never,
+            },
+            families: Families::new(
+                &registry,
+                http_metrics::Families::with_prefix(&registry, "", ""),
+                tcp_metrics::Families::new(&registry),
+                None,
+            ),
+            local_ips: BTreeSet::new(),
+            workers: 1,
+            taps: Arc::new(TapRegistry::default()),
+            tracer: None,
+            mode: Mode::Sidecar,
+        }
+    }
+
+    /// An endpoint with this identity, or one that is not meshed.
+    fn endpoint(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
+        let (now, ms) = (Instant::now(), Duration::from_millis(1));
+        let spec = EndpointSpec {
+            tls: identity.map(|identity| EndpointTls {
+                identity: identity.parse().unwrap(),
+                server_name: identity.into(),
+            }),
+            ..EndpointSpec::plain(([192, 0, 2, 1], 80).into())
+        };
+        let params = LoadParams::PeakEwma {
+            default_rtt: ms,
+            decay: ms,
+        };
+        let breaker = Breaker::new(None, BreakerGroup::default(), now);
+        Arc::new(Endpoint::new(
+            context,
+            None,
+            Arc::new(spec),
+            Load::new(params, now),
+            breaker,
+        ))
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_without_the_required_identity_is_no_alternative_to_a_dial_in_progress() {
+        let context = context();
+        let connector = |required_identity| RequestConnector {
+            worker: 0,
+            backend: &Backend::Fail,
+            required_identity,
+            families: &context.families,
+            n_tried_before: 0,
+        };
+        let dialled = endpoint(&context, Some(WEB));
+        let (_result_tx, result_rx) = oneshot::channel();
+        let dials = [PendingDial {
+            endpoint: dialled.clone(),
+            result_rx,
+        }];
+        let tried = TriedEndpoints::new();
+        for (identity, is_alternative) in [(Some(WEB), true), (Some(OTHER), false), (None, false)] {
+            let other = endpoint(&context, identity);
+            let connector_for_web = connector(Some(WEB));
+            assert_eq!(
+                connector_for_web.is_alternative(&other, &tried, &dials),
+                is_alternative,
+                "{identity:?}"
+            );
+            assert!(connector(None).is_alternative(&other, &tried, &dials), "{identity:?}");
+        }
+        assert!(!connector(None).is_alternative(&dialled, &tried, &dials));
+    }
+}

@@ -1,3 +1,5 @@
+//! A request, and what is known about the connection of its client.
+
 use std::net::SocketAddr;
 
 use http::Request;
@@ -11,7 +13,7 @@ use crate::{
 
 /// The properties of the client's connection that its requests need.
 #[derive(Clone, Copy)]
-pub(in crate::outbound) struct RequestContext<'a> {
+pub(in crate::outbound) struct ClientContext<'a> {
     pub(in crate::outbound) worker: usize,
     pub(in crate::outbound) client_addr: SocketAddr,
     pub(in crate::outbound) families: &'a Families,

@@ -1,10 +1,17 @@
-//! The path of one request (O5–O12): the route, attempts, an endpoint and a connection to it, retries.
+//! The path of one request (O5–O12). Each of these steps contains the next one:
+//!
+//! - [`route::route_and_send`], once for each request: finds its route, and applies the filters of the route.
+//! - [`retry::send_by_rule`] if the rule has timeouts or retries, or [`profile::send_by_profile`]: sends attempts, until the
+//!   result of one is not retried. Requests with neither have one attempt.
+//! - [`attempt::AttemptSender::send_attempt`], once for each attempt: selects a backend.
+//! - [`backend_attempt::BackendAttempt::run`]: sends the attempt to endpoints of this backend, until one of them processes it.
+//! - [`connect::RequestConnector::connect_endpoint`]: picks an endpoint and a connection to it.
 
 mod attempt;
+mod backend_attempt;
 mod connect;
 pub(super) mod context;
-mod dispatch;
 mod observe;
 mod profile;
 mod retry;
-mod route;
+pub(super) mod route;

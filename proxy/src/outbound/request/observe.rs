@@ -1,9 +1,11 @@
 //! Records requests and their attempts in the metrics of routes.
 //!
-//! A [`RouteAttemptGuard`] records each attempt in the series of its backend. A request is recorded once in the series of its
-//! route: if it fails or is cancelled, by [`RouteRequestGuard`]; otherwise at the end of its response, by the guard of its only
-//! attempt ([`AttemptKind::Single`]) or, if it may be retried, by
-//! [`RouteResponseObserver`](crate::outbound::metrics::RouteResponseObserver).
+//! A [`RouteAttemptGuard`] records each attempt in the series of its backend.
+//!
+//! A request is recorded once in the series of its route:
+//!
+//! - if it fails or is cancelled: by [`RouteRequestGuard`];
+//! - if it gets a response: at the end of the response, by what [`ResponseRecorder`] names.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -50,20 +52,20 @@ impl<'a> RouteRequestGuard<'a> {
     pub(super) fn start_attempt(
         &self,
         backend: Arc<BackendSeries>,
-        kind: AttemptKind,
+        recorder: ResponseRecorder,
         started_at: Instant,
     ) -> RouteAttemptGuard {
         let (timing, host_series) = (self.timing.clone(), self.host_series.clone());
-        RouteAttemptGuard::begin(timing, backend, host_series, kind, started_at)
+        RouteAttemptGuard::begin(timing, backend, host_series, recorder, started_at)
     }
 
-    /// Records a failed request. Other requests are recorded at the end of their response.
-    pub(super) fn record_result(&mut self, result: &Result<Response<Body>, Error>) {
+    /// Records the request if it failed. Otherwise it is recorded at the end of its response, by its [`ResponseRecorder`].
+    pub(super) fn record_if_failed(&mut self, result: &Result<Response<Body>, Error>) {
         self.is_recorded = true;
         if let Err(error) = result {
             let now = Instant::now();
             self.series()
-                .record(self.timing.started(), now, &classify::failed_outcome(error));
+                .record(self.timing.started_at(), now, &classify::failed_outcome(error));
         }
     }
 }
@@ -72,18 +74,19 @@ impl<'a> RouteRequestGuard<'a> {
 impl Drop for RouteRequestGuard<'_> {
     fn drop(&mut self) {
         if !self.is_recorded {
-            self.record_result(&Err(Error::ClientClosed));
+            self.record_if_failed(&Err(Error::ClientClosed));
         }
     }
 }
 
-/// Records one attempt in the series of its backend and, if it is the only attempt of its request, in that of the route.
+/// Records one attempt in the series of its backend, and its request in the series of the route if it is the request's
+/// [`ResponseRecorder`].
 pub(super) struct RouteAttemptGuard {
     timing: RequestTiming,
     pub(super) backend_series: Arc<BackendSeries>,
     /// The route's series for the request's host, if requests are counted by host.
     host_series: Option<Arc<RouteSeries>>,
-    kind: AttemptKind,
+    recorder: ResponseRecorder,
     started_at: Instant,
     is_recorded: bool,
 }
@@ -93,7 +96,7 @@ impl RouteAttemptGuard {
         timing: RequestTiming,
         backend_series: Arc<BackendSeries>,
         host_series: Option<Arc<RouteSeries>>,
-        kind: AttemptKind,
+        recorder: ResponseRecorder,
         started_at: Instant,
     ) -> Self {
         backend_series.record_request();
@@ -101,7 +104,7 @@ impl RouteAttemptGuard {
             timing,
             backend_series,
             host_series,
-            kind,
+            recorder,
             started_at,
             is_recorded: false,
         }
@@ -109,7 +112,7 @@ impl RouteAttemptGuard {
 
     /// When the request was sent completely. The body of a retry was received before the retry; then this is the retry's start.
     fn sent_at(&self) -> Instant {
-        self.timing.ended().max(self.started_at)
+        self.timing.body_ended_at().max(self.started_at)
     }
 
     /// Records an attempt without a response.
@@ -122,9 +125,9 @@ impl RouteAttemptGuard {
     pub(super) fn record_response(&mut self, now: Instant, outcome: &ResponseOutcome) {
         self.is_recorded = true;
         self.backend_series.record_response(self.sent_at(), now, outcome);
-        if self.kind == AttemptKind::Single {
+        if self.recorder == ResponseRecorder::AttemptGuard {
             let route = self.host_series.as_ref().unwrap_or(&self.backend_series.route);
-            route.record(self.timing.started(), now, outcome);
+            route.record(self.timing.started_at(), now, outcome);
         }
     }
 }
@@ -138,12 +141,14 @@ impl Drop for RouteAttemptGuard {
     }
 }
 
-/// Whether a retry may follow an attempt.
+/// What records a request with a response in the series of its route.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum AttemptKind {
-    /// The only attempt of its request: the end of its response ends the request too.
-    Single,
-    Retryable,
+pub(super) enum ResponseRecorder {
+    /// The [`RouteAttemptGuard`] of the request's only attempt: its rule has no timeouts and no retries.
+    AttemptGuard,
+    /// A [`RouteResponseObserver`](crate::outbound::metrics::RouteResponseObserver) of the response that the client gets: the
+    /// request may have several attempts, and its timeouts may end the response.
+    ResponseObserver,
 }
 
 /// The route of a request, or the routes of its ServiceProfile.

@@ -1,4 +1,4 @@
-//! Requests to a service with a ServiceProfile: its routes, their metrics and timeouts, and retries within a budget.
+//! Sends a request by a ServiceProfile: its routes, their metrics and timeouts, and retries within a budget.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,12 +16,12 @@ use crate::{
     },
     metrics::http::{ResponseEnd, ResponseOutcome},
     outbound::{
-        destination::profile::ProfilePlan,
+        destination::profile::CompiledProfile,
         metrics::{attempts::AttemptMetrics, profiles::ProfileRouteMetrics},
         request::{
             attempt::AttemptSender,
             context::OutgoingRequest,
-            retry::{self, RetryOn, RetryParams, SendPlan},
+            retry::{self, RetryOn, RetryParams, SendParams},
         },
     },
     policy::{
@@ -30,70 +30,69 @@ use crate::{
     },
 };
 
-impl ProfilePlan {
-    /// Sends a request by its route. Failures are retried if the route is retryable; upgrade requests are sent once.
-    ///
-    /// # Errors
-    /// The last attempt failed, or the route's timeout expired.
-    pub(super) async fn send(
-        &self,
-        sender: &AttemptSender<'_>,
-        outgoing: &mut OutgoingRequest<'_>,
-    ) -> Result<Response<Body>, Error> {
-        let started_at = Instant::now();
-        let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
-        let index = profile::find(&self.profile.routes, &attributes);
-        let route = index.and_then(|index| self.profile.routes.get(index));
-        let metrics = &self.routes[index.unwrap_or(self.profile.routes.len())];
-        if let Some(canonical) = &self.canonical {
-            outgoing
-                .req
-                .headers_mut()
-                .insert(names::L5D_DST_CANONICAL, canonical.clone());
-        }
-        let mut request_metrics = ProfileRequestMetrics::begin(route, metrics);
-        if let Some(budget) = &self.budget {
-            budget.deposit(started_at);
-        }
-        let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_deref());
-        let retries = retryable.map(|(route, budget)| RetryParams {
-            retry_on: RetryOn::RouteFailures(route),
-            max_retries: u16::MAX,
-            max_body_bytes: replay::DEFAULT_MAX_REPLAY_BYTES,
-            attempt_timeout: None,
-            backoff: None,
-            budget,
-        });
-        let timeout = route.and_then(|route| route.timeout);
-        let timeouts = RequestTimeouts {
-            response_deadline: timeout.map(|limit| (started_at + limit, limit)),
-            ..RequestTimeouts::default()
+/// Sends a request by its route. Failures are retried if the route is retryable; upgrade requests are sent once.
+///
+/// # Errors
+/// The last attempt failed, or the route's timeout expired.
+pub(super) async fn send_by_profile(
+    compiled: &CompiledProfile,
+    sender: &AttemptSender<'_>,
+    outgoing: &mut OutgoingRequest<'_>,
+) -> Result<Response<Body>, Error> {
+    let started_at = Instant::now();
+    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let routes = compiled.routes();
+    let index = profile::find(routes, &attributes);
+    let route = index.and_then(|index| routes.get(index));
+    let metrics = &compiled.route_metrics[index.unwrap_or(routes.len())];
+    if let Some(canonical) = &compiled.canonical {
+        outgoing
+            .req
+            .headers_mut()
+            .insert(names::L5D_DST_CANONICAL, canonical.clone());
+    }
+    let mut request_metrics = ProfileRequestMetrics::begin(route, metrics);
+    if let Some(budget) = &compiled.budget {
+        budget.deposit(started_at);
+    }
+    let retryable = route.filter(|route| route.is_retryable).zip(compiled.budget.as_deref());
+    let retry_params = retryable.map(|(route, budget)| RetryParams {
+        retry_on: RetryOn::RouteFailures(route),
+        max_retries: u16::MAX,
+        max_body_bytes: replay::DEFAULT_MAX_REPLAY_BYTES,
+        attempt_timeout: None,
+        backoff: None,
+        budget,
+    });
+    let timeout = route.and_then(|route| route.timeout);
+    let timeouts = RequestTimeouts {
+        profile_deadline: timeout.map(|limit| (started_at + limit, limit)),
+        ..RequestTimeouts::default()
+    };
+    let result = if outgoing.upgrade.is_some() {
+        retry::send_upgrade(sender, started_at, outgoing, timeouts, &request_metrics).await
+    } else {
+        let params = SendParams {
+            started_at,
+            timeouts,
+            retry_params: retry_params.as_ref(),
         };
-        let result = if outgoing.upgrade.is_some() {
-            retry::send_upgrade(sender, started_at, outgoing, timeouts, &request_metrics).await
-        } else {
-            let plan = SendPlan {
+        retry::send_with_retries(sender, outgoing, params, &request_metrics).await
+    };
+    request_metrics.is_recorded = true;
+    match result {
+        Ok(rsp) => {
+            let class = route.and_then(|route| route.classify(rsp.status()));
+            let series = metrics.logical.clone();
+            Ok(classify::observe(
+                rsp,
                 started_at,
-                timeouts,
-                retries: retries.as_ref(),
-            };
-            retry::send_with_retries(sender, outgoing, plan, &request_metrics).await
-        };
-        request_metrics.is_recorded = true;
-        match result {
-            Ok(rsp) => {
-                let class = route.and_then(|route| route.classify(rsp.status()));
-                let series = metrics.logical.clone();
-                Ok(classify::observe(
-                    rsp,
-                    started_at,
-                    ProfileResponseObserver { series, class },
-                ))
-            }
-            Err(error) => {
-                metrics.logical.response(classify::failed_outcome(&error));
-                Err(error)
-            }
+                ProfileResponseObserver { series, class },
+            ))
+        }
+        Err(error) => {
+            metrics.logical.response(classify::failed_outcome(&error));
+            Err(error)
         }
     }
 }

@@ -5,6 +5,7 @@ use std::{borrow::Cow, collections::VecDeque, ops::RangeInclusive, time::Duratio
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use http::{HeaderMap, HeaderName, Request, Response, StatusCode};
+use http_body::Frame;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, sleep};
 use tulle_core::{
@@ -33,7 +34,7 @@ use crate::{
         },
     },
     policy::{
-        client::{HeaderOverrides, RetryAfterBackoff, RetryConditions, RetryPolicy, Timeouts},
+        client::{BackoffPolicy, HeaderOverrides, RetryConditions, RetryPolicy, Timeouts},
         profile::{Class, ProfileRoute, RetryBudgetState},
     },
 };
@@ -45,7 +46,7 @@ pub(super) struct RetryParams<'a> {
     pub(super) max_body_bytes: usize,
     /// Maximum time from the end of the request to the head of the response, for each attempt except the last one.
     pub(super) attempt_timeout: Option<Duration>,
-    pub(super) backoff: Option<RetryAfterBackoff>,
+    pub(super) backoff: Option<BackoffPolicy>,
     pub(super) budget: &'a RetryBudgetState,
 }
 
@@ -57,54 +58,52 @@ pub(super) enum RetryOn<'a> {
     RouteFailures(&'a ProfileRoute),
 }
 
-impl TimeoutsAndRetries {
-    /// Sends a request with the timeouts and retries of the rule, and of its headers if they may override the rule.
-    ///
-    /// # Errors
-    /// The last attempt failed, or a timeout expired.
-    pub(super) async fn send(
-        &self,
-        sender: &AttemptSender<'_>,
-        outgoing: &mut OutgoingRequest<'_>,
-        metrics: &impl AttemptMetrics,
-    ) -> Result<Response<Body>, Error> {
-        let started_at = Instant::now();
-        let (mut timeouts, mut retry) = (self.timeouts, self.retry.as_ref().map(Cow::Borrowed));
-        if self.header_overrides == HeaderOverrides::Allow {
-            timeouts = timeouts_with_overrides(timeouts, outgoing.req.headers_mut());
-            retry = retry_with_overrides(retry, outgoing.req.headers_mut());
-        }
-        let timeouts = RequestTimeouts {
-            deadline: timeouts.request.map(|limit| (started_at + limit, limit)),
-            response_deadline: None,
-            response_headers_timeout: None,
-            response_timeout: timeouts.response,
-            idle_timeout: timeouts.idle,
-        };
-        if outgoing.upgrade.is_some() {
-            return send_upgrade(sender, started_at, outgoing, timeouts, metrics).await;
-        }
-        let retries = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
-            self.budget.deposit(started_at);
-            RetryParams {
-                max_retries: retry.max_retries,
-                max_body_bytes: retry.max_request_bytes,
-                attempt_timeout: retry.timeout,
-                backoff: retry.backoff,
-                retry_on: RetryOn::Statuses(match retry {
-                    Cow::Borrowed(retry) => Cow::Borrowed(&retry.conditions),
-                    Cow::Owned(retry) => Cow::Owned(retry.conditions),
-                }),
-                budget: &self.budget,
-            }
-        });
-        let plan = SendPlan {
-            started_at,
-            timeouts,
-            retries: retries.as_ref(),
-        };
-        send_with_retries(sender, outgoing, plan, metrics).await
+/// Sends a request with the timeouts and retries of the rule, and of its headers if they may override the rule.
+///
+/// # Errors
+/// The last attempt failed, or a timeout expired.
+pub(super) async fn send_by_rule(
+    rule: &TimeoutsAndRetries,
+    sender: &AttemptSender<'_>,
+    outgoing: &mut OutgoingRequest<'_>,
+    metrics: &impl AttemptMetrics,
+) -> Result<Response<Body>, Error> {
+    let started_at = Instant::now();
+    let (mut timeouts, mut retry) = (rule.timeouts, rule.retry.as_ref().map(Cow::Borrowed));
+    if rule.header_overrides == HeaderOverrides::Allow {
+        timeouts = timeouts_with_overrides(timeouts, outgoing.req.headers_mut());
+        retry = retry_with_overrides(retry, outgoing.req.headers_mut());
     }
+    let timeouts = RequestTimeouts {
+        request_deadline: timeouts.request.map(|limit| (started_at + limit, limit)),
+        profile_deadline: None,
+        response_headers_timeout: None,
+        response_timeout: timeouts.response,
+        idle_timeout: timeouts.idle,
+    };
+    if outgoing.upgrade.is_some() {
+        return send_upgrade(sender, started_at, outgoing, timeouts, metrics).await;
+    }
+    let retry_params = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
+        rule.budget.deposit(started_at);
+        RetryParams {
+            max_retries: retry.max_retries,
+            max_body_bytes: retry.max_request_bytes,
+            attempt_timeout: retry.timeout,
+            backoff: retry.backoff,
+            retry_on: RetryOn::Statuses(match retry {
+                Cow::Borrowed(retry) => Cow::Borrowed(&retry.conditions),
+                Cow::Owned(retry) => Cow::Owned(retry.conditions),
+            }),
+            budget: &rule.budget,
+        }
+    });
+    let params = SendParams {
+        started_at,
+        timeouts,
+        retry_params: retry_params.as_ref(),
+    };
+    send_with_retries(sender, outgoing, params, metrics).await
 }
 
 /// Sends an upgrade request once; its timeouts start at `started_at`. The upgraded stream has no timeout.
@@ -121,21 +120,22 @@ pub(super) async fn send_upgrade(
     let mut deadlines = AttemptDeadlines::start(timeouts, outgoing.req, started_at);
     metrics.attempt_started();
     let mut tried = TriedEndpoints::new();
-    let params = AttemptParams {
+    let attempt_params = AttemptParams {
         started_at,
         deadlines: Some(&mut deadlines),
         retry_copy: None,
     };
-    let result = sender.send(outgoing, &mut tried, params).await;
+    let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
     metrics.attempt_ended(&result, grpc_status_in_head(&result));
     result
 }
 
 /// How a request is sent: start of the first attempt, timeouts, and retries.
-pub(super) struct SendPlan<'a> {
+pub(super) struct SendParams<'a> {
     pub(super) started_at: Instant,
     pub(super) timeouts: RequestTimeouts,
-    pub(super) retries: Option<&'a RetryParams<'a>>,
+    /// `None` if the request is not retried.
+    pub(super) retry_params: Option<&'a RetryParams<'a>>,
 }
 
 /// Sends a request and its retries.
@@ -145,54 +145,53 @@ pub(super) struct SendPlan<'a> {
 pub(super) async fn send_with_retries(
     sender: &AttemptSender<'_>,
     outgoing: &mut OutgoingRequest<'_>,
-    plan: SendPlan<'_>,
+    params: SendParams<'_>,
     metrics: &impl AttemptMetrics,
 ) -> Result<Response<Body>, Error> {
-    let SendPlan {
+    let SendParams {
         mut started_at,
         timeouts,
-        retries,
-    } = plan;
+        retry_params,
+    } = params;
     let is_grpc = headers::is_grpc(outgoing.req.version(), outgoing.req.headers());
-    let needs_grpc_status = retries.is_some_and(RetryParams::needs_grpc_status);
+    let needs_grpc_status = retry_params.is_some_and(RetryParams::needs_grpc_status);
     let mut tried = TriedEndpoints::new();
-    let mut backoff_delays = retries.and_then(RetryParams::backoff_delays);
+    let mut backoff_delays = retry_params.and_then(RetryParams::backoff_delays);
     let mut n_retries = 0;
     loop {
-        // `None` if this is the last attempt.
-        let retries_left = retries.filter(|retries| n_retries < retries.max_retries);
+        let params_if_not_last = retry_params.filter(|params| n_retries < params.max_retries);
         let retry_copy =
-            retries_left.map(|retries| ReplayableRequest::of_request(outgoing.req, retries.max_body_bytes));
+            params_if_not_last.map(|params| ReplayableRequest::of_request(outgoing.req, params.max_body_bytes));
         let attempt_timeouts = RequestTimeouts {
-            response_headers_timeout: retries_left.and_then(|retries| retries.attempt_timeout),
+            response_headers_timeout: params_if_not_last.and_then(|params| params.attempt_timeout),
             ..timeouts
         };
         // The gRPC status is read only after the whole request has been sent; only `AttemptDeadlines` know when.
         let mut deadlines = (needs_grpc_status || attempt_timeouts != RequestTimeouts::default())
             .then(|| AttemptDeadlines::start(attempt_timeouts, outgoing.req, started_at));
         metrics.attempt_started();
-        let params = AttemptParams {
+        let attempt_params = AttemptParams {
             started_at,
             deadlines: deadlines.as_mut(),
             retry_copy: retry_copy.as_ref(),
         };
-        let result = sender.send(outgoing, &mut tried, params).await;
-        let (result, grpc_status) = with_grpc_status(result, deadlines.as_mut().filter(|_| needs_grpc_status)).await;
+        let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
+        let (result, grpc_status) = read_grpc_status(result, deadlines.as_mut().filter(|_| needs_grpc_status)).await;
         metrics.attempt_ended(&result, grpc_status);
-        let is_retryable = retries.is_some_and(|retries| retries.retry_on.matches(&result, is_grpc, grpc_status));
+        let is_retryable = retry_params.is_some_and(|params| params.retry_on.matches(&result, is_grpc, grpc_status));
         if !is_retryable {
             if n_retries > 0 && result.is_ok() {
                 metrics.retry_succeeded();
             }
             return with_deadlines(result, deadlines);
         }
-        let Some((retries_left, retry_copy)) = retries_left.zip(retry_copy) else {
+        let Some((params, retry_copy)) = params_if_not_last.zip(retry_copy) else {
             metrics.retry_limit_exceeded();
             return with_deadlines(result, deadlines);
         };
-        let delay = retries_left.next_delay(backoff_delays.as_mut(), &result);
-        let is_in_time = timeouts.deadline.is_none_or(|(at, _)| Instant::now() + delay < at);
-        let take_retry = || retries_left.take_retry(retry_copy, sender, metrics);
+        let delay = params.next_delay(backoff_delays.as_mut(), &result);
+        let is_in_time = timeouts.request_deadline.is_none_or(|(at, _)| Instant::now() + delay < at);
+        let take_retry = || params.take_retry(retry_copy, sender, metrics);
         let Some(next_req) = is_in_time.then(take_retry).flatten() else {
             return with_deadlines(result, deadlines);
         };
@@ -209,12 +208,13 @@ pub(super) async fn send_with_retries(
     }
 }
 
-/// Adds the gRPC status of a response. If `deadlines` are given, awaits trailers that may have it.
-async fn with_grpc_status(
+/// Returns the result and its gRPC status, if that is known: from the head, or, if `wait_deadlines` are given and the whole request
+/// was sent, from trailers, which are awaited until these deadlines.
+async fn read_grpc_status(
     result: Result<Response<Body>, Error>,
-    deadlines: Option<&mut AttemptDeadlines>,
+    wait_deadlines: Option<&mut AttemptDeadlines>,
 ) -> (Result<Response<Body>, Error>, Option<i32>) {
-    match (result, deadlines) {
+    match (result, wait_deadlines) {
         // Only after the whole request is sent: a client may wait for the response head before it sends more of the body.
         (Ok(mut rsp), Some(deadlines)) if awaits_grpc_trailers(&rsp) && deadlines.is_sent() => {
             match deadlines.with_deadline(peek_grpc_status(&mut rsp)).await {
@@ -243,7 +243,7 @@ impl RetryParams<'_> {
     }
 
     fn backoff_delays(&self) -> Option<BackoffDelays> {
-        self.backoff.map(|backoff| backoff.steps.start())
+        self.backoff.map(|backoff| backoff.delays.start())
     }
 
     /// Delay before the next attempt: the backoff, and at least `Retry-After` if the policy honors it. `Retry-After` is limited
@@ -253,7 +253,7 @@ impl RetryParams<'_> {
         match (result, self.backoff) {
             (Ok(rsp), Some(backoff)) if backoff.honors_retry_after => {
                 let requested = headers::retry_after(rsp.headers()).unwrap_or_default();
-                requested.min(backoff.steps.max).max(delay)
+                requested.min(backoff.delays.max).max(delay)
             }
             _ => delay,
         }
@@ -363,34 +363,31 @@ fn awaits_grpc_trailers(rsp: &Response<Body>) -> bool {
 /// Only the first frame is awaited. Frames that were read are put back in front of the body. The body stays in `rsp` during the
 /// wait, so the caller can still use it if this call is cancelled.
 async fn peek_grpc_status(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
-    let body = rsp.body_mut();
-    let (mut read, mut trailers) = (VecDeque::<Bytes>::new(), None);
-    let mut next = body.frame().await.transpose()?;
-    if let Some(frame) = next {
-        match frame.into_data() {
-            Ok(data) => {
-                read.push_back(data);
-                next = match body.frame().now_or_never() {
-                    Some(frame) => frame.transpose()?,
-                    None => {
-                        *body = Body::replayed(read, std::mem::take(body));
-                        return Ok(None);
-                    }
-                };
+    let (body, mut read) = (rsp.body_mut(), VecDeque::<Bytes>::new());
+    // The first frame is awaited.
+    let after_data = match body.frame().await.transpose()?.map(Frame::into_data) {
+        Some(Ok(data)) => {
+            read.push_back(data);
+            // The second frame is read only if it has already arrived.
+            match body.frame().now_or_never() {
+                Some(second) => second.transpose()?.map(Frame::into_data),
+                None => {
+                    *body = Body::replayed(read, std::mem::take(body));
+                    return Ok(None);
+                }
             }
-            Err(frame) => next = Some(frame),
         }
-    }
-    if let Some(frame) = next {
-        match frame.into_data() {
-            Ok(data) => {
-                read.push_back(data);
-                *body = Body::replayed(read, std::mem::take(body));
-                return Ok(None);
-            }
-            Err(frame) => trailers = frame.into_trailers().ok(),
+        trailers_or_end => trailers_or_end,
+    };
+    let trailers = match after_data {
+        Some(Ok(more_data)) => {
+            read.push_back(more_data);
+            *body = Body::replayed(read, std::mem::take(body));
+            return Ok(None);
         }
-    }
+        Some(Err(frame)) => frame.into_trailers().ok(),
+        None => None,
+    };
     let grpc_status = trailers.as_ref().and_then(classify::grpc_status);
     *body = Body::buffered(read, trailers);
     Ok(grpc_status)
@@ -457,8 +454,8 @@ fn take_parsed<T>(headers: &mut HeaderMap, name: &HeaderName, parse: impl Fn(&st
 }
 
 /// Backoff of retries that a request header enables on a route without retries.
-const OVERRIDE_RETRY_BACKOFF: RetryAfterBackoff = RetryAfterBackoff {
-    steps: Backoff {
+const OVERRIDE_RETRY_BACKOFF: BackoffPolicy = BackoffPolicy {
+    delays: Backoff {
         min: Duration::from_millis(25),
         max: Duration::from_millis(250),
         jitter: 1.0,

@@ -1,4 +1,4 @@
-//! The request path of the outbound side: route, filters, attempts, response (O5–O12).
+//! Sends a request by the routes of its destination: route, filters, attempts, response (O5–O12).
 
 use http::{Request, Response, Version};
 use tulle_core::names::header as names;
@@ -6,82 +6,86 @@ use tulle_core::names::header as names;
 use crate::{
     http::{body::Body, error::Error, headers, lifecycle::classify, stack::filters},
     outbound::{
-        destination::snapshot::{Destination, HttpPlan, Plan, Router},
+        destination::snapshot::{CompiledAction, Destination, Plan, Router},
         metrics::RouteResponseObserver,
         request::{
-            attempt::{AttemptParams, AttemptSender, filter_response},
+            attempt::{AttemptParams, AttemptSender, apply_response_filters},
             connect::TriedEndpoints,
-            context::{OutgoingRequest, RequestContext},
-            observe::{AttemptKind, RouteRequestGuard, RouteSource},
+            context::{ClientContext, OutgoingRequest},
+            observe::{ResponseRecorder, RouteRequestGuard, RouteSource},
+            profile, retry,
         },
     },
     policy::{matches::RequestAttributes, route},
 };
 
-impl RequestContext<'_> {
-    /// Sends a request by the routes of its destination.
-    pub(in crate::outbound) async fn send(
-        self,
-        destination: &Destination,
-        outgoing: &mut OutgoingRequest<'_>,
-    ) -> Result<Response<Body>, Error> {
-        let snapshot = destination.snapshot(); // one for the whole request
-        let router = select_router(&snapshot.plan, outgoing.req.version())?;
-        let required_identity = take_required_identity(outgoing.req);
-        let new_sender = |route_source, backends, matched_prefix_len, route_request| AttemptSender {
-            context: self,
-            route_source,
-            required_identity: required_identity.as_deref(),
-            backends,
-            matched_prefix_len,
-            route_request,
-        };
-        let routes = match router {
-            Router::Routes(routes) => routes,
-            Router::Profile(profile) => {
-                let sender = new_sender(RouteSource::Profile(profile.routes()), &profile.backends, None, None);
-                return Box::pin(profile.send(&sender, outgoing)).await;
-            }
-        };
-        let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
-        let found = route::find(routes, &attributes).ok_or(Error::RouteNotFound)?; // O6
-        let HttpPlan {
-            backends,
-            timeouts_and_retries,
-            series,
-        } = &found.rule.payload;
-        let route_source = RouteSource::Route(&found.route.meta);
-        let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
-        let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.prefix) {
-            Err(filter_response) => Err(filter_response),
-            // O7–O11
-            Ok(()) => {
-                let route_sender =
-                    |kind| new_sender(route_source, backends, found.prefix, Some((&request_guard, kind)));
-                match timeouts_and_retries {
-                    None => {
-                        let sender = route_sender(AttemptKind::Single);
-                        let params = AttemptParams::plain(request_guard.timing.started());
-                        sender.send(outgoing, &mut TriedEndpoints::new(), params).await
-                    }
-                    // Boxed because its timers make the future large.
-                    Some(timeouts_and_retries) => {
-                        let sender = route_sender(AttemptKind::Retryable);
-                        let metrics = &**request_guard.series();
-                        let result = Box::pin(timeouts_and_retries.send(&sender, outgoing, metrics)).await;
-                        result.map(|rsp| {
-                            let (route, timing) = (request_guard.series().clone(), request_guard.timing.clone());
-                            classify::observe(rsp, timing.started(), RouteResponseObserver { route, timing })
-                        })
-                    }
+/// Sends a request by its route of the policy, or by the ServiceProfile that replaces the routes.
+///
+/// # Errors
+/// The request has no route, a filter responds to it, or its last attempt failed.
+pub(in crate::outbound) async fn route_and_send(
+    client: ClientContext<'_>,
+    destination: &Destination,
+    outgoing: &mut OutgoingRequest<'_>,
+) -> Result<Response<Body>, Error> {
+    let snapshot = destination.snapshot(); // one for the whole request
+    let router = select_router(&snapshot.plan, outgoing.req.version())?;
+    let required_identity = take_required_identity(outgoing.req);
+    let new_sender = |route_source, backends, matched_prefix_len, route_request| AttemptSender {
+        client,
+        route_source,
+        required_identity: required_identity.as_deref(),
+        backends,
+        matched_prefix_len,
+        route_request,
+    };
+    let routes = match router {
+        Router::Routes(routes) => routes,
+        Router::Profile(compiled) => {
+            let sender = new_sender(RouteSource::Profile(compiled.routes()), &compiled.backends, None, None);
+            return Box::pin(profile::send_by_profile(compiled, &sender, outgoing)).await;
+        }
+    };
+    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let found = route::find(routes, &attributes).ok_or(Error::RouteNotFound)?; // O6
+    let CompiledAction {
+        backends,
+        timeouts_and_retries,
+        series,
+    } = &found.rule.payload;
+    let route_source = RouteSource::Route(&found.route.meta);
+    let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
+    let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.matched_prefix_len) {
+        Err(response) => Err(response),
+        // O7–O11
+        Ok(()) => {
+            let route_sender = |recorder| {
+                let route_request = Some((&request_guard, recorder));
+                new_sender(route_source, backends, found.matched_prefix_len, route_request)
+            };
+            match timeouts_and_retries {
+                None => {
+                    let sender = route_sender(ResponseRecorder::AttemptGuard);
+                    let params = AttemptParams::plain(request_guard.timing.started_at());
+                    sender.send_attempt(outgoing, &mut TriedEndpoints::new(), params).await
+                }
+                // Boxed because its timers make the future large.
+                Some(timeouts_and_retries) => {
+                    let sender = route_sender(ResponseRecorder::ResponseObserver);
+                    let metrics = &**request_guard.series();
+                    let result = Box::pin(retry::send_by_rule(timeouts_and_retries, &sender, outgoing, metrics)).await;
+                    result.map(|rsp| {
+                        let (route, timing) = (request_guard.series().clone(), request_guard.timing.clone());
+                        classify::observe(rsp, timing.started_at(), RouteResponseObserver { route, timing })
+                    })
                 }
             }
-        };
-        request_guard.record_result(&result);
-        let mut rsp = result?;
-        filter_response(&found.rule.filters, &mut rsp); // O12
-        Ok(rsp)
-    }
+        }
+    };
+    request_guard.record_if_failed(&result);
+    let mut rsp = result?;
+    apply_response_filters(&found.rule.filters, &mut rsp); // O12
+    Ok(rsp)
 }
 
 fn select_router(plan: &Plan, version: Version) -> Result<&Router, Error> {

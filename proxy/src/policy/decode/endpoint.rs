@@ -14,13 +14,14 @@ use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
 };
 
-/// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out, and `left_out` gets the reason.
+/// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out, and
+/// `on_invalid` is called with the reason.
 ///
 /// # Errors
 /// The message is empty or has an unknown update.
 pub(crate) fn endpoint_update(
     message: proto::Update,
-    mut left_out: impl FnMut(DecodeError),
+    mut on_invalid: impl FnMut(DecodeError),
 ) -> Result<EndpointUpdate, DecodeError> {
     match message.update.ok_or(DecodeError::Missing("update"))? {
         proto::update::Update::Add(set) => {
@@ -36,7 +37,7 @@ pub(crate) fn endpoint_update(
                     false => Ok(spec),
                 }
             };
-            let decode = |message| decode(message).map_err(&mut left_out).ok();
+            let decode = |message| decode(message).map_err(&mut on_invalid).ok();
             Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
         }
         proto::update::Update::Remove(set) => {
@@ -383,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn removals_and_the_end_of_all_endpoints_are_read() {
+    fn removals_and_empty_services_are_decoded() {
         let set = proto::AddrSet {
             addrs: vec![address(80), address(0)],
         };

@@ -221,7 +221,7 @@ fn authorization(message: proto::Authz) -> Result<Authorization, DecodeError> {
     };
     let decode = || {
         if message.networks.is_empty() {
-            return Err(DecodeError::Missing("networks of an authorization"));
+            return Err(DecodeError::Missing("authorization.networks"));
         }
         let networks = message.networks.into_iter().map(network).collect::<Result<_, _>>()?;
         let authentication = authentication(message.authentication)?;
@@ -256,7 +256,9 @@ fn authentication(message: Option<proto::Authn>) -> Result<Authentication, Decod
         .ok_or(DecodeError::Missing("authentication"))?;
     let clients = match permit {
         Permit::Unauthenticated(_) => return Ok(Authentication::Unauthenticated),
-        Permit::MeshTls(tls) => tls.clients.ok_or(DecodeError::Missing("clients of meshTLS"))?,
+        Permit::MeshTls(tls) => tls
+            .clients
+            .ok_or(DecodeError::Missing("authentication.mesh_tls.clients"))?,
     };
     Ok(match clients {
         Clients::Unauthenticated(_) => Authentication::TlsUnauthenticated,
@@ -297,7 +299,7 @@ fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeErr
     Ok(RateLimit {
         meta: meta(message.metadata)?,
         total: message.total.map(|limit| limit.requests_per_second),
-        identity: message.identity.map(|limit| limit.requests_per_second),
+        per_identity: message.identity.map(|limit| limit.requests_per_second),
         overrides: overrides.collect::<Result<_, _>>()?,
     })
 }
@@ -493,7 +495,7 @@ mod tests {
             ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
             ("label name is missing", server(|server, _| server.labels.clear())),
             (
-                "networks of an authorization is missing",
+                "authorization.networks is missing",
                 server(|server, _| {
                     server.authorizations[0].networks.clear();
                 }),
@@ -519,7 +521,7 @@ mod tests {
                 }),
             ),
             (
-                "clients of meshTLS is missing",
+                "authentication.mesh_tls.clients is missing",
                 server(|server, _| {
                     server.authorizations[0].authentication = permit(Permit::MeshTls(PermitMeshTls { clients: None }));
                 }),
@@ -765,7 +767,7 @@ mod tests {
             });
         }));
         let limit = http.rate_limit.unwrap();
-        assert_eq!((limit.total, limit.identity), (Some(5), None));
+        assert_eq!((limit.total, limit.per_identity), (Some(5), None));
         assert_eq!(
             limit.overrides,
             [RateLimitOverride {

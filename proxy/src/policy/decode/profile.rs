@@ -141,7 +141,9 @@ fn fully_qualified(destination: NameAddr, service: Option<&str>) -> NameAddr {
     let suffix = service.and_then(|service| service.trim_end_matches('.').splitn(3, '.').nth(2));
     let (first_label, other_labels) = suffix.and_then(|suffix| suffix.split_once('.')).unzip();
     let missing = match name.split('.').collect::<Vec<_>>()[..] {
+        // `web.shop` lacks `svc.cluster.local`.
         [_, _] => suffix,
+        // `web.shop.svc` lacks `cluster.local`.
         [_, _, third] if first_label == Some(third) => other_labels,
         _ => None,
     };

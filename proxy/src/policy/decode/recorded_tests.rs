@@ -11,7 +11,7 @@ use tulle_proto::destination;
 use self::read::{Recorded, recorded};
 use super::{endpoint, inbound, outbound, profile};
 use crate::policy::authz::{Authentication, Authorization};
-use crate::policy::client::{Backend, ClientHttp, ClientPolicy, ClientProtocol, Distribution, OpaqueRoute};
+use crate::policy::client::{BackendSpec, ClientHttp, ClientPolicy, ClientProtocol, Distribution, OpaqueRoute};
 use crate::policy::endpoint::{EndpointSpec, EndpointUpdate};
 use crate::policy::profile::Profile;
 use crate::policy::route::Route;
@@ -154,8 +154,8 @@ fn opaque_route_lines(what: &str, route: &OpaqueRoute) -> Vec<String> {
 }
 
 fn distribution_lines<F: Debug>(backends: &Distribution<F>) -> Vec<String> {
-    let line = |weight: String, backend: &Backend, filters: &Vec<F>| {
-        let Backend { meta, queue, target } = backend;
+    let line = |weight: String, backend: &BackendSpec, filters: &Vec<F>| {
+        let BackendSpec { meta, queue, target } = backend;
         format!("-> {weight} {meta} {target:?} {queue:?} {filters:?}")
     };
     match backends {

@@ -285,10 +285,10 @@ pub(crate) struct GrpcMatch {
 
 impl RequestMatch {
     /// Scores a request; also returns the length of a matched path prefix.
-    pub(crate) fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
+    pub(crate) fn score(&self, attributes: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
         match self {
-            Self::Http(http) => http.score(head),
-            Self::Grpc(grpc) => grpc.score(head).map(|score| (score, None)),
+            Self::Http(http) => http.score(attributes),
+            Self::Grpc(grpc) => grpc.score(attributes).map(|score| (score, None)),
         }
     }
 
@@ -316,19 +316,19 @@ impl RequestMatch {
 }
 
 impl HttpMatch {
-    fn score(&self, head: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
-        if self.method.as_ref().is_some_and(|method| method != head.method) {
+    fn score(&self, attributes: &RequestAttributes<'_>) -> Option<(Score, Option<usize>)> {
+        if self.method.as_ref().is_some_and(|method| method != attributes.method) {
             return None;
         }
         let (score, prefix) = match &self.path {
-            Some(path) => path.score(head.path)?,
+            Some(path) => path.score(attributes.path)?,
             None => (Score::default(), None),
         };
-        if !self.headers.iter().all(|header| header.matches(head.headers)) {
+        if !self.headers.iter().all(|header| header.matches(attributes.headers)) {
             return None;
         }
         if !self.query.is_empty() {
-            let query = head.query?;
+            let query = attributes.query?;
             if !self.query.iter().all(|param| param.matches(query)) {
                 return None;
             }
@@ -344,11 +344,11 @@ impl HttpMatch {
 }
 
 impl GrpcMatch {
-    fn score(&self, head: &RequestAttributes<'_>) -> Option<Score> {
-        if head.method != Method::POST {
+    fn score(&self, attributes: &RequestAttributes<'_>) -> Option<Score> {
+        if attributes.method != Method::POST {
             return None;
         }
-        let (service, method) = head.path.strip_prefix('/')?.split_once('/')?;
+        let (service, method) = attributes.path.strip_prefix('/')?.split_once('/')?;
         if service.is_empty() || method.is_empty() || method.contains('/') {
             return None;
         }
@@ -358,7 +358,7 @@ impl GrpcMatch {
         }
         self.headers
             .iter()
-            .all(|header| header.matches(head.headers))
+            .all(|header| header.matches(attributes.headers))
             .then(|| Score {
                 primary: saturating_u32(self.service.len()),
                 secondary: saturating_u32(self.method.len()),

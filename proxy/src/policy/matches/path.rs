@@ -1,10 +1,11 @@
-//! The normal form of a path. Rules that differ by path match requests by it.
-//!
-//! Applications normalize paths in different ways. A path that some of them would take for another one is ambiguous, and
-//! matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
-//! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash. In the normal form of
-//! all other paths, characters that a path may contain unencoded are decoded, and all others are encoded. The request is
+//! The normal form of request paths. If rules depend on the path, it is compared with them in its normal form; the request is
 //! forwarded with its original path.
+//!
+//! Applications normalize paths in different ways. A path that they could understand differently is ambiguous, has no normal
+//! form, and matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
+//! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash.
+//!
+//! The normal form of any other path decodes each character that a path may contain unencoded, and encodes each other character.
 
 use std::borrow::Cow;
 
@@ -34,9 +35,9 @@ pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
 
 /// Decodes characters that a path may contain unencoded, and encodes all others, with upper-case digits.
 ///
-/// Backslashes and semicolons stay as they are, because they make a path ambiguous.
+/// Backslashes, semicolons and bare percent signs stay as they are, because they make a path ambiguous.
 pub(crate) fn normalize_escapes(path: &str) -> Cow<'_, str> {
-    if path.bytes().all(|byte| byte != b'%' && is_kept(byte)) {
+    if path.bytes().all(|byte| byte != b'%' && stays_unencoded(byte)) {
         return Cow::Borrowed(path);
     }
     let mut normal = String::with_capacity(path.len());
@@ -51,11 +52,11 @@ pub(crate) fn normalize_escapes(path: &str) -> Cow<'_, str> {
             }
             None => *byte,
         };
-        let stays_unencoded = match encoded {
+        let is_plain = match encoded {
             Some(byte) => is_unreserved_or_delim(byte),
-            None => is_kept(byte),
+            None => stays_unencoded(byte),
         };
-        if stays_unencoded {
+        if is_plain {
             normal.push(char::from(byte));
         } else {
             normal.push_str(&format!("%{byte:02X}"));
@@ -73,7 +74,7 @@ pub(crate) fn original_len(path: &str, length: usize) -> usize {
             b'%' if percent_decoded_byte(&path.as_bytes()[original + 1..]).is_some_and(is_unreserved_or_delim) => {
                 (3, 1)
             }
-            byte if is_kept(byte) => (1, 1),
+            byte if stays_unencoded(byte) => (1, 1),
             _ => (1, 3),
         };
         original += step;
@@ -102,8 +103,8 @@ fn is_unreserved_or_delim(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,=:@".contains(&byte)
 }
 
-/// Whether an unencoded character stays unencoded.
-fn is_kept(byte: u8) -> bool {
+/// Whether a character that is not encoded stays so in the normal form.
+fn stays_unencoded(byte: u8) -> bool {
     is_unreserved_or_delim(byte) || b"/%\\;".contains(&byte)
 }
 

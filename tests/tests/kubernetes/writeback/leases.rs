@@ -46,12 +46,12 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_a_stopped_one_at_
     let killed_at = Instant::now();
     first.kill();
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
-        let taken = async {
+        let takeover = async {
             while holder(&server, lease).await.as_deref() != Some("second") {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        taken.await;
+        takeover.await;
         let waited = killed_at.elapsed();
         println!("{lease}: taken over {waited:?} after the kill");
         assert!(waited <= Duration::from_secs(30), "{lease}: {waited:?}");

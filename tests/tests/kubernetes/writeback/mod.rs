@@ -58,7 +58,7 @@ impl Replica {
                 endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            stale_kinds: Readiness::new(),
+            freshness: Readiness::new(),
         };
         let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });

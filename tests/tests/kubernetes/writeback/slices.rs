@@ -16,7 +16,7 @@ fn workloads(server: &ApiServer, namespace: &str) -> Api<DynamicObject> {
     Api::namespaced_with(server.client(), namespace, &ApiResource::from_gvk(&kind))
 }
 
-/// The service and the workload of the tutorial.
+/// The Service of the tutorial.
 fn tutorial_service() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Service",
@@ -69,7 +69,7 @@ async fn sizes(server: &ApiServer) -> Vec<usize> {
     sizes
 }
 
-async fn sizes_become(server: &ApiServer, expected: &[usize]) {
+async fn wait_for_sizes(server: &ApiServer, expected: &[usize]) {
     let what = format!("slices of {expected:?}");
     eventually(&what, async || (sizes(server).await == expected).then_some(())).await;
 }
@@ -85,7 +85,7 @@ async fn the_workload_of_the_tutorial_is_in_the_right_slice() {
     let name = "external-simple-app-v1-0e340584";
     apply(&server, &tutorial_service()).await;
     apply(&server, &workload(name, "172.20.0.8")).await;
-    sizes_become(&server, &[1]).await;
+    wait_for_sizes(&server, &[1]).await;
     let ready = |slice: &EndpointSlice| slice.endpoints[0].conditions.as_ref().unwrap().ready;
     assert_eq!(
         ready(&slices(&server).await[0]),
@@ -143,7 +143,7 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     }));
     all.await;
     let replica = Replica::start(&server.client(), "only");
-    sizes_become(&server, &[50, 100, 100]).await;
+    wait_for_sizes(&server, &[50, 100, 100]).await;
     let before = names(&server).await;
     let in_one = &slices(&server)
         .await
@@ -155,7 +155,7 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
         let name = endpoint.target_ref.as_ref().unwrap().name.as_deref().unwrap();
         api.delete(name, &DeleteParams::default()).await.unwrap();
     }
-    sizes_become(&server, &[40, 50, 100]).await;
+    wait_for_sizes(&server, &[40, 50, 100]).await;
     for n in 250..280 {
         create(&server, workload(&name(n), &format!("172.20.9.{}", n - 200))).await;
     }
@@ -209,7 +209,7 @@ async fn only_the_leader_writes() {
     let follower = Replica::start(&server.client(), "follower");
     apply(&server, &tutorial_service()).await;
     apply(&server, &workload("vm", "172.20.0.8")).await;
-    sizes_become(&server, &[1]).await;
+    wait_for_sizes(&server, &[1]).await;
     assert_eq!(
         follower.metric("workqueue_adds_total{name=\"endpoints_controller_workqueue\"}"),
         0.0
@@ -221,7 +221,7 @@ async fn only_the_leader_writes() {
     leader.end().await;
     wait_for_leader(&server, ENDPOINT_LEASE, "follower").await;
     apply(&server, &workload("vm-2", "172.20.0.9")).await;
-    sizes_become(&server, &[2]).await;
+    wait_for_sizes(&server, &[2]).await;
     follower.end().await;
 }
 

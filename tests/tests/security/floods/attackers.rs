@@ -115,7 +115,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 impl Flood {
     /// Opens `n` connections. Connections that the server does not accept, or closes, are ignored.
     pub(crate) fn start(
-        port: SocketAddr,
+        addr: SocketAddr,
         behaviour: Behaviour,
         from: Sources,
         n: usize,
@@ -127,15 +127,15 @@ impl Flood {
             false => &bytes[..],
         };
         let connect = |n: usize| {
-            let address = match from {
+            let attacker = match from {
                 Sources::OneAddress => 0,
                 Sources::TwoHundred => n % 200,
             };
-            let source = source(port, u8::try_from(address).unwrap());
+            let source = source(addr, u8::try_from(attacker).unwrap());
             match (behaviour, peers) {
-                (Behaviour::Verified, Some(peers)) => peers.connect(source, port),
+                (Behaviour::Verified, Some(peers)) => peers.connect(source, addr),
                 _ => {
-                    let mut stream = connect(source, port)?;
+                    let mut stream = connect(source, addr)?;
                     stream.set_nonblocking(true).ok()?;
                     stream.write_all(first).ok()?;
                     Some(OpenConnection::Tcp(stream))
@@ -157,7 +157,7 @@ impl Flood {
     }
 
     /// The number of connections that were established.
-    pub(crate) fn n(&self) -> usize {
+    pub(crate) fn n_connections(&self) -> usize {
         self.connections.len()
     }
 }
@@ -198,8 +198,8 @@ impl Drop for Flood {
 }
 
 impl Peers {
-    fn connect(&self, source: IpAddr, port: SocketAddr) -> Option<OpenConnection> {
-        let stream = connect(source, port)?;
+    fn connect(&self, source: IpAddr, addr: SocketAddr) -> Option<OpenConnection> {
+        let stream = connect(source, addr)?;
         stream.set_read_timeout(Some(CONNECT_TIMEOUT)).ok()?;
         let tls = ClientConnection::new(self.tls.clone(), self.server.clone()).ok()?;
         let mut stream = StreamOwned::new(tls, stream);
@@ -211,19 +211,19 @@ impl Peers {
     }
 }
 
-/// An address of an attacker, in the address family of the port.
-fn source(port: SocketAddr, n: u8) -> IpAddr {
-    match port.ip() {
+/// An address of an attacker, in the address family of the target.
+fn source(addr: SocketAddr, n: u8) -> IpAddr {
+    match addr.ip() {
         ip if ip.is_loopback() => Ipv4Addr::new(127, 78, 1, n + 1).into(),
         IpAddr::V4(_) => super::testbed::attacker_addr(n).into(),
         IpAddr::V6(_) => super::testbed::v6(super::testbed::attacker_addr(n)).into(),
     }
 }
 
-fn connect(source: IpAddr, port: SocketAddr) -> Option<TcpStream> {
-    let socket = Socket::new(Domain::for_address(port), Type::STREAM, None).ok()?;
+fn connect(source: IpAddr, addr: SocketAddr) -> Option<TcpStream> {
+    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, None).ok()?;
     socket.bind(&SocketAddr::from((source, 0)).into()).ok()?;
-    socket.connect_timeout(&port.into(), CONNECT_TIMEOUT).ok()?;
+    socket.connect_timeout(&addr.into(), CONNECT_TIMEOUT).ok()?;
     Some(socket.into())
 }
 

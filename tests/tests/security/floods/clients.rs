@@ -103,7 +103,7 @@ impl<'a> NormalClient<'a> {
 
     async fn answer(&self) -> anyhow::Result<()> {
         match &self.request {
-            ClientRequest::Http(path, due) => {
+            ClientRequest::Http(path, expected_status) => {
                 let mut stream = TcpStream::connect(self.addr).await?;
                 let request = format!(
                     "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n",
@@ -113,7 +113,10 @@ impl<'a> NormalClient<'a> {
                 let mut answer = String::new();
                 stream.read_to_string(&mut answer).await?;
                 let status = answer.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
-                ensure!(status == Some(*due), "expected {due}: {answer:?}");
+                ensure!(
+                    status == Some(*expected_status),
+                    "expected {expected_status}: {answer:?}"
+                );
             }
             ClientRequest::Http2 => {
                 let mut stream = TcpStream::connect(self.addr).await?;

@@ -1,9 +1,9 @@
 //! Floods of every listening port: while attackers hold as many connections as they can, well-behaved clients get every
 //! response. With `TULLE_TEST_FULL=1` each response takes less than a second, if nothing else runs on the machine.
 //!
-//! A row is a port, with the requests of well-behaved clients. Each row is flooded in every way, from one address and
-//! from two hundred. Ports with client identities are also flooded by peers with one. Floods run one after another:
-//! eviction starts with clients that have several connections, and the well-behaved clients share one address.
+//! Each port has well-behaved clients of its own, and is flooded in every way, from one address and from two hundred. Ports with
+//! client identities are also flooded by peers with one. Floods run one after another: eviction starts with clients that have
+//! several connections, and the well-behaved clients share one address.
 
 mod attackers;
 mod clients;
@@ -21,17 +21,17 @@ use clients::NormalClient;
 use testbed::{CONTROL, SERVER, Testbed, v6};
 
 /// One port: the target of the flood, and the well-behaved clients.
-pub(crate) struct Row<'a> {
+pub(crate) struct FloodedPort<'a> {
     pub(crate) name: &'static str,
-    pub(crate) port: std::net::SocketAddr,
+    pub(crate) addr: std::net::SocketAddr,
     pub(crate) clients: Vec<NormalClient<'a>>,
     /// Peers with an identity, for ports that accept one.
     pub(crate) peers: Option<Peers>,
 }
 
-/// One flood of a row.
-pub(crate) struct Cell<'r, 'a> {
-    row: &'r Row<'a>,
+/// One flood of a port.
+pub(crate) struct FloodCase<'r, 'a> {
+    port: &'r FloodedPort<'a>,
     behaviour: Behaviour,
     from: Sources,
     n: usize,
@@ -42,7 +42,7 @@ fn every_port_answers_other_clients_during_floods() {
     if !testbed::can_run() {
         return;
     }
-    raise_limit_of_files();
+    raise_open_file_limit();
     let testbed = Testbed::build();
     let leaf = &testbed.leaf;
     let of_server = |port| (SERVER, port).into();
@@ -50,20 +50,20 @@ fn every_port_answers_other_clients_during_floods() {
     let of_control = |port| (CONTROL, port).into();
     let get = |addr, path| NormalClient::http(&testbed.client, addr, path, 200);
     let probes = |addr| vec![get(addr, "/live"), get(addr, "/ready")];
-    let row = |name, port, clients| Row {
+    let port = |name, addr, clients| FloodedPort {
         name,
-        port,
+        addr,
         clients,
         peers: None,
     };
-    let of_peers = |name, port, clients| Row {
+    let port_for_peers = |name, addr, clients| FloodedPort {
         peers: Some(testbed.peers.clone()),
-        ..row(name, port, clients)
+        ..port(name, addr, clients)
     };
-    let rows = [
-        row("4191, admin", of_server(4191), probes(of_server(4191))),
-        row("4191, by IPv6", of_server6(4191), probes(of_server6(4191))),
-        row(
+    let ports = [
+        port("4191, admin", of_server(4191), probes(of_server(4191))),
+        port("4191, by IPv6", of_server6(4191), probes(of_server6(4191))),
+        port(
             "4190, tap",
             of_server(4190),
             prepend(
@@ -71,22 +71,22 @@ fn every_port_answers_other_clients_during_floods() {
                 probes(of_server(4191)),
             ),
         ),
-        row(
-            "4143, redirected to it",
+        port(
+            "4143, by redirect",
             of_server(testbed::HTTP),
             vec![get(of_server(testbed::HTTP), "/")],
         ),
-        row(
-            "4143, redirected to it by IPv6",
+        port(
+            "4143, by redirect of IPv6",
             of_server6(testbed::HTTP),
             vec![get(of_server6(testbed::HTTP), "/")],
         ),
-        row(
+        port(
             "4143, itself",
             of_server(4143),
             vec![get(of_server(testbed::HTTP), "/")],
         ),
-        row(
+        port(
             "4140, itself",
             of_server(4140),
             vec![NormalClient::http(
@@ -96,7 +96,7 @@ fn every_port_answers_other_clients_during_floods() {
                 200,
             )],
         ),
-        row(
+        port(
             "8080, identity",
             of_control(8080),
             vec![NormalClient::certify(
@@ -105,7 +105,7 @@ fn every_port_answers_other_clients_during_floods() {
                 &testbed.anchors,
             )],
         ),
-        of_peers(
+        port_for_peers(
             "8086, destination",
             of_control(8086),
             prepend(
@@ -113,7 +113,7 @@ fn every_port_answers_other_clients_during_floods() {
                 probes(of_control(9996)),
             ),
         ),
-        of_peers(
+        port_for_peers(
             "8090, policy",
             of_control(8090),
             vec![NormalClient::policy(
@@ -123,13 +123,13 @@ fn every_port_answers_other_clients_during_floods() {
                 leaf,
             )],
         ),
-        row(
+        port(
             "9990, admin of identity and policy",
             of_control(9990),
             probes(of_control(9990)),
         ),
-        row("9996, admin of destination", of_control(9996), probes(of_control(9996))),
-        row(
+        port("9996, admin of destination", of_control(9996), probes(of_control(9996))),
+        port(
             "8089, telemetry",
             of_control(8089),
             vec![NormalClient::http(
@@ -141,7 +141,9 @@ fn every_port_answers_other_clients_during_floods() {
         ),
     ];
     let many = ["4191, admin", "4190, tap", "8086, destination"];
-    let floods = rows.iter().flat_map(|row| cells(row, many.contains(&row.name)));
+    let floods = ports
+        .iter()
+        .flat_map(|port| flood_cases(port, many.contains(&port.name)));
     run(floods.collect(), |flood| testbed.attackers.run(flood).unwrap());
 }
 
@@ -149,13 +151,13 @@ fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<No
     [first].into_iter().chain(others).collect()
 }
 
-/// All floods of a row; `many` adds 4,000 idle connections.
-pub(crate) fn cells<'r, 'a>(row: &'r Row<'a>, many: bool) -> Vec<Cell<'r, 'a>> {
-    let mut cells = Vec::new();
+/// All floods of a port; `many` adds 4,000 idle connections.
+pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<FloodCase<'r, 'a>> {
+    let mut cases = Vec::new();
     for from in [Sources::OneAddress, Sources::TwoHundred] {
         let mut add = |behaviour, n| {
-            cells.push(Cell {
-                row,
+            cases.push(FloodCase {
+                port,
                 behaviour,
                 from,
                 n,
@@ -164,22 +166,22 @@ pub(crate) fn cells<'r, 'a>(row: &'r Row<'a>, many: bool) -> Vec<Cell<'r, 'a>> {
         for behaviour in Behaviour::OF_UNMESHED_CLIENTS {
             add(behaviour, 400);
         }
-        if row.peers.is_some() {
+        if port.peers.is_some() {
             add(Behaviour::Verified, 400);
         }
         if many {
             add(Behaviour::Silent, N_IDLE_CONNECTIONS);
         }
     }
-    cells
+    cases
 }
 
 /// Runs floods and asserts that well-behaved clients get responses meanwhile. `start` starts a flood in the namespace
 /// of the attackers.
-pub(crate) fn run(cells: Vec<Cell<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + Send)) + Sync) {
+pub(crate) fn run(cases: Vec<FloodCase<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + Send)) + Sync) {
     let began_at = Instant::now();
-    let failures: Vec<_> = cells.iter().flat_map(|cell| cell.run(&start)).collect();
-    eprintln!("{} floods in {:?}", cells.len(), began_at.elapsed());
+    let failures: Vec<_> = cases.iter().flat_map(|case| case.run(&start)).collect();
+    eprintln!("{} floods in {:?}", cases.len(), began_at.elapsed());
     assert!(
         failures.is_empty(),
         "{} of them:\n{}",
@@ -188,25 +190,25 @@ pub(crate) fn run(cells: Vec<Cell<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + S
     );
 }
 
-impl Cell<'_, '_> {
+impl FloodCase<'_, '_> {
     /// Runs the flood and the clients; returns the failures.
     fn run(&self, start: impl Fn(&mut (dyn FnMut() + Send))) -> Vec<String> {
         let Self {
-            row,
+            port,
             behaviour,
             from,
             n,
         } = self;
         let mut failures = Vec::new();
         let mut flood = None;
-        start(&mut || flood = Some(Flood::start(row.port, *behaviour, *from, *n, row.peers.as_ref())));
+        start(&mut || flood = Some(Flood::start(port.addr, *behaviour, *from, *n, port.peers.as_ref())));
         let flood = flood.expect("the flood has run");
-        assert!(flood.n() > 0, "{}: no connection at all", row.name);
-        let mut slowest = vec![Duration::ZERO; row.clients.len()];
+        assert!(flood.n_connections() > 0, "{}: no connection at all", port.name);
+        let mut slowest = vec![Duration::ZERO; port.clients.len()];
         let bound = max_response_time();
         for round in 0..ROUNDS {
             flood.wait_for_byte();
-            for (client, slowest) in row.clients.iter().zip(&mut slowest) {
+            for (client, slowest) in port.clients.iter().zip(&mut slowest) {
                 let asked_at = Instant::now();
                 let answer = client.ask();
                 let took = asked_at.elapsed();
@@ -214,17 +216,17 @@ impl Cell<'_, '_> {
                 if answer.is_err() || took >= bound {
                     failures.push(format!(
                         "{} of {n} {behaviour:?} from {from:?}: {client} in round {round} took {took:?}: {}",
-                        row.name,
+                        port.name,
                         answer.map_or_else(|error| format!("{error:#}"), |()| "answered".to_owned())
                     ));
                 }
             }
         }
         if *n == N_IDLE_CONNECTIONS {
-            for (client, slowest) in row.clients.iter().zip(slowest) {
+            for (client, slowest) in port.clients.iter().zip(slowest) {
                 eprintln!(
                     "{}, {n} {behaviour:?} from {from:?}: {client} took {slowest:?}",
-                    row.name
+                    port.name
                 );
             }
         }
@@ -232,7 +234,7 @@ impl Cell<'_, '_> {
     }
 }
 
-pub(crate) fn raise_limit_of_files() {
+pub(crate) fn raise_open_file_limit() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
 }

@@ -18,7 +18,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
 use super::clients::NormalClient;
-use super::{Row, cells, insecure_tls, prepend, raise_limit_of_files, run, testbed};
+use super::{FloodedPort, flood_cases, insecure_tls, prepend, raise_open_file_limit, run, testbed};
 
 /// A request of an API server to a webhook.
 #[derive(Clone, Copy)]
@@ -36,7 +36,7 @@ fn webhooks_answer_during_floods() {
     if !testbed::can_run() {
         return;
     }
-    raise_limit_of_files();
+    raise_open_file_limit();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let server = runtime.block_on(async {
         let server = ApiServer::start().await.unwrap();
@@ -66,14 +66,14 @@ fn webhooks_answer_during_floods() {
         let get = |path| NormalClient::http_here(at(webhook.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
-    let row = |name, port, clients| Row {
+    let port = |name, addr, clients| FloodedPort {
         name,
-        port,
+        addr,
         clients,
         peers: None,
     };
-    let rows = [
-        row(
+    let ports = [
+        port(
             "8443, injector",
             injector,
             prepend(
@@ -81,20 +81,22 @@ fn webhooks_answer_during_floods() {
                 probes(&INJECTOR)[..2].to_vec(),
             ),
         ),
-        row(
+        port(
             "8443, sp-validator",
             validator,
             vec![NormalClient::review(validator, ReviewRequest::Profile)],
         ),
-        row(
+        port(
             "9443, policy validator",
             policies,
             vec![NormalClient::review(policies, ReviewRequest::Policy)],
         ),
-        row("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
-        row("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
+        port("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
+        port("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
     ];
-    let floods = rows.iter().flat_map(|row| cells(row, row.name == "8443, injector"));
+    let floods = ports
+        .iter()
+        .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
     run(floods.collect(), |flood| flood());
     drop(processes);
 }

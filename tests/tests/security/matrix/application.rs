@@ -31,7 +31,7 @@ impl ReceivedTokens {
     }
 
     /// Records each token in some bytes.
-    fn note(&self, bytes: &[u8]) {
+    fn record_tokens(&self, bytes: &[u8]) {
         let text = String::from_utf8_lossy(bytes);
         let found = text.match_indices("token-").filter_map(|(at, _)| {
             let (token, _) = text[at..].split_once('.')?;
@@ -61,37 +61,37 @@ pub(super) fn serve(listeners: Vec<TcpListener>) -> ReceivedTokens {
                 let (stream, _) = listener.accept().await.unwrap();
                 let reached = reached.clone();
                 // An error ends the connection early, which the client reports.
-                tokio::spawn(async move { connection(stream, &reached).await.ok() });
+                tokio::spawn(async move { serve_connection(stream, &reached).await.ok() });
             }
         });
     }
     reached
 }
 
-async fn connection(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_connection(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
     let mut first = [0; 3];
     if timeout(IDLE_TIMEOUT, stream.peek(&mut first)).await.is_err() {
         stream.write_all(GREETING.as_bytes()).await?;
     }
     let n = stream.peek(&mut first).await?;
     match &first[..n] {
-        b"PRI" => http2(stream, reached).await,
-        _ => bytes(stream, reached).await,
+        b"PRI" => serve_http2(stream, reached).await,
+        _ => serve_bytes(stream, reached).await,
     }
 }
 
 /// Answers HTTP/1 with HTTP, and other bytes after the client stops sending.
-async fn bytes(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_bytes(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
     let mut received = Vec::new();
     loop {
-        let is_late = !received.is_empty();
+        let has_input = !received.is_empty();
         let reading = stream.read_buf(&mut received);
-        let read = if is_late {
+        let read = if has_input {
             timeout(IDLE_TIMEOUT, reading).await
         } else {
             Ok(reading.await)
         };
-        reached.note(&received);
+        reached.record_tokens(&received);
         let answer = match read {
             Ok(Ok(0)) => return Ok(()),
             Ok(Err(error)) => return Err(error.into()),
@@ -111,11 +111,11 @@ fn is_request(received: &[u8]) -> bool {
     line.ends_with(b" HTTP/1.1")
 }
 
-async fn http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
     let mut connection = h2::server::handshake(stream).await?;
     while let Some(accepted) = connection.accept().await {
         let (request, mut respond) = accepted?;
-        reached.note(token_of(request.headers()));
+        reached.record_tokens(token_of(request.headers()));
         let is_grpc = request.headers().get("content-type").is_some_and(|kind| kind == GRPC);
         let answer = Response::builder().header(HEADER, "yes");
         let answer = match is_grpc {

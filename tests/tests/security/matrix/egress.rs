@@ -22,7 +22,7 @@ use super::{MAX_CONCURRENT_WAITING_CELLS, MIN_RESTARTS, runtime};
 ///
 /// Identities are not varied, because the sidecar belongs to the client and does not authenticate it. Transport headers
 /// are not varied, because applications send none.
-const SENT: &str = "
+const EXPECTED_RESULTS: &str = "
 sent        none  allow  deny    http-route  other-route  tls-route  tcp-route
 http1       ok    ok     403     ok          403          closed     ok
 http2       ok    ok     403     ok          403          closed     ok
@@ -220,7 +220,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for &state in states {
         for &policy in EgressPolicy::ALL {
-            for row in table::rows(SENT) {
+            for row in table::rows(EXPECTED_RESULTS) {
                 let sent = ClientInput {
                     header: Header::Absent,
                     what: InputKind::of(row[0]),
@@ -266,7 +266,7 @@ impl Cell {
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
         match known.expect("the cell has a row").1 {
-            Knowledge::Policy => Expected::of(table::at(SENT, self.sent.what.word(), self.policy.word())),
+            Knowledge::Policy => Expected::of(table::at(EXPECTED_RESULTS, self.sent.what.word(), self.policy.word())),
             Knowledge::Nothing if self.sent.what == InputKind::IncompleteHead => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
         }

@@ -72,7 +72,7 @@ spec:
             let authorization = authorization(&name, "GRPCRoute", "MeshTLSAuthentication", "client");
             denying("gRPC") + &grpc_route(&name) + &authorization
         }
-        Policy::NoSuchRoute => open("unknown") + &http_route(&name, "/other"),
+        Policy::OtherRoute => open("unknown") + &http_route(&name, "/other"),
         Policy::RateLimit => open("unknown") + &rate_limit(&name),
         Policy::Http1 => open("HTTP/1"),
         Policy::Http2 => open("HTTP/2"),

@@ -65,7 +65,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         listeners,
     } = run;
     testbed::start_control_plane_first(&mut testbed);
-    let (outside, credentials) = (testbed.outside.clone(), Client::new(&testbed.credentials));
+    let (outside, client) = (testbed.outside.clone(), Client::new(&testbed.credentials));
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
     let faults = std::thread::scope(|scope| {
@@ -76,7 +76,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
                 let mut faults = Vec::new();
                 loop {
                     let is_last = is_over();
-                    faults.extend(faults_of(&cells, &credentials, &reached).await);
+                    faults.extend(faults_of(&cells, &client, &reached).await);
                     if is_last {
                         return faults;
                     }
@@ -102,8 +102,8 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     } = run;
     testbed::start_control_plane_first(&mut testbed);
     // Packets are dropped before the proxy, so policy and protocol do not matter: one cell of each kind is tried.
-    cells.retain(|tried| {
-        let cell = &tried.cell;
+    cells.retain(|cell_at_port| {
+        let cell = &cell_at_port.cell;
         let policies = [Policy::Audit, Policy::Deny, Policy::Opaque];
         let identities = [Identity::Absent, Identity::Permitted];
         policies.contains(&cell.policy)
@@ -116,7 +116,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     };
     cells
         .iter_mut()
-        .for_each(|tried| tried.expected = expected(&tried.cell));
+        .for_each(|cell_at_port| cell_at_port.expected = expected(&cell_at_port.cell));
     let faults = run_once(&testbed, &cells, listeners);
     report(cells.len(), &faults, &testbed);
 }
@@ -168,9 +168,14 @@ impl PreparedRun {
             let expected = cell.expected();
             cells.push(CellAtPort { cell, expected, port });
         }
-        let ports: BTreeMap<_, _> = cells.iter().map(|tried| (tried.port, tried.cell.policy)).collect();
-        let watched_ports = cells.iter().filter(|tried| tried.cell.state.is_requested_before());
-        let watched_ports: BTreeSet<_> = watched_ports.map(|tried| tried.port).collect();
+        let ports: BTreeMap<_, _> = cells
+            .iter()
+            .map(|cell_at_port| (cell_at_port.port, cell_at_port.cell.policy))
+            .collect();
+        let watched_ports = cells
+            .iter()
+            .filter(|cell_at_port| cell_at_port.cell.state.is_requested_before());
+        let watched_ports: BTreeSet<_> = watched_ports.map(|cell_at_port| cell_at_port.port).collect();
         let policies = ports.iter().map(|(port, policy)| manifests::policy(*policy, *port));
         let manifests = policies.collect::<String>() + &manifests::workload();
         let testbed = Testbed::build("server", &manifests, &Vec::from_iter(watched_ports), ipv6);
@@ -205,12 +210,14 @@ async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedToke
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
     );
-    let results = cells.iter().enumerate().map(async |(n, tried)| {
-        let waits =
-            matches!(tried.cell.sent.what, InputKind::Silence | InputKind::IncompleteHead) || tried.expected == UNKNOWN;
+    let results = cells.iter().enumerate().map(async |(n, cell_at_port)| {
+        let waits = matches!(
+            cell_at_port.cell.sent.what,
+            InputKind::Silence | InputKind::IncompleteHead
+        ) || cell_at_port.expected == UNKNOWN;
         let permits = if waits { &waiting } else { &quick };
         let _permit = permits.acquire().await.unwrap();
-        tried.fault(n, client, reached).await
+        cell_at_port.fault(n, client, reached).await
     });
     join_all(results).await.into_iter().flatten().collect()
 }
@@ -242,10 +249,10 @@ impl CellAtPort {
         let fits = match self.expected {
             Expected::Permitted => observed == Observed::Application && (reached || is_silent),
             Expected::Refused(cause) => !reached && cause.matches(&observed, identity),
-            Expected::EitherOrUnknown(None) if observed == Observed::Application => reached || is_silent,
-            Expected::EitherOrUnknown(cause) => {
-                let cause = cause.is_some_and(|cause| cause.matches(&observed, identity));
-                !reached && (cause || Cause::Unknown.matches(&observed, identity))
+            Expected::ByPolicyOrUnknown { refusal: None } if observed == Observed::Application => reached || is_silent,
+            Expected::ByPolicyOrUnknown { refusal } => {
+                let is_refusal = refusal.is_some_and(|cause| cause.matches(&observed, identity));
+                !reached && (is_refusal || Cause::Unknown.matches(&observed, identity))
             }
             Expected::Dropped => !reached && observed == Observed::Unreachable,
         };
@@ -310,27 +317,30 @@ fn faults_of_counts(testbed: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
         let labels = ["direction=\"inbound\"".to_owned(), format!("cause=\"{cause}\"")];
         ("tulle_failures_total", labels)
     };
-    let by_reason = |tried: &CellAtPort, why: &str| {
-        let labels = [format!("target_port=\"{}\"", tried.port), format!("reason=\"{why}\"")];
+    let by_reason = |cell_at_port: &CellAtPort, why: &str| {
+        let labels = [
+            format!("target_port=\"{}\"", cell_at_port.port),
+            format!("reason=\"{why}\""),
+        ];
         ("tulle_inbound_denied_total", labels)
     };
     for cause in COUNTED {
         expected.insert(by_cause(*cause), (0, 0));
     }
-    for tried in cells {
-        match tried.expected {
+    for cell_at_port in cells {
+        match cell_at_port.expected {
             Expected::Refused(cause) if COUNTED.contains(&cause) => {
                 expected.entry(by_cause(cause)).or_default().0 += 1;
                 if cause == Cause::Denied {
                     expected
-                        .entry(by_reason(tried, tried.cell.denial_reason()))
+                        .entry(by_reason(cell_at_port, cell_at_port.cell.denial_reason()))
                         .or_default()
                         .0 += 1;
                 }
             }
-            _ if tried.cell.may_count_as_denied() => {
+            _ if cell_at_port.cell.may_count_as_denied() => {
                 expected.entry(by_cause(Cause::Denied)).or_default().1 += 1;
-                expected.entry(by_reason(tried, "network")).or_default().1 += 1;
+                expected.entry(by_reason(cell_at_port, "network")).or_default().1 += 1;
             }
             _ => {}
         }

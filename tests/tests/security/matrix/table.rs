@@ -7,9 +7,9 @@ use super::words::words;
 
 /// The clients that each policy permits, and the cause for the others.
 ///
-/// `port` is the kind of port that the policy creates, a column of [`BYTES`]. Identities that are not listed are
+/// `port` is the kind of port that the policy creates, a column of [`HANDLINGS`]. Identities that are not listed are
 /// refused by the TLS handshake for every policy.
-const CLIENTS: &str = "
+const DECISIONS: &str = "
 policy                port        none      anonymous    permitted other
 no-server             detect      no-tls    no-identity  ok        ok
 server                detect      network   network      network   network
@@ -21,7 +21,7 @@ by-network            detect      ok        ok           ok        ok
 by-other-network      detect      network   network      network   network
 own-http-route        own-routes  no-tls    no-identity  ok        identity
 own-grpc-route        grpc        no-tls    no-identity  ok        identity
-no-such-route         routes      no-route  no-route     no-route  no-route
+other-route           routes      no-route  no-route     no-route  no-route
 rate-limit            routes      limited   limited      limited   limited
 http1                 http1       ok        ok           ok        ok
 http2                 http2       ok        ok           ok        ok
@@ -33,7 +33,7 @@ tls                   tls         ok        ok           ok        ok
 ///
 /// For connections to the proxy's own port, the part before the colon is the protocol in the transport header: `1` for
 /// HTTP/1, `2` for HTTP/2, `-` for none.
-const BYTES: &str = "
+const HANDLINGS: &str = "
 sent          detect    routes    own-routes     http1     http2     grpc      opaque            tls               unknown
 http1         request   request   request        request   not-http  not-http  bytes             in-tls            unknown
 http2         request   request   request        upgraded  request   request   bytes             in-tls            unknown
@@ -165,7 +165,7 @@ words! {
         OwnHttpRoute = "own-http-route",
         OwnGrpcRoute = "own-grpc-route",
         /// An HTTPRoute for another path, on a Server that permits all.
-        NoSuchRoute = "no-such-route",
+        OtherRoute = "other-route",
         RateLimit = "rate-limit",
         /// Servers of one protocol. All of them permit, except the opaque one.
         Http1 = "http1",
@@ -275,7 +275,8 @@ words! {
     /// The decision of a policy about a client.
     Decision {
         Permitted = "ok",
-        OtherNetwork = "network",
+        /// The proxy reports `network` when no authorization matches.
+        NotAuthorized = "network",
         NoTls = "no-tls",
         NoIdentity = "no-identity",
         OtherIdentity = "identity",
@@ -309,7 +310,10 @@ pub(super) enum Expected {
     /// The application receives nothing.
     Refused(Cause),
     /// The result of the policy, or refused as unknown, because the control plane may or may not answer in time.
-    EitherOrUnknown(Option<Cause>),
+    ByPolicyOrUnknown {
+        /// The result of the policy; `None` if it permits.
+        refusal: Option<Cause>,
+    },
     /// The connection is not established.
     Dropped,
 }
@@ -355,7 +359,11 @@ impl Cell {
         let cause = match self.state.knowledge() {
             Knowledge::Known => refused(self.policy.port()),
             Knowledge::Unknown => refused(PortKind::Unknown),
-            Knowledge::Maybe => return Expected::EitherOrUnknown(refused(self.policy.port())),
+            Knowledge::Maybe => {
+                return Expected::ByPolicyOrUnknown {
+                    refusal: refused(self.policy.port()),
+                };
+            }
         };
         cause.map_or(Expected::Permitted, Expected::Refused)
     }
@@ -387,13 +395,13 @@ impl Cell {
     }
 
     fn handling(&self, port: PortKind) -> Handling {
-        Handling::of(at(BYTES, &self.sent.to_string(), port.word()))
+        Handling::of(at(HANDLINGS, &self.sent.to_string(), port.word()))
     }
 
     /// The reason of the policy for a denial.
     pub(super) fn denial_reason(&self) -> &'static str {
         let reason = match (self.handling(self.policy.port()), self.decision()) {
-            (Handling::OnlyRequestsAllowed, _) => Decision::OtherNetwork,
+            (Handling::OnlyRequestsAllowed, _) => Decision::NotAuthorized,
             (_, Decision::Permitted) => Decision::NoTls, // the port requires it
             (_, decision) => decision,
         };
@@ -408,7 +416,7 @@ impl Cell {
     }
 
     fn decision(&self) -> Decision {
-        Decision::of(at(CLIENTS, self.policy.word(), self.identity.word()))
+        Decision::of(at(DECISIONS, self.policy.word(), self.identity.word()))
     }
 }
 
@@ -430,7 +438,7 @@ impl fmt::Display for Cell {
 
 impl Policy {
     pub(super) fn port(self) -> PortKind {
-        PortKind::of(at(CLIENTS, self.word(), "port"))
+        PortKind::of(at(DECISIONS, self.word(), "port"))
     }
 }
 
@@ -438,7 +446,7 @@ impl Decision {
     fn cause(self) -> Option<Cause> {
         match self {
             Self::Permitted => None,
-            Self::OtherNetwork | Self::NoTls | Self::NoIdentity | Self::OtherIdentity => Some(Cause::Denied),
+            Self::NotAuthorized | Self::NoTls | Self::NoIdentity | Self::OtherIdentity => Some(Cause::Denied),
             Self::NoRoute => Some(Cause::NoRoute),
             Self::Limited => Some(Cause::Limited),
         }
@@ -496,7 +504,7 @@ impl Family {
     }
 }
 
-/// The IPv6 address of a host: fd79::20 for 10.79.0.20.
+/// The IPv6 address of a host: fd79::20 for 10.79.0.20. The decimal digits are reused as hexadecimal digits.
 pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
     let [_, network, _, host] = ip
         .octets()
@@ -511,7 +519,7 @@ impl ClientInput {
     };
 
     fn all() -> impl Iterator<Item = Self> {
-        rows(BYTES).map(|row| Self::of(row[0]))
+        rows(HANDLINGS).map(|row| Self::of(row[0]))
     }
 
     fn of(word: &str) -> Self {

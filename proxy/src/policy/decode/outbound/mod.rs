@@ -12,9 +12,9 @@ use tulle_proto::meta::Metadata;
 use tulle_proto::outbound as proto;
 
 use crate::policy::client::{
-    AccrualKind, Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual,
-    HeaderOverrides, HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RetryAfterBackoff, RetryConditions,
-    RetryPolicy, RouteBackend, Timeouts, TlsRoute,
+    AccrualKind, BackendSpec, BackendTarget, BackoffPolicy, ClientHttp, ClientPolicy, ClientProtocol, Distribution,
+    FailureAccrual, HeaderOverrides, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RetryConditions, RetryPolicy,
+    RouteAction, RouteBackend, Timeouts, TlsRoute,
 };
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
@@ -50,13 +50,9 @@ pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPoli
             http2: h2,
         }) => ClientProtocol::Detect {
             timeout: duration("detect timeout", timeout)?,
-            http1: http1(h1.ok_or(DecodeError::Missing("HTTP/1 of a detected protocol"))?)?,
-            http2: http2(h2.ok_or(DecodeError::Missing("HTTP/2 of a detected protocol"))?)?,
-            opaque: opaque_route(
-                opaque
-                    .ok_or(DecodeError::Missing("opaque of a detected protocol"))?
-                    .routes,
-            )?,
+            http1: http1(h1.ok_or(DecodeError::Missing("protocol.detect.http1"))?)?,
+            http2: http2(h2.ok_or(DecodeError::Missing("protocol.detect.http2"))?)?,
+            opaque: opaque_route(opaque.ok_or(DecodeError::Missing("protocol.detect.opaque"))?.routes)?,
         },
         Kind::Opaque(opaque) => ClientProtocol::Opaque(opaque_route(opaque.routes)?),
         Kind::Http1(message) => ClientProtocol::Http1(http1(message)?),
@@ -95,8 +91,8 @@ fn grpc(messages: Vec<proto::GrpcRoute>, accrual: Option<proto::FailureAccrual>)
 fn route(
     metadata: Option<Metadata>,
     hosts: Vec<HostMatch>,
-    rules: impl FnOnce() -> Result<Vec<Rule<HttpTarget>>, DecodeError>,
-) -> Result<Route<HttpTarget>, DecodeError> {
+    rules: impl FnOnce() -> Result<Vec<Rule<RouteAction>>, DecodeError>,
+) -> Result<Route<RouteAction>, DecodeError> {
     let meta = client_meta(metadata)?;
     let decode = || {
         Ok(Route {
@@ -136,11 +132,11 @@ macro_rules! distribution {
     }};
 }
 
-fn http_rule(message: proto::http_route::Rule) -> Result<Rule<HttpTarget>, DecodeError> {
+fn http_rule(message: proto::http_route::Rule) -> Result<Rule<RouteAction>, DecodeError> {
     Ok(Rule {
         matches: routes::http_matches(message.matches)?,
         filters: message.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
-        payload: HttpTarget {
+        payload: RouteAction {
             backends: distribution!(http_route, http_filter, message.backends)?,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(http_retry).transpose()?,
@@ -149,11 +145,11 @@ fn http_rule(message: proto::http_route::Rule) -> Result<Rule<HttpTarget>, Decod
     })
 }
 
-fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<HttpTarget>, DecodeError> {
+fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<RouteAction>, DecodeError> {
     Ok(Rule {
         matches: routes::grpc_matches(message.matches)?,
         filters: message.filters.into_iter().map(grpc_filter).collect::<Result<_, _>>()?,
-        payload: HttpTarget {
+        payload: RouteAction {
             backends: distribution!(grpc_route, grpc_filter, message.backends)?,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(grpc_retry).transpose()?,
@@ -210,7 +206,7 @@ fn single_rule<R>(rules: Vec<R>) -> Result<R, DecodeError> {
 
 fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {
     use proto::http_route::filter::Kind;
-    match message.kind.ok_or(DecodeError::Missing("filter"))? {
+    match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
         Kind::FailureInjector(injector) => routes::http_failure(injector),
         Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
         Kind::Redirect(redirect) => routes::redirect(redirect),
@@ -220,7 +216,7 @@ fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError
 
 fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError> {
     use proto::grpc_route::filter::Kind;
-    match message.kind.ok_or(DecodeError::Missing("filter"))? {
+    match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
         Kind::FailureInjector(injector) => routes::grpc_failure(injector),
         Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
     }
@@ -228,18 +224,22 @@ fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError
 
 fn opaque_filter(message: proto::opaque_route::Filter) -> Result<OpaqueFilter, DecodeError> {
     use proto::opaque_route::filter::Kind;
-    Ok(match message.kind.ok_or(DecodeError::Missing("filter"))? {
-        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
-        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
-    })
+    Ok(
+        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+            Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+            Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+        },
+    )
 }
 
 fn tls_filter(message: proto::tls_route::Filter) -> Result<OpaqueFilter, DecodeError> {
     use proto::tls_route::filter::Kind;
-    Ok(match message.kind.ok_or(DecodeError::Missing("filter"))? {
-        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
-        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
-    })
+    Ok(
+        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+            Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+            Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+        },
+    )
 }
 
 fn first_available<F>(backends: Result<Vec<RouteBackend<F>>, DecodeError>) -> Result<Distribution<F>, DecodeError> {
@@ -266,7 +266,7 @@ fn random_available<F>(
     }
 }
 
-fn backend(message: Option<proto::Backend>) -> Result<Arc<Backend>, DecodeError> {
+fn backend(message: Option<proto::Backend>) -> Result<Arc<BackendSpec>, DecodeError> {
     let message = message.ok_or(DecodeError::Missing("backend"))?;
     let meta = client_meta(message.metadata)?;
     let decode = || {
@@ -278,7 +278,7 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<Backend>, DecodeError>
             None => BackendTarget::Fail,
         };
         let queue = queue(message.queue.ok_or(DecodeError::Missing("queue"))?)?;
-        Ok(Backend {
+        Ok(BackendSpec {
             meta: meta.clone(),
             queue,
             target,
@@ -294,13 +294,13 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
     use proto::backend::endpoint_discovery::Kind;
 
     let discovery = message.discovery.and_then(|discovery| discovery.kind);
-    let Kind::Dst(dst) = discovery.ok_or(DecodeError::Missing("discovery of a balancer"))?;
+    let Kind::Dst(dst) = discovery.ok_or(DecodeError::Missing("balancer.discovery"))?;
     if dst.path.is_empty() {
-        return Err(DecodeError::Missing("path of a balancer's discovery"));
+        return Err(DecodeError::Missing("balancer.discovery.path"));
     }
     let duration_or =
         |field, message, default| Ok::<_, DecodeError>(optional_duration(field, message)?.unwrap_or(default));
-    let load = match message.load.ok_or(DecodeError::Missing("load of a balancer"))? {
+    let load = match message.load.ok_or(DecodeError::Missing("balancer.load"))? {
         Load::PeakEwma(PeakEwma { default_rtt, decay }) => LoadParams::PeakEwma {
             default_rtt: duration("default RTT", default_rtt)?,
             decay: duration("decay", decay)?,
@@ -380,12 +380,12 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
     };
     Ok(FailureAccrual {
         kind,
-        backoff: backoff_from(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?,
+        backoff: backoff_from(backoff.ok_or(DecodeError::Missing("failure_accrual.backoff"))?)?,
         min_ready_endpoints: message.ejection.map_or(0, |ejection| ejection.min_ready_endpoints),
     })
 }
 
-fn backoff_from(message: proto::ExponentialBackoff) -> Result<RetryAfterBackoff, DecodeError> {
+fn backoff_from(message: proto::ExponentialBackoff) -> Result<BackoffPolicy, DecodeError> {
     let min = duration("min backoff", message.min_backoff)?;
     let max = duration("max backoff", message.max_backoff)?;
     let jitter = f64::from(message.jitter_ratio);
@@ -399,16 +399,14 @@ fn backoff_from(message: proto::ExponentialBackoff) -> Result<RetryAfterBackoff,
     if !(0.0..=MAX_JITTER).contains(&jitter) {
         return Err(DecodeError::invalid("jitter ratio", jitter, "0 to 100"));
     }
-    Ok(RetryAfterBackoff {
-        steps: Backoff { min, max, jitter },
+    Ok(BackoffPolicy {
+        delays: Backoff { min, max, jitter },
         honors_retry_after: message.respect_retry_after_hint,
     })
 }
 
 fn http_retry(message: proto::http_route::Retry) -> Result<RetryPolicy, DecodeError> {
-    let conditions = message
-        .conditions
-        .ok_or(DecodeError::Missing("conditions of a retry"))?;
+    let conditions = message.conditions.ok_or(DecodeError::Missing("retry.conditions"))?;
     let ranges = conditions.status_ranges.into_iter().map(|range| {
         let bound = |bound| u16::try_from(bound).ok().filter(|bound| (1..=599).contains(bound));
         match (bound(range.start), bound(range.end)) {
@@ -437,9 +435,7 @@ fn http_retry(message: proto::http_route::Retry) -> Result<RetryPolicy, DecodeEr
 }
 
 fn grpc_retry(message: proto::grpc_route::Retry) -> Result<RetryPolicy, DecodeError> {
-    let conditions = message
-        .conditions
-        .ok_or(DecodeError::Missing("conditions of a retry"))?;
+    let conditions = message.conditions.ok_or(DecodeError::Missing("retry.conditions"))?;
     let codes = [
         (conditions.cancelled, retry::CANCELLED),
         (conditions.deadine_exceeded, retry::DEADLINE_EXCEEDED),

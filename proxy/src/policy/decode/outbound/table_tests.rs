@@ -135,7 +135,10 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
                 policy(metadata("r"), Backends::NoneInRandom, false),
                 "backend is missing",
             ),
-            (policy(metadata("r"), Backends::Valid, true), "filter is missing"),
+            (
+                policy(metadata("r"), Backends::Valid, true),
+                "known kind of a filter is missing",
+            ),
         ] {
             let reason = reason(message);
             assert_eq!(reason.is_empty(), expected.is_empty(), "{name}: {reason}");

@@ -173,7 +173,7 @@ pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> prot
 }
 
 /// The rule of a policy that has exactly one.
-fn target(message: proto::OutboundPolicy) -> HttpTarget {
+fn target(message: proto::OutboundPolicy) -> RouteAction {
     let policy = client_policy(message).unwrap();
     let ClientProtocol::Http2(http) = policy.protocol else {
         panic!("{policy:?}")
@@ -181,7 +181,7 @@ fn target(message: proto::OutboundPolicy) -> HttpTarget {
     http.routes[0].rules[0].payload.clone()
 }
 
-fn only_backend(message: proto::OutboundPolicy) -> Arc<Backend> {
+fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
     match target(message).backends {
         Distribution::FirstAvailable(backends) => backends[0].backend.clone(),
         other => panic!("{other:?}"),
@@ -348,7 +348,7 @@ fn failure_accrual_is_read() {
         read.kind,
         crate::policy::client::AccrualKind::Consecutive { max_failures: 7 }
     );
-    assert_eq!(read.backoff.steps, expected);
+    assert_eq!(read.backoff.delays, expected);
     let window = Duration::from_secs(10);
     let unified = accrual(unified(|_| ())).kind;
     assert!(matches!(unified, crate::policy::client::AccrualKind::Unified { window: found, .. } if found == window));
@@ -426,16 +426,10 @@ fn incomplete_messages_are_refused_with_the_reason() {
         ("metadata.namespace is missing", no_namespace),
         ("protocol is missing", policy_of(None)),
         ("detect timeout is missing", detect(|detect| detect.timeout = None)),
+        ("protocol.detect.http1 is missing", detect(|detect| detect.http1 = None)),
+        ("protocol.detect.http2 is missing", detect(|detect| detect.http2 = None)),
         (
-            "HTTP/1 of a detected protocol is missing",
-            detect(|detect| detect.http1 = None),
-        ),
-        (
-            "HTTP/2 of a detected protocol is missing",
-            detect(|detect| detect.http2 = None),
-        ),
-        (
-            "opaque of a detected protocol is missing",
+            "protocol.detect.opaque is missing",
             detect(|detect| detect.opaque = None),
         ),
         (
@@ -462,7 +456,7 @@ fn incomplete_messages_are_refused_with_the_reason() {
                 });
             }),
         ),
-        ("load of a balancer is missing", no_load),
+        ("balancer.load is missing", no_load),
         (
             "decay is missing",
             with_backend(|backend| backend.kind = balance("web:80", no_decay)),
@@ -472,13 +466,13 @@ fn incomplete_messages_are_refused_with_the_reason() {
             with_backend(|backend| backend.kind = balance("web:80", negative)),
         ),
         (
-            "path of a balancer's discovery is missing",
+            "balancer.discovery.path is missing",
             with_backend(|backend| {
                 backend.kind = balance("", Some(peak_ewma()));
             }),
         ),
         (
-            "discovery of a balancer is missing",
+            "balancer.discovery is missing",
             with_backend(|backend| {
                 let balancer = BalanceP2c {
                     discovery: None,
@@ -494,7 +488,7 @@ fn incomplete_messages_are_refused_with_the_reason() {
             }),
         ),
         ("failure accrual is missing", with_accrual(None)),
-        ("backoff of a failure accrual is missing", consecutive(None)),
+        ("failure_accrual.backoff is missing", consecutive(None)),
         (
             "min backoff is missing",
             backoff_of(|backoff| backoff.min_backoff = None),
@@ -533,11 +527,11 @@ fn incomplete_messages_are_refused_with_the_reason() {
             with_accrual(unified(|unified| unified.min_requests = 1_000_001)),
         ),
         (
-            "backoff of a failure accrual is missing",
+            "failure_accrual.backoff is missing",
             with_accrual(unified(|unified| unified.backoff = None)),
         ),
         (
-            "conditions of a retry is missing",
+            "retry.conditions is missing",
             with_retry(|retry| retry.conditions = None),
         ),
         (
@@ -560,7 +554,7 @@ fn incomplete_messages_are_refused_with_the_reason() {
                 });
             }),
         ),
-        ("filter is missing", with_filter(None)),
+        ("known kind of a filter is missing", with_filter(None)),
         ("replacement of a path is missing", redirect(None)),
         (
             "replacement of a path is \"x\"",

@@ -1,4 +1,4 @@
-//! The protocol of a connection, before it is served.
+//! A connection whose protocol is known, before it is served.
 
 use std::sync::Arc;
 
@@ -20,28 +20,28 @@ pub(super) struct PortClient {
 }
 
 impl PortClient {
-    /// Whether the current policy permits the client any request at all.
+    /// Whether the current policy permits the client at least one request.
     pub(super) fn is_authorized(&self) -> bool {
         let (client_ip, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
         self.port_policy
             .current()
             .server_policy
-            .permits_any_request(client_ip, tls)
+            .permits_some_request(client_ip, tls)
     }
 }
 
 /// A connection whose protocol is known.
-pub(super) enum StartedConnection {
-    Http(StartedHttp),
-    Opaque(StartedOpaque),
+pub(super) enum ClassifiedConnection {
+    Http(ClassifiedHttp),
+    Opaque(ClassifiedOpaque),
 }
 
-impl StartedConnection {
+impl ClassifiedConnection {
     /// An opaque connection from which no byte was read.
     pub(super) fn opaque(io: Io, client: PortClient) -> Self {
-        Self::Opaque(StartedOpaque {
+        Self::Opaque(ClassifiedOpaque {
             io,
-            app_io: None,
+            upstream_io: None,
             client_prefix: Bytes::new(),
             client,
         })
@@ -49,16 +49,16 @@ impl StartedConnection {
 }
 
 /// An opaque connection.
-pub(super) struct StartedOpaque {
+pub(super) struct ClassifiedOpaque {
     pub(super) io: Io,
-    /// The connection to the application, if detection opened one.
-    pub(super) app_io: Option<Io>,
+    /// The connection to the application, or through the gateway, if it is open already.
+    pub(super) upstream_io: Option<Io>,
     /// Bytes already read from the client.
     pub(super) client_prefix: Bytes,
     pub(super) client: PortClient,
 }
 
-pub(super) struct StartedHttp {
+pub(super) struct ClassifiedHttp {
     pub(super) io: Io,
     pub(super) protocol: Protocol,
     pub(super) client: PortClient,

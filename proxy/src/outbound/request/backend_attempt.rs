@@ -1,4 +1,4 @@
-//! One attempt at a request: picks an endpoint, connects, sends (O7–O11).
+//! Sends one attempt to an endpoint of its backend: picks the endpoint, connects, sends (O8–O11).
 //!
 //! If the endpoint has not processed the request, it is sent to another one. Such a resend belongs to the same attempt and needs
 //! no retry policy.
@@ -31,18 +31,18 @@ use crate::{
         endpoint::Endpoint,
         request::{
             connect::{ConnectionRequirements, RequestConnector, TriedEndpoints},
-            context::{OutgoingRequest, RequestContext},
+            context::{ClientContext, OutgoingRequest},
             observe::{RouteAttemptGuard, RouteSource},
         },
     },
-    tap::{RequestInfo, SampledObservers, TappedRequest},
+    tap::{RequestInfo, SampledTaps, TappedRequest},
     tls::status::{NoServerTls, ServerTls},
     trace,
 };
 
-/// One attempt at a request: sends it to endpoints of one backend, until one of them processes it.
+/// One attempt at a request, and its backend. Sends the request to endpoints of the backend, until one of them processes it.
 pub(super) struct BackendAttempt<'a> {
-    pub(super) context: RequestContext<'a>,
+    pub(super) client: ClientContext<'a>,
     pub(super) connector: RequestConnector<'a>,
     pub(super) route_source: RouteSource<'a>,
     pub(super) started_at: Instant,
@@ -56,9 +56,9 @@ struct EndpointObserver {
     in_flight: InFlightGuard<Endpoint>,
     retry_after: Option<Duration>,
     route_attempt: Option<RouteAttemptGuard>,
-    /// Whether the request was sent to this endpoint first and without waiting. Only then is an expired request timeout a failure
-    /// of the endpoint.
-    is_undelayed: bool,
+    /// Whether the attempt was sent to this endpoint first, and a connection was ready without waiting. Only then is an expired
+    /// request timeout a failure of the endpoint.
+    connected_at_once: bool,
     is_recorded: bool,
 }
 
@@ -67,7 +67,7 @@ struct SentRequest {
     endpoint: Arc<Endpoint>,
     observer: EndpointObserver,
     started_at: Instant,
-    /// The protocol of the endpoint's connection.
+    /// As [`ConnectionRequirements::request_protocol`].
     protocol: Protocol,
     /// The HTTP version of the client's request.
     client_version: Version,
@@ -120,21 +120,19 @@ impl BackendAttempt<'_> {
             let endpoint = sent.endpoint.clone();
             let copy = own_copy.as_ref().or(self.retry_copy);
             let cause = self.resend_cause(&result, &endpoint, copy, tried.len());
-            // If the body was too large for the copy, `to_request` returns `None`, and the client gets this result.
-            let resend = cause.and_then(|cause| Some((cause, copy?.to_request()?)));
-            let Some((cause, req)) = resend else {
-                let result = match result {
-                    Err(error) if cause.is_some() => Err(Error::TooLargeToRetry(Box::new(error))),
-                    result => result,
-                };
-                tried.push(endpoint);
+            tried.push(endpoint);
+            let Some(cause) = cause else {
+                return self.finish(outgoing, sent, result);
+            };
+            let Some(req) = copy.and_then(ReplayableRequest::to_request) else {
+                // The body was too large for the copy.
+                let result = result.map_err(|error| Error::TooLargeToResend(Box::new(error)));
                 return self.finish(outgoing, sent, result);
             };
             self.connector.count_resend(cause);
             sent.discard(result);
             *outgoing.req = req;
             own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
-            tried.push(endpoint);
         }
     }
 
@@ -146,28 +144,32 @@ impl BackendAttempt<'_> {
         needs: ConnectionRequirements,
         deadlines: &mut Option<&mut AttemptDeadlines>,
     ) -> Result<(SentRequest, Result<Response<Body>, Error>), Error> {
-        let mut is_undelayed = tried.is_empty();
+        let mut connected_at_once = tried.is_empty();
         let (endpoint, ready) = {
             let mut connecting = pin!(self.connector.connect_endpoint(tried, needs));
             let connected = poll_fn(|cx| {
-                let polled = AttemptDeadlines::poll_head(deadlines, connecting.as_mut().poll(cx), cx);
-                is_undelayed &= polled.is_ready();
+                let polled = AttemptDeadlines::check_head_deadline(deadlines, connecting.as_mut().poll(cx), cx);
+                connected_at_once &= polled.is_ready(); // stays true only if the first poll is ready: nothing was waited for
                 polled
             });
             connected.await?
         };
         let client_version = req.version();
-        let protocol = needs.protocol(&endpoint);
+        let protocol = needs.request_protocol(&endpoint);
         prepare_request(req, &endpoint, protocol)?;
         // Time spent on other endpoints is not part of this endpoint's latency.
-        let started_at = if is_undelayed { self.started_at } else { Instant::now() };
-        let observer = EndpointObserver::start(&endpoint, started_at, is_undelayed);
+        let started_at = if connected_at_once {
+            self.started_at
+        } else {
+            Instant::now()
+        };
+        let observer = EndpointObserver::start(&endpoint, started_at, connected_at_once);
         let sampled = endpoint.taps.sample();
         let tapped = sampled.and_then(|sampled| self.start_tap(&sampled, req, &endpoint));
         let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
         let result = {
-            let mut response = pin!(endpoint.client(self.context.worker).send(ready, req));
-            poll_fn(|cx| AttemptDeadlines::poll_head(deadlines, response.as_mut().poll(cx), cx)).await
+            let mut response = pin!(endpoint.client(self.client.worker).send(ready, req));
+            poll_fn(|cx| AttemptDeadlines::check_head_deadline(deadlines, response.as_mut().poll(cx), cx)).await
         };
         trace::finish(span, &result);
         let result = match tapped {
@@ -201,8 +203,8 @@ impl BackendAttempt<'_> {
         match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
             Ok(rsp) if endpoint.identity().is_some() && self.connector.can_try_another_endpoint(n_tried) => {
-                let (cause, retry) = peer_proxy_error(rsp)?;
-                self.allows_resend(retry, endpoint, copy).then_some(cause)
+                let (cause, resendable) = peer_proxy_error(rsp)?;
+                self.allows_resend(resendable, endpoint, copy).then_some(cause)
             }
             Err(error) if self.can_resend(error, endpoint, copy, n_tried) => Some(error.cause()),
             _ => None,
@@ -223,7 +225,7 @@ impl BackendAttempt<'_> {
                 return Err(error);
             }
         };
-        sent.observer.penalize_failed_head(&rsp);
+        sent.observer.record_failed_status(&rsp);
         let is_meshed = sent.endpoint.identity().is_some();
         // With several endpoints, one of them must not close the client's connection to the service.
         let may_close_client = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
@@ -238,28 +240,23 @@ impl BackendAttempt<'_> {
             headers::strip_spoofed(rsp.headers_mut());
         }
         if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.upgrade.take(), server_tunnel) {
-            tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.context.drain, std::future::pending());
+            tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain, std::future::pending());
         }
         Ok((rsp, sent))
     }
 
     /// Sends this attempt to the tap observers that sampled it.
     #[cold]
-    fn start_tap(
-        &self,
-        sampled: &SampledObservers,
-        req: &Request<Body>,
-        endpoint: &Endpoint,
-    ) -> Option<Box<TappedRequest>> {
+    fn start_tap(&self, sampled: &SampledTaps, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<TappedRequest>> {
         let request_info = RequestInfo {
-            source_labels: ServerTls::Plain(NoServerTls::Loopback).label_map(),
+            source_labels: ServerTls::Plain(NoServerTls::Loopback).tap_labels(),
             destination_labels: Cow::Borrowed(&endpoint.spec.labels),
-            destination_tls: endpoint.tls.label_map(),
+            destination_tls: endpoint.tls.tap_labels(),
             route_labels: self.route_source.route_labels(req),
             ..RequestInfo::of(
                 req,
                 ProxyDirection::Outbound,
-                self.context.client_addr,
+                self.client.client_addr,
                 endpoint.spec.addr,
             )
         };
@@ -280,7 +277,7 @@ impl BackendAttempt<'_> {
             Resendable::Never => false,
             Resendable::Always => true,
             Resendable::IfIdempotent => {
-                let resend = endpoint.client(self.context.worker).resend_policy();
+                let resend = endpoint.client(self.client.worker).resend_policy();
                 copy.is_some_and(|copy| resend.allows(copy.method()))
             }
         }
@@ -334,7 +331,7 @@ fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version:
     }
 }
 
-/// Cause and retry class of an error response that the peer's proxy generated; `None` if the request may not be sent again. A
+/// Cause of an error response that the peer's proxy generated, and which requests may be resent after it; `None` if none may. A
 /// tulle proxy sends a cause header. Linkerd's proxy sends none and is recognized by its error text.
 fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Resendable)> {
     let headers = rsp.headers();
@@ -344,13 +341,13 @@ fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Resendable)> 
         (StatusCode::GATEWAY_TIMEOUT, _) | (_, Some(grpc::DEADLINE_EXCEEDED)) => "connect-timeout",
         _ => return None,
     };
-    // Proxies remove `l5d-proxy-error` from a response that they forward. A cause without it was forwarded by an application, and
-    // is not an error of the peer's proxy.
+    // Every proxy removes `l5d-proxy-error` from a response that it forwards. Without it, `l5d-proxy-cause` is from a proxy that is
+    // further away: the peer's application has forwarded a response of that proxy.
     let error = headers.get(names::L5D_PROXY_ERROR)?;
-    let code = headers
+    let cause_header = headers
         .get(names::L5D_PROXY_CAUSE)
         .map_or(&b""[..], HeaderValue::as_bytes);
-    let resendable = [
+    let resendable_causes = [
         ("connect-refused", "connect-refused", Resendable::Always),
         ("connect-timeout", "connect-timeout", Resendable::Always),
         // The header of `Error::ReconnectFailed`: an open connection was closed, and the dial after it failed.
@@ -360,11 +357,11 @@ fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Resendable)> 
             Resendable::IfIdempotent,
         ),
     ];
-    let by_code = resendable
+    let by_cause = resendable_causes
         .iter()
-        .find(|(prefix, ..)| code.starts_with(prefix.as_bytes()));
-    match by_code {
-        Some((_, cause, retry)) => Some((cause, *retry)),
+        .find(|(prefix, ..)| cause_header.starts_with(prefix.as_bytes()));
+    match by_cause {
+        Some((_, cause, resendable)) => Some((cause, *resendable)),
         None => (error == "client error (Connect)").then_some((by_status, Resendable::Always)),
     }
 }
@@ -375,7 +372,7 @@ impl SentRequest {
         match result {
             Err(error) => self.observer.record_error(&error),
             Ok(rsp) => {
-                self.observer.penalize_failed_head(&rsp);
+                self.observer.record_failed_status(&rsp);
                 // Ending the body records the result of this endpoint.
                 let rsp = classify::observe(rsp, self.started_at, self.observer);
                 rsp.into_body().finish(Ok(()));
@@ -385,19 +382,20 @@ impl SentRequest {
 }
 
 impl EndpointObserver {
-    fn start(endpoint: &Arc<Endpoint>, started_at: Instant, is_undelayed: bool) -> Self {
+    fn start(endpoint: &Arc<Endpoint>, started_at: Instant, connected_at_once: bool) -> Self {
         endpoint.series.request();
         Self {
             in_flight: InFlightGuard::new(endpoint.clone(), started_at),
             retry_after: None,
             route_attempt: None,
-            is_undelayed,
+            connected_at_once,
             is_recorded: false,
         }
     }
 
-    /// Counts a failed response as a slow one, if the policy has a penalty for failures.
-    fn penalize_failed_head(&mut self, rsp: &Response<Body>) {
+    /// If the status is a failure, records it in the load, to which the policy may add a penalty. Keeps `Retry-After` of an
+    /// unavailable endpoint for its breaker.
+    fn record_failed_status(&mut self, rsp: &Response<Body>) {
         let status = rsp.status();
         let code = classify::grpc_status(rsp.headers());
         let is_overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
@@ -419,7 +417,7 @@ impl EndpointObserver {
         let endpoint = self.in_flight.endpoint().clone();
         endpoint.series.response(classify::failed_outcome(error));
         let error = match error {
-            Error::TooLargeToRetry(error) => &**error,
+            Error::TooLargeToResend(error) => &**error,
             error => error,
         };
         let is_endpoint_failure = match error {
@@ -428,7 +426,7 @@ impl EndpointObserver {
             // Neither is a connection that ends with GOAWAY because of its age.
             error if error.is_graceful_go_away() => false,
             // Other endpoints may have used up the timeout of the request.
-            Error::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => self.is_undelayed,
+            Error::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => self.connected_at_once,
             error => error.side() == Side::Peer && !error.is_request_body_error(),
         };
         if !is_endpoint_failure {
@@ -469,7 +467,7 @@ impl ResponseObserver for EndpointObserver {
             ResponseOutcome { success: true, .. } => breaker::RequestOutcome::Success,
             // The client left a response that was good so far. This says nothing about the endpoint.
             ResponseOutcome {
-                end: ResponseEnd::Abandoned,
+                end: ResponseEnd::Cancelled,
                 status,
                 grpc,
                 ..

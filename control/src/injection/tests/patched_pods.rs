@@ -1,3 +1,5 @@
+//! Containers, volumes, ports, labels and annotations of patched pods.
+
 use super::*;
 
 const NOT_NATIVE: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
