@@ -359,7 +359,7 @@ fn a_request_cancelled_before_its_response_is_counted_by_its_profile() {
         })
         .await;
         request_task.abort();
-        let disconnected = [slow, "error=\"client-disconnected\""];
+        let disconnected = [slow, "error=\"client-left\""];
         eventually("its end is counted", async || {
             (counted("route_response_total", &disconnected).await == 1.0).then_some(())
         })
