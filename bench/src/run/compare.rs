@@ -9,7 +9,8 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
+use clap::ValueEnum as _;
 
 use super::generators::{self, Http1};
 use super::measurement;
@@ -26,7 +27,8 @@ pub struct Args {
     /// Names of proxy programs in the directory of this program. The others are compared with the first one.
     #[arg(required = true, num_args = 2.., value_name = "PROGRAM")]
     builds: Vec<String>,
-    /// Rows of the benchmark to measure, separated by commas. Default: HTTP/1 with many kinds of arrivals.
+    /// Rows of the benchmark to measure, separated by commas; only those with latencies and the CPU time of both sidecars.
+    /// Default: HTTP/1 with many kinds of arrivals.
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["workers", "connections"])]
     rows: Vec<Row>,
     /// Measurements of each load and build.
@@ -103,6 +105,7 @@ type RunningBuilds<'a> = Vec<(&'a Testbed, Sidecars)>;
 
 /// Measures all loads and prints the table.
 pub fn main(args: &Args) -> anyhow::Result<()> {
+    check_rows(&args.rows)?;
     tools::raise_descriptor_limit()?;
     peer::check_requirements(&[Peer::Tulle], &["wrk"])?;
     args.builds.iter().try_for_each(|build| tulle::check(build))?;
@@ -137,6 +140,53 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     match &args.markdown {
         Some(path) => std::fs::write(path, table).with_context(|| format!("writing {}", path.display())),
         None => Ok(()),
+    }
+}
+
+/// Fails if a row has no value for one of the [`FIGURES`], or does not measure the builds.
+fn check_rows(rows: &[Row]) -> anyhow::Result<()> {
+    for row in rows {
+        if let Some(reason) = why_not_comparable(*row) {
+            let usable = Row::value_variants()
+                .iter()
+                .filter(|row| why_not_comparable(**row).is_none())
+                .map(|row| row.name());
+            bail!(
+                "--rows {}: {reason}; expected some of {}",
+                row.name(),
+                usable.collect::<Vec<_>>().join(", ")
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Why builds cannot be compared by a row; `None` if they can.
+fn why_not_comparable(row: Row) -> Option<&'static str> {
+    match row {
+        Row::Idle | Row::IdleOpaque => Some("this row measures memory only"),
+        Row::SlowHeads | Row::Hostile => Some("this row does not measure CPU time"),
+        Row::OutboundOnly | Row::InboundOnly => {
+            Some("this row has one sidecar, and the CPU time of both sidecars is compared")
+        }
+        Row::Allocations => Some("this row measures the build whose allocator counts, not the compared builds"),
+        Row::HttpC1
+        | Row::HttpC16
+        | Row::HttpC64
+        | Row::Post1Kib
+        | Row::Post32Kib
+        | Row::NewHttp
+        | Row::Post1Mib
+        | Row::Http2
+        | Row::Grpc
+        | Row::GrpcStream
+        | Row::Bulk
+        | Row::NewMtls
+        | Row::HttpC64Baseline
+        | Row::Routed
+        | Row::Profiled
+        | Row::OneWorker
+        | Row::TwoWorkers => None,
     }
 }
 
@@ -340,6 +390,36 @@ const CALIBRATION: Duration = Duration::from_secs(1);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_without_the_compared_figures_are_refused_with_the_usable_rows() {
+        let refused = [
+            Row::Idle,
+            Row::IdleOpaque,
+            Row::SlowHeads,
+            Row::Hostile,
+            Row::OutboundOnly,
+            Row::InboundOnly,
+            Row::Allocations,
+        ];
+        for row in refused {
+            let error = check_rows(&[Row::HttpC64, row]).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("--rows {}: ", row.name())), "{error}");
+            let (_, usable) = error.split_once("expected some of ").unwrap();
+            let usable: Vec<&str> = usable.split(", ").collect();
+            assert!(usable.contains(&"http-c64") && usable.contains(&"new-mtls"), "{error}");
+            assert!(
+                !refused.iter().any(|row| usable.contains(&row.name().as_str())),
+                "{error}"
+            );
+        }
+        let usable: Vec<Row> = Row::value_variants()
+            .iter()
+            .copied()
+            .filter(|row| !refused.contains(row))
+            .collect();
+        check_rows(&usable).unwrap();
+    }
 
     #[test]
     fn quartiles_are_interpolated() {
