@@ -112,6 +112,10 @@ const PLOTS: [Plot; 5] = [
 
 fn markdown(report: &Report) -> String {
     let mut out = String::from(INTRODUCTION);
+    if report.lines.iter().any(|line| line.peer == Peer::TulleNoProfile) {
+        out.push_str("`tulle-no-profile` is built without a profile.\n");
+    }
+    out.push_str("The other proxies are the builds of Debian and of the Envoy project.\n");
     let machine = &report.machine;
     let _ = write!(
         out,
@@ -148,7 +152,7 @@ fn markdown(report: &Report) -> String {
             table(&mut out, *row, &lines);
         }
     }
-    out.push_str("\n## Budgets\n\nThe budgets of `bench/budgets.toml`, checked with this run.\n\n| Metric | tulle | Ratio | Budget | Result |\n|---|---|---|---|---|\n");
+    out.push_str(BUDGETS);
     for check in &report.budgets {
         let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         let _ = writeln!(
@@ -234,7 +238,16 @@ The client, both sidecars and the application share the machine. Requests/s depe
 On other machines, expect similar ratios, not similar values.
 
 `tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these scenarios.
-`tulle-no-profile` is built without a profile. The other proxies are the builds of Debian and of the Envoy project.
+";
+
+const BUDGETS: &str = "
+## Budgets
+
+The budgets are those of `bench/budgets.toml` at the measured commit, which is in the [test environment](#test-environment) after the version of tulle.
+Later commits can have other budgets.
+
+| Metric | tulle | Ratio | Budget | Result |
+|---|---|---|---|---|
 ";
 
 #[cfg(test)]
@@ -253,6 +266,17 @@ mod tests {
             text == markdown(&report),
             "\"tulle-bench document docs/reference/benchmarks.json\" makes docs/reference/benchmarks.md"
         );
+    }
+
+    #[test]
+    fn the_build_without_a_profile_is_described_only_if_it_was_measured() {
+        for (peer, is_described) in [(Peer::Tulle, false), (Peer::TulleNoProfile, true)] {
+            let mut results = Results::new(Vec::new());
+            results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, 10.0)]));
+            let text = markdown(&results.report(budgets::COMMITTED_BUDGETS).unwrap());
+            let described = text.contains("\n`tulle-no-profile` is built without a profile.\nThe other proxies are");
+            assert_eq!(described, is_described, "{text}");
+        }
     }
 
     #[test]
