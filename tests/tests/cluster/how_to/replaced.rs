@@ -140,8 +140,8 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
     ),
     replaced(
         "how-to/debug-a-request.md",
-        "port-forward deploy/web 4191 &",
-        "port-forward deploy/front 4191 >forwarded & until grep -q Forwarding forwarded; do sleep 0.1; done",
+        "deploy/front 4191 &",
+        "deploy/front 4191 >forwarded & until grep -q Forwarding forwarded; do sleep 0.1; done",
         BACKGROUND,
     ),
     replaced(
