@@ -139,7 +139,7 @@ fn undocumented(page: &str) -> BTreeSet<String> {
                         .trim_start()
                         .strip_prefix('"')
                         .and_then(|rest| rest.split_once('"'));
-                    if let Some((name, _)) = name.filter(|(name, _)| !page.contains(&format!("{name}`"))) {
+                    if let Some((name, _)) = name.filter(|(name, _)| !page.contains(&format!("`{name}`"))) {
                         missing.insert(name.to_owned());
                     }
                 }
@@ -147,6 +147,15 @@ fn undocumented(page: &str) -> BTreeSet<String> {
         }
     }
     missing
+}
+
+#[test]
+fn a_longer_name_does_not_document_a_metric() {
+    let missing = undocumented("`tcp_open_total` `outbound_tcp_close_total`");
+    assert!(
+        !missing.contains("tcp_open_total") && missing.contains("tcp_close_total"),
+        "{missing:?}"
+    );
 }
 
 fn rust_files(dir: &Path) -> Vec<PathBuf> {
