@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use aws_lc_rs::digest::{SHA256, digest};
 use serde_json::{Map, Value};
 use tulle_tests::charts::Helm;
 
@@ -33,25 +34,29 @@ fn by_name(objects: Vec<Value>) -> Objects {
 
 #[test]
 fn objects_are_as_users_and_tools_of_linkerd_expect() {
-    let contract: BTreeMap<String, Vec<Value>> = serde_yaml_ng::from_str(include_str!("contract.yaml")).unwrap();
+    let contract = include_str!("contract.yaml").replace("VERSION", env!("CARGO_PKG_VERSION"));
+    let contract: BTreeMap<String, Vec<Value>> = serde_yaml_ng::from_str(&contract).unwrap();
+    let contract: BTreeMap<_, _> = contract
+        .into_iter()
+        .map(|(installation, objects)| (installation, by_name(objects)))
+        .collect();
     let mut differences = Vec::new();
-    for (installation, expected) in contract {
-        let rendered = rendered(&installation);
-        let expected = by_name(expected);
-        for (name, expected) in &expected {
+    for (installation, expected) in &contract {
+        let rendered = rendered(installation);
+        for (name, expected) in expected {
             let actual = rendered.get(name).unwrap_or(&Value::Null);
             compare(&format!("{installation}: {name}"), expected, actual, &mut differences);
         }
-        if installation == "default" {
-            let unexpected = rendered.keys().filter(|name| !expected.contains_key(*name));
-            differences.extend(unexpected.map(|name| format!("default: {name} is not in contract.yaml")));
-        }
+        let unexpected = rendered
+            .keys()
+            .filter(|name| !expected.contains_key(*name) && !contract["default"].contains_key(*name));
+        differences.extend(unexpected.map(|name| format!("{installation}: {name} is not in contract.yaml")));
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
-/// Adds the differences of `actual` from `expected`. A map may have more keys than expected. Elements of a list that have a name
-/// are compared by it, and the list may have more; other lists have to be equal.
+/// Adds the differences of `actual` from `expected`. A map may have more keys than expected, and a key that is expected to be
+/// null may be absent. Lists have the same length: elements that have a name are compared by it, other lists have to be equal.
 fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<String>) {
     match (expected, actual) {
         (Value::Object(expected), Value::Object(actual)) => {
@@ -60,7 +65,13 @@ fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<S
                 compare(&format!("{path}.{key}"), value, actual, differences);
             }
         }
-        (Value::Array(expected), Value::Array(actual)) if expected.iter().all(|element| named(element).is_some()) => {
+        (Value::Array(expected), Value::Array(actual))
+            if !expected.is_empty() && expected.iter().all(|element| named(element).is_some()) =>
+        {
+            if actual.len() != expected.len() {
+                let (actual, expected) = (names(actual), names(expected));
+                differences.push(format!("{path} has the elements {actual}, expected {expected}"));
+            }
             for element in expected {
                 let name = named(element);
                 let found = actual.iter().find(|actual| named(actual) == name);
@@ -75,6 +86,30 @@ fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<S
 
 fn named(element: &Value) -> Option<&str> {
     element.get("name")?.as_str()
+}
+
+fn names(list: &[Value]) -> String {
+    let names: Vec<&str> = list
+        .iter()
+        .map(|element| named(element).unwrap_or("without a name"))
+        .collect();
+    names.join(", ")
+}
+
+/// Pods of the injector are replaced when its configuration changes.
+#[test]
+fn the_pods_of_the_injector_have_the_checksum_of_the_recorded_values() {
+    let checksum = |installation: &str| {
+        let objects = rendered(installation);
+        let values = objects["ConfigMap linkerd-config"]["data"]["values"].as_str().unwrap();
+        let pod = &objects["Deployment linkerd-proxy-injector"]["spec"]["template"];
+        let checksum = pod["metadata"]["annotations"]["checksum/config"].as_str().unwrap();
+        let sha256 = digest(&SHA256, values.as_bytes());
+        let sha256: String = sha256.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(checksum, sha256, "{installation}");
+        checksum.to_owned()
+    };
+    assert_ne!(checksum("default"), checksum("everything optional"));
 }
 
 #[test]
@@ -102,20 +137,30 @@ fn every_object_names_its_control_plane_and_its_chart() {
 #[test]
 fn a_difference_has_its_path_and_both_values() {
     let object = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
-    let expected = object("{a: {b: 1}, ports: [{name: x, port: 1}], list: [1, 2]}");
+    let expected = object("{a: {b: 1}, ports: [{name: x, port: 1}], list: [1, 2], empty: [], absent: null}");
     let differences = |actual: &str| {
         let mut differences = Vec::new();
         compare("it", &expected, &object(actual), &mut differences);
         differences
     };
-    let more = "{a: {b: 1, c: 2}, ports: [{name: y}, {name: x, port: 1}], list: [1, 2], d: 3}";
-    assert!(differences(more).is_empty());
+    let more = "{a: {b: 1, c: 2}, ports: [{name: x, port: 1, protocol: TCP}], list: [1, 2], empty: [], d: 3}";
+    assert!(differences(more).is_empty(), "{:?}", differences(more));
     assert_eq!(
-        differences("{a: {b: 2}, ports: [{name: x, port: 2}], list: [1]}"),
+        differences("{a: {b: 2}, ports: [{name: x, port: 2}], list: [1], empty: [1], absent: 1}"),
         [
             "it.a.b is 2, expected 1",
+            "it.absent is 1, expected null",
+            "it.empty is [1], expected []",
             "it.list is [1], expected [1,2]",
             "it.ports[x].port is 2, expected 1"
         ]
+    );
+    assert_eq!(
+        differences("{a: {b: 1}, ports: [{name: y}, {name: x, port: 1}], list: [1, 2], empty: []}"),
+        ["it.ports has the elements y, x, expected x"]
+    );
+    assert_eq!(
+        differences("{a: {b: 1}, ports: [{name: y, port: 1}], list: [1, 2], empty: []}"),
+        [r#"it.ports[x] is null, expected {"name":"x","port":1}"#]
     );
 }
