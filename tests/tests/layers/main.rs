@@ -153,7 +153,10 @@ fn wrong_imports(crate_layers: &CrateLayers, file: &Path, source: &str) -> Vec<S
         )];
     };
     let wrong = imports::imports(source, &module).into_iter().filter_map(|import| {
-        let other_module = import.path.first()?;
+        let Some(other_module) = import.path.first() else {
+            let found = "imports the crate root; import from the module that defines it";
+            return (!module.is_empty()).then(|| format!("{}: {module_name} {found}", location(import.line)));
+        };
         match crate_layers.layer(other_module) {
             Some(other) if other < layer || other_module == module_name || (other, layer) == (TOP_LAYER, TOP_LAYER) => {
                 None
@@ -276,6 +279,19 @@ fn an_import_of_a_higher_or_equal_layer_is_found() {
         check("net/io.rs", "use crate::Thing;"),
         ["proxy/src/net/io.rs:1: Thing is not a module; import from the module that defines it"]
     );
+    let root = "imports the crate root; import from the module that defines it";
+    for source in ["use crate::*;", "use super::super::*;", "use crate::{self as root};"] {
+        assert_eq!(
+            check("net/io.rs", source),
+            [format!("proxy/src/net/io.rs:1: net {root}")],
+            "{source}"
+        );
+    }
+    assert_eq!(
+        check("app.rs", "use super::*;"),
+        [format!("proxy/src/app.rs:1: app {root}")]
+    );
+    assert_eq!(check("main.rs", "mod tests { use super::*; }"), [""; 0]);
 }
 
 #[test]
