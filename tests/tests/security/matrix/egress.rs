@@ -114,12 +114,13 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let (testbed, n_restarts) = (&testbed, &n_restarts);
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
-    let (requested_tx, requested_rx) = mpsc::channel();
     let faults = thread::scope(|scope| {
+        let (requested_tx, requested_rx) = mpsc::channel();
         let restarting = scope.spawn(move || {
-            // The policies must be known before the first restart. If this fails, the test fails below.
-            let _ = requested_rx.recv();
-            testbed::restart_until(testbed, n_restarts, is_over);
+            // The policies must be known before the first restart. If the requests panic, the sender is dropped.
+            if requested_rx.recv().is_ok() {
+                testbed::restart_until(testbed, n_restarts, is_over);
+            }
         });
         let run = || {
             runtime().block_on(async {
@@ -127,7 +128,7 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
                 let mut faults = faults_of(&cells, &client, &reached).await;
                 requested_tx.send(()).unwrap();
                 loop {
-                    let is_last = is_over();
+                    let is_last = is_over() || restarting.is_finished();
                     faults.extend(faults_of(&cells, &client, &reached).await);
                     if is_last {
                         return faults;

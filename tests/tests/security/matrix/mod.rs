@@ -75,7 +75,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
                 let reached = application::serve(listeners);
                 let mut faults = Vec::new();
                 loop {
-                    let is_last = is_over();
+                    let is_last = is_over() || restarting.is_finished();
                     faults.extend(faults_of(&cells, &client, &reached).await);
                     if is_last {
                         return faults;
