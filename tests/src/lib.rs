@@ -6,6 +6,7 @@ pub mod apps;
 pub mod charts;
 pub mod client;
 pub mod cluster;
+pub mod commands;
 pub mod control;
 pub mod credentials;
 pub mod eventually;

@@ -13,13 +13,14 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use kube::api::{Api, ListParams, ObjectMeta, PostParams};
 use serde_json::json;
 use tempfile::TempDir;
+use tokio::process::Command;
 use tokio::time::{Instant, sleep};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime};
 use super::control_plane::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::kubeconfig;
-use crate::programs;
+use crate::{commands, programs};
 
 /// etcd and an API server. Dropping it stops both and removes all files that they wrote.
 ///
@@ -210,19 +211,19 @@ impl ApiServer {
     /// Runs `kubectl` as the administrator and returns its standard output.
     ///
     /// # Errors
-    /// Fails if the command fails; the error contains its output.
+    /// Fails if the command fails, or does not end within two minutes; the error contains its output.
     pub async fn kubectl(&self, args: &[&str]) -> anyhow::Result<String> {
-        let output = tokio::process::Command::new(programs::find("kubectl")?)
+        let mut kubectl = Command::new(programs::find("kubectl")?);
+        kubectl
             .arg("--kubeconfig")
             .arg(self.kubeconfig())
             .args(args)
-            .current_dir(self.dir())
-            .output()
-            .await
-            .context("starting kubectl")?;
+            .current_dir(self.dir());
+        let line = format!("kubectl {}", args.join(" "));
+        let output = commands::output(&line, kubectl).await?;
         if !output.status.success() {
             let answer = String::from_utf8_lossy(&output.stderr);
-            bail!("kubectl {}: {}", args.join(" "), answer.trim());
+            bail!("{line}: {}", answer.trim());
         }
         String::from_utf8(output.stdout).context("kubectl's output")
     }

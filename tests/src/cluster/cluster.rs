@@ -27,7 +27,7 @@ use super::leftovers;
 use super::node::{self, Node, node_addr};
 use super::pki::Pki;
 use crate::images::{self, Image};
-use crate::programs;
+use crate::{commands, programs};
 
 /// A cluster with nodes. Dropping it stops all processes and removes everything that it created.
 ///
@@ -262,12 +262,15 @@ impl Cluster {
     /// Runs `kubectl` as the administrator and returns its standard output.
     ///
     /// # Errors
-    /// Fails if the command fails; the error contains its output.
+    /// Fails if the command fails, or does not end within two minutes; the error contains its output.
     pub async fn kubectl(&self, args: &[&str]) -> anyhow::Result<String> {
-        let output = self.command("kubectl")?.args(args).output().await?;
+        let mut kubectl = self.command("kubectl")?;
+        kubectl.args(args);
+        let line = format!("kubectl {}", args.join(" "));
+        let output = commands::output(&line, kubectl).await?;
         if !output.status.success() {
             let answer = String::from_utf8_lossy(&output.stderr);
-            bail!("kubectl {}: {}", args.join(" "), answer.trim());
+            bail!("{line}: {}", answer.trim());
         }
         String::from_utf8(output.stdout).context("kubectl's output")
     }

@@ -6,14 +6,13 @@ use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
-use std::process::Output;
 
 use anyhow::ensure;
 use tokio::process::Command;
 use tokio::time::Instant;
 use tulle_tests::charts::{Helm, Repository, path_of};
 use tulle_tests::cluster::{AuditRecord, Cluster};
-use tulle_tests::programs;
+use tulle_tests::{commands, programs};
 
 use crate::metrics::{self, MetricsSnapshot};
 use crate::permissions::{self, Permission, UnusedGrant};
@@ -72,18 +71,15 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     let files = tempfile::tempdir().unwrap();
     let before = all_objects(&cluster).await;
     let run = async |block: &str| {
-        let mut bash = Command::new("bash");
+        let mut bash = Command::new("setpriv");
         // Only the URL of the chart repository differs from the page.
         let script = block.replace("https://tulle-mesh.github.io/tulle", &repository.url());
-        bash.args(["-euo", "pipefail", "-c", &script])
+        bash.args(["--pdeathsig=KILL", "bash"])
             .current_dir(files.path())
             .env("PATH", path())
             .env("HOME", files.path())
             .env("KUBECONFIG", cluster.kubeconfig_outside());
-        let Output { status, stdout, stderr } = bash.output().await.unwrap();
-        let [stdout, stderr] = [stdout, stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(status.success(), "{script}\n{stdout}{stderr}");
-        stdout
+        commands::run_script(bash, &script).await.unwrap()
     };
     let blocks = blocks();
     let [

@@ -6,6 +6,7 @@ use std::process::Stdio;
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tulle_tests::cluster::ApiServer;
+use tulle_tests::commands;
 use tulle_tests::eventually::eventually;
 
 #[derive(Debug)]
@@ -29,14 +30,12 @@ async fn run(kubeconfig: &Path, line: &str, path: String) -> CommandOutput {
         "{} is missing; `cargo build --workspace --bins` makes it",
         tulle.display()
     );
-    let output = tokio::process::Command::new(tulle)
+    let mut tulle = tokio::process::Command::new(tulle);
+    tulle
         .args(line.split_whitespace())
         .env("KUBECONFIG", kubeconfig)
-        .env("PATH", path)
-        .stdin(Stdio::null())
-        .output()
-        .await
-        .unwrap();
+        .env("PATH", path);
+    let output = commands::output(line, tulle).await.unwrap();
     CommandOutput {
         success: output.status.success(),
         out: String::from_utf8(output.stdout).unwrap(),

@@ -1,7 +1,5 @@
 //! The telemetry API behind the API server: only clients that RBAC permits can use it.
 
-use std::process::Stdio;
-
 use serde_json::json;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
@@ -10,6 +8,7 @@ use tulle_control::cmd;
 use tulle_control::config::Config;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
+use tulle_tests::commands;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::{built_binary, find};
 
@@ -106,13 +105,9 @@ impl TelemetryFixture {
 
     /// Runs `tulle …` with this kubeconfig.
     async fn tulle(&self, kubeconfig: &std::path::Path, line: &str) -> (bool, String) {
-        let output = Command::new(built_binary("tulle").unwrap())
-            .args(line.split(' '))
-            .env("KUBECONFIG", kubeconfig)
-            .stdin(Stdio::null())
-            .output()
-            .await
-            .unwrap();
+        let mut tulle = Command::new(built_binary("tulle").unwrap());
+        tulle.args(line.split(' ')).env("KUBECONFIG", kubeconfig);
+        let output = commands::output(line, tulle).await.unwrap();
         let text = [output.stdout, output.stderr].concat();
         (output.status.success(), String::from_utf8(text).unwrap())
     }

@@ -2,14 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::process::Output;
 
 use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
 use tulle_bench::load::stats::Report;
 use tulle_tests::charts::path_of;
 use tulle_tests::cluster::Cluster;
-use tulle_tests::programs;
+use tulle_tests::{commands, programs};
 
 use super::pages::{self, Block, Id};
 use super::replaced::REPLACEMENTS;
@@ -79,23 +78,19 @@ impl Guide {
 
     /// Runs commands as a reader does, on the first node.
     pub(super) async fn bash(&self, commands: &str) -> anyhow::Result<String> {
-        let mut bash = self.cluster.command("bash")?;
+        let mut bash = self.cluster.command("setpriv")?;
         let path = std::env::var_os("PATH").unwrap_or_default();
         let tools = ["helm", "kubectl"].map(|tool| programs::find(tool).map(|path| path.parent().unwrap().to_owned()));
         let dirs = [Ok(programs::static_binaries_dir()?)].into_iter().chain(tools);
         let dirs: Vec<_> = dirs.collect::<anyhow::Result<_>>()?;
-        bash.args(["-euo", "pipefail", "-c", commands])
+        bash.args(["--pdeathsig=KILL", "bash"])
             .current_dir(self.files.path())
             .env("HOME", self.files.path())
             .env(
                 "PATH",
                 std::env::join_paths(dirs.into_iter().chain(std::env::split_paths(&path)))?,
-            )
-            .kill_on_drop(true);
-        let Output { status, stdout, stderr } = bash.output().await.context("starting bash")?;
-        let [stdout, stderr] = [stdout, stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        ensure!(status.success(), "{status}:\n{commands}\n{stdout}{stderr}");
-        Ok(stdout)
+            );
+        commands::run_script(bash, commands).await
     }
 
     /// Runs commands again until they succeed and their output contains a text.

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::Command;
 
-use tulle_tests::programs;
+use tokio::process::Command;
+use tulle_tests::{commands, programs};
 
 use super::pages::{self, Id, Run};
 
@@ -13,8 +13,8 @@ const TUTORIAL: &str = "tutorials/without-kubernetes.md";
 const EXPLICIT: &str = "how-to/explicit-proxy.md";
 
 /// In namespaces of its own, because the names of hosts are those of the page.
-#[test]
-fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pages_say() {
+#[tokio::test]
+async fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pages_say() {
     let files = tempfile::tempdir().unwrap();
     // Proxies run as another user.
     fs::set_permissions(files.path(), Permissions::from_mode(0o755)).unwrap();
@@ -53,7 +53,8 @@ fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pages_sa
     script.push("! ip link show mesh".to_owned());
 
     let path = std::env::var("PATH").unwrap();
-    let output = Command::new("unshare")
+    let mut bash = Command::new("setpriv");
+    bash.args(["--pdeathsig=KILL", "unshare"])
         .args([
             "--net",
             "--mount",
@@ -62,17 +63,10 @@ fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pages_sa
             "--kill-child",
             "--mount-proc",
             "bash",
-            "-euo",
-            "pipefail",
-            "-c",
         ])
-        .arg(script.join("\n"))
         .current_dir(files.path())
-        .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", bin.display()))
-        .output()
-        .unwrap();
-    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
-    assert!(output.status.success(), "{stdout}\n{stderr}");
+        .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", bin.display()));
+    let stdout = commands::run_script(bash, &script.join("\n")).await.unwrap();
     assert!(stdout.contains("client_id=\"client.shop"), "{stdout}");
     assert!(
         stdout.contains("policy-denied: No authorization permits this client."),
