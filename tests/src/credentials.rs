@@ -108,7 +108,10 @@ impl Credentials {
             ("IDENTITY_SVC_NAME", control_plane_identity("linkerd-identity")),
             ("IDENTITY_LOCAL_NAME", identity(name)),
             ("IDENTITY_TRUST_ANCHORS", self.anchor.certificate.clone()),
-            ("IDENTITY_TOKEN_FILE", self.create_token_file(name).display().to_string()),
+            (
+                "IDENTITY_TOKEN_FILE",
+                self.create_token_file(name).display().to_string(),
+            ),
         ];
         let prefixed = variables.map(|(variable, value)| (format!("LINKERD2_PROXY_{variable}"), value));
         prefixed.into()

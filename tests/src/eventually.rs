@@ -1,4 +1,4 @@
-//! Polling for a condition instead of a fixed sleep.
+//! Waiting for a condition, with a time limit, instead of a fixed sleep.
 
 use std::time::Duration;
 
@@ -29,6 +29,15 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");
         std::thread::sleep(POLL_INTERVAL);
     }
+}
+
+/// Waits until a future ends.
+///
+/// # Panics
+/// Panics if it does not end within 20 seconds; the message contains `what`.
+pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let ended = tokio::time::timeout(WAIT_TIMEOUT, future).await;
+    ended.unwrap_or_else(|_| panic!("not within {WAIT_TIMEOUT:?}: {what}"))
 }
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);

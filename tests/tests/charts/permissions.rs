@@ -15,7 +15,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
-use tulle_tests::eventually::eventually;
+use tulle_tests::eventually::{eventually, within};
 
 use crate::render::{REQUIRED_VALUES, objects};
 
@@ -383,8 +383,11 @@ async fn a_component_creates_only_its_own_secrets() {
     let made = all.get(own).await.unwrap();
     assert_eq!(made.type_.as_deref(), Some("kubernetes.io/tls"));
     drop(drain);
-    signal.drain().await;
-    for controller in controllers {
-        controller.await.unwrap();
-    }
+    let ended = async {
+        signal.drain().await;
+        for controller in controllers {
+            controller.await.unwrap();
+        }
+    };
+    within("the controllers have ended", ended).await;
 }

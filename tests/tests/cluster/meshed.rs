@@ -14,7 +14,7 @@ use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tulle_bench::load::stats::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
@@ -356,9 +356,14 @@ impl RunningLoad {
     /// The last report, which covers everything, and those before it.
     async fn reports(&mut self) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut reports = Vec::new();
-        while let Some(line) = self.lines.next_line().await? {
-            reports.push(serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?);
-        }
+        let read = async {
+            while let Some(line) = self.lines.next_line().await? {
+                reports.push(serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?);
+            }
+            anyhow::Ok(())
+        };
+        let ended = timeout(LOAD_TIMEOUT, read).await;
+        ended.with_context(|| format!("the load has not ended within {LOAD_TIMEOUT:?}"))??;
         let total = reports.pop().context("load that ended without a report")?;
         Ok((total, reports))
     }
@@ -382,4 +387,6 @@ kind: Pod
 metadata: {name: probe, namespace: default, annotations: {linkerd.io/inject: enabled}}
 spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
 ";
+/// The longest load lasts a minute.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(180);
 pub(crate) const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

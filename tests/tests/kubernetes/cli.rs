@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
+use tokio::time::timeout;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::commands;
 use tulle_tests::eventually::eventually;
@@ -60,12 +62,16 @@ async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
+        .kill_on_drop(true)
         .spawn()
         .unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(manifests.as_bytes()).await.unwrap();
     drop(stdin);
-    let output = child.wait_with_output().await.unwrap();
+    let ended = timeout(KUBECTL_TIMEOUT, child.wait_with_output()).await;
+    let output = ended
+        .unwrap_or_else(|_| panic!("kubectl {line} has not ended within {KUBECTL_TIMEOUT:?}"))
+        .unwrap();
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "kubectl {line}: {err}");
     String::from_utf8(output.stdout).unwrap()
@@ -470,3 +476,5 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     }
     assert_eq!(headings, expected);
 }
+
+const KUBECTL_TIMEOUT: Duration = Duration::from_secs(120);

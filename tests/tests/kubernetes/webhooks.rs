@@ -20,7 +20,7 @@ use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 use tulle_tests::cluster::ApiServer;
-use tulle_tests::eventually::eventually;
+use tulle_tests::eventually::{eventually, within};
 
 const POLICIES: &str = "linkerd-policy-validator-webhook-config";
 const PROFILES: &str = "linkerd-sp-validator-webhook-config";
@@ -184,8 +184,11 @@ impl WebhookFixture {
     }
 
     async fn end(mut self) {
-        self.signal.take().unwrap().drain().await;
-        self.tasks.join_all().await;
+        let ended = async {
+            self.signal.take().unwrap().drain().await;
+            self.tasks.join_all().await;
+        };
+        within("the webhook server has ended", ended).await;
     }
 }
 
@@ -499,7 +502,7 @@ async fn a_deleted_broken_or_replaced_certificate_is_repaired_while_reviews_cont
     })
     .await;
     signal.drain().await;
-    let (n, failed) = running.await.unwrap();
+    let (n, failed) = within("the load has ended", running).await.unwrap();
     assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
 
     // A broken bundle fails reviews until it is repaired.
@@ -543,7 +546,7 @@ async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
         );
     }
     signal.drain().await;
-    let (n, failed) = running.await.unwrap();
+    let (n, failed) = within("the load has ended", running).await.unwrap();
     assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
     Arc::into_inner(fixture).unwrap().end().await;
 }

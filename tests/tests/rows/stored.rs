@@ -23,7 +23,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::names::{label, port};
 use tulle_core::readiness::Readiness;
 use tulle_tests::cluster::ApiServer;
-use tulle_tests::eventually::eventually;
+use tulle_tests::eventually::{eventually, within};
 
 pub(crate) struct TestObjects {
     client: Client,
@@ -71,7 +71,7 @@ impl TestObjects {
         }
         let mut uids = BTreeMap::new();
         for group in groups.values() {
-            loop {
+            for attempt in 1.. {
                 let (n_before, second) = (self.objects.len(), Timestamp::now().as_second());
                 for document in group {
                     self.create(document, &mut uids).await?;
@@ -88,6 +88,11 @@ impl TestObjects {
                 if has_one_time {
                     break;
                 }
+                ensure!(
+                    attempt < MAX_CREATE_ATTEMPTS,
+                    "{} objects are not created within one second, in {attempt} attempts",
+                    group.len()
+                );
             }
         }
         self.write_route_statuses().await?;
@@ -224,8 +229,11 @@ impl TestObjects {
             };
             eventually(&format!("a status of {name}"), has_status).await;
         }
-        signal.drain().await;
-        let ended = tasks.join_all().await;
+        let ended = async {
+            signal.drain().await;
+            tasks.join_all().await
+        };
+        let ended = within("the controller has ended", ended).await;
         ensure!(!ended.is_empty(), "a controller has run");
         Ok(())
     }
@@ -308,3 +316,4 @@ async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
 }
 
 const FINALIZER: &str = "tulle.dev/kept";
+const MAX_CREATE_ATTEMPTS: usize = 20;

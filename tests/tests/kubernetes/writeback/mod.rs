@@ -21,7 +21,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
-use tulle_tests::eventually::eventually;
+use tulle_tests::eventually::{eventually, within};
 
 /// The writing part of one control-plane process: the shared watches and the controllers.
 struct Replica {
@@ -71,10 +71,13 @@ impl Replica {
 
     /// Stops as on SIGTERM.
     async fn end(mut self) {
-        self.signal.drain().await;
-        while let Some(ended) = self.tasks.join_next().await {
-            ended.unwrap();
-        }
+        let ended = async {
+            self.signal.drain().await;
+            while let Some(ended) = self.tasks.join_next().await {
+                ended.unwrap();
+            }
+        };
+        within("the replica has ended", ended).await;
     }
 
     /// Stops as on SIGKILL.
