@@ -82,7 +82,7 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     let path = "get service -n simple-app inside -o jsonpath={.spec.clusterIP}";
     let inside = meshed.kubectl(path).await.unwrap();
     let answer = machine
-        .command(&format!("curl -sS http://{inside}/headers"))
+        .command(&format!("curl -sS -m 20 http://{inside}/headers"))
         .output()
         .unwrap();
     let answer = String::from_utf8_lossy(&answer.stdout).into_owned();
