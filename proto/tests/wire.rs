@@ -212,6 +212,7 @@ fn outbound_policy_has_its_numbers() {
             backend: Some(outbound::Backend::default()),
             filters: vec![],
             request_timeout: None,
+            filter_extensions: vec![],
         }),
         weight: 1,
     };
@@ -244,6 +245,7 @@ fn outbound_policy_has_its_numbers() {
             }),
         }),
         allow_l5d_request_headers: true,
+        filter_extensions: vec![],
     };
     let rule_bytes = [
         &[0x0a, 0][..],
@@ -324,6 +326,29 @@ fn rare_messages_of_outbound_have_their_numbers() {
     ] {
         check(&outbound::ProxyProtocol { kind: Some(kind) }, &[key, 0]);
     }
+    let rewrite = outbound::filter_extension::UrlRewrite {
+        host: "h".to_owned(),
+        path: None,
+    };
+    let mirror = outbound::filter_extension::RequestMirror {
+        backend: None,
+        ratio: Some(http_route::Ratio {
+            numerator: 1,
+            denominator: 2,
+        }),
+    };
+    let extensions = [
+        outbound::filter_extension::Kind::UrlRewrite(rewrite),
+        outbound::filter_extension::Kind::RequestMirror(mirror),
+    ];
+    let filter_extensions = extensions.map(|kind| outbound::FilterExtension { kind: Some(kind) });
+    let rule = outbound::http_route::Rule {
+        filter_extensions: filter_extensions.to_vec(),
+        ..Default::default()
+    };
+    let rewrite_bytes: &[u8] = &[0xca, 0x3e, 5, 0x0a, 3, 0x0a, 1, b'h'];
+    let mirror_bytes: &[u8] = &[0xca, 0x3e, 8, 0x12, 6, 0x12, 4, 0x08, 1, 0x10, 2];
+    check(&rule, &[rewrite_bytes, mirror_bytes].concat());
     let backends = outbound::opaque_route::RouteBackend {
         backend: None,
         filters: vec![outbound::opaque_route::Filter {

@@ -394,6 +394,10 @@ async fn http_routes_of_both_groups() {
 async fn routes_differ_by_group() {
     let backend = format!("{{{SERVICE}, rules: [{{backendRefs: [{{name: web}}]}}]}}");
     let filter = format!("{{{SERVICE}, rules: [{{filters: [{{type: URLRewrite, urlRewrite: {{}}}}]}}]}}");
+    let cors = format!("{{{SERVICE}, rules: [{{filters: [{{type: CORS, cors: {{}}}}]}}]}}");
+    let mirror = format!(
+        "{{{SERVICE}, rules: [{{filters: [{{type: RequestMirror, requestMirror: {{backendRef: {{name: web}}}}}}]}}]}}"
+    );
     let negative = format!("{{{SERVICE}, rules: [{{timeouts: {{request: -1s}}}}]}}");
     let shape = format!("{{{SERVICE}, rules: 7}}");
     let see_other = format!(
@@ -409,7 +413,12 @@ async fn routes_differ_by_group() {
     check_specs("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let gateway = [
         (&*backend, Denied("backendRef web is a Service and needs a port")),
-        (&*filter, Warned("filter URLRewrite is not supported by the mesh")),
+        (&*filter, Allowed),
+        (&*cors, Warned("filter CORS is not supported by the mesh")),
+        (
+            &*mirror,
+            Denied("backendRef web of requestMirror is a Service and needs a port"),
+        ),
         (&*negative, Denied("is not a duration")),
         (
             &*shape,

@@ -47,8 +47,17 @@ pub struct Rule<M> {
     pub matches: Vec<M>,
     pub filters: Vec<Filter>,
     pub backends: Distribution,
+    pub mirrors: Vec<Mirror>,
     pub timeouts: Timeouts,
     pub retry: Option<Retry>,
+}
+
+/// A backend that gets a copy of a fraction of the requests.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mirror {
+    pub backend: Backend,
+    pub numerator: u32,
+    pub denominator: u32,
 }
 
 /// A route for connections that are forwarded without parsing them.

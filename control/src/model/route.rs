@@ -58,6 +58,7 @@ pub enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
+    UrlRewrite(UrlRewrite),
     /// Responds to every request with this status.
     FailHttp {
         status: u16,
@@ -88,6 +89,12 @@ pub struct Redirect {
     pub path: Option<PathModifier>,
     pub port: Option<u16>,
     pub status: Option<u16>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UrlRewrite {
+    pub host: Option<String>,
+    pub path: Option<PathModifier>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -116,10 +116,11 @@ impl ParentKind {
 }
 
 impl Rules {
+    /// The backends of all rules, and those of their mirrors.
     pub fn backend_refs(&self) -> Vec<&BackendRef> {
         match self {
-            Self::Http(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
-            Self::Grpc(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
+            Self::Http(rules) => rules.iter().flat_map(Rule::all_backend_refs).collect(),
+            Self::Grpc(rules) => rules.iter().flat_map(Rule::all_backend_refs).collect(),
             Self::Stream(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
         }
     }
@@ -184,6 +185,18 @@ impl<M> Rule<M> {
             unreadable: Some(unreadable),
             ..Self::match_all()
         }
+    }
+
+    pub fn mirrors(&self) -> impl Iterator<Item = &Mirror> {
+        self.filters.iter().filter_map(|filter| match filter {
+            Filter::Mirror(mirror) => Some(mirror),
+            _ => None,
+        })
+    }
+
+    fn all_backend_refs(&self) -> impl Iterator<Item = &BackendRef> {
+        let mirrors = self.mirrors().map(|mirror| &mirror.backend_ref);
+        self.backend_refs.iter().chain(mirrors)
     }
 
     /// Returns the first field that is set but not implemented by proxies.
@@ -323,6 +336,8 @@ pub enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
+    UrlRewrite(UrlRewrite),
+    Mirror(Mirror),
     /// A filter that proxies do not implement. Requests that match its rule fail.
     Unsupported(String),
 }
@@ -359,6 +374,45 @@ fn default_redirect_status() -> Option<u16> {
     Some(302)
 }
 
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct UrlRewrite {
+    pub hostname: Option<String>,
+    pub path: Option<PathModifier>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Mirror {
+    pub backend_ref: BackendRef,
+    pub percent: Option<u32>,
+    pub fraction: Option<Fraction>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fraction {
+    pub numerator: u32,
+    #[serde(default = "default_denominator")]
+    pub denominator: u32,
+}
+
+/// The API's default for fractions.
+fn default_denominator() -> u32 {
+    100
+}
+
+impl Mirror {
+    /// The fraction of requests that are mirrored.
+    pub fn fraction(&self) -> Fraction {
+        let percent = |numerator| Fraction {
+            numerator,
+            denominator: 100,
+        };
+        self.fraction.unwrap_or_else(|| percent(self.percent.unwrap_or(100)))
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(tag = "type")]
 pub enum PathModifier {
@@ -380,6 +434,8 @@ struct RawFilter {
     request_header_modifier: Option<HeaderModifier>,
     response_header_modifier: Option<HeaderModifier>,
     request_redirect: Option<Redirect>,
+    url_rewrite: Option<UrlRewrite>,
+    request_mirror: Option<Mirror>,
 }
 
 impl<'de> Deserialize<'de> for Filter {
@@ -396,6 +452,8 @@ impl<'de> Deserialize<'de> for Filter {
                     .ok_or_else(|| missing("responseHeaderModifier"))?,
             ),
             "RequestRedirect" => Self::Redirect(raw.request_redirect.ok_or_else(|| missing("requestRedirect"))?),
+            "URLRewrite" => Self::UrlRewrite(raw.url_rewrite.ok_or_else(|| missing("urlRewrite"))?),
+            "RequestMirror" => Self::Mirror(raw.request_mirror.ok_or_else(|| missing("requestMirror"))?),
             _ => Self::Unsupported(raw.kind),
         })
     }

@@ -9,8 +9,8 @@ use regex::RegexBuilder;
 
 use crate::resources::annotations;
 use crate::resources::route::{
-    BackendRef, Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect,
-    Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, ValueKind,
+    BackendRef, Filter, Fraction, GrpcMatch, HeaderModifier, HttpMatch, Mirror, NamedMatch, ParentKind, PathKind,
+    PathModifier, Redirect, Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, UrlRewrite, ValueKind,
 };
 
 /// Validates a route for admission.
@@ -164,10 +164,21 @@ fn check_backend_filters(backends: &[BackendRef], route: RouteKind, parent: Pare
     if parent == ParentKind::Server {
         return Ok(());
     }
-    let filters = backends.iter().flat_map(|backend| &backend.filters);
-    filters
-        .into_iter()
-        .try_for_each(|filter| check_filter_support(filter, route, parent))
+    let mut filters = backends.iter().flat_map(|backend| &backend.filters);
+    filters.try_for_each(|filter| check_backend_filter_support(filter, route, parent))
+}
+
+/// Like [`check_filter_support`], for a filter of a backend.
+///
+/// # Errors
+/// As [`check_filter_support`].
+pub fn check_backend_filter_support(filter: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    match filter {
+        Filter::Mirror(_) => {
+            Err("filter RequestMirror is not supported in a backendRef; add it to the filters of the rule".to_owned())
+        }
+        _ => check_filter_support(filter, route, parent),
+    }
 }
 
 /// Checks whether the proxy API can express a filter.
@@ -185,7 +196,18 @@ pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKin
             unsupported("ResponseHeaderModifier", "in a GRPCRoute")
         }
         Filter::Redirect(_) if route == RouteKind::Grpc => unsupported("RequestRedirect", "in a GRPCRoute"),
-        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => check_filter(filter, route),
+        Filter::UrlRewrite(_) if route == RouteKind::Grpc => unsupported("URLRewrite", "in a GRPCRoute"),
+        Filter::UrlRewrite(_) if parent == ParentKind::Server => {
+            unsupported("URLRewrite", "where the parent is a Server")
+        }
+        Filter::Mirror(_) if parent == ParentKind::Server => {
+            unsupported("RequestMirror", "where the parent is a Server")
+        }
+        Filter::RequestHeaders(_)
+        | Filter::ResponseHeaders(_)
+        | Filter::Redirect(_)
+        | Filter::UrlRewrite(_)
+        | Filter::Mirror(_) => check_filter(filter, route),
     }
 }
 
@@ -296,12 +318,70 @@ fn check_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
     match filter {
         Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => check_header_modifier(modifier),
         Filter::Redirect(redirect) => check_redirect(redirect, kind),
+        Filter::UrlRewrite(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("URLRewrite")),
+        Filter::UrlRewrite(rewrite) => check_url_rewrite(rewrite),
+        Filter::Mirror(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("RequestMirror")),
+        Filter::Mirror(mirror) => check_mirror(mirror),
         // Gateway API routes can have filters for other implementations. Such a route is valid, and
         // `check_filter_support` decides about it.
-        Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(format!(
-            "filter {name:?} is none of: RequestHeaderModifier, ResponseHeaderModifier, RequestRedirect"
-        )),
+        Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route(name)),
         Filter::Unsupported(_) => Ok(()),
+    }
+}
+
+fn not_in_policy_route(filter: &str) -> String {
+    format!(
+        "filter {filter:?} is none of: RequestHeaderModifier, ResponseHeaderModifier, RequestRedirect; for others, use an \
+         HTTPRoute of gateway.networking.k8s.io"
+    )
+}
+
+fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
+    rewrite.path.as_ref().map_or(Ok(()), check_path_modifier)?;
+    rewrite
+        .hostname
+        .as_deref()
+        .map_or(Ok(()), |hostname| check_authority("rewrite", hostname))
+}
+
+/// # Errors
+/// Fails if the fraction is not one, or the backend is a Service without a port.
+pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
+    if mirror.percent.is_some() && mirror.fraction.is_some() {
+        return Err("requestMirror has percent and fraction; only one of them is accepted".to_owned());
+    }
+    let Fraction { numerator, denominator } = mirror.fraction();
+    if denominator == 0 || numerator > denominator {
+        return Err(format!(
+            "requestMirror copies {numerator} of {denominator} requests; accepted are fractions from 0 to 1"
+        ));
+    }
+    if mirror.backend_ref.is_service() && mirror.backend_ref.port.is_none() {
+        return Err(format!(
+            "backendRef {} of requestMirror is a Service and needs a port",
+            mirror.backend_ref.name
+        ));
+    }
+    Ok(())
+}
+
+fn check_path_modifier(modifier: &PathModifier) -> Result<(), String> {
+    let path = match modifier {
+        // Removes the matched prefix.
+        PathModifier::ReplacePrefixMatch { prefix } if prefix.is_empty() => return Ok(()),
+        PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path } => path,
+    };
+    check_absolute_path(path)?;
+    match PathAndQuery::try_from(path.as_str()) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(format!("path {path:?} is not a valid URI path")),
+    }
+}
+
+fn check_authority(filter: &str, hostname: &str) -> Result<(), String> {
+    match hostname.parse::<Authority>() {
+        Ok(_) => Ok(()),
+        Err(_) => Err(format!("{filter} hostname {hostname:?} is not a host name")),
     }
 }
 
@@ -321,16 +401,11 @@ fn check_header_name(name: &str) -> Result<(), String> {
 }
 
 fn check_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
-    if let Some(PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path }) =
-        &redirect.path
-    {
-        check_absolute_path(path)?;
-        PathAndQuery::try_from(path.as_str()).map_err(|_| format!("path {path:?} is not a valid URI path"))?;
-    }
-    if let Some(hostname) = &redirect.hostname {
-        let parsed = hostname.parse::<Authority>();
-        parsed.map_err(|_| format!("redirect hostname {hostname:?} is not a host name"))?;
-    }
+    redirect.path.as_ref().map_or(Ok(()), check_path_modifier)?;
+    redirect
+        .hostname
+        .as_deref()
+        .map_or(Ok(()), |hostname| check_authority("redirect", hostname))?;
     if let Some(scheme) = &redirect.scheme {
         http::uri::Scheme::try_from(scheme.as_str()).map_err(|_| format!("{scheme:?} is not a URI scheme"))?;
     }
@@ -351,3 +426,99 @@ const MAX_COMPILED_REGEX_BYTES: usize = 1 << 20;
 
 /// A later version of the Gateway API has raised its limit of 8. API servers apply the limit of their version first.
 const MAX_MATCHES_PER_RULE: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn rewrite(rewrite: Value) -> Filter {
+        serde_json::from_value(json!({"type": "URLRewrite", "urlRewrite": rewrite})).unwrap()
+    }
+
+    fn mirror(fraction: Value) -> Filter {
+        let mut mirror = json!({"backendRef": {"name": "web", "port": 80}});
+        let fields = fraction.as_object().unwrap().clone();
+        mirror.as_object_mut().unwrap().extend(fields);
+        serde_json::from_value(json!({"type": "RequestMirror", "requestMirror": mirror})).unwrap()
+    }
+
+    #[test]
+    fn rewrites_and_mirrors_are_supported_for_outbound_requests() {
+        let (host, all) = (rewrite(json!({"hostname": "x"})), mirror(json!({})));
+        for (filter, route, parent, is_supported) in [
+            (&host, RouteKind::GatewayHttp, ParentKind::Service, true),
+            (&host, RouteKind::GatewayHttp, ParentKind::EgressNetwork, true),
+            (&host, RouteKind::GatewayHttp, ParentKind::Server, false),
+            (&host, RouteKind::PolicyHttp, ParentKind::Service, false),
+            (&host, RouteKind::Grpc, ParentKind::Service, false),
+            (&all, RouteKind::GatewayHttp, ParentKind::Service, true),
+            (&all, RouteKind::GatewayHttp, ParentKind::EgressNetwork, true),
+            (&all, RouteKind::GatewayHttp, ParentKind::Server, false),
+            (&all, RouteKind::PolicyHttp, ParentKind::Service, false),
+            (&all, RouteKind::Grpc, ParentKind::Service, true),
+        ] {
+            let checked = check_filter_support(filter, route, parent);
+            assert_eq!(
+                checked.is_ok(),
+                is_supported,
+                "{filter:?} {route:?} {parent:?}: {checked:?}"
+            );
+        }
+        let in_backend = |filter| check_backend_filter_support(filter, RouteKind::GatewayHttp, ParentKind::Service);
+        assert_eq!(in_backend(&host), Ok(()));
+        assert!(in_backend(&all).unwrap_err().contains("the rule"));
+    }
+
+    #[test]
+    fn a_mirror_copies_a_fraction_from_0_to_1() {
+        let fraction = |of: u32, all: u32| json!({"fraction": {"numerator": of, "denominator": all}});
+        for (value, expected) in [
+            (json!({}), Ok((100, 100))),
+            (json!({"percent": 0}), Ok((0, 100))),
+            (json!({"percent": 42}), Ok((42, 100))),
+            (json!({"fraction": {"numerator": 5}}), Ok((5, 100))),
+            (fraction(1, 3), Ok((1, 3))),
+            (fraction(3, 3), Ok((3, 3))),
+            (json!({"percent": 101}), Err("101 of 100")),
+            (fraction(4, 3), Err("4 of 3")),
+            (fraction(0, 0), Err("0 of 0")),
+            (
+                json!({"percent": 1, "fraction": {"numerator": 1}}),
+                Err("only one of them"),
+            ),
+        ] {
+            let Filter::Mirror(mirror) = mirror(value.clone()) else {
+                panic!("{value}")
+            };
+            let Fraction { numerator, denominator } = mirror.fraction();
+            match (check_mirror(&mirror), expected) {
+                (Ok(()), Ok(expected)) => assert_eq!((numerator, denominator), expected, "{value}"),
+                (Err(reason), Err(expected)) => assert!(reason.contains(expected), "{value}: {reason}"),
+                (checked, _) => panic!("{value}: {checked:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_rewrite_needs_a_host_name_and_an_absolute_path() {
+        let prefix = |prefix: &str| json!({"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": prefix}});
+        let full = |path: &str| json!({"path": {"type": "ReplaceFullPath", "replaceFullPath": path}});
+        for (value, is_valid) in [
+            (json!({}), true),
+            (json!({"hostname": "a.b"}), true),
+            (json!({"hostname": "a b"}), false),
+            (prefix("/x"), true),
+            (prefix("/"), true),
+            (prefix(""), true),
+            (prefix("x"), false),
+            (full("/x"), true),
+            (full(""), false),
+            (full("/x y"), false),
+        ] {
+            let checked = check_filter(&rewrite(value.clone()), RouteKind::GatewayHttp);
+            assert_eq!(checked.is_ok(), is_valid, "{value}: {checked:?}");
+        }
+    }
+}

@@ -95,6 +95,7 @@ async fn the_most_specific_protocol_of_all_routes_on_a_port_applies() {
     row(h2c, &[&http], &[&of("http2"), http_line]).await;
     row(h2c, &[], &[&of("http2"), "http -> web.shop:80"]).await;
     row(", appProtocol: HTTP", &[&http, &tcp], &[&of("http1"), http_line]).await;
+    row(", appProtocol: grpc", &[&http, &tcp], &[&of("http2"), http_line]).await;
     row(", appProtocol: linkerd.io/tcp", &[&tcp], &[&of("opaque"), tcp_line]).await;
     row(", appProtocol: linkerd.io/opaque", &[&http], &[&of("opaque"), opaque]).await;
     row(", appProtocol: redis", &[], &[&of("opaque"), opaque]).await;
@@ -195,13 +196,80 @@ async fn requests_with_an_unsupported_filter_fail() {
     .await;
     row("GRPCRoute shop/r", request, "request-headers").await;
     for (kind, filter) in [
-        ("URLRewrite", "urlRewrite: {hostname: x}"),
-        ("RequestMirror", "requestMirror: {backendRef: {name: web-v2, port: 80}}"),
+        ("CORS", "cors: {}"),
         ("ExtensionRef", "extensionRef: {group: a, kind: b, name: c}"),
     ] {
         let cause = format!("fail 500 \"HTTPRoute shop/r: filter {kind} is not supported by the mesh\"");
         row("HTTPRoute shop/r", &format!("{{type: {kind}, {filter}}}"), &cause).await;
     }
+}
+
+#[tokio::test]
+async fn rules_rewrite_and_mirror_requests() {
+    let row = async |kind: &str, rule: &str, expected: &str| {
+        let spec = format!("{{{TO_WEB}, rules: [{{{rule}}}]}}");
+        let manifests = format!("{}{}", services("", ""), route(&format!("{kind} shop/r"), "", &spec));
+        let lines = policy_lines(&manifests, "10.247.0.10:80").await;
+        assert_eq!(lines[1], format!("gateway {kind} shop/r{expected}"), "{rule}");
+    };
+    let rewrite = |what: &str| format!("{{type: URLRewrite, urlRewrite: {{{what}}}}}");
+    let host = rewrite("hostname: a.b");
+    let prefix = |prefix: &str| {
+        rewrite(&format!(
+            "path: {{type: ReplacePrefixMatch, replacePrefixMatch: '{prefix}'}}"
+        ))
+    };
+    let full = rewrite("hostname: a.b, path: {type: ReplaceFullPath, replaceFullPath: /x}");
+    let to_web = " -> web.shop:80";
+    for (filter, expected) in [
+        (&host, " rewrite a.b"),
+        (&full, " rewrite a.b /x"),
+        (&prefix("/xyz"), " rewrite  /xyz*"),
+        (&prefix(""), " rewrite  /*"),
+    ] {
+        row(
+            "HTTPRoute",
+            &format!("filters: [{filter}]"),
+            &format!("{expected}{to_web}"),
+        )
+        .await;
+    }
+    // The backends of one rule have their own rewrites.
+    let backends = format!(
+        "backendRefs: [{{name: web, port: 80, filters: [{host}]}}, {{name: web-v2, port: 80, filters: [{}]}}]",
+        prefix("/v2")
+    );
+    let expected = " -> 1*web.shop:80 rewrite a.b | 1*web-v2.shop:80 rewrite  /v2*";
+    row("HTTPRoute", &backends, expected).await;
+
+    let mirror = |name: &str, fraction: &str| {
+        format!("{{type: RequestMirror, requestMirror: {{backendRef: {{name: {name}, port: 80}}{fraction}}}}}")
+    };
+    for kind in ["HTTPRoute", "GRPCRoute"] {
+        for (fraction, expected) in [
+            ("", "100/100"),
+            (", percent: 42", "42/100"),
+            (", percent: 0", "0/100"),
+            (", fraction: {numerator: 5}", "5/100"),
+            (", fraction: {numerator: 1, denominator: 3}", "1/3"),
+        ] {
+            let rule = format!("filters: [{}]", mirror("web-v2", fraction));
+            row(kind, &rule, &format!(" mirror {expected} to web-v2.shop:80{to_web}")).await;
+        }
+        // Several mirrors, and one whose backend does not exist.
+        let mirrors = ["web", "none", "web-v2"].map(|name| mirror(name, ""));
+        let expected = format!(" mirror 100/100 to web.shop:80 mirror 100/100 to web-v2.shop:80{to_web}");
+        row(kind, &format!("filters: [{}]", mirrors.join(", ")), &expected).await;
+    }
+    let invalid = mirror("web-v2", ", fraction: {numerator: 4, denominator: 3}");
+    let cause =
+        " fail 500 \"HTTPRoute shop/r: requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1\"";
+    row(
+        "HTTPRoute",
+        &format!("filters: [{invalid}]"),
+        &format!("{cause}{to_web}"),
+    )
+    .await;
 }
 
 #[tokio::test]

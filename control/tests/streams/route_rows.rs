@@ -194,14 +194,8 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         assert!(lines[2].starts_with(&cause), "{rule}: {lines:?}");
     };
     let unsupported = |name: &str| format!("500 \"HTTPRoute shop/r: filter {name} is not supported by the mesh\"");
-    let rewrite = "{type: URLRewrite, urlRewrite: {hostname: x}}";
-    row(
-        "HTTPRoute",
-        &format!("{{filters: [{rewrite}]}}"),
-        &unsupported("URLRewrite"),
-    )
-    .await;
-    row("HTTPRoute", "{filters: [{type: CORS, cors: {}}]}", &unsupported("CORS")).await;
+    let cors = "{type: CORS, cors: {}}";
+    row("HTTPRoute", &format!("{{filters: [{cors}]}}"), &unsupported("CORS")).await;
     for rule in [
         "{matches: [{path: {type: RegularExpression, value: '('}}]}",
         "{matches: [{headers: [{name: a, type: RegularExpression, value: 'a)|(b'}]}]}",
@@ -213,7 +207,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         row("HTTPRoute", rule, "500 \"HTTPRoute shop/r: ").await;
     }
     let response = "{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}";
-    for filter in [response, rewrite] {
+    for filter in [response, "{type: URLRewrite, urlRewrite: {hostname: x}}"] {
         row(
             "GRPCRoute",
             &format!("{{filters: [{filter}]}}"),
@@ -223,7 +217,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
     }
     // An unsupported filter of a backend fails its share of the requests.
     let spec = format!(
-        "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{rewrite}]}}]}}]}}"
+        "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{cors}]}}]}}]}}"
     );
     let manifests = format!("{}{}", services("", ""), route("HTTPRoute shop/r", "", &spec));
     let lines = policy_lines(&manifests, "10.247.0.10:80").await;
@@ -231,7 +225,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         lines[1],
         format!(
             "gateway HTTPRoute shop/r -> 1*web.shop:80 | 1*web-v2.shop:80 fail {}",
-            unsupported("URLRewrite")
+            unsupported("CORS")
         )
     );
 }

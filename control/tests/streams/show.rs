@@ -6,8 +6,8 @@ use tulle_proto::outbound::backend::balance_p2c::Load;
 use tulle_proto::outbound::backend::{Kind as BackendKind, endpoint_discovery};
 use tulle_proto::outbound::proxy_protocol::Kind;
 use tulle_proto::outbound::{
-    Backend, ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, TlsRoute,
-    failure_accrual, grpc_route, http_route, opaque_route, tls_route,
+    Backend, ExponentialBackoff, FailureAccrual, FilterExtension, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy,
+    TlsRoute, failure_accrual, filter_extension, grpc_route, http_route, opaque_route, tls_route,
 };
 
 /// The protocol and the parent of the policy, then one line per rule: route, filters and settings, backends.
@@ -71,21 +71,29 @@ fn name(metadata: Option<&Metadata>) -> String {
 fn http(route: &HttpRoute) -> Vec<String> {
     use http_route::distribution::Kind;
     let line = |rule: &http_route::Rule| {
-        let filters = |filters: &[http_route::Filter]| -> String { filters.iter().map(http_filter).collect() };
+        let filters = |filters: &[http_route::Filter], extensions: &[FilterExtension]| -> String {
+            filters
+                .iter()
+                .map(http_filter)
+                .chain(extensions.iter().map(extension))
+                .collect()
+        };
         let to = match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
-            Kind::FirstAvailable(first) => backends(
-                first
-                    .backends
-                    .iter()
-                    .map(|one| (None, one.backend.as_ref(), filters(&one.filters))),
-            ),
+            Kind::FirstAvailable(first) => backends(first.backends.iter().map(|one| {
+                (
+                    None,
+                    one.backend.as_ref(),
+                    filters(&one.filters, &one.filter_extensions),
+                )
+            })),
             Kind::RandomAvailable(random) => backends(random.backends.iter().map(|one| {
                 let route = one.backend.as_ref().unwrap();
-                (Some(one.weight), route.backend.as_ref(), filters(&route.filters))
+                let filters = filters(&route.filters, &route.filter_extensions);
+                (Some(one.weight), route.backend.as_ref(), filters)
             })),
             Kind::Empty(_) => String::new(),
         };
-        let mut what = filters(&rule.filters);
+        let mut what = filters(&rule.filters, &rule.filter_extensions);
         if let Some(timeouts) = rule.timeouts {
             what += &format!(" timeouts{}", shown_timeouts(timeouts));
         }
@@ -119,24 +127,51 @@ fn http_filter(filter: &http_route::Filter) -> String {
     }
 }
 
+fn extension(extension: &FilterExtension) -> String {
+    use filter_extension::Kind;
+    use tulle_proto::http_route::path_modifier::Replace;
+    match extension.kind.as_ref().unwrap() {
+        Kind::UrlRewrite(to) => {
+            let path = to.path.as_ref().map(|path| match path.replace.as_ref().unwrap() {
+                Replace::Full(path) => format!(" {path}"),
+                Replace::Prefix(prefix) => format!(" {prefix}*"),
+            });
+            format!(" rewrite {}{}", to.host, path.unwrap_or_default())
+        }
+        Kind::RequestMirror(to) => {
+            let ratio = to.ratio.unwrap();
+            let to = backends([(None, to.backend.as_ref(), String::new())].into_iter());
+            format!(" mirror {}/{} to {to}", ratio.numerator, ratio.denominator)
+        }
+    }
+}
+
 fn grpc(route: &GrpcRoute) -> Vec<String> {
     use grpc_route::distribution::Kind;
     let line = |rule: &grpc_route::Rule| {
-        let filters = |filters: &[grpc_route::Filter]| -> String { filters.iter().map(grpc_filter).collect() };
+        let filters = |filters: &[grpc_route::Filter], extensions: &[FilterExtension]| -> String {
+            filters
+                .iter()
+                .map(grpc_filter)
+                .chain(extensions.iter().map(extension))
+                .collect()
+        };
         let to = match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
-            Kind::FirstAvailable(first) => backends(
-                first
-                    .backends
-                    .iter()
-                    .map(|one| (None, one.backend.as_ref(), filters(&one.filters))),
-            ),
+            Kind::FirstAvailable(first) => backends(first.backends.iter().map(|one| {
+                (
+                    None,
+                    one.backend.as_ref(),
+                    filters(&one.filters, &one.filter_extensions),
+                )
+            })),
             Kind::RandomAvailable(random) => backends(random.backends.iter().map(|one| {
                 let route = one.backend.as_ref().unwrap();
-                (Some(one.weight), route.backend.as_ref(), filters(&route.filters))
+                let filters = filters(&route.filters, &route.filter_extensions);
+                (Some(one.weight), route.backend.as_ref(), filters)
             })),
             Kind::Empty(_) => String::new(),
         };
-        let mut what = filters(&rule.filters);
+        let mut what = filters(&rule.filters, &rule.filter_extensions);
         if let Some(timeouts) = rule.timeouts {
             what += &format!(" timeouts{}", shown_timeouts(timeouts));
         }
@@ -189,12 +224,13 @@ macro_rules! stream_lines {
         };
         let line = |rule: &$family::Rule| {
             let to = match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
-                Kind::FirstAvailable(first) => backends(
-                    first
-                        .backends
-                        .iter()
-                        .map(|one| (None, one.backend.as_ref(), filters(&one.filters))),
-                ),
+                Kind::FirstAvailable(first) => backends(first.backends.iter().map(|one| {
+                    (
+                        None,
+                        one.backend.as_ref(),
+                        filters(&one.filters, &one.filter_extensions),
+                    )
+                })),
                 Kind::RandomAvailable(random) => backends(random.backends.iter().map(|one| {
                     let route = one.backend.as_ref().unwrap();
                     (Some(one.weight), route.backend.as_ref(), filters(&route.filters))

@@ -2,14 +2,15 @@
 
 use serde_json::{Value, json};
 use tulle_proto::outbound::{
-    Backend, FailureAccrual, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, ProxyProtocol, TlsRoute, backend,
-    failure_accrual, grpc_route, http_route, opaque_route, proxy_protocol, tls_route,
+    Backend, FailureAccrual, FilterExtension, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, ProxyProtocol,
+    TlsRoute, backend, failure_accrual, filter_extension, grpc_route, http_route, opaque_route, proxy_protocol,
+    tls_route,
 };
 use tulle_proto::{http_route as matches, tls_route as sni};
 
 use super::parts::{
     address, backoff, duration, grpc_failure, grpc_match, host, http_failure, http_match, list, metadata, object,
-    optional, redirect, request_headers, response_headers,
+    optional, path_modifier, ratio, redirect, request_headers, response_headers,
 };
 
 pub(in super::super) fn policy(policy: &OutboundPolicy) -> Value {
@@ -74,6 +75,7 @@ fn http_route(route: &HttpRoute) -> Value {
             object([
                 ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, http_filter)),
+                ("filterExtensions", list(&route.filter_extensions, extension)),
             ])
         };
         match &backends.kind {
@@ -104,6 +106,7 @@ fn http_route(route: &HttpRoute) -> Value {
         object([
             ("matches", list(&rule.matches, http_match)),
             ("filters", list(&rule.filters, http_filter)),
+            ("filterExtensions", list(&rule.filter_extensions, extension)),
             ("backends", optional(rule.backends.as_ref(), backends)),
             ("timeouts", optional(rule.timeouts.as_ref(), timeouts)),
             ("retry", optional(rule.retry.as_ref(), retry)),
@@ -127,6 +130,21 @@ fn http_filter(filter: &http_route::Filter) -> Value {
     }
 }
 
+fn extension(extension: &FilterExtension) -> Value {
+    use filter_extension::Kind;
+    match &extension.kind {
+        None => Value::Null,
+        Some(Kind::UrlRewrite(to)) => json!({ "urlRewrite": object([
+            ("host", json!(to.host)),
+            ("path", optional(to.path.as_ref(), path_modifier)),
+        ]) }),
+        Some(Kind::RequestMirror(mirror)) => json!({ "requestMirror": object([
+            ("backend", optional(mirror.backend.as_ref(), backend)),
+            ("ratio", optional(mirror.ratio.as_ref(), ratio)),
+        ]) }),
+    }
+}
+
 fn grpc_route(route: &GrpcRoute) -> Value {
     use grpc_route::distribution::Kind;
     let backends = |backends: &grpc_route::Distribution| {
@@ -134,6 +152,7 @@ fn grpc_route(route: &GrpcRoute) -> Value {
             object([
                 ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, grpc_filter)),
+                ("filterExtensions", list(&route.filter_extensions, extension)),
             ])
         };
         match &backends.kind {
@@ -166,6 +185,7 @@ fn grpc_route(route: &GrpcRoute) -> Value {
         object([
             ("matches", list(&rule.matches, grpc_match)),
             ("filters", list(&rule.filters, grpc_filter)),
+            ("filterExtensions", list(&rule.filter_extensions, extension)),
             ("backends", optional(rule.backends.as_ref(), backends)),
             ("timeouts", optional(rule.timeouts.as_ref(), timeouts)),
             ("retry", optional(rule.retry.as_ref(), retry)),

@@ -155,9 +155,7 @@ pub(super) fn grpc_failure(failure: &grpc_route::GrpcFailureInjector) -> Value {
 }
 
 pub(super) fn redirect(redirect: &http_route::RequestRedirect) -> Value {
-    use http_route::path_modifier::Replace;
     let scheme = redirect.scheme.as_ref().and_then(|scheme| scheme.r#type.as_ref());
-    let path = redirect.path.as_ref().and_then(|path| path.replace.as_ref());
     object([
         (
             "scheme",
@@ -170,13 +168,7 @@ pub(super) fn redirect(redirect: &http_route::RequestRedirect) -> Value {
             }),
         ),
         ("host", json!(redirect.host)),
-        (
-            "path",
-            optional(path, |path| match path {
-                Replace::Full(full) => json!({ "full": full }),
-                Replace::Prefix(prefix) => json!({ "prefix": prefix }),
-            }),
-        ),
+        ("path", optional(redirect.path.as_ref(), path_modifier)),
         (
             "port",
             if redirect.port == 0 {
@@ -187,6 +179,14 @@ pub(super) fn redirect(redirect: &http_route::RequestRedirect) -> Value {
         ),
         ("status", json!(redirect.status)),
     ])
+}
+
+pub(super) fn path_modifier(modifier: &http_route::PathModifier) -> Value {
+    use http_route::path_modifier::Replace;
+    optional(modifier.replace.as_ref(), |replace| match replace {
+        Replace::Full(full) => json!({ "full": full }),
+        Replace::Prefix(prefix) => json!({ "prefix": prefix }),
+    })
 }
 
 fn path(path: &http_route::PathMatch) -> Value {
@@ -232,6 +232,6 @@ fn header_modifier(add: Option<&Headers>, set: Option<&Headers>, remove: &[Strin
     ])
 }
 
-fn ratio(ratio: &http_route::Ratio) -> Value {
+pub(super) fn ratio(ratio: &http_route::Ratio) -> Value {
     json!(format!("{}/{}", ratio.numerator, ratio.denominator))
 }

@@ -11,7 +11,7 @@ use crate::cluster::views::routes;
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{is_marked_opaque, service_is_opaque};
 use crate::model::outbound::{
-    Backend, BackendTarget, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry, Route, Rule,
+    Backend, BackendTarget, Distribution, FailureAccrual, Load, Mirror, Outbound, Policy, Protocol, Retry, Route, Rule,
     StreamAction, StreamRoute, Timeouts,
 };
 use crate::model::reference::{ObjectRef, Reference};
@@ -133,8 +133,11 @@ impl OutboundContext<'_> {
             .map(str::to_ascii_lowercase)
         {
             Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
-            Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
-            Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
+            // Kubernetes does not define `grpc`, but other meshes support it.
+            Some(protocol) if ["kubernetes.io/h2c", "grpc"].contains(&&*protocol) => match grpc.is_empty() {
+                true => Protocol::Http2(http_or_default(http)),
+                false => Protocol::Grpc(grpc),
+            },
             Some(_) => Protocol::Opaque(tcp_or_default(tcp)),
             None if is_opaque => Protocol::Opaque(tcp_or_default(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),
@@ -340,6 +343,7 @@ impl OutboundContext<'_> {
             matches: Vec::new(),
             filters: Vec::new(),
             backends: self.backends(route, &rule.backend_refs, parent),
+            mirrors: self.mirrors(route, rule, parent),
             timeouts: rule_timeouts(route, rule, parent),
             retry: rule_retry(route, parent),
         }
@@ -372,6 +376,24 @@ impl OutboundContext<'_> {
             return Distribution::FirstAvailable(Box::new(failing));
         }
         Distribution::Weighted(backends)
+    }
+
+    /// The mirrors of a rule. A mirror without an existing backend is left out, because a mirror never fails a request; the
+    /// status of the route reports it.
+    fn mirrors<R>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Vec<Mirror> {
+        let model_mirror = |mirror: &raw::Mirror| {
+            let raw::Fraction { numerator, denominator } = mirror.fraction();
+            Mirror {
+                backend: self.backend(route, &mirror.backend_ref, parent),
+                numerator,
+                denominator,
+            }
+        };
+        // The filter of an invalid mirror is replaced by one that makes the requests fail.
+        let is_valid = |mirror: &&raw::Mirror| route_admission::check_mirror(mirror).is_ok();
+        let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
+        let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);
+        mirrors.filter(has_backend).collect()
     }
 
     fn backend(&self, route: &raw::Route, reference: &BackendRef, parent: &ParentDefaults<'_>) -> Backend {
@@ -541,6 +563,7 @@ impl<'a> ParentDefaults<'a> {
                 matches: vec![match_all],
                 filters,
                 backends: Distribution::FirstAvailable(Box::new(self.default.clone())),
+                mirrors: Vec::new(),
                 timeouts: self.timeouts,
                 retry,
             }],

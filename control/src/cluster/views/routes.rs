@@ -6,7 +6,8 @@ use crate::cluster::config::Config;
 use crate::cluster::store::reader::Reader;
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{
-    Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
+    Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, UrlRewrite,
+    ValueMatch,
 };
 use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, RouteRejection};
 use crate::resources::meta::NamespacedName;
@@ -239,8 +240,8 @@ pub(super) fn grpc_filters(route: &Route, rule: &raw::Rule<raw::GrpcMatch>, pare
 /// Filters of a backend. Filters that are not supported are replaced by one that makes the requests fail.
 pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: ParentKind) -> Vec<Filter> {
     let mut filters_to_check = filters.iter();
-    let support =
-        filters_to_check.try_for_each(|filter| route_admission::check_filter_support(filter, route.kind, parent));
+    let support = filters_to_check
+        .try_for_each(|filter| route_admission::check_backend_filter_support(filter, route.kind, parent));
     filters_or_failure_filter(route, filters, support)
 }
 
@@ -330,16 +331,26 @@ fn filter(filter: &raw::Filter) -> Option<Filter> {
         raw::Filter::Redirect(redirect) => Filter::Redirect(Redirect {
             scheme: redirect.scheme.clone(),
             host: redirect.hostname.clone(),
-            path: redirect.path.as_ref().map(|path| match path {
-                raw::PathModifier::ReplaceFullPath { path } => PathModifier::Full(path.clone()),
-                raw::PathModifier::ReplacePrefixMatch { prefix } => PathModifier::Prefix(prefix.clone()),
-            }),
+            path: redirect.path.as_ref().map(path_modifier),
             port: redirect.port,
             status: redirect.status_code,
         }),
-        // `filters_or_failure_filter` has already replaced these.
-        raw::Filter::Unsupported(_) => return None,
+        raw::Filter::UrlRewrite(rewrite) => Filter::UrlRewrite(UrlRewrite {
+            host: rewrite.hostname.clone(),
+            path: rewrite.path.as_ref().map(path_modifier),
+        }),
+        // A mirror is not a filter of the model, and `filters_or_failure_filter` has already replaced unsupported filters.
+        raw::Filter::Mirror(_) | raw::Filter::Unsupported(_) => return None,
     })
+}
+
+fn path_modifier(modifier: &raw::PathModifier) -> PathModifier {
+    match modifier {
+        raw::PathModifier::ReplaceFullPath { path } => PathModifier::Full(path.clone()),
+        // An empty prefix and `/` are equivalent; proxies accept `/` only.
+        raw::PathModifier::ReplacePrefixMatch { prefix } if prefix.is_empty() => PathModifier::Prefix("/".to_owned()),
+        raw::PathModifier::ReplacePrefixMatch { prefix } => PathModifier::Prefix(prefix.clone()),
+    }
 }
 
 fn header_modifier(modifier: &raw::HeaderModifier) -> HeaderModifier {

@@ -175,7 +175,9 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
         Filter::Redirect(to) => Kind::Redirect(redirect(to)),
         Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
-        Filter::ResponseHeaders(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
+        Filter::ResponseHeaders(_) | Filter::UrlRewrite(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => {
+            return None;
+        }
     };
     Some(http_route::Filter { kind: Some(kind) })
 }
@@ -201,9 +203,11 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
     let kind = match filter {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
         Filter::FailGrpc { code, message } => Kind::FailureInjector(grpc_failure(*code, message)),
-        Filter::ResponseHeaders(_) | Filter::Redirect(_) | Filter::FailHttp { .. } | Filter::FailStream { .. } => {
-            return None;
-        }
+        Filter::ResponseHeaders(_)
+        | Filter::Redirect(_)
+        | Filter::UrlRewrite(_)
+        | Filter::FailHttp { .. }
+        | Filter::FailStream { .. } => return None,
     };
     Some(grpc_route::Filter { kind: Some(kind) })
 }

@@ -131,17 +131,21 @@ fn response_headers(modifier: &route::HeaderModifier) -> ResponseHeaderModifier 
 }
 
 fn redirect(redirect: &route::Redirect) -> RequestRedirect {
-    let replace = redirect.path.as_ref().map(|path| match path {
-        route::PathModifier::Full(path) => path_modifier::Replace::Full(path.clone()),
-        route::PathModifier::Prefix(prefix) => path_modifier::Replace::Prefix(prefix.clone()),
-    });
     RequestRedirect {
         scheme: redirect.scheme.as_deref().map(scheme),
         host: redirect.host.clone().unwrap_or_default(),
-        path: replace.map(|replace| PathModifier { replace: Some(replace) }),
+        path: redirect.path.as_ref().map(path_modifier),
         port: redirect.port.map_or(0, u32::from),
         status: redirect.status.map_or(0, u32::from),
     }
+}
+
+fn path_modifier(modifier: &route::PathModifier) -> PathModifier {
+    let replace = match modifier {
+        route::PathModifier::Full(path) => path_modifier::Replace::Full(path.clone()),
+        route::PathModifier::Prefix(prefix) => path_modifier::Replace::Prefix(prefix.clone()),
+    };
+    PathModifier { replace: Some(replace) }
 }
 
 fn scheme(scheme: &str) -> Scheme {

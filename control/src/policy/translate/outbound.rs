@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use tulle_proto::convert::wire_duration;
-use tulle_proto::http_route::Timeouts;
+use tulle_proto::http_route::{Ratio, Timeouts};
 use tulle_proto::outbound::failure_accrual::{ConsecutiveFailures, Unified};
+use tulle_proto::outbound::filter_extension::{RequestMirror, UrlRewrite};
 use tulle_proto::outbound::{
-    ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol, failure_accrual,
-    grpc_route, http_route, proxy_protocol,
+    ExponentialBackoff, FailureAccrual, FilterExtension, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol,
+    failure_accrual, filter_extension, grpc_route, http_route, proxy_protocol,
 };
 
 use crate::model::outbound as model;
@@ -15,8 +16,8 @@ use crate::model::outbound::{Distribution, Policy, Protocol, RetryConditions};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::policy::config::{Config, L5dHeaders};
 use crate::policy::translate::{
-    backend, grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers,
-    response_headers, stream,
+    backend, grpc_failure, grpc_match, host, http_failure, http_match, metadata, path_modifier, redirect,
+    request_headers, response_headers, stream,
 };
 
 pub(in crate::policy) fn policy(policy: &Policy, config: Config) -> OutboundPolicy {
@@ -79,6 +80,7 @@ fn http_route(route: &model::Route<HttpMatch>, config: Config) -> HttpRoute {
         request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(http_retry),
+        filter_extensions: rule_extensions(rule),
         allow_l5d_request_headers: config.l5d_headers == L5dHeaders::Honor,
     };
     HttpRoute {
@@ -95,9 +97,37 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
         Filter::ResponseHeaders(modifier) => Kind::ResponseHeaderModifier(response_headers(modifier)),
         Filter::Redirect(to) => Kind::Redirect(redirect(to)),
         Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
-        Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
+        Filter::UrlRewrite(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
     };
     Some(http_route::Filter { kind: Some(kind) })
+}
+
+/// The filters and mirrors of a rule that Linkerd's API does not have.
+fn rule_extensions<M>(rule: &model::Rule<M>) -> Vec<FilterExtension> {
+    let mirror = |mirror: &model::Mirror| FilterExtension {
+        kind: Some(filter_extension::Kind::RequestMirror(RequestMirror {
+            backend: Some(backend::backend(&mirror.backend)),
+            ratio: Some(Ratio {
+                numerator: mirror.numerator,
+                denominator: mirror.denominator,
+            }),
+        })),
+    };
+    let filters = rule.filters.iter().filter_map(filter_extension);
+    filters.chain(rule.mirrors.iter().map(mirror)).collect()
+}
+
+/// `None` for filters that Linkerd's API has.
+fn filter_extension(filter: &Filter) -> Option<FilterExtension> {
+    let Filter::UrlRewrite(rewrite) = filter else {
+        return None;
+    };
+    Some(FilterExtension {
+        kind: Some(filter_extension::Kind::UrlRewrite(UrlRewrite {
+            host: rewrite.host.clone().unwrap_or_default(),
+            path: rewrite.path.as_ref().map(path_modifier),
+        })),
+    })
 }
 
 fn http_distribution(backends: &Distribution) -> http_route::Distribution {
@@ -106,6 +136,7 @@ fn http_distribution(backends: &Distribution) -> http_route::Distribution {
         backend: Some(backend::backend(backend)),
         filters: backend.filters.iter().filter_map(http_filter).collect(),
         request_timeout: None,
+        filter_extensions: backend.filters.iter().filter_map(filter_extension).collect(),
     };
     let kind = match backends {
         Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {
@@ -151,6 +182,7 @@ fn grpc_route(route: &model::Route<GrpcMatch>, config: Config) -> GrpcRoute {
         request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(grpc_retry),
+        filter_extensions: rule_extensions(rule),
         allow_l5d_request_headers: config.l5d_headers == L5dHeaders::Honor,
     };
     GrpcRoute {
@@ -166,9 +198,11 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
     let kind = match filter {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
         Filter::FailGrpc { code, message } => Kind::FailureInjector(grpc_failure(*code, message)),
-        Filter::ResponseHeaders(_) | Filter::Redirect(_) | Filter::FailHttp { .. } | Filter::FailStream { .. } => {
-            return None;
-        }
+        Filter::ResponseHeaders(_)
+        | Filter::Redirect(_)
+        | Filter::UrlRewrite(_)
+        | Filter::FailHttp { .. }
+        | Filter::FailStream { .. } => return None,
     };
     Some(grpc_route::Filter { kind: Some(kind) })
 }
@@ -179,6 +213,7 @@ fn grpc_distribution(backends: &Distribution) -> grpc_route::Distribution {
         backend: Some(backend::backend(backend)),
         filters: backend.filters.iter().filter_map(grpc_filter).collect(),
         request_timeout: None,
+        filter_extensions: backend.filters.iter().filter_map(filter_extension).collect(),
     };
     let kind = match backends {
         Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {

@@ -430,7 +430,7 @@ impl StatusIndex {
     fn route_status(&self, route: &Route) -> Vec<ParentStatus> {
         let mut statuses: Vec<ParentStatus> = Vec::new();
         for parent in &route.parents {
-            let Some((_, group)) = parent_kind(parent.kind) else {
+            let Some(kind) = parent_kind(parent.kind) else {
                 continue;
             };
             let competing = self.routes_of_parent(parent);
@@ -444,7 +444,8 @@ impl StatusIndex {
                 found.push(self.resolved_refs_condition(route));
             }
             let parent_ref = ParentRef {
-                group: Some(group.to_owned()),
+                // The core group is the empty string, as in the Gateway API.
+                group: Some(kind.info().group.to_owned()),
                 kind: Some(parent.kind.name().to_owned()),
                 namespace: Some(parent.name.namespace.to_string()),
                 name: parent.name.name.to_string(),
@@ -580,19 +581,16 @@ fn reference_fields(parent: &Parent) -> (ParentKind, &NamespacedName, Option<u16
 }
 
 fn parent_object_id(parent: &Parent) -> Option<ObjectId> {
-    Some(ObjectId::new(parent_kind(parent.kind)?.0, parent.name.clone()))
+    Some(ObjectId::new(parent_kind(parent.kind)?, parent.name.clone()))
 }
 
-/// Returns the kind of a parent, and its group in statuses.
-fn parent_kind(kind: ParentKind) -> Option<(Kind, &'static str)> {
-    let kind = match kind {
-        ParentKind::Server => Kind::Server,
-        ParentKind::Service => Kind::Service,
-        ParentKind::EgressNetwork => Kind::EgressNetwork,
-        ParentKind::Foreign => return None,
-    };
-    let group = kind.info().group;
-    Some((kind, if group.is_empty() { "core" } else { group }))
+fn parent_kind(kind: ParentKind) -> Option<Kind> {
+    match kind {
+        ParentKind::Server => Some(Kind::Server),
+        ParentKind::Service => Some(Kind::Service),
+        ParentKind::EgressNetwork => Some(Kind::EgressNetwork),
+        ParentKind::Foreign => None,
+    }
 }
 
 fn rate_limit_server(limit: &RateLimitPolicy) -> ObjectId {

@@ -110,20 +110,20 @@ fn a_route_is_accepted_by_parents_that_exist() {
         parents,
         json!([{"name": "web", "port": 80}]),
     );
-    let resolved = |parent: &str| format!("core/Service/{parent}: ResolvedRefs=True ResolvedRefs");
-    let refused = |parent: &str| format!("core/Service/{parent}: Accepted=False NoMatchingParent");
+    let resolved = |parent: &str| format!("/Service/{parent}: ResolvedRefs=True ResolvedRefs");
+    let refused = |parent: &str| format!("/Service/{parent}: Accepted=False NoMatchingParent");
     assert_eq!(
         index.conditions_of(Kind::PolicyHttpRoute, "r"),
         [
             "policy.linkerd.io/Server/srv: Accepted=True Accepted".to_owned(),
             "policy.linkerd.io/Server/gone: Accepted=False NoMatchingParent".to_owned(),
-            "core/Service/web:80: Accepted=True Accepted".to_owned(),
+            "/Service/web:80: Accepted=True Accepted".to_owned(),
             resolved("web:80"),
             refused("headless:80"),
             resolved("headless:80"),
             refused("gone:80"),
             resolved("gone:80"),
-            "core/Service/web: Accepted=True Accepted".to_owned(),
+            "/Service/web: Accepted=True Accepted".to_owned(),
             resolved("web"),
         ]
     );
@@ -321,12 +321,12 @@ fn a_route_with_unsupported_features_is_not_accepted() {
         );
         first_condition(&index, kind, "shop", "r")
     };
-    let rewrite = json!({"filters": [{"type": "URLRewrite", "urlRewrite": {"hostname": "x"}}]});
+    let cors = json!({"filters": [{"type": "CORS", "cors": {}}]});
     assert_eq!(
-        condition_of(Kind::GatewayHttpRoute, service_ref("web"), rewrite.clone()),
-        "False UnsupportedValue: filter URLRewrite is not supported by the mesh"
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), cors.clone()),
+        "False UnsupportedValue: filter CORS is not supported by the mesh"
     );
-    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": rewrite["filters"]}]});
+    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": cors["filters"]}]});
     assert!(
         condition_of(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone())
             .starts_with("False UnsupportedValue")
@@ -440,6 +440,28 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
 }
 
 #[test]
+fn the_backend_of_a_mirror_must_exist() {
+    let condition_of = |backend: &str| {
+        let mut index = TestIndex::new();
+        index.service("web", "10.96.0.7");
+        let mirror = json!({"backendRef": {"name": backend, "port": 80}});
+        let rule = json!({"filters": [{"type": "RequestMirror", "requestMirror": mirror}]});
+        apply_route(
+            &mut index,
+            Kind::GatewayHttpRoute,
+            json!({"name": "r", "namespace": "shop", "generation": 4}),
+            json!({"parentRefs": [service_ref("web")], "rules": [rule]}),
+        );
+        index.conditions_of(Kind::GatewayHttpRoute, "r").swap_remove(1)
+    };
+    assert_eq!(condition_of("web"), "/Service/web:80: ResolvedRefs=True ResolvedRefs");
+    assert_eq!(
+        condition_of("gone"),
+        "/Service/web:80: ResolvedRefs=False BackendNotFound"
+    );
+}
+
+#[test]
 fn backends_must_exist_and_be_services_or_egress_networks() {
     let check = |backends: Value, expected: &str| {
         let mut index = TestIndex::new();
@@ -451,7 +473,7 @@ fn backends_must_exist_and_be_services_or_egress_networks() {
         index.route(Kind::GatewayHttpRoute, "r", json!([service_ref("web")]), backends);
         assert_eq!(
             index.conditions_of(Kind::GatewayHttpRoute, "r")[1],
-            format!("core/Service/web:80: ResolvedRefs={expected}")
+            format!("/Service/web:80: ResolvedRefs={expected}")
         );
     };
     check(json!([]), "True ResolvedRefs");
@@ -486,7 +508,7 @@ fn the_more_specific_protocol_wins_the_same_port() {
     assert!(accepted(&index, Kind::GrpcRoute, "grpc"));
     assert_eq!(
         index.conditions_of(Kind::GatewayHttpRoute, "http")[0],
-        "core/Service/web:80: Accepted=False RouteReasonConflicted"
+        "/Service/web:80: Accepted=False RouteReasonConflicted"
     );
     // A reference to another port is a different parent.
     let elsewhere = json!([{"group": "", "kind": "Service", "name": "web", "port": 81}]);
