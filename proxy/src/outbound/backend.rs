@@ -136,7 +136,12 @@ impl BackendFactory {
         }
     }
 
-    fn backend(&self, spec: &BackendSpec, accrual: Option<FailureAccrual>, scope: &MetricScope<'_>) -> Backend {
+    pub(super) fn backend(
+        &self,
+        spec: &BackendSpec,
+        accrual: Option<FailureAccrual>,
+        scope: &MetricScope<'_>,
+    ) -> Backend {
         match &spec.target {
             BackendTarget::Fail => Backend::Fail,
             BackendTarget::Forward(endpoint) => Backend::Forward(self.fixed_endpoint(endpoint)),

@@ -146,10 +146,12 @@ impl PlanSummary {
             Router::Routes(routes) => {
                 for route in routes {
                     self.routes.push(route.meta.to_string());
-                    route
-                        .rules
-                        .iter()
-                        .for_each(|rule| self.add_backends(&rule.payload.backends));
+                    for rule in &route.rules {
+                        self.add_backends(&rule.payload.backends);
+                        for mirror in &rule.payload.mirrors {
+                            self.add_backends(&mirror.backends);
+                        }
+                    }
                 }
             }
         }

@@ -11,6 +11,7 @@ mod debug;
 pub(crate) mod destination;
 pub(crate) mod endpoint;
 pub(crate) mod metrics;
+mod mirror;
 mod mode;
 mod request;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tulle_core::backoff::Backoff;
 
 use crate::policy::endpoint::EndpointSpec;
-use crate::policy::filter::Filter;
+use crate::policy::filter::{Filter, Ratio};
 use crate::policy::matches::{self, HostMatch};
 use crate::policy::meta::Meta;
 use crate::policy::route::{Route, Rule};
@@ -45,10 +45,18 @@ pub(crate) struct ClientHttp {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteAction {
     pub(crate) backends: Distribution<Filter>,
+    pub(crate) mirrors: Vec<MirrorSpec>,
     pub(crate) timeouts: Timeouts,
     pub(crate) retry: Option<RetryPolicy>,
     /// Whether requests may set their own timeouts and retries in `l5d-*` headers.
     pub(crate) header_overrides: HeaderOverrides,
+}
+
+/// A backend that gets copies of some of the requests. Its responses are discarded.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct MirrorSpec {
+    pub(crate) backend: Arc<BackendSpec>,
+    pub(crate) ratio: Ratio,
 }
 
 /// Whether a request may override its route's timeouts and retries.
@@ -277,6 +285,7 @@ impl ClientPolicy {
     ) -> Self {
         let payload = RouteAction {
             backends,
+            mirrors: Vec::new(),
             timeouts: Timeouts::default(),
             retry: None,
             header_overrides: HeaderOverrides::default(),

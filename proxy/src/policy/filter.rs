@@ -1,4 +1,4 @@
-//! Route filters: header edits, redirects and injected failures.
+//! Route filters: header edits, URL rewrites, redirects and injected failures.
 //!
 //! A filter either changes a head in place, or returns a response instead of forwarding the request.
 
@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use http::header::{HOST, HeaderName};
-use http::uri::Scheme;
+use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderValue, StatusCode, Uri};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +15,7 @@ pub(crate) enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
+    UrlRewrite(UrlRewrite),
     Failure(FailureInjector),
     /// The policy or a filter of it cannot be applied, for this reason. Skipping it could permit anything, so no request passes.
     Invalid(Cow<'static, str>),
@@ -43,6 +44,20 @@ pub(crate) struct Redirect {
     pub(crate) path: Option<PathModifier>,
     pub(crate) port: Option<u16>,
     pub(crate) status: StatusCode,
+}
+
+/// Changes to the URI of a request before it is forwarded; an absent part stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct UrlRewrite {
+    pub(crate) host: Option<RewrittenHost>,
+    pub(crate) path: Option<PathModifier>,
+}
+
+/// The new host, as an authority for HTTP/2 and as a header for HTTP/1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RewrittenHost {
+    authority: Authority,
+    header: HeaderValue,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,10 +103,10 @@ pub(crate) enum FilterResponse {
 /// A request, as filters need it.
 #[derive(Debug)]
 pub(crate) struct RequestHead<'a> {
-    pub(crate) uri: &'a Uri,
+    pub(crate) uri: &'a mut Uri,
     pub(crate) headers: &'a mut HeaderMap,
-    /// Number of bytes of the path that the rule's prefix match covered.
-    pub(crate) prefix: Option<usize>,
+    /// Length in bytes of the path prefix that the rule matched. A rewrite updates it.
+    pub(crate) matched_prefix_len: Option<usize>,
 }
 
 /// Applies a rule's filters in order; `draw(n)` is a random number below `n`.
@@ -107,9 +122,10 @@ pub(crate) fn apply_request(
         match filter {
             Filter::RequestHeaders(modifier) => modifier.apply(head.headers),
             Filter::ResponseHeaders(_) => {}
-            Filter::Redirect(redirect) => redirect.apply(head)?,
+            Filter::Redirect(redirect) => return Err(redirect.response(head)?),
+            Filter::UrlRewrite(rewrite) => rewrite.apply(head)?,
             Filter::Failure(injector) => {
-                if draw(injector.ratio.denominator) < injector.ratio.numerator {
+                if injector.ratio.includes(&mut draw) {
                     return Err(FilterResponse::Failure(injector.failure.clone()));
                 }
             }
@@ -148,6 +164,11 @@ impl Ratio {
         denominator: 1,
     };
 
+    /// Whether a request belongs to the fraction; `draw(n)` is a random number below `n`.
+    pub(crate) fn includes(self, draw: impl FnOnce(u32) -> u32) -> bool {
+        draw(self.denominator) < self.numerator
+    }
+
     /// `None` if the numerator is larger than the denominator, or the denominator is zero.
     pub(crate) fn new(numerator: u32, denominator: u32) -> Option<Self> {
         (denominator > 0 && numerator <= denominator).then_some(Self { numerator, denominator })
@@ -155,8 +176,8 @@ impl Ratio {
 }
 
 impl Redirect {
-    /// Does not redirect if the location equals the request's URI.
-    fn apply(&self, head: &RequestHead<'_>) -> Result<(), FilterResponse> {
+    /// The redirect, even to the URI of the request.
+    fn response(&self, head: &RequestHead<'_>) -> Result<FilterResponse, FilterResponse> {
         let authority = head
             .uri
             .authority()
@@ -181,32 +202,91 @@ impl Redirect {
         if let Some(port) = port {
             write!(location, ":{port}").expect("writing to a string cannot fail");
         }
-        let path = head.uri.path();
         match &self.path {
-            None => location.push_str(path),
-            Some(PathModifier::Full(full)) => location.push_str(full),
-            Some(PathModifier::Prefix(replacement)) => {
-                let rest = head.prefix.and_then(|prefix| path.get(prefix..));
-                let rest = rest.ok_or(FilterResponse::Invalid(
-                    "redirect replaces a prefix, but no prefix was matched".into(),
-                ))?;
-                location.push_str(&replace_prefix(replacement, rest));
-            }
+            None => location.push_str(head.uri.path()),
+            Some(path) => location.push_str(&path.replace(head)?),
         }
         if let Some(query) = head.uri.query() {
             location.push('?');
             location.push_str(query);
         }
-
-        if is_location_of_request(&location, head.uri, request_scheme, authority) {
-            return Ok(());
-        }
         let location = HeaderValue::try_from(location)
             .map_err(|_| FilterResponse::Invalid("redirect to an invalid URI".into()))?;
-        Err(FilterResponse::Redirect {
+        Ok(FilterResponse::Redirect {
             status: self.status,
             location,
         })
+    }
+}
+
+impl UrlRewrite {
+    fn apply(&self, head: &mut RequestHead<'_>) -> Result<(), FilterResponse> {
+        let mut parts = head.uri.clone().into_parts();
+        let Some(path_and_query) = &parts.path_and_query else {
+            return Ok(()); // the target of CONNECT is an address
+        };
+        let mut matched_prefix_len = head.matched_prefix_len;
+        // `OPTIONS *` has no path.
+        if let Some(modifier) = self.path.as_ref().filter(|_| path_and_query.path() != "*") {
+            let mut target = modifier.replace(head)?;
+            if let Some(query) = path_and_query.query() {
+                target.push('?');
+                target.push_str(query);
+            }
+            let rewritten = PathAndQuery::try_from(target);
+            parts.path_and_query =
+                Some(rewritten.map_err(|_| FilterResponse::Invalid("rewrite to an invalid path".into()))?);
+            matched_prefix_len = modifier.matched_prefix_len();
+        }
+        let is_origin_form = parts.authority.is_none();
+        if let Some(host) = self.host.as_ref().filter(|_| !is_origin_form) {
+            parts.authority = Some(host.authority.clone());
+        }
+        *head.uri = Uri::from_parts(parts)
+            .map_err(|_| FilterResponse::Invalid("rewrite to an invalid request target".into()))?;
+        head.matched_prefix_len = matched_prefix_len;
+        if let Some(host) = self
+            .host
+            .as_ref()
+            .filter(|_| is_origin_form || head.headers.contains_key(HOST))
+        {
+            head.headers.insert(HOST, host.header.clone());
+        }
+        Ok(())
+    }
+}
+
+impl RewrittenHost {
+    /// `None` if the host is not an authority.
+    pub(crate) fn new(host: &str) -> Option<Self> {
+        Some(Self {
+            authority: host.parse().ok()?,
+            header: host.parse().ok()?,
+        })
+    }
+}
+
+impl PathModifier {
+    /// The new path of the request, without its query.
+    fn replace(&self, head: &RequestHead<'_>) -> Result<String, FilterResponse> {
+        match self {
+            Self::Full(full) => Ok(full.to_string()),
+            Self::Prefix(replacement) => {
+                let rest = head.matched_prefix_len.and_then(|length| head.uri.path().get(length..));
+                let rest = rest.ok_or(FilterResponse::Invalid(
+                    "a filter replaces a path prefix, but the route matched none".into(),
+                ))?;
+                Ok(replace_prefix(replacement, rest))
+            }
+        }
+    }
+
+    /// Length of the matched prefix in the new path; `None` if no part of the matched path is left.
+    fn matched_prefix_len(&self) -> Option<usize> {
+        match self {
+            Self::Full(_) => None,
+            Self::Prefix(replacement) => Some(replacement.trim_end_matches('/').len()),
+        }
     }
 }
 
@@ -236,15 +316,6 @@ fn default_port(scheme: &Scheme) -> Option<u16> {
     }
 }
 
-fn is_location_of_request(location: &str, uri: &Uri, scheme: &Scheme, authority: &str) -> bool {
-    let path_and_query = uri.path_and_query().map_or("/", |path| path.as_str());
-    location
-        .strip_prefix(scheme.as_str())
-        .and_then(|rest| rest.strip_prefix("://"))
-        .and_then(|rest| rest.strip_prefix(authority))
-        .is_some_and(|rest| rest == path_and_query)
-}
-
 #[cfg(test)]
 mod tests {
     use http::Request;
@@ -269,26 +340,43 @@ mod tests {
         }
     }
 
-    /// The location of a redirect of `uri`, or `None` if the request passes.
-    fn location(redirect: &Redirect, uri: &str, prefix: Option<usize>) -> Result<Option<String>, String> {
+    fn rewrite(host: Option<&str>, path: Option<PathModifier>) -> Filter {
+        Filter::UrlRewrite(UrlRewrite {
+            host: host.map(|host| RewrittenHost::new(host).unwrap()),
+            path,
+        })
+    }
+
+    /// Applies a filter to a request, and returns the request and the result. If `uri` is in origin form, the host is `web:8080`.
+    fn apply(
+        filter: Filter,
+        uri: &str,
+        matched_prefix_len: Option<usize>,
+    ) -> (Request<()>, Result<(), FilterResponse>) {
         let mut req = Request::get(uri).body(()).unwrap();
         if !uri.contains("://") {
             req.headers_mut().insert(HOST, value("web:8080"));
         }
-        let (mut parts, ()) = req.into_parts();
+        let mut uri = req.uri().clone();
         let mut head = RequestHead {
-            uri: &parts.uri,
-            headers: &mut parts.headers,
-            prefix,
+            uri: &mut uri,
+            headers: req.headers_mut(),
+            matched_prefix_len,
         };
-        match apply_request(&[Filter::Redirect(redirect.clone())], &mut head, |_| 0) {
-            Ok(()) => Ok(None),
+        let result = apply_request(&[filter], &mut head, |_| 0);
+        *req.uri_mut() = uri;
+        (req, result)
+    }
+
+    /// The location of a redirect of `uri`.
+    fn location(redirect: &Redirect, uri: &str, matched_prefix_len: Option<usize>) -> Result<String, String> {
+        match apply(Filter::Redirect(redirect.clone()), uri, matched_prefix_len).1 {
             Err(FilterResponse::Redirect { status, location }) => {
                 assert_eq!(status, StatusCode::MOVED_PERMANENTLY);
-                Ok(Some(location.to_str().unwrap().to_owned()))
+                Ok(location.to_str().unwrap().to_owned())
             }
             Err(FilterResponse::Invalid(reason)) => Err(reason.into_owned()),
-            Err(answer) => panic!("{answer:?}"),
+            other => panic!("{other:?}"),
         }
     }
 
@@ -323,13 +411,13 @@ mod tests {
             Filter::ResponseHeaders(set("x-rsp")),
         ];
         let (mut req, mut rsp) = (HeaderMap::new(), HeaderMap::new());
-        let uri = Uri::from_static("http://web/");
+        let mut uri = Uri::from_static("http://web/");
         apply_request(
             &filters,
             &mut RequestHead {
-                uri: &uri,
+                uri: &mut uri,
                 headers: &mut req,
-                prefix: None,
+                matched_prefix_len: None,
             },
             |_| 0,
         )
@@ -350,53 +438,54 @@ mod tests {
             (
                 with(|r| r.host = Some("new".into())),
                 "http://web/a?q=1",
-                Some("http://new/a?q=1"),
+                "http://new/a?q=1",
             ),
-            (with(|r| r.host = Some("new".into())), "/a", Some("http://new:8080/a")),
+            (with(|r| r.host = Some("new".into())), "/a", "http://new:8080/a"),
             (
                 with(|r| r.scheme = Some(Scheme::HTTPS)),
                 "http://web:8080/a",
-                Some("https://web/a"),
+                "https://web/a",
             ),
-            (with(|r| r.port = Some(81)), "http://web/a", Some("http://web:81/a")),
-            (with(|r| r.port = Some(80)), "http://web:8080/a", Some("http://web/a")),
+            (with(|r| r.port = Some(81)), "http://web/a", "http://web:81/a"),
+            (with(|r| r.port = Some(80)), "http://web:8080/a", "http://web/a"),
             (
                 with(|r| {
                     r.scheme = Some(Scheme::HTTPS);
                     r.port = Some(443);
                 }),
                 "http://web/",
-                Some("https://web/"),
+                "https://web/",
             ),
             (
                 with(|r| r.path = Some(PathModifier::Full("/b".into()))),
                 "http://web/a?q=1",
-                Some("http://web/b?q=1"),
+                "http://web/b?q=1",
             ),
             (
                 with(|r| r.port = Some(81)),
                 "http://[fd00::1]:8080/",
-                Some("http://[fd00::1]:81/"),
+                "http://[fd00::1]:81/",
             ),
+            (with(|r| r.port = Some(81)), "http://[fd00::1]/", "http://[fd00::1]:81/"),
+            // Also to the URI of the request.
+            (with(|_| ()), "http://web/a?q=1", "http://web/a?q=1"),
+            (with(|r| r.host = Some("web".into())), "http://web/a", "http://web/a"),
             (
-                with(|r| r.port = Some(81)),
-                "http://[fd00::1]/",
-                Some("http://[fd00::1]:81/"),
+                with(|r| r.path = Some(PathModifier::Full("/b".into()))),
+                "/b",
+                "http://web:8080/b",
             ),
-            (with(|_| ()), "http://web/a?q=1", None),
-            (with(|r| r.host = Some("web".into())), "http://web/a", None),
-            (with(|r| r.path = Some(PathModifier::Full("/b".into()))), "/b", None),
         ] {
             assert_eq!(
                 location(&redirect, uri, None),
-                Ok(expected.map(str::to_owned)),
+                Ok(expected.to_owned()),
                 "{redirect:?} {uri}"
             );
         }
     }
 
     #[test]
-    fn redirects_replace_a_matched_prefix() {
+    fn redirects_and_rewrites_replace_a_matched_prefix() {
         for (path, matched, replacement, expected) in [
             ("/foo/bar", 4, "/xyz", "/xyz/bar"),
             ("/foo/bar", 4, "/xyz/", "/xyz/bar"),
@@ -415,9 +504,130 @@ mod tests {
             let found = location(&redirect, &format!("http://web{path}"), Some(matched));
             assert_eq!(
                 found,
-                Ok(Some(format!("http://web{expected}"))),
+                Ok(format!("http://web{expected}")),
                 "{path} {matched} {replacement}"
             );
+            let (req, result) = apply(rewrite(None, redirect.path), &format!("{path}?q=/foo"), Some(matched));
+            assert_eq!(result, Ok(()));
+            assert_eq!(
+                req.uri(),
+                &*format!("{expected}?q=/foo"),
+                "{path} {matched} {replacement}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_rewrite_changes_the_host_and_the_path_and_keeps_the_query() {
+        let full = || Some(PathModifier::Full("/full".into()));
+        let prefix = || Some(PathModifier::Prefix("/new".into()));
+        for (host, path, uri, matched, expected_uri, expected_host) in [
+            (None, full(), "/a/b?q=1", None, "/full?q=1", Some("web:8080")),
+            (None, prefix(), "/a/b?q=1", Some(2), "/new/b?q=1", Some("web:8080")),
+            (None, prefix(), "/a", Some(2), "/new", Some("web:8080")),
+            (Some("other"), None, "/a/b", None, "/a/b", Some("other")),
+            (
+                Some("other:81"),
+                full(),
+                "http://web/a?q",
+                None,
+                "http://other:81/full?q",
+                None,
+            ),
+            (
+                Some("other"),
+                prefix(),
+                "http://web:8080/a/",
+                Some(2),
+                "http://other/new/",
+                None,
+            ),
+        ] {
+            let (req, result) = apply(rewrite(host, path), uri, matched);
+            assert_eq!(result, Ok(()), "{uri}");
+            assert_eq!(req.uri(), expected_uri, "{uri}");
+            let host = req.headers().get(HOST).map(|host| host.to_str().unwrap());
+            assert_eq!(host, expected_host, "{uri}");
+        }
+    }
+
+    #[test]
+    fn a_rewrite_of_a_prefix_that_was_not_matched_is_an_error() {
+        let prefix = rewrite(Some("other"), Some(PathModifier::Prefix("/new".into())));
+        let (req, result) = apply(prefix, "/a", None);
+        assert!(matches!(result, Err(FilterResponse::Invalid(_))), "{result:?}");
+        assert_eq!(req.uri(), "/a");
+        assert_eq!(req.headers()[HOST], "web:8080");
+    }
+
+    #[test]
+    fn a_rewrite_replaces_the_host_header_next_to_an_authority() {
+        let mut uri = Uri::from_static("http://web/a");
+        let mut headers = HeaderMap::from_iter([(HOST, value("web"))]);
+        let mut head = RequestHead {
+            uri: &mut uri,
+            headers: &mut headers,
+            matched_prefix_len: None,
+        };
+        apply_request(&[rewrite(Some("other"), None)], &mut head, |_| 0).unwrap();
+        assert_eq!(
+            (uri, &headers[HOST]),
+            (Uri::from_static("http://other/a"), &value("other"))
+        );
+    }
+
+    #[test]
+    fn targets_without_a_path_keep_their_form() {
+        for path in [PathModifier::Full("/b".into()), PathModifier::Prefix("/b".into())] {
+            let filter = || rewrite(Some("other"), Some(path.clone()));
+            let (options, result) = apply(filter(), "*", Some(0));
+            assert_eq!((options.uri(), result), (&Uri::from_static("*"), Ok(())));
+            assert_eq!(options.headers()[HOST], "other");
+            // CONNECT
+            let (connect, result) = apply(filter(), "web:443", Some(0));
+            assert_eq!((connect.uri(), result), (&Uri::from_static("web:443"), Ok(())));
+            assert_eq!(connect.headers()[HOST], "web:8080");
+        }
+    }
+
+    #[test]
+    fn a_rewrite_after_another_one_replaces_the_new_prefix() {
+        let to_prefix = |prefix: &str| rewrite(None, Some(PathModifier::Prefix(prefix.into())));
+        for (first, second, expected) in [
+            ("/longer/x", "/y", "/y/rest?q"),
+            ("/longer/", "/y", "/y/rest?q"),
+            ("/", "/y", "/y/rest?q"),
+            ("/b", "/", "/rest?q"),
+        ] {
+            let mut uri = Uri::from_static("/a/rest?q");
+            let mut headers = HeaderMap::new();
+            let mut head = RequestHead {
+                uri: &mut uri,
+                headers: &mut headers,
+                matched_prefix_len: Some(2),
+            };
+            let result = apply_request(&[to_prefix(first), to_prefix(second)], &mut head, |_| 0);
+            assert_eq!(result, Ok(()));
+            assert_eq!(uri, expected, "{first} {second}");
+        }
+        let mut uri = Uri::from_static("/a/rest");
+        let mut headers = HeaderMap::new();
+        let mut head = RequestHead {
+            uri: &mut uri,
+            headers: &mut headers,
+            matched_prefix_len: Some(2),
+        };
+        let full = rewrite(None, Some(PathModifier::Full("/full".into())));
+        let result = apply_request(&[full, to_prefix("/y")], &mut head, |_| 0);
+        assert!(matches!(result, Err(FilterResponse::Invalid(_))), "{result:?}");
+    }
+
+    #[test]
+    fn a_ratio_includes_its_fraction_of_requests() {
+        for (numerator, denominator) in [(0, 100), (1, 3), (25, 100), (3, 3), (1, 1)] {
+            let ratio = Ratio::new(numerator, denominator).unwrap();
+            let included = (0..denominator).filter(|random| ratio.includes(|below| random % below));
+            assert_eq!(included.count(), numerator as usize, "{numerator}/{denominator}");
         }
     }
 
@@ -446,13 +656,13 @@ mod tests {
             failure: failure.clone(),
             ratio,
         })];
-        let uri = Uri::from_static("http://web/");
+        let mut uri = Uri::from_static("http://web/");
         let mut headers = HeaderMap::new();
         let answers = (0..4).map(|random| {
             let mut head = RequestHead {
-                uri: &uri,
+                uri: &mut uri,
                 headers: &mut headers,
-                prefix: None,
+                matched_prefix_len: None,
             };
             apply_request(&filters, &mut head, |below| {
                 assert_eq!(below, 4);
@@ -469,12 +679,12 @@ mod tests {
 
     #[test]
     fn nothing_passes_an_unknown_filter() {
-        let uri = Uri::from_static("http://web/");
+        let mut uri = Uri::from_static("http://web/");
         let mut headers = HeaderMap::new();
         let mut head = RequestHead {
-            uri: &uri,
+            uri: &mut uri,
             headers: &mut headers,
-            prefix: None,
+            matched_prefix_len: None,
         };
         assert!(matches!(
             apply_request(&[Filter::unknown()], &mut head, |_| 0),

@@ -27,7 +27,7 @@ pub(crate) struct Rule<T> {
 pub(crate) struct RouteMatch<'a, T> {
     pub(crate) route: &'a Route<T>,
     pub(crate) rule: &'a Rule<T>,
-    /// Length in bytes of the path prefix that a prefix match covered, for redirects that replace it.
+    /// Length in bytes of the path prefix that a prefix match covered, for filters that replace it.
     pub(crate) matched_prefix_len: Option<usize>,
     rank: (Option<HostScore>, Score),
 }

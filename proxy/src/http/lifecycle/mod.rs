@@ -4,3 +4,4 @@ pub(crate) mod classify;
 pub(crate) mod deadlines;
 pub(crate) mod replay;
 pub(crate) mod request_timing;
+pub(crate) mod tee;

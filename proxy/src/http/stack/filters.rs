@@ -7,7 +7,7 @@ use crate::{
     policy::filter::{self, Failure, Filter, FilterResponse, RequestHead},
 };
 
-/// Applies the request filters of a route rule or a backend.
+/// Applies the request filters of a route rule or a backend. Returns the length of the matched prefix in the path that results.
 ///
 /// # Errors
 /// A filter responds itself (redirect or injected failure), or the policy contains an unknown filter.
@@ -15,17 +15,19 @@ pub(crate) fn apply_request_filters(
     filters: &[Filter],
     req: &mut Request<Body>,
     matched_prefix_len: Option<usize>,
-) -> Result<(), Error> {
+) -> Result<Option<usize>, Error> {
     if filters.is_empty() {
-        return Ok(());
+        return Ok(matched_prefix_len);
     }
-    let uri = req.uri().clone();
+    let mut uri = std::mem::take(req.uri_mut());
     let mut head = RequestHead {
-        uri: &uri,
+        uri: &mut uri,
         headers: req.headers_mut(),
-        prefix: matched_prefix_len,
+        matched_prefix_len,
     };
-    filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(|response| match response {
+    let applied = filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map(|()| head.matched_prefix_len);
+    *req.uri_mut() = uri;
+    applied.map_err(|response| match response {
         FilterResponse::Redirect { status, location } => Error::Redirect { status, location },
         FilterResponse::Failure(Failure::Http { status, message }) => Error::Injected {
             status,

@@ -104,11 +104,13 @@ impl HttpConnection {
     ) -> Result<Response<Body>, Error> {
         let mut fallback_addrs = fallback_addrs.into_iter();
         loop {
-            let headers = outgoing.req.headers().clone();
+            let (uri, headers) = (outgoing.req.uri().clone(), outgoing.req.headers().clone());
             let result = route::route_and_send(self.client_context(), &destination, outgoing).await;
             match (result, fallback_addrs.next()) {
                 (Err(error), Some(addr)) if error.is_dial_error() => {
-                    *outgoing.req.headers_mut() = headers; // without the changes by filters
+                    // Without the changes by filters.
+                    *outgoing.req.uri_mut() = uri;
+                    *outgoing.req.headers_mut() = headers;
                     (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;
                 }
                 (result, _) => return result,

@@ -1,6 +1,6 @@
 //! Compiles the policy and the profile of a destination into a snapshot.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicUsize};
 
 use tulle_core::addr::Addr;
 
@@ -15,10 +15,12 @@ use crate::{
             timeouts_and_retries::TimeoutsAndRetries,
         },
         metrics::{MetricScope, connections::DestinationProtocol},
+        mirror::Mirror,
     },
     policy::{
         client::{
-            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, OpaqueFilter, OpaqueRoute, Queue, RouteAction,
+            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, MirrorSpec, OpaqueFilter, OpaqueRoute, Queue,
+            RouteAction,
         },
         matches::RequestMatch,
         meta::Meta,
@@ -133,6 +135,7 @@ impl Compiler<'_> {
                     .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
                         Some(series.backend(meta))
                     }),
+                mirrors: self.mirrors(&rule.payload.mirrors, &route.meta, &scope),
                 timeouts_and_retries: TimeoutsAndRetries::from_action(&rule.payload, || {
                     self.previous_budget(&route.meta, &rule.matches)
                 }),
@@ -140,6 +143,23 @@ impl Compiler<'_> {
             })
         };
         Router::Routes(http.routes.iter().map(compile).collect())
+    }
+
+    fn mirrors(&self, specs: &[MirrorSpec], route: &Arc<Meta>, scope: &MetricScope<'_>) -> Vec<Arc<Mirror>> {
+        let endpoint_context = &self.factory.endpoint_context;
+        let compile = |spec: &MirrorSpec| {
+            let families = &endpoint_context.families;
+            Arc::new(Mirror {
+                backends: Backends::single(self.factory.backend(&spec.backend, None, scope)),
+                ratio: spec.ratio,
+                route: route.clone(),
+                endpoint_context: endpoint_context.clone(),
+                series: families.mirror(scope.parent, route, &spec.backend.meta),
+                memory: Arc::default(),
+                n_in_flight: AtomicUsize::new(0),
+            })
+        };
+        specs.iter().map(compile).collect()
     }
 
     /// Routes of a ServiceProfile. They replace the routes of the policy, whose filters and backends could contradict

@@ -24,6 +24,7 @@ use crate::{
             RouteSeries,
             connections::{self, DestinationProtocol},
         },
+        mirror::Mirror,
     },
     policy::{
         client::{ClientPolicy, OpaqueFilter, TlsRoute},
@@ -101,6 +102,7 @@ pub(crate) enum Router {
 /// What happens to requests that match a route rule: the compiled [`RouteAction`](crate::policy::client::RouteAction).
 pub(crate) struct CompiledAction {
     pub(in crate::outbound) backends: Backends<Filter>,
+    pub(in crate::outbound) mirrors: Vec<Arc<Mirror>>,
     /// `None` if the policy sets no timeouts and no retries.
     pub(in crate::outbound) timeouts_and_retries: Option<TimeoutsAndRetries>,
     pub(in crate::outbound) series: Arc<RouteSeries>,

@@ -47,6 +47,7 @@ pub(crate) struct Families {
     tcp_errors: Family<Counter>,
     failures: Failures,
     pub(in crate::outbound) resends: Family<Counter>,
+    mirrored: Family<Counter>,
 }
 
 impl Families {
@@ -74,6 +75,10 @@ impl Families {
                 "tulle_outbound_resent_total",
                 "Requests sent again or given to another endpoint, by cause",
             ),
+            mirrored: registry.counter(
+                "tulle_outbound_mirrored_requests_total",
+                "Copies of requests for mirrors, by result; dropped ones were too many, or too large for a slow mirror",
+            ),
         }
     }
 
@@ -82,6 +87,13 @@ impl Families {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
         self.failures.count(cause);
     }
+}
+
+/// The counters of one mirror, by the result of a copy.
+pub(in crate::outbound) struct MirrorSeries {
+    pub(in crate::outbound) succeeded: Arc<Counter>,
+    pub(in crate::outbound) failed: Arc<Counter>,
+    pub(in crate::outbound) dropped: Arc<Counter>,
 }
 
 /// Where a balancer is used, for the labels of its metrics.
@@ -216,6 +228,17 @@ impl Families {
             ),
         };
         families.series(&labels)
+    }
+
+    pub(in crate::outbound) fn mirror(&self, parent: &Meta, route: &Meta, backend: &Meta) -> MirrorSeries {
+        let labels = with_meta(with_meta_and_port(Labels::new(), "parent", parent), "route", route);
+        let labels = with_meta_and_port(labels, "backend", backend);
+        let counter = |result| self.mirrored.get(&labels.clone().with("result", result));
+        MirrorSeries {
+            succeeded: counter("success"),
+            failed: counter("failure"),
+            dropped: counter("dropped"),
+        }
     }
 
     pub(in crate::outbound) fn route(&self, kind: StatusKind, parent: &Meta, route: &Meta) -> Arc<RouteSeries> {

@@ -29,7 +29,7 @@ pub(super) struct AttemptSender<'a> {
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
     pub(super) backends: &'a Backends<Filter>,
-    /// Length in bytes of the path prefix that the route matched.
+    /// Length in bytes of the path prefix that the route matched, after the filters of the route.
     pub(super) matched_prefix_len: Option<usize>,
     /// Set if the attempts are recorded in the series of a route.
     pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, ResponseRecorder)>,

@@ -1,6 +1,7 @@
 //! The path of one request (O5–O12). Each of these steps contains the next one:
 //!
-//! - [`route::route_and_send`], once for each request: finds its route, and applies the filters of the route.
+//! - [`route::route_and_send`], once for each request: finds its route, applies the filters of the route, and starts copies for
+//!   its mirrors ([`mirror::send_copies`]).
 //! - [`retry::send_by_rule`] if the rule has timeouts or retries, or [`profile::send_by_profile`]: sends attempts, until the
 //!   result of one is not retried. Requests with neither have one attempt.
 //! - [`attempt::AttemptSender::send_attempt`], once for each attempt: selects a backend.
@@ -11,6 +12,7 @@ mod attempt;
 mod backend_attempt;
 mod connect;
 pub(super) mod context;
+mod mirror;
 mod observe;
 mod profile;
 mod retry;

@@ -12,6 +12,7 @@ use crate::{
             attempt::{AttemptParams, AttemptSender, apply_response_filters},
             connect::TriedEndpoints,
             context::{ClientContext, OutgoingRequest},
+            mirror,
             observe::{ResponseRecorder, RouteRequestGuard, RouteSource},
             profile, retry,
         },
@@ -50,6 +51,7 @@ pub(in crate::outbound) async fn route_and_send(
     let found = route::find(routes, &attributes).ok_or(Error::RouteNotFound)?; // O6
     let CompiledAction {
         backends,
+        mirrors,
         timeouts_and_retries,
         series,
     } = &found.rule.payload;
@@ -58,10 +60,11 @@ pub(in crate::outbound) async fn route_and_send(
     let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.matched_prefix_len) {
         Err(response) => Err(response),
         // O7–O11
-        Ok(()) => {
+        Ok(matched_prefix_len) => {
+            mirror::send_copies(client, mirrors, outgoing);
             let route_sender = |recorder| {
                 let route_request = Some((&request_guard, recorder));
-                new_sender(route_source, backends, found.matched_prefix_len, route_request)
+                new_sender(route_source, backends, matched_prefix_len, route_request)
             };
             match timeouts_and_retries {
                 None => {

@@ -6,10 +6,13 @@ use http::{HeaderValue, Method, StatusCode};
 use tulle_proto::grpc_route::{GrpcFailureInjector, GrpcRouteMatch};
 use tulle_proto::http_route as proto;
 use tulle_proto::http_types::{self, Headers, HttpMethod, http_method, scheme};
+use tulle_proto::outbound::filter_extension::UrlRewrite;
 use tulle_proto::tls_route::{SniMatch, sni_match};
 
 use crate::policy::decode::fields::DecodeError;
-use crate::policy::filter::{Failure, FailureInjector, Filter, HeaderModifier, PathModifier, Ratio, Redirect};
+use crate::policy::filter::{
+    self, Failure, FailureInjector, Filter, HeaderModifier, PathModifier, Ratio, Redirect, RewrittenHost,
+};
 use crate::policy::matches::{
     GrpcMatch, HeaderMatch, HostMatch, HttpMatch, PathMatch, Pattern, QueryMatch, RequestMatch, ValueMatch,
 };
@@ -197,6 +200,19 @@ pub(super) fn redirect(message: proto::RequestRedirect) -> Result<Filter, Decode
     }))
 }
 
+pub(super) fn url_rewrite(message: UrlRewrite) -> Result<Filter, DecodeError> {
+    let host = match message.host.as_str() {
+        "" => None,
+        host => {
+            Some(RewrittenHost::new(host).ok_or_else(|| DecodeError::invalid("rewritten host", host, "a host name"))?)
+        }
+    };
+    Ok(Filter::UrlRewrite(filter::UrlRewrite {
+        host,
+        path: message.path.map(path_modifier).transpose()?,
+    }))
+}
+
 fn redirect_scheme(message: http_types::Scheme) -> Result<Scheme, DecodeError> {
     use scheme::Registered;
     match message.r#type.ok_or(DecodeError::Missing("scheme"))? {
@@ -239,7 +255,7 @@ pub(super) fn http_failure(message: proto::HttpFailureInjector) -> Result<Filter
     };
     Ok(Filter::Failure(FailureInjector {
         failure,
-        ratio: ratio(message.ratio)?,
+        ratio: ratio("failure ratio", message.ratio)?,
     }))
 }
 
@@ -252,21 +268,16 @@ pub(super) fn grpc_failure(message: GrpcFailureInjector) -> Result<Filter, Decod
     };
     Ok(Filter::Failure(FailureInjector {
         failure,
-        ratio: ratio(message.ratio)?,
+        ratio: ratio("failure ratio", message.ratio)?,
     }))
 }
 
-fn ratio(message: Option<proto::Ratio>) -> Result<Ratio, DecodeError> {
+pub(super) fn ratio(field: &'static str, message: Option<proto::Ratio>) -> Result<Ratio, DecodeError> {
     let Some(proto::Ratio { numerator, denominator }) = message else {
         return Ok(Ratio::ALWAYS);
     };
-    Ratio::new(numerator, denominator).ok_or_else(|| {
-        DecodeError::invalid(
-            "failure ratio",
-            format!("{numerator}/{denominator}"),
-            "a ratio from 0 to 1",
-        )
-    })
+    Ratio::new(numerator, denominator)
+        .ok_or_else(|| DecodeError::invalid(field, format!("{numerator}/{denominator}"), "a ratio from 0 to 1"))
 }
 
 /// The status of a final response.

@@ -1,6 +1,7 @@
 //! The policy of a destination, from `outbound.proto`.
 
 use std::collections::BTreeMap;
+use std::mem::take;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +14,8 @@ use tulle_proto::outbound as proto;
 
 use crate::policy::client::{
     AccrualKind, BackendSpec, BackendTarget, BackoffPolicy, ClientHttp, ClientPolicy, ClientProtocol, Distribution,
-    FailureAccrual, HeaderOverrides, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RetryConditions, RetryPolicy,
-    RouteAction, RouteBackend, Timeouts, TlsRoute,
+    FailureAccrual, HeaderOverrides, LoadParams, MirrorSpec, OpaqueFilter, OpaqueRoute, Queue, RetryConditions,
+    RetryPolicy, RouteAction, RouteBackend, Timeouts, TlsRoute,
 };
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
@@ -104,14 +105,14 @@ fn route(
     decode().map_err(|error: DecodeError| error.in_resource(&meta))
 }
 
-/// Decodes the distribution of one kind of route. The kinds differ only in the module of their types.
+/// Decodes the distribution of one kind of route. The kinds differ only in the module of their types. `$filters` decodes the
+/// filters of a backend.
 macro_rules! distribution {
-    ($module:ident, $filter:path, $message:expr) => {{
+    ($module:ident, $filters:expr, $message:expr) => {{
         use proto::$module::distribution::Kind;
-        let route_backend = |message: proto::$module::RouteBackend| {
-            let filters = message.filters.into_iter().map($filter).collect::<Result<_, _>>()?;
+        let route_backend = |mut message: proto::$module::RouteBackend| {
             Ok(RouteBackend {
-                filters,
+                filters: $filters(&mut message)?,
                 backend: backend(message.backend)?,
             })
         };
@@ -133,11 +134,21 @@ macro_rules! distribution {
 }
 
 fn http_rule(message: proto::http_route::Rule) -> Result<Rule<RouteAction>, DecodeError> {
+    let mut filters = collect_filters(message.filters, http_filter)?;
+    let mirrors = rule_extensions(message.filter_extensions, &mut filters)?;
     Ok(Rule {
         matches: routes::http_matches(message.matches)?,
-        filters: message.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
+        filters,
         payload: RouteAction {
-            backends: distribution!(http_route, http_filter, message.backends)?,
+            backends: distribution!(
+                http_route,
+                |backend: &mut proto::http_route::RouteBackend| {
+                    let filters = collect_filters(take(&mut backend.filters), http_filter)?;
+                    backend_extensions(take(&mut backend.filter_extensions), filters)
+                },
+                message.backends
+            )?,
+            mirrors,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(http_retry).transpose()?,
             header_overrides: header_overrides(message.allow_l5d_request_headers),
@@ -146,11 +157,21 @@ fn http_rule(message: proto::http_route::Rule) -> Result<Rule<RouteAction>, Deco
 }
 
 fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<RouteAction>, DecodeError> {
+    let mut filters = collect_filters(message.filters, grpc_filter)?;
+    let mirrors = rule_extensions(message.filter_extensions, &mut filters)?;
     Ok(Rule {
         matches: routes::grpc_matches(message.matches)?,
-        filters: message.filters.into_iter().map(grpc_filter).collect::<Result<_, _>>()?,
+        filters,
         payload: RouteAction {
-            backends: distribution!(grpc_route, grpc_filter, message.backends)?,
+            backends: distribution!(
+                grpc_route,
+                |backend: &mut proto::grpc_route::RouteBackend| {
+                    let filters = collect_filters(take(&mut backend.filters), grpc_filter)?;
+                    backend_extensions(take(&mut backend.filter_extensions), filters)
+                },
+                message.backends
+            )?,
+            mirrors,
             timeouts: timeouts(message.timeouts, message.request_timeout)?,
             retry: message.retry.map(grpc_retry).transpose()?,
             header_overrides: header_overrides(message.allow_l5d_request_headers),
@@ -170,7 +191,13 @@ fn opaque_route(messages: Vec<proto::OpaqueRoute>) -> Result<Option<OpaqueRoute>
                 Ok(OpaqueRoute {
                     meta: meta.clone(),
                     filters: rule.filters.into_iter().map(opaque_filter).collect::<Result<_, _>>()?,
-                    backends: distribution!(opaque_route, opaque_filter, rule.backends)?,
+                    backends: distribution!(
+                        opaque_route,
+                        |backend: &mut proto::opaque_route::RouteBackend| {
+                            collect_filters(take(&mut backend.filters), opaque_filter)
+                        },
+                        rule.backends
+                    )?,
                 })
             };
             decode()
@@ -188,7 +215,11 @@ fn tls_route(message: proto::TlsRoute) -> Result<TlsRoute, DecodeError> {
         let route = OpaqueRoute {
             meta: meta.clone(),
             filters: rule.filters.into_iter().map(tls_filter).collect::<Result<_, _>>()?,
-            backends: distribution!(tls_route, tls_filter, rule.backends)?,
+            backends: distribution!(
+                tls_route,
+                |backend: &mut proto::tls_route::RouteBackend| collect_filters(take(&mut backend.filters), tls_filter),
+                rule.backends
+            )?,
         };
         Ok(TlsRoute {
             snis: routes::snis(message.snis)?,
@@ -202,6 +233,47 @@ fn single_rule<R>(rules: Vec<R>) -> Result<R, DecodeError> {
     let [rule] = <[R; 1]>::try_from(rules)
         .map_err(|rules| DecodeError::invalid("number of rules", rules.len(), "exactly one"))?;
     Ok(rule)
+}
+
+fn collect_filters<M, F>(
+    messages: Vec<M>,
+    decode: impl FnMut(M) -> Result<F, DecodeError>,
+) -> Result<Vec<F>, DecodeError> {
+    messages.into_iter().map(decode).collect()
+}
+
+/// Decodes the extensions of a rule: adds its filters to `filters`, and returns its mirrors.
+fn rule_extensions(
+    messages: Vec<proto::FilterExtension>,
+    filters: &mut Vec<Filter>,
+) -> Result<Vec<MirrorSpec>, DecodeError> {
+    use proto::filter_extension::Kind;
+    let mut mirrors = Vec::new();
+    for message in messages {
+        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+            Kind::UrlRewrite(rewrite) => filters.push(routes::url_rewrite(rewrite)?),
+            Kind::RequestMirror(mirror) => mirrors.push(MirrorSpec {
+                backend: backend(mirror.backend)?,
+                ratio: routes::ratio("mirror ratio", mirror.ratio)?,
+            }),
+        }
+    }
+    Ok(mirrors)
+}
+
+/// Adds the extensions of a backend to its filters. A backend has no mirrors.
+fn backend_extensions(
+    messages: Vec<proto::FilterExtension>,
+    mut filters: Vec<Filter>,
+) -> Result<Vec<Filter>, DecodeError> {
+    match rule_extensions(messages, &mut filters)?.is_empty() {
+        true => Ok(filters),
+        false => Err(DecodeError::invalid(
+            "filter of a backend",
+            "RequestMirror",
+            "RequestMirror in the rule only",
+        )),
+    }
 }
 
 fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {

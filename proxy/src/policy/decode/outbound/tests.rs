@@ -2,6 +2,7 @@ use proto::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
 use proto::backend::endpoint_discovery::{DestinationGet, Kind as DiscoveryKind};
 use proto::backend::{BalanceP2c, EndpointDiscovery, Kind as BackendKind};
 use proto::failure_accrual::{ConsecutiveFailures, Kind as AccrualKind, Unified};
+use proto::filter_extension::{Kind as ExtensionKind, RequestMirror, UrlRewrite};
 use proto::http_route::distribution::{FirstAvailable, Kind as DistributionKind, RandomAvailable};
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
@@ -10,6 +11,7 @@ use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestR
 use tulle_proto::meta::{Resource, metadata};
 
 use super::*;
+use crate::policy::filter;
 
 pub(super) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
     Some(prost_types::Duration { seconds, nanos: 0 })
@@ -170,6 +172,22 @@ fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy
 
 pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
     with_rule(|rule| rule.filters = vec![proto::http_route::Filter { kind }])
+}
+
+fn extension(kind: Option<ExtensionKind>) -> Vec<proto::FilterExtension> {
+    vec![proto::FilterExtension { kind }]
+}
+
+fn with_extension(kind: Option<ExtensionKind>) -> proto::OutboundPolicy {
+    with_rule(|rule| rule.filter_extensions = extension(kind))
+}
+
+/// A mirror of all requests.
+fn request_mirror() -> ExtensionKind {
+    ExtensionKind::RequestMirror(RequestMirror {
+        backend: Some(backend_of(balance("copy.shop:80", Some(peak_ewma())))),
+        ratio: None,
+    })
 }
 
 /// The rule of a policy that has exactly one.
@@ -565,6 +583,46 @@ fn incomplete_messages_are_refused_with_the_reason() {
             redirect(Some(path_modifier::Replace::Prefix(String::new()))),
         ),
         ("injected status is \"99\"", failure(99, None)),
+        ("known kind of a filter is missing", with_extension(None)),
+        (
+            "rewritten host is \"a b\"",
+            with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite {
+                host: "a b".into(),
+                path: None,
+            }))),
+        ),
+        (
+            "replacement of a path is \"x\"",
+            with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite {
+                host: String::new(),
+                path: Some(PathModifier {
+                    replace: Some(path_modifier::Replace::Prefix("x".into())),
+                }),
+            }))),
+        ),
+        (
+            "backend is missing",
+            with_extension(Some(ExtensionKind::RequestMirror(RequestMirror::default()))),
+        ),
+        (
+            "mirror ratio is \"3/2\"",
+            with_extension(Some(ExtensionKind::RequestMirror(RequestMirror {
+                backend: Some(backend_of(balance("web.shop:80", Some(peak_ewma())))),
+                ratio: Some(Ratio {
+                    numerator: 3,
+                    denominator: 2,
+                }),
+            }))),
+        ),
+        (
+            "filter of a backend is \"RequestMirror\"",
+            with_rule(|rule| {
+                rule.backends = first(vec![proto::http_route::RouteBackend {
+                    filter_extensions: extension(Some(request_mirror())),
+                    ..to(backend_of(balance("web.shop:80", Some(peak_ewma()))))
+                }]);
+            }),
+        ),
         (
             "failure ratio is \"1/0\"",
             failure(
@@ -593,6 +651,41 @@ fn incomplete_messages_are_refused_with_the_reason() {
             "{error:#} does not say {reason:?}"
         );
     }
+}
+
+#[test]
+fn rewrites_are_filters_and_mirrors_are_backends() {
+    let rewrite = ExtensionKind::UrlRewrite(UrlRewrite {
+        host: "other.shop".into(),
+        path: Some(PathModifier {
+            replace: Some(path_modifier::Replace::Prefix("/new".into())),
+        }),
+    });
+    let policy = client_policy(with_rule(|rule| {
+        rule.filter_extensions = [Some(rewrite), Some(request_mirror())]
+            .into_iter()
+            .flat_map(extension)
+            .collect();
+    }))
+    .unwrap();
+    let ClientProtocol::Http2(http) = &policy.protocol else {
+        panic!("{policy:?}")
+    };
+    let rule = &http.routes[0].rules[0];
+    let expected = Filter::UrlRewrite(filter::UrlRewrite {
+        host: filter::RewrittenHost::new("other.shop"),
+        path: Some(filter::PathModifier::Prefix("/new".into())),
+    });
+    assert_eq!(rule.filters, [expected]);
+    let [mirror] = &rule.payload.mirrors[..] else {
+        panic!("{rule:?}")
+    };
+    assert_eq!(mirror.ratio, filter::Ratio::ALWAYS);
+    assert!(
+        matches!(&mirror.backend.target, BackendTarget::Balance { authority, .. } if &**authority == "copy.shop:80")
+    );
+    let empty = client_policy(with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite::default())))).unwrap();
+    assert!(matches!(empty.protocol, ClientProtocol::Http2(_)));
 }
 
 #[test]

@@ -1,0 +1,82 @@
+//! Mirrors of a route: backends that get copies of requests, and whose responses are discarded.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use crate::{
+    http::lifecycle::tee::CopyMemory,
+    outbound::{backend::Backends, endpoint::EndpointContext, metrics::MirrorSeries},
+    policy::{
+        filter::{Filter, Ratio},
+        meta::Meta,
+    },
+};
+
+/// Maximum number of copies in flight for each mirror.
+const MAX_COPIES_IN_FLIGHT: usize = 1024;
+
+/// One mirror of a route rule: the compiled [`MirrorSpec`](crate::policy::client::MirrorSpec).
+pub(crate) struct Mirror {
+    /// One backend, without filters.
+    pub(in crate::outbound) backends: Backends<Filter>,
+    /// The fraction of requests that are copied.
+    pub(in crate::outbound) ratio: Ratio,
+    pub(in crate::outbound) route: Arc<Meta>,
+    pub(in crate::outbound) endpoint_context: Arc<EndpointContext>,
+    pub(in crate::outbound) series: MirrorSeries,
+    pub(in crate::outbound) memory: Arc<CopyMemory>,
+    pub(in crate::outbound) n_in_flight: AtomicUsize,
+}
+
+/// A copy of a request. Counts as in flight until it is dropped.
+pub(in crate::outbound) struct CopyGuard(Arc<Mirror>);
+
+/// What became of a copy, as its metric shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::outbound) enum CopyResult {
+    /// The mirror has sent a response that is not a failure.
+    Success,
+    /// The mirror has sent a failure or no response, or the request itself was not sent to its end.
+    Failure,
+    /// The mirror was too slow.
+    Dropped,
+}
+
+impl Mirror {
+    /// Starts a copy of a request, if the ratio includes the request, and not too many copies are in flight.
+    pub(in crate::outbound) fn start_copy(self: &Arc<Self>) -> Option<CopyGuard> {
+        if !self.ratio.includes(|n| fastrand::u32(0..n)) {
+            return None;
+        }
+        let n_before = self.n_in_flight.fetch_add(1, Ordering::Relaxed);
+        let guard = CopyGuard(self.clone());
+        if n_before >= MAX_COPIES_IN_FLIGHT {
+            guard.record(CopyResult::Dropped);
+            return None;
+        }
+        Some(guard)
+    }
+}
+
+impl CopyGuard {
+    pub(in crate::outbound) fn mirror(&self) -> &Mirror {
+        &self.0
+    }
+
+    pub(in crate::outbound) fn record(self, result: CopyResult) {
+        let series = &self.0.series;
+        match result {
+            CopyResult::Success => series.succeeded.inc(),
+            CopyResult::Failure => series.failed.inc(),
+            CopyResult::Dropped => series.dropped.inc(),
+        }
+    }
+}
+
+impl Drop for CopyGuard {
+    fn drop(&mut self) {
+        self.0.n_in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,120 @@
+//! Sends copies of a request to the mirrors of its rule (O7).
+
+use std::{future::poll_fn, mem::take, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{Method, Request};
+use http_body_util::BodyExt as _;
+use tokio::time::{Instant, timeout};
+use tulle_core::drain;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        lifecycle::classify,
+        lifecycle::tee::{self, CopyMemory, CopyMonitor},
+        upgrade::interim,
+    },
+    outbound::{
+        mirror::{CopyGuard, CopyResult, Mirror},
+        request::{
+            attempt::{AttemptParams, AttemptSender},
+            connect::TriedEndpoints,
+            context::{ClientContext, OutgoingRequest},
+            observe::RouteSource,
+        },
+    },
+};
+
+/// Maximum time from the start of a copy to the end of its response.
+const MAX_COPY_DURATION: Duration = Duration::from_secs(60);
+
+/// Maximum size of a response that is read to its end, so that its connection can be used again.
+const MAX_RESPONSE_BYTES: usize = 1024 * 1024;
+
+/// Starts a copy of the request for each mirror that samples it. The copies neither delay nor fail the request.
+pub(super) fn send_copies(client: ClientContext<'_>, mirrors: &[Arc<Mirror>], outgoing: &mut OutgoingRequest<'_>) {
+    // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
+    if mirrors.is_empty() || outgoing.upgrade.is_some() || *outgoing.req.method() == Method::CONNECT {
+        return;
+    }
+    for guard in mirrors.iter().filter_map(Mirror::start_copy) {
+        let (copy, monitor) = copy_request(outgoing.req, &guard.mirror().memory);
+        let (worker, client_addr, drain) = (client.worker, client.client_addr, client.drain.clone());
+        // The drain does not wait for copies.
+        tokio::spawn(async move {
+            let result = send_copy(copy, guard.mirror(), worker, client_addr, &drain).await;
+            guard.record(match monitor.is_too_slow() {
+                true => CopyResult::Dropped,
+                false => result,
+            });
+        });
+    }
+}
+
+/// A request with the same head, whose body receives the frames of the original as they are sent.
+fn copy_request(req: &mut Request<Body>, memory: &Arc<CopyMemory>) -> (Request<Body>, CopyMonitor) {
+    let (original, body, monitor) = tee::copy_while_sent(take(req.body_mut()), memory.clone());
+    *req.body_mut() = original;
+    let mut copy = Request::new(body);
+    *copy.method_mut() = req.method().clone();
+    *copy.uri_mut() = req.uri().clone();
+    *copy.version_mut() = req.version();
+    *copy.headers_mut() = req.headers().clone();
+    (copy, monitor)
+}
+
+async fn send_copy(
+    mut copy: Request<Body>,
+    mirror: &Mirror,
+    worker: usize,
+    client_addr: SocketAddr,
+    drain: &drain::Watch,
+) -> CopyResult {
+    let sender = AttemptSender {
+        client: ClientContext {
+            worker,
+            client_addr,
+            families: &mirror.endpoint_context.families,
+            drain,
+        },
+        route_source: RouteSource::Route(&mirror.route),
+        required_identity: None,
+        backends: &mirror.backends,
+        matched_prefix_len: None,
+        route_request: None,
+    };
+    let mut outgoing = OutgoingRequest {
+        req: &mut copy,
+        upgrade: None,
+    };
+    let mut exchange = pin!(timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)));
+    // Discards interim responses: the next request that this thread polls would forward them to its client.
+    let exchanged = poll_fn(|cx| interim::poll_and_take(|| exchange.as_mut().poll(cx)).0).await;
+    match exchanged {
+        Ok(Ok(true)) => CopyResult::Success,
+        Ok(Ok(false) | Err(_)) | Err(_) => CopyResult::Failure,
+    }
+}
+
+/// Sends a copy and discards its response. Returns whether the response is a success.
+async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingRequest<'_>) -> Result<bool, Error> {
+    let params = AttemptParams::plain(Instant::now());
+    let rsp = sender
+        .send_attempt(outgoing, &mut TriedEndpoints::new(), params)
+        .await?;
+    let (head, mut body) = rsp.into_parts();
+    let mut grpc_status = classify::grpc_status(&head.headers);
+    let mut n_bytes = 0;
+    while let Some(frame) = body.frame().await {
+        let frame = frame?;
+        n_bytes += frame.data_ref().map_or(0, Bytes::len);
+        grpc_status = grpc_status.or_else(|| classify::grpc_status(frame.trailers_ref()?));
+        if n_bytes > MAX_RESPONSE_BYTES {
+            body.finish(Ok(()));
+            break;
+        }
+    }
+    Ok(classify::is_success(head.status, grpc_status))
+}
