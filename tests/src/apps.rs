@@ -7,18 +7,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tulle_bench::serve;
 
-use crate::client::{AnyBody, any};
+use crate::client::{AnyBody, any, full};
 use crate::mesh::{self, HTTP, Mesh, OPAQUE, TCP};
 
 /// A running application. Dropping it stops it and closes its connections.
@@ -145,6 +146,80 @@ where
                 .await;
         }
     })
+}
+
+/// An HTTP server that keeps the requests it receives.
+pub struct Recorder {
+    received: Arc<Mutex<Vec<ReceivedRequest>>>,
+    _app: App,
+}
+
+/// A request that a [`Recorder`] has received.
+#[derive(Clone, Debug)]
+pub struct ReceivedRequest {
+    pub method: Method,
+    pub version: Version,
+    /// Path and query.
+    pub target: String,
+    /// The authority or the `host` header.
+    pub host: String,
+    pub headers: HeaderMap,
+    /// `None` if the body is incomplete.
+    pub body: Option<Bytes>,
+}
+
+impl Recorder {
+    /// Starts the server on [`HTTP`] of a workload. `status` returns the status of the nth response; the first one is 0.
+    pub async fn start(mesh: &Mesh, workload: &str, status: impl Fn(usize) -> u16 + Send + Sync + 'static) -> Self {
+        let received = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
+        let (list, status) = (received.clone(), Arc::new(status));
+        let app = serve_http(mesh.listen(workload, HTTP).await, move |req| {
+            let (list, status) = (list.clone(), status.clone());
+            async move {
+                let received = ReceivedRequest::of(req).await;
+                let n_before = {
+                    let mut list = list.lock();
+                    list.push(received);
+                    list.len() - 1
+                };
+                let rsp = Response::builder().status(status(n_before));
+                rsp.body(full("recorded")).expect("a status of HTTP")
+            }
+        });
+        Self { received, _app: app }
+    }
+
+    pub fn requests(&self) -> Vec<ReceivedRequest> {
+        self.received.lock().clone()
+    }
+
+    /// The targets of the requests.
+    pub fn targets(&self) -> Vec<String> {
+        self.requests().into_iter().map(|received| received.target).collect()
+    }
+}
+
+impl ReceivedRequest {
+    async fn of(req: Request<Incoming>) -> Self {
+        let (head, body) = req.into_parts();
+        let authority = head.uri.authority().map(|authority| authority.to_string());
+        let host = head.headers.get("host").and_then(|host| host.to_str().ok());
+        Self {
+            host: authority.or_else(|| host.map(str::to_owned)).unwrap_or_default(),
+            target: head.uri.path_and_query().map(ToString::to_string).unwrap_or_default(),
+            method: head.method,
+            version: head.version,
+            headers: head.headers,
+            body: body.collect().await.ok().map(|body| body.to_bytes()),
+        }
+    }
+
+    /// The value of a header; empty if it is missing.
+    pub fn header(&self, name: &str) -> &str {
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap_or("not text"))
+    }
 }
 
 /// Answers a gRPC request with response headers, and sends nothing after them.
