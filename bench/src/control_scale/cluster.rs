@@ -2,7 +2,6 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::Context as _;
 use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, stream};
@@ -21,6 +20,8 @@ pub(super) struct Size {
     pub(super) services: usize,
     pub(super) endpoints: usize,
     pub(super) other_pods: usize,
+    /// Endpoints of the Service `rollout`, which is not one of `services`.
+    pub(super) rollout: usize,
 }
 
 #[derive(Clone)]
@@ -47,15 +48,15 @@ impl Cluster {
         self.post_all(
             services
                 .clone()
-                .map(|n| ("/api/v1/namespaces/scale/services", service(n))),
+                .map(|n| ("/api/v1/namespaces/scale/services", service(&service_name(n)))),
         )
         .await?;
-        let slices = services.map(|n| {
-            let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
-            (path, slice(n, self.size.endpoints, None))
-        });
+        let slices = services.map(|n| (SLICES, slice(n, self.size.endpoints, None)));
         self.post_all(slices).await?;
-        let n_pods = self.size.services * self.size.endpoints + self.size.other_pods;
+        if self.size.rollout > 0 {
+            self.create_rollout_service().await?;
+        }
+        let n_pods = self.size.first_rollout_pod() + self.size.rollout;
         // The API server does not admit a pod without a service account.
         let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
@@ -71,17 +72,46 @@ impl Cluster {
         run_concurrently(statuses).await
     }
 
+    async fn create_rollout_service(&self) -> anyhow::Result<()> {
+        self.post("/api/v1/namespaces/scale/services", &service(ROLLOUT))
+            .await?;
+        for slice in self.rollout_slices() {
+            self.post(SLICES, &slice.object()).await?;
+        }
+        Ok(())
+    }
+
+    /// The EndpointSlices of the Service `rollout`, with the addresses of its pods.
+    pub(super) fn rollout_slices(&self) -> Vec<RolloutSlice> {
+        let first = self.size.first_rollout_pod();
+        let pods: Vec<usize> = (first..first + self.size.rollout).collect();
+        let slices = pods.chunks(MAX_ENDPOINTS_PER_SLICE).enumerate().map(|(n, pods)| {
+            let endpoint = |pod: &usize| (*pod, pod_name(*pod, self.size.endpoints), pod_ip(*pod));
+            RolloutSlice {
+                n,
+                endpoints: pods.iter().map(endpoint).collect(),
+            }
+        });
+        slices.collect()
+    }
+
+    pub(super) async fn write_slice(&self, slice: &RolloutSlice) -> anyhow::Result<()> {
+        self.send(Method::PUT, &format!("{SLICES}/{ROLLOUT}-{}", slice.n), &slice.object())
+            .await
+    }
+
     /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
     pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
-        let path = format!("/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices/svc-{service}-x");
+        let path = format!("{SLICES}/{}-x", service_name(service));
         let slice = slice(service, self.size.endpoints, Some(addr));
         self.send(Method::PUT, &path, &slice).await
     }
 
     /// Watches the EndpointSlices. Each item is one line of JSON: first the existing objects, then changes.
     pub(super) async fn watch(&self) -> anyhow::Result<impl Stream<Item = io::Result<String>> + Send + use<>> {
-        let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices?watch=1&resourceVersion=0";
-        let req = Request::get(path).body(Vec::new()).context("making a request")?;
+        let req = Request::get(format!("{SLICES}?watch=1&resourceVersion=0"))
+            .body(Vec::new())
+            .context("making a request")?;
         let lines = self.client.request_stream(req).await.context("watching slices")?;
         Ok(lines.lines())
     }
@@ -117,9 +147,42 @@ async fn run_concurrently(
     Ok(())
 }
 
-fn service(n: usize) -> Value {
+impl Size {
+    fn first_rollout_pod(&self) -> usize {
+        self.services * self.endpoints + self.other_pods
+    }
+}
+
+/// An EndpointSlice of the Service `rollout`.
+pub(super) struct RolloutSlice {
+    n: usize,
+    /// Number, name and address of each pod.
+    endpoints: Vec<(usize, String, String)>,
+}
+
+impl RolloutSlice {
+    pub(super) fn len(&self) -> usize {
+        self.endpoints.len()
+    }
+
+    /// Gives the endpoint at this index another address, as if its pod had been replaced.
+    pub(super) fn replace(&mut self, index: usize, addr: Address) {
+        self.endpoints[index].2 = addr.to_string();
+    }
+
+    fn object(&self) -> Value {
+        let endpoints = self.endpoints.iter().map(|(pod, name, ip)| endpoint(*pod, name, ip));
+        slice_object(
+            &format!("{ROLLOUT}-{}", self.n),
+            ROLLOUT,
+            &endpoints.collect::<Vec<_>>(),
+        )
+    }
+}
+
+fn service(name: &str) -> Value {
     json!({
-        "metadata": {"name": format!("svc-{n}")},
+        "metadata": {"name": name},
         "spec": {
             "ports": [{"name": "http", "port": 80, "targetPort": 8080}],
         },
@@ -130,24 +193,33 @@ fn slice(n: usize, endpoints: usize, first: Option<Address>) -> Value {
     let endpoints: Vec<Value> = (0..endpoints)
         .map(|i| {
             let pod = n * endpoints + i;
-            let addr: Arc<str> = match (i, first) {
-                (0, Some(addr)) => addr.to_string().into(),
-                _ => pod_ip(pod).into(),
+            let ip = match (i, first) {
+                (0, Some(addr)) => addr.to_string(),
+                _ => pod_ip(pod),
             };
-            json!({
-                "addresses": [&*addr],
-                "conditions": {"ready": true, "serving": true, "terminating": false},
-                "nodeName": format!("node-{}", pod % 100),
-                "zone": ZONES[pod % ZONES.len()],
-                "targetRef": {"kind": "Pod", "namespace": "scale", "name": pod_name(pod, endpoints)},
-            })
+            endpoint(pod, &pod_name(pod, endpoints), &ip)
         })
         .collect();
+    let service = service_name(n);
+    slice_object(&format!("{service}-x"), &service, &endpoints)
+}
+
+fn endpoint(pod: usize, name: &str, ip: &str) -> Value {
+    json!({
+        "addresses": [ip],
+        "conditions": {"ready": true, "serving": true, "terminating": false},
+        "nodeName": format!("node-{}", pod % 100),
+        "zone": ZONES[pod % ZONES.len()],
+        "targetRef": {"kind": "Pod", "namespace": "scale", "name": name},
+    })
+}
+
+fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
     json!({
         "metadata": {
-            "name": format!("svc-{n}-x"),
+            "name": name,
             "labels": {
-                "kubernetes.io/service-name": format!("svc-{n}"),
+                "kubernetes.io/service-name": service,
                 "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",
             },
         },
@@ -216,6 +288,10 @@ fn status(n: usize) -> Value {
     }})
 }
 
+pub(super) fn service_name(n: usize) -> String {
+    format!("svc-{n}")
+}
+
 /// Name of the workload and the service account of a Service.
 fn app(service: usize) -> String {
     format!("app-{service}")
@@ -235,3 +311,8 @@ fn host_ip(n: usize) -> String {
 
 const ZONES: [&str; 3] = ["a", "b", "c"];
 const PODS: &str = "/api/v1/namespaces/scale/pods";
+const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
+/// The Service whose pods are all replaced by the profile `rollout`.
+pub(super) const ROLLOUT: &str = "rollout";
+/// The default of the EndpointSlice controller.
+const MAX_ENDPOINTS_PER_SLICE: usize = 100;

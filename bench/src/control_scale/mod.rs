@@ -1,12 +1,13 @@
-//! Scale test of the destination service: many objects on a real API server, many streams, and a steady rate of changes.
+//! Scale test of the destination service: many objects on a real API server, many streams, and changes.
 //!
 //! The objects are created on the API server of the kubeconfig. It needs no nodes and should be a disposable one. The output has
-//! the memory with and without streams, the time until all streams have their first message, the latency from a write to the
-//! subscriber, and the CPU time per delivered update.
+//! the memory with and without streams, the time until all streams have their first message, and for each profile the latency
+//! from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
 
 #![allow(clippy::print_stdout)] // the command prints its results
 
 mod cluster;
+mod liveness;
 mod streams;
 
 use std::path::{Path, PathBuf};
@@ -14,14 +15,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use hdrhistogram::Histogram;
-use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep};
+use clap::ValueEnum;
+use futures_util::future::try_join_all;
+use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::trust::{self, CertificateAuthority};
 
-use crate::control_scale::cluster::{Cluster, Size};
-use crate::control_scale::streams::{Address, Streams};
+use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
+use crate::control_scale::liveness::LivenessProbes;
+use crate::control_scale::streams::{Address, Clients, Streams};
 use crate::run::process::Process;
 
 /// Numbers of objects, clients and changes.
@@ -33,6 +35,9 @@ pub struct Args {
     /// The tulle-control binary to measure; by default the one beside this program.
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
+    /// Loads to measure, in this order.
+    #[arg(long = "profile", value_enum, value_delimiter = ',', default_value = "updates")]
+    profiles: Vec<LoadProfile>,
     #[arg(long, default_value_t = 1000)]
     services: usize,
     /// Endpoints of each Service; each endpoint is a pod.
@@ -47,15 +52,31 @@ pub struct Args {
     /// `Get` streams per client.
     #[arg(long, default_value_t = 50)]
     streams: usize,
-    /// EndpointSlice changes per second.
+    /// EndpointSlice changes per second of the profile `updates`.
     #[arg(long, default_value_t = 41)]
     rate: u32,
-    /// Duration of the changes, in seconds.
+    /// Duration of the changes of each profile, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 20)]
     seconds: u32,
+    /// Endpoints of the Service of the profile `rollout`; each address changes twice.
+    #[arg(long, value_name = "ENDPOINTS", default_value_t = 1000)]
+    rollout: usize,
+    /// Streams per client that follow the Service of the profile `rollout`.
+    #[arg(long, value_name = "STREAMS", default_value_t = 5)]
+    rollout_streams: usize,
     /// Use the objects of an earlier run instead of creating them.
     #[arg(long)]
     reuse_objects: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LoadProfile {
+    /// One endpoint per change, of all Services in turn.
+    Updates,
+    /// All endpoints of one large Service are replaced.
+    Rollout,
+    /// All clients lose their connections and connect again at once.
+    Reconnect,
 }
 
 /// Runs the scale test and prints the results.
@@ -69,10 +90,12 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn run(args: &Args) -> anyhow::Result<()> {
+    let has_rollout = args.profiles.contains(&LoadProfile::Rollout);
     let size = Size {
         services: args.services,
         endpoints: args.endpoints,
         other_pods: args.other_pods,
+        rollout: if has_rollout { args.rollout } else { 0 },
     };
     let cluster = Cluster::connect(&args.kubeconfig, size).await?;
     if !args.reuse_objects {
@@ -81,69 +104,182 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         println!("objects created in {:.1?}", start.elapsed());
     }
     let dir = tempfile::tempdir().context("making a directory")?;
-    let mut control = start_control(args, dir.path())?;
     let start = Instant::now();
+    let mut control = start_control(args, dir.path())?;
     control.wait_for_ports(&[DESTINATION])?;
-    wait_until_ready().await?;
-    println!("ready after {:.1?}", start.elapsed());
+    let slowest = wait_until_ready().await?;
+    println!(
+        "ready after {:.1?}, with {:.1?} of CPU; slowest liveness probe {slowest:.1?}",
+        start.elapsed(),
+        control.cpu()?
+    );
     sleep(MEMORY_SETTLE_DELAY).await;
     print_memory("with objects", &control)?;
 
-    let anchors = TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?;
-    let (cpu, start) = (control.cpu()?, Instant::now());
-    let mut streams = Streams::open(DESTINATION, &anchors, args.clients, args.streams, size.services).await?;
-    let n_streams = args.clients * args.streams;
-    println!(
-        "{n_streams} streams answered in {:.2?}, with {:.2?} of CPU",
-        start.elapsed(),
-        control.cpu()? - cpu
-    );
+    let mut run = Run {
+        anchors: TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?,
+        args,
+        cluster,
+        control,
+    };
+    let mut streams = run.open_streams().await?;
     sleep(MEMORY_SETTLE_DELAY).await;
-    print_memory("with streams", &control)?;
-
-    streams.record_watch_latencies(cluster.watch().await?);
-    let cpu = control.cpu()?;
-    let (latencies, expected) = run_changes(args, &cluster, &streams).await?;
-    let used = control.cpu()? - cpu;
-    println!(
-        "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.0} µs of CPU per update",
-        latencies.len(),
-        millis(latencies.value_at_quantile(0.5)),
-        millis(latencies.value_at_quantile(0.99)),
-        millis(latencies.max()),
-        used.as_secs_f64() * 1e6 / latencies.len().max(1) as f64,
-    );
-    let watch_latencies = streams.watch_latencies();
-    println!(
-        "from write to a watch of the API server p50 {:.1} p99 {:.1} ms",
-        millis(watch_latencies.value_at_quantile(0.5)),
-        millis(watch_latencies.value_at_quantile(0.99)),
-    );
-    print_memory("after changes", &control)?;
-    ensure!(latencies.len() == expected, "updates were lost");
+    print_memory("with streams", &run.control)?;
+    for profile in &args.profiles {
+        println!(
+            "profile {}:",
+            profile.to_possible_value().expect("no profile is hidden").get_name()
+        );
+        match profile {
+            LoadProfile::Updates => run.measure_updates(&mut streams).await?,
+            LoadProfile::Rollout => run.measure_rollout().await?,
+            LoadProfile::Reconnect => streams = run.measure_reconnect(streams).await?,
+        }
+    }
     Ok(())
 }
 
-/// Changes one endpoint per Service in turn, at a steady rate. Returns the latencies in microseconds and the expected number of
-/// updates.
-async fn run_changes(args: &Args, cluster: &Cluster, streams: &Streams) -> anyhow::Result<(Histogram<u64>, u64)> {
-    let n_changes = args.rate * args.seconds;
-    let start = Instant::now();
-    let mut writes = tokio::task::JoinSet::new();
-    let mut expected = 0;
-    for n in 0..n_changes {
-        tokio::time::sleep_until(start + Duration::from_secs(1) * n / args.rate).await;
-        let service = n as usize % args.services;
-        expected += streams.subscribers(service);
-        let (cluster, addr) = (cluster.clone(), Address::of_change(n));
-        streams.record_write(addr, Instant::now());
-        writes.spawn(async move { cluster.change(service, addr).await });
+/// A control plane that serves the objects.
+struct Run<'a> {
+    args: &'a Args,
+    anchors: TrustAnchors,
+    cluster: Cluster,
+    control: Process,
+}
+
+impl Run<'_> {
+    /// Opens the streams of all clients at once. They follow all Services in turn.
+    async fn open_streams(&mut self) -> anyhow::Result<Streams> {
+        let args = self.args;
+        let clients = Clients {
+            clients: args.clients,
+            streams: args.streams,
+        };
+        let probes = LivenessProbes::start(METRICS);
+        let (cpu, start) = (self.control.cpu()?, Instant::now());
+        let service = |n| cluster::service_name(n % args.services);
+        let streams = Streams::open(DESTINATION, &self.anchors, clients, service).await?;
+        println!(
+            "{} streams answered in {:.2?}, with {:.2?} of CPU; slowest liveness probe {:.1?}",
+            clients.n_streams(),
+            start.elapsed(),
+            self.control.cpu()? - cpu,
+            probes.finish().await?
+        );
+        Ok(streams)
     }
-    while let Some(written) = writes.join_next().await {
-        written.context("a write failed")??;
+
+    /// Changes one endpoint per Service in turn, at a steady rate.
+    async fn measure_updates(&mut self, streams: &mut Streams) -> anyhow::Result<()> {
+        streams.record_watch_latencies(self.cluster.watch().await?);
+        let args = self.args;
+        let (services, n_streams) = (args.services as u64, streams.n_streams());
+        let load = self.start_load()?;
+        let (start, mut writes) = (Instant::now(), Vec::new());
+        let mut expected = 0;
+        for n in 0..args.rate * args.seconds {
+            let service = n as usize % args.services;
+            expected += n_streams / services + u64::from((service as u64) < n_streams % services);
+            let (cluster, addr, at) = (
+                &self.cluster,
+                Address::of_change(n),
+                start + Duration::from_secs(1) * n / args.rate,
+            );
+            let streams = &*streams;
+            writes.push(async move {
+                sleep_until(at).await;
+                streams.record_write(addr, Instant::now());
+                cluster.change(service, addr).await
+            });
+        }
+        try_join_all(writes).await?;
+        self.finish_load(load, streams, expected).await?;
+        let watch_latencies = streams.watch_latencies();
+        println!(
+            "from write to a watch of the API server p50 {:.1} p99 {:.1} ms",
+            millis(watch_latencies.value_at_quantile(0.5)),
+            millis(watch_latencies.value_at_quantile(0.99)),
+        );
+        print_memory("after changes", &self.control)
     }
-    streams.wait_for(expected, UPDATE_TIMEOUT).await;
-    Ok((streams.latencies(), expected))
+
+    /// Replaces all endpoints of the large Service twice, slice by slice.
+    async fn measure_rollout(&mut self) -> anyhow::Result<()> {
+        let args = self.args;
+        let clients = Clients {
+            clients: args.clients,
+            streams: args.rollout_streams,
+        };
+        let streams = Streams::open(DESTINATION, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
+        let load = self.start_load()?;
+        let slices = self.cluster.rollout_slices();
+        let (n_slices, n_changes) = (slices.len(), 2 * args.rollout);
+        let interval = Duration::from_secs(args.seconds.into()).div_f64(n_changes as f64);
+        let start = Instant::now();
+        let (cluster, streams_of_rollout) = (&self.cluster, &streams);
+        let writes = slices
+            .into_iter()
+            .enumerate()
+            .map(async |(at, mut slice): (usize, RolloutSlice)| {
+                for change in 0..2 * slice.len() {
+                    let n = u32::try_from(change * n_slices + at).context("too many changes")?;
+                    sleep_until(start + interval * n).await;
+                    let addr = Address::of_change(FIRST_ROLLOUT_CHANGE + n);
+                    slice.replace(change % slice.len(), addr);
+                    streams_of_rollout.record_write(addr, Instant::now());
+                    cluster.write_slice(&slice).await?;
+                }
+                anyhow::Ok(())
+            });
+        try_join_all(writes).await?;
+        println!("{n_changes} changes written in {:.1?}", start.elapsed());
+        self.finish_load(load, &streams, n_changes as u64 * streams.n_streams())
+            .await
+    }
+
+    /// Ends all connections and opens all streams again at once.
+    async fn measure_reconnect(&mut self, streams: Streams) -> anyhow::Result<Streams> {
+        drop(streams);
+        self.control.reset_peak_rss()?;
+        let streams = self.open_streams().await?;
+        println!("peak memory {:.1} MB", megabytes(self.control.peak_rss_kib()?));
+        Ok(streams)
+    }
+
+    fn start_load(&self) -> anyhow::Result<Load> {
+        self.control.reset_peak_rss()?;
+        Ok(Load {
+            cpu: self.control.cpu()?,
+            probes: LivenessProbes::start(METRICS),
+        })
+    }
+
+    /// Waits for the updates that are expected, and prints the latencies and costs of the load.
+    async fn finish_load(&self, load: Load, streams: &Streams, expected: u64) -> anyhow::Result<()> {
+        streams.wait_for(expected, UPDATE_TIMEOUT).await;
+        let (latencies, used) = (streams.latencies(), self.control.cpu()? - load.cpu);
+        println!(
+            "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per update",
+            latencies.len(),
+            millis(latencies.value_at_quantile(0.5)),
+            millis(latencies.value_at_quantile(0.99)),
+            millis(latencies.max()),
+            used.as_secs_f64() * 1e6 / latencies.len().max(1) as f64,
+        );
+        println!(
+            "peak memory {:.1} MB; slowest liveness probe {:.1?}",
+            megabytes(self.control.peak_rss_kib()?),
+            load.probes.finish().await?
+        );
+        ensure!(latencies.len() == expected, "updates were lost");
+        Ok(())
+    }
+}
+
+/// The state before a load.
+struct Load {
+    cpu: Duration,
+    probes: LivenessProbes,
 }
 
 fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
@@ -181,29 +317,26 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     Process::start("tulle-control", command, dir)
 }
 
-/// Waits until the control plane reports that it is ready.
-async fn wait_until_ready() -> anyhow::Result<()> {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let deadline = Instant::now() + Duration::from_secs(60);
+/// Waits until the control plane is ready. Returns the time of the slowest liveness probe.
+async fn wait_until_ready() -> anyhow::Result<Duration> {
+    let deadline = Instant::now() + READY_TIMEOUT;
+    let probes = LivenessProbes::start(METRICS);
     while Instant::now() < deadline {
-        let mut tcp = TcpStream::connect(("127.0.0.1", METRICS))
-            .await
-            .context("asking for readiness")?;
-        tcp.write_all(b"GET /ready HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n")
-            .await?;
-        let mut answer = String::new();
-        tcp.read_to_string(&mut answer).await?;
-        if answer.starts_with("HTTP/1.1 200") {
-            return Ok(());
+        if liveness::status(METRICS, "/ready").await? == 200 {
+            return probes.finish().await;
         }
         sleep(Duration::from_millis(20)).await;
     }
-    anyhow::bail!("the control plane is not ready after a minute")
+    anyhow::bail!("the control plane is not ready after {READY_TIMEOUT:?}")
 }
 
 fn print_memory(when: &str, control: &Process) -> anyhow::Result<()> {
-    println!("memory {when}: {:.1} MB", control.rss_kib()? as f64 / 1000.0 * 1.024);
+    println!("memory {when}: {:.1} MB", megabytes(control.rss_kib()?));
     Ok(())
+}
+
+fn megabytes(kib: u64) -> f64 {
+    kib as f64 / 1000.0 * 1.024
 }
 
 fn millis(micros: u64) -> f64 {
@@ -217,3 +350,6 @@ const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// Wait before memory is read, so that work after the first responses has finished.
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
+const READY_TIMEOUT: Duration = Duration::from_secs(180);
+/// Above the changes of the profile `updates`, so that the addresses differ.
+const FIRST_ROLLOUT_CHANGE: u32 = 1 << 20;

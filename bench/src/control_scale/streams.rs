@@ -38,8 +38,22 @@ impl fmt::Display for Address {
 
 pub(super) struct Streams {
     shared: Arc<Shared>,
-    subscribers: Vec<u64>,
+    n_streams: u64,
     tasks: JoinSet<()>,
+}
+
+/// Clients, each with its own connection, and their streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clients {
+    pub(super) clients: usize,
+    /// Streams of each client.
+    pub(super) streams: usize,
+}
+
+impl Clients {
+    pub(super) fn n_streams(&self) -> usize {
+        self.clients * self.streams
+    }
 }
 
 struct Shared {
@@ -50,13 +64,12 @@ struct Shared {
 }
 
 impl Streams {
-    /// Opens all streams and waits for the first message of each.
+    /// Opens all streams at once and waits for the first message of each. `service` names the Service of the n-th stream.
     pub(super) async fn open(
         port: u16,
         anchors: &TrustAnchors,
-        clients: usize,
-        streams: usize,
-        services: usize,
+        clients: Clients,
+        service: impl Fn(usize) -> String,
     ) -> anyhow::Result<Self> {
         // A fixed maximum, because an auto-resizing histogram does not grow for clamped values.
         let latencies = Histogram::new_with_max(MAX_LATENCY_US, 3).context("making a histogram")?;
@@ -66,10 +79,9 @@ impl Streams {
             latencies: Mutex::new(latencies),
         });
         let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
-        let mut subscribers = vec![0; services];
-        for client in 0..clients {
-            let subscribed: Vec<usize> = (0..streams).map(|n| (client * streams + n) % services).collect();
-            subscribed.iter().for_each(|service| subscribers[*service] += 1);
+        for client in 0..clients.clients {
+            let first = client * clients.streams;
+            let subscribed: Vec<String> = (first..first + clients.streams).map(&service).collect();
             let anchors = anchors.clone();
             opening.spawn(async move { open_client(port, &anchors, client, subscribed).await });
         }
@@ -85,7 +97,7 @@ impl Streams {
         }
         Ok(Self {
             shared,
-            subscribers,
+            n_streams: clients.n_streams() as u64,
             tasks,
         })
     }
@@ -103,8 +115,8 @@ impl Streams {
         });
     }
 
-    pub(super) fn subscribers(&self, service: usize) -> u64 {
-        self.subscribers[service]
+    pub(super) fn n_streams(&self) -> u64 {
+        self.n_streams
     }
 
     /// Records the time at which an address is written.
@@ -157,7 +169,7 @@ async fn open_client(
     port: u16,
     anchors: &TrustAnchors,
     client: usize,
-    services: Vec<usize>,
+    services: Vec<String>,
 ) -> anyhow::Result<Vec<tonic::Streaming<Update>>> {
     let addr = Addr::Socket(SocketAddr::from(([127, 0, 0, 1], port)));
     let peer = TlsServer {
@@ -174,7 +186,7 @@ async fn open_client(
         let mut destination = DestinationClient::new(channel.clone());
         let request = GetDestination {
             scheme: String::new(),
-            path: format!("svc-{service}.scale.svc.cluster.local:80"),
+            path: format!("{service}.scale.svc.cluster.local:80"),
             context_token: format!(
                 r#"{{"ns":"scale","nodeName":"node-{}","pod":"client-{client}"}}"#,
                 client % 100

@@ -121,6 +121,12 @@ impl Process {
         self.status("VmHWM:")
     }
 
+    /// Makes `peak_rss_kib` start again from the resident memory of now.
+    pub fn reset_peak_rss(&self) -> anyhow::Result<()> {
+        let path = format!("/proc/{}/clear_refs", self.child.id());
+        std::fs::write(&path, "5").with_context(|| format!("writing {path}"))
+    }
+
     fn status(&self, name: &str) -> anyhow::Result<u64> {
         let status = self.proc("status")?;
         let line = status.lines().find_map(|line| line.strip_prefix(name));

@@ -1,0 +1,62 @@
+//! Probes of the control plane while it is under load, like those of the kubelet.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+/// Probes of `/live` in a task.
+pub(super) struct LivenessProbes {
+    end: oneshot::Sender<()>,
+    probes: JoinHandle<anyhow::Result<Duration>>,
+}
+
+impl LivenessProbes {
+    pub(super) fn start(port: u16) -> Self {
+        let (end, mut ended) = oneshot::channel();
+        let probes = tokio::spawn(async move {
+            let mut slowest = Duration::ZERO;
+            loop {
+                let started_at = Instant::now();
+                let status = status(port, "/live").await?;
+                ensure!(status == 200, "/live answers {status}");
+                slowest = slowest.max(started_at.elapsed());
+                tokio::select! {
+                    _ = &mut ended => return Ok(slowest),
+                    () = sleep(PROBE_INTERVAL) => {}
+                }
+            }
+        });
+        Self { end, probes }
+    }
+
+    /// Ends the probes. Returns the time of the slowest.
+    pub(super) async fn finish(self) -> anyhow::Result<Duration> {
+        // The task has ended if the send fails, and its result has the reason.
+        let _ = self.end.send(());
+        self.probes.await.context("the probes failed")?
+    }
+}
+
+/// The status code of a response of the admin server.
+pub(super) async fn status(port: u16, path: &str) -> anyhow::Result<u16> {
+    let asking = async {
+        let mut tcp = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
+        let request = format!("GET {path} HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n");
+        tcp.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        tcp.read_to_string(&mut answer).await?;
+        let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
+        code.with_context(|| format!("no status in {answer:?}"))
+    };
+    let answered = timeout(PROBE_TIMEOUT, asking).await;
+    answered.map_err(|_| anyhow::anyhow!("no answer to GET {path} within {PROBE_TIMEOUT:?}"))?
+}
+
+const PROBE_INTERVAL: Duration = Duration::from_millis(20);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
