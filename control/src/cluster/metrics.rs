@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
+use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
 
 use crate::resources::Kind;
 use crate::resources::meta::NamespacedName;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
+    /// Times for which the state was locked.
+    pub(super) lock_seconds: Arc<Histogram>,
     endpoints_subscribers: Family<Gauge>,
     endpoints_updates: Family<Counter>,
     endpoints_pods: Family<Gauge>,
@@ -45,6 +47,13 @@ impl Metrics {
 
     pub(super) fn new(registry: &Registry) -> Self {
         Self {
+            lock_seconds: registry
+                .histogram(
+                    "tulle_state_lock_seconds",
+                    "Time for which the state of the cluster is locked, by a batch of changes or by a stream that begins or ends.",
+                    LOCK_BUCKETS,
+                )
+                .get(&Labels::new()),
             endpoints_subscribers: registry.gauge(
                 "endpoints_subscribers",
                 "Streams that follow the endpoints of a service port.",
@@ -258,6 +267,11 @@ impl Drop for GaugeGuard {
         self.0.add(-1);
     }
 }
+
+/// In seconds.
+const LOCK_BUCKETS: &[f64] = &[
+    0.000_1, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
+];
 
 /// The kinds whose number is also counted by namespace, with the names of the metrics.
 const POLICY_INDEX_METRICS: [(Kind, &str); 8] = [

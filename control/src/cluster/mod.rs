@@ -1,6 +1,6 @@
 //! The state of the cluster and the views computed from it.
 //!
-//! One writer applies batches of events. A view that has subscribers and depends on a changed key is computed again, and its
+//! One writer applies batches of events, each with the state locked for a bounded time. A view that has subscribers and depends on a changed key is computed again, and its
 //! value is published if it differs. A view is a pure, synchronous function: it reads the store through a `Reader`, which
 //! records its dependencies. A subscription returns the current value immediately; a slow subscriber skips to the latest one.
 //! Encoded responses are cached with the value. Nothing here does I/O, reads the clock or uses protobuf.
@@ -11,11 +11,12 @@ pub mod publish;
 mod store;
 pub mod views;
 
-use std::collections::HashSet;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 use tracing::{debug, error, warn};
 use tulle_core::identity::service_account;
@@ -28,7 +29,7 @@ use crate::cluster::publish::object_metrics::ObjectMetrics;
 use crate::cluster::publish::shared_response::{EncoderId, SharedResponse};
 use crate::cluster::publish::table::ViewTable;
 use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
-use crate::cluster::store::objects::{LookupKey, Store};
+use crate::cluster::store::objects::{Changes, LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::EndpointsView;
 use crate::cluster::views::inbound::InboundView;
@@ -68,6 +69,35 @@ struct State {
     profiles: ViewTable<ProfileView>,
     inbound: ViewTable<InboundView>,
     outbound: ViewTable<OutboundView>,
+}
+
+/// The locked state. The time until it is dropped is a metric.
+struct StateGuard<'a> {
+    state: MutexGuard<'a, State>,
+    metrics: &'a Metrics,
+    locked_at: Instant,
+}
+
+impl Deref for StateGuard<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for StateGuard<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for StateGuard<'_> {
+    fn drop(&mut self) {
+        self.metrics
+            .lock_seconds
+            .observe(self.locked_at.elapsed().as_secs_f64());
+    }
 }
 
 /// Gives access to the table of a view.
@@ -118,7 +148,7 @@ impl Cluster {
     /// The writer for the source of objects.
     pub fn writer(&self) -> EventWriter {
         let shared = self.0.clone();
-        EventWriter::new(move |events| shared.apply(events))
+        EventWriter::new(move |events| shared.apply_in_batches(events))
     }
 
     /// Waits until the source has reported its initial list of objects.
@@ -160,7 +190,7 @@ impl Cluster {
 
     /// The identity in a workload's certificate; `None` if the workload does not exist.
     pub fn workload_identity(&self, workload: &inbound::WorkloadId) -> Option<String> {
-        let state = self.0.state.lock();
+        let state = self.0.lock();
         let reader = Reader::new(&state.store);
         let config = &self.0.config;
         match workload {
@@ -175,7 +205,7 @@ impl Cluster {
 
     /// The current zone of a node.
     pub fn node_zone(&self, node: &str) -> Option<Arc<str>> {
-        let state = self.0.state.lock();
+        let state = self.0.lock();
         Reader::new(&state.store)
             .node(&NamespacedName::new("", node))
             .and_then(|node| node.zone.clone())
@@ -191,7 +221,7 @@ impl Cluster {
     ///
     /// Takes milliseconds for thousands of workloads. The lock is held only while the objects are copied.
     pub fn workload_members(&self, namespace: Option<&str>) -> Vec<workload_members::WorkloadMember> {
-        let objects = workload_members::input_objects(&self.0.state.lock().store, namespace);
+        let objects = workload_members::input_objects(&self.0.lock().store, namespace);
         workload_members::list(&Store::from_objects(objects), &self.0.config, namespace)
     }
 
@@ -200,7 +230,7 @@ impl Cluster {
         State: HasTable<V>,
     {
         let receiver = {
-            let state = &mut *self.0.state.lock();
+            let state = &mut *self.0.lock();
             // The table is moved out of the state, because `subscribe` also borrows the store.
             let mut table = std::mem::take(<State as HasTable<V>>::table(state));
             let receiver = table.subscribe(&state.store, &self.0.config, &self.0.metrics, &key);
@@ -209,7 +239,7 @@ impl Cluster {
         };
         let shared = self.0.clone();
         let release = SubscriptionGuard(Some(Box::new(move || {
-            <State as HasTable<V>>::table(&mut shared.state.lock()).release(&key);
+            <State as HasTable<V>>::table(&mut shared.lock()).release(&key);
         })));
         Subscription {
             receiver,
@@ -219,13 +249,34 @@ impl Cluster {
 }
 
 impl Shared {
+    fn lock(&self) -> StateGuard<'_> {
+        let state = self.state.lock();
+        StateGuard {
+            state,
+            metrics: &self.metrics,
+            locked_at: Instant::now(),
+        }
+    }
+
+    /// Applies events in their order. Between two batches of a long list, streams can be opened.
+    fn apply_in_batches(&self, events: Vec<Event>) {
+        let mut rest = events.into_iter();
+        loop {
+            let batch: Vec<Event> = rest.by_ref().take(MAX_EVENTS_PER_BATCH).collect();
+            if batch.is_empty() {
+                return;
+            }
+            self.apply(batch);
+        }
+    }
+
     fn apply(&self, events: Vec<Event>) {
         let mut synced = false;
         let mut unsupported = Vec::new();
         let mut unreadable = Vec::new();
         {
-            let state = &mut *self.state.lock();
-            let mut changed_keys = HashSet::new();
+            let state = &mut *self.lock();
+            let mut changes = Changes::default();
             for event in events {
                 synced |= matches!(event, Event::Synced);
                 log_event(&self.config.log_addr, &state.store, &event);
@@ -236,28 +287,28 @@ impl Shared {
                     let fallback = fallback_description(&state.store, found);
                     unreadable.push((found.clone(), fallback));
                 }
-                let change = state.store.apply(event, &mut changed_keys);
+                let change = state.store.apply(event, &mut changes);
                 state.object_metrics.apply_count_change(&self.metrics, &change);
             }
             unsupported.extend(state.object_metrics.update_parts_unsupported_by_servers(
                 &self.metrics,
                 &state.store,
-                &changed_keys,
+                &changes.keys,
             ));
             unsupported.extend(
                 state
                     .undeclared_port_names
-                    .update(&self.metrics, &state.store, &changed_keys),
+                    .update(&self.metrics, &state.store, &changes.keys),
             );
             state
                 .object_metrics
-                .update_service_metrics(&self.metrics, &state.store, &changed_keys);
-            state.endpoints.refresh(&state.store, &self.config, &changed_keys);
-            state.profiles.refresh(&state.store, &self.config, &changed_keys);
-            state.inbound.refresh(&state.store, &self.config, &changed_keys);
-            state.outbound.refresh(&state.store, &self.config, &changed_keys);
+                .update_service_metrics(&self.metrics, &state.store, &changes.keys);
+            state.endpoints.refresh(&state.store, &self.config, &changes);
+            state.profiles.refresh(&state.store, &self.config, &changes);
+            state.inbound.refresh(&state.store, &self.config, &changes);
+            state.outbound.refresh(&state.store, &self.config, &changes);
             let is_node = |key: &LookupKey| matches!(key, LookupKey::Object(Kind::Node, _));
-            if changed_keys.iter().any(is_node) {
+            if changes.keys.iter().any(is_node) {
                 self.nodes_changed.send_replace(());
             }
         }
@@ -273,6 +324,9 @@ impl Shared {
         }
     }
 }
+
+/// Keeps the state locked for a few milliseconds.
+const MAX_EVENTS_PER_BATCH: usize = 1000;
 
 /// Describes what is used instead of an unreadable object.
 fn fallback_description(store: &Store, unreadable: &Unreadable) -> &'static str {

@@ -33,7 +33,14 @@ endpoints: [{addresses: [10.1.0.1], targetRef: {kind: Pod, name: a}}, {addresses
 ---
 {apiVersion: v1, kind: Pod, metadata: {name: a, labels: {app: y}}, spec: {containers: []}, status: {podIP: 10.1.0.2, phase: Running}}
 ---
-{apiVersion: v1, kind: Pod, metadata: {name: b, labels: {app: x}, ownerReferences: [{apiVersion: apps/v1, kind: ReplicaSet, name: r, uid: u}]}, spec: {containers: []}, status: {podIP: 10.1.0.2, phase: Running}}
+apiVersion: v1
+kind: Pod
+metadata: {name: b, labels: {app: x, linkerd.io/control-plane-ns: linkerd}, ownerReferences: [{apiVersion: apps/v1, kind: ReplicaSet, name: r, uid: u}]}
+spec:
+  containers:
+  - name: linkerd-proxy
+    env: [{name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: '[::]:4191'}, {name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: '[::]:4190'}]
+status: {podIP: 10.1.0.2, phase: Running}
 ---
 {apiVersion: apps/v1, kind: ReplicaSet, metadata: {name: r, ownerReferences: [{apiVersion: apps/v1, kind: Deployment, name: d, uid: u}]}}
 ---
@@ -107,6 +114,41 @@ fn web() -> endpoints::Key {
         port: 80,
         hostname: None,
     }
+}
+
+#[test]
+fn a_server_changes_the_workloads_that_it_selects_and_no_others() {
+    let mut store = Store::default();
+    let mut selected_by = |event| {
+        let mut changes = Changes::default();
+        store.apply(event, &mut changes);
+        let mut names: Vec<_> = changes.selected_workloads.into_iter().collect();
+        names.sort();
+        names
+    };
+    let pod = |name| LookupKey::Object(Kind::Pod, NamespacedName::new("default", name));
+    let [_, a_with_label_y, b_with_label_x] = <[_; 3]>::try_from(of_kind(Kind::Pod)).unwrap();
+    let [of_label_x, of_all, _] = <[_; 3]>::try_from(of_kind(Kind::Server)).unwrap();
+    for pod in [a_with_label_y, b_with_label_x] {
+        assert_eq!(selected_by(Event::Applied(pod)), []);
+    }
+    assert_eq!(selected_by(Event::Applied(of_label_x.clone())), [pod("b")]);
+    assert_eq!(
+        selected_by(Event::Applied(of_all)),
+        [pod("a"), pod("b")],
+        "b before, both now"
+    );
+    assert_eq!(
+        selected_by(Event::Applied(of_label_x)),
+        [pod("a"), pod("b")],
+        "both before, b now"
+    );
+    let name = NamespacedName::new("default", "s");
+    assert_eq!(selected_by(Event::Deleted(Kind::Server, name)), [pod("b")]);
+}
+
+fn of_kind(kind: Kind) -> Vec<Object> {
+    objects().into_iter().filter(|object| object.kind() == kind).collect()
 }
 
 fn is_new<T>(subscription: &Subscription<T>) -> bool {

@@ -1,9 +1,9 @@
 //! Metrics of stored objects: their number, and their unsupported or unreadable parts.
 
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use ahash::{AHashMap, AHashSet};
 use tulle_core::metrics::{Gauge, Labels};
 
 use crate::cluster::metrics::{GaugeGuard, Metrics};
@@ -18,18 +18,18 @@ use crate::resources::{Kind, Object};
 /// Counts stored objects by kind, policy objects also by namespace, and the addresses and routes of Services.
 #[derive(Default)]
 pub(in crate::cluster) struct ObjectMetrics {
-    by_kind: HashMap<Kind, Arc<Gauge>>,
-    by_namespace: HashMap<(Kind, Arc<str>), Arc<Gauge>>,
+    by_kind: AHashMap<Kind, Arc<Gauge>>,
+    by_namespace: AHashMap<(Kind, Arc<str>), Arc<Gauge>>,
     /// Keys of Service addresses.
-    addresses: HashSet<LookupKey>,
+    addresses: AHashSet<LookupKey>,
     /// Keys of Services with routes.
-    routes: HashMap<LookupKey, GaugeGuard>,
+    routes: AHashMap<LookupKey, GaugeGuard>,
     /// Unsupported parts by object.
-    unsupported: HashMap<(Kind, NamespacedName), Vec<(UnsupportedPart, GaugeGuard)>>,
+    unsupported: AHashMap<(Kind, NamespacedName), Vec<(UnsupportedPart, GaugeGuard)>>,
     /// By Server: parts of routes and rate limits that the Server does not support.
-    unsupported_by_server: HashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
+    unsupported_by_server: AHashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
-    unreadable: HashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
+    unreadable: AHashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
 }
 
 /// A part of an object that its Server does not support.
@@ -111,9 +111,9 @@ impl ObjectMetrics {
         &mut self,
         metrics: &Metrics,
         store: &Store,
-        changed_keys: &HashSet<LookupKey>,
+        changed_keys: &AHashSet<LookupKey>,
     ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
-        let mut servers: HashSet<NamespacedName> = HashSet::new();
+        let mut servers: AHashSet<NamespacedName> = AHashSet::new();
         for key in changed_keys {
             match key {
                 LookupKey::Routes(ParentKind::Server, name) | LookupKey::Object(Kind::Server, name) => {
@@ -153,7 +153,7 @@ impl ObjectMetrics {
         &mut self,
         metrics: &Metrics,
         store: &Store,
-        changed_keys: &HashSet<LookupKey>,
+        changed_keys: &AHashSet<LookupKey>,
     ) {
         for key in changed_keys {
             match key {

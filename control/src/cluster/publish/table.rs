@@ -1,22 +1,22 @@
 //! Current values of a view by key, each in a `watch::Sender`. A value is computed again when a dependency changes.
 
-use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::sync::Arc;
 
+use ahash::{AHashMap, AHashSet};
 use tokio::sync::watch;
 
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::publish::shared_response::SharedResponse;
-use crate::cluster::store::objects::{LookupKey, Store};
+use crate::cluster::store::objects::{Changes, LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
 
 pub(in crate::cluster) struct ViewTable<V: View> {
-    entries: HashMap<Arc<V::Key>, Entry<V::Value>>,
+    entries: AHashMap<Arc<V::Key>, Entry<V::Value>>,
     /// For each lookup key, the keys whose values were computed from its objects.
-    dependents: HashMap<LookupKey, HashSet<Arc<V::Key>>>,
+    dependents: AHashMap<LookupKey, AHashSet<Arc<V::Key>>>,
 }
 
 struct Entry<T> {
@@ -29,8 +29,8 @@ struct Entry<T> {
 impl<V: View> Default for ViewTable<V> {
     fn default() -> Self {
         Self {
-            entries: HashMap::new(),
-            dependents: HashMap::new(),
+            entries: AHashMap::new(),
+            dependents: AHashMap::new(),
         }
     }
 }
@@ -71,10 +71,12 @@ impl<V: View> ViewTable<V> {
         receiver
     }
 
-    /// Computes the values that depend on the changed keys again. Equal values are not sent.
-    pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changed_keys: &HashSet<LookupKey>) {
-        let stale: HashSet<Arc<V::Key>> = changed_keys
+    /// Computes the values that depend on changed objects again. Equal values are not sent.
+    pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changes: &Changes) {
+        let stale: AHashSet<Arc<V::Key>> = changes
+            .keys
             .iter()
+            .chain(&changes.selected_workloads)
             .filter_map(|dependency| self.dependents.get(dependency))
             .flatten()
             .cloned()
@@ -145,7 +147,7 @@ fn difference<'a>(dependencies: &'a [LookupKey], others: &'a [LookupKey]) -> imp
 }
 
 fn remove_dependent<K: Eq + Hash>(
-    dependents: &mut HashMap<LookupKey, HashSet<Arc<K>>>,
+    dependents: &mut AHashMap<LookupKey, AHashSet<Arc<K>>>,
     dependency: &LookupKey,
     key: &K,
 ) {

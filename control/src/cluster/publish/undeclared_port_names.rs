@@ -1,7 +1,8 @@
 //! Finds Servers whose port name no selected workload declares. Such a Server applies to no port.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+
+use ahash::{AHashMap, AHashSet};
 
 use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{LookupKey, Store};
@@ -13,14 +14,14 @@ use crate::resources::{Kind, Object};
 /// The Servers that select their port by name. Updated incrementally from changed pods, external workloads and Servers.
 #[derive(Default)]
 pub(in crate::cluster) struct UndeclaredPortNames {
-    servers: HashMap<NamespacedName, SelectedWorkloads>,
+    servers: AHashMap<NamespacedName, SelectedWorkloads>,
 }
 
 /// The workloads that a Server selects.
 #[derive(Default)]
 struct SelectedWorkloads {
     /// Whether each workload declares the Server's port.
-    workloads: HashMap<(Kind, NamespacedName), bool>,
+    workloads: AHashMap<(Kind, NamespacedName), bool>,
     gauge_guard: Option<GaugeGuard>,
 }
 
@@ -30,7 +31,7 @@ impl UndeclaredPortNames {
         &mut self,
         metrics: &Metrics,
         store: &Store,
-        changed_keys: &HashSet<LookupKey>,
+        changed_keys: &AHashSet<LookupKey>,
     ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
         let mut affected_servers = self.remove_changed_servers(changed_keys);
         self.match_workloads(store, &affected_servers);
@@ -58,8 +59,8 @@ impl UndeclaredPortNames {
     }
 
     /// Removes the state of changed Servers, which is built again, and returns their names.
-    fn remove_changed_servers(&mut self, changed_keys: &HashSet<LookupKey>) -> HashSet<NamespacedName> {
-        let mut servers = HashSet::new();
+    fn remove_changed_servers(&mut self, changed_keys: &AHashSet<LookupKey>) -> AHashSet<NamespacedName> {
+        let mut servers = AHashSet::new();
         for key in changed_keys {
             if let LookupKey::Object(Kind::Server, name) = key {
                 self.servers.remove(name);
@@ -69,25 +70,19 @@ impl UndeclaredPortNames {
         servers
     }
 
-    /// Finds the workloads of the Servers in one pass over all objects.
-    fn match_workloads(&mut self, store: &Store, servers: &HashSet<NamespacedName>) {
-        let mut by_namespace: HashMap<&Arc<str>, Vec<&Arc<Server>>> = HashMap::new();
+    /// Finds the workloads of the Servers that select their port by name.
+    fn match_workloads(&mut self, store: &Store, servers: &AHashSet<NamespacedName>) {
         for name in servers {
-            if let Some(Object::Server(server)) = store.object(Kind::Server, name) {
-                by_namespace.entry(&name.namespace).or_default().push(server);
-            }
-        }
-        if by_namespace.is_empty() {
-            return;
-        }
-        for object in store.all() {
-            let Some(servers) = by_namespace.get(&object.meta().name.namespace) else {
+            let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
                 continue;
             };
-            for server in servers {
-                let port_match = unsupported::match_port_name(server, object);
+            if server.port_name().is_none() {
+                continue;
+            }
+            for workload in store.workloads(&name.namespace) {
+                let port_match = unsupported::match_port_name(server, workload);
                 if port_match != PortNameMatch::NotSelected {
-                    self.update_workload(server, (object.kind(), object.meta().name.clone()), port_match);
+                    self.update_workload(server, (workload.kind(), workload.meta().name.clone()), port_match);
                 }
             }
         }

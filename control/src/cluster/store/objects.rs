@@ -1,13 +1,13 @@
 //! All objects of a cluster, with an index of the keys that views look up.
 
-use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use ahash::AHashMap;
+use ahash::{AHashMap, AHashSet};
 
 use crate::resources::event::Event;
 use crate::resources::meta::NamespacedName;
+use crate::resources::policy::server::{Server, WorkloadSelector};
 use crate::resources::route::{ParentKind, Route};
 use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
@@ -30,6 +30,15 @@ pub(in crate::cluster) enum LookupKey {
     Routes(ParentKind, NamespacedName),
 }
 
+/// What a batch of events changed.
+#[derive(Default)]
+pub(in crate::cluster) struct Changes {
+    pub(in crate::cluster) keys: AHashSet<LookupKey>,
+    /// Keys of the workloads that changed Servers select, or selected before. Views depend on the Servers of a workload by the
+    /// key of the workload.
+    pub(in crate::cluster) selected_workloads: AHashSet<LookupKey>,
+}
+
 /// Change of the number of objects in a namespace.
 pub(in crate::cluster) enum CountChange {
     Added(Kind, Arc<str>),
@@ -43,27 +52,34 @@ pub(in crate::cluster) struct Store {
     /// Sorted by kind, namespace and name. There is about one key per pod and most keys have one object, so the lists are
     /// allocated without spare capacity.
     index: AHashMap<LookupKey, Vec<(Kind, NamespacedName)>>,
+    /// Names of pods and external workloads, by namespace.
+    workloads: AHashMap<Arc<str>, AHashSet<(Kind, Arc<str>)>>,
 }
 
 impl Store {
-    /// Applies one event and adds the changed keys to `changed_keys`. An equal object changes no key.
-    pub(in crate::cluster) fn apply(&mut self, event: Event, changed_keys: &mut HashSet<LookupKey>) -> CountChange {
+    /// Applies one event and adds what it changed to `changes`. An equal object changes nothing.
+    pub(in crate::cluster) fn apply(&mut self, event: Event, changes: &mut Changes) -> CountChange {
         match event {
             Event::Applied(object) => {
                 let id = (object.kind(), object.meta().name.clone());
                 if self.objects.get(&id) == Some(&object) {
                     return CountChange::None;
                 }
-                let existed = self.remove(&id, changed_keys);
+                let existed = self.remove(&id, changes);
                 for key in lookup_keys(&object) {
                     let ids = self.index.entry(key.clone()).or_default();
                     if let Err(at) = ids.binary_search(&id) {
                         ids.reserve_exact(1);
                         ids.insert(at, id.clone());
                     }
-                    changed_keys.insert(key);
+                    changes.keys.insert(key);
                 }
-                changed_keys.insert(LookupKey::Object(id.0, id.1.clone()));
+                changes.keys.insert(LookupKey::Object(id.0, id.1.clone()));
+                self.add_selected_workloads(&object, changes);
+                if is_workload(id.0) {
+                    let names = self.workloads.entry(id.1.namespace.clone()).or_default();
+                    names.insert((id.0, id.1.name.clone()));
+                }
                 let change = if existed {
                     CountChange::None
                 } else {
@@ -74,7 +90,7 @@ impl Store {
             }
             Event::Deleted(kind, name) => {
                 let id = (kind, name);
-                if self.remove(&id, changed_keys) {
+                if self.remove(&id, changes) {
                     CountChange::Removed(id.0, id.1.namespace)
                 } else {
                     CountChange::None
@@ -82,7 +98,7 @@ impl Store {
             }
             Event::Unreadable(unreadable) => match &unreadable.placeholder {
                 Some(object) if !self.is_readable(unreadable.kind, &unreadable.name) => {
-                    self.apply(Event::Applied(object.clone()), changed_keys)
+                    self.apply(Event::Applied(object.clone()), changes)
                 }
                 _ => CountChange::None,
             },
@@ -95,7 +111,7 @@ impl Store {
         self.object(kind, name).is_some_and(|object| !object.is_placeholder())
     }
 
-    fn remove(&mut self, id: &(Kind, NamespacedName), changed_keys: &mut HashSet<LookupKey>) -> bool {
+    fn remove(&mut self, id: &(Kind, NamespacedName), changes: &mut Changes) -> bool {
         let Some(object) = self.objects.remove(id) else {
             return false;
         };
@@ -108,10 +124,36 @@ impl Store {
                     self.index.remove(&key);
                 }
             }
-            changed_keys.insert(key);
+            changes.keys.insert(key);
         }
-        changed_keys.insert(LookupKey::Object(id.0, id.1.clone()));
+        changes.keys.insert(LookupKey::Object(id.0, id.1.clone()));
+        self.add_selected_workloads(&object, changes);
+        if is_workload(id.0)
+            && let Some(names) = self.workloads.get_mut(&id.1.namespace)
+        {
+            names.remove(&(id.0, id.1.name.clone()));
+            if names.is_empty() {
+                self.workloads.remove(&id.1.namespace);
+            }
+        }
         true
+    }
+
+    /// Adds the workloads that a Server selects. Does nothing for other kinds.
+    fn add_selected_workloads(&self, object: &Object, changes: &mut Changes) {
+        if let Object::Server(server) = object {
+            let selected = self
+                .workloads(server.meta.namespace())
+                .filter(|workload| selects(server, workload));
+            let keys = selected.map(|workload| LookupKey::Object(workload.kind(), workload.meta().name.clone()));
+            changes.selected_workloads.extend(keys);
+        }
+    }
+
+    /// The pods and external workloads of a namespace, in no order.
+    pub(in crate::cluster) fn workloads(&self, namespace: &Arc<str>) -> impl Iterator<Item = &Object> {
+        let names = self.workloads.get(namespace).into_iter().flatten();
+        names.filter_map(|(kind, name)| self.object(*kind, &NamespacedName::new(namespace.clone(), name.clone())))
     }
 
     pub(in crate::cluster) fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&Object> {
@@ -122,9 +164,9 @@ impl Store {
     /// Builds a store that contains only these objects.
     pub(in crate::cluster) fn from_objects(objects: Vec<Object>) -> Self {
         let mut store = Self::default();
-        let mut changed_keys = HashSet::new();
+        let mut changes = Changes::default();
         for object in objects {
-            store.apply(Event::Applied(object), &mut changed_keys);
+            store.apply(Event::Applied(object), &mut changes);
         }
         store
     }
@@ -140,6 +182,22 @@ impl Store {
             .into_iter()
             .flatten()
             .filter_map(|id| self.objects.get(id))
+    }
+}
+
+fn is_workload(kind: Kind) -> bool {
+    matches!(kind, Kind::Pod | Kind::ExternalWorkload)
+}
+
+/// Whether a Server selects a workload in its namespace, on any port.
+fn selects(server: &Server, workload: &Object) -> bool {
+    match (&server.workloads, workload) {
+        (WorkloadSelector::All, _) => true,
+        (WorkloadSelector::Pods(selector), Object::Pod(pod)) => selector.matches(&pod.meta.labels),
+        (WorkloadSelector::ExternalWorkloads(selector), Object::ExternalWorkload(workload)) => {
+            selector.matches(&workload.meta.labels)
+        }
+        (WorkloadSelector::Pods(_) | WorkloadSelector::ExternalWorkloads(_), _) => false,
     }
 }
 

@@ -1,9 +1,10 @@
 //! Read access for views. Every lookup is recorded; a view is computed again when one of its keys changes.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
+
+use ahash::AHashSet;
 
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::resources::meta::NamespacedName;
@@ -20,7 +21,7 @@ use crate::resources::{Kind, Object};
 
 pub(in crate::cluster) struct Reader<'a> {
     store: &'a Store,
-    dependencies: RefCell<HashSet<LookupKey>>,
+    dependencies: RefCell<AHashSet<LookupKey>>,
 }
 
 /// Defines a lookup by name for each kind.
@@ -56,7 +57,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The keys that were looked up.
-    pub(in crate::cluster) fn into_dependencies(self) -> HashSet<LookupKey> {
+    pub(in crate::cluster) fn into_dependencies(self) -> AHashSet<LookupKey> {
         self.dependencies.into_inner()
     }
 
@@ -76,11 +77,23 @@ impl<'a> Reader<'a> {
     }
 
     by_namespace! {
-        servers: Server(Server);
         server_authorizations: ServerAuthorization(ServerAuthorization);
         authorization_policies: AuthorizationPolicy(AuthorizationPolicy);
         rate_limits: RateLimitPolicy(RateLimitPolicy);
         egress_networks: EgressNetwork(EgressNetwork);
+    }
+
+    /// The Servers in the namespace of a workload. Depends only on those that select the workload, now or later: see
+    /// `Changes::selected_workloads`.
+    pub(in crate::cluster) fn servers_for(&self, kind: Kind, workload: &NamespacedName) -> Vec<&'a Arc<Server>> {
+        let key = LookupKey::Object(kind, workload.clone());
+        self.dependencies.borrow_mut().insert(key);
+        let all = LookupKey::Namespace(Kind::Server, workload.namespace.clone());
+        let servers = self.store.find(&all).filter_map(|object| match object {
+            Object::Server(server) => Some(server),
+            _ => None,
+        });
+        servers.collect()
     }
 
     pub(in crate::cluster) fn services_at(&self, ip: IpAddr) -> Vec<&'a Arc<Service>> {
