@@ -5,16 +5,13 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
 use kube::Client;
 use tokio::net::{TcpListener, TcpSocket};
-use tokio::runtime::{self, Handle};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
 use tonic::service::Routes;
@@ -41,6 +38,7 @@ use crate::serving::metrics::GrpcMetrics;
 use crate::serving::{self, Server};
 use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
+use crate::threads::Threads;
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use crate::webhook::certificate_controller::{self, CertificateController};
 use crate::webhook::https::{HttpServer, Transport};
@@ -55,7 +53,7 @@ pub struct App {
     metrics: Registry,
     signal: Signal,
     tasks: JoinSet<(&'static str, Result<()>)>,
-    _webhook_thread: Option<WebhookThread>,
+    _threads: Threads,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -73,19 +71,12 @@ pub struct Addrs {
     pub telemetry: Option<SocketAddr>,
 }
 
-/// A thread with its own runtime. It ends when this value is dropped.
-struct WebhookThread {
-    runtime: Handle,
-    _end: oneshot::Sender<()>,
-}
-
 /// An [`App`] under construction.
 struct Builder {
     config: Config,
     /// Set if anything needs the API server.
     client: Option<Client>,
-    /// Set if webhooks are served.
-    webhook_thread: Option<WebhookThread>,
+    threads: Threads,
     /// Set if the injector runs.
     audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
@@ -151,7 +142,7 @@ impl App {
             tasks: JoinSet::new(),
             config,
             client,
-            webhook_thread: None,
+            threads: Threads::default(),
             audit_report: None,
             registry,
             drain,
@@ -165,7 +156,7 @@ impl App {
             metrics: builder.registry,
             signal,
             tasks: builder.tasks,
-            _webhook_thread: builder.webhook_thread,
+            _threads: builder.threads,
         })
     }
 
@@ -293,7 +284,7 @@ impl Builder {
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
-            let routes = Routes::new(destination::server(cluster.clone(), config, self.drain.clone()));
+            let routes = Routes::new(destination::server(cluster.clone(), config));
             let addr = self.serve("destination", self.config.listen.destination, creds.clone(), routes);
             self.addrs.destination = Some(addr.await?);
         }
@@ -302,8 +293,8 @@ impl Builder {
         }
         if services.policy {
             let client_certificates = self.config.client_certificates;
-            let inbound = policy::inbound_server(cluster.clone(), client_certificates, self.drain.clone());
-            let outbound = policy::outbound_server(cluster, self.config.policy, self.drain.clone());
+            let inbound = policy::inbound_server(cluster.clone(), client_certificates);
+            let outbound = policy::outbound_server(cluster, self.config.policy);
             let routes = Routes::new(inbound).add_service(outbound);
             self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
         }
@@ -318,10 +309,8 @@ impl Builder {
         };
         let telemetry::Telemetry { api, scrape_task } =
             telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
-        self.start("scraping sidecars", async move {
-            scrape_task.await;
-            Ok(())
-        });
+        let scraping = self.threads.runtime("telemetry")?.spawn(scrape_task);
+        self.start("scraping sidecars", async move { Ok(scraping.await?) });
         let name = "linkerd-telemetry";
         let (listener, bound) = match bind(self.config.listen.telemetry) {
             Ok(bound) => bound,
@@ -343,11 +332,9 @@ impl Builder {
             handler: api,
             registry: self.registry.clone(),
         };
-        let drain = self.drain.clone();
-        self.start(name, async move {
-            server.serve(listener, drain).await;
-            Ok(())
-        });
+        self.serve_on_thread("telemetry", name, listener, |listener, drain| {
+            server.serve(listener, drain)
+        })?;
         self.addrs.telemetry = Some(bound);
         Ok(())
     }
@@ -527,37 +514,10 @@ impl Builder {
         let latch = self.readiness.latch(name);
         self.manage_webhook_certificate(certificate, creds.clone(), latch)?;
         let server = webhook::WebhookServer::new(name, creds, handler, self.http.clone(), &self.registry);
-        let drain = self.drain.clone();
-        let listener = listener.into_std().context("handing a listener to the webhooks")?;
-        let serving = self.webhook_thread()?.spawn(async move {
-            server.serve(TcpListener::from_std(listener)?, drain).await;
-            Ok(())
-        });
-        self.start(name, async move { serving.await? });
+        self.serve_on_thread("webhooks", name, listener, |listener, drain| {
+            server.serve(listener, drain)
+        })?;
         Ok(bound)
-    }
-
-    /// Returns the runtime of the webhooks' own thread. Decoding reviews of megabytes there does not delay proxies and
-    /// probes.
-    fn webhook_thread(&mut self) -> Result<Handle> {
-        if let Some(thread) = &self.webhook_thread {
-            return Ok(thread.runtime.clone());
-        }
-        let runtime = runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.context("starting the runtime of webhooks")?;
-        let (end, ended) = oneshot::channel::<()>();
-        let thread = WebhookThread {
-            runtime: runtime.handle().clone(),
-            _end: end,
-        };
-        thread::Builder::new()
-            .name("webhooks".to_owned())
-            .spawn(move || {
-                // An error means that the other side is dropped, which also ends the thread.
-                let _ = runtime.block_on(ended);
-            })
-            .context("starting the thread of webhooks")?;
-        Ok(self.webhook_thread.insert(thread).runtime.clone())
     }
 
     /// Serves the mounted certificate, or else one that this process manages.
@@ -654,12 +614,31 @@ impl Builder {
             });
         }
         info!(addr = %bound, "serving admin");
+        self.serve_on_thread("admin", "serving admin", listener, |listener, drain| {
+            admin.serve(listener, drain)
+        })?;
+        Ok(bound)
+    }
+
+    /// Starts a server on a thread of its own: the streams of proxies do not delay it, and its work does not delay them.
+    fn serve_on_thread<F>(
+        &mut self,
+        thread: &'static str,
+        name: &'static str,
+        listener: TcpListener,
+        serve: impl FnOnce(TcpListener, Watch) -> F + Send + 'static,
+    ) -> Result<()>
+    where
+        F: Future<Output = ()> + Send,
+    {
         let drain = self.drain.clone();
-        self.start("serving admin", async move {
-            admin.serve(listener, drain).await;
+        let listener = listener.into_std().context("handing a listener to another thread")?;
+        let serving = self.threads.runtime(thread)?.spawn(async move {
+            serve(TcpListener::from_std(listener)?, drain).await;
             Ok(())
         });
-        Ok(bound)
+        self.start(name, async move { serving.await? });
+        Ok(())
     }
 
     async fn serve(

@@ -22,6 +22,7 @@ pub mod resources;
 pub mod serving;
 pub mod source;
 pub mod telemetry;
+mod threads;
 pub mod tls;
 pub mod trust;
 pub mod webhook;

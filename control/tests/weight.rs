@@ -17,7 +17,6 @@ use tulle_control::cluster::{Cluster, Config};
 use tulle_control::resources::event::Event;
 use tulle_control::resources::{Kind, decode};
 use tulle_control::{destination, policy};
-use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
@@ -80,10 +79,9 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
     let writer = cluster.writer();
     writer.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
-    let (_signal, drain) = drain::channel();
-    let mut gets = destination::server(cluster.clone(), destination::config::Config::default(), drain.clone());
-    let mut profiles = destination::server(cluster.clone(), destination::config::Config::default(), drain.clone());
-    let mut policies = policy::outbound_server(cluster, policy::config::Config::default(), drain);
+    let mut gets = destination::server(cluster.clone(), destination::config::Config::default());
+    let mut profiles = destination::server(cluster.clone(), destination::config::Config::default());
+    let mut policies = policy::outbound_server(cluster, policy::config::Config::default());
     let destination = GetDestination {
         path: "web.shop.svc.cluster.local:80".to_owned(),
         context_token: r#"{"ns": "shop", "nodeName": "a-node", "pod": "a-client"}"#.to_owned(),

@@ -3,6 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -45,6 +46,7 @@ impl FakePolicyService {
         let limits = serving::Limits {
             connections: 1000,
             streams_per_client: serving::MAX_STREAMS_PER_CLIENT,
+            connection_age: Duration::from_secs(3600),
         };
         let server = serving::Server::new(
             Arc::new(MeshCredentials::new("unused".into(), ClientCertificates::Required)),

@@ -9,14 +9,12 @@ pub mod server;
 mod target;
 mod translate;
 
-use tulle_core::drain;
-
 use crate::cluster::Cluster;
 use crate::destination::config::Config;
 use crate::destination::server::Service;
 use crate::grpc;
 
-/// Creates the service. Its streams end when the drain starts.
-pub fn server(cluster: Cluster, config: Config, drain: drain::Watch) -> grpc::Service<Service> {
-    grpc::Service(Service::new(cluster, config, drain))
+/// Creates the service. Its streams end with their connections.
+pub fn server(cluster: Cluster, config: Config) -> grpc::Service<Service> {
+    grpc::Service(Service::new(cluster, config))
 }

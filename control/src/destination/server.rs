@@ -8,7 +8,6 @@ use http::{Request, Response};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic::body::Body;
-use tulle_core::drain;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
@@ -33,18 +32,16 @@ pub struct Service {
 struct Shared {
     cluster: Cluster,
     config: Config,
-    drain: drain::Watch,
     encoder: EncoderId,
 }
 
 impl Service {
-    pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
+    pub(super) fn new(cluster: Cluster, config: Config) -> Self {
         let encoder = cluster.new_encoder_id();
         Self {
             shared: Arc::new(Shared {
                 cluster,
                 config,
-                drain,
                 encoder,
             }),
         }
@@ -128,7 +125,7 @@ impl Shared {
             last_sent: None,
         };
         Ok(stream::unfold(state, async |mut state| {
-            let messages = state.next().await?;
+            let messages = state.next().await;
             Some((messages, state))
         }))
     }
@@ -177,7 +174,7 @@ impl Shared {
             _gauge_guard: gauge_guard,
         };
         Ok(stream::unfold(state, async |mut state| {
-            let message = state.next().await?;
+            let message = state.next().await;
             Some((message, state))
         }))
     }
@@ -214,8 +211,8 @@ struct EndpointStream {
 }
 
 impl EndpointStream {
-    /// Returns the next messages, or `None` on shutdown.
-    async fn next(&mut self) -> Option<Bytes> {
+    /// Waits for the next messages.
+    async fn next(&mut self) -> Bytes {
         loop {
             let now = match self.first.take() {
                 Some(first) => first,
@@ -224,18 +221,17 @@ impl EndpointStream {
                     now = self.subscription.changed() => now,
                     Ok(()) = self.node_changes.changed() => {
                         match self.zone_change() {
-                            Some(messages) => return Some(messages),
+                            Some(messages) => return messages,
                             None => continue,
                         }
                     }
-                    () = self.shared.drain.signaled() => return None,
                 },
             };
             let messages = self.difference(&now);
             self.last_sent = Some(now);
             // The change can be irrelevant for this client.
             if !messages.is_empty() {
-                return Some(messages);
+                return messages;
             }
         }
     }
@@ -288,18 +284,15 @@ struct ProfileStream {
 }
 
 impl ProfileStream {
-    async fn next(&mut self) -> Option<Bytes> {
+    async fn next(&mut self) -> Bytes {
         if let Some(first) = self.first.take() {
-            return Some(first);
+            return first;
         }
         loop {
-            let now = tokio::select! {
-                now = self.subscription.changed() => now,
-                () = self.shared.drain.signaled() => return None,
-            };
+            let now = self.subscription.changed().await;
             // If the new profile is an error, the client keeps the last one.
             if let Ok(message) = self.shared.profile(&now) {
-                return Some(message);
+                return message;
             }
         }
     }

@@ -7,7 +7,6 @@ use futures_util::Stream;
 use http::{Request, Response};
 use tonic::Status;
 use tonic::body::Body;
-use tulle_core::drain;
 use tulle_core::identity::Identity;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
@@ -25,17 +24,15 @@ use crate::tls::mesh_credentials::ClientCertificates;
 pub struct InboundPolicyService {
     cluster: Cluster,
     client_certificates: ClientCertificates,
-    drain: drain::Watch,
     encoder: EncoderId,
 }
 
 impl InboundPolicyService {
-    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, drain: drain::Watch) -> Self {
+    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates) -> Self {
         let encoder = cluster.new_encoder_id();
         Self {
             cluster,
             client_certificates,
-            drain,
             encoder,
         }
     }
@@ -93,12 +90,9 @@ impl InboundPolicyService {
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec, caller)?;
         let encoder = self.encoder;
-        Ok(messages::message_stream(
-            subscription,
-            first,
-            self.drain,
-            move |server| message(server, encoder),
-        ))
+        Ok(messages::message_stream(subscription, first, move |server| {
+            message(server, encoder)
+        }))
     }
 }
 

@@ -10,28 +10,21 @@ pub mod outbound;
 mod translate;
 mod workload;
 
-use tulle_core::drain;
-
 use crate::cluster::Cluster;
 use crate::grpc::Service;
 use crate::policy::config::Config;
 use crate::tls::mesh_credentials::ClientCertificates;
 
-/// Creates the service for server policies. Its streams end when the drain starts. If client certificates are required,
-/// a workload can read only the policies of its own ports.
+/// Creates the service for server policies. Its streams end with their connections. If client certificates are required, a
+/// workload can read only the policies of its own ports.
 pub fn inbound_server(
     cluster: Cluster,
     client_certificates: ClientCertificates,
-    drain: drain::Watch,
 ) -> Service<inbound::InboundPolicyService> {
-    Service(inbound::InboundPolicyService::new(cluster, client_certificates, drain))
+    Service(inbound::InboundPolicyService::new(cluster, client_certificates))
 }
 
-/// Creates the service for client policies. Its streams end when the drain starts.
-pub fn outbound_server(
-    cluster: Cluster,
-    config: Config,
-    drain: drain::Watch,
-) -> Service<outbound::OutboundPolicyService> {
-    Service(outbound::OutboundPolicyService::new(cluster, config, drain))
+/// Creates the service for client policies. Its streams end with their connections.
+pub fn outbound_server(cluster: Cluster, config: Config) -> Service<outbound::OutboundPolicyService> {
+    Service(outbound::OutboundPolicyService::new(cluster, config))
 }

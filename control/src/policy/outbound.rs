@@ -7,7 +7,6 @@ use futures_util::Stream;
 use http::{Request, Response};
 use tonic::Status;
 use tonic::body::Body;
-use tulle_core::drain;
 use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
@@ -25,17 +24,15 @@ use crate::resources::meta::NamespacedName;
 pub struct OutboundPolicyService {
     cluster: Cluster,
     config: Config,
-    drain: drain::Watch,
     encoder: EncoderId,
 }
 
 impl OutboundPolicyService {
-    pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
+    pub(super) fn new(cluster: Cluster, config: Config) -> Self {
         let encoder = cluster.new_encoder_id();
         Self {
             cluster,
             config,
-            drain,
             encoder,
         }
     }
@@ -74,8 +71,7 @@ impl OutboundPolicyService {
 
     fn watch(self, spec: TrafficSpec) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec)?;
-        let drain = self.drain.clone();
-        Ok(messages::message_stream(subscription, first, drain, move |outbound| {
+        Ok(messages::message_stream(subscription, first, move |outbound| {
             self.message(outbound)
         }))
     }

@@ -2,18 +2,23 @@
 //!
 //! A connection that starts with a TLS record is served over TLS. Any other connection is served in plaintext if it
 //! comes from loopback, and closed otherwise. Connections and streams are limited per client address, and so is the
-//! time to receive a request. The caller supplies the services and the server certificate.
+//! time to receive a request. A connection has a maximum age, so that clients spread over new replicas. The caller supplies the
+//! services and the server certificate.
 
 pub mod metrics;
 mod request_limits;
+mod response_end;
 mod stream_limiter;
 
+use std::convert::Infallible;
 use std::error::Error as StdError;
+use std::future::Future;
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::Request;
+use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
@@ -21,19 +26,21 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tonic::Status;
+use tonic::body::Body;
 use tonic::service::Routes;
 use tower::{Layer, Service as _};
 use tracing::debug;
-use tulle_core::drain::Watch;
+use tulle_core::drain::{self, Watch};
 use tulle_core::listener::{AcceptedConnection, Listener};
 use tulle_core::metrics::Registry;
 
 use crate::grpc::Caller;
 use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
 use metrics::GrpcMetrics;
+use response_end::EndAtDrain;
 use stream_limiter::StreamLimiter;
 
 /// A gRPC server on one port: its credentials and its services.
@@ -53,6 +60,9 @@ pub struct Limits {
     /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate,
     /// by network for all others.
     pub streams_per_client: usize,
+    /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
+    /// together.
+    pub connection_age: Duration,
 }
 
 impl Limits {
@@ -65,7 +75,13 @@ impl Limits {
             // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
             connections: (files / 5).min(max_by_memory).max(1),
             streams_per_client: MAX_STREAMS_PER_CLIENT,
+            connection_age: CONNECTION_AGE,
         }
+    }
+
+    fn random_connection_age(&self) -> Duration {
+        self.connection_age
+            .mul_f64(1.0 + CONNECTION_AGE_JITTER * (2.0 * fastrand::f64() - 1.0))
     }
 }
 
@@ -156,11 +172,13 @@ impl Server {
         self.serve_http2(tls, caller, drain).await
     }
 
-    /// Serves HTTP/2 with prior knowledge. On drain it sends GOAWAY.
+    /// Serves HTTP/2 with prior knowledge. At the drain, and at the maximum age of the connection, it sends GOAWAY and ends all
+    /// streams.
     async fn serve_http2<I>(&self, io: I, caller: Caller, drain: Watch) -> Result<(), ConnectionError>
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
+        let (end_streams, ending) = drain::channel();
         let routes = self.metrics.layer(self.routes.clone());
         let streams = self.stream_limiter.clone();
         // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,
@@ -168,12 +186,13 @@ impl Server {
         let service = service_fn(move |req: Request<Incoming>| {
             let Some(stream_permit) = streams.acquire(&caller) else {
                 let rsp = Status::resource_exhausted("too many open streams from this client address").into_http();
-                return Box::pin(std::future::ready(Ok(rsp))) as _;
+                return Box::pin(std::future::ready(Ok(rsp))) as BoxedResponse;
             };
             let mut req = request_limits::limit_request(req);
             req.extensions_mut().insert(caller.clone());
             req.extensions_mut().insert(stream_permit);
-            routes.clone().call(req)
+            let (responding, ending) = (routes.clone().call(req), ending.clone());
+            Box::pin(async move { Ok(responding.await?.map(|body| Body::new(EndAtDrain::new(body, ending)))) })
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
@@ -184,11 +203,20 @@ impl Server {
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
             served = connection.as_mut() => return served.map_err(ConnectionError::Http),
-            () = drain.signaled() => connection.as_mut().graceful_shutdown(),
+            () = drain.signaled() => {}
+            () = sleep(self.limits.random_connection_age()) => {}
         }
-        connection.await.map_err(ConnectionError::Http)
+        connection.as_mut().graceful_shutdown();
+        end_streams.drain().await; // nothing delays it
+        // A client that does not read is disconnected.
+        timeout(DRAIN_TIMEOUT, connection)
+            .await
+            .unwrap_or(Ok(()))
+            .map_err(ConnectionError::Http)
     }
 }
+
+type BoxedResponse = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// TCP keep-alive closes connections of hosts that have failed. The server sends no HTTP/2 pings; clients do if
 /// configured.
@@ -203,6 +231,9 @@ const MAX_GRPC_PORTS: u64 = 3;
 /// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
 const BYTES_PER_CONNECTION: u64 = 32 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.
+const CONNECTION_AGE: Duration = Duration::from_secs(30 * 60);
+const CONNECTION_AGE_JITTER: f64 = 0.2;
 /// Leaves time for the rest of the process within the drain timeout of 5 seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::Stdio;
 
+use futures_util::stream::{self, StreamExt as _};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyPair,
     KeyUsagePurpose,
@@ -19,11 +20,14 @@ use tulle_core::addr::Addr;
 use tulle_core::connections::{ConnectionLimiter, SameAddressEviction};
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::{GetDestination, Update, destination_server};
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 
 use super::*;
+use crate::grpc::{self, Methods};
 use crate::tls::anchors::TrustAnchors;
 use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
@@ -48,6 +52,20 @@ impl Identity for Echo {
             leaf_certificate: req.into_inner().identity.into_bytes(),
             ..proto::CertifyResponse::default()
         }))
+    }
+}
+
+/// A destination service whose streams have one message and no end.
+#[derive(Clone)]
+struct Endless;
+
+impl Methods for Endless {
+    const SERVICE: &'static str = destination_server::SERVICE_NAME;
+
+    async fn call(self, _: &str, req: Request<tonic::body::Body>) -> http::Response<tonic::body::Body> {
+        let first = grpc::encode(&[Update::default()]);
+        let messages = stream::iter([first]).chain(stream::pending());
+        grpc::stream(req, |_: GetDestination| Ok(messages)).await
     }
 }
 
@@ -76,9 +94,13 @@ impl TestServer {
     }
 
     async fn start_with(clients: ClientCertificates) -> Self {
+        Self::start_with_age(clients, CONNECTION_AGE).await
+    }
+
+    async fn start_with_age(clients: ClientCertificates, connection_age: Duration) -> Self {
         let creds = Arc::new(MeshCredentials::new(NAME.to_owned(), clients));
         let registry = Registry::new();
-        let server = build_server(creds.clone(), &registry);
+        let server = build_server(creds.clone(), connection_age, &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, watch) = drain::channel();
@@ -120,12 +142,13 @@ impl TestServer {
     }
 }
 
-fn build_server(creds: Arc<MeshCredentials>, registry: &Registry) -> Server {
+fn build_server(creds: Arc<MeshCredentials>, connection_age: Duration, registry: &Registry) -> Server {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
         streams_per_client: MAX_STREAMS_PER_CLIENT,
+        connection_age,
     };
-    let routes = Routes::new(IdentityServer::new(Echo));
+    let routes = Routes::new(IdentityServer::new(Echo)).add_service(grpc::Service(Endless));
     Server::new(creds, routes, GrpcMetrics::new(registry), limits, registry)
 }
 
@@ -356,6 +379,30 @@ async fn a_drain_sends_goaway_and_ends() {
     server.task.await.unwrap();
     call_certify(channel).await.unwrap_err();
     assert!(TcpStream::connect(server.addr).await.is_err());
+}
+
+#[tokio::test]
+async fn a_connection_ends_at_its_maximum_age_with_its_streams() {
+    let age = Duration::from_millis(200);
+    let server = TestServer::start_with_age(ClientCertificates::Optional, age).await;
+    let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
+    let mut destination = DestinationClient::new(channel.clone());
+    let mut updates = destination.get(GetDestination::default()).await.unwrap().into_inner();
+    assert!(updates.message().await.unwrap().is_some());
+    let end = timeout(50 * age, updates.message()).await.unwrap();
+    assert!(end.unwrap().is_none(), "the stream ends without an error");
+    call_certify(channel).await.unwrap_err();
+    let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
+    assert_eq!(call_certify(channel).await.unwrap(), "hello");
+}
+
+#[test]
+fn connections_that_began_together_end_at_different_times() {
+    let limits = Limits::from_resources(1024, None);
+    let ages: Vec<_> = (0..1000).map(|_| limits.random_connection_age()).collect();
+    let minutes = |n| Duration::from_secs(n * 60);
+    assert!(ages.iter().all(|age| (minutes(24)..=minutes(36)).contains(age)));
+    assert!(ages.iter().any(|age| *age < minutes(26)) && ages.iter().any(|age| *age > minutes(34)));
 }
 
 #[tokio::test]

@@ -343,15 +343,6 @@ async fn endpoints_objects_can_be_used_instead_of_slices() {
 }
 
 #[tokio::test]
-async fn streams_end_when_the_drain_begins() {
-    let mut mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
-    let mut stream = mesh.get(HTTP).await.unwrap();
-    next(&mut stream).await;
-    mesh.shut_down();
-    assert!(soon(stream.message()).await.unwrap().is_none());
-}
-
-#[tokio::test]
 async fn series_without_subscribers_are_removed() {
     let mesh = mesh(WEB).await;
     let stream = mesh.get(HTTP).await.unwrap();

@@ -24,8 +24,7 @@ pub(crate) struct Mesh {
     pub(crate) manifests: ManifestStore,
     pub(crate) cluster: Cluster,
     pub(crate) registry: Registry,
-    signal: Option<drain::Signal>,
-    drain: drain::Watch,
+    _signal: drain::Signal,
     source: JoinHandle<()>,
 }
 
@@ -45,17 +44,14 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     let (signal, drain) = drain::channel();
     let manifests = ManifestStore::new(yaml, &registry).await;
     let cluster = Cluster::new(config.clone(), &registry);
-    let source = manifests
-        .source(&config, cluster.writer(), &registry, drain.clone())
-        .await;
+    let source = manifests.source(&config, cluster.writer(), &registry, drain).await;
     let source = tokio::spawn(source);
     soon(cluster.synced()).await;
     Mesh {
         manifests,
         cluster,
         registry,
-        signal: Some(signal),
-        drain,
+        _signal: signal,
         source,
     }
 }
@@ -83,19 +79,11 @@ impl Mesh {
         self.manifests.errors()
     }
 
-    pub(crate) fn drain(&self) -> drain::Watch {
-        self.drain.clone()
-    }
-
-    pub(crate) fn shut_down(&mut self) {
-        tokio::spawn(self.signal.take().unwrap().drain());
-    }
-
     fn destination(
         &self,
         config: destination::config::Config,
     ) -> DestinationClient<Service<destination::server::Service>> {
-        DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
+        DestinationClient::new(destination::server(self.cluster.clone(), config))
     }
 
     pub(crate) async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
@@ -143,7 +131,7 @@ impl Mesh {
     }
 
     pub(crate) async fn ports(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
-        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional, self.drain.clone());
+        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {
             workload: workload.to_owned(),
             port,
@@ -153,7 +141,7 @@ impl Mesh {
     }
 
     pub(crate) async fn port(&self, workload: &str, port: u32) -> Result<Server, Status> {
-        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional, self.drain.clone());
+        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {
             workload: workload.to_owned(),
             port,
@@ -164,7 +152,7 @@ impl Mesh {
 
     pub(crate) async fn policies(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
         let config = policy::config::Config::default();
-        let server = policy::outbound_server(self.cluster.clone(), config, self.drain.clone());
+        let server = policy::outbound_server(self.cluster.clone(), config);
         let target = match target.parse::<std::net::SocketAddr>() {
             Ok(addr) => traffic_spec::Target::Addr(addr.into()),
             Err(_) => traffic_spec::Target::Authority(target.to_owned()),

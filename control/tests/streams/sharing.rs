@@ -82,11 +82,7 @@ fn get(path: &str, node: &str) -> GetDestination {
 fn destination(
     mesh: &Mesh,
 ) -> impl Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible> {
-    destination::server(
-        mesh.cluster.clone(),
-        destination::config::Config::default(),
-        mesh.drain(),
-    )
+    destination::server(mesh.cluster.clone(), destination::config::Config::default())
 }
 
 #[tokio::test]
@@ -124,7 +120,7 @@ async fn services_with_other_settings_do_not_share() {
         zone_weights: destination::config::ZoneWeights::PreferLocal,
         ..destination::config::Config::default()
     };
-    let mut other = destination::server(mesh.cluster.clone(), config, mesh.drain());
+    let mut other = destination::server(mesh.cluster.clone(), config);
     assert!(!are_shared(
         &first,
         &data(&mut open(&mut other, "Get", &near).await).await
@@ -140,7 +136,7 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut other = open(&mut service, "GetProfile", &get(WEB, "far")).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut other).await));
 
-    let mut inbound = policy::inbound_server(mesh.cluster.clone(), ClientCertificates::Optional, mesh.drain());
+    let mut inbound = policy::inbound_server(mesh.cluster.clone(), ClientCertificates::Optional);
     let port = PortSpec {
         workload: "shop:web-1".to_owned(),
         port: 8080,
@@ -149,7 +145,7 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut once = open(&mut inbound, "GetPort", &port).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut once).await));
 
-    let mut outbound = policy::outbound_server(mesh.cluster.clone(), policy::config::Config::default(), mesh.drain());
+    let mut outbound = policy::outbound_server(mesh.cluster.clone(), policy::config::Config::default());
     let traffic = TrafficSpec {
         source_workload: "shop:client".to_owned(),
         target: Some(traffic_spec::Target::Authority(WEB.to_owned())),

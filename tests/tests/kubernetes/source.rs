@@ -24,7 +24,6 @@ struct DestinationFixture {
     api: ApiServer,
     cluster: Cluster,
     registry: Registry,
-    drain: drain::Watch,
     source: JoinHandle<Result<(), SourceError>>,
     _signal: drain::Signal,
 }
@@ -59,14 +58,13 @@ async fn start_fixture(objects: &[Value]) -> DestinationFixture {
         freshness: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
-    let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
+    let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain);
     let source = tokio::spawn(source);
     with_timeout(cluster.synced()).await;
     DestinationFixture {
         api,
         cluster,
         registry,
-        drain,
         source,
         _signal: signal,
     }
@@ -101,7 +99,7 @@ async fn apply(api: &ApiServer, object: &Value) {
 impl DestinationFixture {
     fn destination(&self) -> DestinationClient<tulle_control::grpc::Service<destination::server::Service>> {
         let config = destination::config::Config::default();
-        DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
+        DestinationClient::new(destination::server(self.cluster.clone(), config))
     }
 
     async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {

@@ -71,6 +71,7 @@ const CONTROL: CrateLayers = CrateLayers {
         ("config", TOP_LAYER),
         ("fuzz", TOP_LAYER),
         ("logs", TOP_LAYER),
+        ("threads", TOP_LAYER),
     ],
 };
 

@@ -81,7 +81,7 @@ impl DecodedCounts {
         };
         let cluster = Cluster::new(config, &registry);
         let report = ManifestReport::new(&registry);
-        let source = directory_source::run(dir.path().to_owned(), cluster.writer(), report, drain.clone());
+        let source = directory_source::run(dir.path().to_owned(), cluster.writer(), report, drain);
         let source = tokio::spawn(source);
         with_timeout(cluster.synced()).await;
 
@@ -92,12 +92,10 @@ impl DecodedCounts {
         let mut outbound = OutboundPoliciesClient::new(policy::outbound_server(
             cluster.clone(),
             policy::config::Config::default(),
-            drain.clone(),
         ));
         let mut destinations = DestinationClient::new(destination::server(
             cluster.clone(),
             destination::config::Config::default(),
-            drain.clone(),
         ));
         for target in targets() {
             let spec = TrafficSpec {
@@ -126,11 +124,8 @@ impl DecodedCounts {
                 self.endpoints += 1;
             }
         }
-        let mut inbound = InboundServerPoliciesClient::new(policy::inbound_server(
-            cluster.clone(),
-            ClientCertificates::Optional,
-            drain.clone(),
-        ));
+        let mut inbound =
+            InboundServerPoliciesClient::new(policy::inbound_server(cluster.clone(), ClientCertificates::Optional));
         for (workload, port) in workloads() {
             let spec = PortSpec {
                 workload: workload.clone(),
