@@ -14,10 +14,10 @@ pub mod views;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tracing::{debug, error, warn};
 use tulle_core::identity::service_account;
 use tulle_core::metrics::Registry;

@@ -62,7 +62,7 @@ struct Endless;
 impl Methods for Endless {
     const SERVICE: &'static str = destination_server::SERVICE_NAME;
 
-    async fn call(self, _: &str, req: Request<tonic::body::Body>) -> http::Response<tonic::body::Body> {
+    async fn call(self, _: &str, req: Request<Body>) -> Response<Body> {
         let first = grpc::encode(&[Update::default()]);
         let messages = stream::iter([first]).chain(stream::pending());
         grpc::stream(req, |_: GetDestination| Ok(messages)).await
@@ -328,7 +328,7 @@ async fn plaintext_is_served_on_loopback_only() {
     let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
 
-    let server = build_server(server.creds.clone(), &Registry::new());
+    let server = build_server(server.creds.clone(), CONNECTION_AGE, &Registry::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
@@ -400,7 +400,7 @@ async fn a_connection_ends_at_its_maximum_age_with_its_streams() {
 fn connections_that_began_together_end_at_different_times() {
     let limits = Limits::from_resources(1024, None);
     let ages: Vec<_> = (0..1000).map(|_| limits.random_connection_age()).collect();
-    let minutes = |n| Duration::from_secs(n * 60);
+    let minutes = |n: u64| Duration::from_secs(n * 60);
     assert!(ages.iter().all(|age| (minutes(24)..=minutes(36)).contains(age)));
     assert!(ages.iter().any(|age| *age < minutes(26)) && ages.iter().any(|age| *age > minutes(34)));
 }

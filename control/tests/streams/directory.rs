@@ -268,7 +268,7 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
             gateway("rules: [{timeouts: {backendRequest: \"10\"}}]"),
             "such as 1h30m",
         ),
-        (route("rules: [{filters: [{type: URLRewrite}]}]"), "URLRewrite"),
+        (route("rules: [{filters: [{type: URLRewrite}]}]"), "urlRewrite"),
         (
             route("rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]"),
             "301, 302",

@@ -7,7 +7,7 @@ use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{WeightedAddr, update};
 
-use crate::harness::{added, mesh, mesh_with, next, short, soon};
+use crate::harness::{added, mesh, mesh_with, next, short};
 
 const WEB: &str = "
 apiVersion: v1

@@ -635,8 +635,8 @@ async fn requests_of_unsupported_rules_fail() {
     row("HTTPRoute", "HTTP/1", response, on_server).await;
     row("GRPCRoute", "gRPC", response, on_server).await;
     let mirror = "{filters: [{type: RequestMirror, requestMirror: {backendRef: {name: web, port: 80}}}]}";
-    let by_mesh = "filter RequestMirror is not supported by the mesh";
-    row("GRPCRoute", "gRPC", mirror, by_mesh).await;
+    let on_server = "filter RequestMirror is not supported where the parent is a Server";
+    row("GRPCRoute", "gRPC", mirror, on_server).await;
 }
 
 /// The injected failure of the only rule of the first route.

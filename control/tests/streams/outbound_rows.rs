@@ -262,14 +262,10 @@ async fn rules_rewrite_and_mirror_requests() {
         row(kind, &format!("filters: [{}]", mirrors.join(", ")), &expected).await;
     }
     let invalid = mirror("web-v2", ", fraction: {numerator: 4, denominator: 3}");
-    let cause =
-        " fail 500 \"HTTPRoute shop/r: requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1\"";
-    row(
-        "HTTPRoute",
-        &format!("filters: [{invalid}]"),
-        &format!("{cause}{to_web}"),
-    )
-    .await;
+    let spec = format!("{{{TO_WEB}, rules: [{{filters: [{invalid}]}}]}}");
+    let mesh = mesh(&route("HTTPRoute shop/r", "", &spec)).await;
+    let error = "HTTPRoute shop/r: requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1";
+    assert!(mesh.errors()[0].ends_with(error), "{:?}", mesh.errors());
 }
 
 #[tokio::test]

@@ -224,13 +224,12 @@ macro_rules! stream_lines {
         };
         let line = |rule: &$family::Rule| {
             let to = match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
-                Kind::FirstAvailable(first) => backends(first.backends.iter().map(|one| {
-                    (
-                        None,
-                        one.backend.as_ref(),
-                        filters(&one.filters, &one.filter_extensions),
-                    )
-                })),
+                Kind::FirstAvailable(first) => backends(
+                    first
+                        .backends
+                        .iter()
+                        .map(|one| (None, one.backend.as_ref(), filters(&one.filters))),
+                ),
                 Kind::RandomAvailable(random) => backends(random.backends.iter().map(|one| {
                     let route = one.backend.as_ref().unwrap();
                     (Some(one.weight), route.backend.as_ref(), filters(&route.filters))

@@ -344,7 +344,12 @@ impl ProxyBuilder<'_> {
 
     fn service_stack(&self, name: &'static str, direction: &DirectionSettings, is_logged: bool) -> ServiceStack {
         // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
-        let connections = ConnectionLimiter::new(name, self.descriptors / 4, SameAddressEviction::UnusedOnly, self.registry);
+        let connections = ConnectionLimiter::new(
+            name,
+            self.descriptors / 4,
+            SameAddressEviction::UnusedOnly,
+            self.registry,
+        );
         let failures = Failures::new(self.registry, name);
         ServiceStack {
             access_log: self.access_log.filter(|_| is_logged).cloned(),

@@ -255,7 +255,7 @@ impl Chaos {
             // New pods have certificates of the new issuer, and old pods still those of the previous one.
             rollout().await
         };
-        self.compare_at_same_time("issuer rotated", 60, rotate).await;
+        self.compare_at_same_time("issuer rotated", 60, Box::pin(rotate)).await;
     }
 }
 

@@ -17,7 +17,7 @@ use crate::{
         upgrade::interim,
     },
     outbound::{
-        mirror::{CopyGuard, CopyResult, Mirror},
+        mirror::{CopyResult, Mirror},
         request::{
             attempt::{AttemptParams, AttemptSender},
             connect::TriedEndpoints,

@@ -190,7 +190,9 @@ pub(super) async fn send_with_retries(
             return with_deadlines(result, deadlines);
         };
         let delay = params.next_delay(backoff_delays.as_mut(), &result);
-        let is_in_time = timeouts.request_deadline.is_none_or(|(at, _)| Instant::now() + delay < at);
+        let is_in_time = timeouts
+            .request_deadline
+            .is_none_or(|(at, _)| Instant::now() + delay < at);
         let take_retry = || params.take_retry(retry_copy, sender, metrics);
         let Some(next_req) = is_in_time.then(take_retry).flatten() else {
             return with_deadlines(result, deadlines);
