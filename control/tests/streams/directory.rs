@@ -270,6 +270,13 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
         ),
         (route("rules: [{filters: [{type: URLRewrite}]}]"), "urlRewrite"),
         (
+            gateway(
+                "rules: [{filters: [{type: RequestMirror, requestMirror: \
+                 {backendRef: {name: web, port: 80}, fraction: {numerator: 4, denominator: 3}}}]}]",
+            ),
+            "requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1",
+        ),
+        (
             route("rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]"),
             "301, 302",
         ),

@@ -261,11 +261,6 @@ async fn rules_rewrite_and_mirror_requests() {
         let expected = format!(" mirror 100/100 to web.shop:80 mirror 100/100 to web-v2.shop:80{to_web}");
         row(kind, &format!("filters: [{}]", mirrors.join(", ")), &expected).await;
     }
-    let invalid = mirror("web-v2", ", fraction: {numerator: 4, denominator: 3}");
-    let spec = format!("{{{TO_WEB}, rules: [{{filters: [{invalid}]}}]}}");
-    let mesh = mesh(&route("HTTPRoute shop/r", "", &spec)).await;
-    let error = "HTTPRoute shop/r: requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1";
-    assert!(mesh.errors()[0].ends_with(error), "{:?}", mesh.errors());
 }
 
 #[tokio::test]

@@ -128,7 +128,7 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
     ];
     let mesh = three_workloads().manifest("route", &route("", &rules.concat()));
     mesh.run(async |mesh: &Mesh| {
-        apps::start_echo(mesh, "web").await;
+        let _web = Recorder::start(mesh, "web", |_| 200).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
         let mut client = client1(mesh).await;
         for path in ["/none", "/quarter"] {
