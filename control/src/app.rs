@@ -16,7 +16,7 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
 use tonic::service::Routes;
 use tracing::{info, warn};
-use tulle_core::admin::{Admin, text};
+use tulle_core::admin::{Admin, AdminRequest, text};
 use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::logging;
@@ -38,7 +38,7 @@ use crate::serving::metrics::GrpcMetrics;
 use crate::serving::{self, Server};
 use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
-use crate::threads::Threads;
+use crate::threads::{Heartbeat, MAX_HEARTBEAT_AGE, Threads};
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use crate::webhook::certificate_controller::{self, CertificateController};
 use crate::webhook::https::{HttpServer, Transport};
@@ -77,6 +77,7 @@ struct Builder {
     /// Set if anything needs the API server.
     client: Option<Client>,
     threads: Threads,
+    heartbeat: Heartbeat,
     /// Set if the injector runs.
     audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
@@ -143,6 +144,7 @@ impl App {
             config,
             client,
             threads: Threads::default(),
+            heartbeat: Heartbeat::new(),
             audit_report: None,
             registry,
             drain,
@@ -150,6 +152,7 @@ impl App {
         let identity = builder.start_identity().await?;
         let report = builder.start_object_services(identity.as_ref()).await?;
         builder.start_webhooks().await?;
+        builder.start_heartbeat();
         builder.start_admin_servers(report.as_ref()).await?;
         Ok(Self {
             addrs: builder.addrs,
@@ -550,6 +553,17 @@ impl Builder {
             .context("the API server is needed but not configured")
     }
 
+    /// The admin servers have a thread of their own, so they must be told whether this one still runs.
+    fn start_heartbeat(&mut self) {
+        let (heartbeat, drain) = (self.heartbeat.clone(), self.drain.clone());
+        self.start("heartbeat", async move {
+            tokio::select! {
+                never = heartbeat.run() => match never {},
+                () = drain.signaled() => Ok(()),
+            }
+        });
+    }
+
     async fn start_admin_servers(&mut self, report: Option<&directory_source::ManifestReport>) -> Result<()> {
         let services = self.config.services;
         if services.destination {
@@ -584,8 +598,20 @@ impl Builder {
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr)?;
         let (readiness, freshness) = (self.readiness.clone(), self.freshness.clone());
+        let live = |heartbeat: Heartbeat, answer: &'static str| {
+            move |_: AdminRequest| {
+                std::future::ready(match heartbeat.is_alive() {
+                    true => text(StatusCode::OK, answer),
+                    false => text(
+                        StatusCode::INTERNAL_SERVER_ERROR,
+                        format!("the main thread has run no task for {MAX_HEARTBEAT_AGE:?}\n"),
+                    ),
+                })
+            }
+        };
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
-            .route("/ping", |_| std::future::ready(text(StatusCode::OK, "pong\n")))
+            .route("/ping", live(self.heartbeat.clone(), "pong\n"))
+            .public_route("/live", live(self.heartbeat.clone(), "live\n"))
             .route("/ready", move |_| {
                 let (missing, stale) = (readiness.reasons(), freshness.reasons());
                 let (status, first) = match missing.is_empty() {

@@ -1,10 +1,16 @@
-//! Threads with a runtime of their own, for servers that must answer while the streams of proxies keep the others busy.
+//! Threads with a runtime of their own, for servers that must answer while the streams of proxies keep the main runtime busy; and
+//! the heartbeat of the main runtime, because these servers would also answer if it were stuck.
 
+use std::convert::Infallible;
+use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep};
 
 /// Threads by name. They end when this value is dropped.
 #[derive(Default)]
@@ -45,9 +51,51 @@ impl Threads {
     }
 }
 
+/// Tells whether a runtime still runs its tasks.
+#[derive(Clone)]
+pub(crate) struct Heartbeat {
+    last: Arc<Mutex<Instant>>,
+}
+
+impl Heartbeat {
+    pub(crate) fn new() -> Self {
+        Self {
+            last: Arc::new(Mutex::new(Instant::now())),
+        }
+    }
+
+    /// Beats on the runtime that runs this.
+    pub(crate) async fn run(self) -> Infallible {
+        loop {
+            *self.last.lock() = Instant::now();
+            sleep(HEARTBEAT_INTERVAL).await;
+        }
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.last.lock().elapsed() < MAX_HEARTBEAT_AGE
+    }
+}
+
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Longer than any work without a pause, such as the views after a long list.
+pub(crate) const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_runtime_that_runs_no_tasks_is_not_alive() {
+        let heartbeat = Heartbeat::new();
+        let beating = tokio::spawn(heartbeat.clone().run());
+        sleep(2 * MAX_HEARTBEAT_AGE).await;
+        assert!(heartbeat.is_alive());
+        beating.abort();
+        sleep(MAX_HEARTBEAT_AGE).await;
+        assert!(!heartbeat.is_alive());
+    }
 
     #[tokio::test]
     async fn a_thread_answers_while_another_is_busy_and_is_started_once() {

@@ -322,7 +322,7 @@ pub const ALL: &[Cause] = &[
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
-        "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. In either direction, requests are refused too if their rule has an unknown filter.",
+        "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. Inbound, a rule with an unknown filter refuses its own requests only; outbound, an unknown filter makes the whole update invalid.",
         "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
     ),
     cause(

@@ -141,7 +141,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         false => Change::Unchanged,
     };
     let (backend, change) = match (apply_to_best(job, &rules, report), without_ipv6) {
-        (Err(error), Some(without_ipv6)) => {
+        (Err(error), Some(without_ipv6)) if lacks_ipv6(&error) => {
             options = without_ipv6;
             rules = rules::build_rules(&options);
             describe(&options, &rules, report);
@@ -193,6 +193,15 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
         failed = failed.or(Some(error.context(format!("applying rules with {backend}"))));
     }
     Err(failed.unwrap_or_else(|| anyhow::anyhow!("no backend is permitted")))
+}
+
+/// Whether an error can mean that the kernel or the programs have no IPv6. Temporary errors, such as a lock that is held, do not.
+fn lacks_ipv6(error: &anyhow::Error) -> bool {
+    match error.downcast_ref::<BackendError>() {
+        Some(BackendError::Native(error)) => error.is_unsupported(),
+        Some(BackendError::Iptables(error)) => error.lacks_ipv6(),
+        None => false,
+    }
 }
 
 fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report) -> Result<Change, BackendError> {
@@ -308,6 +317,11 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
         let ipv4_rules = rules::build_rules(&without_ipv6);
         let ipv4_closest = closest_backend(job, &ipv4_rules);
         if closest.is_err() || matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
+            if closest.is_ok() {
+                report.warn(
+                    "there are only rules for IPv4: if IPv6 is enabled here later, it bypasses the proxy".to_owned(),
+                );
+            }
             (options, rules, closest) = (without_ipv6, ipv4_rules, ipv4_closest);
         }
     }

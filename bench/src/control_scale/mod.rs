@@ -121,6 +121,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         args,
         cluster,
         control,
+        next_change: fastrand::u32(0..FIRST_CHANGE_LIMIT),
     };
     let mut streams = run.open_streams().await?;
     sleep(MEMORY_SETTLE_DELAY).await;
@@ -145,6 +146,8 @@ struct Run<'a> {
     anchors: TrustAnchors,
     cluster: Cluster,
     control: Process,
+    /// Number of the next change, which decides its address. It begins at random, because objects of an earlier run can be used.
+    next_change: u32,
 }
 
 impl Run<'_> {
@@ -171,10 +174,11 @@ impl Run<'_> {
 
     /// Changes one endpoint per Service in turn, at a steady rate.
     async fn measure_updates(&mut self, streams: &mut Streams) -> anyhow::Result<()> {
+        let first_change = self.take_changes(self.args.rate * self.args.seconds);
         streams.record_watch_latencies(self.cluster.watch().await?);
         let args = self.args;
         let (services, n_streams) = (args.services as u64, streams.n_streams());
-        let load = self.start_load()?;
+        let load = self.start_load(streams)?;
         let (start, mut writes) = (Instant::now(), Vec::new());
         let mut expected = 0;
         for n in 0..args.rate * args.seconds {
@@ -182,7 +186,7 @@ impl Run<'_> {
             expected += n_streams / services + u64::from((service as u64) < n_streams % services);
             let (cluster, addr, at) = (
                 &self.cluster,
-                Address::of_change(n),
+                Address::of_change(first_change + n),
                 start + Duration::from_secs(1) * n / args.rate,
             );
             let streams = &*streams;
@@ -211,10 +215,11 @@ impl Run<'_> {
             streams: args.rollout_streams,
         };
         let streams = Streams::open(DESTINATION, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
-        let load = self.start_load()?;
+        let load = self.start_load(&streams)?;
         let slices = self.cluster.rollout_slices();
         let (n_slices, n_changes) = (slices.len(), 2 * args.rollout);
         let interval = Duration::from_secs(args.seconds.into()).div_f64(n_changes as f64);
+        let first_change = self.take_changes(u32::try_from(n_changes).context("too many changes")?);
         let start = Instant::now();
         let (cluster, streams_of_rollout) = (&self.cluster, &streams);
         let writes = slices
@@ -224,7 +229,7 @@ impl Run<'_> {
                 for change in 0..2 * slice.len() {
                     let n = u32::try_from(change * n_slices + at).context("too many changes")?;
                     sleep_until(start + interval * n).await;
-                    let addr = Address::of_change(FIRST_ROLLOUT_CHANGE + n);
+                    let addr = Address::of_change(first_change + n);
                     slice.replace(change % slice.len(), addr);
                     streams_of_rollout.record_write(addr, Instant::now());
                     cluster.write_slice(&slice).await?;
@@ -246,7 +251,15 @@ impl Run<'_> {
         Ok(streams)
     }
 
-    fn start_load(&self) -> anyhow::Result<Load> {
+    /// Reserves numbers of changes. Returns the first.
+    fn take_changes(&mut self, n_changes: u32) -> u32 {
+        let first = self.next_change;
+        self.next_change += n_changes;
+        first
+    }
+
+    fn start_load(&self, streams: &Streams) -> anyhow::Result<Load> {
+        streams.clear();
         self.control.reset_peak_rss()?;
         Ok(Load {
             cpu: self.control.cpu()?,
@@ -351,5 +364,5 @@ const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 const READY_TIMEOUT: Duration = Duration::from_secs(180);
-/// Above the changes of the profile `updates`, so that the addresses differ.
-const FIRST_ROLLOUT_CHANGE: u32 = 1 << 20;
+/// The addresses of changes begin at 10.200.0.1; pods have lower ones.
+const FIRST_CHANGE_LIMIT: u32 = 1 << 20;

@@ -115,6 +115,13 @@ impl Streams {
         });
     }
 
+    /// Forgets the writes and latencies of earlier loads.
+    pub(super) fn clear(&self) {
+        self.shared.written_at.lock().clear();
+        self.shared.latencies.lock().clear();
+        self.shared.watch_latencies.lock().clear();
+    }
+
     pub(super) fn n_streams(&self) -> u64 {
         self.n_streams
     }

@@ -1,6 +1,6 @@
 //! The state of the cluster and the views computed from it.
 //!
-//! One writer applies batches of events, each with the state locked for a bounded time. A view that has subscribers and depends on a changed key is computed again, and its
+//! One writer applies batches of events. A view that has subscribers and depends on a changed key is computed again, and its
 //! value is published if it differs. A view is a pure, synchronous function: it reads the store through a `Reader`, which
 //! records its dependencies. A subscription returns the current value immediately; a slow subscriber skips to the latest one.
 //! Encoded responses are cached with the value. Nothing here does I/O, reads the clock or uses protobuf.
@@ -148,7 +148,7 @@ impl Cluster {
     /// The writer for the source of objects.
     pub fn writer(&self) -> EventWriter {
         let shared = self.0.clone();
-        EventWriter::new(move |events| shared.apply_in_batches(events))
+        EventWriter::new(move |events| shared.apply(events))
     }
 
     /// Waits until the source has reported its initial list of objects.
@@ -190,7 +190,7 @@ impl Cluster {
 
     /// The identity in a workload's certificate; `None` if the workload does not exist.
     pub fn workload_identity(&self, workload: &inbound::WorkloadId) -> Option<String> {
-        let state = self.0.lock();
+        let state = self.0.state.lock();
         let reader = Reader::new(&state.store);
         let config = &self.0.config;
         match workload {
@@ -205,7 +205,7 @@ impl Cluster {
 
     /// The current zone of a node.
     pub fn node_zone(&self, node: &str) -> Option<Arc<str>> {
-        let state = self.0.lock();
+        let state = self.0.state.lock();
         Reader::new(&state.store)
             .node(&NamespacedName::new("", node))
             .and_then(|node| node.zone.clone())
@@ -221,7 +221,7 @@ impl Cluster {
     ///
     /// Takes milliseconds for thousands of workloads. The lock is held only while the objects are copied.
     pub fn workload_members(&self, namespace: Option<&str>) -> Vec<workload_members::WorkloadMember> {
-        let objects = workload_members::input_objects(&self.0.lock().store, namespace);
+        let objects = workload_members::input_objects(&self.0.state.lock().store, namespace);
         workload_members::list(&Store::from_objects(objects), &self.0.config, namespace)
     }
 
@@ -249,24 +249,13 @@ impl Cluster {
 }
 
 impl Shared {
+    /// Locks the state for a batch of events, or for a stream that begins or ends.
     fn lock(&self) -> StateGuard<'_> {
         let state = self.state.lock();
         StateGuard {
             state,
             metrics: &self.metrics,
             locked_at: Instant::now(),
-        }
-    }
-
-    /// Applies events in their order. Between two batches of a long list, streams can be opened.
-    fn apply_in_batches(&self, events: Vec<Event>) {
-        let mut rest = events.into_iter();
-        loop {
-            let batch: Vec<Event> = rest.by_ref().take(MAX_EVENTS_PER_BATCH).collect();
-            if batch.is_empty() {
-                return;
-            }
-            self.apply(batch);
         }
     }
 
@@ -324,9 +313,6 @@ impl Shared {
         }
     }
 }
-
-/// Keeps the state locked for a few milliseconds.
-const MAX_EVENTS_PER_BATCH: usize = 1000;
 
 /// Describes what is used instead of an unreadable object.
 fn fallback_description(store: &Store, unreadable: &Unreadable) -> &'static str {

@@ -426,6 +426,16 @@ pub enum PathModifier {
     },
 }
 
+impl PathModifier {
+    /// The replacement.
+    pub fn text(&self) -> &str {
+        match self {
+            Self::ReplaceFullPath { path } => path,
+            Self::ReplacePrefixMatch { prefix } => prefix,
+        }
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RawFilter {

@@ -337,7 +337,13 @@ fn not_in_policy_route(filter: &str) -> String {
 }
 
 fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
-    rewrite.path.as_ref().map_or(Ok(()), check_path_modifier)?;
+    if let Some(path) = &rewrite.path {
+        check_path_modifier(path)?;
+        // The query of the request is kept.
+        if path.text().contains(['?', '#']) {
+            return Err(format!("path {:?} of urlRewrite has a query or fragment", path.text()));
+        }
+    }
     rewrite
         .hostname
         .as_deref()
@@ -366,13 +372,13 @@ pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
 }
 
 fn check_path_modifier(modifier: &PathModifier) -> Result<(), String> {
-    let path = match modifier {
-        // Removes the matched prefix.
-        PathModifier::ReplacePrefixMatch { prefix } if prefix.is_empty() => return Ok(()),
-        PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path } => path,
-    };
+    let path = modifier.text();
+    // The empty prefix removes the matched one.
+    if matches!(modifier, PathModifier::ReplacePrefixMatch { .. }) && path.is_empty() {
+        return Ok(());
+    }
     check_absolute_path(path)?;
-    match PathAndQuery::try_from(path.as_str()) {
+    match PathAndQuery::try_from(path) {
         Ok(_) => Ok(()),
         Err(_) => Err(format!("path {path:?} is not a valid URI path")),
     }

@@ -179,20 +179,24 @@ impl Server {
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let (end_streams, ending) = drain::channel();
-        let routes = self.metrics.layer(self.routes.clone());
+        let services = self.routes.clone();
+        // Inside of the metrics, which count these ends as successes.
+        let routes = self.metrics.layer(tower::service_fn(move |req| {
+            let (responding, ending) = (services.clone().call(req), ending.clone());
+            async move { Ok::<_, Infallible>(responding.await?.map(|body| Body::new(EndAtDrain::new(body, ending)))) }
+        }));
         let streams = self.stream_limiter.clone();
         // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,
         // and the task would contain the future.
         let service = service_fn(move |req: Request<Incoming>| {
             let Some(stream_permit) = streams.acquire(&caller) else {
                 let rsp = Status::resource_exhausted("too many open streams from this client address").into_http();
-                return Box::pin(std::future::ready(Ok(rsp))) as BoxedResponse;
+                return Box::pin(std::future::ready(Ok(rsp))) as _;
             };
             let mut req = request_limits::limit_request(req);
             req.extensions_mut().insert(caller.clone());
             req.extensions_mut().insert(stream_permit);
-            let (responding, ending) = (routes.clone().call(req), ending.clone());
-            Box::pin(async move { Ok(responding.await?.map(|body| Body::new(EndAtDrain::new(body, ending)))) })
+            Box::pin(routes.clone().call(req)) as BoxedResponse
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
@@ -201,15 +205,15 @@ impl Server {
             .max_header_list_size(MAX_HEADER_LIST_BYTES)
             .serve_connection(TokioIo::new(io), service);
         let mut connection = std::pin::pin!(connection);
-        tokio::select! {
+        let limit = tokio::select! {
             served = connection.as_mut() => return served.map_err(ConnectionError::Http),
-            () = drain.signaled() => {}
-            () = sleep(self.limits.random_connection_age()) => {}
-        }
+            () = drain.signaled() => DRAIN_TIMEOUT,
+            () = sleep(self.limits.random_connection_age()) => CALL_TIMEOUT,
+        };
         connection.as_mut().graceful_shutdown();
         end_streams.drain().await; // nothing delays it
         // A client that does not read is disconnected.
-        timeout(DRAIN_TIMEOUT, connection)
+        timeout(limit, connection)
             .await
             .unwrap_or(Ok(()))
             .map_err(ConnectionError::Http)
@@ -234,6 +238,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.
 const CONNECTION_AGE: Duration = Duration::from_secs(30 * 60);
 const CONNECTION_AGE_JITTER: f64 = 0.2;
+/// Time for calls in progress on a connection that ends at its age. A token review may take half of it.
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Leaves time for the rest of the process within the drain timeout of 5 seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;

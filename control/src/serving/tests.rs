@@ -383,15 +383,23 @@ async fn a_drain_sends_goaway_and_ends() {
 
 #[tokio::test]
 async fn a_connection_ends_at_its_maximum_age_with_its_streams() {
-    let age = Duration::from_millis(200);
+    let age = Duration::from_secs(1);
     let server = TestServer::start_with_age(ClientCertificates::Optional, age).await;
     let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     let mut destination = DestinationClient::new(channel.clone());
     let mut updates = destination.get(GetDestination::default()).await.unwrap().into_inner();
     assert!(updates.message().await.unwrap().is_some());
-    let end = timeout(50 * age, updates.message()).await.unwrap();
+    let end = timeout(20 * age, updates.message()).await.unwrap();
     assert!(end.unwrap().is_none(), "the stream ends without an error");
     call_certify(channel).await.unwrap_err();
+    let metrics = server.registry.render();
+    let ended = metrics
+        .lines()
+        .find(|line| line.starts_with("grpc_server_handled_total{grpc_type=\"server_stream"));
+    assert!(
+        ended.is_some_and(|ended| ended.contains("grpc_code=\"OK\"")),
+        "{metrics}"
+    );
     let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
 }

@@ -381,7 +381,7 @@ impl Eviction<'_> {
     }
 
     /// The first unused connection. Used connections before it move to the back of the queue, at most
-    /// [`MAX_EVICTION_CANDIDATES`] of them; the next call continues with the others.
+    /// [`MAX_EVICTION_CANDIDATES`] of them; then an unused one among as many of the newest.
     fn first_unused(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
         for _ in 0..MAX_EVICTION_CANDIDATES {
             let (rank, first) = index.queue(selection)?.first_key_value()?;
@@ -394,7 +394,15 @@ impl Eviction<'_> {
             }
             self.move_to_back(index, &first);
         }
-        None
+        // The newest connections are the most likely to be unused.
+        let mut newest = index
+            .queue(selection)?
+            .range(..FIRST_USED_RANK)
+            .rev()
+            .take(MAX_EVICTION_CANDIDATES);
+        newest
+            .find(|(_, connection)| connection.is_unused())
+            .map(|(_, connection)| connection.clone())
     }
 
     /// The first unused or idle connection of a client. Active connections before it move to the back of the queue.

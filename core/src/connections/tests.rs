@@ -153,13 +153,25 @@ async fn one_eviction_checks_a_bounded_number_of_connections() {
     used.iter().for_each(|permit| permit.record_activity());
     let unused = limiter.admit(ip(200)).unwrap();
     advance(Duration::from_secs(2)).await;
-    // Each eviction marks 64 of the 200 as used, so the fourth one finds the unused connection behind them.
-    let mut new_clients = Vec::new();
-    let closed = [201, 202, 203, 204].map(|n| {
-        new_clients.push(limiter.admit(ip(n)).unwrap());
-        is_closed(&unused)
-    });
-    assert_eq!(closed, [false, false, false, true]);
+    // An eviction checks the 64 oldest and the 64 newest of the 200.
+    let _new_client = limiter.admit(ip(201)).unwrap();
+    assert!(is_closed(&unused));
+    assert!(used.iter().all(|permit| !is_closed(permit)), "connections in use stay");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unused_connection_behind_many_used_ones_is_replaced() {
+    let limiter = ConnectionLimiter::new("test", 400, SameAddressEviction::UnusedOnly, &Registry::new());
+    let admit_used = || limiter.admit(ip(1)).inspect(|permit| permit.record_activity());
+    // As many as one client may have.
+    let mut used: Vec<_> = std::iter::from_fn(admit_used).collect();
+    assert!(used.len() > 128, "{}", used.len());
+    used.pop();
+    let unused = limiter.admit(ip(1)).unwrap();
+    advance(Duration::from_secs(2)).await;
+    let newest = limiter.admit(ip(1));
+    assert!(newest.is_some() && is_closed(&unused));
+    assert!(used.iter().all(|permit| !is_closed(permit)));
 }
 
 #[test]

@@ -56,6 +56,19 @@ pub enum IptablesError {
     NotUndone { cause: Box<Self>, undo: Box<Self> },
 }
 
+impl IptablesError {
+    /// Whether the programs for IPv6 are missing or refuse the rules, for another reason than a lock that is held.
+    pub fn lacks_ipv6(&self) -> bool {
+        match self {
+            Self::Missing { program, .. } => program.starts_with(IPV6_PROGRAMS),
+            Self::Refused { program, status, .. } => program.starts_with(IPV6_PROGRAMS) && !status.ends_with(LOCK_HELD),
+            Self::NotApplied { family, .. } => *family == "ipv6",
+            Self::NotUndone { cause, .. } => cause.lacks_ipv6(),
+            Self::Input { .. } => false,
+        }
+    }
+}
+
 /// Applies the rules in each family, unless they are live already.
 ///
 /// # Errors
@@ -341,3 +354,8 @@ impl fmt::Display for Flavour {
         })
     }
 }
+/// The common prefix of the programs for IPv6, such as `ip6tables-nft-restore`.
+const IPV6_PROGRAMS: &str = "ip6tables";
+
+/// The exit status of iptables if another process holds its lock.
+const LOCK_HELD: &str = " 4";

@@ -26,8 +26,14 @@ pub(crate) struct Mirror {
     pub(in crate::outbound) route: Arc<Meta>,
     pub(in crate::outbound) endpoint_context: Arc<EndpointContext>,
     pub(in crate::outbound) series: MirrorSeries,
+    pub(in crate::outbound) limits: Arc<CopyLimits>,
+}
+
+/// What the copies of a mirror use. A new version of the policy keeps it.
+#[derive(Default)]
+pub(in crate::outbound) struct CopyLimits {
     pub(in crate::outbound) memory: Arc<CopyMemory>,
-    pub(in crate::outbound) n_in_flight: AtomicUsize,
+    n_in_flight: AtomicUsize,
 }
 
 /// A copy of a request. Counts as in flight until it is dropped.
@@ -40,7 +46,7 @@ pub(in crate::outbound) enum CopyResult {
     Success,
     /// The mirror has sent a failure or no response, or the request itself was not sent to its end.
     Failure,
-    /// The mirror was too slow.
+    /// The mirror was too slow, or had too many copies in flight.
     Dropped,
 }
 
@@ -50,7 +56,7 @@ impl Mirror {
         if !self.ratio.includes(|n| fastrand::u32(0..n)) {
             return None;
         }
-        let n_before = self.n_in_flight.fetch_add(1, Ordering::Relaxed);
+        let n_before = self.limits.n_in_flight.fetch_add(1, Ordering::Relaxed);
         let guard = CopyGuard(self.clone());
         if n_before >= MAX_COPIES_IN_FLIGHT {
             guard.record(CopyResult::Dropped);
@@ -77,6 +83,6 @@ impl CopyGuard {
 
 impl Drop for CopyGuard {
     fn drop(&mut self) {
-        self.0.n_in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.0.limits.n_in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }

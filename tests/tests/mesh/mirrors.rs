@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use futures_util::stream;
-use http::{Method, Request, Version};
+use futures_util::stream::{self, StreamExt as _};
+use http::{Method, Request, Response, Version};
 use http_body::Frame;
-use http_body_util::StreamBody;
+use http_body_util::{BodyExt as _, StreamBody};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::mpsc;
 use tulle_tests::apps::{self, ReceivedRequest, Recorder};
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
@@ -148,8 +149,49 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
 }
 
 #[test]
+fn a_large_body_arrives_whole_at_the_mirror() {
+    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    mesh.run(async |mesh: &Mesh| {
+        let _web = Recorder::start(mesh, "web", |_| 200).await;
+        let copy = Recorder::start(mesh, "copy", |_| 200).await;
+        let body = Bytes::from(vec![b'x'; 4 << 20]);
+        let mut client = client2(mesh).await;
+        let req = Request::post("http://web.test/").body(full(body.clone())).unwrap();
+        assert_eq!(client.fetch(req).await.unwrap().status, 200);
+        let copied = n_requests(&copy, 1).await;
+        assert_eq!(copied[0].body.as_ref().map(Bytes::len), Some(body.len()));
+    });
+}
+
+#[test]
+fn a_copy_ends_with_the_response_of_the_mirror() {
+    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    mesh.run(async |mesh: &Mesh| {
+        let _web = apps::serve_http(mesh.listen("web", HTTP).await, |_| std::future::pending());
+        let (ended_tx, mut ended) = mpsc::channel(1);
+        let _copy = apps::serve_http(mesh.listen("copy", HTTP).await, move |req| {
+            let ended_tx = ended_tx.clone();
+            // Responds while the request goes on, and reads it to its end.
+            tokio::spawn(async move { ended_tx.send(req.into_body().collect().await.is_err()).await });
+            std::future::ready(Response::new(full("early")))
+        });
+        let mut client = client2(mesh).await;
+        let endless = stream::iter([Ok::<_, std::convert::Infallible>(Frame::data(Bytes::from_static(b"x")))]);
+        let endless = StreamBody::new(endless.chain(stream::pending()));
+        let req = Request::post("http://web.test/").body(any(endless)).unwrap();
+        let requested = tokio::spawn(async move { client.fetch(req).await });
+        assert_eq!(ended.recv().await, Some(true), "the rest of the copy is cancelled");
+        assert!(!requested.is_finished(), "the request goes on");
+        assert_eq!(copies(mesh, "success").await, 1.);
+        requested.abort();
+    });
+}
+
+#[test]
 fn a_mirror_that_does_not_respond_does_not_affect_requests() {
     let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    // If the drain waited for the copy, the proxy would outlive the test.
+    let mesh = mesh.env("SHUTDOWN_GRACE_PERIOD", "60s");
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |_| 200).await;
         let n_connections = Arc::new(AtomicUsize::new(0));

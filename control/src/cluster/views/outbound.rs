@@ -133,11 +133,14 @@ impl OutboundContext<'_> {
             .map(str::to_ascii_lowercase)
         {
             Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
-            // Kubernetes does not define `grpc`, but other meshes support it.
-            Some(protocol) if ["kubernetes.io/h2c", "grpc"].contains(&&*protocol) => match grpc.is_empty() {
-                true => Protocol::Http2(http_or_default(http)),
-                false => Protocol::Grpc(grpc),
-            },
+            // Kubernetes does not define `grpc`, but other meshes support it. A port that is marked as opaque, for example because its
+            // application terminates TLS, stays opaque.
+            Some(protocol) if protocol == "kubernetes.io/h2c" || (protocol == "grpc" && !is_opaque) => {
+                match grpc.is_empty() {
+                    true => Protocol::Http2(http_or_default(http)),
+                    false => Protocol::Grpc(grpc),
+                }
+            }
             Some(_) => Protocol::Opaque(tcp_or_default(tcp)),
             None if is_opaque => Protocol::Opaque(tcp_or_default(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),

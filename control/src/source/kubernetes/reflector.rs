@@ -12,7 +12,8 @@ use http_body_util::{BodyExt, Limited};
 use kube::Client;
 use kube::client::Body;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::task::yield_now;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
 
@@ -97,6 +98,22 @@ enum WatchEnd {
     Relist,
 }
 
+/// Changes that are reported together.
+struct EventBatch {
+    events: Vec<Event>,
+    /// When the batch may be reported.
+    apply_at: Instant,
+}
+
+impl Default for EventBatch {
+    fn default() -> Self {
+        Self {
+            events: Vec::new(),
+            apply_at: Instant::now(),
+        }
+    }
+}
+
 struct WatchPosition {
     resource_version: String,
     /// Time of the last change, at first of the list.
@@ -155,7 +172,7 @@ impl Reflector {
                     retries.reset();
                     self.absent_rounds += 1;
                     if self.absent_rounds >= ABSENT_ROUNDS_BEFORE_DELETE {
-                        self.apply_list(AHashMap::new(), Vec::new());
+                        self.apply_list(AHashMap::new(), Vec::new()).await;
                         self.set_presence(Presence::Absent);
                         self.mark_up_to_date().await;
                     } else {
@@ -301,14 +318,15 @@ impl Reflector {
             }
             token = page.metadata.r#continue;
             if token.is_empty() {
-                self.apply_list(known, events);
+                self.apply_list(known, events).await;
                 return Ok(page.metadata.resource_version);
             }
         }
     }
 
-    /// Reports these events, and the deletion of all objects that are not in `known`.
-    fn apply_list(&mut self, known: AHashMap<NamespacedName, u64>, mut events: Vec<Event>) {
+    /// Reports these events, and the deletion of all objects that are not in `known`. A long list is reported in batches, between
+    /// which other tasks of this thread run.
+    async fn apply_list(&mut self, known: AHashMap<NamespacedName, u64>, mut events: Vec<Event>) {
         let deleted = self.known_versions.keys().filter(|name| !known.contains_key(*name));
         events.extend(deleted.map(|name| Event::Deleted(self.watched.kind, name.clone())));
         self.known_versions = known;
@@ -318,8 +336,14 @@ impl Reflector {
             n_events = events.len(),
             "listed"
         );
-        if !events.is_empty() {
-            self.writer.apply(events);
+        let mut rest = events.into_iter();
+        loop {
+            let batch: Vec<Event> = rest.by_ref().take(MAX_EVENTS_PER_BATCH).collect();
+            if batch.is_empty() {
+                return;
+            }
+            self.writer.apply(batch);
+            yield_now().await;
         }
     }
 
@@ -374,22 +398,40 @@ impl Reflector {
             .watched
             .watch_request(self.api_version, &position.resource_version, seconds)
             .map_err(Error::Request)?;
-        let mut body = match self.send(request).await {
+        let body = match self.send(request).await {
             Ok(response) => response.into_body(),
             Err(Error::Status { status, .. }) if status == StatusCode::GONE => return Ok(WatchEnd::Relist),
             Err(err) => return Err(err),
         };
-        let mut lines = LineBuffer::default();
         // A watch can stay without events, so only its requested timeout limits it. TCP keep-alive detects a server
         // that has failed.
         let limit = Duration::from_secs(seconds) + RESPONSE_TIMEOUT;
-        let ends_at = Instant::now() + limit;
+        let mut batch = EventBatch::default();
+        let reading = timeout(limit, self.read_watch(body, position, &mut batch)).await;
+        // `position` is after these events.
+        self.apply_batch(&mut batch).await;
+        reading.unwrap_or(Err(Error::WatchTimeout(limit)))
+    }
+
+    /// Reports the changes of a watch until it ends. Changes that arrive in quick succession are reported together.
+    async fn read_watch(
+        &mut self,
+        mut body: Body,
+        position: &mut WatchPosition,
+        batch: &mut EventBatch,
+    ) -> Result<WatchEnd, Error> {
+        let mut lines = LineBuffer::default();
         loop {
             let relist_at = position.changed_at + RESYNC_INTERVAL;
             // Dropping the body ends the watch. The next watch continues at `position`, so no change is lost.
             let frame = tokio::select! {
-                frame = timeout_at(ends_at, body.frame()) => frame.map_err(|_| Error::WatchTimeout(limit))?,
-                () = tokio::time::sleep_until(relist_at) => return Ok(WatchEnd::Relist),
+                biased;
+                frame = body.frame(), if batch.events.len() < MAX_EVENTS_PER_BATCH => frame,
+                () = sleep_until(batch.apply_at), if !batch.events.is_empty() => {
+                    self.apply_batch(batch).await;
+                    continue;
+                }
+                () = sleep_until(relist_at) => return Ok(WatchEnd::Relist),
             };
             let Some(frame) = frame else {
                 return Ok(WatchEnd::Normal);
@@ -398,20 +440,28 @@ impl Reflector {
                 continue;
             };
             lines.push(&data);
-            let mut events = Vec::new();
             let mut ended = None;
             lines.drain_lines(|line| {
                 if ended.is_none() && !line.is_empty() {
-                    ended = self.handle_line(line, position, &mut events).transpose();
+                    ended = self.handle_line(line, position, &mut batch.events).transpose();
                 }
             });
-            if !events.is_empty() {
-                self.writer.apply(events);
-            }
             if let Some(ended) = ended {
                 return ended;
             }
         }
+    }
+
+    /// Reports the events of a batch, and sets when the next batch may be reported: after the time that the subscribers needed for
+    /// this one. So the reports of frequent changes take at most half of the time of a thread.
+    async fn apply_batch(&mut self, batch: &mut EventBatch) {
+        if batch.events.is_empty() {
+            return;
+        }
+        let started_at = Instant::now();
+        self.writer.apply(std::mem::take(&mut batch.events));
+        yield_now().await; // until the subscribers on this thread have sent the changes
+        batch.apply_at = Instant::now() + started_at.elapsed().min(MAX_BATCH_DELAY);
     }
 
     /// Turns a line of a watch into an event. Returns how the watch ended if the line ends it.
@@ -563,6 +613,12 @@ const ABSENT_KIND_STARTUP_BACKOFF: Backoff = Backoff {
 /// Consecutive discovery rounds without the kind before its objects are deleted: at least 30 s. The deletion of a CRD
 /// deletes its objects first, and the watch reports each of them.
 pub(super) const ABSENT_ROUNDS_BEFORE_DELETE: u32 = 6;
+
+/// Events that are reported together. The state is locked meanwhile.
+const MAX_EVENTS_PER_BATCH: usize = 1000;
+
+/// Maximum time that changes wait for further ones.
+const MAX_BATCH_DELAY: Duration = Duration::from_millis(100);
 
 /// Consecutive failures of a watch before the kind is listed again.
 const MAX_WATCH_FAILURES: u32 = 4;

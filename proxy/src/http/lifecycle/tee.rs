@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    future::{pending, poll_fn},
     pin::Pin,
     sync::{
         Arc,
@@ -20,8 +21,9 @@ use crate::http::{
     error::Error,
 };
 
-/// Maximum size of the frames of one copy that wait for its receiver, if there are several. If more wait, the copy fails.
-pub(crate) const MAX_PENDING_COPY_BYTES: usize = 256 * 1024;
+/// Maximum size of the frames of one copy that wait for its receiver, if there are several. If more wait, the copy fails. The
+/// first frames wait until the receiver is connected.
+pub(crate) const MAX_PENDING_COPY_BYTES: usize = 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`CopyMemory`].
 const MAX_COPY_MEMORY_BYTES: usize = 16 * 1024 * 1024;
@@ -33,12 +35,12 @@ const FRAME_OVERHEAD_BYTES: usize = 128;
 #[derive(Default)]
 pub(crate) struct CopyMemory(AtomicUsize);
 
-/// Tells whether a copy failed because its receiver was too slow.
+/// Observes and cancels a copy.
 pub(crate) struct CopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The copy never delays the original. It fails if the original fails or is dropped before its end, or if its receiver is too
+/// The copy does not wait for its receiver, except that the original yields to it once when much is waiting. It fails if the original fails or is dropped before its end, or if its receiver is too
 /// slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Body, CopyMonitor) {
     if body.is_end_stream() {
@@ -52,6 +54,8 @@ pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Bod
         state: CopyState::Open,
         remaining: body.size_hint().exact(),
         receiver_waker: None,
+        monitor_waker: None,
+        has_yielded: false,
     }));
     let original = TeeBody {
         body: Some(body),
@@ -75,6 +79,9 @@ struct PendingCopy {
     /// Bytes that the receiver has not received yet, if the length of the body is known.
     remaining: Option<u64>,
     receiver_waker: Option<Waker>,
+    monitor_waker: Option<Waker>,
+    /// Whether the original has yielded since the receiver has polled.
+    has_yielded: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -118,6 +125,29 @@ impl CopyMonitor {
         self.0
             .as_ref()
             .is_some_and(|copy| copy.lock().state == CopyState::TooSlow)
+    }
+
+    /// Waits until the copy fails, which may never happen. Its receiver can be blocked and not notice.
+    pub(crate) async fn failed(&self) {
+        let Some(copy) = &self.0 else {
+            return pending().await;
+        };
+        poll_fn(|cx| {
+            let mut copy = copy.lock();
+            if copy.has_failed() {
+                return Poll::Ready(());
+            }
+            copy.monitor_waker = Some(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Fails the copy if its receiver has not received all of it.
+    pub(crate) fn cancel(&self) {
+        if let Some(copy) = &self.0 {
+            copy.lock().cancel();
+        }
     }
 }
 
@@ -168,8 +198,37 @@ impl PendingCopy {
         self.memory.release(std::mem::take(&mut self.n_bytes));
     }
 
+    fn has_failed(&self) -> bool {
+        matches!(self.state, CopyState::Failed | CopyState::TooSlow)
+    }
+
+    fn cancel(&mut self) {
+        if matches!(self.state, CopyState::Open | CopyState::Complete) {
+            self.state = CopyState::Failed;
+            self.discard_data();
+            self.wake_receiver();
+        }
+    }
+
+    /// Whether the original lets the receiver run before it reads on. Both are tasks of one thread, on which the original could
+    /// read a large body without a pause.
+    fn must_yield(&mut self) -> bool {
+        let must_yield =
+            self.state == CopyState::Open && self.n_bytes > MAX_PENDING_COPY_BYTES / 2 && !self.has_yielded;
+        if must_yield {
+            self.has_yielded = true;
+            self.wake_receiver();
+        }
+        must_yield
+    }
+
     fn wake_receiver(&mut self) {
         if let Some(waker) = self.receiver_waker.take() {
+            waker.wake();
+        }
+        if self.has_failed()
+            && let Some(waker) = self.monitor_waker.take()
+        {
             waker.wake();
         }
     }
@@ -184,6 +243,10 @@ impl ReceivedBody for TeeBody {
         let Some(body) = &mut self.body else {
             return Poll::Ready(None);
         };
+        if self.copy.lock().must_yield() {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         let frame = ready!(Pin::new(&mut *body).poll_frame(cx));
         let mut copy = self.copy.lock();
         match &frame {
@@ -230,7 +293,8 @@ impl Drop for TeeBody {
 impl ReceivedBody for CopiedBody {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         let mut copy = self.0.lock();
-        if matches!(copy.state, CopyState::Failed | CopyState::TooSlow) {
+        copy.has_yielded = false;
+        if copy.has_failed() {
             return Poll::Ready(Some(Err(Error::RequestCancelled)));
         }
         if let Some(data) = copy.pop() {
@@ -253,6 +317,16 @@ impl ReceivedBody for CopiedBody {
 
     fn size_hint(&self) -> SizeHint {
         self.0.lock().remaining.map(SizeHint::with_exact).unwrap_or_default()
+    }
+
+    /// A receiver that waits for its peer notices here that the copy has failed.
+    fn poll_deadline(&mut self, _unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
+        let mut copy = self.0.lock();
+        if copy.has_failed() {
+            return Poll::Ready(Error::RequestCancelled);
+        }
+        copy.receiver_waker = Some(cx.waker().clone());
+        Poll::Pending
     }
 }
 

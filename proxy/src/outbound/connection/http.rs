@@ -74,7 +74,11 @@ impl HttpConnection {
         }
         let (destination, fallback_addrs) = match &self.target_source {
             TargetSource::Fixed(destination) => {
-                let mut outgoing = OutgoingRequest { req, upgrade };
+                let mut outgoing = OutgoingRequest {
+                    req,
+                    upgrade,
+                    is_copied: false,
+                };
                 return route::route_and_send(self.client_context(), destination, &mut outgoing).await;
             }
             TargetSource::Override(dialled) => Box::pin(self.resolve_override(dialled, req)).await?,
@@ -87,7 +91,11 @@ impl HttpConnection {
             TargetSource::RequestTarget { .. } => Box::pin(self.resolve_request_target(req)).await?,
             TargetSource::DiscoveryFailed(target) => return Err(Error::DiscoveryTimeout(target.clone())),
         };
-        let mut outgoing = OutgoingRequest { req, upgrade };
+        let mut outgoing = OutgoingRequest {
+            req,
+            upgrade,
+            is_copied: false,
+        };
         match fallback_addrs.is_empty() {
             true => route::route_and_send(self.client_context(), &destination, &mut outgoing).await,
             // Boxed because it is rare and its future is large.

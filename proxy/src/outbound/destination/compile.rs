@@ -1,6 +1,6 @@
 //! Compiles the policy and the profile of a destination into a snapshot.
 
-use std::sync::{Arc, atomic::AtomicUsize};
+use std::sync::Arc;
 
 use tulle_core::addr::Addr;
 
@@ -25,7 +25,7 @@ use crate::{
         matches::RequestMatch,
         meta::Meta,
         profile::{Profile, RetryBudgetState},
-        route::Route,
+        route::{Route, Rule},
     },
 };
 
@@ -135,7 +135,7 @@ impl Compiler<'_> {
                     .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
                         Some(series.backend(meta))
                     }),
-                mirrors: self.mirrors(&rule.payload.mirrors, &route.meta, &scope),
+                mirrors: self.mirrors(rule, &route.meta, &scope),
                 timeouts_and_retries: TimeoutsAndRetries::from_action(&rule.payload, || {
                     self.previous_budget(&route.meta, &rule.matches)
                 }),
@@ -145,9 +145,11 @@ impl Compiler<'_> {
         Router::Routes(http.routes.iter().map(compile).collect())
     }
 
-    fn mirrors(&self, specs: &[MirrorSpec], route: &Arc<Meta>, scope: &MetricScope<'_>) -> Vec<Arc<Mirror>> {
+    fn mirrors(&self, rule: &Rule<RouteAction>, route: &Arc<Meta>, scope: &MetricScope<'_>) -> Vec<Arc<Mirror>> {
         let endpoint_context = &self.factory.endpoint_context;
-        let compile = |spec: &MirrorSpec| {
+        let previous = self.previous_action(route, &rule.matches);
+        let previous = previous.map_or(&[][..], |action| &action.mirrors);
+        let compile = |(n, spec): (usize, &MirrorSpec)| {
             let families = &endpoint_context.families;
             Arc::new(Mirror {
                 backends: Backends::single(self.factory.backend(&spec.backend, None, scope)),
@@ -155,11 +157,13 @@ impl Compiler<'_> {
                 route: route.clone(),
                 endpoint_context: endpoint_context.clone(),
                 series: families.mirror(scope.parent, route, &spec.backend.meta),
-                memory: Arc::default(),
-                n_in_flight: AtomicUsize::new(0),
+                limits: previous
+                    .get(n)
+                    .map(|previous| previous.limits.clone())
+                    .unwrap_or_default(),
             })
         };
-        specs.iter().map(compile).collect()
+        rule.payload.mirrors.iter().enumerate().map(compile).collect()
     }
 
     /// Routes of a ServiceProfile. They replace the routes of the policy, whose filters and backends could contradict
@@ -186,14 +190,19 @@ impl Compiler<'_> {
 
     /// Retry budget of the same rule in the previous snapshot.
     fn previous_budget(&self, route: &Arc<Meta>, matches: &[RequestMatch]) -> Option<Arc<RetryBudgetState>> {
+        let action = self.previous_action(route, matches)?;
+        Some(action.timeouts_and_retries.as_ref()?.budget().clone())
+    }
+
+    /// The action of the same rule in the previous snapshot.
+    fn previous_action(&self, route: &Arc<Meta>, matches: &[RequestMatch]) -> Option<&CompiledAction> {
         let routes = self.previous_routers().filter_map(|router| match router {
             Router::Routes(routes) => Some(routes),
             Router::Profile(_) => None,
         });
         let same_route = routes.flatten().filter(|previous| previous.meta == *route);
         let mut rules = same_route.flat_map(|previous| &previous.rules);
-        let same_rule = rules.find(|rule| rule.matches == matches)?;
-        Some(same_rule.payload.timeouts_and_retries.as_ref()?.budget().clone())
+        rules.find(|rule| rule.matches == matches).map(|rule| &rule.payload)
     }
 
     /// Compiles an opaque or TLS route. The profile may override its backends.

@@ -41,6 +41,8 @@ pub(super) struct AttemptParams<'a> {
     pub(super) deadlines: Option<&'a mut AttemptDeadlines>,
     /// The copy of the request that the caller keeps for retries, if it does.
     pub(super) retry_copy: Option<&'a ReplayableRequest>,
+    /// Whether the request may be sent to another endpoint if it was not processed.
+    pub(super) may_resend: bool,
 }
 
 impl AttemptParams<'_> {
@@ -50,6 +52,7 @@ impl AttemptParams<'_> {
             started_at,
             deadlines: None,
             retry_copy: None,
+            may_resend: true,
         }
     }
 }
@@ -69,6 +72,7 @@ impl AttemptSender<'_> {
             started_at,
             deadlines,
             retry_copy,
+            may_resend,
         } = params;
         let choice = self.backends.choose()?;
         filters::apply_request_filters(&choice.filters, outgoing.req, self.matched_prefix_len)?;
@@ -90,6 +94,7 @@ impl AttemptSender<'_> {
             // The caller's copy was made before the backend's filters changed the request and before the deadlines wrapped its
             // body. So it equals the request only if the backend has no filters and the body is empty.
             retry_copy: retry_copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
+            may_resend,
         };
         let mut rsp = attempt.run(outgoing, tried, deadlines, route_attempt).await?;
         apply_response_filters(&choice.filters, &mut rsp);

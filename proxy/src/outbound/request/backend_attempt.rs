@@ -48,6 +48,7 @@ pub(super) struct BackendAttempt<'a> {
     pub(super) started_at: Instant,
     /// The copy that the caller keeps for retries, if it equals the request that is sent; `None` otherwise.
     pub(super) retry_copy: Option<&'a ReplayableRequest>,
+    pub(super) may_resend: bool,
 }
 
 /// Records the result of one endpoint in its metrics, load and breaker; observes the response until its end.
@@ -103,7 +104,7 @@ impl BackendAttempt<'_> {
 
     /// Sends a request to endpoints in turn, until one processes it or it may not be sent again.
     ///
-    /// A resend needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no copy
+    /// A resend, if it is permitted, needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no copy
     /// and is sent once.
     async fn send_until_processed(
         &self,
@@ -112,14 +113,17 @@ impl BackendAttempt<'_> {
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
         let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.upgrade.is_some());
-        let needs_own_copy = outgoing.upgrade.is_none() && self.retry_copy.is_none();
+        let needs_own_copy = self.may_resend && outgoing.upgrade.is_none() && self.retry_copy.is_none();
         let make_copy = |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
         let mut own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
         loop {
             let (sent, result) = self.send_once(outgoing.req, tried, needs, &mut deadlines).await?;
             let endpoint = sent.endpoint.clone();
             let copy = own_copy.as_ref().or(self.retry_copy);
-            let cause = self.resend_cause(&result, &endpoint, copy, tried.len());
+            let cause = match self.may_resend {
+                true => self.resend_cause(&result, &endpoint, copy, tried.len()),
+                false => None,
+            };
             tried.push(endpoint);
             let Some(cause) = cause else {
                 return self.finish(outgoing, sent, result);

@@ -3,10 +3,11 @@
 use std::{future::poll_fn, mem::take, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{Method, Request};
+use http::{HeaderMap, Method, Request};
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
 use tulle_core::drain;
+use tulle_core::names::header as names;
 
 use crate::{
     http::{
@@ -25,6 +26,7 @@ use crate::{
             observe::RouteSource,
         },
     },
+    policy::client::HeaderOverrides,
 };
 
 /// Maximum time from the start of a copy to the end of its response.
@@ -34,18 +36,37 @@ const MAX_COPY_DURATION: Duration = Duration::from_secs(60);
 const MAX_RESPONSE_BYTES: usize = 1024 * 1024;
 
 /// Starts a copy of the request for each mirror that samples it. The copies neither delay nor fail the request.
-pub(super) fn send_copies(client: ClientContext<'_>, mirrors: &[Arc<Mirror>], outgoing: &mut OutgoingRequest<'_>) {
+pub(super) fn send_copies(
+    client: ClientContext<'_>,
+    mirrors: &[Arc<Mirror>],
+    overrides: HeaderOverrides,
+    outgoing: &mut OutgoingRequest<'_>,
+) {
     // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
-    if mirrors.is_empty() || outgoing.upgrade.is_some() || *outgoing.req.method() == Method::CONNECT {
+    if mirrors.is_empty()
+        || outgoing.is_copied
+        || outgoing.upgrade.is_some()
+        || *outgoing.req.method() == Method::CONNECT
+    {
         return;
     }
+    outgoing.is_copied = true;
     for guard in mirrors.iter().filter_map(Mirror::start_copy) {
-        let (copy, monitor) = copy_request(outgoing.req, &guard.mirror().memory);
+        let (mut copy, monitor) = copy_request(outgoing.req, &guard.mirror().limits.memory);
+        if overrides == HeaderOverrides::Allow {
+            remove_overrides(copy.headers_mut());
+        }
         let (worker, client_addr, drain) = (client.worker, client.client_addr, client.drain.clone());
         // The drain does not wait for copies.
         tokio::spawn(async move {
-            let result = send_copy(copy, guard.mirror(), worker, client_addr, &drain).await;
-            guard.record(match monitor.is_too_slow() {
+            let result = tokio::select! {
+                result = send_copy(copy, guard.mirror(), worker, client_addr, &drain) => result,
+                () = monitor.failed() => CopyResult::Failure,
+            };
+            let is_too_slow = monitor.is_too_slow();
+            // Resets the stream if the response ended before the request.
+            monitor.cancel();
+            guard.record(match is_too_slow {
                 true => CopyResult::Dropped,
                 false => result,
             });
@@ -63,6 +84,21 @@ fn copy_request(req: &mut Request<Body>, memory: &Arc<CopyMemory>) -> (Request<B
     *copy.version_mut() = req.version();
     *copy.headers_mut() = req.headers().clone();
     (copy, monitor)
+}
+
+/// Removes the headers by which the request overrides the timeouts and retries of its rule, as from the request itself.
+fn remove_overrides(headers: &mut HeaderMap) {
+    for name in [
+        names::L5D_TIMEOUT,
+        names::L5D_REQUEST_TIMEOUT,
+        names::L5D_RESPONSE_TIMEOUT,
+        names::L5D_RETRY_HTTP,
+        names::L5D_RETRY_GRPC,
+        names::L5D_RETRY_LIMIT,
+        names::L5D_RETRY_TIMEOUT,
+    ] {
+        headers.remove(name);
+    }
 }
 
 async fn send_copy(
@@ -88,6 +124,7 @@ async fn send_copy(
     let mut outgoing = OutgoingRequest {
         req: &mut copy,
         upgrade: None,
+        is_copied: true,
     };
     let mut exchange = pin!(timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)));
     // Discards interim responses: the next request that this thread polls would forward them to its client.
@@ -100,7 +137,10 @@ async fn send_copy(
 
 /// Sends a copy and discards its response. Returns whether the response is a success.
 async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingRequest<'_>) -> Result<bool, Error> {
-    let params = AttemptParams::plain(Instant::now());
+    let params = AttemptParams {
+        may_resend: false,
+        ..AttemptParams::plain(Instant::now())
+    };
     let rsp = sender
         .send_attempt(outgoing, &mut TriedEndpoints::new(), params)
         .await?;

@@ -124,6 +124,7 @@ pub(super) async fn send_upgrade(
         started_at,
         deadlines: Some(&mut deadlines),
         retry_copy: None,
+        may_resend: true,
     };
     let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
     metrics.attempt_ended(&result, grpc_status_in_head(&result));
@@ -174,6 +175,7 @@ pub(super) async fn send_with_retries(
             started_at,
             deadlines: deadlines.as_mut(),
             retry_copy: retry_copy.as_ref(),
+            may_resend: true,
         };
         let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
         let (result, grpc_status) = read_grpc_status(result, deadlines.as_mut().filter(|_| needs_grpc_status)).await;

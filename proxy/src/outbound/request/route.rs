@@ -17,7 +17,7 @@ use crate::{
             profile, retry,
         },
     },
-    policy::{matches::RequestAttributes, route},
+    policy::{client::HeaderOverrides, matches::RequestAttributes, route},
 };
 
 /// Sends a request by its route of the policy, or by the ServiceProfile that replaces the routes.
@@ -61,7 +61,10 @@ pub(in crate::outbound) async fn route_and_send(
         Err(response) => Err(response),
         // O7–O11
         Ok(matched_prefix_len) => {
-            mirror::send_copies(client, mirrors, outgoing);
+            let overrides = timeouts_and_retries
+                .as_ref()
+                .map_or(HeaderOverrides::Ignore, |rule| rule.header_overrides);
+            mirror::send_copies(client, mirrors, overrides, outgoing);
             let route_sender = |recorder| {
                 let route_request = Some((&request_guard, recorder));
                 new_sender(route_source, backends, matched_prefix_len, route_request)
