@@ -154,7 +154,8 @@ fn a_large_body_arrives_whole_at_the_mirror() {
     mesh.run(async |mesh: &Mesh| {
         let _web = Recorder::start(mesh, "web", |_| 200).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
-        let body = Bytes::from(vec![b'x'; 4 << 20]);
+        // Also if the connection to the mirror takes longer than the whole request.
+        let body = Bytes::from(vec![b'x'; 3 << 20]);
         let mut client = client2(mesh).await;
         let req = Request::post("http://web.test/").body(full(body.clone())).unwrap();
         assert_eq!(client.fetch(req).await.unwrap().status, 200);

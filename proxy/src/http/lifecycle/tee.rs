@@ -21,9 +21,9 @@ use crate::http::{
     error::Error,
 };
 
-/// Maximum size of the frames of one copy that wait for its receiver, if there are several. If more wait, the copy fails. The
-/// first frames wait until the receiver is connected.
-pub(crate) const MAX_PENDING_COPY_BYTES: usize = 1024 * 1024;
+/// Maximum size of the frames of one copy that wait for its receiver, if there are several. If more wait, the copy fails. While
+/// the receiver connects, the original can be sent at full speed.
+pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`CopyMemory`].
 const MAX_COPY_MEMORY_BYTES: usize = 16 * 1024 * 1024;
